@@ -1,0 +1,116 @@
+//! Always-on counters.
+//!
+//! A platform keeps one [`Counters`] per CPU (or per thread) and hands out the caller's own through
+//! [`Instrumented::counters`](crate::Instrumented::counters); reading sums them. A count costs one relaxed add to a
+//! cache line that no other CPU writes, so counters are never compiled out. A task that moves between fetching its
+//! counters and adding to them adds to its former CPU's: the sum is still exact, which is why the add is atomic.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// A monotonic count of events, bytes or pages.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds `n`: one relaxed atomic add.
+    #[inline]
+    pub fn add(&self, n: u64) {
+        // Relaxed: a statistic orders nothing.
+        self.0.fetch_add(n, Ordering::Relaxed);
+    }
+
+    /// Current value.
+    #[inline]
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// One CPU's counters. 128-byte aligned, so that two CPUs' counters never share a line or an adjacent-line
+        /// prefetch pair.
+        #[derive(Debug, Default)]
+        #[repr(align(128))]
+        pub struct Counters {
+            $($(#[$doc])* pub $name: Counter,)*
+        }
+
+        /// The values of one or several [`Counters`] at one moment.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct CounterSnapshot {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Counters {
+            /// Reads every counter. Not atomic across counters.
+            pub fn snapshot(&self) -> CounterSnapshot {
+                CounterSnapshot { $($name: self.$name.get(),)* }
+            }
+        }
+
+        impl CounterSnapshot {
+            /// The sum of two CPUs' values.
+            pub fn plus(self, other: CounterSnapshot) -> CounterSnapshot {
+                CounterSnapshot { $($name: self.$name.wrapping_add(other.$name),)* }
+            }
+
+            /// What was counted since `earlier`.
+            pub fn since(self, earlier: CounterSnapshot) -> CounterSnapshot {
+                CounterSnapshot { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+            }
+
+            /// Every counter's name and value, in declaration order.
+            pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name),)*].into_iter()
+            }
+        }
+    };
+}
+
+counters! {
+    /// Extents cleared with a cached primitive alone.
+    clears_cached,
+    /// Extents of which at least one unit was cleared past the cache.
+    clears_bulk,
+    /// Extents that needed no clearing because they were known to be zero.
+    clears_skipped,
+    /// Bytes cleared with cached primitives.
+    bytes_cached,
+    /// Bytes cleared past the cache.
+    bytes_bulk,
+    /// Units: calls of a clearing primitive.
+    units,
+    /// Store fences executed after streaming stores, whoever asked for them.
+    fences,
+    /// Of those, fences executed because a [`Pending`](crate::Pending) value was dropped instead of discharged.
+    fences_on_drop,
+    /// Reschedule points passed.
+    reschedules,
+    /// Operations stopped half way by their [`Cancel`](crate::Cancel).
+    cancellations,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snapshots_add_subtract_and_name_their_fields() {
+        let (a, b) = (Counters::default(), Counters::default());
+        a.units.add(3);
+        let before = a.snapshot();
+        a.units.add(4);
+        b.fences.add(1);
+        let sum = a.snapshot().since(before).plus(b.snapshot());
+        let named: Vec<_> = sum.iter().filter(|(_, value)| *value != 0).collect();
+        assert_eq!(named, [("units", 4), ("fences", 1)]);
+    }
+
+    #[test]
+    fn two_cpus_never_share_a_line() {
+        assert_eq!(align_of::<Counters>(), 128);
+        assert_eq!(size_of::<[Counters; 2]>() % 128, 0);
+    }
+}

@@ -1,0 +1,56 @@
+//! The vocabulary of hugemm: page frames and extents, the two barriers as types, and the platform's traits.
+//!
+//! Everything here is `no_std`, allocates nothing, keeps no global state and does not panic on bad input. Every other
+//! hugemm crate is written against these items only, so that it runs unchanged in a kernel, a unikernel, a hypervisor
+//! and a test process.
+//!
+//! | module | rule it owns |
+//! |---|---|
+//! | [`addr`] | [`Pfn`], [`PhysAddr`], [`VirtAddr`]: three kinds of number that must not be mixed |
+//! | [`size`] | [`PageSize`], [`Order`] |
+//! | [`extent`] | [`Extent`] and its canonical decomposition into aligned power-of-two chunks |
+//! | [`chain`] | lists of extents threaded through storage that the extents themselves pay for |
+//! | [`content`] | what is known of an extent's bytes: [`Dirty`], [`Clearing`], [`Zeroed`] |
+//! | [`pending`] | [`Pending`]: a value that cannot be reached before its barrier has been discharged |
+//! | [`store_fence`] | the barrier after weakly ordered stores |
+//! | [`tlb_flush`] | the barrier after page table changes |
+//! | [`cpu`] | [`CpuCx`], [`CpuPin`], [`VectorCx`]: what the running task may do on its CPU |
+//! | [`platform`] | the traits that a platform implements |
+//! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
+//! | [`pressure`] | [`Pressure`]: the upward call on exhaustion |
+//! | [`counters`] | always-on counters, one relaxed add each |
+//! | [`sync`] | atomics, or loom's under `cfg(loom)` |
+#![cfg_attr(not(any(test, loom)), no_std)]
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+pub mod addr;
+pub mod cancel;
+pub mod chain;
+pub mod content;
+pub mod counters;
+pub mod cpu;
+pub mod extent;
+pub mod pending;
+pub mod platform;
+pub mod pressure;
+pub mod size;
+pub mod store_fence;
+pub mod sync;
+pub mod tlb_flush;
+
+pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
+pub use cancel::{Cancel, CancelFlag, Never};
+pub use chain::{ExtentChain, ExtentLinks};
+pub use content::{Clearing, Dirty, Sweep, Zeroed};
+pub use counters::{CounterSnapshot, Counters};
+pub use cpu::{CpuCx, CpuPin, VectorCx};
+pub use extent::{Extent, ExtentError};
+pub use pending::{Barrier, Pending};
+pub use platform::{
+    Clock, CpuId, CpuLocal, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder, TlbHw, Topology,
+    VectorUnit, Window,
+};
+pub use pressure::{NoPressure, Pressure, Shortfall};
+pub use size::{Order, PageSize, SizeError};
+pub use store_fence::{Owed, StoreFence, Unfenced};
+pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush, VirtRange};

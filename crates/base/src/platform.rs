@@ -1,0 +1,255 @@
+//! The traits that a platform implements: small ones, each with one job.
+//!
+//! | trait | job | who needs it |
+//! |---|---|---|
+//! | [`PhysMap`] | where in virtual memory frames can be reached | everything that touches frames' bytes |
+//! | [`CpuLocal`] | which CPU runs this, and staying on it | per-CPU data |
+//! | [`Preempt`] | preemption model, reschedule and migration points | everything long |
+//! | [`StoreOrder`] | barriers after stores | clearing, table updates |
+//! | [`VectorUnit`] | use of vector registers | vector clearing primitives |
+//! | [`Topology`] | CPUs and NUMA nodes | parallel work, placement |
+//! | [`TlbHw`] | TLB invalidation on this and other CPUs | paging |
+//! | [`Clock`] | time | calibration, budgets |
+//! | [`Instrumented`] | counters, traces | everything |
+//!
+//! Traits whose contract other code's memory safety rests on are `unsafe` to implement.
+
+use crate::addr::VirtAddr;
+use crate::counters::Counters;
+use crate::extent::Extent;
+use crate::tlb_flush::VirtRange;
+use core::fmt;
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident, $prefix:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        #[repr(transparent)]
+        pub struct $name(pub u32);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($prefix, "{}"), self.0)
+            }
+        }
+    };
+}
+
+id! {
+    /// A CPU, numbered from 0 without gaps.
+    CpuId, "cpu"
+}
+
+id! {
+    /// A NUMA node, numbered from 0 without gaps.
+    NodeId, "node"
+}
+
+/// How tasks give up the CPU. May change at run time; long operations look at it before every unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PreemptModel {
+    /// Only where they sleep.
+    None,
+    /// At reschedule points.
+    Voluntary,
+    /// Anywhere, but a task that only competes with its equals is left until the next tick.
+    Lazy,
+    /// Anywhere.
+    Full,
+}
+
+impl PreemptModel {
+    /// Every model.
+    pub const ALL: [PreemptModel; 4] =
+        [PreemptModel::None, PreemptModel::Voluntary, PreemptModel::Lazy, PreemptModel::Full];
+
+    /// Whether a task that never passes a reschedule point can still be preempted. Under the other, *cooperative*,
+    /// models the time between two reschedule points must be bounded.
+    pub const fn is_preemptible(self) -> bool {
+        matches!(self, PreemptModel::Lazy | PreemptModel::Full)
+    }
+
+    /// Lower-case name, as kernels print it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            PreemptModel::None => "none",
+            PreemptModel::Voluntary => "voluntary",
+            PreemptModel::Lazy => "lazy",
+            PreemptModel::Full => "full",
+        }
+    }
+}
+
+/// Which CPU runs the caller, and staying on it.
+///
+/// # Safety
+///
+/// Between [`pin`](CpuLocal::pin) and the matching [`unpin`](CpuLocal::unpin) the calling task stays on one CPU and no
+/// other task runs on it, so that per-CPU data may be accessed with plain loads and stores; and
+/// [`current`](CpuLocal::current) answers that CPU, below [`Topology::cpus`].
+pub unsafe trait CpuLocal {
+    /// The CPU that runs the caller. A hint unless pinned.
+    fn current(&self) -> CpuId;
+
+    /// Pins the caller: interrupts off in a kernel, nothing at all where a thread is bound to its CPU. Nests. Returns
+    /// what `unpin` needs to restore the previous state.
+    fn pin(&self) -> usize;
+
+    /// Undoes the matching `pin`.
+    ///
+    /// # Safety
+    ///
+    /// `state` is what the latest not yet undone `pin` on this task returned.
+    unsafe fn unpin(&self, state: usize);
+}
+
+/// Preemption model, reschedule and migration points.
+///
+/// A platform whose tasks can be moved to another CPU without passing [`reschedule`](Preempt::reschedule) or
+/// [`migrate`](Preempt::migrate) must execute a store fence when it switches a task out (every x86-64 and arm64 kernel
+/// does, through the serialising or barrier instructions of its switch): streaming stores are ordered only by a fence
+/// on the CPU that issued them.
+pub trait Preempt {
+    /// The model now in force.
+    fn preempt_model(&self) -> PreemptModel;
+
+    /// Whether the caller is in a context that may sleep. Long operations refuse to start where it is false.
+    fn may_sleep(&self) -> bool {
+        true
+    }
+
+    /// A point where the platform may run something else. May sleep.
+    fn reschedule(&self);
+
+    /// Moves the caller to another CPU; false if that is not possible (no such CPU, or not allowed).
+    fn migrate(&self, _to: CpuId) -> bool {
+        false
+    }
+}
+
+/// Barriers after stores.
+///
+/// # Safety
+///
+/// After [`store_fence`](StoreOrder::store_fence), every earlier store of this CPU, streaming ones included, is visible
+/// to every CPU that sees any later store of this CPU. After [`publish_barrier`](StoreOrder::publish_barrier) the same
+/// holds for all but streaming stores. The provided methods are right on x86-64 and arm64 hardware.
+pub unsafe trait StoreOrder {
+    /// Orders streaming and ordinary stores: `sfence`, `dmb ishst`.
+    #[inline]
+    fn store_fence(&self) {
+        crate::store_fence::hardware_store_fence();
+    }
+
+    /// Orders ordinary stores: nothing but a compiler barrier on x86-64, `dmb ishst` on arm64.
+    #[inline]
+    fn publish_barrier(&self) {
+        crate::store_fence::hardware_publish_barrier();
+    }
+
+    /// The software store buffer through which the `model` clearing primitive goes, where the platform has one.
+    fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
+        None
+    }
+}
+
+/// A software model of a weakly ordered store buffer: stores reach memory in any order, at the latest at the fence.
+pub trait StoreBuffer {
+    /// Accepts stores of zeroes to `len` bytes from `ptr` on.
+    ///
+    /// # Safety
+    ///
+    /// The bytes are writable, and stay so and unread by this CPU until the platform's store fence.
+    unsafe fn zero(&self, ptr: *mut u8, len: usize);
+}
+
+/// Use of vector registers outside user space.
+pub trait VectorUnit {
+    /// Makes the vector registers usable for the caller; false if they are not to be had here and now. Does not sleep.
+    fn vector_begin(&self) -> bool {
+        false
+    }
+
+    /// Ends the use.
+    fn vector_end(&self) {}
+}
+
+/// CPUs and NUMA nodes.
+pub trait Topology {
+    /// How many CPUs there are; at least 1.
+    fn cpus(&self) -> u32;
+
+    /// The node of a CPU.
+    fn node_of_cpu(&self, cpu: CpuId) -> NodeId;
+
+    /// The node of the extent's first frame, and how many of its frames from there on are on that node (at least 1 for
+    /// an extent that is not empty).
+    fn node_run(&self, extent: Extent) -> (NodeId, u64);
+}
+
+/// Where in virtual memory frames can be reached.
+///
+/// # Safety
+///
+/// An open window's bytes are the frames' bytes, mapped writable, from [`open`](PhysMap::open) until
+/// [`close`](PhysMap::close).
+pub unsafe trait PhysMap {
+    /// Opens a window on the first frames of `extent`: on all of them where there is a direct map, on as few as one
+    /// where windows are temporary (highmem) or must have the cache colour or tags of the address at which user space
+    /// will see them. `user` is that address for the extent's first frame, if it is known.
+    ///
+    /// `None` if no frame of the extent can be reached, or `extent` is empty. Does not sleep.
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window>;
+
+    /// Closes a window. Streaming stores through it need not have been fenced.
+    ///
+    /// # Safety
+    ///
+    /// `window` came from `open` on this map, is closed once, and nobody uses its bytes any more.
+    unsafe fn close(&self, _window: Window) {}
+}
+
+/// Frames made reachable by [`PhysMap::open`].
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    /// First byte of the first frame; 4 KiB-aligned.
+    pub ptr: *mut u8,
+    /// How many frames are reachable through `ptr`; at least 1 and at most what was asked for.
+    pub pages: u64,
+}
+
+/// TLB invalidation on this and other CPUs.
+///
+/// # Safety
+///
+/// When a method returns, no CPU it names holds a translation, or an entry of a table cache, that was derived from
+/// entries of the range as they were before the call.
+pub unsafe trait TlbHw {
+    /// Invalidates on the calling CPU.
+    fn flush_local(&self, range: VirtRange);
+
+    /// Invalidates on every CPU whose bit is set (bit `n` of word `n / 64` is CPU `n`) and returns when all have
+    /// acknowledged. Never called with interrupts off.
+    fn flush_cpus(&self, cpus: &[u64], range: VirtRange);
+}
+
+/// A monotonic clock.
+pub trait Clock {
+    /// Nanoseconds since an arbitrary moment.
+    fn now_ns(&self) -> u64;
+}
+
+/// Counters and traces.
+pub trait Instrumented {
+    /// The calling CPU's counters.
+    fn counters(&self) -> &Counters;
+
+    /// A barrier's debt was dropped instead of discharged; by now it has been paid. Production platforms have nothing
+    /// to do here; test platforms panic, unless the thread is already unwinding.
+    fn debt_dropped(&self, _barrier: &'static str) {}
+}
+
+/// Everything a CPU does for the task that runs on it; implemented by every type that implements the parts.
+pub trait Cpu: CpuLocal + Preempt + StoreOrder + VectorUnit + Instrumented {}
+
+impl<P: CpuLocal + Preempt + StoreOrder + VectorUnit + Instrumented> Cpu for P {}

@@ -1,0 +1,82 @@
+//! Atomics and fences: `core`'s, or loom's under `cfg(loom)`.
+//!
+//! Ordering-sensitive code in hugemm imports from here and nowhere else, so that loom explores the function that ships
+//! and not a copy of it. Every use of an `Ordering` names the use it pairs with.
+
+#[cfg(not(loom))]
+pub use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+
+/// A 64-bit word that several CPUs change: what a protocol's transition function needs and no more.
+///
+/// Protocols that are checked both by loom and inside structures that loom cannot build (an array in caller-supplied
+/// memory) are generic over this trait.
+pub trait AtomicWord {
+    /// Reads the word.
+    fn load(&self, order: Ordering) -> u64;
+    /// Replaces the word.
+    fn store(&self, value: u64, order: Ordering);
+    /// Adds, wrapping; returns the previous value.
+    fn fetch_add(&self, value: u64, order: Ordering) -> u64;
+    /// Replaces `current` by `new`; returns the previous value, as an error if it was not `current`. May fail
+    /// spuriously.
+    fn compare_exchange_weak(&self, current: u64, new: u64, success: Ordering, failure: Ordering) -> Result<u64, u64>;
+
+    /// Applies a pure transition until it sticks. `None` from `next` leaves the word unchanged and is returned as the
+    /// error with the value it saw; otherwise the previous value is returned.
+    ///
+    /// Lock-free: a retry means that another CPU made progress.
+    fn transition(
+        &self,
+        success: Ordering,
+        failure: Ordering,
+        mut next: impl FnMut(u64) -> Option<u64>,
+    ) -> Result<u64, u64>
+    where
+        Self: Sized,
+    {
+        let mut seen = self.load(failure);
+        loop {
+            let Some(new) = next(seen) else { return Err(seen) };
+            match self.compare_exchange_weak(seen, new, success, failure) {
+                Ok(previous) => return Ok(previous),
+                Err(current) => seen = current,
+            }
+        }
+    }
+}
+
+macro_rules! atomic_word {
+    ($type:ty) => {
+        impl AtomicWord for $type {
+            #[inline]
+            fn load(&self, order: Ordering) -> u64 {
+                <$type>::load(self, order)
+            }
+
+            #[inline]
+            fn store(&self, value: u64, order: Ordering) {
+                <$type>::store(self, value, order)
+            }
+
+            #[inline]
+            fn fetch_add(&self, value: u64, order: Ordering) -> u64 {
+                <$type>::fetch_add(self, value, order)
+            }
+
+            #[inline]
+            fn compare_exchange_weak(
+                &self,
+                current: u64,
+                new: u64,
+                success: Ordering,
+                failure: Ordering,
+            ) -> Result<u64, u64> {
+                <$type>::compare_exchange_weak(self, current, new, success, failure)
+            }
+        }
+    };
+}
+
+atomic_word!(AtomicU64);
