@@ -63,6 +63,14 @@ impl Dirty {
         (Dirty(left), Dirty(right))
     }
 
+    /// The two as one if `next` begins where this ends; otherwise both back.
+    pub fn join(self, next: Dirty) -> Result<Dirty, (Dirty, Dirty)> {
+        match self.0.join(next.0) {
+            Some(extent) => Ok(Dirty(extent)),
+            None => Err((self, next)),
+        }
+    }
+
     /// Starts clearing in ascending order.
     pub fn begin(self) -> Clearing {
         let (near, far) = self.0.split_at(0);
@@ -187,6 +195,14 @@ impl Zeroed {
     pub fn split_at(self, pages: u64) -> (Zeroed, Zeroed) {
         let (left, right) = self.0.split_at(pages);
         (Zeroed(left), Zeroed(right))
+    }
+
+    /// The two as one if `next` begins where this ends; otherwise both back.
+    pub fn join(self, next: Zeroed) -> Result<Zeroed, (Zeroed, Zeroed)> {
+        match self.0.join(next.0) {
+            Some(extent) => Ok(Zeroed(extent)),
+            None => Err((self, next)),
+        }
     }
 }
 

@@ -1,0 +1,204 @@
+//! Which primitive, in which units: the one place where that is decided.
+//!
+//! The decision is made on the size of the **whole request**, never on one fault's or one extent's: a 2 MiB fault
+//! inside a 64 GiB prefault is bulk, the same fault alone is not. It further looks at the destination's warmth and at
+//! whether the caller will touch it at once. The part around the first touch is always cached, whatever the rest is
+//! (seeds 000 and 003; checklist B4–B7, B12).
+
+use crate::primitive::Primitive;
+use crate::profile::{Best, Profile, Warmth};
+use hugemm_base::{PAGE_BYTES, PreemptModel, Sweep, VirtAddr};
+
+/// What the caller knows of its request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Bytes of the whole request of which the extent at hand is a part: the bulk hint.
+    pub total: u64,
+    /// Where the destination is believed to be.
+    pub warmth: Warmth,
+    /// Whether the caller reads or writes most of the extent right after it is cleared.
+    pub touch_soon: bool,
+    /// The address at which user space will see the extent's first frame, for platforms whose caches alias or whose
+    /// memory is tagged.
+    pub user: Option<VirtAddr>,
+}
+
+impl Request {
+    /// A request of `total` bytes that nobody will touch at once: prefault, pinning, pool fill. Size is the only hint.
+    pub const fn bulk(total: u64) -> Self {
+        Request { total, warmth: Warmth::Cold, touch_soon: false, user: None }
+    }
+
+    /// A demand fault of `bytes` bytes: the faulting task touches it at once.
+    pub const fn fault(bytes: u64) -> Self {
+        Request { total: bytes, warmth: Warmth::Cold, touch_soon: true, user: None }
+    }
+
+    /// The same, with a destination of known warmth.
+    pub const fn with_warmth(mut self, warmth: Warmth) -> Self {
+        self.warmth = warmth;
+        self
+    }
+
+    /// The same, to be seen by user space at `address`.
+    pub const fn seen_at(mut self, address: VirtAddr) -> Self {
+        self.user = Some(address);
+        self
+    }
+}
+
+/// Longest time in microseconds that a unit should take under a cooperative model. Half the bound of 4 ms that must
+/// hold, because the measured bandwidth is that of a quiet machine.
+pub const UNIT_TARGET_US: u64 = 2_000;
+
+/// Unit of a primitive whose bandwidth was not measured: 8 MiB, about 1 ms at 10 GB/s (seed 000).
+pub const DEFAULT_UNIT: u64 = 8 << 20;
+
+/// The policy: a profile, and values that override what it says. A plain value; change it by replacing it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// What is known of the machine.
+    pub profile: Profile,
+    /// Request size in bytes from which on bulk is used, instead of the profile's crossovers.
+    pub threshold: Option<u64>,
+    /// Largest unit in bytes under a cooperative model, instead of the one computed from bandwidth. Rounded down to
+    /// whole pages; one page at least. 4096 is the page-at-a-time way of old.
+    pub unit: Option<u64>,
+    /// Use this primitive for everything.
+    pub force: Option<Primitive>,
+}
+
+impl Policy {
+    /// What the profile says, overridden nowhere.
+    pub const fn new(profile: Profile) -> Self {
+        Policy { profile, threshold: None, unit: None, force: None }
+    }
+
+    /// Whether a request is cleared past the cache.
+    pub const fn is_bulk(&self, request: &Request) -> bool {
+        if self.profile.bulk.is_none() {
+            return false;
+        }
+        let threshold = match self.threshold {
+            Some(bytes) => bytes,
+            None => self.profile.crossover.for_case(request.warmth, request.touch_soon),
+        };
+        request.total >= threshold
+    }
+
+    /// The primitives for one part of an extent of such a request.
+    pub const fn primitives(&self, request: &Request, sweep: Sweep) -> Best {
+        if let Some(p) = self.force {
+            return Best::only(p);
+        }
+        match (self.profile.bulk, sweep) {
+            (Some(bulk), Sweep::Far) if self.is_bulk(request) => bulk,
+            _ => self.profile.cached,
+        }
+    }
+
+    /// Largest number of bytes to clear with `p` between two reschedule points; a multiple of the page size.
+    ///
+    /// Unbounded under a preemptible model, unless the caller can be `cancelled`: a request to stop is only seen
+    /// between units. Otherwise what [`UNIT_TARGET_US`] allows at the measured bandwidth, as a power of two; one page
+    /// if `p` is the portable primitive and was not measured (checklist A13, A14, A23).
+    pub const fn unit_bytes(&self, p: Primitive, model: PreemptModel, cancellable: bool) -> u64 {
+        if model.is_preemptible() && !cancellable {
+            return !(PAGE_BYTES - 1);
+        }
+        if let Some(bytes) = self.unit {
+            let whole = bytes & !(PAGE_BYTES - 1);
+            return if whole == 0 { PAGE_BYTES } else { whole };
+        }
+        let mbps = match self.profile.bulk {
+            Some(bulk) if bulk.any as u8 == p as u8 || bulk.general as u8 == p as u8 => self.profile.bulk_mbps,
+            _ => self.profile.cached_mbps,
+        };
+        if mbps == 0 {
+            return if matches!(p, Primitive::Portable) { PAGE_BYTES } else { DEFAULT_UNIT };
+        }
+        // MB/s are bytes per microsecond.
+        let bytes = mbps as u64 * UNIT_TARGET_US;
+        if bytes < PAGE_BYTES { PAGE_BYTES } else { 1 << bytes.ilog2() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::Crossover;
+
+    fn profile() -> Profile {
+        Profile {
+            cached: Best::only(Primitive::RepStosb),
+            bulk: Some(Best::only(Primitive::Clzero)),
+            crossover: Crossover { hot: 64 << 20, hot_touched: 128 << 20, cold: 1 << 20, cold_touched: 8 << 20 },
+            cached_mbps: 10_000,
+            bulk_mbps: 40_000,
+        }
+    }
+
+    /// Checklist B5: a 2 MiB fault inside a hinted 64 GiB request is bulk, a single one is not.
+    #[test]
+    fn the_whole_request_decides() {
+        let policy = Policy::new(profile());
+        let far = |request| policy.primitives(&request, Sweep::Far).any;
+        assert_eq!(far(Request::fault(2 << 20)), Primitive::RepStosb);
+        assert_eq!(far(Request { total: 64 << 30, ..Request::fault(2 << 20) }), Primitive::Clzero);
+        assert_eq!(far(Request::bulk(2 << 20)), Primitive::Clzero);
+        assert_eq!(far(Request::bulk(2 << 20).with_warmth(Warmth::Hot)), Primitive::RepStosb);
+    }
+
+    /// Checklist B7: the neighbourhood of the first touch is cached even in bulk requests.
+    #[test]
+    fn the_neighbourhood_is_always_cached() {
+        let policy = Policy::new(profile());
+        let near = policy.primitives(&Request::bulk(64 << 30), Sweep::Near);
+        assert_eq!(near.any, Primitive::RepStosb);
+    }
+
+    /// Checklist B4.
+    #[test]
+    fn a_fixed_threshold_overrides_the_measured_one() {
+        let policy = Policy { threshold: Some(8 << 20), ..Policy::new(profile()) };
+        assert!(!policy.is_bulk(&Request::bulk((8 << 20) - 1)));
+        assert!(policy.is_bulk(&Request::bulk(8 << 20)));
+        let never = Policy { threshold: Some(u64::MAX), ..policy };
+        assert!(!never.is_bulk(&Request::bulk(u64::MAX - 1)));
+    }
+
+    #[test]
+    fn without_a_bulk_primitive_nothing_is_bulk() {
+        let policy = Policy::new(Profile { bulk: None, ..profile() });
+        assert_eq!(policy.primitives(&Request::bulk(1 << 40), Sweep::Far).any, Primitive::RepStosb);
+    }
+
+    /// Checklist A13, A14, A17.
+    #[test]
+    fn units_follow_the_preemption_model() {
+        let policy = Policy::new(profile());
+        for model in PreemptModel::ALL {
+            let unit = policy.unit_bytes(Primitive::RepStosb, model, false);
+            let bulk = policy.unit_bytes(Primitive::Clzero, model, false);
+            if model.is_preemptible() {
+                assert!(unit > 1 << 60 && bulk > 1 << 60 && unit % PAGE_BYTES == 0);
+                // Cancellable: bounded all the same.
+                assert_eq!(policy.unit_bytes(Primitive::RepStosb, model, true), 16 << 20);
+            } else {
+                // 2 ms at 10 and 40 GB/s are 20 and 80 MB.
+                assert_eq!((unit, bulk), (16 << 20, 64 << 20));
+            }
+        }
+    }
+
+    #[test]
+    fn units_without_a_measurement() {
+        let unmeasured = Policy::new(Profile { cached_mbps: 0, bulk_mbps: 0, ..profile() });
+        assert_eq!(unmeasured.unit_bytes(Primitive::RepStosb, PreemptModel::None, false), DEFAULT_UNIT);
+        assert_eq!(unmeasured.unit_bytes(Primitive::Portable, PreemptModel::None, false), PAGE_BYTES);
+        let fixed = Policy { unit: Some(32 << 20), ..unmeasured };
+        assert_eq!(fixed.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), 32 << 20);
+        let tiny = Policy { unit: Some(1), ..unmeasured };
+        assert_eq!(tiny.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), PAGE_BYTES);
+    }
+}

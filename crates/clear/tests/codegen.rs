@@ -1,0 +1,206 @@
+//! What the compiler makes of the choice of primitive, read back from this program's own machine code.
+//!
+//! The choice is a few direct, predictable branches and never an indirect jump or call; each leaf holds the encoding
+//! it is named after; primitives for soft-float kernels touch no vector register. Only an optimised build is judged:
+//! `cargo test --release -p hugemm-clear --test codegen`.
+
+#![cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
+
+use std::collections::{BTreeMap, VecDeque};
+
+use hugemm_clear::primitive::Primitive;
+use hugemm_clear::raw;
+use iced_x86::{Code, Decoder, FlowControl, Instruction, OpKind};
+
+/// Conditional branches from the entry to the first store, at most: the depth of the tree, plus the test for an empty
+/// run, which loops need.
+const BRANCHES: usize = 5;
+
+/// # Safety
+/// As [`raw::zero`]. Never called; only read.
+#[inline(never)]
+unsafe extern "C" fn choose(p: Primitive, ptr: *mut u8, len: usize) {
+    // SAFETY: the caller's promises.
+    unsafe { raw::zero(p, ptr, len) }
+}
+
+/// Probes with the primitive fixed at compile time: the cost where no choice is left, and each leaf by itself.
+macro_rules! fixed {
+    ($($name:ident $p:ident),+) => {
+        $(
+            /// # Safety
+            /// As [`raw::zero`]. Never called; only read.
+            #[inline(never)]
+            unsafe extern "C" fn $name(ptr: *mut u8, len: usize) {
+                // SAFETY: the caller's promises.
+                unsafe { raw::zero(Primitive::$p, ptr, len) }
+            }
+        )+
+        const FIXED: &[(Primitive, unsafe extern "C" fn(*mut u8, usize))] = &[$((Primitive::$p, $name)),+];
+    };
+}
+
+fixed!(portable Portable, unrolled Unrolled, rep_stosq RepStosq, rep_stosb RepStosb, avx2_store Avx2Store,
+    movnti Movnti, clzero Clzero, avx2_stream Avx2Stream, avx512_stream Avx512Stream, movdir64b Movdir64b);
+
+/// The instructions that a primitive's leaf must hold: an opcode, and the bytes that must occur in its encoding.
+fn signature(p: Primitive) -> Option<(Code, &'static [u8])> {
+    Some(match p {
+        Primitive::RepStosq => (Code::Stosq_m64_RAX, &[0xF3, 0x48, 0xAB]),
+        Primitive::RepStosb => (Code::Stosb_m8_AL, &[0xF3, 0xAA]),
+        Primitive::Avx2Store => (Code::VEX_Vmovdqa_ymmm256_ymm, &[0x7F]),
+        Primitive::Movnti => (Code::Movnti_m64_r64, &[0x0F, 0xC3]),
+        Primitive::Clzero => (Code::Clzeroq, &[0x0F, 0x01, 0xFC]),
+        Primitive::Avx2Stream => (Code::VEX_Vmovntdq_m256_ymm, &[0xE7]),
+        Primitive::Avx512Stream => (Code::EVEX_Vmovntdq_m512_zmm, &[0x62]),
+        Primitive::Movdir64b => (Code::Movdir64b_r64_m512, &[0x0F, 0x38, 0xF8]),
+        _ => return None,
+    })
+}
+
+/// This program's executable code.
+fn text() -> (u64, &'static [u8]) {
+    let here = choose as *const () as usize;
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let parse = |line: &str| {
+        let (from, to) = line.split(' ').next()?.split_once('-')?;
+        Some((usize::from_str_radix(from, 16).ok()?, usize::from_str_radix(to, 16).ok()?))
+    };
+    let (from, to) = maps.lines().filter_map(parse).find(|&(from, to)| (from..to).contains(&here)).unwrap();
+    // SAFETY: the kernel says that these bytes are mapped; code is readable and nobody writes it.
+    (from as u64, unsafe { core::slice::from_raw_parts(from as *const u8, to - from) })
+}
+
+/// An instruction that a function can reach, and the least number of conditional branches on the way to it.
+struct Reached {
+    instruction: Instruction,
+    branches: usize,
+}
+
+/// All instructions that `entry` reaches by falling through, direct jumps and direct calls, by address.
+fn reach(entry: usize) -> BTreeMap<u64, Reached> {
+    let (base, text) = text();
+    let mut reached = BTreeMap::<u64, Reached>::new();
+    // Cheapest first: free steps go to the front, steps that cost a branch to the back.
+    let mut queue = VecDeque::from([(entry as u64, 0)]);
+    while let Some((ip, branches)) = queue.pop_front() {
+        if reached.get(&ip).is_some_and(|r| r.branches <= branches) {
+            continue;
+        }
+        let code = usize::try_from(ip - base).ok().and_then(|at| text.get(at..)).expect("a jump out of the program");
+        let instruction = Decoder::with_ip(64, code, ip, 0).decode();
+        assert!(!instruction.is_invalid(), "no instruction at {ip:#x}");
+        let next = instruction.next_ip();
+        match instruction.flow_control() {
+            FlowControl::Next => queue.push_front((next, branches)),
+            FlowControl::UnconditionalBranch => queue.push_front((instruction.near_branch_target(), branches)),
+            FlowControl::ConditionalBranch => {
+                queue.push_back((next, branches + 1));
+                queue.push_back((instruction.near_branch_target(), branches + 1));
+            }
+            FlowControl::Call => {
+                queue.push_front((next, branches));
+                queue.push_front((instruction.near_branch_target(), branches));
+            }
+            // Indirect ones are kept for the tests to find.
+            _ => {}
+        }
+        reached.insert(ip, Reached { instruction, branches });
+    }
+    reached
+}
+
+fn listing(reached: &BTreeMap<u64, Reached>) -> String {
+    reached.values().map(|r| format!("{:2} {:x} {}\n", r.branches, r.instruction.ip(), r.instruction)).collect()
+}
+
+fn bytes_of(i: &Instruction) -> &'static [u8] {
+    let (base, text) = text();
+    &text[(i.ip() - base) as usize..][..i.len()]
+}
+
+/// False, with a message, in a build that this file cannot judge.
+fn optimised() -> bool {
+    if cfg!(debug_assertions) {
+        println!("not judged: build with --release");
+    }
+    !cfg!(debug_assertions)
+}
+
+#[test]
+fn no_indirect_jump_or_call() {
+    if !optimised() {
+        return;
+    }
+    let probes = FIXED.iter().map(|&(p, f)| (p.name(), f as *const () as usize));
+    for (name, entry) in probes.chain([("choose", choose as *const () as usize)]) {
+        let reached = reach(entry);
+        for r in reached.values() {
+            let flow = r.instruction.flow_control();
+            let direct = matches!(
+                flow,
+                FlowControl::Next
+                    | FlowControl::Return
+                    | FlowControl::UnconditionalBranch
+                    | FlowControl::ConditionalBranch
+                    | FlowControl::Call
+            );
+            assert!(direct, "{name}: {} ({flow:?}) in\n{}", r.instruction, listing(&reached));
+        }
+    }
+}
+
+#[test]
+fn every_leaf_is_there_within_the_bound() {
+    if !optimised() {
+        return;
+    }
+    let reached = reach(choose as *const () as usize);
+    for p in Primitive::ALL {
+        let Some((code, encoding)) = signature(p) else { continue };
+        let first = reached.values().filter(|r| r.instruction.code() == code).min_by_key(|r| r.branches);
+        let Some(first) = first else { panic!("{p}: no {code:?} in\n{}", listing(&reached)) };
+        let bytes = bytes_of(&first.instruction);
+        assert!(bytes.windows(encoding.len()).any(|w| w == encoding), "{p}: {bytes:02x?}");
+        assert!(first.branches <= BRANCHES, "{p}: {} branches in\n{}", first.branches, listing(&reached));
+        println!("{p}: {} branches, then {bytes:02x?}", first.branches);
+    }
+    let all = reached.values().filter(|r| r.instruction.flow_control() == FlowControl::ConditionalBranch).count();
+    println!("{} instructions, {all} conditional branches in all", reached.len());
+}
+
+#[test]
+fn a_fixed_primitive_costs_no_choice() {
+    if !optimised() {
+        return;
+    }
+    for &(p, f) in FIXED {
+        let reached = reach(f as *const () as usize);
+        let branches =
+            reached.values().filter(|r| r.instruction.flow_control() == FlowControl::ConditionalBranch).count();
+        let expected = match p {
+            Primitive::RepStosq | Primitive::RepStosb => 0,
+            Primitive::Portable => usize::MAX, // the compiler's own loop, however it unrolls it
+            _ => 2,                            // an empty run, and the loop
+        };
+        assert!(branches <= expected, "{p}: {branches} branches in\n{}", listing(&reached));
+        if let Some((code, _)) = signature(p) {
+            assert!(reached.values().any(|r| r.instruction.code() == code), "{p}: no {code:?}");
+        }
+    }
+}
+
+#[test]
+fn only_vector_primitives_touch_vector_registers() {
+    if !optimised() {
+        return;
+    }
+    for &(p, f) in FIXED {
+        let reached = reach(f as *const () as usize);
+        let touches = reached.values().any(|r| {
+            let i = &r.instruction;
+            (0..i.op_count()).any(|op| i.op_kind(op) == OpKind::Register && i.op_register(op).is_vector_register())
+        });
+        assert_eq!(touches, p.needs_vector(), "{p} in\n{}", listing(&reached));
+    }
+}

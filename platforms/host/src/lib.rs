@@ -1,0 +1,24 @@
+//! The hugemm platform for a Linux process: real memory whose pages are what they are said to be, and what is known of
+//! the machine around it.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`cpu`] | threads as CPUs, memory as frames: the platform's traits |
+//! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
+//! | [`pool`] | hugetlb pools, raised for a while and put back |
+//! | [`limits`] | how much may be taken: the machine, cgroups, the process |
+//! | [`topology`] | CPUs, cores, NUMA nodes, caches, page sizes |
+//! | [`environment`] | all that a measurement depends on, to be saved beside it |
+//! | [`interrupt`] | Ctrl-C as a flag, so that everything is given back |
+//! | [`roots`] | where the kernel's reports are read from |
+
+pub mod cpu;
+pub mod environment;
+pub mod interrupt;
+pub mod limits;
+pub mod memory;
+mod mmap;
+mod model;
+pub mod pool;
+pub mod roots;
+pub mod topology;

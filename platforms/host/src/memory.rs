@@ -1,0 +1,895 @@
+//! Regions of real memory whose pages are what they are said to be.
+//!
+//! A measurement of huge pages on memory that the kernel quietly gave in 4 KiB pages is worthless, and nothing in the
+//! program would show it. So a [`Region`] is populated and then *verified* from the kernel's own report
+//! (`/proc/self/smaps`): where fewer huge pages came than were required, everything is given back and the error names
+//! the cause and the way out.
+//!
+//! ```no_run
+//! use hugemm_host::memory::{Backing, Region, RegionRequest};
+//!
+//! let region = Region::allocate(&RegionRequest { bytes: 4 << 30, backing: Backing::Thp, ..Default::default() })?;
+//! println!("{} at {:p}: {}", region.len(), region.as_ptr(), region.verified());
+//! # Ok::<(), hugemm_host::memory::MemoryError>(())
+//! ```
+//!
+//! Nothing is taken that the machine, a cgroup or the process cannot spare ([`Limits`]), and that is checked again
+//! between chunks of 64 MiB, which are also the points where Ctrl-C ([`crate::interrupt`]) and the caller's progress
+//! function can stop it.
+
+use crate::interrupt::{self, Interrupted};
+use crate::limits::{Limits, LimitsError, MIN_CGROUP_RESERVE, OverLimit, check_hugetlb_cgroups};
+use crate::mmap::{CallFailed, Kind, Mapping};
+use crate::pool::{HugetlbPool, PoolError, PoolGuard};
+use crate::roots::{Human, Roots, field_kib, kib, text};
+use crate::topology::{PageSizes, ThpSettings, node_ids};
+use hugemm_base::PageSize;
+use rustix::io::Errno;
+use std::fmt;
+use std::io;
+use std::ops::{ControlFlow, Range};
+use std::path::PathBuf;
+use std::ptr::NonNull;
+
+/// How much is populated between two cancellation points, in bytes (one page, if that is larger).
+pub const CHUNK: u64 = 64 << 20;
+
+/// The share of transparent huge pages that is required unless the caller says otherwise.
+pub const REQUIRED_THP_SHARE: f64 = 0.95;
+
+/// What pages a region is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backing {
+    /// Transparent huge pages of private anonymous memory: no privilege and no pool needed. 2 MiB on x86-64.
+    #[default]
+    Thp,
+    /// Pages of a hugetlb pool: [`PageSize::Size2M`] or [`PageSize::Size1G`].
+    Hugetlb(PageSize),
+    /// Base pages only, whatever the system's setting of transparent huge pages: for comparisons.
+    Small,
+}
+
+/// What to allocate. `RegionRequest { bytes, ..Default::default() }` asks for populated transparent huge pages.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RegionRequest {
+    /// The size, a multiple of the page size.
+    pub bytes: u64,
+    /// What pages to use.
+    pub backing: Backing,
+    /// Populate and verify now (the default). Otherwise pages come on first touch, and nothing is known of them until
+    /// [`Region::populate`] or [`Region::verify`].
+    pub populate: bool,
+    /// Take memory from this NUMA node only.
+    pub node: Option<u32>,
+    /// The share of huge pages, 0 to 1, below which allocation fails. By default 1 for hugetlb and
+    /// [`REQUIRED_THP_SHARE`] for transparent huge pages; of no effect for [`Backing::Small`].
+    pub required_share: Option<f64>,
+    /// Whether the hugetlb pool may be raised for this region. It is put back when the region is dropped.
+    pub raise_pool: bool,
+}
+
+impl Default for RegionRequest {
+    fn default() -> Self {
+        Self { bytes: 0, backing: Backing::Thp, populate: true, node: None, required_share: None, raise_pool: false }
+    }
+}
+
+/// How far populating has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes populated so far.
+    pub done: u64,
+    /// Bytes to populate in all.
+    pub total: u64,
+}
+
+/// What the kernel reports of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verified {
+    /// Bytes held in pages of `page_size`. For [`Backing::Small`]: in huge pages, which is 0.
+    pub huge_bytes: u64,
+    /// Bytes that have memory at all.
+    pub resident_bytes: u64,
+    /// The region's size.
+    pub total_bytes: u64,
+    /// The page size that was asked for, in bytes.
+    pub page_size: u64,
+}
+
+impl Verified {
+    /// The share of the region in huge pages, 0 to 1.
+    pub fn huge_share(&self) -> f64 {
+        if self.total_bytes == 0 { 0.0 } else { self.huge_bytes as f64 / self.total_bytes as f64 }
+    }
+}
+
+impl fmt::Display for Verified {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} of {} resident, {} in huge pages ({}), page size {}",
+            Human(self.resident_bytes),
+            Human(self.total_bytes),
+            Human(self.huge_bytes),
+            Percent(self.huge_share()),
+            Human(self.page_size)
+        )
+    }
+}
+
+/// A share for people, rounded down so that 99.99 % never reads as 100 %.
+struct Percent(f64);
+
+impl fmt::Display for Percent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} %", (self.0 * 1000.0).floor() / 10.0)
+    }
+}
+
+/// Memory could not be had as asked for; whatever had been taken has been given back. Each message is one line: the
+/// cause, then the way out.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// A region of no bytes.
+    #[error("a region of 0 bytes was asked for; ask for at least one page")]
+    ZeroSize,
+    /// The size or range is not a multiple of the page size.
+    #[error("{bytes} bytes are not a multiple of the page size, {}; the next size up is {}",
+        Human(*.page_size), .bytes.checked_next_multiple_of(*.page_size).unwrap_or(u64::MAX))]
+    Misaligned {
+        /// The number of bytes, or the offset.
+        bytes: u64,
+        /// The page size in bytes.
+        page_size: u64,
+    },
+    /// The size does not fit the address space of this machine.
+    #[error("{bytes} bytes are more than this machine's address space holds; ask for less")]
+    Overflow {
+        /// The number of bytes.
+        bytes: u64,
+    },
+    /// A range that does not lie in the region.
+    #[error("bytes {}..{} do not lie in a region of {len} bytes", .range.start, .range.end)]
+    OutOfRange {
+        /// The range.
+        range: Range<usize>,
+        /// The region's size.
+        len: usize,
+    },
+    /// 4 KiB hugetlb pages, which do not exist.
+    #[error("{0} is no hugetlb page size; use 2MB or 1GB, or small pages")]
+    NotHuge(PageSize),
+    /// The required share is not a number from 0 to 1.
+    #[error("a required share of huge pages of {0} makes no sense; give a number from 0 to 1")]
+    BadShare(f64),
+    /// There is no such NUMA node.
+    #[error("NUMA node {node} does not exist; the nodes here are {existing:?}")]
+    NoSuchNode {
+        /// The node asked for.
+        node: u32,
+        /// The nodes there are.
+        existing: Vec<u32>,
+    },
+    /// More than may be taken.
+    #[error(transparent)]
+    OverLimit(#[from] OverLimit),
+    /// Available memory cannot be known.
+    #[error(transparent)]
+    Limits(#[from] LimitsError),
+    /// Memory became short while populating: others took it.
+    #[error("memory became short after {} of {} and was given back: {source}", Human(*.done), Human(*.total))]
+    RanShort {
+        /// Bytes populated by then.
+        done: u64,
+        /// Bytes asked for.
+        total: u64,
+        /// The bound that was met.
+        source: OverLimit,
+    },
+    /// The kernel has no transparent huge pages.
+    #[error("this kernel has no transparent huge pages ({} is missing); use a hugetlb pool", .path.display())]
+    NoThp {
+        /// The file that is missing.
+        path: PathBuf,
+    },
+    /// Transparent huge pages are switched off.
+    #[error(
+        "transparent huge pages are off ({} is never); run `echo madvise | sudo tee {}`, or use a hugetlb pool",
+        .path.display(), .path.display()
+    )]
+    ThpNever {
+        /// The file that says so.
+        path: PathBuf,
+    },
+    /// Transparent huge pages are switched off for this process, usually by a parent process.
+    #[error(
+        "transparent huge pages are off for this process (prctl PR_SET_THP_DISABLE, inherited from its parent); start \
+         it from a plain shell, or use a hugetlb pool"
+    )]
+    ThpOffForProcess,
+    /// Fewer huge pages came than were required.
+    #[error("only {} of {} came in huge pages, {} are required: {cause}",
+        Percent(.verified.huge_share()), Human(.verified.total_bytes), Percent(*.required))]
+    TooFewHuge {
+        /// What came.
+        verified: Verified,
+        /// The required share.
+        required: f64,
+        /// Cause and remedy.
+        cause: String,
+    },
+    /// Part of the region has no memory although it was populated.
+    #[error("only {} of {} stayed in memory after populating: the machine is swapping; ask for less",
+        Human(.verified.resident_bytes), Human(.verified.total_bytes))]
+    NotResident {
+        /// What came.
+        verified: Verified,
+    },
+    /// The hugetlb pool has too few free pages, and the caller does not allow raising it.
+    #[error(
+        "the pool of {size} pages has {free} free pages and {wanted} are needed; allow raising it, or run `{command}`"
+    )]
+    PoolShort {
+        /// The page size.
+        size: PageSize,
+        /// Pages that are free and not reserved.
+        free: u64,
+        /// Pages wanted.
+        wanted: u64,
+        /// The command that raises the pool.
+        command: String,
+    },
+    /// A hugetlb page could not be had although the mapping was granted.
+    #[error(
+        "the pool of {size} pages ran out after {} of {}: the node has too few of them or a hugetlb cgroup limit was \
+         met; raise the pool of that node or the limit", Human(*.done), Human(*.total)
+    )]
+    PoolRanOut {
+        /// The page size.
+        size: PageSize,
+        /// Bytes populated by then.
+        done: u64,
+        /// Bytes asked for.
+        total: u64,
+    },
+    /// The hugetlb pool could not be raised.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// Stopped by a signal.
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
+    /// Stopped by the caller's progress function.
+    #[error("cancelled after {} of {}; everything taken has been given back", Human(*.done), Human(*.total))]
+    Cancelled {
+        /// Bytes populated by then.
+        done: u64,
+        /// Bytes asked for.
+        total: u64,
+    },
+    /// A system call failed.
+    #[error("{call} of {} failed ({source}); {hint}", Human(*.bytes))]
+    Call {
+        /// The system call.
+        call: &'static str,
+        /// The size it was for.
+        bytes: u64,
+        /// What helps.
+        hint: &'static str,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// The kernel's report cannot be read or does not tell the region apart.
+    #[error("page sizes cannot be verified: {reason}; mount the proc file system and use Linux 4.6 or later")]
+    Unverifiable {
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// A region of private, readable and writable memory, given back on drop.
+///
+/// It starts at a multiple of 1 GiB if it is that large, else of 2 MiB (or the page size, if larger). A page that
+/// faults on access lies on either side. The region is not inherited by child processes and is left out of core dumps.
+///
+/// The region may be shared between threads: its bytes are reached through raw pointers, under the caller's rules.
+#[derive(Debug)]
+pub struct Region {
+    // Dropped in this order: first the memory, then the pool that it came from is put back.
+    mapping: Mapping,
+    pool: Option<PoolGuard>,
+    plan: Plan,
+    verified: Verified,
+    roots: Roots,
+}
+
+/// A request that has been checked.
+#[derive(Clone, Debug)]
+struct Plan {
+    backing: Backing,
+    page: u64,
+    required: f64,
+    bytes: u64,
+}
+
+impl Region {
+    /// Allocates, populates and verifies a region. Ctrl-C stops it ([`crate::interrupt`]).
+    ///
+    /// Populating costs what the kernel's clearing costs: about 0.1 s per GiB where memory was touched before, and up
+    /// to 3 s per GiB on the first touch inside a virtual machine.
+    ///
+    /// # Errors
+    /// [`MemoryError`]; everything taken has been given back by then.
+    pub fn allocate(request: &RegionRequest) -> Result<Self, MemoryError> {
+        Self::allocate_with(request, |_| ControlFlow::Continue(()))
+    }
+
+    /// As [`allocate`](Self::allocate), telling `on_progress` before each chunk of [`CHUNK`] bytes and at the end; it
+    /// stops the allocation by returning `Break`.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate), and [`MemoryError::Cancelled`].
+    pub fn allocate_with(
+        request: &RegionRequest,
+        on_progress: impl FnMut(Progress) -> ControlFlow<()>,
+    ) -> Result<Self, MemoryError> {
+        Self::allocate_on(&Roots::default(), request, on_progress)
+    }
+
+    /// As [`allocate_with`](Self::allocate_with), with settings, limits and pools read from the given roots. The memory
+    /// itself, and the report by which it is verified, are always the running process's own.
+    ///
+    /// # Errors
+    /// As [`allocate_with`](Self::allocate_with).
+    pub fn allocate_on(
+        roots: &Roots,
+        request: &RegionRequest,
+        mut on_progress: impl FnMut(Progress) -> ControlFlow<()>,
+    ) -> Result<Self, MemoryError> {
+        let plan = Plan::check(roots, request)?;
+        let bind = bind_to(roots, request.node)?;
+        let (pool, mapping) = match plan.backing {
+            Backing::Hugetlb(size) => map_hugetlb(roots, &plan, size, request)?,
+            Backing::Thp | Backing::Small => {
+                Limits::read_from(roots)?.check(plan.bytes)?;
+                let mapping = plan.map(Kind::Anonymous).map_err(|e| call_error(e, plan.bytes))?;
+                mapping
+                    .transparent_huge(plan.backing == Backing::Thp)
+                    // A kernel without transparent huge pages does not know the call; small pages are then certain.
+                    .or_else(
+                        |e| if plan.backing == Backing::Small { Ok(()) } else { Err(call_error(e, plan.bytes)) },
+                    )?;
+                (None, mapping)
+            }
+        };
+        if let Some(node) = bind {
+            mapping.bind(node).map_err(|e| call_error(e, plan.bytes))?;
+        }
+        let verified = Verified { huge_bytes: 0, resident_bytes: 0, total_bytes: plan.bytes, page_size: plan.page };
+        let mut region = Self { mapping, pool, plan, verified, roots: roots.clone() };
+        if request.populate {
+            region.populate_from(true, &mut on_progress)?;
+        }
+        Ok(region)
+    }
+
+    /// Populates what is not yet populated, then verifies. Contents are kept.
+    ///
+    /// # Errors
+    /// As [`allocate_with`](Self::allocate_with). The region stays as it is then, in part populated. Before Linux 5.14
+    /// the system call for it is missing, which is an error.
+    pub fn populate(&mut self, mut on_progress: impl FnMut(Progress) -> ControlFlow<()>) -> Result<(), MemoryError> {
+        self.populate_from(false, &mut on_progress)
+    }
+
+    fn populate_from(
+        &mut self,
+        fresh: bool,
+        on_progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+    ) -> Result<(), MemoryError> {
+        let total = self.plan.bytes;
+        let chunk = CHUNK.max(self.plan.page);
+        let mut done = 0;
+        while done < total {
+            interrupt::check()?;
+            if on_progress(Progress { done, total }).is_break() {
+                return Err(MemoryError::Cancelled { done, total });
+            }
+            let next = total.min(done + chunk);
+            if !matches!(self.plan.backing, Backing::Hugetlb(_)) {
+                still_room(&Limits::read_from(&self.roots)?, next - done).map_err(|source| MemoryError::RanShort {
+                    done,
+                    total,
+                    source,
+                })?;
+            }
+            let page = match self.plan.backing {
+                Backing::Hugetlb(_) => self.plan.page as usize,
+                Backing::Thp | Backing::Small => rustix::param::page_size(),
+            };
+            self.mapping.populate(done as usize..next as usize, page, fresh).map_err(|e| {
+                match (self.plan.backing, e.errno) {
+                    (Backing::Hugetlb(size), Errno::FAULT | Errno::NOMEM) => {
+                        MemoryError::PoolRanOut { size, done, total }
+                    }
+                    _ => call_error(e, next - done),
+                }
+            })?;
+            done = next;
+        }
+        // The end is reported, but no longer a point to stop at.
+        let _ = on_progress(Progress { done, total });
+        self.require_share()
+    }
+
+    /// Verifies; where transparent huge pages are short, has the kernel collapse small pages once, and fails if that
+    /// was not enough.
+    fn require_share(&mut self) -> Result<(), MemoryError> {
+        let mut verified = self.verify()?;
+        let required = self.plan.required;
+        if verified.huge_share() < required && self.plan.backing == Backing::Thp {
+            let total = self.plan.bytes as usize;
+            for start in (0..total).step_by(CHUNK.max(self.plan.page) as usize) {
+                interrupt::check()?;
+                // It is a second try; what it could not do shows in the report.
+                let _ = self.mapping.collapse(start..total.min(start + CHUNK.max(self.plan.page) as usize));
+            }
+            verified = self.verify()?;
+        }
+        if verified.huge_share() < required {
+            let cause = shortage_cause(&self.roots, self.plan.backing);
+            return Err(MemoryError::TooFewHuge { verified, required, cause });
+        }
+        if verified.resident_bytes < verified.total_bytes {
+            return Err(MemoryError::NotResident { verified });
+        }
+        Ok(())
+    }
+
+    /// Reads the kernel's report of this region anew. Takes time in proportion to the memory that the whole process has
+    /// in small pages.
+    ///
+    /// # Errors
+    /// [`MemoryError::Unverifiable`] if the report cannot be read.
+    pub fn verify(&mut self) -> Result<Verified, MemoryError> {
+        let report = std::fs::read_to_string("/proc/self/smaps")
+            .map_err(|e| MemoryError::Unverifiable { reason: format!("/proc/self/smaps cannot be read: {e}") })?;
+        let start = self.mapping.start().as_ptr() as u64;
+        let seen = Seen::read(&report, start, start + self.plan.bytes)
+            .map_err(|reason| MemoryError::Unverifiable { reason })?;
+        self.verified = Verified {
+            huge_bytes: match self.plan.backing {
+                Backing::Hugetlb(_) if seen.page == self.plan.page => seen.hugetlb,
+                Backing::Hugetlb(_) => 0,
+                Backing::Thp | Backing::Small => seen.transparent,
+            },
+            resident_bytes: seen.resident + seen.hugetlb,
+            total_bytes: self.plan.bytes,
+            page_size: self.plan.page,
+        };
+        Ok(self.verified)
+    }
+
+    /// The first byte. Valid for reads and writes of [`len`](Self::len) bytes until the region is dropped.
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.mapping.start()
+    }
+
+    /// The size in bytes; never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.mapping.len()
+    }
+
+    /// The bytes, zero at first.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        self.mapping.bytes_mut()
+    }
+
+    /// The page size that was asked for, in bytes. [`verified`](Self::verified) says how much of the region has it.
+    pub fn page_size(&self) -> u64 {
+        self.plan.page
+    }
+
+    /// What backs the region.
+    pub fn backing(&self) -> Backing {
+        self.plan.backing
+    }
+
+    /// What the kernel reported when it was asked last; nothing resident if the region was never populated.
+    pub fn verified(&self) -> Verified {
+        self.verified
+    }
+
+    /// How many pages the hugetlb pool was raised by for this region.
+    pub fn pool_pages_added(&self) -> u64 {
+        self.pool.as_ref().map_or(0, PoolGuard::added)
+    }
+
+    /// Gives the pages of a range back to the kernel; the range reads as zeros afterwards, in new pages. The range
+    /// consists of whole pages.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfRange`], [`MemoryError::Misaligned`]; [`MemoryError::Call`] for hugetlb pages before
+    /// Linux 5.18.
+    pub fn discard(&mut self, range: Range<usize>) -> Result<(), MemoryError> {
+        let page_size = self.plan.page;
+        if range.start > range.end || range.end > self.len() {
+            return Err(MemoryError::OutOfRange { range, len: self.len() });
+        }
+        for bytes in [range.start as u64, range.end as u64] {
+            if bytes % page_size != 0 {
+                return Err(MemoryError::Misaligned { bytes, page_size });
+            }
+        }
+        let bytes = range.len() as u64;
+        self.mapping.discard(range).map_err(|e| call_error(e, bytes))
+    }
+}
+
+impl Plan {
+    fn check(roots: &Roots, request: &RegionRequest) -> Result<Self, MemoryError> {
+        let &RegionRequest { bytes, backing, .. } = request;
+        let sizes = PageSizes::read(roots);
+        let page = match backing {
+            Backing::Small => sizes.base,
+            Backing::Hugetlb(PageSize::Size4K) => return Err(MemoryError::NotHuge(PageSize::Size4K)),
+            Backing::Hugetlb(size) => size.bytes(),
+            Backing::Thp => thp_size(roots, &sizes)?,
+        };
+        let required = match backing {
+            Backing::Small => 0.0,
+            Backing::Thp => request.required_share.unwrap_or(REQUIRED_THP_SHARE),
+            Backing::Hugetlb(_) => request.required_share.unwrap_or(1.0),
+        };
+        if !(0.0..=1.0).contains(&required) {
+            return Err(MemoryError::BadShare(required));
+        }
+        if bytes == 0 {
+            return Err(MemoryError::ZeroSize);
+        }
+        // More than half of the addresses there are can never be mapped; and sums below cannot overflow.
+        if usize::try_from(bytes).is_err() || bytes > u64::MAX / 4 {
+            return Err(MemoryError::Overflow { bytes });
+        }
+        if bytes % page != 0 {
+            return Err(MemoryError::Misaligned { bytes, page_size: page });
+        }
+        Ok(Self { backing, page, required, bytes })
+    }
+
+    fn map(&self, kind: Kind) -> Result<Mapping, CallFailed> {
+        let natural = if self.bytes >= 1 << 30 { 1 << 30 } else { 2 << 20 };
+        let align = self.page.max(natural) as usize;
+        Mapping::new(self.bytes as usize, align, rustix::param::page_size(), kind)
+    }
+}
+
+/// The size of transparent huge pages, if this process may have any.
+fn thp_size(roots: &Roots, sizes: &PageSizes) -> Result<u64, MemoryError> {
+    let dir = roots.sys.join("kernel/mm/transparent_hugepage");
+    let settings = ThpSettings::read(roots);
+    let (Some((deciding, file)), Some(size)) = (settings.deciding(), sizes.transparent) else {
+        return Err(MemoryError::NoThp { path: dir.join("enabled") });
+    };
+    if deciding == "never" {
+        return Err(MemoryError::ThpNever { path: dir.join(file) });
+    }
+    if settings.off_for_process {
+        return Err(MemoryError::ThpOffForProcess);
+    }
+    Ok(size)
+}
+
+/// The node to bind to, or `None` where there is only one to choose.
+fn bind_to(roots: &Roots, node: Option<u32>) -> Result<Option<u32>, MemoryError> {
+    let Some(node) = node else { return Ok(None) };
+    let mut existing = node_ids(roots);
+    if existing.is_empty() {
+        existing.push(0);
+    }
+    if !existing.contains(&node) {
+        return Err(MemoryError::NoSuchNode { node, existing });
+    }
+    Ok((existing.len() > 1).then_some(node))
+}
+
+fn map_hugetlb(
+    roots: &Roots,
+    plan: &Plan,
+    size: PageSize,
+    request: &RegionRequest,
+) -> Result<(Option<PoolGuard>, Mapping), MemoryError> {
+    let pool = HugetlbPool::at(roots.clone());
+    let node = request.node;
+    let pages = plan.bytes / plan.page;
+    // First of all, so that a size that does not exist is the error that is told.
+    pool.status(size, node)?;
+    check_hugetlb_cgroups(roots, plan.page, plan.bytes)?;
+    let guard = if request.raise_pool { Some(pool.ensure(size, pages, node)?) } else { None };
+    match plan.map(Kind::Hugetlb { shift: plan.page.trailing_zeros() }) {
+        Ok(mapping) => Ok((guard, mapping)),
+        Err(CallFailed { call: "mmap(MAP_HUGETLB)", errno: Errno::NOMEM }) => {
+            // Put the pool back before counting what is free without us.
+            drop(guard);
+            let free = pool.status(size, node)?.unreserved();
+            let command = pool.command_to_add(size, pages.saturating_sub(free), node)?;
+            Err(MemoryError::PoolShort { size, free, wanted: pages, command })
+        }
+        Err(e) => Err(call_error(e, plan.bytes)),
+    }
+}
+
+/// While populating, half of each reserve may go: estimates move, and the request as a whole was checked before.
+fn still_room(limits: &Limits, chunk: u64) -> Result<(), OverLimit> {
+    if limits.available < chunk.saturating_add(limits.reserve / 2) {
+        return Err(OverLimit::Machine {
+            requested: chunk,
+            takeable: limits.available.saturating_sub(limits.reserve / 2),
+            available: limits.available,
+            reserve: limits.reserve / 2,
+        });
+    }
+    match limits.cgroups.iter().min_by_key(|limit| limit.left()) {
+        Some(limit) if limit.left() < chunk.saturating_add(MIN_CGROUP_RESERVE / 2) => {
+            Err(OverLimit::Cgroup { requested: chunk, limit: limit.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn call_error(failed: CallFailed, bytes: u64) -> MemoryError {
+    let hint = match (failed.call, failed.errno) {
+        (_, Errno::HWPOISON) => "a page of this machine's memory is broken; see the kernel log",
+        ("mbind", Errno::PERM | Errno::NOSYS) => "memory policies are not allowed here; do not ask for a node",
+        ("mbind", _) => "the node has no memory that this process may use; choose another node or widen its cpuset",
+        (_, Errno::NOMEM) => {
+            "a limit of the process was met: check `ulimit -v`, vm.overcommit_memory and vm.max_map_count"
+        }
+        ("madvise(MADV_POPULATE_WRITE)", Errno::INVAL) => {
+            "Linux 5.14 or later is needed; allocate a new region instead"
+        }
+        ("madvise(MADV_DONTNEED)", Errno::INVAL) => "Linux 5.18 or later is needed; drop the whole region instead",
+        ("madvise(MADV_POPULATE_WRITE)" | "read(/dev/zero)", Errno::FAULT) => {
+            "no memory could be had for a page; ask for less or choose another node"
+        }
+        _ => "this system does not allow it; see the kernel log",
+    };
+    MemoryError::Call { call: failed.call, bytes, hint, source: failed.errno.into() }
+}
+
+fn shortage_cause(roots: &Roots, backing: Backing) -> String {
+    if let Backing::Hugetlb(size) = backing {
+        return format!("the kernel reports another page size than {size}; it ignored the size asked for");
+    }
+    let settings = ThpSettings::read(roots);
+    if settings.defrag.as_deref() == Some("never") {
+        let path = roots.sys.join("kernel/mm/transparent_hugepage/defrag");
+        return format!(
+            "memory is not compacted on demand ({path} is never); run `echo madvise | sudo tee {path}`",
+            path = path.display()
+        );
+    }
+    if let Some(blocks) = text(roots.proc.join("buddyinfo")).map(|t| free_huge_blocks(&t)) {
+        let meminfo = text(roots.proc.join("meminfo")).unwrap_or_default();
+        let free = field_kib(&meminfo, "MemFree").unwrap_or(0);
+        return format!(
+            "free memory is fragmented ({} of {} free lie in runs of 2 MiB); ask for less, run `echo 1 | sudo tee \
+             /proc/sys/vm/compact_memory`, or use a hugetlb pool",
+            Human(blocks),
+            Human(free)
+        );
+    }
+    "free memory is fragmented or a cgroup limit was met; ask for less, run `echo 1 | sudo tee \
+     /proc/sys/vm/compact_memory`, or use a hugetlb pool"
+        .to_owned()
+}
+
+/// Bytes of free memory in runs of at least 2 MiB, from `/proc/buddyinfo` (4 KiB base pages: orders 9 and up).
+fn free_huge_blocks(buddyinfo: &str) -> u64 {
+    let counts = |line: &str| -> u64 {
+        let orders = line.split_whitespace().skip_while(|w| *w != "zone").skip(2);
+        orders.enumerate().skip(9).map(|(order, n)| (n.parse::<u64>().unwrap_or(0) * 4096) << order.min(30)).sum()
+    };
+    buddyinfo.lines().map(counts).sum()
+}
+
+/// What smaps says of a range of addresses, in bytes.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Seen {
+    resident: u64,
+    transparent: u64,
+    hugetlb: u64,
+    /// The kernel's page size; 0 if parts differ.
+    page: u64,
+}
+
+impl Seen {
+    /// Sums up the areas that make up `start..end`. They must cover it and not reach beyond it.
+    fn read(smaps: &str, start: u64, end: u64) -> Result<Self, String> {
+        let mut seen = Seen::default();
+        let mut covered = 0;
+        let mut inside = false;
+        for line in smaps.lines() {
+            if let Some((from, to)) = area(line) {
+                inside = from < end && to > start;
+                if inside && (from < start || to > end) {
+                    return Err(format!("the kernel merged the region with its neighbour at {from:x}-{to:x}"));
+                }
+                covered += if inside { to - from } else { 0 };
+            } else if inside {
+                let Some((key, value)) = line.split_once(':') else { continue };
+                let Some(bytes) = kib(value) else { continue };
+                match key {
+                    "KernelPageSize" if seen.page == 0 || seen.page == bytes => seen.page = bytes,
+                    "KernelPageSize" => return Err("parts of the region have different page sizes".into()),
+                    "Rss" => seen.resident += bytes,
+                    "AnonHugePages" => seen.transparent += bytes,
+                    "Private_Hugetlb" | "Shared_Hugetlb" => seen.hugetlb += bytes,
+                    _ => {}
+                }
+            }
+        }
+        if covered != end - start || seen.page == 0 {
+            return Err(format!("smaps describes {covered} of {} bytes", end - start));
+        }
+        Ok(seen)
+    }
+}
+
+/// The addresses of a line of smaps that starts an area: `7f00-7f80 rw-p ...`.
+fn area(line: &str) -> Option<(u64, u64)> {
+    let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+    Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::roots::testing::FakeMachine;
+
+    const MIB: u64 = 1 << 20;
+
+    fn request(bytes: u64, backing: Backing) -> RegionRequest {
+        RegionRequest { bytes, backing, ..Default::default() }
+    }
+
+    fn fake() -> FakeMachine {
+        let m = FakeMachine::new();
+        m.file("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nMemFree: 1048576 kB\n")
+            .file("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+            .file("sys/kernel/mm/transparent_hugepage/defrag", "always defer defer+madvise [madvise] never\n")
+            .file("sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "2097152\n");
+        m
+    }
+
+    fn allocate_on(m: &FakeMachine, request: &RegionRequest) -> Result<Region, MemoryError> {
+        Region::allocate_on(&m.roots(), request, |_| ControlFlow::Continue(()))
+    }
+
+    #[test]
+    fn smaps_are_read() {
+        let smaps = "\
+1000-2000 r--p 00000000 00:00 0
+Rss:                   4 kB
+KernelPageSize:        4 kB
+200000-600000 rw-p 00000000 00:00 0
+Size:               4096 kB
+KernelPageSize:        4 kB
+Rss:                3072 kB
+AnonHugePages:      2048 kB
+Private_Hugetlb:       0 kB
+VmFlags: rd wr mr mw me ac hg
+600000-800000 rw-p 00000000 00:10 7      /anon_hugepage (deleted)
+KernelPageSize:     2048 kB
+Rss:                   0 kB
+Private_Hugetlb:    2048 kB
+";
+        let thp = Seen::read(smaps, 0x200000, 0x600000).unwrap();
+        assert_eq!(thp, Seen { resident: 3 * MIB, transparent: 2 * MIB, hugetlb: 0, page: 4096 });
+        let huge = Seen::read(smaps, 0x600000, 0x800000).unwrap();
+        assert_eq!(huge, Seen { resident: 0, transparent: 0, hugetlb: 2 * MIB, page: 2 * MIB });
+        assert!(Seen::read(smaps, 0x200000, 0x800000).unwrap_err().contains("different page sizes"));
+        assert!(Seen::read(smaps, 0x200000, 0x400000).unwrap_err().contains("merged"));
+        assert!(Seen::read(smaps, 0x900000, 0xa00000).unwrap_err().contains("0 of 1048576"));
+        assert!(Seen::read("", 0, 0).is_err());
+    }
+
+    #[test]
+    fn sizes_that_make_no_sense_have_errors_of_their_own() {
+        let m = fake();
+        let try_it = |bytes, backing| allocate_on(&m, &request(bytes, backing)).unwrap_err();
+        assert!(matches!(try_it(0, Backing::Thp), MemoryError::ZeroSize));
+        let err = try_it(3 * MIB, Backing::Thp);
+        assert!(matches!(err, MemoryError::Misaligned { page_size, .. } if page_size == 2 * MIB));
+        assert!(err.to_string().contains("the next size up is 4194304"), "{err}");
+        assert!(matches!(try_it(4097, Backing::Small), MemoryError::Misaligned { .. }));
+        assert!(matches!(try_it(u64::MAX, Backing::Small), MemoryError::Overflow { .. }));
+        assert!(matches!(try_it(1 << 62, Backing::Small), MemoryError::Overflow { .. }));
+        assert!(matches!(try_it(MIB, Backing::Hugetlb(PageSize::Size4K)), MemoryError::NotHuge(_)));
+        let err = try_it(1 << 40, Backing::Thp);
+        assert!(matches!(err, MemoryError::OverLimit(OverLimit::Machine { .. })), "{err}");
+        let bad = RegionRequest { required_share: Some(f64::NAN), ..request(2 * MIB, Backing::Thp) };
+        assert!(matches!(allocate_on(&m, &bad), Err(MemoryError::BadShare(_))));
+        let node = RegionRequest { node: Some(9), ..request(2 * MIB, Backing::Thp) };
+        assert!(matches!(allocate_on(&m, &node), Err(MemoryError::NoSuchNode { node: 9, .. })));
+    }
+
+    #[test]
+    fn transparent_huge_pages_that_are_off_are_named() {
+        let m = fake();
+        m.file("proc/self/status", "THP_enabled:\t0\n");
+        let err = allocate_on(&m, &request(2 * MIB, Backing::Thp)).unwrap_err();
+        assert!(matches!(err, MemoryError::ThpOffForProcess), "{err}");
+
+        m.file("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n");
+        let err = allocate_on(&m, &request(2 * MIB, Backing::Thp)).unwrap_err().to_string();
+        let path = m.path().join("sys/kernel/mm/transparent_hugepage/enabled");
+        assert!(err.contains(&format!("`echo madvise | sudo tee {}`", path.display())), "{err}");
+
+        std::fs::remove_file(&path).unwrap();
+        let err = allocate_on(&m, &request(2 * MIB, Backing::Thp)).unwrap_err();
+        assert!(matches!(err, MemoryError::NoThp { .. }), "{err}");
+    }
+
+    #[test]
+    fn a_cgroup_limit_is_met_before_anything_is_taken() {
+        let m = fake();
+        let mount = m.path().join("cg");
+        m.file("proc/self/cgroup", "0::/\n")
+            .file("proc/self/mountinfo", &format!("29 22 0:26 / {} rw - cgroup2 none rw\n", mount.display()))
+            .file("cg/memory.max", "104857600\n")
+            .file("cg/memory.current", "0\n");
+        let err = allocate_on(&m, &request(40 * MIB, Backing::Small)).unwrap_err();
+        assert!(matches!(err, MemoryError::OverLimit(OverLimit::Cgroup { .. })), "{err}");
+        assert!(err.to_string().contains("memory.max"), "{err}");
+    }
+
+    #[test]
+    fn memory_that_becomes_short_is_given_back() {
+        let m = fake();
+        let mut calls = 0;
+        let result = Region::allocate_on(&m.roots(), &request(96 * MIB, Backing::Small), |progress| {
+            calls += 1;
+            if progress.done > 0 {
+                m.file("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 300000 kB\n");
+            }
+            ControlFlow::Continue(())
+        });
+        let err = result.unwrap_err();
+        assert!(matches!(err, MemoryError::RanShort { done: CHUNK, .. }), "{err}");
+        assert_eq!(calls, 2);
+    }
+
+    #[test]
+    fn the_caller_can_cancel() {
+        let mut told = Vec::new();
+        let result = Region::allocate_with(&request(96 * MIB, Backing::Small), |progress| {
+            told.push(progress.done);
+            if progress.done == 0 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+        });
+        assert!(matches!(result, Err(MemoryError::Cancelled { done: CHUNK, .. })));
+        assert_eq!(told, [0, CHUNK]);
+    }
+
+    #[test]
+    fn causes_of_a_shortage_are_named() {
+        let m = fake();
+        m.file(
+            "proc/buddyinfo",
+            "Node 0, zone   Normal  14467   4366   1583    601    242     94     49     17      7      2   1\n",
+        );
+        let cause = shortage_cause(&m.roots(), Backing::Thp);
+        assert!(cause.contains("8 MiB of 1 GiB free lie in runs of 2 MiB"), "{cause}");
+        m.file("sys/kernel/mm/transparent_hugepage/defrag", "always defer defer+madvise madvise [never]\n");
+        let cause = shortage_cause(&m.roots(), Backing::Thp);
+        assert!(cause.contains("defrag is never"), "{cause}");
+    }
+
+    #[test]
+    fn shares_are_never_rounded_up() {
+        let v = Verified { huge_bytes: 9999, resident_bytes: 10000, total_bytes: 10000, page_size: 4096 };
+        assert_eq!(Percent(v.huge_share()).to_string(), "99.9 %");
+        assert_eq!(Percent(1.0).to_string(), "100 %");
+        assert_eq!(Verified { total_bytes: 0, ..v }.huge_share(), 0.0);
+    }
+}

@@ -1,0 +1,288 @@
+//! The command line.
+
+use crate::size::Size;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use hugemm_base::{PageSize, PreemptModel};
+use hugemm_clear::Primitive;
+use std::path::PathBuf;
+
+/// Memory management by extents: probes this machine, measures, compares.
+#[derive(Debug, Parser)]
+#[command(name = "hugemm", version, max_term_width = 100)]
+#[command(after_help = "Sizes are written as 4KB, 2MB, 64GB (powers of 1024). Bandwidths are in GB/s (10^9 bytes per \
+                        second) except under `bench mem`, which prints perf's GB/sec (2^30).")]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Measure this machine's clearing primitives, find the crossovers, choose the policy.
+    Probe(Probe),
+    /// Measure one workload.
+    #[command(subcommand)]
+    Bench(Bench),
+    /// Clear one extent and print what was done in which order, and why.
+    Explain(Explain),
+}
+
+/// The workloads.
+#[derive(Debug, Subcommand)]
+pub enum Bench {
+    /// Memory clearing, with the names and units of `perf bench mem`.
+    #[command(subcommand)]
+    Mem(Mem),
+    /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
+    Interference(Interference),
+}
+
+/// The workloads of `perf bench mem`.
+#[derive(Debug, Subcommand)]
+pub enum Mem {
+    /// Clear memory chunk by chunk with each primitive: the chunk table of seed 003.
+    Memset(Memset),
+    /// Populate memory page by page: this machine's kernel, and hugemm on the same amount of the same kind of memory.
+    Mmap(Mmap),
+}
+
+/// Options of every command that measures.
+#[derive(Debug, Args)]
+pub struct Common {
+    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// Use the profile saved in FILE by `hugemm probe --save-profile` instead of calibrating.
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
+}
+
+impl Common {
+    /// Whether standard output belongs to the JSON document alone.
+    pub fn json_only(&self) -> bool {
+        self.json.as_ref().is_some_and(|path| path.as_os_str() == "-")
+    }
+}
+
+/// What the memory is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Kind {
+    /// hugetlb pages if the pool has them or may be raised, else transparent huge pages.
+    Auto,
+    /// Transparent huge pages.
+    Thp,
+    /// hugetlb pages; the pool is raised if need be and put back afterwards.
+    Hugetlb,
+}
+
+/// `hugemm probe`
+#[derive(Debug, Args)]
+pub struct Probe {
+    /// Memory to measure in [default: a sixth of what is available, 1 GiB to 4 GiB].
+    #[arg(short, long)]
+    pub size: Option<Size>,
+    /// Kind of huge pages.
+    #[arg(long, value_enum, default_value_t = Kind::Thp)]
+    pub kind: Kind,
+    /// Runs of each measurement.
+    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
+    #[arg(long, value_name = "FILE")]
+    pub save_profile: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// `hugemm bench mem memset`
+#[derive(Debug, Args)]
+pub struct Memset {
+    /// Memory to clear in each loop [default: a sixth of what is available, 1 GiB to 4 GiB].
+    #[arg(short, long)]
+    pub size: Option<Size>,
+    /// Chunk sizes.
+    #[arg(short = 'k', long, value_delimiter = ',', default_value = "4KB,64KB,2MB,8MB,32MB,128MB,1GB")]
+    pub chunk: Vec<Size>,
+    /// Primitives by name, or `all` that this CPU has.
+    #[arg(short, long, value_delimiter = ',', default_value = "all")]
+    pub function: Vec<String>,
+    /// Loops.
+    #[arg(short = 'l', long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub loops: u32,
+    /// Kind of huge pages.
+    #[arg(long, value_enum, default_value_t = Kind::Thp)]
+    pub kind: Kind,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Page sizes by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Page {
+    /// Normal pages.
+    #[value(name = "4KB", alias = "4kb")]
+    Size4K,
+    /// Huge pages.
+    #[value(name = "2MB", alias = "2mb")]
+    Size2M,
+    /// Gigantic pages (hugetlb only).
+    #[value(name = "1GB", alias = "1gb")]
+    Size1G,
+}
+
+impl From<Page> for PageSize {
+    fn from(page: Page) -> Self {
+        match page {
+            Page::Size4K => PageSize::Size4K,
+            Page::Size2M => PageSize::Size2M,
+            Page::Size1G => PageSize::Size1G,
+        }
+    }
+}
+
+/// Who populates the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Function {
+    /// Touching each page in turn.
+    Demand,
+    /// One request for all of it (`MADV_POPULATE_WRITE`).
+    Populate,
+}
+
+/// How hugemm clears: values of the same policy, for comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Clear {
+    /// 4 KiB at a time, cached, with a reschedule point each: the old way.
+    Page,
+    /// 8 MiB at most at a time, cached, as under a cooperative model in seed 000.
+    Batch,
+    /// The whole extent at a time, cached, as under a preemptible model in seed 000.
+    Extent,
+    /// What the calibrated policy chooses.
+    Policy,
+}
+
+/// `hugemm bench mem mmap`
+#[derive(Debug, Args)]
+pub struct Mmap {
+    /// Page size.
+    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
+    pub page: Page,
+    /// Who populates.
+    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "demand")]
+    pub function: Vec<Function>,
+    /// Memory per loop on each side [default: an eighth of what is available, at most 4 GiB].
+    #[arg(short, long)]
+    pub size: Option<Size>,
+    /// Loops.
+    #[arg(short = 'l', long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub loops: u32,
+    /// Threads; the memory is divided among them.
+    #[arg(short, long, default_value_t = 1)]
+    pub threads: u32,
+    /// Touch each page at a random offset, from this seed, instead of at its first byte.
+    #[arg(short, long, value_name = "SEED")]
+    pub randomize: Option<u64>,
+    /// hugemm's side: the policy values to compare.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "page,batch,extent,policy")]
+    pub clear: Vec<Clear>,
+    /// Kind of huge pages.
+    #[arg(long, value_enum, default_value_t = Kind::Auto)]
+    pub kind: Kind,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// `hugemm bench interference`
+#[derive(Debug, Args)]
+pub struct Interference {
+    /// Working sets of the cache-resident program [default: half of L2, and an eighth and a half of L3].
+    #[arg(short, long, value_delimiter = ',')]
+    pub working_set: Vec<Size>,
+    /// Memory that the other CPU clears over and over.
+    #[arg(short, long, default_value = "1GB")]
+    pub size: Size,
+    /// Milliseconds of each measurement.
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(10..=60_000))]
+    pub millis: u64,
+    /// Runs of each measurement.
+    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Preemption models by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Preempt {
+    /// Tasks give up the CPU only where they sleep.
+    None,
+    /// At reschedule points.
+    Voluntary,
+    /// Anywhere, at the next tick.
+    Lazy,
+    /// Anywhere, at once.
+    Full,
+}
+
+impl From<Preempt> for PreemptModel {
+    fn from(model: Preempt) -> Self {
+        match model {
+            Preempt::None => PreemptModel::None,
+            Preempt::Voluntary => PreemptModel::Voluntary,
+            Preempt::Lazy => PreemptModel::Lazy,
+            Preempt::Full => PreemptModel::Full,
+        }
+    }
+}
+
+/// Warmth by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Warm {
+    /// In the caches.
+    Hot,
+    /// In memory.
+    Cold,
+}
+
+/// `hugemm explain`
+#[derive(Debug, Args)]
+pub struct Explain {
+    /// Size of the extent.
+    #[arg(short, long, default_value = "2MB")]
+    pub size: Size,
+    /// Size of the whole request of which the extent is a part [default: the extent].
+    #[arg(long)]
+    pub total: Option<Size>,
+    /// Page of the extent that will be touched at once: a demand fault. Without it nobody touches it soon.
+    #[arg(long, value_name = "PAGE")]
+    pub touch: Option<u64>,
+    /// Warmth of the destination.
+    #[arg(long, value_enum, default_value_t = Warm::Cold)]
+    pub warmth: Warm,
+    /// Preemption model.
+    #[arg(long, value_enum, default_value_t = Preempt::Full)]
+    pub preempt: Preempt,
+    /// Largest unit under a cooperative model [default: what 2 ms allow at the measured bandwidth].
+    #[arg(long)]
+    pub unit: Option<Size>,
+    /// Request size from which on the bulk primitive is used [default: measured].
+    #[arg(long)]
+    pub threshold: Option<Size>,
+    /// Use this primitive for everything.
+    #[arg(long, value_parser = primitive)]
+    pub primitive: Option<Primitive>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// Reads a primitive's name.
+pub fn primitive(name: &str) -> Result<Primitive, String> {
+    Primitive::from_name(name).filter(|p| *p != Primitive::Model).ok_or_else(|| {
+        let names: Vec<_> =
+            Primitive::ALL.into_iter().filter(|p| *p != Primitive::Model).map(Primitive::name).collect();
+        format!("no such primitive; there are {}", names.join(", "))
+    })
+}

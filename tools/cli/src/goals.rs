@@ -1,0 +1,57 @@
+//! Goals, what was measured, and whether they were met.
+
+use crate::document::Row;
+use crate::stats::Samples;
+use crate::table;
+
+/// A list of goals with their measurements.
+#[derive(Debug, Default)]
+pub struct Goals(Vec<(Row, String, bool)>);
+
+impl Goals {
+    /// No goals yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn add(&mut self, row: Row, bound: &str, goal: f64, met: bool) {
+        let row = row.label("goal", goal).label("met", met);
+        self.0.push((row, format!("{bound} {goal}"), met));
+    }
+
+    /// The median over runs is at least `goal`.
+    pub fn at_least(&mut self, metric: &str, samples: &Samples, goal: f64) {
+        let row = Row::median(metric, samples, "ratio");
+        let met = row.value() >= goal;
+        self.add(row, "≥", goal, met);
+    }
+
+    /// The smallest of values measured at different sizes (each a median over runs) is at least `goal`.
+    pub fn at_least_everywhere(&mut self, metric: &str, by_size: &Samples, goal: f64) {
+        let row = Row::single(metric, by_size.min(), "ratio").label("sizes", by_size.runs());
+        let met = row.value() >= goal;
+        self.add(row, "≥", goal, met);
+    }
+
+    /// The median over runs, in milliseconds, is at most `goal`.
+    pub fn at_most(&mut self, metric: &str, samples: &Samples, goal: f64) {
+        let row = Row::median(metric, samples, "ms");
+        let met = row.value() <= goal;
+        self.add(row, "≤", goal, met);
+    }
+
+    /// Prints goal, measured, met or not.
+    pub fn print(&self) {
+        let mut lines = table::new(["goal", "wanted", "measured", "met"]);
+        for (row, wanted, met) in &self.0 {
+            let verdict = if *met { "yes" } else { "NO" };
+            lines.add_row([row.metric(), wanted, &format!("{:.2}", row.value()), verdict]);
+        }
+        table::print("Goals", &lines);
+    }
+
+    /// The rows, each with its goal and verdict as labels.
+    pub fn into_rows(self) -> impl Iterator<Item = Row> {
+        self.0.into_iter().map(|(row, ..)| row)
+    }
+}

@@ -1,0 +1,48 @@
+//! What `perf bench mem mmap` does: map, populate, time; then unmap, untimed. The kernel's side of `bench mem mmap`.
+
+use crate::args::Function;
+use anyhow::{Context, Result, bail};
+use hugemm_base::PageSize;
+use hugemm_host::memory::{Backing, Region, RegionRequest};
+use std::time::Instant;
+
+/// Maps `bytes` of fresh memory, populates it as `function` says, and returns the nanoseconds that took. `offset` gives
+/// the byte at which each page is touched. The memory is unmapped again, untimed.
+pub fn pass(
+    bytes: u64,
+    page: PageSize,
+    backing: Backing,
+    function: Function,
+    offset: impl Fn(u64) -> u64,
+) -> Result<u64> {
+    let request = RegionRequest { bytes, backing, populate: false, ..RegionRequest::default() };
+    // Reserving the mapping is part of neither side: it costs microseconds, and the checks of what may be taken more.
+    let mut region = Region::allocate(&request)?;
+    let start = Instant::now();
+    match function {
+        Function::Demand => {
+            let memory = region.as_ptr().as_ptr();
+            for index in 0..bytes / page.bytes() {
+                let at = index * page.bytes() + (offset(index) & (page.bytes() - 1));
+                // SAFETY: within the region; a byte that this thread alone uses.
+                unsafe {
+                    let byte = memory.add(at as usize);
+                    byte.write_volatile(byte.read_volatile().wrapping_add(1));
+                }
+            }
+        }
+        // SAFETY: the range is the region's own mapping.
+        Function::Populate => unsafe {
+            rustix::mm::madvise(region.as_ptr().as_ptr().cast(), region.len(), rustix::mm::Advice::LinuxPopulateWrite)
+        }
+        .context("the kernel refused MADV_POPULATE_WRITE (it needs Linux 5.14); use -f demand")?,
+    }
+    let nanos = start.elapsed().as_nanos() as u64;
+    let verified = region.verify()?;
+    if backing != Backing::Small && verified.huge_share() < 0.9 {
+        bail!(
+            "the kernel gave only part of the memory in huge pages ({verified}); free some memory, or use --kind hugetlb"
+        );
+    }
+    Ok(nanos)
+}

@@ -1,0 +1,149 @@
+//! What every command sets up before it measures: verified memory, CPUs, the environment, a profile.
+
+use crate::args::{Common, Kind};
+use crate::document::{Document, Row};
+use crate::profile_file;
+use crate::progress;
+use crate::size::Size;
+use anyhow::{Context, Result, anyhow, bail};
+use hugemm_base::{CpuId, NodeId, PageSize};
+use hugemm_clear::{Features, Profile, calibrate};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::environment::Environment;
+use hugemm_host::limits::Limits;
+use hugemm_host::memory::{Backing, MemoryError, Region, RegionRequest};
+use hugemm_host::topology::MachineTopology;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// This machine as the commands see it.
+pub struct Machine {
+    /// Its CPUs, nodes and caches.
+    pub topology: MachineTopology,
+    /// What clearing primitives its CPUs have.
+    pub features: Features,
+    /// Whether standard output belongs to JSON.
+    quiet: bool,
+}
+
+/// A profile, and how it came to be.
+pub struct Calibrated {
+    /// The profile.
+    pub profile: Profile,
+    /// How long measuring it took; `None` if it was read from a file.
+    pub took: Option<Duration>,
+}
+
+impl Machine {
+    /// Looks at the machine.
+    pub fn new(common: &Common) -> Result<Self> {
+        let topology = MachineTopology::read()?;
+        Ok(Machine { topology, features: Features::detect(), quiet: common.json_only() })
+    }
+
+    /// Whether standard output belongs to JSON.
+    pub fn quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// Up to `count` CPUs to bind threads to, the last ones first: the first CPUs get most of the interrupts.
+    pub fn places(&self, count: usize) -> Result<Vec<CpuPlace>> {
+        let cpus = &self.topology.cpus;
+        if count == 0 || count > cpus.len() {
+            bail!("{count} threads were asked for, and this process may use {} CPUs; use 1 to {0}", cpus.len());
+        }
+        let nodes: Vec<u32> = self.topology.nodes.iter().map(|node| node.id).collect();
+        let node = |id: u32| NodeId(nodes.iter().position(|n| *n == id).unwrap_or(0) as u32);
+        Ok(cpus.iter().rev().take(count).map(|cpu| CpuPlace { os_cpu: cpu.id, node: node(cpu.node) }).collect())
+    }
+
+    /// The size to measure in when the user gave none: `share` of what may be taken, as a power of two within bounds.
+    pub fn default_size(&self, share: u64, least: u64, most: u64) -> Result<u64> {
+        let (takeable, _) = Limits::read()?.takeable();
+        let part = takeable / share;
+        let bytes = if part == 0 { 0 } else { 1 << part.ilog2() };
+        Ok(bytes.clamp(least, most))
+    }
+
+    /// Memory of a page size, populated and verified, with a progress bar. `kind` decides between transparent and
+    /// hugetlb pages where both can be.
+    pub fn memory(&self, bytes: u64, page: PageSize, kind: Kind) -> Result<Region> {
+        match (page, kind) {
+            (PageSize::Size4K, _) => self.allocate(bytes, Backing::Small),
+            (PageSize::Size1G, Kind::Thp) => bail!("transparent huge pages have no 1 GiB size; use --kind hugetlb"),
+            (PageSize::Size2M, Kind::Thp) => self.allocate(bytes, Backing::Thp),
+            (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => self.allocate(bytes, Backing::Hugetlb(page)),
+            (PageSize::Size2M, Kind::Auto) => match self.allocate(bytes, Backing::Hugetlb(page)) {
+                Err(error) if !is_interrupt(&error) => self.allocate(bytes, Backing::Thp),
+                result => result,
+            },
+        }
+    }
+
+    fn allocate(&self, bytes: u64, backing: Backing) -> Result<Region> {
+        let bar = progress::bar(bytes, self.quiet);
+        bar.set_message(format!("taking and touching {} of memory", Size(bytes)));
+        let request = RegionRequest { bytes, backing, raise_pool: true, ..RegionRequest::default() };
+        let region = Region::allocate_with(&request, |progress| {
+            bar.set_position(progress.done);
+            ControlFlow::Continue(())
+        });
+        bar.finish_and_clear();
+        Ok(region?)
+    }
+
+    /// The profile: read from the user's file, or measured in `scratch`, whose content is lost.
+    pub fn profile(&self, common: &Common, scratch: &mut [u8]) -> Result<Calibrated> {
+        if let Some(path) = &common.profile {
+            let profile = profile_file::load(path)?;
+            profile.check(&self.features).with_context(|| format!("the profile {} does not fit", path.display()))?;
+            return Ok(Calibrated { profile, took: None });
+        }
+        let host = Host::new(&self.places(1)?, &mut [])?;
+        let bytes = self.calibration_bytes().min(scratch.len());
+        let start = Instant::now();
+        let profile = host.run_on(CpuId(0), |cx| calibrate(cx, &self.features, &mut scratch[..bytes]))??;
+        Ok(Calibrated { profile, took: Some(start.elapsed()) })
+    }
+
+    /// Scratch memory that makes cold measurements cold: four times the last-level cache, but not more than 256 MiB,
+    /// because what a virtual machine says of its last-level cache is often the whole socket's.
+    pub fn calibration_bytes(&self) -> usize {
+        let llc = self.topology.caches.last_level().map_or(32 * MIB, |cache| cache.bytes);
+        (4 * llc).clamp(64 * MIB, 256 * MIB) as usize
+    }
+
+    /// Prints or saves the results. `regions` are what memory really was.
+    pub fn report(&self, common: &Common, environment: Environment, rows: Vec<Row>) -> Result<()> {
+        let Some(path) = &common.json else { return Ok(()) };
+        let json = Document::new(environment, rows).to_json()?;
+        if common.json_only() {
+            print!("{json}");
+        } else {
+            std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
+            println!("\nJSON written to {}", path.display());
+        }
+        Ok(())
+    }
+
+    /// Checks a user's size against a page size.
+    pub fn whole_pages(&self, size: Size, page: PageSize) -> Result<u64> {
+        if size.0.is_multiple_of(page.bytes()) {
+            return Ok(size.0);
+        }
+        let up = size.0.checked_next_multiple_of(page.bytes());
+        let up = up.ok_or_else(|| anyhow!("{size} is larger than any memory"))?;
+        bail!("{size} is not a multiple of the page size {page}; the next size up is {}", Size(up))
+    }
+
+    /// The largest power of two that is a sensible region size here, for messages.
+    pub const GIB: u64 = GIB;
+}
+
+/// Whether an error means that the user wants the program to end.
+fn is_interrupt(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref::<MemoryError>(), Some(MemoryError::Interrupted(_)))
+}

@@ -1,0 +1,47 @@
+//! The `hugemm` command: probes this machine, measures hugemm on it, and compares.
+#![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
+
+mod args;
+mod document;
+mod environment_text;
+mod explain;
+mod goals;
+mod interference;
+mod kernel_side;
+mod machine;
+mod measure;
+mod memset;
+mod mmap;
+mod probe;
+mod profile_file;
+mod progress;
+mod size;
+mod stats;
+mod table;
+
+use args::{Bench, Cli, Command, Mem};
+use clap::Parser;
+use hugemm_host::interrupt;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = interrupt::install().map_err(anyhow::Error::from).and_then(|()| match &cli.command {
+        Command::Probe(args) => probe::run(args),
+        Command::Bench(Bench::Mem(Mem::Memset(args))) => memset::run(args),
+        Command::Bench(Bench::Mem(Mem::Mmap(args))) => mmap::run(args),
+        Command::Bench(Bench::Interference(args)) => interference::run(args),
+        Command::Explain(args) => explain::run(args),
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line: the causes follow the complaint.
+            eprintln!("hugemm: {error:#}");
+            match interrupt::signal() {
+                Some(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
+                None => ExitCode::FAILURE,
+            }
+        }
+    }
+}

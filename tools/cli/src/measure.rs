@@ -1,0 +1,138 @@
+//! Repeated measurement of several subjects on the same memory, in alternating order.
+
+use crate::size::Size;
+use crate::stats::Samples;
+use anyhow::Result;
+use hugemm_base::{CpuCx, Dirty, PAGE_SHIFT};
+use hugemm_clear::{Clearer, Primitive, Warmth};
+use hugemm_host::cpu::Host;
+use hugemm_host::interrupt;
+use hugemm_workloads::Pass;
+use hugemm_workloads::sweep::{self, How};
+
+/// What clears.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// One primitive.
+    Primitive(Primitive),
+    /// The engine with its policy.
+    Policy,
+}
+
+impl Subject {
+    /// Its column's head.
+    pub fn name(&self) -> String {
+        match self {
+            Subject::Primitive(p) => p.name().to_owned(),
+            Subject::Policy => "policy".to_owned(),
+        }
+    }
+}
+
+/// One line of a table: what is cleared, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Field {
+    /// Chunk or region size in bytes.
+    pub size: u64,
+    /// Bytes that a run clears, at least.
+    span: u64,
+    warmth: Warmth,
+    touch: bool,
+}
+
+impl Field {
+    /// All memory, chunk by chunk.
+    pub fn chunk(chunk: u64, total: u64) -> Self {
+        Field { size: chunk, span: total, warmth: Warmth::Cold, touch: false }
+    }
+
+    /// Regions of a size one after the other through memory, `enough` bytes of it in all.
+    pub fn cold(region: u64, enough: u64, touch: bool) -> Self {
+        Field { size: region, span: region.max(enough), warmth: Warmth::Cold, touch }
+    }
+
+    /// One region again and again, until `enough` bytes have been cleared.
+    pub fn hot(region: u64, enough: u64) -> Self {
+        Field { size: region, span: region.max(enough), warmth: Warmth::Hot, touch: false }
+    }
+
+    /// For a progress bar.
+    pub fn title(&self) -> String {
+        let warmth = if self.warmth == Warmth::Hot { "hot" } else { "cold" };
+        let touch = if self.touch { ", read" } else { "" };
+        format!("{} {warmth}{touch}", Size(self.size))
+    }
+}
+
+/// The bandwidth of every subject in GB/s, over `runs` runs whose order rotates, so that drift hits all alike.
+///
+/// Cold runs move through memory: each starts where the one before ended.
+pub fn bandwidths(
+    cx: &mut CpuCx<'_, Host<'_>>,
+    clearer: &Clearer,
+    subjects: &[Subject],
+    field: &Field,
+    mut memory: Dirty,
+    runs: u32,
+    mut tick: impl FnMut(),
+) -> Result<(Dirty, Vec<Samples>)> {
+    let mut samples = vec![Samples::default(); subjects.len()];
+    let total = memory.extent().pages();
+    let span = (field.span >> PAGE_SHIFT).min(total);
+    let mut cursor = 0;
+    for run in 0..runs as usize {
+        for i in 0..subjects.len() {
+            interrupt::check()?;
+            let index = (i + run) % subjects.len();
+            let how = match subjects[index] {
+                Subject::Primitive(primitive) => How::Primitive { primitive, features: clearer.features() },
+                Subject::Policy => How::Policy { clearer, warmth: field.warmth },
+            };
+            let pass;
+            (memory, pass) = match field.warmth {
+                Warmth::Hot => part(memory, 0, field.size >> PAGE_SHIFT, |region| hot(cx, how, region, field))?,
+                Warmth::Cold => {
+                    if cursor + span > total {
+                        cursor = 0;
+                    }
+                    let from = cursor;
+                    cursor += span;
+                    part(memory, from, span, |region| {
+                        sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason.into())
+                    })?
+                }
+            };
+            samples[index].push(pass.bytes as f64 / pass.nanos.max(1) as f64);
+            tick();
+        }
+    }
+    Ok((memory, samples))
+}
+
+/// Clears a region over and over, the first time untimed.
+fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: How<'_>, mut region: Dirty, field: &Field) -> Result<(Dirty, Pass)> {
+    let mut sum = Pass::default();
+    for i in 0..=field.span / field.size {
+        let pass;
+        (region, pass) = sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason)?;
+        if i > 0 {
+            sum = sum.plus(pass);
+        }
+    }
+    Ok((region, sum))
+}
+
+/// Runs `f` on a part of the memory and puts it together again.
+pub fn part<T>(
+    memory: Dirty,
+    from: u64,
+    pages: u64,
+    f: impl FnOnce(Dirty) -> Result<(Dirty, T)>,
+) -> Result<(Dirty, T)> {
+    let (before, rest) = memory.split_at(from);
+    let (middle, after) = rest.split_at(pages);
+    let (middle, result) = f(middle)?;
+    let whole = before.join(middle).and_then(|front| front.join(after));
+    let whole = whole.map_err(|_| anyhow::anyhow!("the workload returned other memory than it was given"))?;
+    Ok((whole, result))
+}

@@ -1,0 +1,235 @@
+//! `hugemm probe`: this machine's primitives by chunk and region size, hot and cold; the crossovers; the policy.
+
+use crate::args::{Common, Probe};
+use crate::document::Row;
+use crate::machine::{Calibrated, Machine};
+use crate::measure::{Field, Subject, bandwidths};
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::{environment_text, goals, profile_file, progress, table};
+use anyhow::Result;
+use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
+use hugemm_clear::{Class, Clearer, Policy, Primitive, Profile, Request, Unit, Warmth};
+use hugemm_host::cpu::Host;
+use hugemm_host::environment::Environment;
+use hugemm_host::interrupt;
+
+const MIB: u64 = 1 << 20;
+
+/// Chunk sizes of seed 003's table.
+const CHUNKS: [u64; 7] = [4 << 10, 64 << 10, 2 * MIB, 8 * MIB, 32 * MIB, 128 * MIB, 1024 * MIB];
+
+/// Bytes that one measurement of a region smaller than this repeats it for.
+const ENOUGH: u64 = 256 * MIB;
+
+/// Runs the command.
+pub fn run(args: &Probe) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let size = match args.size {
+        Some(size) => machine.whole_pages(size, PageSize::Size2M)?,
+        None => machine.default_size(6, Machine::GIB, 4 * Machine::GIB)?,
+    };
+    anyhow::ensure!(size >= 64 * MIB, "{} is too small to tell hot from cold; use 64MB or more", Size(size));
+    let places = machine.places(1)?;
+    let mut environment = Environment::read()?;
+    let mut region = machine.memory(size, PageSize::Size2M, args.kind)?;
+    environment.note_region("measured", &region);
+    let calibrated = machine.profile(&args.common, region.as_mut_slice())?;
+    let clearer = Clearer::new(machine.features, Policy::new(calibrated.profile))?;
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        println!("memory: {}", region.verified());
+        print_profile(&calibrated, &args.common);
+    }
+
+    let host = Host::new(&places, region.as_mut_slice())?;
+    let mut subjects: Vec<Subject> =
+        machine.features.iter().filter(|p| *p != Primitive::Portable).map(Subject::Primitive).collect();
+    subjects.push(Subject::Policy);
+    let sizes: Vec<u64> = (1..).map(|i| MIB << i).take_while(|bytes| *bytes <= size).collect();
+    let rows = host.run_on(CpuId(0), |cx| {
+        // SAFETY: the only owner of the host's frames, made once.
+        let memory = unsafe { host.own_frames() };
+        measure(cx, &clearer, &subjects, &sizes, memory, args, machine.quiet())
+    })??;
+
+    if let Some(path) = &args.save_profile {
+        profile_file::save(path, &calibrated.profile)?;
+        if !machine.quiet() {
+            println!("\nprofile written to {}", path.display());
+        }
+    }
+    machine.report(&args.common, environment, rows)
+}
+
+/// What was found out, in words.
+fn print_profile(calibrated: &Calibrated, common: &Common) {
+    let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = calibrated.profile;
+    match (calibrated.took, &common.profile) {
+        (Some(took), _) => println!("\ncalibrated in {} ms", took.as_millis()),
+        (None, path) => println!("\nprofile read from {}", path.as_deref().unwrap_or("".as_ref()).display()),
+    }
+    let named = |best: hugemm_clear::Best| match best.general == best.any {
+        true => best.general.to_string(),
+        false => format!("{} (without vector registers {})", best.any, best.general),
+    };
+    println!("  best cached primitive   {}, {:.1} GB/s cold", named(cached), f64::from(cached_mbps) / 1e3);
+    match bulk {
+        Some(bulk) => {
+            println!("  best bulk primitive     {}, {:.1} GB/s cold", named(bulk), f64::from(bulk_mbps) / 1e3)
+        }
+        None => println!("  best bulk primitive     none that this CPU has"),
+    }
+    let from = |bytes| if bytes == u64::MAX { "never".to_owned() } else { format!("from {}", Size(bytes)) };
+    println!("  bulk is faster");
+    println!("    on cold memory        {}", from(crossover.cold));
+    println!("    and read right after  {}", from(crossover.cold_touched));
+    println!("    on hot memory         {}", from(crossover.hot));
+    println!("    and read right after  {}", from(crossover.hot_touched));
+    let policy = Policy::new(calibrated.profile);
+    let unit = |p| Size(policy.unit_bytes(p, PreemptModel::None, false));
+    println!("  unit under a cooperative model: {} cached", unit(cached.any));
+    if let Some(bulk) = bulk {
+        println!("                                  {} bulk", unit(bulk.any));
+    }
+}
+
+/// The tables. Returns every figure as a row.
+fn measure(
+    cx: &mut CpuCx<'_, Host<'_>>,
+    clearer: &Clearer,
+    subjects: &[Subject],
+    sizes: &[u64],
+    mut memory: Dirty,
+    args: &Probe,
+    quiet: bool,
+) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let total = memory.extent().bytes();
+    let chunks: Vec<u64> = CHUNKS.into_iter().filter(|chunk| total.is_multiple_of(*chunk)).collect();
+    let mut fields: Vec<Field> = Vec::new();
+    fields.extend(chunks.iter().map(|chunk| Field::chunk(*chunk, total)));
+    fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, false)));
+    fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, true)));
+    fields.extend(sizes.iter().map(|bytes| Field::hot(*bytes, ENOUGH)));
+    let bar = progress::bar((fields.len() * subjects.len()) as u64 * u64::from(args.runs), quiet);
+    let mut measured = Vec::new();
+    for field in &fields {
+        bar.set_message(field.title());
+        let each;
+        (memory, each) = bandwidths(cx, clearer, subjects, field, memory, args.runs, || bar.inc(1))?;
+        measured.push(each);
+    }
+    bar.finish_and_clear();
+    let (worst_unit, rest) = worst_unit(cx, clearer, memory, args.runs)?;
+    memory = rest;
+    drop(memory);
+
+    let mut from = 0;
+    let mut section = |title: &str, metric: &str, key: &str, count: usize, rows: &mut Vec<Row>| {
+        let range = from..from + count;
+        from += count;
+        let mut heads = vec![key.to_owned()];
+        heads.extend(subjects.iter().map(Subject::name));
+        heads.push("policy/best".into());
+        let mut lines = table::new(heads);
+        let mut worst = Samples::default();
+        for (field, each) in fields[range.clone()].iter().zip(&measured[range]) {
+            let mut line = vec![Size(field.size).to_string()];
+            for (subject, samples) in subjects.iter().zip(each) {
+                line.push(table::gbps(samples.median()));
+                rows.push(Row::median(metric, samples, "GB/s").label(key, field.size).label("subject", subject.name()));
+            }
+            let share = policy_share(each);
+            line.push(format!("{share:.2}"));
+            worst.push(share);
+            lines.add_row(line);
+        }
+        if !quiet {
+            table::print(title, &lines);
+        }
+        worst
+    };
+    let kind = format!("GB/s, median of {} runs", args.runs);
+    section(&format!("Chunks, cold, one fence per chunk ({kind})"), "clear.chunk", "chunk", chunks.len(), &mut rows);
+    let cold = section(&format!("Regions, cold ({kind})"), "clear.region_cold", "region", sizes.len(), &mut rows);
+    let touched = section(
+        &format!("Regions, cold, read right after: the fault case ({kind})"),
+        "clear.region_cold_touched",
+        "region",
+        sizes.len(),
+        &mut rows,
+    );
+    let hot = section(&format!("Regions, hot ({kind})"), "clear.region_hot", "region", sizes.len(), &mut rows);
+
+    // The largest cold region stands for bulk; what Linux gets is rep stosb by 2 MiB chunk.
+    let largest = &measured[chunks.len() + sizes.len() - 1];
+    let chunk_2m = chunks.iter().position(|chunk| *chunk == 2 * MIB).map(|index| &measured[index]);
+    let column = |each: &'_ [Samples], wanted: Subject| -> Option<Samples> {
+        subjects.iter().position(|subject| *subject == wanted).map(|index| each[index].clone())
+    };
+    let policy = column(largest, Subject::Policy).unwrap_or_default();
+    let best_stream = subjects
+        .iter()
+        .zip(largest)
+        .filter(|(subject, _)| matches!(subject, Subject::Primitive(p) if p.class() == Class::Streaming))
+        .map(|(_, samples)| samples)
+        .max_by(|a, b| a.median().total_cmp(&b.median()));
+    let mut goals = goals::Goals::new();
+    if let Some(best) = best_stream {
+        goals.at_least("clear.bulk_vs_best_stream", &policy.per_run_ratio(best), 0.97);
+    }
+    if let Some(stosb) = chunk_2m.and_then(|each| column(each, Subject::Primitive(Primitive::RepStosb))) {
+        goals.at_least("clear.bulk_vs_rep_stosb", &policy.per_run_ratio(&stosb), 2.2);
+    }
+    goals.at_least_everywhere("clear.worst_vs_best_hot", &hot, 0.95);
+    goals.at_least_everywhere("clear.worst_vs_best_cold", &cold, 0.95);
+    goals.at_least_everywhere("clear.worst_vs_best_cold_touched", &touched, 0.95);
+    goals.at_most("clear.worst_unit_ms", &worst_unit, 4.0);
+    if !quiet {
+        goals.print();
+    }
+    rows.extend(goals.into_rows());
+    Ok(rows)
+}
+
+/// The policy's median as a share of the best median, where the policy is the last subject.
+fn policy_share(each: &[Samples]) -> f64 {
+    let best = each.iter().map(Samples::median).fold(0.0, f64::max);
+    each.last().map_or(0.0, |policy| if best == 0.0 { 0.0 } else { policy.median() / best })
+}
+
+/// The longest time in ms between two reschedule points of a cooperative clear of all memory, by run; cached and bulk
+/// alternate.
+fn worst_unit(
+    cx: &mut CpuCx<'_, Host<'_>>,
+    clearer: &Clearer,
+    mut memory: Dirty,
+    runs: u32,
+) -> Result<(Samples, Dirty)> {
+    let host = cx.platform();
+    host.set_preempt_model(PreemptModel::None);
+    let mut worst = Samples::default();
+    for _ in 0..runs {
+        let mut longest = 0;
+        for threshold in [0, u64::MAX] {
+            interrupt::check()?;
+            let policy = Policy { threshold: Some(threshold), ..*clearer.policy() };
+            let cooperative = Clearer::new(*clearer.features(), policy)?;
+            let request = Request::bulk(memory.extent().bytes()).with_warmth(Warmth::Cold);
+            let mut last = host.now_ns();
+            let mut observer = |_: &Unit| {
+                let now = host.now_ns();
+                longest = longest.max(now - last);
+                last = now;
+            };
+            let zeroed = cooperative
+                .clear_observed(cx, memory, &request, &Never, &mut observer)
+                .map_err(|stopped| stopped.reason)?;
+            memory = zeroed.into_dirty();
+        }
+        worst.push(longest as f64 / 1e6);
+    }
+    host.set_preempt_model(PreemptModel::Full);
+    Ok((worst, memory))
+}

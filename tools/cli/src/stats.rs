@@ -1,0 +1,93 @@
+//! Statistics over repeated runs.
+
+/// Values of one quantity over several runs.
+#[derive(Clone, Debug, Default)]
+pub struct Samples(Vec<f64>);
+
+impl Samples {
+    /// Adds a run's value.
+    pub fn push(&mut self, value: f64) {
+        self.0.push(value);
+    }
+
+    /// How many runs.
+    pub fn runs(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The arithmetic mean; 0 without runs.
+    pub fn mean(&self) -> f64 {
+        if self.0.is_empty() { 0.0 } else { self.0.iter().sum::<f64>() / self.0.len() as f64 }
+    }
+
+    /// The sample standard deviation; 0 with fewer than two runs.
+    pub fn stdev(&self) -> f64 {
+        let n = self.0.len();
+        if n < 2 {
+            return 0.0;
+        }
+        let mean = self.mean();
+        (self.0.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (n - 1) as f64).sqrt()
+    }
+
+    /// Standard deviation in percent of the mean.
+    pub fn stdev_percent(&self) -> f64 {
+        let mean = self.mean();
+        if mean == 0.0 { 0.0 } else { 100.0 * self.stdev() / mean }
+    }
+
+    /// The middle value (the mean of the two middle ones); 0 without runs.
+    pub fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        match sorted.len() {
+            0 => 0.0,
+            n if n % 2 == 1 => sorted[n / 2],
+            n => f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]),
+        }
+    }
+
+    /// The smallest value; 0 without runs.
+    pub fn min(&self) -> f64 {
+        self.0.iter().copied().reduce(f64::min).unwrap_or(0.0)
+    }
+
+    /// Every value converted, as from one unit to another.
+    pub fn map(&self, f: impl Fn(f64) -> f64) -> Samples {
+        Samples(self.0.iter().copied().map(f).collect())
+    }
+
+    /// The value by value quotient with another quantity measured in the same runs: noise that hits both sides of a run
+    /// cancels out.
+    pub fn per_run_ratio(&self, other: &Samples) -> Samples {
+        Samples(self.0.iter().zip(&other.0).map(|(a, b)| if *b == 0.0 { 0.0 } else { a / b }).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn samples(values: &[f64]) -> Samples {
+        Samples(values.to_vec())
+    }
+
+    #[test]
+    fn figures_of_known_data() {
+        let s = samples(&[2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]);
+        assert_eq!((s.mean(), s.median(), s.min(), s.runs()), (5.0, 4.5, 2.0, 8));
+        assert!((s.stdev() - (32.0_f64 / 7.0).sqrt()).abs() < 1e-12);
+        assert_eq!(samples(&[3.0, 1.0, 2.0]).median(), 2.0);
+    }
+
+    #[test]
+    fn few_runs_have_no_deviation() {
+        assert_eq!((samples(&[]).mean(), samples(&[]).median(), samples(&[7.0]).stdev()), (0.0, 0.0, 0.0));
+    }
+
+    #[test]
+    fn ratios_pair_runs() {
+        let r = samples(&[10.0, 20.0]).per_run_ratio(&samples(&[5.0, 10.0]));
+        assert_eq!((r.median(), r.stdev()), (2.0, 0.0));
+    }
+}

@@ -1,0 +1,93 @@
+//! The workloads that hugemm runs and measures: one implementation, `no_std`, for every platform.
+//!
+//! A workload does one timed pass over memory that it is given and returns what it did; repeating, ordering sides
+//! fairly and statistics are the caller's business. Memory is passed in and handed back as [`Dirty`], so a workload
+//! never allocates and first-touch costs are the caller's.
+//!
+//! | module | measures |
+//! |---|---|
+//! | [`sweep`] | primitives, and the policy's choice, by chunk and region size (seed 003's tables) |
+//! | [`faults`] | clearing a region page by page as demand faults or prefault would (seed 000's workload) |
+//! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
+#![cfg_attr(not(test), no_std)]
+
+pub mod chase;
+pub mod faults;
+pub mod sweep;
+
+use hugemm_base::{Clock, Dirty, Extent};
+use hugemm_clear::StopReason;
+
+/// What one timed pass did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pass {
+    /// Bytes cleared.
+    pub bytes: u64,
+    /// Nanoseconds it took.
+    pub nanos: u64,
+}
+
+impl Pass {
+    /// Both added up.
+    pub fn plus(self, other: Pass) -> Pass {
+        Pass { bytes: self.bytes + other.bytes, nanos: self.nanos + other.nanos }
+    }
+}
+
+/// A pass that ended early; the frames come back with it.
+#[derive(Debug)]
+pub struct Interrupted {
+    /// The frames.
+    pub memory: Dirty,
+    /// Why.
+    pub reason: Reason,
+}
+
+/// Why a pass ended early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The clear stopped.
+    Stopped(StopReason),
+    /// The sizes do not divide each other or do not fit the memory.
+    BadSize,
+}
+
+impl core::fmt::Display for Reason {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Reason::Stopped(reason) => reason.fmt(f),
+            Reason::BadSize => f.write_str("the sizes do not divide the memory; use powers of two that fit"),
+        }
+    }
+}
+
+impl core::error::Error for Reason {}
+
+/// Times `f`.
+fn timed<T>(clock: &impl Clock, f: impl FnOnce() -> T) -> (T, u64) {
+    let start = clock.now_ns();
+    let result = f();
+    (result, clock.now_ns().saturating_sub(start))
+}
+
+/// Takes the frames apart for the time of a pass: the pieces that a workload hands to the engine are then their only
+/// owners, one after the other.
+struct Loan(Extent);
+
+impl Loan {
+    fn new(memory: Dirty) -> Self {
+        Loan(memory.into_extent())
+    }
+
+    /// A piece, until the next call.
+    fn piece(&mut self, from: u64, to: u64) -> Dirty {
+        // SAFETY: `new` consumed the owner of the frames; pieces are used one after the other (their content is dropped
+        // before the next is made) and are gone before `end`.
+        unsafe { Dirty::assume_owned(self.0.slice(from, to)) }
+    }
+
+    fn end(self) -> Dirty {
+        // SAFETY: as for `piece`: nobody else owns the frames any more.
+        unsafe { Dirty::assume_owned(self.0) }
+    }
+}
