@@ -125,7 +125,8 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
 
     /// Makes the vector registers usable until the token is dropped, if the platform has any to give.
     pub fn vector(&self) -> Option<VectorCx<'_, P>> {
-        self.platform.vector_begin().then_some(VectorCx { platform: self.platform, stays: PhantomData })
+        // Lazily: a token that is made and thrown away would end a use that was refused.
+        self.platform.vector_begin().then(|| VectorCx { platform: self.platform, stays: PhantomData })
     }
 }
 

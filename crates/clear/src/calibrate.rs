@@ -9,7 +9,7 @@
 //! that has been up for a while. *Touched* adds reading the run right after it was cleared, which is what a faulting
 //! task does: a clear past the cache then pays for its misses.
 //!
-//! Timings are the median of several runs, because a virtual machine may lose the CPU in one of them.
+//! Of several timings the shortest counts: whatever else the machine does only ever makes a run longer.
 
 use crate::features::Features;
 use crate::primitive::{Class, Primitive};
@@ -33,24 +33,10 @@ const COLD_RUN: usize = 2 * MIB;
 const VECTOR_GAIN: u64 = 3;
 
 /// Request sizes in bytes at which hot crossovers are looked for.
-const HOT_LADDER: [usize; 13] = [
-    MIB / 4,
-    MIB / 2,
-    MIB,
-    2 * MIB,
-    4 * MIB,
-    6 * MIB,
-    8 * MIB,
-    12 * MIB,
-    16 * MIB,
-    24 * MIB,
-    32 * MIB,
-    48 * MIB,
-    64 * MIB,
-];
+const HOT_SIZES: [usize; 8] = [MIB / 4, MIB / 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB];
 
 /// Request sizes in bytes at which cold crossovers are looked for.
-const COLD_LADDER: [usize; 7] = [4096, 16 << 10, 64 << 10, 256 << 10, MIB, 2 * MIB, 4 * MIB];
+const COLD_SIZES: [usize; 7] = [4096, 16 << 10, 64 << 10, 256 << 10, MIB, 2 * MIB, 4 * MIB];
 
 /// Why nothing could be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,19 +87,11 @@ pub fn calibrate<P: Cpu + Clock>(
     if cached_time == 0 {
         return Err(CalibrateError::ClockTooCoarse);
     }
-    let never = Crossover::always(u64::MAX);
     let (crossover, bulk_mbps) = match bulk {
-        None => (never, 0),
+        None => (Crossover::always(u64::MAX), 0),
         Some(bulk) => {
             let bulk_time = bench.cold_run(bulk.any);
-            let (c, b) = (cached.any, bulk.any);
-            let crossover = Crossover {
-                hot: bench.crossover(&HOT_LADDER, c, b, |bench, p, bytes| bench.hot(p, bytes, false)),
-                hot_touched: bench.crossover(&HOT_LADDER, c, b, |bench, p, bytes| bench.hot(p, bytes, true)),
-                cold: bench.crossover(&COLD_LADDER, c, b, |bench, p, bytes| bench.cold(p, bytes, false)),
-                cold_touched: bench.crossover(&COLD_LADDER, c, b, |bench, p, bytes| bench.cold(p, bytes, true)),
-            };
-            (crossover, mbps(COLD_RUN, bulk_time))
+            (bench.crossovers(cached.any, bulk.any), mbps(COLD_RUN, bulk_time))
         }
     };
     Ok(Profile { cached, bulk, crossover, cached_mbps: mbps(COLD_RUN, cached_time), bulk_mbps })
@@ -178,7 +156,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
     /// Time to clear a run that was cleared just before by the same primitive.
     ///
     /// Small runs are repeated first until the caches have settled on them, which takes several passes where the last
-    /// level only receives what the level above evicts, and are then timed three times for the median. Large runs are
+    /// level only receives what the level above evicts, and are then timed several times. Large runs are
     /// long enough to average over noise by themselves.
     fn hot(&mut self, p: Primitive, bytes: usize, touch: bool) -> u64 {
         self.cx.reschedule();
@@ -188,18 +166,16 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         if bytes > 8 * MIB {
             return self.time(p, 0, bytes, touch);
         }
-        let mut times = [0; 3];
-        times.fill_with(|| self.time(p, 0, bytes, touch));
-        median(times)
+        (0..5).map(|_| self.time(p, 0, bytes, touch)).min().unwrap_or(0)
     }
 
-    /// Time to clear a run that was not used for as long as the scratch allows: median of several.
+    /// Time to clear a run that was not used for as long as the scratch allows: the shortest of several.
     fn cold(&mut self, p: Primitive, bytes: usize, touch: bool) -> u64 {
         self.cx.reschedule();
         // Small runs are timed by the dozen, or the clock would be most of the time.
         let batch = (COLD_RUN / 8).max(bytes);
-        let mut times = [0; 5];
-        for time in &mut times {
+        let mut shortest = u64::MAX;
+        for _ in 0..5 {
             let mut sum = 0;
             for _ in 0..batch / bytes {
                 if self.cursor + bytes > self.bytes {
@@ -208,9 +184,9 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
                 sum += self.time(p, self.cursor, bytes, touch);
                 self.cursor += bytes;
             }
-            *time = sum;
+            shortest = shortest.min(sum);
         }
-        median(times)
+        shortest
     }
 
     /// The fastest primitives of a class, by `time` in ns; `None` if there is none.
@@ -243,37 +219,60 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         self.cold(p, COLD_RUN, false)
     }
 
-    /// The smallest size on the ladder at which `bulk` is at least as fast as `cached`, by bisection: below it cached
-    /// stores win, above it streaming ones do. `u64::MAX` if there is none within the scratch.
-    fn crossover(
-        &mut self,
-        ladder: &[usize],
-        cached: Primitive,
-        bulk: Primitive,
-        time: impl Fn(&mut Self, Primitive, usize) -> u64,
-    ) -> u64 {
-        let fits = ladder.partition_point(|bytes| *bytes <= self.bytes);
-        let (mut low, mut high) = (0, fits);
-        while low < high {
-            let middle = low.midpoint(high);
-            let wins = match ladder.get(middle) {
-                // A tie goes to bulk: it leaves the caches to others.
-                Some(bytes) => time(self, bulk, *bytes) * 100 <= time(self, cached, *bytes) * 102,
-                None => false,
-            };
-            if wins {
-                high = middle;
-            } else {
-                low = middle + 1;
-            }
+    /// The crossovers between two primitives.
+    fn crossovers(&mut self, cached: Primitive, bulk: Primitive) -> Crossover {
+        let hot = |bench: &mut Self, touch| {
+            threshold(HOT_SIZES.map(|bytes| bench.pair(bytes, |b, p| b.hot(p, bytes, touch), [cached, bulk])))
+        };
+        let (hot, hot_touched) = (hot(self, false), hot(self, true));
+        let cold = |bench: &mut Self, touch| {
+            threshold(COLD_SIZES.map(|bytes| bench.pair(bytes, |b, p| b.cold(p, bytes, touch), [cached, bulk])))
+        };
+        let (cold, cold_touched) = (cold(self, false), cold(self, true));
+        // Where streaming pays on cold memory at all, it also pays beyond what was measured hot: nothing of twice the
+        // largest size that fitted stays in a cache. And cold memory never favours cached stores more than hot does.
+        let beyond = if cold.is_some() { 2 * HOT_SIZES[HOT_SIZES.len() - 1] as u64 } else { u64::MAX };
+        let (hot, hot_touched) = (hot.unwrap_or(beyond), hot_touched.unwrap_or(beyond));
+        Crossover {
+            hot,
+            hot_touched,
+            cold: cold.unwrap_or(hot).min(hot),
+            cold_touched: cold_touched.unwrap_or(hot_touched).min(hot_touched),
         }
-        ladder.get(low).filter(|_| low < fits).map_or(u64::MAX, |bytes| *bytes as u64)
+    }
+
+    /// A request size and the times of both primitives at it; no times if the scratch is too small for it.
+    fn pair(&mut self, bytes: usize, time: impl Fn(&mut Self, Primitive) -> u64, of: [Primitive; 2]) -> Rung {
+        Rung { bytes, times: if bytes <= self.bytes { of.map(|p| time(self, p)) } else { [0, 0] } }
     }
 }
 
-fn median<const N: usize>(mut times: [u64; N]) -> u64 {
-    times.sort_unstable();
-    times[N / 2]
+/// What was measured at one request size.
+#[derive(Clone, Copy)]
+struct Rung {
+    bytes: usize,
+    /// Of the cached and the bulk primitive, in ns; 0 if not measured.
+    times: [u64; 2],
+}
+
+/// The size from which on to use the bulk primitive so that, over all sizes measured, least time is lost against an
+/// always right choice: one noisy measurement then moves it by little. `None`: never.
+fn threshold<const N: usize>(rungs: [Rung; N]) -> Option<u64> {
+    let measured = rungs.iter().take_while(|rung| rung.times != [0, 0]).count();
+    // The loss of choosing bulk (1) or cached (0) at a rung, in thousandths of the better one's time. Ties go to bulk,
+    // which leaves the caches to others: cached stores must be 2 % better to count as better.
+    let loss = |rung: &Rung, choice: usize| {
+        let [cached, bulk] = [rung.times[0] * 102 / 100, rung.times[1]];
+        let best = cached.min(bulk).max(1);
+        ([cached, bulk][choice] - cached.min(bulk)) * 1000 / best
+    };
+    let total = |from: usize| {
+        let below: u64 = rungs[..from].iter().map(|rung| loss(rung, 0)).sum();
+        let above: u64 = rungs[from..measured].iter().map(|rung| loss(rung, 1)).sum();
+        below + above
+    };
+    let best = (0..=measured).min_by_key(|from| total(*from))?;
+    (best < measured).then(|| rungs[best].bytes as u64)
 }
 
 /// Reads one word of every 64-byte line.
@@ -289,4 +288,38 @@ unsafe fn read_lines(ptr: *const u8, bytes: usize) {
         sum = sum.wrapping_add(unsafe { ptr.add(offset).cast::<u64>().read_volatile() });
     }
     core::hint::black_box(sum);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rungs(times: [[u64; 2]; 5]) -> [Rung; 5] {
+        let mut bytes = 4096;
+        times.map(|times| {
+            bytes *= 2;
+            Rung { bytes: bytes / 2, times }
+        })
+    }
+
+    #[test]
+    fn the_threshold_is_where_bulk_begins_to_win() {
+        let clean = rungs([[10, 20], [20, 30], [40, 41], [90, 80], [200, 160]]);
+        assert_eq!(threshold(clean), Some(4096 << 3));
+        assert_eq!(threshold(rungs([[10, 5]; 5])), Some(4096));
+        assert_eq!(threshold(rungs([[10, 20]; 5])), None);
+    }
+
+    #[test]
+    fn one_disturbed_measurement_does_not_move_it_far() {
+        // Bulk lost the CPU at the second largest size, cached at the smallest.
+        let noisy = rungs([[30, 20], [20, 30], [40, 60], [90, 95], [200, 100]]);
+        assert_eq!(threshold(noisy), Some(4096 << 4));
+    }
+
+    #[test]
+    fn a_tie_goes_to_bulk_and_unmeasured_sizes_count_for_nothing() {
+        assert_eq!(threshold(rungs([[100, 101]; 5])), Some(4096));
+        assert_eq!(threshold(rungs([[10, 20], [10, 20], [0, 0], [0, 0], [0, 0]])), None);
+    }
 }

@@ -186,12 +186,7 @@ impl Clearer {
                 Err(frame) => return Err(Stopped { clearing, reason: StopReason::Unreachable(frame) }),
             }
         }
-        let counters = cx.platform().counters();
-        if bulk {
-            counters.clears_bulk.add(1)
-        } else {
-            counters.clears_cached.add(1)
-        }
+        count_clear(cx, bulk);
         clearing
             .finish()
             .map_err(|clearing| Stopped { reason: StopReason::Unreachable(clearing.extent().base()), clearing })
@@ -211,6 +206,9 @@ impl Clearer {
         let best = self.policy.primitives(request, Sweep::Far);
         let mut clearing = dirty.begin();
         let (owed, done) = self.clear_part(cx, &mut clearing, extent, best, request);
+        if let Ok(primitive) = done {
+            count_clear(cx, primitive.class() == Class::Streaming);
+        }
         let result = clearing.finish().map_err(|clearing| {
             let reason = StopReason::Unreachable(done.err().unwrap_or(extent.base()));
             Stopped { clearing, reason }
@@ -287,5 +285,15 @@ impl Clearer {
         }
         // SAFETY: the caller's promise.
         unsafe { raw::zero(primitive, ptr, bytes) }
+    }
+}
+
+/// Counts an extent that was cleared to its end.
+fn count_clear<P: Cpu>(cx: &CpuCx<'_, P>, bulk: bool) {
+    let counters = cx.platform().counters();
+    if bulk {
+        counters.clears_bulk.add(1)
+    } else {
+        counters.clears_cached.add(1)
     }
 }

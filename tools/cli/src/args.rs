@@ -35,6 +35,8 @@ pub enum Bench {
     /// Memory clearing, with the names and units of `perf bench mem`.
     #[command(subcommand)]
     Mem(Mem),
+    /// Clear one large extent with one to N CPUs, each near its node: bandwidth, and the time between reschedule points.
+    Clear(ClearExtent),
     /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
     Interference(Interference),
 }
@@ -191,6 +193,28 @@ pub struct Mmap {
     /// Kind of huge pages.
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
     pub kind: Kind,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// `hugemm bench clear`
+#[derive(Debug, Args)]
+pub struct ClearExtent {
+    /// Size of the extent [default: a sixth of what is available, 1 GiB to 4 GiB].
+    #[arg(short, long)]
+    pub size: Option<Size>,
+    /// Numbers of CPUs.
+    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub workers: Vec<u32>,
+    /// Preemption models.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "none,full")]
+    pub preempt: Vec<Preempt>,
+    /// Largest unit under a cooperative model [default: what 2 ms allow at the measured bandwidth].
+    #[arg(long)]
+    pub unit: Option<Size>,
+    /// Runs of each measurement.
+    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
     #[command(flatten)]
     pub common: Common,
 }

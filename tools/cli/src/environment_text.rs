@@ -22,7 +22,7 @@ const FEATURES: [&str; 12] = [
 /// Prints the block and the warnings.
 pub fn print(environment: &Environment) {
     let e = environment;
-    let size = |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| Size(bytes).to_string());
+    let size = |bytes: Option<u64>| bytes.map_or("?".into(), |bytes| Size(bytes).rounded());
     let or_unknown = |text: &Option<String>| text.clone().unwrap_or("unknown".into());
     println!("machine");
     println!(

@@ -7,33 +7,13 @@ use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
-use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize};
-use hugemm_clear::{Best, Clearer, Policy, Request};
+use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
+use hugemm_clear::{Class, Clearer, Policy, Primitive, Request};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
 use hugemm_host::interrupt;
 use hugemm_workloads::chase::Chase;
 use std::sync::Barrier;
-
-/// What the other CPU does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Neighbour {
-    Idle,
-    Cached,
-    Bulk,
-}
-
-impl Neighbour {
-    const ALL: [Neighbour; 3] = [Neighbour::Idle, Neighbour::Cached, Neighbour::Bulk];
-
-    fn name(self) -> &'static str {
-        match self {
-            Neighbour::Idle => "idle",
-            Neighbour::Cached => "cached",
-            Neighbour::Bulk => "bulk",
-        }
-    }
-}
 
 /// Runs the command.
 pub fn run(args: &Interference) -> Result<()> {
@@ -51,73 +31,75 @@ pub fn run(args: &Interference) -> Result<()> {
     let mut set_region = machine.memory(largest, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("chased", &set_region);
     let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
-    let Some(bulk) = policy.profile.bulk else { bail!("this CPU has no bulk primitive to compare with") };
-    let cached = policy.profile.cached;
+    // Nobody, the best cached primitive, and every streaming one: they differ in speed and in what they disturb.
+    let mut neighbours = vec![None, Some(policy.profile.cached.any)];
+    neighbours.extend(machine.features.iter().filter(|p| p.class() == Class::Streaming).map(Some));
     let host = Host::new(&places, region.as_mut_slice())?;
+    // Under a cooperative model the policy's unit bounds each call of a primitive.
+    host.set_preempt_model(PreemptModel::None);
 
-    let bar = progress::bar(sets.len() as u64 * 3 * u64::from(args.runs), machine.quiet());
-    let mut lines = table::new([
-        "working set",
-        "ns alone",
-        "ns, cached",
-        "slowed by",
-        "ns, bulk",
-        "slowed by",
-        "GB/s cached",
-        "GB/s bulk",
-    ]);
+    let turns = sets.len() * neighbours.len() * args.runs as usize;
+    let bar = progress::bar(turns as u64, machine.quiet());
+    let mut lines =
+        table::new(["working set", "beside", "ns per step", "slowed by", "clears at, GB/s", "lost per GB cleared"]);
     let mut rows = Vec::new();
     for set in sets {
-        let lines_of_set = lines_in(&mut set_region.as_mut_slice()[..set as usize]);
-        let chase = Chase::new(lines_of_set, 0x9e37_79b9);
-        let mut latency: [Samples; 3] = Default::default();
-        let mut bandwidth: [Samples; 3] = Default::default();
+        let chase = Chase::new(lines_in(&mut set_region.as_mut_slice()[..set as usize]), 0x9e37_79b9);
+        let mut latency = vec![Samples::default(); neighbours.len()];
+        let mut bandwidth = latency.clone();
         for run in 0..args.runs as usize {
-            for i in 0..3 {
+            for i in 0..neighbours.len() {
                 interrupt::check()?;
-                let index = (i + run) % 3;
-                bar.set_message(format!("{} against {}", Size(set), Neighbour::ALL[index].name()));
-                let (ns, gbps) = once(&host, &policy, Neighbour::ALL[index], &chase, args.millis, [cached, bulk])?;
+                let index = (i + run) % neighbours.len();
+                bar.set_message(format!("{} beside {}", Size(set), name(neighbours[index])));
+                let (ns, gbps) = once(&host, &policy, neighbours[index], &chase, args.millis)?;
                 latency[index].push(ns);
                 bandwidth[index].push(gbps);
                 bar.inc(1);
             }
         }
-        let slowed = |index: usize| latency[index].per_run_ratio(&latency[0]).map(|ratio| (ratio - 1.0) * 100.0);
-        let percent = |samples: &Samples| format!("{:+.0} %", samples.median());
-        lines.add_row([
-            Size(set).to_string(),
-            format!("{:.1}", latency[0].median()),
-            format!("{:.1}", latency[1].median()),
-            percent(&slowed(1)),
-            format!("{:.1}", latency[2].median()),
-            percent(&slowed(2)),
-            table::gbps(bandwidth[1].median()),
-            table::gbps(bandwidth[2].median()),
-        ]);
-        for (index, neighbour) in Neighbour::ALL.into_iter().enumerate() {
-            let label = |row: Row| row.label("working_set", set).label("neighbour", neighbour.name());
+        for (index, neighbour) in neighbours.iter().enumerate() {
+            let slowed = latency[index].per_run_ratio(&latency[0]).map(|ratio| (ratio - 1.0) * 100.0);
+            let label = |row: Row| row.label("working_set", set).label("beside", name(*neighbour));
             rows.push(label(Row::median("bench.interference.latency", &latency[index], "ns")));
-            if neighbour != Neighbour::Idle {
-                rows.push(label(Row::median("bench.interference.slowdown", &slowed(index), "percent")));
-                rows.push(label(Row::median("bench.interference.clearing", &bandwidth[index], "GB/s")));
+            let first = if index == 0 { Size(set).to_string() } else { String::new() };
+            let ns = format!("{:.1}", latency[index].median());
+            if neighbour.is_none() {
+                lines.add_row([first, name(*neighbour).to_owned(), ns]);
+                continue;
             }
+            // A fast neighbour disturbs for a shorter time: what a program loses for each GB that is cleared.
+            let gbps = bandwidth[index].median();
+            let lost = slowed.median() / 100.0 / gbps.max(f64::MIN_POSITIVE) * 1e3;
+            lines.add_row([
+                first,
+                name(*neighbour).to_owned(),
+                ns,
+                format!("{:+.0} %", slowed.median()),
+                table::gbps(gbps),
+                format!("{lost:.1} ms"),
+            ]);
+            rows.push(label(Row::median("bench.interference.slowdown", &slowed, "percent")));
+            rows.push(label(Row::median("bench.interference.clearing", &bandwidth[index], "GB/s")));
+            rows.push(label(Row::single("bench.interference.lost_per_gb", lost, "ms")));
         }
     }
     bar.finish_and_clear();
     if !machine.quiet() {
         environment_text::print(&environment);
         println!(
-            "\nOne CPU follows a random cycle through its working set; another clears {} over and over:",
+            "\nOne CPU follows a random cycle through its working set; another clears {} over and over,",
             Size(size)
         );
-        println!(
-            "cached with {}, in bulk with {}. Median of {} runs of {} ms.",
-            cached.any, bulk.any, args.runs, args.millis
-        );
-        table::print("Latency per step", &lines);
+        println!("by 2 MiB page. Median of {} runs of {} ms.", args.runs, args.millis);
+        table::print("Interference", &lines);
     }
     machine.report(&args.common, environment, rows)
+}
+
+/// What a neighbour does.
+fn name(neighbour: Option<Primitive>) -> &'static str {
+    neighbour.map_or("nobody", Primitive::name)
 }
 
 /// The working sets to measure: the user's, or sizes that live in the second-level and in the last-level cache.
@@ -147,13 +129,14 @@ fn lines_in(bytes: &mut [u8]) -> &mut [[u64; 8]] {
 fn once(
     host: &Host<'_>,
     policy: &Policy,
-    neighbour: Neighbour,
+    neighbour: Option<Primitive>,
     chase: &Chase<'_>,
     millis: u64,
-    [cached, bulk]: [Best; 2],
 ) -> Result<(f64, f64)> {
-    let force = if neighbour == Neighbour::Cached { cached.any } else { bulk.any };
-    let clearer = Clearer::new(hugemm_clear::Features::detect(), Policy { force: Some(force), ..*policy })?;
+    // By huge page, as faults do. (Some CPUs write past the cache by themselves when one string store is larger than
+    // the cache.)
+    let by_page = Policy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*policy };
+    let clearer = Clearer::new(hugemm_clear::Features::detect(), by_page)?;
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
@@ -162,7 +145,7 @@ fn once(
                 // SAFETY: the only owner of the host's frames during this run; runs follow one another.
                 let mut memory = unsafe { host.own_frames() };
                 let (mut bytes, from) = (0_u64, host.now_ns());
-                while neighbour != Neighbour::Idle && !done.requested() {
+                while neighbour.is_some() && !done.requested() {
                     let request = Request::bulk(memory.extent().bytes());
                     bytes += memory.extent().bytes();
                     memory =

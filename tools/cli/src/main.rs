@@ -2,6 +2,7 @@
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
 mod args;
+mod clear;
 mod document;
 mod environment_text;
 mod explain;
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         Command::Probe(args) => probe::run(args),
         Command::Bench(Bench::Mem(Mem::Memset(args))) => memset::run(args),
         Command::Bench(Bench::Mem(Mem::Mmap(args))) => mmap::run(args),
+        Command::Bench(Bench::Clear(args)) => clear::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
         Command::Explain(args) => explain::run(args),
     });

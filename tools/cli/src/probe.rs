@@ -193,10 +193,11 @@ fn measure(
     Ok(rows)
 }
 
-/// The policy's median as a share of the best median, where the policy is the last subject.
+/// The policy's bandwidth as a share of the best primitive's, run by run; the median. The policy is the last subject.
 fn policy_share(each: &[Samples]) -> f64 {
-    let best = each.iter().map(Samples::median).fold(0.0, f64::max);
-    each.last().map_or(0.0, |policy| if best == 0.0 { 0.0 } else { policy.median() / best })
+    let Some((policy, primitives)) = each.split_last() else { return 0.0 };
+    let best = primitives.iter().max_by(|a, b| a.median().total_cmp(&b.median()));
+    best.map_or(0.0, |best| policy.per_run_ratio(best).median())
 }
 
 /// The longest time in ms between two reschedule points of a cooperative clear of all memory, by run; cached and bulk

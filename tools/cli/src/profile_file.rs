@@ -139,8 +139,6 @@ mod tests {
         assert!(from_json(&to_json(&profile()).expect("json").replace("movnti", "movntx")).is_err());
     }
 
-    /// The text is what this module itself compiles to when pasted: kept equal by hand, checked by eye once, by the
-    /// compiler below.
     #[test]
     fn rust_names_every_field() {
         let text = to_rust(&profile());

@@ -7,6 +7,17 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Size(pub u64);
 
+impl Size {
+    /// Rounded for people: at most one decimal, in the largest unit that leaves a number of one or more.
+    pub fn rounded(self) -> String {
+        match UNITS.into_iter().find(|(_, shift)| self.0 >= 1 << shift) {
+            Some((unit, shift)) if self.0.is_multiple_of(1 << shift) => format!("{}{unit}", self.0 >> shift),
+            Some((unit, shift)) => format!("{:.1}{unit}", self.0 as f64 / (1_u64 << shift) as f64),
+            None => format!("{}B", self.0),
+        }
+    }
+}
+
 const UNITS: [(&str, u32); 4] = [("TB", 40), ("GB", 30), ("MB", 20), ("KB", 10)];
 
 impl FromStr for Size {
@@ -39,13 +50,10 @@ impl FromStr for Size {
 
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = match UNITS.into_iter().find(|(_, shift)| self.0 >= 1 << shift && self.0.is_multiple_of(1 << shift))
-        {
+        let exact = UNITS.into_iter().find(|(_, shift)| self.0 >= 1 << shift && self.0.is_multiple_of(1 << shift));
+        let text = match exact {
             Some((unit, shift)) => format!("{}{unit}", self.0 >> shift),
-            None => match UNITS.into_iter().find(|(_, shift)| self.0 >= 10 << shift) {
-                Some((unit, shift)) => format!("{:.1}{unit}", self.0 as f64 / (1_u64 << shift) as f64),
-                None => format!("{}B", self.0),
-            },
+            None => format!("{}B", self.0),
         };
         f.pad(&text)
     }
@@ -83,6 +91,8 @@ mod tests {
         for text in ["4KB", "2MB", "1GB", "5TB", "1000B", "48MB"] {
             assert_eq!(text.parse::<Size>().expect(text).to_string(), text);
         }
-        assert_eq!(Size((64 << 20) + 4096).to_string(), "64.0MB");
+        assert_eq!(Size((64 << 20) + 4096).to_string(), "65540KB");
+        assert_eq!(Size((64 << 20) + (1 << 19)).rounded(), "64.5MB");
+        assert_eq!((Size(1 << 30).rounded(), Size(100).rounded()), ("1GB".to_owned(), "100B".to_owned()));
     }
 }

@@ -1,0 +1,73 @@
+# Two commands on a fresh machine: `make run` measures this machine, `make test` runs every test.
+
+CARGO ?= cargo
+HUGEMM = target/release/hugemm
+ARM = aarch64-unknown-linux-musl
+LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
+
+.PHONY: help run build test test-host test-release test-loom test-bare test-arm lint deep clean
+
+help:
+	@echo "make run    probe this machine and run the clearing benchmarks (about a minute)"
+	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 under emulation"
+	@echo "make lint   formatting, clippy, documentation, dependencies"
+	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
+
+build:
+	$(CARGO) build --release --locked -p hugemm-cli
+
+run: build
+	$(HUGEMM) probe
+	$(HUGEMM) explain --size 2MB --total 64GB --touch 100 --threshold 8MB
+	$(HUGEMM) bench mem mmap -p 2MB -f demand,populate
+	$(HUGEMM) bench interference
+
+test: test-host test-release test-loom test-bare test-arm
+	@echo "make test: all green"
+
+test-host:
+	$(CARGO) test --workspace --locked
+
+# The optimiser's output is what ships: the dispatch is judged by disassembly, and the fence stress runs at full speed.
+test-release:
+	$(CARGO) test --release --locked -p hugemm-clear --test codegen --test fences
+
+# Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
+test-loom:
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base --lib loom_tests
+
+# The crates build without std, without vector registers, on both architectures.
+test-bare:
+	@for target in x86_64-unknown-none aarch64-unknown-none; do \
+	    if scripts/need.sh target $$target; then \
+	        echo "check $$target"; \
+	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-workloads || exit 1; \
+	    else echo "skipped: $$target"; fi; \
+	done
+
+# The arm64 primitives, bit for bit, under user-mode emulation.
+test-arm:
+	@if scripts/need.sh target $(ARM) && scripts/need.sh program qemu-aarch64 qemu-user; then \
+	    for cpu in max cortex-a57; do \
+	        QEMU_CPU=$$cpu CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld \
+	        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=qemu-aarch64 \
+	        $(CARGO) test --locked --target $(ARM) -p hugemm-clear --test primitives || exit 1; \
+	    done; \
+	else echo "skipped: arm64 tests"; fi
+
+lint:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny check; \
+	else echo "skipped: cargo deny (install it with: cargo install cargo-deny)"; fi
+
+# What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
+deep:
+	$(LOOM) $(CARGO) test --release --locked -p hugemm-base --lib loom_tests
+	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
+	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear --target-dir target/miri
+	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture
+
+clean:
+	$(CARGO) clean

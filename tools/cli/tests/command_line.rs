@@ -1,0 +1,180 @@
+//! The command as a user meets it: what it prints, and what it says when it is called wrongly.
+
+use serde_json::Value;
+use std::process::{Command, Output};
+
+fn hugemm(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).output().expect("the command starts")
+}
+
+/// The command fails with exactly one line that contains all of `parts`, and prints nothing else.
+#[track_caller]
+fn refused(args: &[&str], parts: &[&str]) {
+    let output = hugemm(args);
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(!output.status.success(), "{args:?} succeeded: {out}");
+    assert_eq!(out, "", "{args:?}");
+    assert_eq!(err.trim_end().lines().count(), 1, "{args:?}: {err}");
+    for part in parts {
+        assert!(err.contains(part), "{args:?} does not say '{part}': {err}");
+    }
+}
+
+/// Usage errors come from the argument parser: its first line names the cause, and the exit code is 2.
+#[track_caller]
+fn misused(args: &[&str], part: &str) {
+    let output = hugemm(args);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {err}");
+    assert!(err.lines().next().is_some_and(|line| line.contains(part)), "{args:?} does not say '{part}': {err}");
+}
+
+#[test]
+fn sizes_that_are_no_sizes_are_named() {
+    misused(&["bench", "mem", "mmap", "-s", "0"], "larger than zero");
+    misused(&["bench", "mem", "mmap", "-s", "12XB"], "unknown unit 'XB'");
+    misused(&["bench", "mem", "mmap", "-s", "99999999999999999999GB"], "larger than any memory");
+    misused(&["probe", "-s", "99999999999GB"], "larger than any memory");
+}
+
+#[test]
+fn sizes_that_do_not_fit_name_the_way_out() {
+    refused(&["bench", "mem", "mmap", "-s", "3000KB"], &["not a multiple", "2MB", "next size up is 4MB"]);
+    refused(&["bench", "mem", "mmap", "-s", "64MB", "-t", "999"], &["999 threads", "CPUs"]);
+    refused(&["bench", "mem", "memset", "-s", "64MB", "-k", "48MB"], &["48MB do not divide 64MB"]);
+    refused(&["bench", "mem", "memset", "-s", "64MB", "-k", "128MB"], &["do not divide"]);
+    refused(&["probe", "-s", "2MB"], &["too small", "64MB"]);
+    refused(&["probe", "-s", "512TB"], &["512"]);
+    refused(&["bench", "interference", "-w", "100"], &["100B", "multiple of 64"]);
+}
+
+#[test]
+fn extents_and_requests_are_checked() {
+    refused(&["explain", "--touch", "512"], &["page 512", "0 to 511"]);
+    refused(&["explain", "-s", "4MB", "--total", "2MB"], &["cannot be smaller"]);
+    refused(&["explain", "-s", "4097"], &["not a multiple"]);
+}
+
+#[test]
+fn primitives_that_are_not_here_are_refused() {
+    refused(&["bench", "mem", "memset", "-s", "64MB", "-f", "memcpy"], &["'memcpy'", "rep-stosb", "clzero"]);
+    // No CPU has both instruction sets.
+    let foreign = if cfg!(target_arch = "x86_64") { "stnp" } else { "clzero" };
+    refused(&["bench", "mem", "memset", "-s", "64MB", "-f", foreign], &["does not have", foreign]);
+    misused(&["explain", "--primitive", "model"], "no such primitive");
+}
+
+#[test]
+fn gigantic_pages_have_no_transparent_kind() {
+    refused(&["bench", "mem", "mmap", "-p", "1GB", "--kind", "thp", "-s", "1GB"], &["1 GiB", "--kind hugetlb"]);
+}
+
+#[test]
+fn profiles_that_are_none_are_refused() {
+    refused(&["explain", "--profile", "/nonexistent/profile.json"], &["cannot read the profile"]);
+    let path = std::env::temp_dir().join(format!("hugemm-no-profile-{}.json", std::process::id()));
+    std::fs::write(&path, "{\"cached\": 7}").expect("written");
+    refused(&["explain", "--profile", path.to_str().expect("utf-8")], &["is no profile", "--save-profile"]);
+    std::fs::remove_file(path).expect("removed");
+}
+
+fn document(args: &[&str]) -> Value {
+    let output = hugemm(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("standard output is one JSON document")
+}
+
+fn rows<'a>(document: &'a Value, metric: &str) -> Vec<&'a Value> {
+    let results = document["results"].as_array().expect("results");
+    results.iter().filter(|row| row["metric"] == metric).collect()
+}
+
+/// The neighbourhood order, on real memory: right, left, then the five pages around the touch, through the cache.
+#[test]
+fn explain_traces_the_neighbourhood_order() {
+    let units = |args: &[&str]| -> Vec<(u64, u64, String, String)> {
+        let document = document(args);
+        let text = |row: &Value, key: &str| row[key].as_str().expect("a label").to_owned();
+        rows(&document, "explain.unit")
+            .into_iter()
+            .map(|row| {
+                let (first, bytes) = (row["first_page"].as_u64(), row["value"].as_f64());
+                (
+                    first.expect("a page"),
+                    bytes.expect("a size") as u64 / 4096,
+                    text(row, "part"),
+                    text(row, "primitive"),
+                )
+            })
+            .collect()
+    };
+    let demand = units(&["explain", "-s", "2MB", "--touch", "100", "--total", "64GB", "--threshold", "8MB", "--json"]);
+    let parts: Vec<_> = demand.iter().map(|(first, pages, part, _)| (*first, *pages, part.as_str())).collect();
+    assert_eq!(parts, [(103, 409, "rest"), (0, 98, "rest"), (98, 5, "around the touch")]);
+    assert_eq!(demand[0].3, demand[1].3);
+    if cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
+        assert_ne!(demand[1].3, demand[2].3, "bulk far from the touch, cached around it");
+    }
+    let paged = units(&["explain", "-s", "64KB", "--unit", "4KB", "--preempt", "none", "--json"]);
+    assert_eq!(paged.len(), 16);
+}
+
+#[test]
+fn documents_have_the_promised_form() {
+    let document = document(&["bench", "mem", "memset", "-s", "16MB", "-k", "4KB,2MB", "-l", "2", "--json"]);
+    assert_eq!(document["schema"], 1);
+    assert!(document["command"].as_str().is_some_and(|c| c.starts_with("bench mem memset -s 16MB")));
+    assert!(document["environment"]["regions"][0]["huge_share"].as_f64().is_some_and(|share| share > 0.9));
+    let all = rows(&document, "bench.mem.memset");
+    assert!(all.len() >= 2 && all.len().is_multiple_of(2));
+    for row in all {
+        assert!(row["value"].as_f64().is_some_and(|v| v > 0.0) && row["stdev"].is_f64());
+        assert_eq!((row["unit"].as_str(), row["runs"].as_u64()), (Some("GiB/s"), Some(2)));
+        assert!(row["chunk"] == 4096 || row["chunk"] == 2 << 20);
+    }
+}
+
+#[test]
+fn both_sides_of_mmap_are_measured_and_labelled() {
+    let document = document(&[
+        "bench",
+        "mem",
+        "mmap",
+        "-s",
+        "64MB",
+        "-l",
+        "2",
+        "--kind",
+        "thp",
+        "-f",
+        "demand,populate",
+        "--json",
+    ]);
+    let all = rows(&document, "bench.mem.mmap");
+    assert_eq!(all.len(), 10);
+    for row in all {
+        let kernel = row["side"] == "kernel";
+        assert_eq!(row["software_fault"], !kernel);
+        assert!(row["value"].as_f64().is_some_and(|v| v > 0.0));
+    }
+}
+
+#[test]
+fn a_profile_can_be_saved_and_used_again() {
+    let path = std::env::temp_dir().join(format!("hugemm-profile-{}.json", std::process::id()));
+    let source = path.with_extension("rs");
+    let (json, rust) = (path.to_str().expect("utf-8"), source.to_str().expect("utf-8"));
+    let probe = document(&["probe", "-s", "64MB", "-r", "1", "--save-profile", json, "--json"]);
+    for goal in
+        ["clear.bulk_vs_best_stream", "clear.worst_vs_best_hot", "clear.worst_vs_best_cold", "clear.worst_unit_ms"]
+    {
+        let row = rows(&probe, goal);
+        assert_eq!(row.len(), 1, "{goal}");
+        assert!(row[0]["goal"].is_f64() && row[0]["met"].is_boolean());
+    }
+    document(&["explain", "--profile", json, "--json"]);
+    document(&["probe", "-s", "64MB", "-r", "1", "--profile", json, "--save-profile", rust, "--json"]);
+    let constant = std::fs::read_to_string(&source).expect("saved");
+    assert!(constant.contains("pub const PROFILE: Profile"), "{constant}");
+    std::fs::remove_file(path).and(std::fs::remove_file(source)).expect("removed");
+}

@@ -1,0 +1,41 @@
+//! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+
+fn pool() -> Option<u64> {
+    std::fs::read_to_string(POOL).ok()?.trim().parse().ok()
+}
+
+/// Waits until `done` or for `patience` at most.
+fn wait_until(patience: Duration, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while start.elapsed() < patience && !done() {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn the_pool_is_put_back_on_interrupt() {
+    let before = pool();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
+        .args(["bench", "mem", "mmap", "-s", "128MB", "-l", "1000"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    // Without the right to raise the pool the command runs on transparent huge pages, and there is nothing to wait for.
+    wait_until(Duration::from_secs(3), || pool() != before);
+    std::thread::sleep(Duration::from_millis(300));
+    let pid = i32::try_from(child.id()).expect("a pid");
+    // SAFETY: kill has no memory effects; the child has not been waited for, so the pid is its own.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+    let status = child.wait().expect("it ends");
+    let mut err = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().expect("piped"), &mut err).expect("utf-8");
+    assert_eq!(status.code(), Some(130), "{err}");
+    assert!(err.contains("interrupted"), "{err}");
+    assert_eq!(pool(), before, "the pool was not put back");
+}
