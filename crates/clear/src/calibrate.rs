@@ -29,6 +29,9 @@ const HOT_RUN: usize = 2 * MIB;
 /// Bytes over which a primitive's cold bandwidth is measured, a run at a time.
 const COLD_RUN: usize = 2 * MIB;
 
+/// The time in ns of what could not be run: 18 minutes, so that it never wins and sums of it do not overflow.
+const NOT_RUN: u64 = 1 << 40;
+
 /// A vector primitive must beat the best general one by this much in percent to be worth saving vector state for.
 const VECTOR_GAIN: u64 = 3;
 
@@ -125,14 +128,18 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         Ok(Bench { cx, base, bytes, cursor: 0 })
     }
 
-    /// Clears `bytes` from `offset` on, fence included, and reads them afterwards if `touch`; the time in ns.
+    /// Clears `bytes` from `offset` on, fence included, and reads them afterwards if `touch`; the time in ns, or
+    /// [`NOT_RUN`] if `p` needs vector registers and they are not to be had at the moment.
     fn time(&mut self, p: Primitive, offset: usize, bytes: usize, touch: bool) -> u64 {
-        let vector = p.needs_vector().then(|| self.cx.vector());
+        let vector = if p.needs_vector() { self.cx.vector() } else { None };
+        if p.needs_vector() && vector.is_none() {
+            return NOT_RUN;
+        }
         let platform = self.cx.platform();
         let start = platform.now_ns();
         // SAFETY: `offset + bytes` is within the scratch (the callers cut it down to size), which is borrowed mutably;
         // `p` is a member of the features that the caller of `calibrate` vouches for; both numbers are multiples of
-        // 4096; vector registers are held if needed (primitives for which they cannot be had are never tried).
+        // 4096; vector registers are held if needed.
         unsafe { raw::zero(p, self.base.add(offset), bytes) };
         if p.class() == Class::Streaming {
             platform.store_fence();
@@ -153,20 +160,21 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         self.cursor = 0;
     }
 
-    /// Time to clear a run that was cleared just before by the same primitive.
+    /// Time to clear a run that was cleared just before by the same primitive: the shortest of several.
     ///
-    /// Small runs are repeated first until the caches have settled on them, which takes several passes where the last
-    /// level only receives what the level above evicts, and are then timed several times. Large runs are
-    /// long enough to average over noise by themselves.
+    /// Passes go on until they no longer become shorter, or until enough bytes were cleared. Where the last level only receives what the level above
+    /// evicts, the caches take a dozen passes to settle on memory that a streaming primitive has pushed out of them.
     fn hot(&mut self, p: Primitive, bytes: usize, touch: bool) -> u64 {
         self.cx.reschedule();
-        for _ in 0..(12 * MIB / bytes).clamp(1, 6) {
-            self.time(p, 0, bytes, touch);
+        let (mut shortest, mut in_vain, mut done) = (u64::MAX, 0, 0);
+        let most = if touch { 12 * MIB } else { 32 * MIB };
+        while in_vain < 5 && done < most.max(2 * bytes) {
+            let time = self.time(p, 0, bytes, touch);
+            in_vain = if time < shortest - shortest / 64 { 0 } else { in_vain + 1 };
+            shortest = shortest.min(time);
+            done += bytes;
         }
-        if bytes > 8 * MIB {
-            return self.time(p, 0, bytes, touch);
-        }
-        (0..5).map(|_| self.time(p, 0, bytes, touch)).min().unwrap_or(0)
+        shortest
     }
 
     /// Time to clear a run that was not used for as long as the scratch allows: the shortest of several.

@@ -291,9 +291,5 @@ impl Clearer {
 /// Counts an extent that was cleared to its end.
 fn count_clear<P: Cpu>(cx: &CpuCx<'_, P>, bulk: bool) {
     let counters = cx.platform().counters();
-    if bulk {
-        counters.clears_bulk.add(1)
-    } else {
-        counters.clears_cached.add(1)
-    }
+    if bulk { counters.clears_bulk.add(1) } else { counters.clears_cached.add(1) }
 }

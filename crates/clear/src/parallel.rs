@@ -72,6 +72,17 @@ pub struct ParallelClear<'a> {
     halted: AtomicBool,
 }
 
+/// A piece that a worker has taken and not cleared to its end. Dropped, also by a panic that unwinds through the worker,
+/// it halts the whole clear: the piece counts as handed out and is not zero.
+struct Unfinished<'a>(&'a AtomicBool);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        // Relaxed: read by `finish`, whose caller has joined the workers.
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// What a parallel clear left, by lane.
 #[derive(Debug)]
 pub struct Partly<'a> {
@@ -157,9 +168,10 @@ impl<'a> ParallelClear<'a> {
                 // SAFETY: `new` consumed the owner of the whole extent, and pieces are handed out once.
                 let dirty = unsafe { Dirty::assume_owned(piece) };
                 let here = Request { user, ..*request };
-                if let Err(stopped) = clearer.clear_observed(cx, dirty, &here, &hugemm_base::Never, observer) {
-                    self.halted.store(true, Ordering::Relaxed);
-                    return Err(stopped.reason);
+                let unfinished = Unfinished(&self.halted);
+                match clearer.clear_observed(cx, dirty, &here, &hugemm_base::Never, observer) {
+                    Ok(_) => core::mem::forget(unfinished),
+                    Err(stopped) => return Err(stopped.reason),
                 }
             }
         }
@@ -183,5 +195,77 @@ impl<'a> ParallelClear<'a> {
     /// The frames.
     pub fn extent(&self) -> Extent {
         self.whole
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use hugemm_base::Pfn;
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    const PIECES: usize = 3;
+
+    struct Shared {
+        lane: Lane,
+        halted: AtomicBool,
+        /// One per piece, in the place of its bytes: loom fails if two workers have the same piece, or if whoever
+        /// joined them is not ordered after their writes.
+        bytes: [UnsafeCell<bool>; PIECES],
+    }
+
+    fn shared() -> Arc<Shared> {
+        // The last piece is a short one.
+        let extent = Extent::new(Pfn::new(0), (PIECES as u64 - 1) * PIECE + 1).expect("in range");
+        let bytes = core::array::from_fn(|_| UnsafeCell::new(false));
+        Arc::new(Shared { lane: Lane::new(extent, NodeId(0)), halted: AtomicBool::new(false), bytes })
+    }
+
+    /// A worker that clears every piece it gets.
+    fn work(shared: &Shared) {
+        while let Some(piece) = shared.lane.take() {
+            let at = (piece.base().number() / PIECE) as usize;
+            // SAFETY: the piece was handed out to this worker alone, which is what loom checks.
+            shared.bytes[at].with_mut(|cleared| unsafe { assert!(!core::mem::replace(&mut *cleared, true)) });
+        }
+    }
+
+    #[test]
+    fn pieces_are_handed_out_once_and_published_by_joining() {
+        loom::model(|| {
+            let shared = shared();
+            let other = thread::spawn({
+                let shared = shared.clone();
+                move || work(&shared)
+            });
+            work(&shared);
+            other.join().expect("no panic");
+            assert_eq!(shared.lane.progress(), shared.lane.extent.pages());
+            // SAFETY: the workers have returned.
+            assert!(shared.bytes.iter().all(|cleared| cleared.with(|cleared| unsafe { *cleared })));
+        });
+    }
+
+    /// Whoever has joined a worker that took a piece and did not clear it knows.
+    #[test]
+    fn an_unfinished_piece_is_known_after_joining() {
+        loom::model(|| {
+            let shared = shared();
+            let other = thread::spawn({
+                let shared = shared.clone();
+                move || {
+                    if shared.lane.take().is_some() {
+                        drop(Unfinished(&shared.halted));
+                    }
+                }
+            });
+            let all_mine = core::iter::from_fn(|| shared.lane.take()).count() == PIECES;
+            other.join().expect("no panic");
+            // Relaxed: ordered by the join.
+            assert_eq!(shared.halted.load(Ordering::Relaxed), !all_mine);
+            assert_eq!(shared.lane.progress(), shared.lane.extent.pages());
+        });
     }
 }

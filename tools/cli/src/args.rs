@@ -82,14 +82,14 @@ pub enum Kind {
 /// `hugemm probe`
 #[derive(Debug, Args)]
 pub struct Probe {
-    /// Memory to measure in [default: a sixth of what is available, 1 GiB to 4 GiB].
+    /// Memory to measure in; also the largest region [default: 1 GiB].
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Kind of huge pages.
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
     #[arg(long, value_name = "FILE")]

@@ -2,7 +2,7 @@
 
 use crate::args::{ClearExtent, Kind};
 use crate::document::Row;
-use crate::machine::Machine;
+use crate::machine::{GIB, Machine};
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -31,7 +31,7 @@ pub fn run(args: &ClearExtent) -> Result<()> {
     let places = machine.places(most as usize)?;
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,
-        None => machine.default_size(6, Machine::GIB, 4 * Machine::GIB)?,
+        None => machine.default_size(6, GIB, 4 * GIB)?,
     };
     let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, Kind::Thp)?;

@@ -17,7 +17,8 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
-const GIB: u64 = 1 << 30;
+/// A gibibyte: the least that large regions are measured in, unless the user says otherwise.
+pub const GIB: u64 = 1 << 30;
 
 /// This machine as the commands see it.
 pub struct Machine {
@@ -116,7 +117,7 @@ impl Machine {
         (4 * llc).clamp(64 * MIB, 256 * MIB) as usize
     }
 
-    /// Prints or saves the results. `regions` are what memory really was.
+    /// Prints or saves the results as JSON, if the user wants them so.
     pub fn report(&self, common: &Common, environment: Environment, rows: Vec<Row>) -> Result<()> {
         let Some(path) = &common.json else { return Ok(()) };
         let json = Document::new(environment, rows).to_json()?;
@@ -138,9 +139,6 @@ impl Machine {
         let up = up.ok_or_else(|| anyhow!("{size} is larger than any memory"))?;
         bail!("{size} is not a multiple of the page size {page}; the next size up is {}", Size(up))
     }
-
-    /// The largest power of two that is a sensible region size here, for messages.
-    pub const GIB: u64 = GIB;
 }
 
 /// Whether an error means that the user wants the program to end.

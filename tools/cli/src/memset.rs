@@ -2,7 +2,7 @@
 
 use crate::args::{Memset, primitive};
 use crate::document::Row;
-use crate::machine::Machine;
+use crate::machine::{GIB, Machine};
 use crate::measure::{Field, Subject, bandwidths};
 use crate::size::Size;
 use crate::{environment_text, progress, table};
@@ -21,7 +21,7 @@ pub fn run(args: &Memset) -> Result<()> {
     let subjects = subjects(args, &machine)?;
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,
-        None => machine.default_size(6, Machine::GIB, 4 * Machine::GIB)?,
+        None => machine.default_size(6, GIB, 4 * GIB)?,
     };
     for chunk in &args.chunk {
         machine.whole_pages(*chunk, PageSize::Size4K)?;

@@ -6,7 +6,7 @@
 
 use crate::args::{Clear, Function, Kind, Mmap};
 use crate::document::Row;
-use crate::machine::Machine;
+use crate::machine::{GIB, Machine};
 use crate::memset::PERF_GB;
 use crate::size::Size;
 use crate::stats::Samples;
@@ -90,7 +90,7 @@ pub fn run(args: &Mmap) -> Result<()> {
     let places = machine.places(args.threads as usize)?;
     let bytes = match args.size {
         Some(size) => machine.whole_pages(size, page)?,
-        None => machine.default_size(8, page.bytes(), 4 * Machine::GIB)?,
+        None => machine.default_size(8, page.bytes(), 4 * GIB)?,
     };
     let share = page.bytes() * u64::from(args.threads);
     if !bytes.is_multiple_of(share) {

@@ -2,7 +2,7 @@
 
 use crate::args::{Common, Probe};
 use crate::document::Row;
-use crate::machine::{Calibrated, Machine};
+use crate::machine::{Calibrated, GIB, Machine};
 use crate::measure::{Field, Subject, bandwidths};
 use crate::size::Size;
 use crate::stats::Samples;
@@ -27,7 +27,7 @@ pub fn run(args: &Probe) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,
-        None => machine.default_size(6, Machine::GIB, 4 * Machine::GIB)?,
+        None => GIB,
     };
     anyhow::ensure!(size >= 64 * MIB, "{} is too small to tell hot from cold; use 64MB or more", Size(size));
     let places = machine.places(1)?;
@@ -108,7 +108,7 @@ fn measure(
     let total = memory.extent().bytes();
     let chunks: Vec<u64> = CHUNKS.into_iter().filter(|chunk| total.is_multiple_of(*chunk)).collect();
     let mut fields: Vec<Field> = Vec::new();
-    fields.extend(chunks.iter().map(|chunk| Field::chunk(*chunk, total)));
+    fields.extend(chunks.iter().map(|chunk| Field::cold(*chunk, ENOUGH, false)));
     fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, false)));
     fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, true)));
     fields.extend(sizes.iter().map(|bytes| Field::hot(*bytes, ENOUGH)));

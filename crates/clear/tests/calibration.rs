@@ -1,0 +1,189 @@
+//! Calibration from end to end, on this machine and on scripted ones. No test looks at how fast anything is.
+
+#![cfg(not(miri))]
+
+mod support;
+
+use hugemm_base::{CpuId, PreemptModel};
+use hugemm_clear::calibrate::MIN_SCRATCH;
+use hugemm_clear::{Best, CalibrateError, Class, Clearer, Crossover, Features, Policy, Primitive, Profile, calibrate};
+use hugemm_host::cpu::Host;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+use support::host::places;
+use support::memory::Memory;
+use support::{Event, Script};
+
+/// Calibrations one after the other, so that they do not disturb each other and memory stays small.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Calibrates a scripted machine.
+fn scripted(script: &Script, features: &Features, scratch: &mut [u8]) -> Result<Profile, CalibrateError> {
+    script.run(|cx| calibrate(cx, features, scratch))
+}
+
+fn script() -> Script {
+    Script::new(Memory::heap(1))
+}
+
+fn scratch() -> Memory {
+    Memory::heap(MIN_SCRATCH as u64 / 4096)
+}
+
+#[test]
+fn a_calibrated_profile_can_be_used_as_it_is() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut memory = Memory::heap((64 << 20) / 4096);
+    let host = Host::new(&places(1), &mut []).expect("a machine without memory");
+    let features = Features::detect();
+    let started = Instant::now();
+    let profile = host.run_on(CpuId(0), |cx| calibrate(cx, &features, memory.bytes())).expect("the CPU exists");
+    let profile = profile.expect("64 MiB are enough");
+    println!("calibrated in {:?}: {profile:#?}", started.elapsed());
+
+    assert_eq!(profile.check(&features), Ok(()));
+    assert!(Clearer::new(features, Policy::new(profile)).is_ok());
+    let named = [Some(profile.cached), profile.bulk].into_iter().flatten().flat_map(|best| [best.general, best.any]);
+    assert!(named.into_iter().all(|p| features.contains(p) && p != Primitive::Model));
+    assert!(profile.cached_mbps > 0);
+    // Units follow from the bandwidths: whole pages, and no more than the largest one can be.
+    let policy = Policy::new(profile);
+    let unit = policy.unit_bytes(profile.cached.any, PreemptModel::None, false);
+    assert!(unit.is_multiple_of(4096) && unit < 4 << 30);
+    let streaming = features.iter().any(|p| p.class() == Class::Streaming);
+    assert_eq!(profile.bulk.is_some(), streaming);
+    assert_eq!(profile.bulk_mbps > 0, streaming);
+    let Crossover { hot, hot_touched, cold, cold_touched } = profile.crossover;
+    for bytes in [hot, hot_touched, cold, cold_touched] {
+        assert!(bytes == u64::MAX || (bytes.is_power_of_two() && (4096..=64 << 20).contains(&bytes)), "{bytes}");
+    }
+    assert!(cold <= hot && cold_touched <= hot_touched, "cold memory never favours the caches more than hot does");
+}
+
+#[test]
+fn too_little_scratch_is_refused() {
+    let script = script();
+    for bytes in [0, 1, 4095, 4096, MIN_SCRATCH - 4096, MIN_SCRATCH - 1] {
+        let mut memory = scratch();
+        let error = scripted(&script, &Features::detect(), &mut memory.bytes()[..bytes]).expect_err("too small");
+        assert_eq!(error, CalibrateError::ScratchTooSmall { bytes: bytes & !4095 });
+        assert!(error.to_string().contains(&MIN_SCRATCH.to_string()), "{error}");
+        assert!(memory.untouched(0..memory.pages()));
+    }
+}
+
+/// What lies outside the scratch's whole pages is not touched, and does not count.
+#[test]
+fn scratch_need_not_be_aligned() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let script = script();
+    let pages = MIN_SCRATCH as u64 / 4096;
+    let mut memory = Memory::heap(pages + 2);
+    let end = (pages as usize + 2) * 4096 - 1;
+    assert!(scripted(&script, &Features::none(), &mut memory.bytes()[1..end]).is_ok());
+    assert!(memory.untouched(0..1) && memory.untouched(pages + 1..pages + 2) && memory.zero(1..pages + 1));
+    memory.dirty(0..pages + 2);
+    let short = MIN_SCRATCH - 4096;
+    let error = scripted(&script, &Features::none(), &mut memory.bytes()[1..MIN_SCRATCH]).expect_err("a page short");
+    assert_eq!(error, CalibrateError::ScratchTooSmall { bytes: short });
+    assert!(memory.untouched(0..pages + 2));
+}
+
+#[test]
+fn a_clock_that_stands_still_is_too_coarse() {
+    let script = script();
+    script.set_clock(|_, _| 42);
+    let result = scripted(&script, &Features::detect(), scratch().bytes());
+    assert_eq!(result, Err(CalibrateError::ClockTooCoarse));
+}
+
+/// A clock that goes backwards, as unsynchronised ones do, ends in an error or a profile, not in a panic.
+#[test]
+fn a_clock_that_goes_backwards_does_no_harm() {
+    let script = script();
+    script.set_clock(|_, reading| u64::MAX - reading * 1000);
+    let result = scripted(&script, &Features::detect(), scratch().bytes());
+    assert_eq!(result, Err(CalibrateError::ClockTooCoarse));
+}
+
+/// Row B2: a CPU that has nothing special clears with plain stores and has no bulk.
+#[test]
+fn without_streaming_stores_there_is_no_bulk() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let script = script();
+    let profile = scripted(&script, &Features::none(), scratch().bytes()).expect("calibrated");
+    assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), None));
+    assert_eq!((profile.crossover, profile.bulk_mbps), (Crossover::always(u64::MAX), 0));
+    assert!(profile.cached_mbps > 0);
+    assert_eq!(script.count(Event::Fence), 0);
+}
+
+/// Row B2: whatever is hidden is neither run nor named.
+#[test]
+fn hidden_primitives_are_not_named() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let script = script();
+    script.set_clock(|_, reading| reading * 1000);
+    let all = Features::detect();
+    for hidden in all.iter().filter(|p| *p != Primitive::Portable) {
+        let left = all.without(hidden);
+        let profile = scripted(&script, &left, scratch().bytes()).expect("calibrated");
+        assert_eq!(profile.check(&left), Ok(()), "without {hidden}");
+    }
+}
+
+/// The model primitive is for tests of platforms; its speed says nothing.
+#[test]
+fn the_model_is_never_chosen() {
+    let script = script();
+    let profile = scripted(&script, &support::features(), scratch().bytes()).expect("calibrated");
+    assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), None));
+}
+
+#[test]
+fn without_vector_registers_no_vector_primitive_is_named() {
+    let script = script();
+    let profile = scripted(&script, &Features::detect(), scratch().bytes()).expect("calibrated");
+    assert_eq!(profile.cached.any, profile.cached.general);
+    assert!(profile.bulk.is_none_or(|bulk| bulk.any == bulk.general));
+    assert_eq!(script.count(Event::VectorBegin), 0);
+}
+
+/// Vector registers that are granted for a while and then refused: nothing is timed without those it needs. The clock
+/// makes vector primitives the fastest, so that they are chosen and timed again until the grants end.
+#[test]
+fn nothing_is_timed_without_the_registers_it_needs() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let features = Features::detect();
+    for grants in [1, 5, 9, 50, 120] {
+        let script = script();
+        script.vector_grants.set(grants);
+        let mut now = 0;
+        script.set_clock(move |script, reading| {
+            assert_ne!(script.last_event(), Some(Event::VectorRefuse), "timed after {grants} grants and a refusal");
+            // Every other reading ends a measurement.
+            let vector = script.last_event() == Some(Event::VectorBegin);
+            now += if reading % 2 == 1 {
+                0
+            } else if vector {
+                100
+            } else {
+                1000
+            };
+            now
+        });
+        let profile = scripted(&script, &features, scratch().bytes()).expect("calibrated");
+        assert_eq!(profile.check(&features), Ok(()));
+    }
+}
+
+/// Calibration may take longer than a unit: it passes reschedule points, and never with a fence owed.
+#[test]
+fn measurements_are_fenced_and_pass_reschedule_points() {
+    let script = script();
+    let profile = scripted(&script, &Features::detect(), scratch().bytes()).expect("calibrated");
+    assert!(script.count(Event::Reschedule) > 10);
+    assert_eq!(script.counted().reschedules, script.count(Event::Reschedule));
+    assert_eq!(script.count(Event::Fence) > 0, profile.bulk.is_some());
+    assert_eq!(script.counted().units, 0, "calibration is no clear");
+}

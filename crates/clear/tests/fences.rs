@@ -1,0 +1,368 @@
+//! The fence: on every way out of a clear, once per unit; and what becomes visible without it, on a model of a weakly
+//! ordered store buffer and on this machine.
+
+mod support;
+
+use hugemm_base::{CounterSnapshot, Never, Unfenced};
+use hugemm_clear::{StopReason, Unit};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use support::memory::Memory;
+use support::{BULK, CACHED, Event, Script, StopAt, clearer, open};
+
+fn script(pages: u64) -> Script {
+    Script::new(Memory::heap(pages))
+}
+
+/// Whether every streaming store in a record is fenced before the next reschedule point and before the end.
+fn all_fenced(events: &[Event]) -> bool {
+    let mut owed = false;
+    events.iter().all(|event| {
+        match event {
+            Event::Open { .. } => owed = true,
+            Event::Fence => owed = false,
+            Event::Reschedule => return !owed,
+            _ => {}
+        }
+        true
+    }) && !owed
+}
+
+/// Row B9: one fence for a unit of many windows, after the last and before the reschedule point; none for cached ones.
+#[test]
+fn a_streaming_unit_is_fenced_exactly_once() {
+    let script = script(12);
+    script.window.set(1);
+    assert!(script.run(|cx| clearer(4).clear(cx, script.dirty(), &BULK, &Never)).is_ok());
+    assert_eq!((script.count(Event::Fence), script.counted().fences), (3, 3));
+    assert!(all_fenced(&script.events()));
+    assert!(script.run(|cx| clearer(4).clear(cx, script.dirty(), &CACHED, &Never)).is_ok());
+    assert_eq!((script.count(Event::Fence), script.count(Event::Publish)), (0, 3));
+    assert_eq!(script.counted().fences, 3);
+}
+
+/// Row B10.
+#[test]
+fn a_cancelled_clear_is_fenced() {
+    for n in 1..=4 {
+        let script = script(12);
+        let stopped = script.run(|cx| clearer(4).clear(cx, script.dirty(), &BULK, &StopAt::new(n)));
+        assert_eq!(stopped.is_ok(), n == 4);
+        assert_eq!(script.count(Event::Fence), n - 1);
+        assert!(all_fenced(&script.events()));
+    }
+}
+
+/// Row B10: also in the middle of a unit.
+#[test]
+fn a_clear_that_meets_an_unreachable_frame_is_fenced() {
+    for reach in 1..12 {
+        let script = script(12);
+        script.window.set(1);
+        script.reach.set(reach);
+        let stopped = script.run(|cx| clearer(4).clear(cx, script.dirty(), &BULK, &Never)).expect_err("out of reach");
+        assert!(matches!(stopped.reason, StopReason::Unreachable(_)));
+        assert!(all_fenced(&script.events()), "{reach} pages reachable");
+    }
+}
+
+/// Row B10: an observer that panics finds the unit fenced already.
+#[test]
+fn a_clear_that_unwinds_is_fenced() {
+    let script = script(12);
+    let mut observer = |_: &Unit| panic!("planned");
+    let unwound = catch_unwind(AssertUnwindSafe(|| {
+        script.run(|cx| clearer(4).clear_observed(cx, script.dirty(), &BULK, &Never, &mut observer))
+    }));
+    assert!(unwound.is_err());
+    assert_eq!(script.events(), [Event::Reschedule, open(0, 4), Event::Close(0), Event::Fence]);
+}
+
+/// Row B10: a debt that is dropped is paid, counted and reported.
+#[test]
+fn a_dropped_debt_is_paid_and_counted() {
+    let script = script(4);
+    script.run(|cx| drop(clearer(4).clear_now(cx, script.dirty(), &BULK)));
+    assert_eq!(script.events(), [open(0, 4), Event::Close(0), Event::Fence, Event::Dropped]);
+    assert_eq!((script.counted().fences, script.counted().fences_on_drop), (1, 1));
+    script.run(|cx| drop(clearer(4).clear_now(cx, script.dirty(), &CACHED)));
+    assert_eq!(script.events(), [open(0, 4), Event::Close(0), Event::Publish, Event::Dropped]);
+    assert_eq!((script.counted().fences, script.counted().fences_on_drop), (1, 1));
+}
+
+/// Two extents, one fence; the stronger barrier pays for both.
+#[test]
+fn debts_that_are_joined_cost_one_fence() {
+    let script = script(8);
+    let clear = |first, second| {
+        let before = script.counted();
+        let both = script.run(|cx| {
+            let one: Unfenced<'_, _, Script> = clearer(4).clear_now(cx, script.own(0, 4), first);
+            one.join(clearer(4).clear_now(cx, script.own(4, 8), second)).fence()
+        });
+        assert!(both.0.is_ok() && both.1.is_ok());
+        let barriers: Vec<_> = script
+            .events()
+            .into_iter()
+            .filter(|e| matches!(e, Event::Fence | Event::Publish | Event::Dropped))
+            .collect();
+        let CounterSnapshot { fences, .. } = script.counted().since(before);
+        (barriers, fences)
+    };
+    assert_eq!(clear(&BULK, &BULK), (vec![Event::Fence], 1));
+    assert_eq!(clear(&CACHED, &BULK), (vec![Event::Fence], 1));
+    assert_eq!(clear(&BULK, &CACHED), (vec![Event::Fence], 1));
+    assert_eq!(clear(&CACHED, &CACHED), (vec![Event::Publish], 0));
+}
+
+/// On the host platform, with its store buffer model and on the real CPUs.
+#[cfg(not(miri))]
+mod host {
+    use super::*;
+    use crate::support::host::{cpus, places};
+    use crate::support::{PAGE, PROFILE, features};
+    use hugemm_base::platform::{Cpu, StoreBuffer};
+    use hugemm_base::store_fence::hardware_store_fence;
+    use hugemm_base::{
+        Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, Pfn, PhysMap, Preempt, PreemptModel, StoreOrder,
+        VectorUnit, VirtAddr, Window,
+    };
+    use hugemm_clear::{Class, Clearer, Content, Features, Policy, Primitive};
+    use hugemm_host::cpu::{BASE_FRAME, Host};
+    use proptest::prelude::*;
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+    fn pages(from: u64, pages: u64) -> Extent {
+        Extent::new(Pfn::new(BASE_FRAME.number() + from), pages).expect("in range")
+    }
+
+    /// The frames' words, as any CPU may read them at any time.
+    fn words<'h>(host: &'h Host<'_>, extent: Extent) -> &'h [AtomicU64] {
+        let base = host.address(extent.base()).expect("in the memory");
+        // SAFETY: the extent lies in the host's memory (its base does, and the tests cut extents from it), which
+        // outlives the host; whoever writes meanwhile does so by atomics or by stores that the test means to catch.
+        unsafe { std::slice::from_raw_parts(base.as_ptr().cast(), extent.bytes() as usize / 8) }
+    }
+
+    fn stale(words: &[AtomicU64]) -> usize {
+        words.iter().filter(|word| word.load(Ordering::Relaxed) != 0).count()
+    }
+
+    /// How many words another CPU finds unclear once it sees the flag that `clear`, on CPU 0, has returned.
+    fn stale_after<'h, 'm>(host: &'h Host<'m>, clear: impl FnOnce(&mut CpuCx<'_, Host<'m>>)) -> usize {
+        let published = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                host.run_on(CpuId(1), |_| {
+                    // Acquire pairs with the writer's Release.
+                    while !published.load(Ordering::Acquire) {
+                        std::thread::yield_now();
+                    }
+                    stale(words(host, host.frames()))
+                })
+                .expect("the CPU exists")
+            });
+            host.run_on(CpuId(0), |cx| {
+                clear(cx);
+                published.store(true, Ordering::Release);
+                // Leaving the CPU drains its buffer: not before the reader has looked.
+                reader.join().unwrap_or_else(|panic| resume_unwind(panic))
+            })
+            .expect("the CPU exists")
+        })
+    }
+
+    /// The engine's clear.
+    fn clear_by<P: Cpu + PhysMap>(cx: &mut CpuCx<'_, P>, frames: Extent, unit: u64) {
+        // SAFETY: the test owns the host's frames.
+        let dirty = unsafe { Dirty::assume_owned(frames) };
+        assert!(clearer(unit).clear(cx, dirty, &BULK, &Never).is_ok());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Row A18: whatever the order in which stores reach memory, what `clear` returns is zero for every CPU.
+        #[test]
+        fn no_cpu_sees_an_unclear_byte_after_a_clear(seed: u64, pages in 1_u64..40, unit in 1_u64..40) {
+            let mut memory = Memory::heap(pages);
+            let host = Host::new(&places(2), memory.bytes()).expect("a machine").with_store_model(seed).strict();
+            host.set_preempt_model(PreemptModel::None);
+            prop_assert_eq!(stale_after(&host, |cx| clear_by(cx, host.frames(), unit)), 0);
+        }
+    }
+
+    /// A planted bug: stores through the buffer are published without a fence. The model must show it.
+    #[test]
+    fn the_model_catches_a_missing_fence() {
+        for (seed, size) in [(1, 1), (2, 4), (3, 33)] {
+            let mut memory = Memory::heap(size);
+            let host = Host::new(&places(2), memory.bytes()).expect("a machine").with_store_model(seed);
+            let clear = |fence| {
+                words(&host, host.frames()).iter().for_each(|word| word.store(!0, Ordering::Relaxed));
+                stale_after(&host, |_| {
+                    let buffer = host.store_buffer().expect("a store model");
+                    let base = host.address(BASE_FRAME).expect("memory").as_ptr();
+                    // SAFETY: the memory is the test's own, and this CPU does not read it.
+                    unsafe { buffer.zero(base, (size * PAGE) as usize) };
+                    if fence {
+                        host.store_fence();
+                    }
+                })
+            };
+            assert!(clear(false) > 0, "seed {seed}: the model hid a missing fence");
+            assert_eq!(clear(true), 0);
+        }
+    }
+
+    /// The host with a fence that does nothing, as a platform that forgot to implement it.
+    struct Forgetful<'h, 'm>(&'h Host<'m>);
+
+    // SAFETY: deliberately not kept: `store_fence` orders nothing. Only the store model's stores, which are atomics,
+    // run on it.
+    unsafe impl StoreOrder for Forgetful<'_, '_> {
+        fn store_fence(&self) {}
+
+        fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
+            self.0.store_buffer()
+        }
+    }
+
+    // SAFETY: the host's.
+    unsafe impl CpuLocal for Forgetful<'_, '_> {
+        fn current(&self) -> CpuId {
+            self.0.current()
+        }
+
+        fn pin(&self) -> usize {
+            self.0.pin()
+        }
+
+        unsafe fn unpin(&self, state: usize) {
+            // SAFETY: the caller's promise.
+            unsafe { self.0.unpin(state) }
+        }
+    }
+
+    impl Preempt for Forgetful<'_, '_> {
+        fn preempt_model(&self) -> PreemptModel {
+            self.0.preempt_model()
+        }
+
+        fn reschedule(&self) {}
+    }
+
+    impl VectorUnit for Forgetful<'_, '_> {}
+
+    impl Instrumented for Forgetful<'_, '_> {
+        fn counters(&self) -> &Counters {
+            self.0.counters()
+        }
+    }
+
+    // SAFETY: the host's windows.
+    unsafe impl PhysMap for Forgetful<'_, '_> {
+        fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+            self.0.open(extent, user)
+        }
+    }
+
+    /// The engine on a platform whose fence is missing fails the property that it passes on one that has it.
+    #[test]
+    fn the_model_catches_an_engine_without_fences() {
+        let mut memory = Memory::heap(8);
+        let host = Host::new(&places(2), memory.bytes()).expect("a machine").with_store_model(7);
+        let clear = |_: &mut CpuCx<'_, Host<'_>>| {
+            let platform = Forgetful(&host);
+            // SAFETY: the task has no other context of this platform.
+            let mut cx = unsafe { CpuCx::new(&platform) };
+            clear_by(&mut cx, host.frames(), 8);
+        };
+        assert!(stale_after(&host, clear) > 0);
+    }
+
+    #[test]
+    fn a_strict_host_panics_over_a_dropped_debt_but_not_while_unwinding() {
+        let mut memory = Memory::heap(2);
+        let host = Host::new(&places(1), memory.bytes()).expect("a machine").with_store_model(1).strict();
+        let dropped = |panic_first: bool| {
+            catch_unwind(AssertUnwindSafe(|| {
+                host.run_on(CpuId(0), |cx| {
+                    // SAFETY: the test owns the host's frames.
+                    let _debt = clearer(2).clear_now(cx, unsafe { host.own_frames() }, &BULK);
+                    if panic_first {
+                        panic!("planned");
+                    }
+                })
+            }))
+            .expect_err("panics")
+        };
+        assert_eq!(dropped(true).downcast_ref::<&str>(), Some(&"planned"));
+        let message = dropped(false).downcast::<String>().expect("the host's own message");
+        assert!(message.contains("pending store fence"), "{message}");
+        assert_eq!(host.counters_sum().fences_on_drop, 2);
+        assert_eq!(stale(words(&host, pages(0, 2))), 0);
+    }
+
+    /// Row B14: on this machine's CPUs, with every streaming primitive that they have. Set
+    /// `HUGEMM_STRESS_ITERATIONS` for a longer run.
+    #[test]
+    fn a_consumer_never_sees_an_unclear_word() {
+        let iterations = std::env::var("HUGEMM_STRESS_ITERATIONS").map_or(100_000, |n| n.parse().expect("a number"));
+        let streaming = Features::detect().iter().filter(|p| p.class() == Class::Streaming).collect::<Vec<_>>();
+        for p in streaming {
+            let found = produce_and_consume(p, iterations);
+            println!("{p}: {iterations} extents published, {found} unclear words seen, {} CPUs", cpus().len().min(2));
+            assert_eq!(found, 0, "{p}");
+        }
+    }
+
+    /// Publishes `iterations` extents of 4 to 64 KiB; how many words the consumer saw that were not zero.
+    fn produce_and_consume(p: Primitive, iterations: u64) -> usize {
+        const SIZES: [u64; 8] = [1, 1, 2, 1, 4, 1, 16, 1];
+        let mut memory = Memory::heap(16);
+        let host = Host::new(&places(2), memory.bytes()).expect("a machine").strict();
+        let policy = Policy { force: Some(p), ..Policy::new(PROFILE) };
+        // SAFETY: the host has no store model to intercept the model primitive, which is not detected; the profile
+        // names it, the forced primitive is used.
+        let all = unsafe { Features::detect().with(Primitive::Model) };
+        assert!(features().contains(Primitive::Model));
+        let clearer = Clearer::new(all, policy).expect("available");
+        // How many extents were published, and how many taken back.
+        let (published, consumed) = (AtomicU64::new(0), AtomicU64::new(0));
+        let wait = |word: &AtomicU64, value: u64| {
+            // Acquire pairs with the Release of the other side's store.
+            for spins in 0_u64.. {
+                if word.load(Ordering::Acquire) >= value {
+                    break;
+                }
+                if spins % 1024 == 1023 { std::thread::yield_now() } else { std::hint::spin_loop() }
+            }
+        };
+        let extent = |n: u64| pages(0, SIZES[(n % 8) as usize]);
+        let consume = |n| {
+            wait(&published, n + 1);
+            let words = words(&host, extent(n));
+            // From the end, where stores that are late would be.
+            let found = words.iter().rev().filter(|word| word.load(Ordering::Relaxed) != 0).count();
+            words.iter().for_each(|word| word.store(!0, Ordering::Relaxed));
+            consumed.store(n + 1, Ordering::Release);
+            found
+        };
+        let produce = |cx: &mut CpuCx<'_, Host<'_>>, n| {
+            wait(&consumed, n);
+            // SAFETY: the consumer has handed the frames back.
+            let dirty = unsafe { Dirty::assume_owned(extent(n)) };
+            let zeroed = clearer.clear(cx, Content::Dirty(dirty), &BULK, &Never);
+            assert!(zeroed.is_ok());
+            published.store(n + 1, Ordering::Release);
+        };
+        std::thread::scope(|scope| {
+            let consumer = scope.spawn(|| host.run_on(CpuId(1), |_| (0..iterations).map(consume).sum()));
+            host.run_on(CpuId(0), |cx| (0..iterations).for_each(|n| produce(cx, n))).expect("the CPU exists");
+            hardware_store_fence();
+            let found = consumer.join().unwrap_or_else(|panic| resume_unwind(panic));
+            assert_eq!(host.counters_sum().fences, iterations);
+            found.expect("the CPU exists")
+        })
+    }
+}
