@@ -11,8 +11,9 @@
 
 use crate::blockmap::Mobility;
 use crate::buddy::{Content, Taken};
-use crate::frames::{Env, Frames, Frozen};
-use crate::pcp::{Class, Entry, PerCpu};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
+use crate::pcp::{Class, PerCpu};
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
@@ -109,14 +110,9 @@ impl<'m, E: Env> Frames<'m, E> {
             && let Some(class) = own.class(request.order.get(), request.mobility)
             && !own.mailbox.pending()
             && !self.is_careful()
-            && let Some(entry) = class.pop()
+            && let Some(block) = class.pop()
         {
-            return Ok(Frozen {
-                pfn: entry.pfn(),
-                order: request.order,
-                mobility: request.mobility,
-                zero: entry.zero(),
-            });
+            return Ok(block.with_mobility(request.mobility));
         }
         self.alloc_slow(own, request, false)
     }
@@ -168,7 +164,7 @@ impl<'m, E: Env> Frames<'m, E> {
         want_zero: bool,
     ) -> Result<Frozen, AllocError> {
         let Request { order, mobility, from } = request;
-        let frozen = |taken: Taken| Frozen { pfn: taken.pfn, order, mobility, zero: taken.zero };
+        let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
         if let Some(own) = own {
             self.serve_own(own);
         }
@@ -178,12 +174,15 @@ impl<'m, E: Env> Frames<'m, E> {
             if let Some(class) = class.filter(|class| class.enabled() && !want_zero) {
                 loop {
                     if class.len() == 0 {
-                        self.refill(class, first, order.get(), mobility);
+                        self.refill(class, first, order, mobility);
                     }
-                    let Some(entry) = class.pop() else { break };
+                    let Some(block) = class.pop() else { break };
                     // Frames can become refused while they are cached.
-                    if !self.is_careful() || self.admit(entry, order) {
-                        return Ok(frozen(Taken { pfn: entry.pfn(), zero: entry.zero() }));
+                    if !self.is_careful() {
+                        return Ok(block.with_mobility(mobility));
+                    }
+                    if let Some(block) = self.admit(block) {
+                        return Ok(block.with_mobility(mobility));
                     }
                 }
             }
@@ -208,8 +207,9 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
-    fn refill(&self, class: &Class<'m>, node: u32, order: u32, mobility: Mobility) {
+    fn refill(&self, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
         let want = class.want();
+        let order = size.get();
         self.with_node(node, |lists| {
             let mut got = 0;
             while got < want {
@@ -220,7 +220,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 // Last first, so that they come out in ascending order.
                 for index in (0..1_u64 << (k - order)).rev() {
                     let pfn = Pfn::new(taken.pfn.number() + (index << order));
-                    class.push(Entry::new(pfn, taken.zero));
+                    class.push(Frozen::make(pfn, size, mobility, taken.zero));
                 }
                 got += 1 << (k - order);
             }
@@ -235,15 +235,16 @@ impl<'m, E: Env> Frames<'m, E> {
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
         if let Some(own) = own
-            && let Some(class) = own.class(block.order.get(), block.mobility)
+            && let Some(class) = own.class(block.log(), block.mobility())
             && !own.mailbox.pending()
             && !self.is_careful()
-            && self.is_on(block.pfn, own.node)
-            && class.push(Entry::new(block.pfn, false))
+            && self.is_on(block.pfn(), own.node)
+            && class.has_room()
         {
+            class.push(block.soiled());
             return;
         }
-        self.free_slow(own, block.extent(), Some(block.mobility), Content::Dirty);
+        self.free_slow(own, block.extent(), Some(block.mobility()), Content::Dirty);
     }
 
     #[inline]
@@ -277,13 +278,12 @@ impl<'m, E: Env> Frames<'m, E> {
             let mobility = mobility.unwrap_or_else(|| self.kind_at(arena, extent.base()).mobility());
             if let Some(class) = own.class(order.get(), mobility).filter(|class| class.enabled()) {
                 arena.map_merge(extent.base(), order.get());
-                let entry = Entry::new(extent.base(), content == Content::Zero);
-                if class.push(entry) {
-                    return;
+                if !class.has_room() {
+                    let excess = class.excess();
+                    self.drain_class(class, order.get(), own.node.0, excess);
                 }
-                let excess = class.excess();
-                self.drain_class(class, order.get(), own.node.0, excess);
-                if class.push(entry) {
+                if class.has_room() {
+                    class.push(Frozen::make(extent.base(), order, mobility, content == Content::Zero));
                     return;
                 }
             }
@@ -293,7 +293,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Moves up to `count` of a class's oldest entries to the node, neighbours together: one lock round per 64.
     fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        let mut batch = [Entry::new(Pfn::new(0), false); DRAIN_BATCH];
+        let mut batch = [0; DRAIN_BATCH];
         let mut left = count as usize;
         while left > 0 {
             let size = left.min(DRAIN_BATCH);
@@ -303,20 +303,23 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             left -= taken;
             let batch = &mut batch[..taken];
+            // By frame: the frame's number is the word's highest part.
             batch.sort_unstable();
             self.with_node(node, |lists| {
                 let mut rest = &*batch;
-                while let Some((first, _)) = rest.split_first() {
+                while let Some((&first, _)) = rest.split_first() {
                     // A run: neighbours of the same content and arena.
+                    let first = Frozen::from_word(first);
                     let Some(arena) = self.arena(first.pfn()) else { return };
-                    let follows = |index: usize, entry: &Entry| {
-                        entry.pfn().number() == first.pfn().number() + ((index as u64) << order)
-                            && entry.zero() == first.zero()
-                            && arena.extent.contains(entry.pfn())
+                    let follows = |index: usize, word: u64| {
+                        let block = Frozen::from_word(word);
+                        block.pfn().number() == first.pfn().number() + ((index as u64) << order)
+                            && block.is_zero() == first.is_zero()
+                            && arena.extent.contains(block.pfn())
                     };
-                    let run = rest.iter().enumerate().take_while(|(index, entry)| follows(*index, entry)).count();
+                    let run = rest.iter().enumerate().take_while(|(index, word)| follows(*index, **word)).count();
                     if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
-                        self.free_chunks(lists, arena, extent, Content::of(first.zero()));
+                        self.free_chunks(lists, arena, extent, Content::of(first.is_zero()));
                     }
                     rest = &rest[run..];
                 }
@@ -329,10 +332,9 @@ impl<'m, E: Env> Frames<'m, E> {
         for (class, order) in own.all() {
             class.shrink();
             if self.is_careful() {
-                while let Some(entry) = class.pop() {
-                    let extent = Extent::new(entry.pfn(), 1 << order);
-                    if let (Ok(extent), Some(arena)) = (extent, self.arena(entry.pfn())) {
-                        self.free_careful(arena, extent, Content::of(entry.zero()));
+                while let Some(block) = class.pop() {
+                    if let Some(arena) = self.arena(block.pfn()) {
+                        self.free_careful(arena, block.extent(), Content::of(block.is_zero()));
                     }
                 }
             } else {

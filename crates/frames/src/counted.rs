@@ -4,7 +4,8 @@
 //! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
 
 use crate::arena::in_block;
-use crate::frames::{Env, Frames, Frozen};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
@@ -37,7 +38,7 @@ impl FrozenRun {
             return None;
         }
         self.extent = rest;
-        Some(Frozen { pfn: first.base(), order: self.order, mobility: self.mobility, zero: false })
+        Some(Frozen::make(first.base(), self.order, self.mobility, false))
     }
 
     /// Ownership of the extent, whatever is in it; [`Frames::free_extent`] takes it.
@@ -52,10 +53,11 @@ impl<'m, E: Env> Frames<'m, E> {
     /// descriptor is seen by whoever gets a reference later.
     #[inline]
     pub fn count(&self, block: Frozen) -> Result<Pfn, RefError> {
-        let arena = self.arena(block.pfn).ok_or(RefError::NotManaged)?;
-        let (word, lane) = arena.block(block.pfn).refs.word(in_block(block.pfn));
+        let pfn = block.pfn();
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        let (word, lane) = arena.block(pfn).refs.word(in_block(pfn));
         refs::hold(word, lane)?;
-        Ok(block.pfn)
+        Ok(pfn)
     }
 
     /// Another reference, for whoever holds one. Any context.
@@ -116,7 +118,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let (_, order) = arena.block_of(pfn);
         let order = Order::new(order).map_err(|_| RefError::NotManaged)?;
         let mobility = block.kind().mobility();
-        Ok(Some(Frozen { pfn, order, mobility, zero: false }))
+        Ok(Some(Frozen::make(pfn, order, mobility, false)))
     }
 
     /// Gives the 2 MiB block of `pfn` wide reference counters, which [`RefError::Saturated`] asks for. False if it has
@@ -133,7 +135,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Splits a frozen block evenly into smaller ones, whose heads' descriptors become zero. Splitting into larger ones
     /// changes nothing. O(blocks made).
     pub fn split(&self, block: Frozen, to: Order) -> FrozenRun {
-        let Frozen { pfn, order, mobility, zero: _ } = block;
+        let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
         let to = to.min(order);
         if let Some(arena) = self.arena(pfn)
             && to < order

@@ -1,7 +1,6 @@
 //! The manager: what it consists of, and how frames come to it in the first place.
 
 use crate::arena::Arena;
-use crate::blockmap::Mobility;
 use crate::buddy::{Content, Node};
 use crate::descriptor::{DescRef, Descriptor};
 use crate::layout::{self, Config, ConfigError, Parts};
@@ -71,72 +70,6 @@ impl<E: Env> fmt::Debug for Frames<'_, E> {
             .field("arenas", &self.arenas.len())
             .field("frames", &self.frames)
             .finish_non_exhaustive()
-    }
-}
-
-/// One block of frames that belongs to whoever has this: not counted, not free, not shared. It cannot be copied, so it
-/// cannot be freed twice; whoever drops it loses the frames.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use = "dropping this loses the frames: free them"]
-pub struct Frozen {
-    pub(crate) pfn: Pfn,
-    pub(crate) order: Order,
-    pub(crate) mobility: Mobility,
-    pub(crate) zero: bool,
-}
-
-impl Frozen {
-    /// First frame.
-    pub const fn pfn(&self) -> Pfn {
-        self.pfn
-    }
-
-    /// Order.
-    pub const fn order(&self) -> Order {
-        self.order
-    }
-
-    /// Which frames.
-    pub const fn extent(&self) -> Extent {
-        Extent::block(self.pfn, self.order)
-    }
-
-    /// Whether all bytes were known to be zero when the block was handed out.
-    pub const fn is_zero(&self) -> bool {
-        self.zero
-    }
-
-    /// What it was allocated for.
-    pub const fn mobility(&self) -> Mobility {
-        self.mobility
-    }
-
-    /// Gives up the handle for what is known of the content.
-    pub fn into_content(self) -> Result<Zeroed, Dirty> {
-        let extent = self.extent();
-        if self.zero {
-            // SAFETY: the handle owned the frames, and the allocator knows them to be zero and published them.
-            Ok(unsafe { Zeroed::assume_owned(extent) })
-        } else {
-            // SAFETY: the handle owned the frames.
-            Err(unsafe { Dirty::assume_owned(extent) })
-        }
-    }
-
-    /// Gives up the handle for ownership of the extent, whatever is in it.
-    pub fn into_dirty(self) -> Dirty {
-        // SAFETY: the handle owned the frames.
-        unsafe { Dirty::assume_owned(self.extent()) }
-    }
-
-    /// Takes ownership of a block again, for instance one that was kept as a number.
-    ///
-    /// # Safety
-    ///
-    /// The caller owns the frames, which are not counted; `pfn` is the head and `order` the order of a block that this
-    /// manager handed out or [split](Frames::split).
-    pub const unsafe fn assume_owned(pfn: Pfn, order: Order, mobility: Mobility) -> Self {
-        Frozen { pfn, order, mobility, zero: false }
     }
 }
 

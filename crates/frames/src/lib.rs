@@ -9,6 +9,7 @@
 //! | file | the rule it owns |
 //! |---|---|
 //! | `frames.rs` | what a manager is; handing memory over |
+//! | `frozen.rs` | the handle on a block |
 //! | `layout.rs` | what goes where in the caller's memory |
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
@@ -43,6 +44,7 @@ mod counted;
 pub mod descriptor;
 mod frames;
 mod freelist;
+mod frozen;
 mod layout;
 mod nowait;
 pub mod pcp;
@@ -58,7 +60,8 @@ pub use blockmap::Mobility;
 pub use claim::{ClaimError, FAULT_CLAIM, Migrate, NoMigration};
 pub use counted::FrozenRun;
 pub use descriptor::{DescRef, Descriptor};
-pub use frames::{Env, Frames, Frozen, Plain};
+pub use frames::{Env, Frames, Plain};
+pub use frozen::Frozen;
 pub use layout::{Config, ConfigError};
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};

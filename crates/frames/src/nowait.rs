@@ -8,8 +8,9 @@
 use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
 use crate::arena::Arena;
 use crate::buddy::{Content, Node};
-use crate::frames::{Env, Frames, Frozen};
+use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
+use crate::frozen::Frozen;
 use hugemm_base::sync::{AtomicWord, Ordering};
 use hugemm_base::{Extent, Order, Pfn};
 
@@ -41,7 +42,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 Some(None) => {}
                 Some(Some(taken)) => {
                     let Request { order, mobility, .. } = request;
-                    return Ok(Frozen { pfn: taken.pfn, order, mobility, zero: taken.zero });
+                    return Ok(Frozen::make(taken.pfn, order, mobility, taken.zero));
                 }
             }
         }
@@ -50,8 +51,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees one block without waiting. Any context. Lock-free: at worst one compare-and-swap loop.
     pub fn free_nowait(&self, block: Frozen) {
-        let Some(arena) = self.arena(block.pfn) else { return };
-        let (pfn, order) = (block.pfn, block.order);
+        let (pfn, order) = (block.pfn(), block.order());
+        let Some(arena) = self.arena(pfn) else { return };
         let freed = self.try_with_node(arena.node, |lists| self.free_owned(lists, arena, pfn, order));
         let Some(node) = self.nodes.get(arena.node as usize).filter(|_| freed.is_none()) else { return };
         let desc = self.desc_in(arena, pfn);

@@ -20,8 +20,9 @@
 //! Source of the rules: design §4.7, checklist C9, C10.
 
 use crate::blockmap::Mobility;
+use crate::frozen::Frozen;
+use hugemm_base::NodeId;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
-use hugemm_base::{NodeId, Pfn};
 
 /// Orders 0..=3 twice, order 9 once.
 pub(crate) const CLASSES: usize = 9;
@@ -101,27 +102,6 @@ pub(crate) struct Class<'m> {
     entries: &'m [AtomicU64],
 }
 
-/// What is cached: a block's first frame, and whether it is known to be zero.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Entry(u64);
-
-impl Entry {
-    #[inline]
-    pub(crate) const fn new(pfn: Pfn, zero: bool) -> Self {
-        Entry(pfn.number() << 1 | zero as u64)
-    }
-
-    #[inline]
-    pub(crate) const fn pfn(self) -> Pfn {
-        Pfn::new(self.0 >> 1)
-    }
-
-    #[inline]
-    pub(crate) const fn zero(self) -> bool {
-        self.0 & 1 != 0
-    }
-}
-
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
 impl<'m> Class<'m> {
     fn new(entries: &'m [AtomicU64]) -> Self {
@@ -136,31 +116,35 @@ impl<'m> Class<'m> {
 
     /// The most recently freed block: three loads and a store.
     #[inline]
-    pub(crate) fn pop(&self) -> Option<Entry> {
+    pub(crate) fn pop(&self) -> Option<Frozen> {
         let len = self.len.load(Ordering::Relaxed).checked_sub(1)?;
-        let entry = self.entries.get(len as usize)?.load(Ordering::Relaxed);
+        let word = self.entries.get(len as usize)?.load(Ordering::Relaxed);
         self.len.store(len, Ordering::Relaxed);
-        Some(Entry(entry))
+        Some(Frozen::from_word(word))
     }
 
-    /// The block that `pop` would return.
-    #[inline]
-    pub(crate) fn peek(&self) -> Option<Entry> {
-        let len = self.len.load(Ordering::Relaxed).checked_sub(1)?;
-        Some(Entry(self.entries.get(len as usize)?.load(Ordering::Relaxed)))
+    /// Whether the block that `pop` would return is known to be zero.
+    pub(crate) fn next_is_zero(&self) -> bool {
+        let last = self.len.load(Ordering::Relaxed).checked_sub(1);
+        let word = last.and_then(|last| self.entries.get(last as usize)).map(|entry| entry.load(Ordering::Relaxed));
+        word.is_some_and(|word| Frozen::from_word(word).is_zero())
     }
 
-    /// Adds a block unless the watermark is reached: two loads, two stores.
+    /// Whether there is room for another block below the watermark.
     #[inline]
-    pub(crate) fn push(&self, entry: Entry) -> bool {
+    pub(crate) fn has_room(&self) -> bool {
+        self.len.load(Ordering::Relaxed) < self.high.load(Ordering::Relaxed)
+    }
+
+    /// Adds a block; the caller has made sure that there is [room](Class::has_room). Two loads, two stores.
+    #[inline]
+    pub(crate) fn push(&self, block: Frozen) {
         let len = self.len.load(Ordering::Relaxed);
-        if len >= self.high.load(Ordering::Relaxed) {
-            return false;
+        // The watermark is never above the capacity.
+        if let Some(slot) = self.entries.get(len as usize) {
+            slot.store(block.into_word(), Ordering::Relaxed);
+            self.len.store(len + 1, Ordering::Relaxed);
         }
-        let Some(slot) = self.entries.get(len as usize) else { return false };
-        slot.store(entry.0, Ordering::Relaxed);
-        self.len.store(len + 1, Ordering::Relaxed);
-        true
     }
 
     /// The cache ran empty: raises the watermark if that keeps happening, and says how many to fetch.
@@ -196,11 +180,11 @@ impl<'m> Class<'m> {
     }
 
     /// Takes up to `out.len()` of the oldest entries into `out`; the rest moves down. O(len).
-    pub(crate) fn take_oldest(&self, out: &mut [Entry]) -> usize {
+    pub(crate) fn take_oldest(&self, out: &mut [u64]) -> usize {
         let len = self.len() as usize;
         let count = out.len().min(len);
         for (slot, entry) in out.iter_mut().zip(self.entries) {
-            *slot = Entry(entry.load(Ordering::Relaxed));
+            *slot = entry.load(Ordering::Relaxed);
         }
         for index in count..len {
             self.entries[index - count].store(self.entries[index].load(Ordering::Relaxed), Ordering::Relaxed);

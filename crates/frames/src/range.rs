@@ -20,7 +20,8 @@
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::{BlockKind, SPAN};
 use crate::buddy::Content;
-use crate::frames::{Env, Frames, Frozen};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Dirty, Extent, Pfn, Zeroed};
@@ -269,6 +270,6 @@ impl<'m, E: Env> Frames<'m, E> {
             true => arena.block(head).kind().mobility(),
             false => crate::Mobility::Unmovable,
         };
-        self.free(cx, Frozen { pfn: head, order, mobility, zero: false });
+        self.free(cx, Frozen::make(head, order, mobility, false));
     }
 }

@@ -17,7 +17,7 @@ use crate::blockmap::SPAN;
 use crate::buddy::Content;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
-use crate::pcp::Entry;
+use crate::frozen::Frozen;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, Pfn};
 
@@ -85,17 +85,16 @@ impl<'m, E: Env> Frames<'m, E> {
         self.with_node(arena.node, |lists| lists.refused += 1);
     }
 
-    /// Whether a cached block may be handed out; if not, what can be kept of it has been freed.
-    pub(crate) fn admit(&self, entry: Entry, order: Order) -> bool {
-        let Some(arena) = self.arena(entry.pfn()) else { return false };
-        let extent = Extent::block(entry.pfn(), order);
-        let region = arena.region(entry.pfn());
-        let at = in_region(entry.pfn());
-        if !region.isolated.get(at) && self.next_refused(arena, extent).is_none() {
-            return true;
+    /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
+    pub(crate) fn admit(&self, block: Frozen) -> Option<Frozen> {
+        let arena = self.arena(block.pfn())?;
+        let extent = block.extent();
+        let isolated = arena.region(block.pfn()).isolated.get(in_region(block.pfn()));
+        if !isolated && self.next_refused(arena, extent).is_none() {
+            return Some(block);
         }
-        self.free_careful(arena, extent, Content::of(entry.zero()));
-        false
+        self.free_careful(arena, extent, Content::of(block.is_zero()));
+        None
     }
 
     /// The first refused frame of an extent of one arena. O(pages / 2^15) where there is none.

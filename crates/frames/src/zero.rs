@@ -9,7 +9,8 @@
 
 use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
 use crate::buddy::Content;
-use crate::frames::{Env, Frames, Frozen};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
 use crate::range::RangeReport;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
@@ -51,15 +52,15 @@ impl<E: Env> Frames<'_, E> {
         zeroer: &impl Zeroer<P>,
     ) -> Result<Frozen, AllocError> {
         let block = self.alloc_for_zeroing(cx, request)?;
-        if block.zero {
+        if block.is_zero() {
             cx.platform().counters().clears_skipped.add(1);
             return Ok(block);
         }
-        let Frozen { pfn, order, mobility, .. } = block;
+        let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
         match zeroer.zero(cx, block.into_dirty()) {
             Ok(zeroed) => {
                 let _ = zeroed.into_extent();
-                Ok(Frozen { pfn, order, mobility, zero: true })
+                Ok(Frozen::make(pfn, order, mobility, true))
             }
             Err(dirty) => {
                 self.free_extent(cx, dirty);
@@ -78,11 +79,10 @@ impl<E: Env> Frames<'_, E> {
         let class = class.and_then(|own| own.class(request.order.get(), request.mobility));
         if let Some(class) = class
             && !self.is_careful()
-            && class.peek().is_some_and(|entry| entry.zero())
-            && let Some(entry) = class.pop()
+            && class.next_is_zero()
+            && let Some(block) = class.pop()
         {
-            let Request { order, mobility, .. } = request;
-            return Ok(Frozen { pfn: entry.pfn(), order, mobility, zero: true });
+            return Ok(block.with_mobility(request.mobility));
         }
         // Relaxed: a hint that saves a lock round where nothing is known to be zero.
         let zeroes = self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
