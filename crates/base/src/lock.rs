@@ -90,7 +90,8 @@ impl<L: RawLock, T> Lock<L, T> {
     /// Takes the lock if nobody has it; never waits.
     #[inline]
     pub fn try_lock(&self) -> Option<LockGuard<'_, L, T>> {
-        self.raw.try_lock().then_some(LockGuard { lock: self })
+        // Lazily: a guard made in vain would unlock when dropped.
+        self.raw.try_lock().then(|| LockGuard { lock: self })
     }
 }
 
@@ -149,6 +150,8 @@ mod tests {
         });
         let guard = lock.lock();
         assert_eq!(*guard, 2000);
+        assert!(lock.try_lock().is_none());
+        // Failing to take it did not give it back.
         assert!(lock.try_lock().is_none());
         drop(guard);
         assert!(lock.try_lock().is_some());
