@@ -46,6 +46,9 @@ unsafe impl RawLock for SpinLock {
     #[inline]
     fn lock(&self) {
         while !self.try_lock() {
+            crate::sync::spin_loop();
+            // loom may answer a plain load with an old value for ever; an exchange always sees the latest.
+            #[cfg(not(loom))]
             while self.0.load(Ordering::Relaxed) {
                 crate::sync::spin_loop();
             }
