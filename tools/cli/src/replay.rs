@@ -98,7 +98,9 @@ fn print(trace: &Trace, setup: &Setup, outcome: &Outcome) {
     left(&mut lines);
     table::print("In the trace", &lines);
     if plan.counts.supplied * 100 > plan.counts.allocs {
-        println!("  note: many frees are missing, so the trace is not what happened; record again with a larger buffer");
+        println!(
+            "  note: many frees are missing, so the trace is not what happened; record again with a larger buffer"
+        );
     }
 
     let mut lines = table::new(["operation", "order", "count", "median ns", "99 % ns", "longest ns"]);
