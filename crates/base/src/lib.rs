@@ -18,6 +18,8 @@
 //! | [`platform`] | the traits that a platform implements |
 //! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
 //! | [`pressure`] | [`Pressure`]: the upward call on exhaustion |
+//! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
+//! | [`lock`] | [`RawLock`](lock::RawLock): how the platform waits |
 //! | [`counters`] | always-on counters, one relaxed add each |
 //! | [`sync`] | atomics, or loom's under `cfg(loom)` |
 #![cfg_attr(not(any(test, loom)), no_std)]
@@ -30,6 +32,8 @@ pub mod content;
 pub mod counters;
 pub mod cpu;
 pub mod extent;
+pub mod inject;
+pub mod lock;
 pub mod pending;
 pub mod platform;
 pub mod pressure;

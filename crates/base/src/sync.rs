@@ -4,9 +4,13 @@
 //! and not a copy of it. Every use of an `Ordering` names the use it pairs with.
 
 #[cfg(not(loom))]
-pub use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+pub use core::hint::spin_loop;
+#[cfg(not(loom))]
+pub use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(loom)]
-pub use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+pub use loom::hint::spin_loop;
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
 /// A 64-bit word that several CPUs change: what a protocol's transition function needs and no more.
 ///

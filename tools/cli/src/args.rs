@@ -27,6 +27,9 @@ pub enum Command {
     Bench(Bench),
     /// Clear one extent and print what was done in which order, and why.
     Explain(Explain),
+    /// Replay a Linux page allocation trace (`perf script`, `trace-cmd report`) through hugemm's allocator.
+    #[command(after_help = REPLAY_HELP)]
+    Replay(Replay),
 }
 
 /// The workloads.
@@ -309,4 +312,41 @@ pub fn primitive(name: &str) -> Result<Primitive, String> {
             Primitive::ALL.into_iter().filter(|p| *p != Primitive::Model).map(Primitive::name).collect();
         format!("no such primitive; there are {}", names.join(", "))
     })
+}
+
+/// How to get a trace, and what is measured.
+const REPLAY_HELP: &str = "\
+Record a trace as root, then print it as text:
+  perf record -a -m 8M -e kmem:mm_page_alloc,kmem:mm_page_free,kmem:mm_page_free_batched -- COMMAND
+  perf script > trace.txt
+or with trace-cmd:
+  trace-cmd record -e kmem:mm_page_alloc -e kmem:mm_page_free COMMAND
+  trace-cmd report > trace.txt
+
+One thread replays the events in the trace's order, each as the CPU that it happened on. Time per operation is that of \
+the allocator alone: the same loop without an allocator is timed too and subtracted. Memory behind the frames is neither \
+needed nor touched; only the allocator's own metadata is real.";
+
+/// `hugemm replay`
+#[derive(Debug, Args)]
+pub struct Replay {
+    /// The trace: text as `perf script` or `trace-cmd report` prints it.
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Virtual CPUs, onto which the trace's CPUs are folded [default: one for each CPU in the trace].
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub cpus: Option<u32>,
+    /// Memory that the allocator manages [default: twice the trace's peak, at least 1 GiB]. With less than the peak,
+    /// allocations fail and are counted.
+    #[arg(short, long)]
+    pub size: Option<Size>,
+    /// Runs of the whole trace, each with a fresh allocator.
+    #[arg(short, long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// Refuse a trace in which a page is allocated twice with no free between, instead of counting the missing free.
+    #[arg(long)]
+    pub strict: bool,
+    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
 }

@@ -16,6 +16,7 @@ mod mmap;
 mod probe;
 mod profile_file;
 mod progress;
+mod replay;
 mod size;
 mod stats;
 mod table;
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Mem(Mem::Mmap(args))) => mmap::run(args),
         Command::Bench(Bench::Clear(args)) => clear::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
+        Command::Replay(args) => replay::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

@@ -1,0 +1,153 @@
+//! Fault injection: the one harness that walks every place where something can run out (checklist X4).
+//!
+//! Every crate that allocates asks an [`Inject`] at each allocation point whether to fail there. In production that is
+//! [`NoFaults`], a zero-sized type whose answer is a constant, so the question costs nothing. In tests it is a
+//! [`FaultPlan`], and [`every_fault`] runs one scenario over and over, failing its first allocation, then its second,
+//! and so on, until a run meets no fault any more. Whatever the scenario asserts at its end has then been asserted for
+//! every way in which memory can run out half way (design invariant 7).
+//!
+//! ```
+//! use hugemm_base::inject::{every_fault, FaultPoint, Inject};
+//! const FIRST: FaultPoint = FaultPoint("example.first");
+//! const SECOND: FaultPoint = FaultPoint("example.second");
+//! let runs = every_fault(|plan| {
+//!     let mut held = 0;
+//!     for point in [FIRST, SECOND] {
+//!         if plan.fault(point) {
+//!             held = 0; // rolled back
+//!             break;
+//!         }
+//!         held += 1;
+//!     }
+//!     assert!(held == 0 || held == 2);
+//! });
+//! assert_eq!(runs, 3); // the first fails, the second fails, none fails
+//! ```
+
+use core::fmt;
+// Not loom's: the plan belongs to the test, not to the protocol that loom explores.
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// A place where something can run out, named `crate.operation`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultPoint(pub &'static str);
+
+impl fmt::Display for FaultPoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+/// Decides at each [`FaultPoint`] whether to fail there. Any context; must not block.
+pub trait Inject {
+    /// Whether the operation at `point` should behave as if there were nothing left.
+    #[inline]
+    fn fault(&self, _point: FaultPoint) -> bool {
+        false
+    }
+}
+
+/// Never fails. Zero-sized; the compiler removes the question.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NoFaults;
+
+impl Inject for NoFaults {}
+
+impl<I: Inject> Inject for &I {
+    #[inline]
+    fn fault(&self, point: FaultPoint) -> bool {
+        (**self).fault(point)
+    }
+}
+
+/// Fails one point, by count, or a steady share of them.
+#[derive(Debug)]
+pub struct FaultPlan {
+    /// Questions asked so far.
+    asked: AtomicU64,
+    /// Faults injected so far.
+    failed: AtomicU64,
+    /// Index of the first question that fails.
+    first: u64,
+    /// From there on, every how manieth fails; 0: only the first.
+    every: u64,
+}
+
+impl FaultPlan {
+    /// Fails question number `index` (from 0) and no other.
+    pub const fn nth(index: u64) -> Self {
+        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first: index, every: 0 }
+    }
+
+    /// Fails every `period`th question, starting with number `first`; a `period` of 0 fails that one only.
+    pub const fn periodic(first: u64, period: u64) -> Self {
+        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first, every: period }
+    }
+
+    /// How many points have been passed.
+    pub fn asked(&self) -> u64 {
+        // Relaxed: a statistic orders nothing.
+        self.asked.load(Ordering::Relaxed)
+    }
+
+    /// How many of them failed.
+    pub fn failed(&self) -> u64 {
+        // Relaxed: as above.
+        self.failed.load(Ordering::Relaxed)
+    }
+}
+
+impl Inject for FaultPlan {
+    fn fault(&self, _point: FaultPoint) -> bool {
+        // Relaxed: only the count matters, and a read-modify-write never loses one.
+        let index = self.asked.fetch_add(1, Ordering::Relaxed);
+        let fails = match index.checked_sub(self.first) {
+            None => false,
+            Some(0) => true,
+            Some(past) => self.every != 0 && past % self.every == 0,
+        };
+        if fails {
+            self.failed.fetch_add(1, Ordering::Relaxed);
+        }
+        fails
+    }
+}
+
+/// Runs `scenario` with its first fault point failing, then its second, and so on; ends with the run in which nothing
+/// failed and returns how many runs that took. The scenario must be repeatable: same points in the same order.
+pub fn every_fault(mut scenario: impl FnMut(&FaultPlan)) -> u64 {
+    let mut index = 0;
+    loop {
+        let plan = FaultPlan::nth(index);
+        scenario(&plan);
+        index += 1;
+        if plan.failed() == 0 {
+            return index;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HERE: FaultPoint = FaultPoint("test.here");
+
+    #[test]
+    fn plans_fail_where_they_say() {
+        let plan = FaultPlan::nth(2);
+        let seen: Vec<bool> = (0..5).map(|_| plan.fault(HERE)).collect();
+        assert_eq!(seen, [false, false, true, false, false]);
+        assert_eq!((plan.asked(), plan.failed()), (5, 1));
+        let plan = FaultPlan::periodic(1, 2);
+        let seen: Vec<bool> = (0..5).map(|_| plan.fault(HERE)).collect();
+        assert_eq!(seen, [false, true, false, true, false]);
+        assert!(!NoFaults.fault(HERE));
+        assert_eq!(size_of::<NoFaults>(), 0);
+    }
+
+    #[test]
+    fn a_scenario_without_points_runs_once() {
+        assert_eq!(every_fault(|_| ()), 1);
+    }
+}

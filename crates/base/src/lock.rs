@@ -1,0 +1,162 @@
+//! A small seam for locks: the platform says how to wait, the library says what is protected.
+//!
+//! A kernel plugs in its own lock (one that spins with interrupts off, a queued lock); everybody else uses [`SpinLock`].
+//! Nothing in hugemm calls out, sleeps or reschedules while it holds one.
+
+use crate::sync::{AtomicBool, Ordering};
+use core::cell::UnsafeCell;
+use core::fmt;
+use core::ops::{Deref, DerefMut};
+
+/// How to lock and unlock.
+///
+/// # Safety
+///
+/// Between a return from [`lock`](RawLock::lock) (or a `true` from [`try_lock`](RawLock::try_lock)) and the matching
+/// [`unlock`](RawLock::unlock) nobody else gets either; and everything done before an unlock is visible to whoever
+/// locks next.
+pub unsafe trait RawLock {
+    /// An unlocked lock.
+    fn new() -> Self;
+    /// Waits until the lock is the caller's. Does not sleep.
+    fn lock(&self);
+    /// Takes the lock if nobody has it; never waits.
+    fn try_lock(&self) -> bool;
+    /// Gives the lock back.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds it.
+    unsafe fn unlock(&self);
+}
+
+/// Test, then test-and-set: waiters spin on a shared copy of the line and write to it only when it looks free.
+///
+/// Cost uncontended: one atomic exchange to lock, one plain store to unlock. Not fair.
+#[derive(Debug)]
+pub struct SpinLock(AtomicBool);
+
+// SAFETY: the flag goes from false to true by an atomic exchange that only one caller can win. Acquire of that exchange
+// pairs with the Release of the store in `unlock`.
+unsafe impl RawLock for SpinLock {
+    fn new() -> Self {
+        SpinLock(AtomicBool::new(false))
+    }
+
+    #[inline]
+    fn lock(&self) {
+        while !self.try_lock() {
+            crate::sync::spin_loop();
+            // loom may answer a plain load with an old value for ever; an exchange always sees the latest.
+            #[cfg(not(loom))]
+            while self.0.load(Ordering::Relaxed) {
+                crate::sync::spin_loop();
+            }
+        }
+    }
+
+    #[inline]
+    fn try_lock(&self) -> bool {
+        // Acquire pairs with the Release in `unlock`.
+        !self.0.swap(true, Ordering::Acquire)
+    }
+
+    #[inline]
+    unsafe fn unlock(&self) {
+        // Release pairs with the Acquire in `try_lock`.
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// A `T` that only the holder of the lock can reach.
+pub struct Lock<L, T> {
+    raw: L,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: the value is reached through the guard only, hence by one thread at a time; `T: Send` lets it be any.
+unsafe impl<L: RawLock + Sync, T: Send> Sync for Lock<L, T> {}
+
+impl<L: RawLock, T> Lock<L, T> {
+    /// An unlocked lock around `value`.
+    pub fn new(value: T) -> Self {
+        Lock { raw: L::new(), value: UnsafeCell::new(value) }
+    }
+
+    /// Waits until the lock is the caller's.
+    #[inline]
+    pub fn lock(&self) -> LockGuard<'_, L, T> {
+        self.raw.lock();
+        LockGuard { lock: self }
+    }
+
+    /// Takes the lock if nobody has it; never waits.
+    #[inline]
+    pub fn try_lock(&self) -> Option<LockGuard<'_, L, T>> {
+        // Lazily: a guard made in vain would unlock when dropped.
+        self.raw.try_lock().then(|| LockGuard { lock: self })
+    }
+}
+
+impl<L, T> fmt::Debug for Lock<L, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lock").finish_non_exhaustive()
+    }
+}
+
+/// Holds a [`Lock`]; gives it back when dropped.
+pub struct LockGuard<'a, L: RawLock, T> {
+    lock: &'a Lock<L, T>,
+}
+
+impl<L: RawLock, T> Deref for LockGuard<'_, L, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: the guard exists, so the lock is held and nobody else reaches the value.
+        unsafe { &*self.lock.value.get() }
+    }
+}
+
+impl<L: RawLock, T> DerefMut for LockGuard<'_, L, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as in `deref`, and the guard is borrowed exclusively.
+        unsafe { &mut *self.lock.value.get() }
+    }
+}
+
+impl<L: RawLock, T> Drop for LockGuard<'_, L, T> {
+    #[inline]
+    fn drop(&mut self) {
+        // SAFETY: the guard was made by whoever took the lock, and ends here.
+        unsafe { self.lock.raw.unlock() }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_excludes() {
+        let lock: Lock<SpinLock, u64> = Lock::new(0);
+        std::thread::scope(|s| {
+            for _ in 0..2 {
+                s.spawn(|| {
+                    for _ in 0..1000 {
+                        *lock.lock() += 1;
+                    }
+                });
+            }
+        });
+        let guard = lock.lock();
+        assert_eq!(*guard, 2000);
+        assert!(lock.try_lock().is_none());
+        // Failing to take it did not give it back.
+        assert!(lock.try_lock().is_none());
+        drop(guard);
+        assert!(lock.try_lock().is_some());
+    }
+}

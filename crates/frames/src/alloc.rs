@@ -1,0 +1,416 @@
+//! Allocating and freeing single blocks: the hot paths, and what they fall back to.
+//!
+//! | path | atomics | locks | lines |
+//! |---|---|---|---|
+//! | cached order, cache not empty / not full | 0 | 0 | 2 of the cache |
+//! | refill or drain | 1 per 8 to 64 blocks | 1 round for all | |
+//! | other orders | 2 (the lock) | 1 round | 5 + 2 per split or merge |
+//!
+//! Everything here may run in an interrupt: it pins, so the CPU's cache and the node's lock are never interrupted half
+//! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
+
+use crate::arena::{BLOCK_ORDER, in_block};
+use crate::blockmap::Mobility;
+use crate::buddy::{Content, Taken};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
+use crate::pcp::{Class, PerCpu};
+use core::fmt;
+use hugemm_base::inject::FaultPoint;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn, Pressure, Shortfall};
+
+/// Where every allocation can be made to fail.
+pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
+
+/// Which node to allocate from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum From {
+    /// The calling CPU's, then the others.
+    #[default]
+    Local,
+    /// This one, then the others in ascending order, starting over at the first.
+    Prefer(NodeId),
+    /// This one or none.
+    Only(NodeId),
+}
+
+/// What to allocate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Request {
+    /// Size.
+    pub order: Order,
+    /// Grouping.
+    pub mobility: Mobility,
+    /// Node.
+    pub from: From,
+}
+
+impl Request {
+    /// An unmovable block from the local node.
+    #[inline]
+    pub const fn order(order: Order) -> Self {
+        Request { order, mobility: Mobility::Unmovable, from: From::Local }
+    }
+
+    /// The same, movable.
+    #[inline]
+    pub const fn movable(self) -> Self {
+        Request { mobility: Mobility::Movable, ..self }
+    }
+
+    /// The same, from elsewhere.
+    #[inline]
+    pub const fn from(self, from: From) -> Self {
+        Request { from, ..self }
+    }
+}
+
+/// Why an allocation failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AllocError {
+    /// No block of that order is free, where it was asked for.
+    OutOfMemory,
+    /// There is no such node.
+    NoSuchNode,
+    /// It would have had to wait.
+    WouldWait,
+}
+
+impl fmt::Display for AllocError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            AllocError::OutOfMemory => "no free block of that order; free memory or ask for smaller blocks",
+            AllocError::NoSuchNode => "no such NUMA node",
+            AllocError::WouldWait => "the allocation would have had to wait for a lock",
+        })
+    }
+}
+
+impl core::error::Error for AllocError {}
+
+/// Entries that a drain moves at once: 512 bytes of stack.
+const DRAIN_BATCH: usize = 64;
+
+/// How often exhaustion asks for pressure relief before it is final.
+const RELIEF_ROUNDS: u32 = 3;
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Allocates one block. Its bytes are anything, and so are its descriptor's words. Any context but NMI.
+    ///
+    /// Hit: 0 atomics, 0 lock rounds, 2 cache lines.
+    #[inline]
+    pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError> {
+        if self.env.fault(FAULT_ALLOC) {
+            return Err(AllocError::OutOfMemory);
+        }
+        let pin = cx.pin();
+        let own = self.cpus.get(pin.cpu().0 as usize);
+        if let Some(own) = own
+            && request.from == From::Local
+            && let Some(class) = own.class(request.order.get(), request.mobility)
+            && !own.mailbox.pending()
+            && !self.is_careful()
+            && let Some(block) = class.pop()
+        {
+            return Ok(block.with_mobility(request.mobility));
+        }
+        self.alloc_slow(own, request, false)
+    }
+
+    /// The same, but calls `pressure` when memory is short, with nothing locked and unpinned, and tries again while it
+    /// helps.
+    pub fn alloc_or_relieve<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        request: Request,
+        pressure: &impl Pressure,
+    ) -> Result<Frozen, AllocError> {
+        let node = match request.from {
+            From::Only(node) => Some(node),
+            From::Local | From::Prefer(_) => None,
+        };
+        let may_sleep = cx.platform().may_sleep();
+        for _ in 0..RELIEF_ROUNDS {
+            match self.alloc(cx, request) {
+                Err(AllocError::OutOfMemory) => {}
+                decided => return decided,
+            }
+            let need = Shortfall { order: request.order, pages: request.order.pages(), node, may_sleep };
+            if pressure.relieve(need) == 0 {
+                break;
+            }
+        }
+        self.alloc(cx, request)
+    }
+
+    /// The node of a request, and whether others will do.
+    fn choose(&self, own: Option<&PerCpu<'m>>, from: From) -> Result<(u32, bool), AllocError> {
+        let local = || own.map_or_else(|| self.arenas.first().map_or(0, |arena| arena.node), |own| own.node.0);
+        let (node, fallback) = match from {
+            From::Local => (local(), true),
+            From::Prefer(node) => (node.0, true),
+            From::Only(node) => (node.0, false),
+        };
+        if (node as usize) < self.nodes.len() { Ok((node, fallback)) } else { Err(AllocError::NoSuchNode) }
+    }
+
+    /// `want_zero` prefers known-zero memory. The caller is pinned to the CPU of `own`.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn alloc_slow(
+        &self,
+        own: Option<&PerCpu<'m>>,
+        request: Request,
+        want_zero: bool,
+    ) -> Result<Frozen, AllocError> {
+        let Request { order, mobility, from } = request;
+        let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
+        if let Some(own) = own {
+            self.serve_own(own);
+        }
+        let (first, fallback) = self.choose(own, from)?;
+        let class = own.filter(|own| own.node.0 == first).and_then(|own| own.class(order.get(), mobility));
+        for last_try in [false, true] {
+            if let Some(class) = class.filter(|class| class.enabled() && !want_zero) {
+                loop {
+                    if class.len() == 0 {
+                        self.refill(class, first, order, mobility);
+                    }
+                    let Some(block) = class.pop() else { break };
+                    // Frames can become refused while they are cached.
+                    if !self.is_careful() {
+                        return Ok(block.with_mobility(mobility));
+                    }
+                    if let Some(block) = self.admit(block) {
+                        return Ok(block.with_mobility(mobility));
+                    }
+                }
+            }
+            let count = if fallback { self.nodes.len() as u32 } else { 1 };
+            for step in 0..count {
+                let node = (first + step) % self.nodes.len() as u32;
+                let taken = self.with_node(node, |lists| self.take_block(lists, order.get(), mobility, want_zero));
+                if let Some(taken) = taken.flatten() {
+                    return Ok(frozen(taken));
+                }
+            }
+            if last_try {
+                break;
+            }
+            // What this CPU caches may make larger blocks; what others cache can be had the next time.
+            if let Some(own) = own {
+                self.drain_cache(own);
+            }
+            self.request_drains(own);
+        }
+        Err(AllocError::OutOfMemory)
+    }
+
+    /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
+    fn refill(&self, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
+        let want = class.want();
+        let order = size.get();
+        self.with_node(node, |lists| {
+            let mut got = 0;
+            while got < want {
+                let most = order + (want - got).ilog2();
+                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false) else { break };
+                let Some(arena) = self.arena(taken.pfn) else { break };
+                arena.map_split_even(taken.pfn, k, order, mobility);
+                // Last first, so that they come out in ascending order.
+                for index in (0..1_u64 << (k - order)).rev() {
+                    let pfn = Pfn::new(taken.pfn.number() + (index << order));
+                    class.push(Frozen::make(pfn, size, mobility, taken.zero));
+                }
+                got += 1 << (k - order);
+            }
+        });
+    }
+
+    /// Frees one block, as dirty. Any context but NMI.
+    ///
+    /// Hit: 0 atomics, 0 lock rounds, 2 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
+    #[inline]
+    pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        let pin = cx.pin();
+        let own = self.cpus.get(pin.cpu().0 as usize);
+        if let Some(own) = own
+            && let Some(class) = own.class(block.log(), block.mobility())
+            && !own.mailbox.pending()
+            && !self.is_careful()
+            && self.is_on(block.pfn(), own.node)
+            && class.has_room()
+        {
+            class.push(block.soiled());
+            return;
+        }
+        self.free_missed(own, block.soiled());
+    }
+
+    #[inline]
+    fn is_on(&self, pfn: Pfn, node: NodeId) -> bool {
+        self.nodes.len() == 1 || self.node_of(pfn) == Some(node)
+    }
+
+    /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
+    #[cold]
+    #[inline(never)]
+    fn free_missed(&self, own: Option<&PerCpu<'m>>, block: Frozen) {
+        if let Some(own) = own {
+            self.serve_own(own);
+        }
+        let Some(arena) = self.arena(block.pfn()) else { return };
+        let content = Content::of(block.is_zero());
+        if self.is_careful() {
+            return self.free_careful(arena, block.extent(), content);
+        }
+        let class = own.filter(|own| own.node.0 == arena.node);
+        let class = class.and_then(|own| own.class(block.log(), block.mobility())).filter(|class| class.enabled());
+        if let Some(class) = class {
+            if !class.has_room() {
+                let excess = class.excess();
+                self.drain_class(class, block.log(), arena.node, excess);
+            }
+            if class.has_room() {
+                return class.push(block);
+            }
+        }
+        self.with_node(arena.node, |lists| self.free_block(lists, arena, block.pfn(), block.log(), content));
+    }
+
+    /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
+    /// is one block of a cached order. The caller is pinned to the CPU of `own`.
+    pub(crate) fn free_slow(&self, own: Option<&PerCpu<'m>>, extent: Extent, content: Content) {
+        if let Some(own) = own {
+            self.serve_own(own);
+        }
+        let Some(arena) = self.arena(extent.base()) else { return };
+        if self.is_careful() {
+            return self.free_careful(arena, extent, content);
+        }
+        if let (Some(own), Some(order)) = (own, extent.as_block())
+            && let mobility = arena.block(extent.base()).mobility()
+            && own.class(order.get(), mobility).is_some()
+        {
+            arena.map_merge(extent.base(), order.get());
+            let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
+            return self.free_missed(Some(own), block);
+        }
+        self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
+    }
+
+    /// Moves up to `count` of a class's oldest entries to the node, neighbours together: one lock round per 64.
+    fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
+        let mut batch = [0; DRAIN_BATCH];
+        let mut left = count as usize;
+        while left > 0 {
+            let size = left.min(DRAIN_BATCH);
+            let taken = class.take_oldest(&mut batch[..size]);
+            if taken == 0 {
+                return;
+            }
+            left -= taken;
+            let batch = &mut batch[..taken];
+            // By frame: the frame's number is the word's highest part.
+            batch.sort_unstable();
+            self.warm(batch);
+            self.with_node(node, |lists| {
+                let mut rest = &*batch;
+                while let Some((&first, _)) = rest.split_first() {
+                    // A run: neighbours of the same content and arena.
+                    let first = Frozen::from_word(first);
+                    let Some(arena) = self.arena(first.pfn()) else { return };
+                    let follows = |index: usize, word: u64| {
+                        let block = Frozen::from_word(word);
+                        block.pfn().number() == first.pfn().number() + ((index as u64) << order)
+                            && block.is_zero() == first.is_zero()
+                            && arena.extent.contains(block.pfn())
+                    };
+                    let run = rest.iter().enumerate().take_while(|(index, word)| follows(*index, **word)).count();
+                    if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
+                        self.free_chunks(lists, arena, extent, Content::of(first.is_zero()));
+                    }
+                    rest = &rest[run..];
+                }
+            });
+        }
+    }
+
+    /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
+    /// lock instead of under it.
+    fn warm(&self, batch: &[u64]) {
+        for word in batch {
+            let block = Frozen::from_word(*word);
+            if let Some(arena) = self.arena(block.pfn())
+                && block.log() < BLOCK_ORDER
+            {
+                let meta = arena.block(block.pfn());
+                let touched = meta.starts.get(in_block(block.pfn())) ^ meta.free.get(in_block(block.pfn()));
+                core::hint::black_box(u64::from(touched) ^ self.desc_in(arena, block.pfn()).load(0));
+            }
+        }
+    }
+
+    /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU.
+    pub(crate) fn drain_cache(&self, own: &PerCpu<'m>) {
+        for (class, order) in own.all() {
+            class.shrink();
+            if self.is_careful() {
+                while let Some(block) = class.pop() {
+                    if let Some(arena) = self.arena(block.pfn()) {
+                        self.free_careful(arena, block.extent(), Content::of(block.is_zero()));
+                    }
+                }
+            } else {
+                self.drain_class(class, order, own.node.0, class.len());
+            }
+        }
+    }
+
+    /// Serves what others have asked this CPU for.
+    pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
+        if own.mailbox.pending() {
+            own.mailbox.serve(|| self.drain_cache(own));
+        }
+    }
+
+    /// Asks every CPU but `own` for what it has cached.
+    pub(crate) fn request_drains(&self, own: Option<&PerCpu<'m>>) {
+        for cpu in self.cpus {
+            if cpu.pages() != 0 && own.is_none_or(|own| !core::ptr::eq(own, cpu)) {
+                cpu.mailbox.post();
+            }
+        }
+    }
+
+    /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the
+    /// purpose. Cheap when there is nothing. Any context but NMI.
+    pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
+            self.serve_own(own);
+        }
+    }
+
+    /// Gives everything that this CPU has cached back to its node, and shrinks the cache.
+    pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
+            self.serve_own(own);
+            self.drain_cache(own);
+        }
+    }
+
+    /// Gives everything that a CPU has cached back, on its behalf.
+    ///
+    /// # Safety
+    ///
+    /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
+    pub unsafe fn drain_offline(&self, cpu: hugemm_base::CpuId) {
+        if let Some(cpu) = self.cpus.get(cpu.0 as usize) {
+            self.serve_own(cpu);
+            self.drain_cache(cpu);
+        }
+    }
+}

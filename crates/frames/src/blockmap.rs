@@ -1,0 +1,417 @@
+//! The block map: which frames are heads of blocks, and of which order. The only authority on both.
+//!
+//! # Two levels
+//!
+//! Memory is at all times partitioned into naturally aligned power-of-two blocks, free or allocated. A set of *start
+//! bits*, one per possible position, says where blocks begin; a block's size is the distance to the next start. There
+//! are two such maps of 512 bits, one cache line each:
+//!
+//! * per 1 GiB region, over its 2 MiB blocks: starts of blocks of order 9 to 18, and of groups of smaller ones;
+//! * per 2 MiB block, over its frames: starts of blocks of order 0 to 8. It is valid only while the region's *split* bit
+//!   for this block says that it is such a group.
+//!
+//! So a block of order 18 is freed or allocated by writing one line, whatever was in it before; nothing below is
+//! brought up to date before it is needed again.
+//!
+//! # Who may write
+//!
+//! A start bit is written by whoever owns the frames it stands for: the owner of an allocated block, or the holder of
+//! the node's lock for free ones. Neighbours in a 64-bit word can have different owners, so a part of a word is changed
+//! by an atomic read-modify-write and only a whole word by a plain store. Free bits are written under the node's lock
+//! only, with plain stores.
+//!
+//! Readers without ownership ([`Frames::head_of`](crate::Frames::head_of) for a walker that races with everything) read relaxed and get a
+//! guess, which they must check after taking a reference.
+
+use hugemm_base::sync::{AtomicU64, Ordering};
+
+/// log2 of the frames in a 2 MiB block, and of the blocks in a 1 GiB region.
+pub(crate) const SPAN_SHIFT: u32 = 9;
+
+/// Positions in one map.
+pub(crate) const SPAN: usize = 1 << SPAN_SHIFT;
+
+const WORD_BITS: usize = 64;
+
+/// One level's 512 bits: a cache line. Indices are taken modulo 512.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub(crate) struct Bits512 {
+    words: [AtomicU64; SPAN / WORD_BITS],
+}
+
+/// Bits `from..from + count` of a word; `count` is at most 64.
+const fn mask(from: usize, count: usize) -> u64 {
+    if count >= WORD_BITS { u64::MAX } else { ((1 << count) - 1) << from }
+}
+
+/// Every `2^order`th bit of a word, order at most 6 (bit 0 only).
+const fn every(order: u32) -> u64 {
+    match order {
+        0 => u64::MAX,
+        1 => 0x5555_5555_5555_5555,
+        2 => 0x1111_1111_1111_1111,
+        3 => 0x0101_0101_0101_0101,
+        4 => 0x0001_0001_0001_0001,
+        5 => 0x0000_0001_0000_0001,
+        _ => 1,
+    }
+}
+
+impl Bits512 {
+    #[inline]
+    fn word(&self, index: usize) -> &AtomicU64 {
+        &self.words[(index & (SPAN - 1)) / WORD_BITS]
+    }
+
+    /// Relaxed throughout this file: bits become meaningful to another CPU together with the block itself, which is
+    /// handed over under a lock or by its owner.
+    #[inline]
+    pub(crate) fn get(&self, index: usize) -> bool {
+        self.word(index).load(Ordering::Relaxed) >> (index % WORD_BITS) & 1 != 0
+    }
+
+    /// Plain read, change, write: for words that one lock protects.
+    #[inline]
+    pub(crate) fn put_locked(&self, index: usize, value: bool) {
+        let word = self.word(index);
+        let bit = 1 << (index % WORD_BITS);
+        let old = word.load(Ordering::Relaxed);
+        word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
+    }
+
+    /// Sets the bits of `[index, index + 2^order)` to `value`: for words that one lock protects. At most 8 stores.
+    pub(crate) fn fill_locked(&self, index: usize, order: u32, value: bool) {
+        self.for_words(index, order, |word, bits| {
+            let old = word.load(Ordering::Relaxed);
+            let new = if value { old | bits } else { old & !bits };
+            if new != old {
+                word.store(new, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// How many of the bits of `[index, index + 2^order)` are set.
+    pub(crate) fn count(&self, index: usize, order: u32) -> u32 {
+        let mut sum = 0;
+        self.for_words(index, order, |word, bits| sum += (word.load(Ordering::Relaxed) & bits).count_ones());
+        sum
+    }
+
+    /// Whether any, and whether all, of the bits of `[index, index + 2^order)` are set.
+    pub(crate) fn any_all(&self, index: usize, order: u32) -> (bool, bool) {
+        let (mut any, mut not_all) = (0, 0);
+        self.for_words(index, order, |word, bits| {
+            let word = word.load(Ordering::Relaxed);
+            any |= word & bits;
+            not_all |= !word & bits;
+        });
+        (any != 0, not_all == 0)
+    }
+
+    /// Sets or clears the bits of `[index, index + 2^order)`, which are the caller's: an atomic where the word is shared
+    /// with others, plain stores of whole words, nothing where they are so already.
+    #[inline]
+    pub(crate) fn fill_shared(&self, index: usize, order: u32, value: bool) {
+        self.for_words(index, order, |word, bits| {
+            let wanted = if value { bits } else { 0 };
+            if word.load(Ordering::Relaxed) & bits == wanted {
+            } else if bits == u64::MAX {
+                word.store(wanted, Ordering::Relaxed);
+            } else if value {
+                word.fetch_or(bits, Ordering::Relaxed);
+            } else {
+                word.fetch_and(!bits, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// Calls `f` with each word that the aligned range touches and the range's bits in it.
+    #[inline]
+    fn for_words(&self, index: usize, order: u32, mut f: impl FnMut(&AtomicU64, u64)) {
+        let index = index & (SPAN - 1);
+        let count = 1_usize << order.min(SPAN_SHIFT);
+        if count <= WORD_BITS {
+            f(self.word(index), mask(index % WORD_BITS, count));
+        } else {
+            for word in self.words.iter().skip(index / WORD_BITS).take(count / WORD_BITS) {
+                f(word, u64::MAX);
+            }
+        }
+    }
+
+    /// Sets every word: when a map comes into use. `first_only` sets bit 0 alone (one block), otherwise all bits.
+    pub(crate) fn reset(&self, first_only: bool) {
+        for (index, word) in self.words.iter().enumerate() {
+            let value = match (first_only, index) {
+                (false, _) => u64::MAX,
+                (true, 0) => 1,
+                (true, _) => 0,
+            };
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether no block starts strictly inside `[index, index + 2^order)`: then, where a block of that alignment does
+    /// start at `index`, it is at least that large.
+    #[inline]
+    pub(crate) fn none_inside(&self, index: usize, order: u32) -> bool {
+        let index = index & (SPAN - 1);
+        let first = mask(index % WORD_BITS, (1 << order.min(6)) as usize) & !(1 << (index % WORD_BITS));
+        if self.word(index).load(Ordering::Relaxed) & first != 0 {
+            return false;
+        }
+        let words = (1_usize << order.min(SPAN_SHIFT)) / WORD_BITS;
+        self.words
+            .iter()
+            .skip(index / WORD_BITS + 1)
+            .take(words.saturating_sub(1))
+            .all(|w| w.load(Ordering::Relaxed) == 0)
+    }
+
+    /// The block that holds `index`: where it starts and its size as log2. A racing reader can see a length that no
+    /// block has; it is rounded down.
+    #[inline]
+    pub(crate) fn block_at(&self, index: usize) -> (usize, u32) {
+        let index = index & (SPAN - 1);
+        let at = index / WORD_BITS;
+        let here = self.words[at].load(Ordering::Relaxed);
+        // The likely case first: the bit itself and its right neighbour are set, a block of order 0.
+        let bit = index % WORD_BITS;
+        if bit < WORD_BITS - 1 && here >> bit & 3 == 3 {
+            return (index, 0);
+        }
+        let upto = here & (u64::MAX >> (WORD_BITS - 1 - bit));
+        let start = if upto != 0 {
+            at * WORD_BITS + upto.ilog2() as usize
+        } else {
+            let below = self.words[..at].iter().enumerate().rev();
+            below
+                .map(|(i, w)| (i, w.load(Ordering::Relaxed)))
+                .find(|(_, w)| *w != 0)
+                .map_or(0, |(i, w)| i * WORD_BITS + w.ilog2() as usize)
+        };
+        let beyond = if bit == WORD_BITS - 1 { 0 } else { here & (u64::MAX << (bit + 1)) };
+        let next = if beyond != 0 {
+            at * WORD_BITS + beyond.trailing_zeros() as usize
+        } else {
+            let above = self.words.iter().enumerate().skip(at + 1);
+            above
+                .map(|(i, w)| (i, w.load(Ordering::Relaxed)))
+                .find(|(_, w)| *w != 0)
+                .map_or(SPAN, |(i, w)| i * WORD_BITS + w.trailing_zeros() as usize)
+        };
+        (start, (next - start).ilog2())
+    }
+
+    /// Makes `[index, index + 2^order)` one block. The caller owns all of it and a block starts at `index`. One atomic
+    /// below order 6, at most 8 plain stores above.
+    #[inline]
+    pub(crate) fn merge(&self, index: usize, order: u32) {
+        if order == 0 {
+            return;
+        }
+        let index = index & (SPAN - 1);
+        let start = 1 << (index % WORD_BITS);
+        if order < 6 {
+            let inside = mask(index % WORD_BITS, 1 << order) & !start;
+            self.word(index).fetch_and(!inside, Ordering::Relaxed);
+            return;
+        }
+        // From 64 positions on, the words belong to the caller as a whole.
+        let mut first = true;
+        self.for_words(index, order, |word, _| {
+            word.store(u64::from(first), Ordering::Relaxed);
+            first = false;
+        });
+    }
+
+    /// Splits `[index, index + 2^from)` into one block of `to` at the bottom and the upper halves above it, of orders
+    /// `to`, `to + 1`, … `from - 1`. At most one atomic and three stores.
+    #[inline]
+    pub(crate) fn split_down(&self, index: usize, from: u32, to: u32) {
+        let index = index & (SPAN - 1);
+        let mut starts = 0;
+        for order in to..from {
+            if order < 6 {
+                starts |= 1 << ((index + (1 << order)) % WORD_BITS);
+            } else {
+                // A half of 64 positions or more owns its words.
+                self.word(index + (1 << order)).store(1, Ordering::Relaxed);
+            }
+        }
+        if starts != 0 {
+            self.word(index).fetch_or(starts, Ordering::Relaxed);
+        }
+    }
+
+    /// Splits `[index, index + 2^from)` evenly into blocks of order `to`. One atomic below order 6, at most 8 plain
+    /// stores above.
+    pub(crate) fn split_even(&self, index: usize, from: u32, to: u32) {
+        if to >= from {
+            return;
+        }
+        let index = index & (SPAN - 1);
+        if from < 6 {
+            let starts = every(to) & mask(0, 1 << from);
+            self.word(index).fetch_or(starts << (index % WORD_BITS), Ordering::Relaxed);
+        } else if to <= 6 {
+            self.for_words(index, from, |word, _| word.store(every(to), Ordering::Relaxed));
+        } else {
+            for piece in (0..1_usize << from).step_by(1 << to) {
+                self.word(index + piece).store(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Makes a block start at `index`, by halving the block that holds it until one does. The caller owns that block.
+    pub(crate) fn cut(&self, index: usize) {
+        let index = index & (SPAN - 1);
+        loop {
+            let (start, order) = self.block_at(index);
+            if start == index || order == 0 {
+                return;
+            }
+            let middle = start + (1 << (order - 1));
+            self.word(middle).fetch_or(1 << (middle % WORD_BITS), Ordering::Relaxed);
+        }
+    }
+
+    /// The words, for scans.
+    pub(crate) fn snapshot(&self) -> [u64; SPAN / WORD_BITS] {
+        core::array::from_fn(|i| self.words[i].load(Ordering::Relaxed))
+    }
+}
+
+/// Whether whoever allocates can have the content moved elsewhere. Allocations of one kind share 2 MiB blocks, so that
+/// a few that cannot be moved do not spoil many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Mobility {
+    /// Stays where it is: page tables, slabs, anything known by its physical address.
+    #[default]
+    Unmovable,
+    /// Can be migrated: user memory.
+    Movable,
+}
+
+impl Mobility {
+    /// Both.
+    pub const ALL: [Mobility; 2] = [Mobility::Unmovable, Mobility::Movable];
+
+    #[inline]
+    pub(crate) const fn index(self) -> usize {
+        match self {
+            Mobility::Unmovable => 0,
+            Mobility::Movable => 1,
+        }
+    }
+
+    #[inline]
+    pub(crate) const fn from_index(index: u64) -> Self {
+        if index & 1 == 0 { Mobility::Unmovable } else { Mobility::Movable }
+    }
+
+    pub(crate) const fn other(self) -> Self {
+        match self {
+            Mobility::Unmovable => Mobility::Movable,
+            Mobility::Movable => Mobility::Unmovable,
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A partition of 512 positions as plain numbers.
+    fn blocks(bits: &Bits512) -> Vec<(usize, u32)> {
+        let (mut at, mut list) = (0, Vec::new());
+        while at < SPAN {
+            let (start, order) = bits.block_at(at);
+            assert_eq!(start, at);
+            for inside in at..at + (1 << order) {
+                assert_eq!(bits.block_at(inside), (at, order));
+            }
+            list.push((at, order));
+            at += 1 << order;
+        }
+        list
+    }
+
+    #[test]
+    fn one_block_and_all_single() {
+        let bits = Bits512::default();
+        bits.reset(true);
+        assert_eq!(blocks(&bits), [(0, 9)]);
+        bits.reset(false);
+        assert_eq!(blocks(&bits).len(), 512);
+    }
+
+    #[test]
+    fn every_split_down_and_merge_back() {
+        for from in 0..=9_u32 {
+            for to in 0..=from {
+                for index in (0..SPAN).step_by(1 << from) {
+                    let bits = Bits512::default();
+                    bits.reset(true);
+                    bits.cut(index);
+                    bits.cut((index + (1 << from)) % SPAN);
+                    assert_eq!(bits.block_at(index), (index, from));
+                    bits.split_down(index, from, to);
+                    assert_eq!(bits.block_at(index), (index, to));
+                    for order in to..from {
+                        assert_eq!(bits.block_at(index + (1 << order)), (index + (1 << order), order));
+                    }
+                    bits.merge(index, from);
+                    assert_eq!(bits.block_at(index), (index, from));
+                    bits.split_even(index, from, to);
+                    for piece in (index..index + (1 << from)).step_by(1 << to) {
+                        assert_eq!(bits.block_at(piece), (piece, to));
+                        assert!(bits.none_inside(piece, to));
+                    }
+                    assert_eq!(bits.none_inside(index, from), to == from);
+                    blocks(&bits);
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_make_the_canonical_partition(cuts in proptest::collection::vec(0_usize..SPAN, 0..20)) {
+            let bits = Bits512::default();
+            bits.reset(true);
+            for &cut in &cuts {
+                bits.cut(cut);
+            }
+            let list = blocks(&bits);
+            for (start, order) in list {
+                prop_assert_eq!(start % (1 << order), 0);
+                prop_assert!(!cuts.iter().any(|&c| c > start && c < start + (1 << order)));
+                // No finer than needed: the sibling pair holds a cut inside.
+                if order < 9 {
+                    let pair = start & !((2 << order) - 1);
+                    prop_assert!(cuts.iter().any(|&c| c > pair && c < pair + (2 << order)));
+                }
+            }
+        }
+
+        #[test]
+        fn fills_count(index in 0_usize..SPAN, order in 0_u32..=9) {
+            let bits = Bits512::default();
+            let index = index & !((1 << order) - 1);
+            bits.fill_locked(index, order, true);
+            prop_assert_eq!(bits.count(index, order), 1 << order);
+            prop_assert_eq!(bits.count(0, 9), 1 << order);
+            prop_assert!(bits.get(index) && bits.any_all(index, order) == (true, true));
+            prop_assert_eq!(bits.any_all(0, 9), (true, order == 9));
+            bits.fill_locked(index, order, false);
+            prop_assert_eq!(bits.any_all(0, 9), (false, false));
+            bits.fill_shared(index, order, true);
+            prop_assert_eq!((bits.count(index, order), bits.count(0, 9)), (1 << order, 1 << order));
+            bits.fill_shared(index, order, false);
+            prop_assert_eq!(bits.count(0, 9), 0);
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Counted pages and folios: frames that several users share, freed by whoever lets go last.
+//!
+//! A [`Frozen`] block becomes counted with [`count`](Frames::count) and is from then on known by its head's number. Its
+//! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
+
+use crate::arena::{Arena, in_block};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
+use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
+use core::ptr::NonNull;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Extent, Order, Pfn};
+
+/// Several adjoining frozen blocks of one order: what [`split`](Frames::split) makes of one.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "dropping this loses the frames: free them"]
+pub struct FrozenRun {
+    extent: Extent,
+    order: Order,
+    mobility: crate::Mobility,
+}
+
+impl FrozenRun {
+    /// Which frames.
+    pub const fn extent(&self) -> Extent {
+        self.extent
+    }
+
+    /// Order of each block.
+    pub const fn order(&self) -> Order {
+        self.order
+    }
+
+    /// Takes the first block off.
+    pub fn pop(&mut self) -> Option<Frozen> {
+        let (first, rest) = self.extent.split_at(self.order.pages());
+        if first.is_empty() {
+            return None;
+        }
+        self.extent = rest;
+        Some(Frozen::make(first.base(), self.order, self.mobility, false))
+    }
+
+    /// Ownership of the extent, whatever is in it; [`Frames::free_extent`] takes it.
+    pub fn into_dirty(self) -> hugemm_base::Dirty {
+        // SAFETY: the run owned the frames.
+        unsafe { hugemm_base::Dirty::assume_owned(self.extent) }
+    }
+}
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Makes a frozen block counted, with one reference. One atomic. Whatever the owner has written to the block or its
+    /// descriptor is seen by whoever gets a reference later.
+    #[inline]
+    pub fn count(&self, block: Frozen) -> Result<Pfn, RefError> {
+        let pfn = block.pfn();
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        let (word, lane) = arena.block(pfn).refs.word(in_block(pfn));
+        refs::hold(word, lane)?;
+        Ok(pfn)
+    }
+
+    /// Another reference, for whoever holds one. Any context.
+    pub fn get(&self, pfn: Pfn) -> Result<(), RefError> {
+        let block = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        refs::get(word, lane, &block.refs.side(in_block(pfn), &block.wide))
+    }
+
+    /// A reference for whoever holds none and only believes that the frame is what it wants: true if it got one. Check
+    /// then, and put it if the frame is something else by now. Any context but NMI.
+    pub fn try_get<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<bool, RefError> {
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        let block = arena.block(pfn);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        match refs::try_get(word, lane, &block.refs.side(in_block(pfn), &block.wide))? {
+            TryGet::Got => Ok(true),
+            TryGet::Dead => Ok(false),
+            TryGet::Last => {
+                let block = self.block_at(arena, pfn);
+                self.free(cx, block);
+                Ok(false)
+            }
+        }
+    }
+
+    /// Drops a reference, and frees the page or folio if it was the last; says whether it was. Any context but NMI.
+    ///
+    /// Cost if it was: one atomic, 4 cache lines, and that of [`free`](Frames::free).
+    #[inline]
+    pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        let block = arena.block(pfn);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        // Looked up while the reference still holds the block together, and before the atomic, which would delay it.
+        let mine = self.block_at(arena, pfn);
+        let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
+        if put == Put::Last {
+            self.free(cx, mine);
+        }
+        Ok(put)
+    }
+
+    /// How many references there are. A guess unless the caller holds the only one.
+    pub fn references(&self, pfn: Pfn) -> u64 {
+        self.arena(pfn).map_or(0, |arena| {
+            let block = arena.block(pfn);
+            block.refs.count(in_block(pfn), &block.wide)
+        })
+    }
+
+    /// Freezes a page or folio to which the caller holds the only reference: it is the caller's then, and speculative
+    /// gets fail. `None` if there are others.
+    pub fn freeze(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        let block = arena.block(pfn);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        if !refs::freeze(word, lane, &block.refs.side(in_block(pfn), &block.wide)) {
+            return Ok(None);
+        }
+        Ok(Some(self.block_at(arena, pfn)))
+    }
+
+    /// A handle on the block that `pfn` heads. Whoever calls this owns the block, or forgets the handle.
+    #[inline]
+    fn block_at(&self, arena: &Arena<'m>, pfn: Pfn) -> Frozen {
+        let (head, order) = arena.block_of(pfn);
+        // The map has no larger orders.
+        let order = Order::new(order).unwrap_or(Order::ZERO);
+        Frozen::make(head, order, arena.block(head).mobility(), false)
+    }
+
+    /// Gives the 2 MiB block of `pfn` wide reference counters, which [`RefError::Saturated`] asks for. False if it has
+    /// some already; the memory is the caller's again then.
+    ///
+    /// # Safety
+    ///
+    /// `counts` is initialised to zero ([`WideCounts::new`]), and nobody else's for as long as the manager lives.
+    pub unsafe fn widen(&self, pfn: Pfn, counts: NonNull<WideCounts>) -> Result<bool, RefError> {
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        Ok(refs::install_wide(&arena.block(pfn).wide, counts.as_ptr()))
+    }
+
+    /// Splits a frozen block evenly into smaller ones, whose heads' descriptors become zero. Splitting into larger ones
+    /// changes nothing. O(blocks made).
+    pub fn split(&self, block: Frozen, to: Order) -> FrozenRun {
+        let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
+        let to = to.min(order);
+        if let Some(arena) = self.arena(pfn)
+            && to < order
+        {
+            arena.map_split_even(pfn, order.get(), to.get(), mobility);
+            for head in (0..order.pages()).step_by(to.pages() as usize) {
+                self.desc_in(arena, Pfn::new(pfn.number() + head)).reset();
+            }
+        }
+        FrozenRun { extent: Extent::block(pfn, order), order: to, mobility }
+    }
+
+    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0.
+    pub fn count_run(&self, run: FrozenRun) -> Result<Extent, RefError> {
+        let extent = run.extent;
+        let arena = self.arena(extent.base()).ok_or(RefError::NotManaged)?;
+        let (mut at, end) = (extent.base().number(), extent.end().number());
+        while at < end {
+            let pfn = Pfn::new(at);
+            let (word, lane) = arena.block(pfn).refs.word(in_block(pfn));
+            if run.order.get() == 0 {
+                let count = u64::from(LANES as u32 - lane).min(end - at);
+                refs::hold_lanes(word, u32::MAX >> (LANES as u64 - count) << lane);
+                at += count;
+            } else {
+                refs::hold(word, lane)?;
+                at += run.order.pages();
+            }
+        }
+        Ok(extent)
+    }
+
+    /// Splits a counted folio, to which the caller holds the only reference, into counted pages with one reference each.
+    /// `None` if others hold references.
+    pub fn split_counted(&self, head: Pfn, to: Order) -> Result<Option<Extent>, RefError> {
+        match self.freeze(head)? {
+            None => Ok(None),
+            Some(block) => self.count_run(self.split(block, to)).map(Some),
+        }
+    }
+}

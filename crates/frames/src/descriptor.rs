@@ -1,0 +1,81 @@
+//! Page descriptors: 64 bytes per frame, of which the allocator needs three words of a free block's head.
+//!
+//! # Protocol
+//!
+//! * The descriptor of a frame that is not the head of a block is **don't-care**: nobody reads a meaning out of it and
+//!   nobody has to write it. Which frames are heads is said by the [block map](crate::blockmap), never by a descriptor.
+//!   So allocating a 2 MiB block writes no tails, and tails may be mapped read-only or share one page.
+//! * The head of a **free** block belongs to the allocator, under the lock of the block's node. Below 2 MiB its words 0
+//!   to 2 are the block's links in a free list; above, they are kept elsewhere and the descriptor is not touched.
+//! * The head of an **allocated** block belongs to the block's owner, all eight words. They are unspecified after an
+//!   allocation; only [`split`](crate::Frames::split) sets those of the heads it makes to zero.
+//! * References are not here (see [`refs`](crate::refs)), so no atomic read-modify-write ever targets a descriptor, not
+//!   even a failing one.
+//!
+//! Descriptors may be remapped while the manager runs. No `&Descriptor` is kept: a [`DescRef`] holds a raw pointer and
+//! makes each access on its own, a relaxed load or store of eight bytes.
+
+use core::marker::PhantomData;
+use hugemm_base::sync::{AtomicU64, Ordering};
+
+/// Words in a descriptor.
+pub const DESCRIPTOR_WORDS: usize = 8;
+
+/// The storage of one descriptor. Only ever reached through a [`DescRef`].
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub struct Descriptor {
+    words: [AtomicU64; DESCRIPTOR_WORDS],
+}
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Descriptor>() == 64);
+
+/// A handle on one frame's descriptor.
+#[derive(Clone, Copy, Debug)]
+pub struct DescRef<'m> {
+    ptr: *mut Descriptor,
+    memory: PhantomData<&'m Descriptor>,
+}
+
+impl<'m> DescRef<'m> {
+    /// A handle on the descriptor at `ptr`.
+    ///
+    /// # Safety
+    ///
+    /// `ptr` is aligned and its 64 bytes are initialised and readable for `'m`, and writable whenever the frame is the
+    /// head of a block.
+    pub(crate) const unsafe fn new(ptr: *mut Descriptor) -> Self {
+        DescRef { ptr, memory: PhantomData }
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> &AtomicU64 {
+        let index = index & (DESCRIPTOR_WORDS - 1);
+        // SAFETY: `ptr` is valid by the contract of `new` and the index is below 8; the reference covers one word and
+        // ends with the access, so none lives across a remap of the descriptor array.
+        unsafe { &*(&raw const (*self.ptr).words[index]) }
+    }
+
+    /// Reads word `index` (modulo 8): one relaxed load. Meaningless unless the frame is the head of a block.
+    #[inline]
+    pub fn load(self, index: usize) -> u64 {
+        // Relaxed: a descriptor's words are handed over together with the block, by a lock or by the owner's own means.
+        self.word(index).load(Ordering::Relaxed)
+    }
+
+    /// Writes word `index` (modulo 8): one relaxed store. For the owner of the block that this frame is the head of; a
+    /// store by anybody else can corrupt a free list (never memory: links are checked before they are followed).
+    #[inline]
+    pub fn store(self, index: usize, value: u64) {
+        // Relaxed: as for `load`.
+        self.word(index).store(value, Ordering::Relaxed);
+    }
+
+    /// Sets all words to zero. For the owner.
+    pub fn reset(self) {
+        for index in 0..DESCRIPTOR_WORDS {
+            self.store(index, 0);
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The manager: what it consists of, and how frames come to it in the first place.
+
+use crate::arena::Arena;
+use crate::buddy::{Content, Node};
+use crate::descriptor::{DescRef, Descriptor};
+use crate::layout::{self, Config, ConfigError, Parts};
+use crate::pcp::PerCpu;
+use core::alloc::Layout;
+use core::fmt;
+use core::marker::PhantomData;
+use hugemm_base::inject::{FaultPoint, Inject};
+use hugemm_base::lock::{RawLock, SpinLock};
+use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{Dirty, Extent, ExtentLinks, NodeId, Order, Pfn, Zeroed};
+
+/// What the surroundings supply: a lock, where descriptors are, and faults to test with. [`Plain`] is the ordinary case.
+///
+/// # Safety
+///
+/// [`descriptor`](Env::descriptor) returns a pointer to 64 initialised bytes, aligned to 64, that stay readable, and
+/// writable while the frame is the head of a block; different indices never overlap.
+pub unsafe trait Env: Inject {
+    /// The lock of a node.
+    type Lock: RawLock + Send + Sync;
+
+    /// Where descriptor number `index` of an array is. Plain arithmetic, unless the array is reached some other way
+    /// (a walk of model page tables).
+    #[inline]
+    fn descriptor(&self, array: *mut Descriptor, index: usize) -> *mut Descriptor {
+        array.wrapping_add(index)
+    }
+}
+
+/// Spin locks, descriptors where they were put, and the faults of `I`: none, ordinarily.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Plain<I = hugemm_base::inject::NoFaults>(pub I);
+
+impl<I: Inject> Inject for Plain<I> {
+    #[inline]
+    fn fault(&self, point: FaultPoint) -> bool {
+        self.0.fault(point)
+    }
+}
+
+// SAFETY: arithmetic within the array that the manager was given, which `Frames::new` requires to be valid.
+unsafe impl<I: Inject> Env for Plain<I> {
+    type Lock = SpinLock;
+}
+
+/// A manager of page frames. See the [crate's documentation](crate).
+///
+/// All methods take `&self` and may be called from several CPUs at once. A [`CpuCx`](hugemm_base::CpuCx) says which CPU
+/// calls; every context given to one manager must come from one platform (see [`Frames::new`]).
+pub struct Frames<'m, E: Env = Plain> {
+    pub(crate) arenas: &'m [Arena<'m>],
+    pub(crate) nodes: &'m [Node<E::Lock>],
+    pub(crate) cpus: &'m [PerCpu<'m>],
+    pub(crate) frames: u64,
+    /// How many frames have been released.
+    pub(crate) managed: AtomicU64,
+    /// Isolated blocks plus refused frames: while it is 0, frees and allocations need not look at the frame.
+    pub(crate) careful: AtomicU64,
+    pub(crate) env: E,
+    memory: PhantomData<&'m mut u8>,
+}
+
+impl<E: Env> fmt::Debug for Frames<'_, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Frames")
+            .field("arenas", &self.arenas.len())
+            .field("frames", &self.frames)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Size and alignment of the metadata that a manager needs: at most 1.6 % of the memory it manages, apart from a few
+    /// KiB per CPU.
+    pub fn required_bytes(config: &Config<'_>) -> Result<Layout, ConfigError> {
+        layout::required::<E::Lock>(config)
+    }
+
+    /// A manager with nothing free yet: see [`release`](Frames::release). O(2 MiB blocks).
+    ///
+    /// # Safety
+    ///
+    /// * `memory` points to `bytes` initialised bytes (of any value) that are readable and writable and nobody else's
+    ///   for `'m`; so do the descriptor arrays of the arenas, if any are given.
+    /// * The contexts that are passed to this manager's methods all come from one platform, so that a pinned CPU number
+    ///   names at most one thread at a time.
+    pub unsafe fn new(config: &Config<'_>, env: E, memory: *mut u8, bytes: usize) -> Result<Self, ConfigError>
+    where
+        E::Lock: 'm,
+    {
+        // SAFETY: the caller's promise, passed on.
+        let Parts { arenas, nodes, cpus, frames } = unsafe { layout::build::<E::Lock>(config, memory, bytes) }?;
+        Ok(Frames {
+            arenas,
+            nodes,
+            cpus,
+            frames,
+            managed: AtomicU64::new(0),
+            careful: AtomicU64::new(0),
+            env,
+            memory: PhantomData,
+        })
+    }
+
+    /// Hands frames over: they become free. Frames that are never released are reserved. Frames outside every arena are
+    /// left out; returns how many were taken. One lock round per arena, O(18 + pages / 2^18) each.
+    ///
+    /// # Safety
+    ///
+    /// None of the frames has been released before.
+    pub unsafe fn release(&self, frames: Dirty) -> u64 {
+        self.release_as(frames.into_extent(), Content::Dirty)
+    }
+
+    /// The same for frames that are known to be zero.
+    ///
+    /// # Safety
+    ///
+    /// As [`release`](Frames::release).
+    pub unsafe fn release_zeroed(&self, frames: Zeroed) -> u64 {
+        self.release_as(frames.into_extent(), Content::Zero)
+    }
+
+    fn release_as(&self, extent: Extent, content: Content) -> u64 {
+        let mut sum = 0;
+        for arena in self.arenas {
+            let part = extent.intersection(arena.extent);
+            if !part.is_empty() {
+                self.with_node(arena.node, |lists| self.free_chunks(lists, arena, part, content));
+                sum += part.pages();
+            }
+        }
+        // Relaxed: a statistic.
+        self.managed.fetch_add(sum, Ordering::Relaxed);
+        sum
+    }
+
+    /// The surroundings.
+    pub fn env(&self) -> &E {
+        &self.env
+    }
+
+    /// The arena of a frame. O(log arenas), one comparison for the first.
+    #[inline]
+    pub(crate) fn arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
+        let first = self.arenas.first()?;
+        if first.extent.contains(pfn) {
+            return Some(first);
+        }
+        let after = self.arenas.partition_point(|arena| arena.extent.base() <= pfn);
+        self.arenas.get(after.checked_sub(1)?).filter(|arena| arena.extent.contains(pfn))
+    }
+
+    /// The arenas' parts of an extent, in ascending order.
+    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> {
+        let arenas = self.arenas;
+        let from = arenas.partition_point(|arena| arena.extent.end() <= extent.base());
+        let upto = arenas.iter().skip(from).take_while(move |arena| arena.extent.base() < extent.end());
+        upto.map(move |arena| (arena, extent.intersection(arena.extent))).filter(|(_, part)| !part.is_empty())
+    }
+
+    #[inline]
+    pub(crate) fn desc_in(&self, arena: &Arena<'m>, pfn: Pfn) -> DescRef<'m> {
+        let index = (pfn.number() - arena.extent.base().number()) as usize;
+        // SAFETY: `Env::descriptor` returns a valid pointer for every index of the array, and the frame is in the arena.
+        unsafe { DescRef::new(self.env.descriptor(arena.descriptors, index)) }
+    }
+
+    #[inline]
+    pub(crate) fn desc(&self, pfn: Pfn) -> Option<DescRef<'m>> {
+        Some(self.desc_in(self.arena(pfn)?, pfn))
+    }
+
+    /// The descriptor of a frame. Its words belong to the owner of the block that the frame heads (see
+    /// [`descriptor`](crate::descriptor)). `None` outside every arena.
+    pub fn descriptor(&self, pfn: Pfn) -> Option<DescRef<'m>> {
+        self.desc(pfn)
+    }
+
+    /// The node of a frame.
+    pub fn node_of(&self, pfn: Pfn) -> Option<NodeId> {
+        self.arena(pfn).map(|arena| NodeId(arena.node))
+    }
+
+    /// Head and order of the block that a frame belongs to. Right if the caller owns or has a reference to the block; a
+    /// guess otherwise, to be checked after taking one. Any context. Two to four cache lines.
+    pub fn head_of(&self, pfn: Pfn) -> Option<(Pfn, Order)> {
+        let (head, order) = self.arena(pfn)?.block_of(pfn);
+        Some((head, Order::new(order).ok()?))
+    }
+
+    /// Whether frees and allocations have to look at the frame.
+    #[inline]
+    pub(crate) fn is_careful(&self) -> bool {
+        // Relaxed: whoever isolates posts a request to every cache afterwards, whose serving acquires.
+        self.careful.load(Ordering::Relaxed) != 0
+    }
+}
+
+/// Links of chains of extents, in words 0 and 1 of the descriptor of each extent's first frame. For extents whose owner
+/// has put them on a chain; frames outside every arena have no storage and end the chain.
+impl<E: Env> ExtentLinks for Frames<'_, E> {
+    fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
+        if let Some(desc) = self.desc(frame) {
+            desc.store(0, pages);
+            desc.store(1, next.map_or(0, |next| next.number() + 1));
+        }
+    }
+
+    fn get(&self, frame: Pfn) -> (u64, Option<Pfn>) {
+        match self.desc(frame) {
+            None => (0, None),
+            Some(desc) => (desc.load(0), desc.load(1).checked_sub(1).map(Pfn::new)),
+        }
+    }
+}

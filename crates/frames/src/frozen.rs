@@ -1,0 +1,166 @@
+//! The handle on a frozen block: who has it owns the frames.
+
+use crate::blockmap::Mobility;
+use core::fmt;
+use core::num::NonZeroU64;
+use hugemm_base::{Dirty, Extent, Order, Pfn, Zeroed};
+
+/// One block of frames that belongs to whoever has this: not counted, not free, not shared. It cannot be copied, so it
+/// cannot be freed twice; whoever drops it loses the frames.
+///
+/// One word, so that it travels in a register and is what a CPU's cache holds: frame number from bit 8, bit 7 set, order
+/// from bit 2, movable in bit 1, known zero in bit 0.
+#[derive(PartialEq, Eq)]
+#[must_use = "dropping this loses the frames: free them"]
+#[repr(transparent)]
+pub struct Frozen(NonZeroU64);
+
+const ZERO: u64 = 1;
+const MOVABLE: u64 = 1 << 1;
+const ORDER_SHIFT: u32 = 2;
+const PRESENT: NonZeroU64 = NonZeroU64::MIN.saturating_add((1 << 7) - 1);
+const PFN_SHIFT: u32 = 8;
+
+impl Frozen {
+    #[inline]
+    pub(crate) const fn make(pfn: Pfn, order: Order, mobility: Mobility, zero: bool) -> Self {
+        let bits = pfn.number() << PFN_SHIFT
+            | (order.get() as u64) << ORDER_SHIFT
+            | (mobility.index() as u64) << 1
+            | zero as u64;
+        Frozen(combine(bits))
+    }
+
+    /// The word, for a cache; the handle is in there then.
+    #[inline]
+    pub(crate) const fn into_word(self) -> u64 {
+        self.0.get()
+    }
+
+    /// The handle that a cache held.
+    #[inline]
+    pub(crate) const fn from_word(word: u64) -> Self {
+        Frozen(combine(word))
+    }
+
+    /// The same block for another use. What is known of its content stays.
+    #[inline]
+    pub(crate) const fn with_mobility(self, mobility: Mobility) -> Self {
+        Frozen(combine(self.0.get() & !MOVABLE | (mobility.index() as u64) << 1))
+    }
+
+    /// The same block, no longer known to be zero.
+    #[inline]
+    pub(crate) const fn soiled(self) -> Self {
+        Frozen(combine(self.0.get() & !ZERO))
+    }
+
+    /// First frame.
+    #[inline]
+    pub const fn pfn(&self) -> Pfn {
+        Pfn::new(self.0.get() >> PFN_SHIFT)
+    }
+
+    /// The order as a number.
+    #[inline]
+    pub(crate) const fn log(&self) -> u32 {
+        (self.0.get() >> ORDER_SHIFT) as u32 & 31
+    }
+
+    /// Order.
+    pub const fn order(&self) -> Order {
+        match Order::new(self.log()) {
+            Ok(order) => order,
+            Err(_) => Order::ZERO,
+        }
+    }
+
+    /// Which frames.
+    pub const fn extent(&self) -> Extent {
+        Extent::block(self.pfn(), self.order())
+    }
+
+    /// Whether all bytes were known to be zero when the block was handed out.
+    #[inline]
+    pub const fn is_zero(&self) -> bool {
+        self.0.get() & ZERO != 0
+    }
+
+    /// What it was allocated for.
+    #[inline]
+    pub const fn mobility(&self) -> Mobility {
+        if self.0.get() & MOVABLE != 0 { Mobility::Movable } else { Mobility::Unmovable }
+    }
+
+    /// Gives up the handle for what is known of the content.
+    pub fn into_content(self) -> Result<Zeroed, Dirty> {
+        let extent = self.extent();
+        if self.is_zero() {
+            // SAFETY: the handle owned the frames, and the allocator knows them to be zero and published them.
+            Ok(unsafe { Zeroed::assume_owned(extent) })
+        } else {
+            // SAFETY: the handle owned the frames.
+            Err(unsafe { Dirty::assume_owned(extent) })
+        }
+    }
+
+    /// Gives up the handle for ownership of the extent, whatever is in it.
+    pub fn into_dirty(self) -> Dirty {
+        // SAFETY: the handle owned the frames.
+        unsafe { Dirty::assume_owned(self.extent()) }
+    }
+
+    /// Takes ownership of a block again, for instance one that was kept as a number.
+    ///
+    /// # Safety
+    ///
+    /// The caller owns the frames, which are not counted; `pfn` is the head and `order` the order of a block that this
+    /// manager handed out or [split](crate::Frames::split).
+    pub const unsafe fn assume_owned(pfn: Pfn, order: Order, mobility: Mobility) -> Self {
+        Frozen::make(pfn, order, mobility, false)
+    }
+}
+
+#[inline]
+const fn combine(bits: u64) -> NonZeroU64 {
+    // Bit 7 is always set, so this is never zero and costs nothing.
+    match NonZeroU64::new(bits | PRESENT.get()) {
+        Some(word) => word,
+        None => PRESENT,
+    }
+}
+
+impl fmt::Debug for Frozen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Frozen")
+            .field("extent", &self.extent())
+            .field("mobility", &self.mobility())
+            .field("zero", &self.is_zero())
+            .finish()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_word_holds_everything() {
+        for pfn in [0, 1, 0xdead_bee, Pfn::LIMIT.number() - 1] {
+            for order in 0..=18 {
+                for mobility in Mobility::ALL {
+                    for zero in [false, true] {
+                        let order = Order::new(order).expect("valid");
+                        let block = Frozen::from_word(Frozen::make(Pfn::new(pfn), order, mobility, zero).into_word());
+                        assert_eq!((block.pfn().number(), block.order()), (pfn, order));
+                        assert_eq!((block.mobility(), block.is_zero()), (mobility, zero));
+                        let block = block.with_mobility(mobility.other()).soiled();
+                        assert_eq!((block.mobility(), block.is_zero()), (mobility.other(), false));
+                        assert_eq!(block.pfn().number(), pfn);
+                    }
+                }
+            }
+        }
+        assert_eq!(size_of::<Option<Frozen>>(), 8);
+    }
+}

@@ -1,0 +1,199 @@
+//! What goes where in the memory that the caller supplies.
+
+use crate::arena::{Arena, ArenaSpec, BLOCK_ORDER, Block, REGION_ORDER, Region, touched};
+use crate::buddy::Node;
+use crate::descriptor::Descriptor;
+use crate::pcp::PerCpu;
+use core::alloc::Layout;
+use core::fmt;
+use core::marker::PhantomData;
+use hugemm_base::Pfn;
+use hugemm_base::lock::RawLock;
+use hugemm_base::sync::AtomicU64;
+
+/// What a manager is made for.
+#[derive(Clone, Copy, Debug)]
+pub struct Config<'a> {
+    /// The arenas, in ascending order of their first frames, not overlapping.
+    pub arenas: &'a [ArenaSpec],
+    /// How many CPUs have caches. A CPU with a higher number can still allocate; it goes to the nodes every time.
+    pub cpus: u32,
+    /// The node of each CPU, by number. CPUs beyond the end are on the first arena's node.
+    pub cpu_nodes: &'a [hugemm_base::NodeId],
+}
+
+/// Why a manager cannot be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConfigError {
+    /// There is no arena, or one is empty.
+    Empty,
+    /// The arena that begins at this frame overlaps the one before it, or they are out of order.
+    Overlap(Pfn),
+    /// The memory is too small or misaligned; this is what is needed.
+    Memory {
+        /// Bytes.
+        bytes: usize,
+        /// Alignment in bytes.
+        align: usize,
+    },
+    /// The sizes do not fit in the address space.
+    TooLarge,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ConfigError::Empty => f.write_str("there is no arena, or one is empty; give at least one frame"),
+            ConfigError::Overlap(pfn) => {
+                write!(f, "the arena at frame {pfn} overlaps the one before it; sort and separate them")
+            }
+            ConfigError::Memory { bytes, align } => {
+                write!(f, "the manager needs {bytes} bytes aligned to {align} for its metadata")
+            }
+            ConfigError::TooLarge => f.write_str("the metadata would not fit in the address space"),
+        }
+    }
+}
+
+impl core::error::Error for ConfigError {}
+
+/// Places one array after another; with no memory it only adds up.
+struct Carver<'m> {
+    base: *mut u8,
+    used: usize,
+    memory: PhantomData<&'m mut u8>,
+}
+
+impl<'m> Carver<'m> {
+    fn place<T>(&mut self, count: u64) -> Result<usize, ConfigError> {
+        let count = usize::try_from(count).map_err(|_| ConfigError::TooLarge)?;
+        let layout = Layout::array::<T>(count).map_err(|_| ConfigError::TooLarge)?;
+        let at = self.used.checked_next_multiple_of(layout.align()).ok_or(ConfigError::TooLarge)?;
+        self.used = at.checked_add(layout.size()).ok_or(ConfigError::TooLarge)?;
+        Ok(at)
+    }
+
+    /// Places and fills an array.
+    ///
+    /// # Safety
+    ///
+    /// `base` points to memory that is large enough for everything placed, writable and the manager's alone for `'m`.
+    unsafe fn fill<T>(&mut self, count: u64, mut make: impl FnMut(usize) -> T) -> Result<&'m [T], ConfigError> {
+        let at = self.place::<T>(count)?;
+        // SAFETY: in bounds by the contract, aligned by `place`; every element is written before the slice is made, and
+        // nothing else overlaps it.
+        unsafe {
+            let first = self.base.add(at).cast::<T>();
+            for index in 0..count as usize {
+                first.add(index).write(make(index));
+            }
+            Ok(core::slice::from_raw_parts(first, count as usize))
+        }
+    }
+}
+
+/// How many nodes, from the highest number used.
+pub(crate) fn nodes(config: &Config<'_>) -> u64 {
+    config.arenas.iter().map(|a| u64::from(a.node.0) + 1).max().unwrap_or(0)
+}
+
+fn frames(config: &Config<'_>) -> u64 {
+    config.arenas.iter().map(|arena| arena.extent.pages()).sum()
+}
+
+fn check(config: &Config<'_>) -> Result<(), ConfigError> {
+    if config.arenas.is_empty() || config.arenas.iter().any(|arena| arena.extent.is_empty()) {
+        return Err(ConfigError::Empty);
+    }
+    for pair in config.arenas.windows(2) {
+        if let [a, b] = pair
+            && b.extent.base().number() < a.extent.end().number()
+        {
+            return Err(ConfigError::Overlap(b.extent.base()));
+        }
+    }
+    Ok(())
+}
+
+/// Size and alignment of the memory that a manager needs: O(arenas).
+pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, ConfigError> {
+    check(config)?;
+    let mut carver = Carver { base: core::ptr::null_mut(), used: 0, memory: PhantomData };
+    carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
+    carver.place::<Node<L>>(nodes(config))?;
+    carver.place::<PerCpu<'_>>(config.cpus.into())?;
+    let entries: u64 = PerCpu::capacities(frames(config), config.cpus).iter().sum();
+    carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(ConfigError::TooLarge)?)?;
+    for arena in config.arenas {
+        carver.place::<Region>(touched(arena.extent, REGION_ORDER))?;
+        carver.place::<Block>(touched(arena.extent, BLOCK_ORDER))?;
+        if arena.descriptors.is_none() {
+            carver.place::<Descriptor>(arena.extent.pages())?;
+        }
+    }
+    Layout::from_size_align(carver.used, 4096).map_err(|_| ConfigError::TooLarge)
+}
+
+/// Everything placed.
+pub(crate) struct Parts<'m, L> {
+    pub(crate) arenas: &'m [Arena<'m>],
+    pub(crate) nodes: &'m [Node<L>],
+    pub(crate) cpus: &'m [PerCpu<'m>],
+    pub(crate) frames: u64,
+}
+
+/// Fills the caller's memory.
+///
+/// # Safety
+///
+/// As [`Frames::new`](crate::Frames::new).
+pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
+    config: &Config<'_>,
+    memory: *mut u8,
+    bytes: usize,
+) -> Result<Parts<'m, L>, ConfigError> {
+    let need = required::<L>(config)?;
+    if bytes < need.size() || !memory.addr().is_multiple_of(need.align()) || memory.is_null() {
+        return Err(ConfigError::Memory { bytes: need.size(), align: need.align() });
+    }
+    let total = frames(config);
+    let mut carver = Carver { base: memory, used: 0, memory: PhantomData };
+    // The arenas' table comes first and is filled last: it refers to the rest.
+    let table = carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
+    // SAFETY: the memory is at least as large as `required` says, which placed the same arrays in the same order, and
+    // the caller gave it away.
+    unsafe {
+        let nodes = carver.fill(nodes(config), |_| Node::<L>::new())?;
+        let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;
+        let capacities = PerCpu::capacities(total, config.cpus);
+        let per_cpu: u64 = capacities.iter().sum();
+        let entries = carver.fill(per_cpu * u64::from(config.cpus), |_| AtomicU64::new(0))?;
+        let cpus = carver.base.add(cpus_at).cast::<PerCpu<'m>>();
+        for cpu in 0..config.cpus as usize {
+            let default = config.arenas[0].node;
+            let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
+            let node = if u64::from(node.0) < nodes.len() as u64 { node } else { default };
+            let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
+            cpus.add(cpu).write(PerCpu::new(node, &capacities, own));
+        }
+        let arenas = carver.base.add(table).cast::<Arena<'m>>();
+        for (index, spec) in config.arenas.iter().enumerate() {
+            let regions = carver.fill(touched(spec.extent, REGION_ORDER), |_| Region::new())?;
+            let blocks = carver.fill(touched(spec.extent, BLOCK_ORDER), |_| Block::new())?;
+            let descriptors = match spec.descriptors {
+                Some(given) => given.as_ptr(),
+                None => {
+                    let at = carver.place::<Descriptor>(spec.extent.pages())?;
+                    carver.base.add(at).cast()
+                }
+            };
+            arenas.add(index).write(Arena { extent: spec.extent, node: spec.node.0, descriptors, blocks, regions });
+        }
+        Ok(Parts {
+            arenas: core::slice::from_raw_parts(arenas, config.arenas.len()),
+            nodes,
+            cpus: core::slice::from_raw_parts(cpus, config.cpus as usize),
+            frames: total,
+        })
+    }
+}

@@ -1,0 +1,72 @@
+//! An extent allocator for page frames whose range free costs what the hardware must pay.
+//!
+//! [`Frames`] manages any number of arenas of 4 KiB page frames on any number of NUMA nodes: blocks of order 0 (4 KiB)
+//! to 18 (1 GiB), frozen (owned by one handle) or counted (shared); ranges and parts of blocks; particular frames;
+//! known-zero memory. It needs no heap and keeps no global state: the caller supplies memory for the metadata, of a size
+//! that [`Frames::required_bytes`] states up front, and several managers can live side by side. Nothing panics on bad
+//! input or exhaustion.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | `frames.rs` | what a manager is; handing memory over |
+//! | `frozen.rs` | the handle on a block |
+//! | `layout.rs` | what goes where in the caller's memory |
+//! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
+//! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
+//! | `blockmap.rs` | which frames are heads, and of which order |
+//! | [`refs`] | references: packed, outside the descriptors, lock-free |
+//! | `freelist.rs`, `buddy.rs` | free memory of a node, under its lock |
+//! | [`pcp`] | per-CPU caches |
+//! | `alloc.rs` | allocating and freeing blocks |
+//! | `nowait.rs` | the same without ever waiting |
+//! | `counted.rs` | counted pages and folios, splitting |
+//! | `range.rs` | freeing ranges, parts and arrays |
+//! | `claim.rs` | particular frames; isolation and migration |
+//! | `refuse.rs` | poisoned frames |
+//! | `zero.rs` | known-zero memory, zeroed requests, clearing policies |
+//! | `slab.rs` | small objects of one size |
+//! | `stats.rs` | numbers |
+//!
+//! # Who owns a frame
+//!
+//! A frame is at any moment in exactly one place: reserved (never released), free in a node, free in one CPU's cache,
+//! queued for a node, taken out for good, or in use; and in use it is *frozen*, held by one [`Frozen`], `Dirty` or
+//! `Zeroed` value that cannot be copied, or *counted*, held by everyone with a reference. Whoever takes the last
+//! reference of a counted frame owns it and frees it; nobody else can, because only one put can be the last.
+#![cfg_attr(not(any(test, loom)), no_std)]
+
+mod alloc;
+mod arena;
+mod blockmap;
+mod buddy;
+mod claim;
+mod counted;
+pub mod descriptor;
+mod frames;
+mod freelist;
+mod frozen;
+mod layout;
+mod nowait;
+pub mod pcp;
+mod range;
+pub mod refs;
+mod refuse;
+mod slab;
+mod stats;
+mod zero;
+
+pub use alloc::{AllocError, FAULT_ALLOC, From, Request};
+pub use arena::ArenaSpec;
+pub use blockmap::Mobility;
+pub use claim::{ClaimError, FAULT_CLAIM, Migrate, NoMigration};
+pub use counted::FrozenRun;
+pub use descriptor::{DescRef, Descriptor};
+pub use frames::{Env, Frames, Plain};
+pub use frozen::Frozen;
+pub use layout::{Config, ConfigError};
+pub use range::RangeReport;
+pub use refs::{Put, RefError, WideCounts};
+pub use refuse::Poisoned;
+pub use slab::{Slab, SlabStats};
+pub use stats::{NodeStats, ORDERS};
+pub use zero::{Clearing, ZeroPolicy, Zeroer};

@@ -1,0 +1,94 @@
+//! Allocating and freeing without ever waiting: for non-maskable interrupts, and for code that may hold any lock.
+//!
+//! Such code may have interrupted this CPU's cache half way through a change, so it leaves the caches alone. It takes the
+//! node's lock only if nobody has it. Otherwise an allocation fails, and a free is queued: on a stack per node, pushed
+//! with one compare-and-swap and taken as a whole by whoever takes the lock next, so that it has no ABA problem.
+//! Checklist C9.
+
+use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
+use crate::arena::Arena;
+use crate::buddy::{Content, Node};
+use crate::frames::{Env, Frames};
+use crate::freelist::FreeLists;
+use crate::frozen::Frozen;
+use hugemm_base::sync::{AtomicWord, Ordering};
+use hugemm_base::{Extent, Order, Pfn};
+
+/// Descriptor words of a queued block's head.
+const NEXT: usize = 0;
+const ORDER: usize = 1;
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Allocates one block without waiting: [`AllocError::WouldWait`] if every lock that would do is taken. A request for
+    /// the local node is one for any. Any context.
+    pub fn alloc_nowait(&self, request: Request) -> Result<Frozen, AllocError> {
+        if self.env.fault(FAULT_ALLOC) {
+            return Err(AllocError::OutOfMemory);
+        }
+        let (first, fallback) = match request.from {
+            From::Local => (0, true),
+            From::Prefer(node) => (node.0, true),
+            From::Only(node) => (node.0, false),
+        };
+        let nodes = self.nodes.len() as u32;
+        if first >= nodes {
+            return Err(AllocError::NoSuchNode);
+        }
+        let mut error = AllocError::OutOfMemory;
+        for step in 0..if fallback { nodes } else { 1 } {
+            let take = |lists: &mut FreeLists| self.take_block(lists, request.order.get(), request.mobility, false);
+            match self.try_with_node((first + step) % nodes, take) {
+                None => error = AllocError::WouldWait,
+                Some(None) => {}
+                Some(Some(taken)) => {
+                    let Request { order, mobility, .. } = request;
+                    return Ok(Frozen::make(taken.pfn, order, mobility, taken.zero));
+                }
+            }
+        }
+        Err(error)
+    }
+
+    /// Frees one block without waiting. Any context. Lock-free: at worst one compare-and-swap loop.
+    pub fn free_nowait(&self, block: Frozen) {
+        let (pfn, order) = (block.pfn(), block.order());
+        let Some(arena) = self.arena(pfn) else { return };
+        let freed = self.try_with_node(arena.node, |lists| self.free_owned(lists, arena, pfn, order));
+        let Some(node) = self.nodes.get(arena.node as usize).filter(|_| freed.is_none()) else { return };
+        let desc = self.desc_in(arena, pfn);
+        desc.store(ORDER, order.get().into());
+        // Relaxed: a statistic; added first, so that it is never negative.
+        node.deferred_pages.fetch_add(order.pages(), Ordering::Relaxed);
+        // Release pairs with the Acquire of the swap in `free_deferred`: the links are there before the block is.
+        let _ = node.deferred.transition(Ordering::Release, Ordering::Relaxed, |head| {
+            desc.store(NEXT, head);
+            Some(pfn.number() + 1)
+        });
+    }
+
+    /// Under the lock: frees what was queued.
+    pub(crate) fn free_deferred(&self, node: &Node<E::Lock>, lists: &mut FreeLists) {
+        // Relaxed: what is queued after this look is freed in the next round.
+        if node.deferred.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        // Acquire pairs with the Release of the push.
+        let mut link = node.deferred.swap(0, Ordering::Acquire);
+        while let Some(pfn) = link.checked_sub(1).map(Pfn::new) {
+            let Some(arena) = self.arena(pfn) else { return };
+            let desc = self.desc_in(arena, pfn);
+            link = desc.load(NEXT);
+            let Ok(order) = Order::new(desc.load(ORDER) as u32) else { continue };
+            node.deferred_pages.fetch_sub(order.pages(), Ordering::Relaxed);
+            self.free_owned(lists, arena, pfn, order);
+        }
+    }
+
+    fn free_owned(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: Order) {
+        if self.is_careful() {
+            self.free_careful_locked(lists, arena, Extent::block(pfn, order), Content::Dirty);
+        } else {
+            self.free_block(lists, arena, pfn, order.get(), Content::Dirty);
+        }
+    }
+}

@@ -1,0 +1,557 @@
+//! References: packed, outside the descriptor array, get and put through the same word.
+//!
+//! # Representation
+//!
+//! Two bits per frame, 32 frames to a 64-bit word, and a *side count* of four bits, 16 frames to a word:
+//!
+//! | HELD | SIDE | meaning | references |
+//! |---|---|---|---|
+//! | 0 | 0 | frozen: free, in a cache, a tail, or held by one owner who needs no count | none |
+//! | 1 | 0 | referenced exactly once | 1 |
+//! | 1 | 1 | referenced, and the side count is in use | 1 + side |
+//! | 0 | 1 | a put is deciding whether it was the last | 1 + side |
+//!
+//! That is 0.75 bytes per frame. A side count that outgrows its four bits moves to a *wide* array of 512 counters for
+//! the frame's 2 MiB block, which the caller donates when asked to ([`RefError::Saturated`]); it stays there for good.
+//! Nothing here is ever in read-only memory, so a speculative getter that comes too late for a page whose descriptor
+//! has become a shared tail still writes only to memory that is always writable.
+//!
+//! # Protocol
+//!
+//! * Dropping a frame that is HELD without SIDE takes one compare-and-swap, and one drops up to 32 such frames: 512
+//!   frames are 16 atomic operations. HELD goes first and alone, so the winner knows that it was the last.
+//! * SIDE is set by the first extra get and stays until the frame is frozen. A get then adds to the side count; a
+//!   *speculative* one afterwards looks at the bits again, and backs out unless both are still set.
+//! * A put under SIDE takes from the side count; if that is empty it swaps HELD+SIDE for SIDE alone, and looks at the
+//!   side count again. Still empty: frozen, this was the last. Otherwise a getter came: HELD is put back and the put
+//!   starts over.
+//! * The getter adds, then reads the bits; the putter changes the bits, then reads the count: each sees the other or
+//!   both do (store-load order on both sides, hence `SeqCst` on exactly these four accesses).
+//! * Backing out is a put like any other, because in the meantime another put may have consumed what the getter added.
+//!   So a failed speculative get can turn out to be the last put, and says so ([`TryGet::Last`]).
+//!
+//! At every step *references held + gets backing out = HELD-or-deciding + side*, from which all of this follows: no
+//! count goes below zero, and exactly one put is the last. loom runs these functions (`tests/loom.rs`).
+//!
+//! No step waits for another CPU, so all of this may run in an interrupt, also one that interrupts a put half way.
+//!
+//! Source of the rules: checklist C3, design §4.6 and invariant 3.
+
+use core::fmt;
+use hugemm_base::sync::{AtomicPtr, AtomicU64, AtomicWord, Ordering, fence, spin_loop};
+
+/// Frames whose state shares a word.
+pub const LANES: usize = 32;
+
+/// Side counts that share a word.
+const SIDE_LANES: usize = 16;
+
+/// Largest count that stays in the four bits.
+const SIDE_MAX: u64 = 14;
+
+/// Four bits that say: look in the wide array.
+const SIDE_WIDE: u64 = 15;
+
+const HELD: u64 = 1;
+const SIDE: u64 = 2;
+
+/// The HELD bit of every lane.
+const ALL_HELD: u64 = 0x5555_5555_5555_5555;
+
+/// Why a reference could not be taken or dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefError {
+    /// The frame is outside every arena.
+    NotManaged,
+    /// The frame has no references: it is free, frozen or a tail.
+    NotCounted,
+    /// The frame's count needs more than four bits and its 2 MiB block has no wide counters yet: donate 4 KiB with
+    /// [`Frames::widen`](crate::Frames::widen) and try again. Nothing has changed.
+    Saturated,
+}
+
+impl fmt::Display for RefError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            RefError::NotManaged => "the frame is in no arena of this manager",
+            RefError::NotCounted => "the frame is not reference counted: it is free, frozen or a tail",
+            RefError::Saturated => "the frame's block needs wide counters; donate 4 KiB with widen() and try again",
+        })
+    }
+}
+
+impl core::error::Error for RefError {}
+
+/// What a put found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "the last put owns the frame and must free it"]
+pub enum Put {
+    /// Others still hold references.
+    Kept,
+    /// That was the last one: the frame is frozen and the caller's.
+    Last,
+}
+
+/// What a speculative get found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "a get must be put, and `Last` must be freed"]
+pub enum TryGet {
+    /// A reference; check now that the frame is still what was wanted.
+    Got,
+    /// The frame had none, or lost its last meanwhile.
+    Dead,
+    /// As `Dead`, but backing out was the last put: the frame is frozen and the caller's to free.
+    Last,
+}
+
+/// 512 counters of 64 bits, for one 2 MiB block.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct WideCounts {
+    counts: [AtomicU64; 512],
+}
+
+impl WideCounts {
+    /// All zero.
+    pub fn new() -> Self {
+        WideCounts { counts: core::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+}
+
+impl Default for WideCounts {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The side count of one frame.
+pub trait SideCount {
+    /// Adds one.
+    fn add(&self) -> Result<(), RefError>;
+    /// Takes one away if there is one.
+    fn take(&self) -> bool;
+    /// Whether there is none.
+    fn is_zero(&self) -> bool;
+}
+
+/// The side count of one frame in its packed form. `W` is the word, so that loom can run this.
+#[derive(Debug)]
+pub struct PackedSide<'a, W, F> {
+    /// The word with this frame's four bits.
+    pub word: &'a W,
+    /// Where in the word they begin.
+    pub shift: u32,
+    /// Finds the wide counter, if the block has any by now. Asked after the word has been read, because it may appear
+    /// at any moment.
+    pub wide: F,
+}
+
+impl<'a, W: AtomicWord, F: Fn() -> Option<&'a W>> PackedSide<'a, W, F> {
+    fn with(&self, word: u64, count: u64) -> u64 {
+        word & !(15 << self.shift) | count << self.shift
+    }
+
+    fn packed(&self, word: u64) -> u64 {
+        word >> self.shift & 15
+    }
+}
+
+impl<'a, W: AtomicWord, F: Fn() -> Option<&'a W>> SideCount for PackedSide<'a, W, F> {
+    fn add(&self) -> Result<(), RefError> {
+        loop {
+            // SeqCst on what changes the count: the getter's half of the store-load order in `try_get`.
+            // Acquire on what does not: whoever sees that the count has moved sees where to.
+            let step = self.word.transition(Ordering::SeqCst, Ordering::Acquire, |word| {
+                let count = self.packed(word);
+                (count < SIDE_MAX).then(|| self.with(word, count + 1))
+            });
+            let Err(seen) = step else { return Ok(()) };
+            let wide = (self.wide)().ok_or(RefError::Saturated)?;
+            if self.packed(seen) == SIDE_WIDE {
+                wide.fetch_add(1, Ordering::SeqCst);
+                return Ok(());
+            }
+            // Move to the wide counter: everything is there before the four bits send anybody there. Too large a count
+            // for a moment is harmless: it delays a last put to the one that makes it right.
+            wide.fetch_add(SIDE_MAX + 1, Ordering::SeqCst);
+            let moved = self.word.transition(Ordering::SeqCst, Ordering::Relaxed, |word| {
+                (self.packed(word) == SIDE_MAX).then(|| self.with(word, SIDE_WIDE))
+            });
+            match moved {
+                Ok(_) => return Ok(()),
+                Err(seen) if self.packed(seen) == SIDE_WIDE => {
+                    // Somebody else moved it: only the one reference is ours to add.
+                    wide.fetch_add(SIDE_MAX.wrapping_neg(), Ordering::SeqCst);
+                    return Ok(());
+                }
+                Err(_) => {
+                    wide.fetch_add((SIDE_MAX + 1).wrapping_neg(), Ordering::SeqCst);
+                }
+            }
+        }
+    }
+
+    fn take(&self) -> bool {
+        // AcqRel: whoever takes the last of the count sees what the others did before they put.
+        let step = self.word.transition(Ordering::AcqRel, Ordering::Acquire, |word| {
+            let count = self.packed(word);
+            (count > 0 && count != SIDE_WIDE).then(|| self.with(word, count.wrapping_sub(1)))
+        });
+        match step {
+            Ok(_) => true,
+            Err(seen) if self.packed(seen) == SIDE_WIDE => (self.wide)().is_some_and(|wide| {
+                wide.transition(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1)).is_ok()
+            }),
+            Err(_) => false,
+        }
+    }
+
+    fn is_zero(&self) -> bool {
+        // SeqCst: the putter's half of the store-load order in `put`.
+        match self.packed(self.word.load(Ordering::SeqCst)) {
+            0 => true,
+            SIDE_WIDE => (self.wide)().is_none_or(|wide| wide.load(Ordering::SeqCst) == 0),
+            _ => false,
+        }
+    }
+}
+
+/// The two bits of lane `lane`.
+#[inline]
+const fn bits(word: u64, lane: u32) -> u64 {
+    word >> (lane * 2) & 3
+}
+
+#[inline]
+const fn with_bits(word: u64, lane: u32, bits: u64) -> u64 {
+    word & !(3 << (lane * 2)) | bits << (lane * 2)
+}
+
+/// Marks a reference the caller holds already as one of several, so that the side count is looked at. Returns whether
+/// the frame is referenced at all.
+fn open_side<W: AtomicWord>(word: &W, lane: u32) -> bool {
+    let step = word.transition(Ordering::SeqCst, Ordering::SeqCst, |w| {
+        (bits(w, lane) == HELD).then(|| with_bits(w, lane, HELD | SIDE))
+    });
+    match step {
+        Ok(_) => true,
+        Err(seen) => bits(seen, lane) != 0,
+    }
+}
+
+/// Takes another reference to a frame to which the caller holds one. Two atomics the first time, one afterwards.
+pub fn get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<(), RefError> {
+    // The caller's reference keeps the frame alive: a put that is deciding will find the side count not empty.
+    if open_side(word, lane) { side.add() } else { Err(RefError::NotCounted) }
+}
+
+/// Takes a reference to a frame that may lose its last at any moment.
+pub fn try_get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<TryGet, RefError> {
+    let step = word.transition(Ordering::SeqCst, Ordering::SeqCst, |w| {
+        (bits(w, lane) == HELD).then(|| with_bits(w, lane, HELD | SIDE))
+    });
+    if let Err(seen) = step
+        && bits(seen, lane) != HELD | SIDE
+    {
+        return Ok(TryGet::Dead);
+    }
+    side.add()?;
+    // SeqCst: after the add, before the decision; pairs with the swap and the look at the count in `put`.
+    fence(Ordering::SeqCst);
+    if bits(word.load(Ordering::SeqCst), lane) == HELD | SIDE {
+        return Ok(TryGet::Got);
+    }
+    loop {
+        if side.take() {
+            return Ok(TryGet::Dead);
+        }
+        // Another put consumed what was added here; so this frame lives, and backing out is putting.
+        match put(word, lane, side) {
+            Ok(Put::Kept) => return Ok(TryGet::Dead),
+            Ok(Put::Last) => return Ok(TryGet::Last),
+            Err(_) => spin_loop(),
+        }
+    }
+}
+
+/// Drops one reference. One atomic for a frame that is referenced exactly once.
+#[inline]
+pub fn put<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
+    // Relaxed: only a guess for the swap.
+    let seen = word.load(Ordering::Relaxed);
+    // Release: what the holder did to the frame comes before its end. Acquire: the last sees what all others did.
+    if bits(seen, lane) == HELD
+        && word.compare_exchange_weak(seen, with_bits(seen, lane, 0), Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    {
+        return Ok(Put::Last);
+    }
+    put_shared(word, lane, side)
+}
+
+/// `put` for a frame that is shared, or whose word others change.
+#[cold]
+#[inline(never)]
+fn put_shared<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
+    loop {
+        // Orderings as in `put`.
+        let step = word.transition(Ordering::AcqRel, Ordering::Acquire, |w| {
+            (bits(w, lane) == HELD).then(|| with_bits(w, lane, 0))
+        });
+        let Err(seen) = step else { return Ok(Put::Last) };
+        match bits(seen, lane) {
+            0 => return Err(RefError::NotCounted),
+            _ if side.take() => return Ok(Put::Kept),
+            bits if bits == HELD | SIDE => {}
+            _ => {
+                // Another put is deciding and this one saw the count before it changed: look again.
+                spin_loop();
+                continue;
+            }
+        }
+        let deciding = word.transition(Ordering::SeqCst, Ordering::SeqCst, |w| {
+            (bits(w, lane) == HELD | SIDE).then(|| with_bits(w, lane, SIDE))
+        });
+        if deciding.is_err() {
+            continue;
+        }
+        // SeqCst: after the swap, before the look at the count; pairs with the add and the second look in `try_get`.
+        fence(Ordering::SeqCst);
+        let last = side.is_zero();
+        let outcome = if last { 0 } else { HELD | SIDE };
+        // Nobody but the one who is deciding changes these two bits, so this ends after at most as many tries as other
+        // lanes change.
+        let _ = word.transition(Ordering::AcqRel, Ordering::Acquire, |w| Some(with_bits(w, lane, outcome)));
+        if last {
+            return Ok(Put::Last);
+        }
+    }
+}
+
+/// Makes an owner's frozen frame a counted one with one reference. One atomic.
+pub fn hold<W: AtomicWord>(word: &W, lane: u32) -> Result<(), RefError> {
+    // Release: the frame's initialisation comes before anybody's get, which acquires through the same word.
+    let step = word
+        .transition(Ordering::Release, Ordering::Relaxed, |w| (bits(w, lane) == 0).then(|| with_bits(w, lane, HELD)));
+    step.map(drop).map_err(|_| RefError::NotCounted)
+}
+
+/// Freezes a frame that is referenced exactly once, by the caller. False if others hold references. One atomic.
+pub fn freeze<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> bool {
+    loop {
+        let step = word.transition(Ordering::AcqRel, Ordering::Acquire, |w| {
+            (bits(w, lane) == HELD).then(|| with_bits(w, lane, 0))
+        });
+        let Err(seen) = step else { return true };
+        if bits(seen, lane) != HELD | SIDE || !side.is_zero() {
+            return false;
+        }
+        // Once shared and no longer: the same decision as in `put`.
+        let deciding = word.transition(Ordering::SeqCst, Ordering::SeqCst, |w| {
+            (bits(w, lane) == HELD | SIDE).then(|| with_bits(w, lane, SIDE))
+        });
+        if deciding.is_err() {
+            continue;
+        }
+        fence(Ordering::SeqCst);
+        let alone = side.is_zero();
+        let outcome = if alone { 0 } else { HELD | SIDE };
+        let _ = word.transition(Ordering::AcqRel, Ordering::Acquire, |w| Some(with_bits(w, lane, outcome)));
+        return alone;
+    }
+}
+
+/// What a drop of many lanes of one word did. Bit `n` of each is lane `n`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// Were referenced exactly once; frozen now and the caller's.
+    pub last: u32,
+    /// Have the side count in use: [`put`] has to be called for each.
+    pub shared: u32,
+    /// Had no reference. Unchanged.
+    pub dead: u32,
+}
+
+/// Every second bit of a word, packed.
+#[inline]
+const fn even_bits(mut x: u64) -> u32 {
+    x &= ALL_HELD;
+    x = (x | x >> 1) & 0x3333_3333_3333_3333;
+    x = (x | x >> 2) & 0x0f0f_0f0f_0f0f_0f0f;
+    x = (x | x >> 4) & 0x00ff_00ff_00ff_00ff;
+    x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
+    (x | x >> 16) as u32
+}
+
+/// The reverse: bit `n` to bit `2n`.
+#[inline]
+const fn spread(lanes: u32) -> u64 {
+    let mut x = lanes as u64;
+    x = (x | x << 16) & 0x0000_ffff_0000_ffff;
+    x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
+    x = (x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f;
+    x = (x | x << 2) & 0x3333_3333_3333_3333;
+    (x | x << 1) & ALL_HELD
+}
+
+/// Drops one reference of every lane in `lanes` that is referenced exactly once. One atomic however many.
+#[inline]
+pub fn put_lanes<W: AtomicWord>(word: &W, lanes: u32) -> Dropped {
+    if lanes == u32::MAX {
+        // The common case: 32 frames, each referenced once. Orderings as in `put`.
+        if word.compare_exchange_weak(ALL_HELD, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            return Dropped { last: u32::MAX, shared: 0, dead: 0 };
+        }
+    }
+    let wanted = spread(lanes);
+    let mut last = 0;
+    let seen = match word.transition(Ordering::AcqRel, Ordering::Acquire, |w| {
+        last = w & !(w >> 1) & wanted;
+        (last != 0).then_some(w & !last)
+    }) {
+        Ok(seen) | Err(seen) => seen,
+    };
+    Dropped {
+        last: even_bits(last),
+        shared: even_bits(seen >> 1 & wanted),
+        dead: even_bits(!(seen | seen >> 1) & wanted),
+    }
+}
+
+/// Gives every lane in `lanes`, all frozen and the caller's, one reference. One atomic.
+pub fn hold_lanes<W: AtomicWord>(word: &W, lanes: u32) {
+    let wanted = spread(lanes);
+    // Release: as in `hold`.
+    let _ = word.transition(Ordering::Release, Ordering::Relaxed, |w| Some(w | wanted));
+}
+
+/// The references of one 2 MiB block: 384 bytes and a pointer.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub(crate) struct BlockRefs {
+    state: [AtomicU64; 512 / LANES],
+    side: [AtomicU64; 512 / SIDE_LANES],
+}
+
+impl BlockRefs {
+    pub(crate) fn new() -> Self {
+        BlockRefs {
+            state: core::array::from_fn(|_| AtomicU64::new(0)),
+            side: core::array::from_fn(|_| AtomicU64::new(0)),
+        }
+    }
+
+    /// The state word of frame `index` of the block, and its lane.
+    #[inline]
+    pub(crate) fn word(&self, index: usize) -> (&AtomicU64, u32) {
+        let index = index & 511;
+        (&self.state[index / LANES], (index % LANES) as u32)
+    }
+
+    #[inline]
+    pub(crate) fn side<'a>(
+        &'a self,
+        index: usize,
+        wide: &'a AtomicPtr<WideCounts>,
+    ) -> PackedSide<'a, AtomicU64, impl Fn() -> Option<&'a AtomicU64>> {
+        let index = index & 511;
+        let wide = move || {
+            // Acquire pairs with the Release in `install_wide`: the counters are zero before the pointer is seen.
+            let wide = wide.load(Ordering::Acquire);
+            // SAFETY: the pointer is null or was installed by `install_wide`, whose caller gave the counters away for
+            // as long as the manager lives.
+            unsafe { wide.as_ref() }.map(|wide| &wide.counts[index])
+        };
+        PackedSide { word: &self.side[index / SIDE_LANES], shift: (index % SIDE_LANES) as u32 * 4, wide }
+    }
+
+    /// References now held on frame `index`. A guess unless the caller holds one.
+    pub(crate) fn count(&self, index: usize, wide: &AtomicPtr<WideCounts>) -> u64 {
+        let (word, lane) = self.word(index);
+        let side = self.side(index, wide);
+        match bits(word.load(Ordering::Relaxed), lane) {
+            0 => 0,
+            HELD => 1,
+            _ => match side.packed(side.word.load(Ordering::Relaxed)) {
+                SIDE_WIDE => 1 + (side.wide)().map_or(0, |w| w.load(Ordering::Relaxed)),
+                packed => 1 + packed,
+            },
+        }
+    }
+}
+
+/// Installs wide counters for a block. False if it has some already.
+pub(crate) fn install_wide(slot: &AtomicPtr<WideCounts>, counts: *mut WideCounts) -> bool {
+    // Release pairs with the Acquire in `BlockRefs::side`.
+    slot.compare_exchange(core::ptr::null_mut(), counts, Ordering::Release, Ordering::Relaxed).is_ok()
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn lanes_pack_and_spread() {
+        for lanes in [0, 1, 0x8000_0000, 0xdead_beef, u32::MAX] {
+            assert_eq!(even_bits(spread(lanes)), lanes);
+        }
+    }
+
+    #[test]
+    fn sixteen_atomics_drop_a_block() {
+        let refs = BlockRefs::new();
+        for index in (0..512).step_by(LANES) {
+            hold_lanes(refs.word(index).0, u32::MAX);
+            assert_eq!(put_lanes(refs.word(index).0, u32::MAX), Dropped { last: u32::MAX, shared: 0, dead: 0 });
+        }
+        assert_eq!(refs.state.len(), 16);
+        assert_eq!(size_of::<BlockRefs>(), 384);
+    }
+
+    proptest! {
+        /// Against plain counters: any sequence of gets and puts on neighbouring lanes, far past the four bits.
+        #[test]
+        fn counts_like_counters(ops in proptest::collection::vec((0_usize..4, 0_u8..8), 0..400), wide in any::<bool>()) {
+            let refs = BlockRefs::new();
+            let mut memory = WideCounts::new();
+            let slot = AtomicPtr::new(if wide { &raw mut memory } else { core::ptr::null_mut() });
+            let mut model = [0_u64; 4];
+            for (frame, op) in ops {
+                let index = 30 + frame; // across a word border
+                let (word, lane) = refs.word(index);
+                let side = refs.side(index, &slot);
+                let count = model[frame];
+                let full = !wide && count == 1 + SIDE_MAX;
+                match op {
+                    0 => {
+                        prop_assert_eq!(hold(word, lane).is_ok(), count == 0);
+                        model[frame] = count.max(1);
+                    }
+                    1 => {
+                        prop_assert_eq!(freeze(word, lane, &side), count == 1);
+                        if count == 1 { model[frame] = 0; }
+                    }
+                    2 | 3 => {
+                        let expected = match count { 0 => Err(RefError::NotCounted), 1 => Ok(Put::Last), _ => Ok(Put::Kept) };
+                        prop_assert_eq!(put(word, lane, &side), expected);
+                        model[frame] = count.saturating_sub(1);
+                    }
+                    4 => {
+                        let got = try_get(word, lane, &side);
+                        let expected = match count { 0 => Ok(TryGet::Dead), _ if full => Err(RefError::Saturated), _ => Ok(TryGet::Got) };
+                        prop_assert_eq!(got, expected);
+                        if count > 0 && !full { model[frame] += 1; }
+                    }
+                    _ => {
+                        let expected = match count { 0 => Err(RefError::NotCounted), _ if full => Err(RefError::Saturated), _ => Ok(()) };
+                        prop_assert_eq!(get(word, lane, &side), expected);
+                        if count > 0 && !full { model[frame] += 1; }
+                    }
+                }
+                for (frame, &count) in model.iter().enumerate() {
+                    prop_assert_eq!(refs.count(30 + frame, &slot), count);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! What a node has free, and in which shape.
+
+use crate::frames::{Env, Frames};
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{CpuCx, NodeId, Order};
+
+/// Orders, 0 to 18.
+pub const ORDERS: usize = Order::MAX.get() as usize + 1;
+
+/// One node at one moment; cached frames and those of other CPUs as last seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeStats {
+    /// Free blocks by order.
+    pub blocks: [u64; ORDERS],
+    /// Free frames in those blocks.
+    pub free: u64,
+    /// Of those, frames set aside by claims at work.
+    pub isolated: u64,
+    /// Free frames in CPUs' caches.
+    pub cached: u64,
+    /// Free frames queued because whoever freed them could not wait.
+    pub deferred: u64,
+    /// Frames that were taken out for good: poisoned.
+    pub refused: u64,
+    /// How often the node's lock has been taken.
+    pub lock_rounds: u64,
+}
+
+impl NodeStats {
+    /// All that can be allocated, in one way or another.
+    pub const fn available(&self) -> u64 {
+        self.free + self.cached + self.deferred
+    }
+
+    /// How unusable the free memory is for blocks of `order`: 0 if all of it is in blocks that large, 1000 if none is.
+    /// 0 when nothing is free.
+    pub fn fragmentation_permille(&self, order: Order) -> u64 {
+        let usable: u64 = (order.get()..).zip(&self.blocks[order.get() as usize..]).map(|(o, n)| n << o).sum();
+        if self.free == 0 { 0 } else { (self.free - usable) * 1000 / self.free }
+    }
+
+    /// How many blocks of `order` could be allocated one after another.
+    pub fn extents(&self, order: Order) -> u64 {
+        (order.get()..).zip(&self.blocks[order.get() as usize..]).map(|(o, n)| n << (o - order.get())).sum()
+    }
+
+    /// The sum of two nodes.
+    pub fn plus(mut self, other: &NodeStats) -> NodeStats {
+        for (mine, theirs) in self.blocks.iter_mut().zip(&other.blocks) {
+            *mine += theirs;
+        }
+        NodeStats {
+            blocks: self.blocks,
+            free: self.free + other.free,
+            isolated: self.isolated + other.isolated,
+            cached: self.cached + other.cached,
+            deferred: self.deferred + other.deferred,
+            refused: self.refused + other.refused,
+            lock_rounds: self.lock_rounds + other.lock_rounds,
+        }
+    }
+}
+
+impl<E: Env> Frames<'_, E> {
+    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (one round, counted).
+    pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
+        let _pin = cx.pin();
+        let Some(owner) = self.nodes.get(node.0 as usize) else { return NodeStats::default() };
+        let cached = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
+        let stats = self.with_node(node.0, |lists| NodeStats {
+            blocks: lists.blocks,
+            free: lists.pages,
+            isolated: lists.isolated,
+            cached,
+            // Relaxed: a statistic.
+            deferred: owner.deferred_pages.load(Ordering::Relaxed),
+            refused: lists.refused,
+            lock_rounds: lists.rounds,
+        });
+        stats.unwrap_or_default()
+    }
+
+    /// The sum over all nodes. Exact when nothing else runs: frames released = available + refused + in use.
+    pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> NodeStats {
+        (0..self.nodes.len() as u32)
+            .fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId(node))))
+    }
+
+    /// How many nodes there are.
+    pub fn nodes(&self) -> u32 {
+        self.nodes.len() as u32
+    }
+
+    /// Frames in all arenas, reserved ones included.
+    pub fn frames(&self) -> u64 {
+        self.frames
+    }
+
+    /// Frames that have been released to the manager.
+    pub fn managed(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.managed.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,297 @@
+//! From events to a plan: which block each event means, and what to do with it.
+//!
+//! # What the events mean
+//!
+//! * `mm_page_free` is emitted for **every** page or folio freed, whichever way it goes: it stands where the page is
+//!   prepared for freeing. `mm_page_free_batched` comes *in addition* for pages freed as part of a list (after it since
+//!   Linux 4.15, before it in older kernels). So a batched event frees nothing here; it is counted. (Kernel
+//!   documentation, `trace/events-kmem.rst`; in our recordings each of 8 329 batched events has its `mm_page_free` on
+//!   the same CPU at most 64 lines before.)
+//! * `mm_page_pcpu_drain` and `mm_page_alloc_zone_locked` are pages moving between a CPU's cache and the buddy system:
+//!   they were freed already, or are not allocated yet. Counted, by name, like every event that is not replayed.
+//! * A free of frames that no event has allocated is **adopted**: the block is allocated before the replay starts. They
+//!   were in use before the trace, or come from paths that Linux does not trace (bulk allocation for vmalloc and
+//!   kernel stacks, compaction's targets, `alloc_contig_range`).
+//! * A free of a part splits the block. A compound allocation is one folio and is split when Linux splits it (a huge page
+//!   whose tails are freed one by one); another block of order > 0 may be freed in parts at any time.
+//! * An allocation of frames that are in use means that their free was not recorded. It is supplied, and counted; or,
+//!   under `strict`, it is an error.
+//!
+//! Blocks are naturally aligned powers of two, so two of them are either disjoint or one contains the other.
+
+use super::parse::Event;
+use hugemm_base::{Extent, Order, Pfn};
+use hugemm_frames::Mobility;
+use hugemm_workloads::replay::Op;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What was in the trace. Events unless it says pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Successful allocations.
+    pub allocs: u64,
+    /// Of those, compound.
+    pub compound: u64,
+    /// Allocations that failed in the traced kernel; they are not replayed.
+    pub failed: u64,
+    /// Frees.
+    pub frees: u64,
+    /// Batched frees, which accompany frees.
+    pub batched: u64,
+    /// Frees that were adopted, wholly or in part.
+    pub adopted: u64,
+    /// Frees that the trace does not have.
+    pub supplied: u64,
+    /// Compound blocks that were split.
+    pub folio_splits: u64,
+    /// Other blocks of which a part was freed.
+    pub block_splits: u64,
+    /// Pages allocated.
+    pub alloc_pages: u64,
+    /// Pages freed.
+    pub free_pages: u64,
+    /// Of those, pages that were adopted.
+    pub adopted_pages: u64,
+    /// Pages of supplied frees.
+    pub supplied_pages: u64,
+    /// Every other event, by name.
+    pub others: BTreeMap<String, u64>,
+}
+
+impl Counts {
+    /// Pages in use after the last event.
+    pub fn live_pages(&self) -> i128 {
+        let all = |part: u64| i128::from(part);
+        all(self.adopted_pages) + all(self.alloc_pages) - all(self.free_pages) - all(self.supplied_pages)
+    }
+}
+
+/// Operations that follow each other on one CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// The trace's number of the CPU.
+    pub cpu: u32,
+    /// The end of its operations.
+    pub end: usize,
+}
+
+/// A block in use.
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    order: Order,
+    slot: u32,
+    compound: bool,
+    line: u64,
+}
+
+/// A block that is freed without having been allocated.
+#[derive(Clone, Copy, Debug)]
+struct Adopted {
+    pfn: u64,
+    order: Order,
+    slot: u32,
+}
+
+/// The plan under construction.
+#[derive(Debug, Default)]
+pub struct Planner {
+    strict: bool,
+    ops: Vec<Op>,
+    turns: Vec<Turn>,
+    slots: u32,
+    adopted: Vec<Adopted>,
+    live: BTreeMap<u64, Block>,
+    counts: Counts,
+    /// Pages in use beyond those at the start, and the most there were.
+    net: i128,
+    peak: i128,
+    peak_at: usize,
+}
+
+/// What to replay.
+#[derive(Debug)]
+pub struct Plan {
+    /// To be run before the start: what was in use already, in the trace's order of frames.
+    pub before: Vec<Op>,
+    /// The operations.
+    pub ops: Vec<Op>,
+    /// Whose they are.
+    pub turns: Vec<Turn>,
+    /// The trace's CPUs, ascending.
+    pub cpus: Vec<u32>,
+    /// Slots of all operations.
+    pub slots: u32,
+    /// What is in use after the last operation: slot and order.
+    pub left: Vec<(u32, Order)>,
+    /// The most pages in use at once.
+    pub peak_pages: u64,
+    /// After how many operations that was.
+    pub peak_at: usize,
+    /// What was in the trace.
+    pub counts: Counts,
+}
+
+impl Planner {
+    /// An empty plan.
+    pub fn new(strict: bool) -> Self {
+        Planner { strict, ..Planner::default() }
+    }
+
+    /// Adds an event. `line` is for messages. O(log blocks in use), and O(pieces) for a free of a part.
+    pub fn event(&mut self, line: u64, cpu: u32, event: Event<'_>) -> Result<(), String> {
+        match event {
+            Event::Alloc { pfn: None, .. } => self.counts.failed += 1,
+            Event::Alloc { pfn: Some(pfn), order, mobility, compound } => {
+                if let Some((at, block)) = self.first_in(pfn, order) {
+                    if self.strict {
+                        return Err(format!(
+                            "frame {at:#x} is in use since line {} and allocated again: events were lost; record with \
+                             a larger buffer (perf record -m 64M), or leave out --strict",
+                            block.line
+                        ));
+                    }
+                    self.counts.supplied += 1;
+                    self.counts.supplied_pages += self.release(cpu, pfn, order)?.0;
+                }
+                let slot = self.new_slots(1)?;
+                self.push(cpu, Op::Alloc { slot, order, mobility });
+                self.live.insert(pfn, Block { order, slot, compound, line });
+                self.counts.allocs += 1;
+                self.counts.compound += u64::from(compound);
+                self.counts.alloc_pages += order.pages();
+                self.net += i128::from(order.pages());
+                if self.net > self.peak {
+                    (self.peak, self.peak_at) = (self.net, self.ops.len());
+                }
+            }
+            Event::Free { pfn, order } => {
+                self.counts.frees += 1;
+                self.counts.free_pages += order.pages();
+                let (_, gaps) = self.release(cpu, pfn, order)?;
+                self.counts.adopted += u64::from(!gaps.is_empty());
+                for gap in gaps {
+                    self.adopt(cpu, gap)?;
+                }
+            }
+            Event::FreeBatched => self.counts.batched += 1,
+            Event::Other(name) => match self.counts.others.get_mut(name) {
+                Some(count) => *count += 1,
+                None => drop(self.counts.others.insert(name.to_owned(), 1)),
+            },
+        }
+        Ok(())
+    }
+
+    /// Whether there is nothing to replay.
+    pub fn is_empty(&self) -> bool {
+        self.ops.is_empty() && self.counts.failed == 0
+    }
+
+    /// What was counted so far.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Ends the plan.
+    pub fn finish(mut self) -> Plan {
+        self.adopted.sort_by_key(|block| block.pfn);
+        // Nothing is known of what they were for; most pages of a running system are movable.
+        let movable = Mobility::Movable;
+        let before =
+            self.adopted.iter().map(|b| Op::Alloc { slot: b.slot, order: b.order, mobility: movable }).collect();
+        let cpus: BTreeSet<u32> = self.turns.iter().map(|turn| turn.cpu).collect();
+        Plan {
+            before,
+            ops: self.ops,
+            turns: self.turns,
+            cpus: cpus.into_iter().collect(),
+            slots: self.slots,
+            left: self.live.values().map(|block| (block.slot, block.order)).collect(),
+            // Adopted pages are in use from the start.
+            peak_pages: (self.peak + i128::from(self.counts.adopted_pages)) as u64,
+            peak_at: self.peak_at,
+            counts: self.counts,
+        }
+    }
+
+    /// The block that contains `pfn`.
+    fn covering(&self, pfn: u64) -> Option<(u64, Block)> {
+        let (at, block) = self.live.range(..=pfn).next_back()?;
+        (pfn < at + block.order.pages()).then_some((*at, *block))
+    }
+
+    /// The first block that shares frames with a range.
+    fn first_in(&self, pfn: u64, order: Order) -> Option<(u64, Block)> {
+        let inside = || self.live.range(pfn..pfn + order.pages()).next().map(|(at, block)| (*at, *block));
+        self.covering(pfn).or_else(inside)
+    }
+
+    /// Frees what is in use of a range; returns how many pages that were, and the gaps between them.
+    fn release(&mut self, cpu: u32, pfn: u64, order: Order) -> Result<(u64, Vec<Extent>), String> {
+        if let Some((head, block)) = self.covering(pfn)
+            && block.order > order
+        {
+            self.split(cpu, head, block, order)?;
+        }
+        let (mut pages, mut at, mut gaps) = (0, pfn, Vec::new());
+        let end = pfn + order.pages();
+        let mut gap =
+            |from: u64, to: u64| gaps.extend(Extent::new(Pfn::new(from), to - from).ok().filter(|e| !e.is_empty()));
+        while let Some((head, block)) = self.live.range(at..end).next() {
+            let (head, block) = (*head, *block);
+            self.live.remove(&head);
+            self.push(cpu, Op::Free { slot: block.slot });
+            gap(at, head);
+            pages += block.order.pages();
+            at = head + block.order.pages();
+        }
+        gap(at, end);
+        self.net -= i128::from(pages);
+        Ok((pages, gaps))
+    }
+
+    fn split(&mut self, cpu: u32, head: u64, block: Block, to: Order) -> Result<(), String> {
+        let pieces = 1_u32 << (block.order.get() - to.get());
+        let first = self.new_slots(pieces)?;
+        self.push(cpu, Op::Split { slot: block.slot, pieces, to, first });
+        // From now on these are blocks of their own.
+        let kind = if block.compound { &mut self.counts.folio_splits } else { &mut self.counts.block_splits };
+        *kind += 1;
+        for index in 0..pieces {
+            let at = head + (u64::from(index) << to.get());
+            self.live.insert(at, Block { order: to, slot: first + index, ..block });
+        }
+        Ok(())
+    }
+
+    /// Frees blocks that nobody has allocated, in the largest pieces.
+    fn adopt(&mut self, cpu: u32, gap: Extent) -> Result<(), String> {
+        for (head, order) in gap.chunks(Order::MAX) {
+            let slot = self.new_slots(1)?;
+            self.adopted.push(Adopted { pfn: head.number(), order, slot });
+            self.push(cpu, Op::Free { slot });
+        }
+        self.counts.adopted_pages += gap.pages();
+        self.net -= i128::from(gap.pages());
+        Ok(())
+    }
+
+    fn new_slots(&mut self, count: u32) -> Result<u32, String> {
+        let first = self.slots;
+        self.slots = first.checked_add(count).ok_or("expected fewer than 2^32 blocks; replay a part of the trace")?;
+        Ok(first)
+    }
+
+    fn push(&mut self, cpu: u32, op: Op) {
+        self.ops.push(op);
+        let end = self.ops.len();
+        match self.turns.last_mut() {
+            Some(turn) if turn.cpu == cpu => turn.end = end,
+            _ => self.turns.push(Turn { cpu, end }),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

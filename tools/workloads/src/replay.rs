@@ -1,0 +1,227 @@
+//! Replaying somebody else's allocations: a list of operations on numbered blocks, run through the allocator.
+//!
+//! A plan is made beforehand (from a trace of a Linux kernel, for instance), so that nothing but the allocator and a
+//! loop over [`Op`] is left for the time that is measured: no text, no map from foreign frame numbers. Blocks are known
+//! by a number, their *slot*; [`Slots`] holds where each was put this time. [`run`] does the work and [`walk`] goes the
+//! same way with no allocator behind it: the difference is the allocator's.
+//!
+//! Every block is counted, with one reference on its head, as a page or folio of Linux is; memory is not touched.
+
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Order, Pfn};
+use hugemm_frames::{AllocError, Env, Frames, Mobility, Put, RefError, Request};
+
+/// One operation. Slots are numbered from 0; each is filled once and emptied once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Allocates a block into an empty slot.
+    Alloc {
+        /// The slot.
+        slot: u32,
+        /// The block's order.
+        order: Order,
+        /// What it is for.
+        mobility: Mobility,
+    },
+    /// Drops the only reference of the block in a slot.
+    Free {
+        /// The slot.
+        slot: u32,
+    },
+    /// Splits the block in a slot into blocks of one smaller order, which fill consecutive empty slots.
+    Split {
+        /// The slot.
+        slot: u32,
+        /// How many blocks it becomes.
+        pieces: u32,
+        /// Their order.
+        to: Order,
+        /// The slot of the first.
+        first: u32,
+    },
+}
+
+/// Where the blocks are. A slot is empty before its block is allocated, after it is freed, and if allocating it failed.
+#[derive(Debug)]
+pub struct Slots<'s>(&'s mut [u64]);
+
+/// No block: the highest number is no frame's.
+const EMPTY: u64 = u64::MAX;
+
+impl<'s> Slots<'s> {
+    /// All empty, in the caller's memory: as many as there are words.
+    pub fn new(words: &'s mut [u64]) -> Self {
+        words.fill(EMPTY);
+        Slots(words)
+    }
+
+    /// Where the block of a slot is.
+    pub fn get(&self, slot: u32) -> Option<Pfn> {
+        self.0.get(slot as usize).copied().filter(|word| *word != EMPTY).map(Pfn::new)
+    }
+
+    #[inline]
+    fn take(&mut self, slot: u32) -> Option<Pfn> {
+        let word = core::mem::replace(self.0.get_mut(slot as usize)?, EMPTY);
+        (word != EMPTY).then_some(Pfn::new(word))
+    }
+
+    #[inline]
+    fn put(&mut self, slot: u32, head: Pfn) {
+        if let Some(word) = self.0.get_mut(slot as usize) {
+            *word = head.number();
+        }
+    }
+}
+
+/// Why the allocator did not do what a plan says although the block is there: a bug in one or the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// It knows no reference to the block.
+    Reference(RefError),
+    /// It knows more references than the one that the plan has.
+    StillReferenced,
+}
+
+impl core::fmt::Display for Refused {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Refused::Reference(error) => error.fmt(f),
+            Refused::StillReferenced => f.write_str("the block has more references than the one it was given"),
+        }
+    }
+}
+
+impl core::error::Error for Refused {}
+
+impl From<RefError> for Refused {
+    fn from(error: RefError) -> Self {
+        Refused::Reference(error)
+    }
+}
+
+/// What came of the operations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Operations.
+    pub ops: u64,
+    /// Allocations for which there was no memory.
+    pub failed: u64,
+    /// Frees and splits of blocks whose allocation had failed: nothing was done.
+    pub skipped: u64,
+    /// Why the first operation was refused that was.
+    pub refused: Option<Refused>,
+}
+
+impl Tally {
+    /// Both added up.
+    pub fn plus(self, other: Tally) -> Tally {
+        Tally {
+            ops: self.ops + other.ops,
+            failed: self.failed + other.failed,
+            skipped: self.skipped + other.skipped,
+            refused: self.refused.or(other.refused),
+        }
+    }
+}
+
+/// What the operations are done to.
+trait Target {
+    fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused>;
+    fn free(&mut self, head: Pfn) -> Result<(), Refused>;
+    fn split(&mut self, head: Pfn, to: Order) -> Result<(), Refused>;
+}
+
+struct Real<'a, 'm, 'p, E: Env, P: Cpu>(&'a Frames<'m, E>, &'a CpuCx<'p, P>);
+
+impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
+    #[inline]
+    fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused> {
+        match self.0.alloc(self.1, Request { mobility, ..Request::order(order) }) {
+            Ok(block) => Ok(Some(self.0.count(block)?)),
+            Err(AllocError::OutOfMemory | AllocError::NoSuchNode | AllocError::WouldWait) => Ok(None),
+        }
+    }
+
+    #[inline]
+    fn free(&mut self, head: Pfn) -> Result<(), Refused> {
+        match self.0.put(self.1, head)? {
+            Put::Last => Ok(()),
+            Put::Kept => Err(Refused::StillReferenced),
+        }
+    }
+
+    #[inline]
+    fn split(&mut self, head: Pfn, to: Order) -> Result<(), Refused> {
+        self.0.split_counted(head, to)?.map(|_| ()).ok_or(Refused::StillReferenced)
+    }
+}
+
+/// Hands out numbers.
+struct Nobody(u64);
+
+impl Target for Nobody {
+    #[inline]
+    fn alloc(&mut self, order: Order, _: Mobility) -> Result<Option<Pfn>, Refused> {
+        self.0 += order.pages();
+        Ok(Some(Pfn::new(self.0)))
+    }
+
+    #[inline]
+    fn free(&mut self, head: Pfn) -> Result<(), Refused> {
+        core::hint::black_box(head);
+        Ok(())
+    }
+
+    #[inline]
+    fn split(&mut self, head: Pfn, _: Order) -> Result<(), Refused> {
+        core::hint::black_box(head);
+        Ok(())
+    }
+}
+
+#[inline]
+fn each(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> Tally {
+    let mut tally = Tally { ops: ops.len() as u64, ..Tally::default() };
+    for op in ops {
+        let outcome = match *op {
+            Op::Alloc { slot, order, mobility } => target.alloc(order, mobility).map(|block| match block {
+                Some(head) => slots.put(slot, head),
+                None => tally.failed += 1,
+            }),
+            Op::Free { slot } => match slots.take(slot) {
+                Some(head) => target.free(head),
+                None => {
+                    tally.skipped += 1;
+                    Ok(())
+                }
+            },
+            Op::Split { slot, pieces, to, first } => match slots.take(slot) {
+                Some(head) => target.split(head, to).map(|()| {
+                    for index in 0..pieces {
+                        let at = head.number() + (u64::from(index) << to.get());
+                        slots.put(first + index, Pfn::new(at));
+                    }
+                }),
+                None => {
+                    tally.skipped += 1;
+                    Ok(())
+                }
+            },
+        };
+        if let Err(error) = outcome {
+            tally.refused = tally.refused.or(Some(error));
+        }
+    }
+    tally
+}
+
+/// Runs operations on the calling CPU. Any context but NMI; never sleeps.
+pub fn run<P: Cpu, E: Env>(cx: &CpuCx<'_, P>, frames: &Frames<'_, E>, ops: &[Op], slots: &mut Slots<'_>) -> Tally {
+    each(&mut Real(frames, cx), ops, slots)
+}
+
+/// The same loop over the same slots with no allocator behind it: what [`run`] costs apart from the allocator.
+pub fn walk(ops: &[Op], slots: &mut Slots<'_>) -> Tally {
+    each(&mut Nobody(1), ops, slots)
+}
