@@ -9,6 +9,7 @@
 //! Everything here may run in an interrupt: it pins, so the CPU's cache and the node's lock are never interrupted half
 //! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
 
+use crate::arena::{BLOCK_ORDER, in_block};
 use crate::blockmap::Mobility;
 use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
@@ -244,7 +245,7 @@ impl<'m, E: Env> Frames<'m, E> {
             class.push(block.soiled());
             return;
         }
-        self.free_slow(own, block.extent(), Some(block.mobility()), Content::Dirty);
+        self.free_missed(own, block.soiled());
     }
 
     #[inline]
@@ -252,18 +253,35 @@ impl<'m, E: Env> Frames<'m, E> {
         self.nodes.len() == 1 || self.node_of(pfn) == Some(node)
     }
 
-    /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
-    /// is one block of a cached order. The caller is pinned to the CPU of `own`. `mobility` is that of the block, if it
-    /// is known already.
+    /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
     #[cold]
     #[inline(never)]
-    pub(crate) fn free_slow(
-        &self,
-        own: Option<&PerCpu<'m>>,
-        extent: Extent,
-        mobility: Option<Mobility>,
-        content: Content,
-    ) {
+    fn free_missed(&self, own: Option<&PerCpu<'m>>, block: Frozen) {
+        if let Some(own) = own {
+            self.serve_own(own);
+        }
+        let Some(arena) = self.arena(block.pfn()) else { return };
+        let content = Content::of(block.is_zero());
+        if self.is_careful() {
+            return self.free_careful(arena, block.extent(), content);
+        }
+        let class = own.filter(|own| own.node.0 == arena.node);
+        let class = class.and_then(|own| own.class(block.log(), block.mobility())).filter(|class| class.enabled());
+        if let Some(class) = class {
+            if !class.has_room() {
+                let excess = class.excess();
+                self.drain_class(class, block.log(), arena.node, excess);
+            }
+            if class.has_room() {
+                return class.push(block);
+            }
+        }
+        self.with_node(arena.node, |lists| self.free_block(lists, arena, block.pfn(), block.log(), content));
+    }
+
+    /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
+    /// is one block of a cached order. The caller is pinned to the CPU of `own`.
+    pub(crate) fn free_slow(&self, own: Option<&PerCpu<'m>>, extent: Extent, content: Content) {
         if let Some(own) = own {
             self.serve_own(own);
         }
@@ -272,21 +290,12 @@ impl<'m, E: Env> Frames<'m, E> {
             return self.free_careful(arena, extent, content);
         }
         if let (Some(own), Some(order)) = (own, extent.as_block())
-            && own.node.0 == arena.node
-            && content != Content::AsMapped
+            && let mobility = arena.block(extent.base()).mobility()
+            && own.class(order.get(), mobility).is_some()
         {
-            let mobility = mobility.unwrap_or_else(|| self.kind_at(arena, extent.base()).mobility());
-            if let Some(class) = own.class(order.get(), mobility).filter(|class| class.enabled()) {
-                arena.map_merge(extent.base(), order.get());
-                if !class.has_room() {
-                    let excess = class.excess();
-                    self.drain_class(class, order.get(), own.node.0, excess);
-                }
-                if class.has_room() {
-                    class.push(Frozen::make(extent.base(), order, mobility, content == Content::Zero));
-                    return;
-                }
-            }
+            arena.map_merge(extent.base(), order.get());
+            let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
+            return self.free_missed(Some(own), block);
         }
         self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
     }
@@ -305,6 +314,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let batch = &mut batch[..taken];
             // By frame: the frame's number is the word's highest part.
             batch.sort_unstable();
+            self.warm(batch);
             self.with_node(node, |lists| {
                 let mut rest = &*batch;
                 while let Some((&first, _)) = rest.split_first() {
@@ -324,6 +334,21 @@ impl<'m, E: Env> Frames<'m, E> {
                     rest = &rest[run..];
                 }
             });
+        }
+    }
+
+    /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
+    /// lock instead of under it.
+    fn warm(&self, batch: &[u64]) {
+        for word in batch {
+            let block = Frozen::from_word(*word);
+            if let Some(arena) = self.arena(block.pfn())
+                && block.log() < BLOCK_ORDER
+            {
+                let meta = arena.block(block.pfn());
+                let touched = meta.starts.get(in_block(block.pfn())) ^ meta.free.get(in_block(block.pfn()));
+                core::hint::black_box(u64::from(touched) ^ self.desc_in(arena, block.pfn()).load(0));
+            }
         }
     }
 

@@ -6,12 +6,12 @@
 //! | kept per | bytes | what |
 //! |---|---|---|
 //! | frame | 64 | [`Descriptor`] |
-//! | 2 MiB block | 640 | [`Block`]: kind, start bits, free bits, refused bits, references |
-//! | 1 GiB region | 320 | [`Region`]: start, free, zero, refused and isolated bits over its blocks |
+//! | 2 MiB block | 640 | [`Block`]: mobility, start bits, free bits, refused bits, references |
+//! | 1 GiB region | 384 | [`Region`]: start, split, free, zero, refused and isolated bits over its blocks |
 //!
 //! 33 408 bytes per 2 MiB: 1.593 % of memory, of which references take 0.76 bytes per frame.
 
-use crate::blockmap::{Bits512, BlockKind, SPAN, SPAN_SHIFT};
+use crate::blockmap::{Bits512, Mobility, SPAN, SPAN_SHIFT};
 use crate::descriptor::Descriptor;
 use crate::refs::{BlockRefs, WideCounts};
 use core::ptr::NonNull;
@@ -41,12 +41,13 @@ pub struct ArenaSpec {
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(crate) struct Block {
-    /// [`BlockKind`]; valid while the region says that the block stands alone. Written by the block's owner, or under
-    /// the node's lock while it is free.
-    kind: AtomicU64,
+    /// [`Mobility`] of the group; valid while the block is split. Written by whoever splits it.
+    mobility: AtomicU64,
+    /// Links of a free block of order 9 or more that begins here. Node's lock.
+    pub(crate) links: [AtomicU64; 3],
     /// Wide reference counters, or null; set once.
     pub(crate) wide: AtomicPtr<WideCounts>,
-    /// Where blocks start; valid while the kind is `Split`.
+    /// Where blocks start; valid while the block is split.
     pub(crate) starts: Bits512,
     /// Which of them are free and in a free list. Node's lock.
     pub(crate) free: Bits512,
@@ -57,20 +58,22 @@ pub(crate) struct Block {
 
 impl Block {
     #[inline]
-    pub(crate) fn kind(&self) -> BlockKind {
+    pub(crate) fn mobility(&self) -> Mobility {
         // Relaxed: as for start bits (see `blockmap`).
-        BlockKind::unpack(self.kind.load(Ordering::Relaxed))
+        Mobility::from_index(self.mobility.load(Ordering::Relaxed))
     }
 
-    #[inline]
-    pub(crate) fn set_kind(&self, kind: BlockKind) {
-        self.kind.store(kind.pack(), Ordering::Relaxed);
+    /// Makes it a group with one block of order 9 in it, to be divided further. The caller owns all of it.
+    fn open(&self, mobility: Mobility) {
+        self.starts.reset(true);
+        self.mobility.store(mobility.index() as u64, Ordering::Relaxed);
     }
 
     /// As found in a new arena: 512 single frames that nobody may have.
     pub(crate) fn new() -> Self {
         let block = Block {
-            kind: AtomicU64::new(BlockKind::Split(crate::blockmap::Mobility::Unmovable).pack()),
+            mobility: AtomicU64::new(Mobility::Unmovable.index() as u64),
+            links: core::array::from_fn(|_| AtomicU64::new(0)),
             wide: AtomicPtr::new(core::ptr::null_mut()),
             starts: Bits512::default(),
             free: Bits512::default(),
@@ -86,8 +89,11 @@ impl Block {
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(crate) struct Region {
-    /// Where blocks of order 9 and more start, and blocks that are split.
+    /// Where blocks of order 9 and more start, and groups of smaller ones.
     pub(crate) starts: Bits512,
+    /// Which 2 MiB blocks are groups of smaller ones. Never set inside a block of order 9 or more, so that those can be
+    /// divided down to order 9 without a look at what is kept per 2 MiB. Written as start bits are.
+    pub(crate) split: Bits512,
     /// Which starts are free blocks of order 9 and more. Node's lock.
     pub(crate) free: Bits512,
     /// Which 2 MiB of a free block are known to be zero. Node's lock; meaningless where nothing is free.
@@ -102,18 +108,20 @@ impl Region {
     pub(crate) fn new() -> Self {
         let region = Region {
             starts: Bits512::default(),
+            split: Bits512::default(),
             free: Bits512::default(),
             zero: Bits512::default(),
             refused: Bits512::default(),
             isolated: Bits512::default(),
         };
         region.starts.reset(false);
+        region.split.reset(false);
         region
     }
 }
 
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<Block>() == 640 && size_of::<Region>() == 320);
+const _: () = assert!(size_of::<Block>() == 640 && size_of::<Region>() == 384);
 
 /// An arena of a running manager.
 #[derive(Debug)]
@@ -171,23 +179,17 @@ impl<'m> Arena<'m> {
     }
 
     /// Head and order of the block that holds a frame. Right for frames the caller owns; a guess for others. Two cache
-    /// lines for a block of order 9 or more, four for a smaller one.
+    /// lines.
     #[inline]
     pub(crate) fn block_of(&self, pfn: Pfn) -> (Pfn, u32) {
-        let (start, log) = self.region(pfn).starts.block_at(in_region(pfn));
-        if log != 0 {
-            let base = pfn.number() >> REGION_ORDER << REGION_ORDER;
-            return (Pfn::new(base | (start as u64) << BLOCK_ORDER), BLOCK_ORDER + log);
+        let region = self.region(pfn);
+        if region.split.get(in_region(pfn)) {
+            let (start, order) = self.block(pfn).starts.block_at(in_block(pfn));
+            return (Pfn::new(pfn.number() >> BLOCK_ORDER << BLOCK_ORDER | start as u64), order);
         }
-        let block = self.block(pfn);
-        let base = pfn.number() >> BLOCK_ORDER << BLOCK_ORDER;
-        match block.kind() {
-            BlockKind::Whole => (Pfn::new(base), BLOCK_ORDER),
-            BlockKind::Split(_) => {
-                let (start, order) = block.starts.block_at(in_block(pfn));
-                (Pfn::new(base | start as u64), order)
-            }
-        }
+        let (start, log) = region.starts.block_at(in_region(pfn));
+        let base = pfn.number() >> REGION_ORDER << REGION_ORDER;
+        (Pfn::new(base | (start as u64) << BLOCK_ORDER), BLOCK_ORDER + log)
     }
 
     /// Makes `[pfn, pfn + 2^order)`, which the caller owns and at which a block starts, one block in the map.
@@ -196,80 +198,73 @@ impl<'m> Arena<'m> {
         if order < BLOCK_ORDER {
             self.block(pfn).starts.merge(in_block(pfn), order);
         } else {
-            if order == BLOCK_ORDER {
-                self.block(pfn).set_kind(BlockKind::Whole);
-            }
-            self.region(pfn).starts.merge(in_region(pfn), order - BLOCK_ORDER);
+            let region = self.region(pfn);
+            region.split.fill_shared(in_region(pfn), order - BLOCK_ORDER, false);
+            region.starts.merge(in_region(pfn), order - BLOCK_ORDER);
         }
+    }
+
+    /// Makes a block of order 9, the caller's, a group.
+    fn open(&self, pfn: Pfn, mobility: Mobility) {
+        self.block(pfn).open(mobility);
+        self.region(pfn).split.fill_shared(in_region(pfn), 0, true);
     }
 
     /// Splits the block of order `from` at `pfn`, the caller's, into the lowest piece of order `to` and the upper halves.
-    /// O(log): at most four words and two block kinds.
-    pub(crate) fn map_split_down(&self, pfn: Pfn, from: u32, to: u32, mobility: crate::Mobility) {
-        let block = self.block(pfn);
+    /// O(log): at most eight words and one 2 MiB block.
+    pub(crate) fn map_split_down(&self, pfn: Pfn, from: u32, to: u32, mobility: Mobility) {
         if from > BLOCK_ORDER {
-            let least = to.max(BLOCK_ORDER);
-            if least == BLOCK_ORDER {
-                // The two pieces of order 9 come to stand alone.
-                block.set_kind(BlockKind::Whole);
-                self.block(Pfn::new(pfn.number() + SPAN as u64)).set_kind(BlockKind::Whole);
-            }
-            self.region(pfn).starts.split_down(in_region(pfn), from - BLOCK_ORDER, least - BLOCK_ORDER);
+            let least = to.max(BLOCK_ORDER) - BLOCK_ORDER;
+            self.region(pfn).starts.split_down(in_region(pfn), from - BLOCK_ORDER, least);
         }
         if to < BLOCK_ORDER {
             if from >= BLOCK_ORDER {
-                block.starts.reset(true);
-                block.set_kind(BlockKind::Split(mobility));
+                self.open(pfn, mobility);
             }
-            block.starts.split_down(in_block(pfn), from.min(BLOCK_ORDER), to);
+            self.block(pfn).starts.split_down(in_block(pfn), from.min(BLOCK_ORDER), to);
         }
     }
 
-    /// Splits the block of order `from` at `pfn`, the caller's, evenly into blocks of order `to`.
-    pub(crate) fn map_split_even(&self, pfn: Pfn, from: u32, to: u32, mobility: crate::Mobility) {
-        if to < BLOCK_ORDER && from < BLOCK_ORDER {
+    /// Splits the block of order `from` at `pfn`, the caller's, evenly into blocks of order `to`. At most 8 words down to
+    /// order 9; below, O(2 MiB blocks).
+    pub(crate) fn map_split_even(&self, pfn: Pfn, from: u32, to: u32, mobility: Mobility) {
+        if from < BLOCK_ORDER {
             self.block(pfn).starts.split_even(in_block(pfn), from, to);
             return;
         }
-        if to <= BLOCK_ORDER {
+        if to < BLOCK_ORDER {
             for first in (0..1_u64 << from).step_by(SPAN) {
                 let block = self.block(Pfn::new(pfn.number() + first));
-                if to == BLOCK_ORDER {
-                    block.set_kind(BlockKind::Whole);
-                } else {
-                    block.starts.reset(true);
-                    block.starts.split_even(0, BLOCK_ORDER, to);
-                    block.set_kind(BlockKind::Split(mobility));
-                }
+                block.open(mobility);
+                block.starts.split_even(0, BLOCK_ORDER, to);
             }
         }
-        self.region(pfn).starts.split_even(in_region(pfn), from - BLOCK_ORDER, to.max(BLOCK_ORDER) - BLOCK_ORDER);
+        let region = self.region(pfn);
+        region.starts.split_even(in_region(pfn), from - BLOCK_ORDER, to.max(BLOCK_ORDER) - BLOCK_ORDER);
+        if to < BLOCK_ORDER {
+            region.split.fill_shared(in_region(pfn), from - BLOCK_ORDER, true);
+        }
     }
 
     /// Makes a block start at `pfn` by halving the one that holds it, which the caller owns. O(log), at most 18 atomics.
     pub(crate) fn map_cut(&self, pfn: Pfn) {
-        loop {
-            let (head, order) = self.block_of(pfn);
-            if head == pfn || order == 0 {
+        let region = self.region(pfn);
+        if !region.split.get(in_region(pfn)) {
+            region.starts.cut(in_region(pfn));
+            if in_block(pfn) == 0 {
                 return;
             }
+            let (head, order) = self.block_of(pfn);
             if order > BLOCK_ORDER {
-                // Halving makes pieces of order 9 only in the last step; what is not cut further stays whole.
-                if order == BLOCK_ORDER + 1 {
-                    self.block(head).set_kind(BlockKind::Whole);
-                    self.block(Pfn::new(head.number() + SPAN as u64)).set_kind(BlockKind::Whole);
+                // The 2 MiB that holds `pfn` begins its block; what comes after it goes its own way.
+                let next = in_region(pfn) + 1;
+                if next < SPAN {
+                    region.starts.cut(next);
                 }
-                let start = in_region(head);
-                self.region(pfn).starts.cut(start + (1 << (order - BLOCK_ORDER - 1)));
-            } else {
-                let block = self.block(pfn);
-                if order == BLOCK_ORDER {
-                    block.starts.reset(true);
-                    block.set_kind(BlockKind::Split(crate::Mobility::Unmovable));
-                }
-                block.starts.cut(in_block(pfn));
             }
+            self.open(head, Mobility::Unmovable);
         }
+        self.block(pfn).starts.cut(in_block(pfn));
     }
 
     /// The part of a naturally aligned block of `order` at `pfn`'s buddy, if the arena has all of it.

@@ -6,9 +6,9 @@
 //! bits*, one per possible position, says where blocks begin; a block's size is the distance to the next start. There
 //! are two such maps of 512 bits, one cache line each:
 //!
-//! * per 1 GiB region, over its 2 MiB blocks: starts of blocks of order 9 to 18;
-//! * per 2 MiB block, over its frames: starts of blocks of order 0 to 8. It is valid only while the region's map says
-//!   that this 2 MiB block stands alone *and* its [kind](BlockKind) is `Split`.
+//! * per 1 GiB region, over its 2 MiB blocks: starts of blocks of order 9 to 18, and of groups of smaller ones;
+//! * per 2 MiB block, over its frames: starts of blocks of order 0 to 8. It is valid only while the region's *split* bit
+//!   for this block says that it is such a group.
 //!
 //! So a block of order 18 is freed or allocated by writing one line, whatever was in it before; nothing below is
 //! brought up to date before it is needed again.
@@ -98,9 +98,32 @@ impl Bits512 {
         sum
     }
 
-    /// Whether any of the bits of `[index, index + 2^order)` is set.
-    pub(crate) fn any(&self, index: usize, order: u32) -> bool {
-        self.count(index, order) != 0
+    /// Whether any, and whether all, of the bits of `[index, index + 2^order)` are set.
+    pub(crate) fn any_all(&self, index: usize, order: u32) -> (bool, bool) {
+        let (mut any, mut not_all) = (0, 0);
+        self.for_words(index, order, |word, bits| {
+            let word = word.load(Ordering::Relaxed);
+            any |= word & bits;
+            not_all |= !word & bits;
+        });
+        (any != 0, not_all == 0)
+    }
+
+    /// Sets or clears the bits of `[index, index + 2^order)`, which are the caller's: an atomic where the word is shared
+    /// with others, plain stores of whole words, nothing where they are so already.
+    #[inline]
+    pub(crate) fn fill_shared(&self, index: usize, order: u32, value: bool) {
+        self.for_words(index, order, |word, bits| {
+            let wanted = if value { bits } else { 0 };
+            if word.load(Ordering::Relaxed) & bits == wanted {
+            } else if bits == u64::MAX {
+                word.store(wanted, Ordering::Relaxed);
+            } else if value {
+                word.fetch_or(bits, Ordering::Relaxed);
+            } else {
+                word.fetch_and(!bits, Ordering::Relaxed);
+            }
+        });
     }
 
     /// Calls `f` with each word that the aligned range touches and the range's bits in it.
@@ -260,15 +283,6 @@ impl Bits512 {
     }
 }
 
-/// What a 2 MiB block that stands alone is used as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BlockKind {
-    /// One block of order 9.
-    Whole,
-    /// Several smaller blocks: its own map is valid. Groups allocations of one mobility.
-    Split(Mobility),
-}
-
 /// Whether whoever allocates can have the content moved elsewhere. Allocations of one kind share 2 MiB blocks, so that
 /// a few that cannot be moved do not spoil many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -292,38 +306,15 @@ impl Mobility {
         }
     }
 
+    #[inline]
+    pub(crate) const fn from_index(index: u64) -> Self {
+        if index & 1 == 0 { Mobility::Unmovable } else { Mobility::Movable }
+    }
+
     pub(crate) const fn other(self) -> Self {
         match self {
             Mobility::Unmovable => Mobility::Movable,
             Mobility::Movable => Mobility::Unmovable,
-        }
-    }
-}
-
-impl BlockKind {
-    #[inline]
-    pub(crate) const fn pack(self) -> u64 {
-        match self {
-            BlockKind::Whole => 0,
-            BlockKind::Split(Mobility::Unmovable) => 1,
-            BlockKind::Split(Mobility::Movable) => 3,
-        }
-    }
-
-    #[inline]
-    pub(crate) const fn unpack(word: u64) -> Self {
-        match word & 3 {
-            1 => BlockKind::Split(Mobility::Unmovable),
-            3 => BlockKind::Split(Mobility::Movable),
-            _ => BlockKind::Whole,
-        }
-    }
-
-    #[inline]
-    pub(crate) const fn mobility(self) -> Mobility {
-        match self {
-            BlockKind::Split(Mobility::Movable) => Mobility::Movable,
-            _ => Mobility::Unmovable,
         }
     }
 }
@@ -413,9 +404,14 @@ mod tests {
             bits.fill_locked(index, order, true);
             prop_assert_eq!(bits.count(index, order), 1 << order);
             prop_assert_eq!(bits.count(0, 9), 1 << order);
-            prop_assert!(bits.get(index) && bits.any(index, 0));
+            prop_assert!(bits.get(index) && bits.any_all(index, order) == (true, true));
+            prop_assert_eq!(bits.any_all(0, 9), (true, order == 9));
             bits.fill_locked(index, order, false);
-            prop_assert!(!bits.any(0, 9));
+            prop_assert_eq!(bits.any_all(0, 9), (false, false));
+            bits.fill_shared(index, order, true);
+            prop_assert_eq!((bits.count(index, order), bits.count(0, 9)), (1 << order, 1 << order));
+            bits.fill_shared(index, order, false);
+            prop_assert_eq!(bits.count(0, 9), 0);
         }
     }
 }

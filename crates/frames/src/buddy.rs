@@ -1,13 +1,13 @@
 //! The buddy system of one node, on the block map: free, find, split, merge. Everything here runs under the node's lock.
 //!
 //! Costs (cache lines touched besides the node's own): freeing a block touches its map line and free bits, its head's
-//! descriptor, that of the list's former front, and two per merge. Freeing or taking an order-18 block touches five
-//! lines of its region and two descriptors, whatever it contains; nothing is written per 2 MiB or per frame.
+//! links, those of the list's former front, and two per merge. Freeing or taking an order-18 block touches four lines of
+//! its region and two links, whatever it contains; no descriptor, and nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
-use crate::blockmap::{BlockKind, Mobility};
+use crate::blockmap::Mobility;
 use crate::frames::{Env, Frames};
-use crate::freelist::{FreeLists, Known, List};
+use crate::freelist::{FreeLists, Known, Links, List};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Order, Pfn};
@@ -90,7 +90,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees one naturally aligned block of the arena: at its frames' node, under its lock. The caller owns the frames,
     /// a block starts at `pfn` in the map and none straddles the end; what is inside does not matter. O(18).
     pub(crate) fn free_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, content: Content) {
-        let desc = |pfn| self.desc(pfn);
+        let small = |pfn| self.links(pfn, 0);
+        let big = |pfn| self.links(pfn, BLOCK_ORDER);
         let (mut base, mut k) = (pfn, order);
         let region = arena.region(pfn);
         let isolated = |pfn: Pfn| region.isolated.get(in_region(pfn));
@@ -107,7 +108,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     break;
                 }
                 // A dirty part makes the whole dirty; a zero one never makes it zero.
-                zero &= match lists.remove(buddy, k, desc) {
+                zero &= match lists.remove(buddy, k, small) {
                     List::Small(_, known) => known == Known::Zero,
                     _ => false,
                 };
@@ -120,9 +121,9 @@ impl<'m, E: Env> Frames<'m, E> {
                 block.free.put_locked(in_block(base), true);
                 let list = match isolated(base) {
                     true => List::Isolated,
-                    false => List::Small(block.kind().mobility(), if zero { Known::Zero } else { Known::Dirty }),
+                    false => List::Small(block.mobility(), if zero { Known::Zero } else { Known::Dirty }),
                 };
-                lists.push(base, k, list, desc);
+                lists.push(base, k, list, small);
                 return;
             }
             region.zero.put_locked(in_region(base), zero);
@@ -145,15 +146,29 @@ impl<'m, E: Env> Frames<'m, E> {
             {
                 break;
             }
-            lists.remove(buddy, k, desc);
+            lists.remove(buddy, k, big);
             region.free.put_locked(index, false);
             base = base.min(buddy);
             k += 1;
         }
         arena.map_merge(base, k);
         region.free.put_locked(in_region(base), true);
-        let list = if alone { List::Isolated } else { List::Big(big_known(arena, base, k)) };
-        lists.push(base, k, list, desc);
+        let known = match content {
+            Content::Dirty if base == pfn && k == order => Known::Dirty,
+            Content::Zero if base == pfn && k == order => Known::Zero,
+            _ => big_known(arena, base, k),
+        };
+        lists.push(base, k, if alone { List::Isolated } else { List::Big(known) }, big);
+    }
+
+    /// Where a free block of `order` keeps its links.
+    #[inline]
+    fn links(&self, pfn: Pfn, order: u32) -> Option<Links<'m>> {
+        let arena = self.arena(pfn)?;
+        Some(match order < BLOCK_ORDER {
+            true => Links::Descriptor(self.desc_in(arena, pfn)),
+            false => Links::Block(&arena.block(pfn).links),
+        })
     }
 
     /// Takes a free block that is in no matter which list.
@@ -163,7 +178,7 @@ impl<'m, E: Env> Frames<'m, E> {
         } else {
             arena.region(pfn).free.put_locked(in_region(pfn), false);
         }
-        lists.remove(pfn, order, |pfn| self.desc(pfn))
+        lists.remove(pfn, order, |pfn| self.links(pfn, order))
     }
 
     /// Whether the block at `pfn`, of the order that the map says, is free in the buddy system.
@@ -216,7 +231,7 @@ impl<'m, E: Env> Frames<'m, E> {
         self.remove_block(lists, arena, pfn, found);
         let (mut pfn, mut k) = (pfn, found);
         // A small block keeps the grouping of the 2 MiB it is in; a fresh one gets that of the request.
-        let mobility = if found < BLOCK_ORDER { arena.block(pfn).kind().mobility() } else { mobility };
+        let mobility = if found < BLOCK_ORDER { arena.block(pfn).mobility() } else { mobility };
         if list == List::Big(Known::Mixed) {
             // Step by step, to the side where what is wanted is.
             let region = arena.region(pfn);
@@ -231,18 +246,21 @@ impl<'m, E: Env> Frames<'m, E> {
                     pfn = upper;
                 }
                 region.free.put_locked(in_region(rest), true);
-                lists.push(rest, k, List::Big(big_known(arena, rest, k)), |pfn| self.desc(pfn));
+                lists.push(rest, k, List::Big(big_known(arena, rest, k)), |pfn| self.links(pfn, k));
             }
         }
         let zero = match list {
-            List::Small(_, known) => known == Known::Zero,
+            List::Small(_, known) | List::Big(known @ (Known::Dirty | Known::Zero)) => known == Known::Zero,
             _ => big_known(arena, pfn, k.min(order.max(BLOCK_ORDER))) == Known::Zero,
         };
         if k > order {
             arena.map_split_down(pfn, k, order, mobility);
             for half in order..k {
                 let upper = Pfn::new(pfn.number() + (1 << half));
-                let known = if half < BLOCK_ORDER { small_known(zero) } else { big_known(arena, upper, half) };
+                let known = match list {
+                    List::Big(Known::Mixed) if half >= BLOCK_ORDER => big_known(arena, upper, half),
+                    _ => small_known(zero),
+                };
                 let list = if half < BLOCK_ORDER {
                     arena.block(upper).free.put_locked(in_block(upper), true);
                     List::Small(mobility, known)
@@ -250,7 +268,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     arena.region(upper).free.put_locked(in_region(upper), true);
                     List::Big(known)
                 };
-                lists.push(upper, half, list, |pfn| self.desc(pfn));
+                lists.push(upper, half, list, |pfn| self.links(pfn, half));
             }
         }
         Taken { pfn, zero }
@@ -262,11 +280,6 @@ impl<'m, E: Env> Frames<'m, E> {
             self.free_block(lists, arena, pfn, order.get(), content);
         }
     }
-
-    /// Whether the 2 MiB block of a frame is a group of small blocks, and of which mobility.
-    pub(crate) fn kind_at(&self, arena: &Arena<'m>, pfn: Pfn) -> BlockKind {
-        arena.block(pfn).kind()
-    }
 }
 
 const fn small_known(zero: bool) -> Known {
@@ -275,9 +288,9 @@ const fn small_known(zero: bool) -> Known {
 
 fn big_known(arena: &Arena<'_>, pfn: Pfn, order: u32) -> Known {
     let log = order.saturating_sub(BLOCK_ORDER);
-    match arena.region(pfn).zero.count(in_region(pfn), log) {
-        0 => Known::Dirty,
-        all if all == 1 << log => Known::Zero,
-        _ => Known::Mixed,
+    match arena.region(pfn).zero.any_all(in_region(pfn), log) {
+        (false, _) => Known::Dirty,
+        (true, true) => Known::Zero,
+        (true, false) => Known::Mixed,
     }
 }

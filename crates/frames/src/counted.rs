@@ -3,7 +3,7 @@
 //! A [`Frozen`] block becomes counted with [`count`](Frames::count) and is from then on known by its head's number. Its
 //! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
 
-use crate::arena::in_block;
+use crate::arena::{Arena, in_block};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
@@ -77,7 +77,8 @@ impl<'m, E: Env> Frames<'m, E> {
             TryGet::Got => Ok(true),
             TryGet::Dead => Ok(false),
             TryGet::Last => {
-                self.free_last(cx, arena, pfn);
+                let block = self.block_at(arena, pfn);
+                self.free(cx, block);
                 Ok(false)
             }
         }
@@ -91,9 +92,11 @@ impl<'m, E: Env> Frames<'m, E> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
+        // Looked up while the reference still holds the block together, and before the atomic, which would delay it.
+        let mine = self.block_at(arena, pfn);
         let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
         if put == Put::Last {
-            self.free_last(cx, arena, pfn);
+            self.free(cx, mine);
         }
         Ok(put)
     }
@@ -115,10 +118,16 @@ impl<'m, E: Env> Frames<'m, E> {
         if !refs::freeze(word, lane, &block.refs.side(in_block(pfn), &block.wide)) {
             return Ok(None);
         }
-        let (_, order) = arena.block_of(pfn);
-        let order = Order::new(order).map_err(|_| RefError::NotManaged)?;
-        let mobility = block.kind().mobility();
-        Ok(Some(Frozen::make(pfn, order, mobility, false)))
+        Ok(Some(self.block_at(arena, pfn)))
+    }
+
+    /// A handle on the block that `pfn` heads. Whoever calls this owns the block, or forgets the handle.
+    #[inline]
+    fn block_at(&self, arena: &Arena<'m>, pfn: Pfn) -> Frozen {
+        let (head, order) = arena.block_of(pfn);
+        // The map has no larger orders.
+        let order = Order::new(order).unwrap_or(Order::ZERO);
+        Frozen::make(head, order, arena.block(head).mobility(), false)
     }
 
     /// Gives the 2 MiB block of `pfn` wide reference counters, which [`RefError::Saturated`] asks for. False if it has

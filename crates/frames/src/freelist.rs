@@ -1,12 +1,15 @@
 //! Free lists of one node: which free blocks there are, by order, mobility and what is known of their content.
 //!
-//! Lists are doubly linked through words 0 and 1 of the heads' descriptors; word 2 says which list. Everything here
-//! runs under the node's lock. O(1) throughout; a bit mask per list family finds the smallest sufficient order.
+//! Lists are doubly linked. Blocks below 2 MiB have their [`Links`] in words 0 to 2 of their heads' descriptors; larger
+//! ones in what is kept per 2 MiB, because the descriptors of 2 MiB heads are 32 KiB apart and would all compete for the
+//! same few cache sets. Everything here runs under the node's lock. O(1) throughout; a bit mask per list family finds
+//! the smallest sufficient order.
 
 use crate::arena::{BLOCK_ORDER, REGION_ORDER};
 use crate::blockmap::Mobility;
 use crate::descriptor::DescRef;
 use hugemm_base::Pfn;
+use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// Orders of blocks inside 2 MiB.
 const SMALL: usize = BLOCK_ORDER as usize;
@@ -14,7 +17,36 @@ const SMALL: usize = BLOCK_ORDER as usize;
 /// Orders from 2 MiB to 1 GiB.
 const BIG: usize = (REGION_ORDER - BLOCK_ORDER) as usize + 1;
 
-/// Descriptor words of a free block's head.
+/// Where a free block keeps its three words: neighbours in its list, and which list.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Links<'m> {
+    /// In its head's descriptor.
+    Descriptor(DescRef<'m>),
+    /// In what is kept for its first 2 MiB.
+    Block(&'m [AtomicU64; 3]),
+}
+
+impl Links<'_> {
+    #[inline]
+    fn load(self, index: usize) -> u64 {
+        match self {
+            Links::Descriptor(desc) => desc.load(index),
+            // Relaxed: the node's lock orders.
+            Links::Block(words) => words[index % 3].load(Ordering::Relaxed),
+        }
+    }
+
+    #[inline]
+    fn store(self, index: usize, value: u64) {
+        match self {
+            Links::Descriptor(desc) => desc.store(index, value),
+            // Relaxed: as above.
+            Links::Block(words) => words[index % 3].store(value, Ordering::Relaxed),
+        }
+    }
+}
+
+/// The words of `Links`.
 const NEXT: usize = 0;
 const PREV: usize = 1;
 const INFO: usize = 2;
@@ -132,11 +164,11 @@ impl FreeLists {
         }
     }
 
-    /// Puts a block at the front of a list. Touches its head's descriptor and the former front's.
-    pub(crate) fn push<'d>(&mut self, pfn: Pfn, order: u32, list: List, desc: impl Fn(Pfn) -> Option<DescRef<'d>>) {
+    /// Puts a block at the front of a list. Touches its links and the former front's.
+    pub(crate) fn push<'d>(&mut self, pfn: Pfn, order: u32, list: List, links: impl Fn(Pfn) -> Option<Links<'d>>) {
         self.pages += 1 << order;
         self.blocks[order as usize] += 1;
-        let Some(own) = desc(pfn) else { return };
+        let Some(own) = links(pfn) else { return };
         own.store(INFO, list.pack());
         match self.head(list, order) {
             None => self.isolated += 1 << order,
@@ -146,7 +178,7 @@ impl FreeLists {
                 *mask |= bit;
                 own.store(NEXT, next);
                 own.store(PREV, 0);
-                if let Some(next) = frame(next).and_then(desc) {
+                if let Some(next) = frame(next).and_then(links) {
                     next.store(PREV, pfn.number() + 1);
                 }
             }
@@ -154,10 +186,10 @@ impl FreeLists {
     }
 
     /// Takes a block out of whichever list it is in, and says which that was.
-    pub(crate) fn remove<'d>(&mut self, pfn: Pfn, order: u32, desc: impl Fn(Pfn) -> Option<DescRef<'d>>) -> List {
+    pub(crate) fn remove<'d>(&mut self, pfn: Pfn, order: u32, links: impl Fn(Pfn) -> Option<Links<'d>>) -> List {
         self.pages -= 1 << order;
         self.blocks[order as usize] -= 1;
-        let Some(own) = desc(pfn) else { return List::Isolated };
+        let Some(own) = links(pfn) else { return List::Isolated };
         let list = List::unpack(own.load(INFO));
         match self.head(list, order) {
             None => self.isolated -= 1 << order,
@@ -168,10 +200,10 @@ impl FreeLists {
                     if next == 0 {
                         *mask &= !bit;
                     }
-                } else if let Some(prev) = frame(prev).and_then(&desc) {
+                } else if let Some(prev) = frame(prev).and_then(&links) {
                     prev.store(NEXT, next);
                 }
-                if let Some(next) = frame(next).and_then(&desc) {
+                if let Some(next) = frame(next).and_then(&links) {
                     next.store(PREV, prev);
                 }
             }

@@ -34,7 +34,7 @@ const ORDERS: [u32; CLASSES] = [0, 1, 2, 3, 0, 1, 2, 3, 9];
 const LEAST: u64 = 8;
 
 /// Entries per class at most: order 0, 1, 2, 3, 9.
-const MOST: [u64; 5] = [512, 128, 64, 32, 16];
+const MOST: [u64; 5] = [512, 128, 64, 32, 64];
 
 /// A request to one CPU and its answer: two counters.
 ///
@@ -204,14 +204,14 @@ pub(crate) struct PerCpu<'m> {
 }
 
 impl<'m> PerCpu<'m> {
-    /// Entries of each class, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's share, so
-    /// that a small memory is not swallowed by caches.
+    /// Entries of each class, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's share (1/32
+    /// for order 9), so that a small memory is not swallowed by caches.
     pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES] {
         let share = frames / u64::from(cpus.max(1)) / 64;
         let [a, b, c, d, block] = MOST;
         let mut entries = [a, b, c, d, a, b, c, d, block];
         for (entries, order) in entries.iter_mut().zip(ORDERS) {
-            *entries = (*entries).min(share >> order);
+            *entries = (*entries).min(share >> order << u32::from(order == 9));
         }
         entries
     }

@@ -17,11 +17,10 @@
 //! Per 2 MiB of counted frames: 16 atomics, 5 cache lines. Per run: one lock round and O(18) for its chunks. No frame's
 //! descriptor is touched but those of the chunks' heads. Frozen extents have no per-frame cost at all.
 
-use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{BlockKind, SPAN};
+use crate::arena::{Arena, in_block, in_region};
+use crate::blockmap::SPAN;
 use crate::buddy::Content;
 use crate::frames::{Env, Frames};
-use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Dirty, Extent, Pfn, Zeroed};
@@ -138,7 +137,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let base = Pfn::new(at);
         let block = arena.block(base);
         let region = arena.region(base);
-        let single = region.starts.block_at(in_region(base)).1 == 0 && block.kind() != BlockKind::Whole;
+        let single = region.split.get(in_region(base));
         let refused = self.is_careful() && region.refused.get(in_region(base));
         let starts = block.starts.snapshot();
         let mut at = at;
@@ -224,7 +223,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees frozen frames of one arena whose ends are block borders in the map.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         let pin = cx.pin();
-        self.free_slow(self.cpus.get(pin.cpu().0 as usize), extent, None, content);
+        self.free_slow(self.cpus.get(pin.cpu().0 as usize), extent, content);
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.
@@ -260,16 +259,5 @@ impl<'m, E: Env> Frames<'m, E> {
                 arena.map_cut(part.end());
             }
         }
-    }
-
-    /// Frees one block of `order` frames at `pfn` that lost its last reference.
-    pub(crate) fn free_last<P: Cpu>(&self, cx: &CpuCx<'_, P>, arena: &Arena<'m>, pfn: Pfn) {
-        let (head, order) = arena.block_of(pfn);
-        let Ok(order) = hugemm_base::Order::new(order) else { return };
-        let mobility = match order.get() < BLOCK_ORDER {
-            true => arena.block(head).kind().mobility(),
-            false => crate::Mobility::Unmovable,
-        };
-        self.free(cx, Frozen::make(head, order, mobility, false));
     }
 }

@@ -275,9 +275,25 @@ pub fn try_get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Res
 }
 
 /// Drops one reference. One atomic for a frame that is referenced exactly once.
+#[inline]
 pub fn put<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
+    // Relaxed: only a guess for the swap.
+    let seen = word.load(Ordering::Relaxed);
+    // Release: what the holder did to the frame comes before its end. Acquire: the last sees what all others did.
+    if bits(seen, lane) == HELD
+        && word.compare_exchange_weak(seen, with_bits(seen, lane, 0), Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    {
+        return Ok(Put::Last);
+    }
+    put_shared(word, lane, side)
+}
+
+/// `put` for a frame that is shared, or whose word others change.
+#[cold]
+#[inline(never)]
+fn put_shared<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
     loop {
-        // Release: what the holder did to the frame comes before its end. Acquire: the last sees what all others did.
+        // Orderings as in `put`.
         let step = word.transition(Ordering::AcqRel, Ordering::Acquire, |w| {
             (bits(w, lane) == HELD).then(|| with_bits(w, lane, 0))
         });

@@ -164,7 +164,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ) {
         for (pfn, order) in extent.chunks(Order::MAX) {
             let log = order.get().saturating_sub(BLOCK_ORDER);
-            if log == 0 || !arena.region(pfn).isolated.any(in_region(pfn), log) {
+            if log == 0 || !arena.region(pfn).isolated.any_all(in_region(pfn), log).0 {
                 self.free_block(lists, arena, pfn, order.get(), content);
                 continue;
             }
