@@ -46,6 +46,9 @@ unsafe impl RawLock for SpinLock {
     #[inline]
     fn lock(&self) {
         while !self.try_lock() {
+            crate::sync::spin_loop();
+            // loom may answer a plain load with an old value for ever; an exchange always sees the latest.
+            #[cfg(not(loom))]
             while self.0.load(Ordering::Relaxed) {
                 crate::sync::spin_loop();
             }
@@ -90,7 +93,8 @@ impl<L: RawLock, T> Lock<L, T> {
     /// Takes the lock if nobody has it; never waits.
     #[inline]
     pub fn try_lock(&self) -> Option<LockGuard<'_, L, T>> {
-        self.raw.try_lock().then_some(LockGuard { lock: self })
+        // Lazily: a guard made in vain would unlock when dropped.
+        self.raw.try_lock().then(|| LockGuard { lock: self })
     }
 }
 
@@ -149,6 +153,8 @@ mod tests {
         });
         let guard = lock.lock();
         assert_eq!(*guard, 2000);
+        assert!(lock.try_lock().is_none());
+        // Failing to take it did not give it back.
         assert!(lock.try_lock().is_none());
         drop(guard);
         assert!(lock.try_lock().is_some());

@@ -273,8 +273,9 @@ impl<'m, E: Env> Frames<'m, E> {
         for cpu in self.cpus {
             cpu.mailbox.post();
         }
-        self.serve(cx);
         for _ in 0..PATIENCE {
+            // Again and again: two claimers wait for each other's caches.
+            self.serve(cx);
             // An empty cache has nothing to give, even if its owner has not answered; what its owner frees from now on
             // may still go there, which is why steps 3 and 4 look at the blocks and not at the answers.
             if self.cpus.iter().all(|cpu| !cpu.mailbox.pending() || cpu.pages() == 0) {

@@ -51,6 +51,7 @@ pub mod pcp;
 mod range;
 pub mod refs;
 mod refuse;
+mod slab;
 mod stats;
 mod zero;
 
@@ -66,5 +67,6 @@ pub use layout::{Config, ConfigError};
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};
 pub use refuse::Poisoned;
+pub use slab::{Slab, SlabStats};
 pub use stats::{NodeStats, ORDERS};
 pub use zero::{Clearing, ZeroPolicy, Zeroer};

@@ -1,0 +1,317 @@
+//! Small objects of one size, carved from the manager's own frames: what there is below in place of a heap.
+//!
+//! A [`Slab`] hands out pieces of single frames. Each frame begins with a 64-byte header (its number, its free pieces,
+//! its place in the list of frames that have some); a piece finds its header by rounding its address down. Frames that
+//! become empty go back to the manager, except for one that is kept, so that a slab at the border of two frames does not
+//! take and give one at every call.
+//!
+//! Cost: one lock round per call, two cache lines; a frame every [`per_frame`](Slab::per_frame) calls. Any context but
+//! NMI: pins while it holds its lock, calls the manager without. Allocation fails exactly where the manager's does, so
+//! that every fault that can be injected there is one here.
+
+use crate::alloc::{AllocError, Request};
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
+use core::mem::{align_of, size_of};
+use core::ptr::{NonNull, null_mut};
+use hugemm_base::lock::{Lock, RawLock, SpinLock};
+use hugemm_base::platform::{Cpu, PhysMap, Window};
+use hugemm_base::{CpuCx, Order, PAGE_BYTES, Pfn};
+
+const FRAME: usize = PAGE_BYTES as usize;
+const HEADER: usize = 64;
+
+/// No free piece.
+const NONE: u32 = u32::MAX;
+
+/// At the start of each frame. Under the slab's lock.
+struct Header {
+    pfn: Pfn,
+    /// First free piece, by number; each free piece holds the number of the next in its first four bytes.
+    free: u32,
+    used: u32,
+    next: *mut Header,
+    prev: *mut Header,
+}
+
+const _: () = assert!(size_of::<Header>() <= HEADER);
+
+/// Frames with free pieces.
+struct State {
+    partial: *mut Header,
+    frames: u64,
+    objects: u64,
+    /// How many of the frames have no piece in use: 0 or 1.
+    empty: u64,
+}
+
+// SAFETY: the headers are in frames that the slab owns, and are reached under its lock only.
+unsafe impl Send for State {}
+
+/// A source of objects of one size. It does not know its manager: pass the same one to every call.
+pub struct Slab<L: RawLock = SpinLock> {
+    size: usize,
+    per_frame: u32,
+    first: usize,
+    state: Lock<L, State>,
+}
+
+impl<L: RawLock> core::fmt::Debug for Slab<L> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Slab").field("size", &self.size).field("per_frame", &self.per_frame).finish_non_exhaustive()
+    }
+}
+
+/// What a slab holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlabStats {
+    /// Frames taken from the manager.
+    pub frames: u64,
+    /// Objects handed out.
+    pub objects: u64,
+}
+
+impl<L: RawLock> Slab<L> {
+    /// A slab for objects of `size` bytes aligned to `align`, a power of two; `None` if not even one fits in a frame.
+    pub fn new(size: usize, align: usize) -> Option<Self> {
+        if !align.is_power_of_two() || align > FRAME / 2 {
+            return None;
+        }
+        let align = align.max(align_of::<u32>());
+        let size = size.max(size_of::<u32>()).checked_next_multiple_of(align)?;
+        let first = HEADER.next_multiple_of(align);
+        let per_frame = FRAME.checked_sub(first)? / size;
+        if per_frame == 0 {
+            return None;
+        }
+        let state = State { partial: null_mut(), frames: 0, objects: 0, empty: 0 };
+        Some(Slab { size, per_frame: per_frame as u32, first, state: Lock::new(state) })
+    }
+
+    /// A slab for values of type `T`.
+    pub fn of<T>() -> Option<Self> {
+        Slab::new(size_of::<T>(), align_of::<T>())
+    }
+
+    /// Objects per frame.
+    pub fn per_frame(&self) -> u32 {
+        self.per_frame
+    }
+
+    /// What it holds now.
+    pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> SlabStats {
+        let _pin = cx.pin();
+        let state = self.state.lock();
+        SlabStats { frames: state.frames, objects: state.objects }
+    }
+
+    /// One object, uninitialised.
+    pub fn alloc<E: Env, P: Cpu>(
+        &self,
+        frames: &Frames<'_, E>,
+        cx: &CpuCx<'_, P>,
+        map: &impl PhysMap,
+    ) -> Result<NonNull<u8>, AllocError> {
+        loop {
+            if let Some(object) = self.take(cx) {
+                return Ok(object);
+            }
+            // Others may take all of the new frame's pieces before this does; each time, somebody got ahead.
+            self.grow(frames, cx, map)?;
+        }
+    }
+
+    /// Takes a frame from the manager.
+    fn grow<E: Env, P: Cpu>(
+        &self,
+        frames: &Frames<'_, E>,
+        cx: &CpuCx<'_, P>,
+        map: &impl PhysMap,
+    ) -> Result<(), AllocError> {
+        let block = frames.alloc(cx, Request::order(Order::ZERO))?;
+        let Some(window) = map.open(block.extent(), None) else {
+            frames.free(cx, block);
+            return Err(AllocError::OutOfMemory);
+        };
+        let header = window.ptr.cast::<Header>();
+        let pfn = block.pfn();
+        // The header keeps the frame from here on.
+        let _ = block.into_dirty().into_extent();
+        // SAFETY: the window is the frame's bytes, writable, 4 KiB-aligned and nobody else's; it stays open until the
+        // frame is given back. All pieces are inside the frame by the choice of `per_frame`.
+        unsafe {
+            header.write(Header { pfn, free: 0, used: 0, next: null_mut(), prev: null_mut() });
+            for index in 0..self.per_frame {
+                let next = if index + 1 == self.per_frame { NONE } else { index + 1 };
+                self.piece(header, index).cast::<u32>().write(next);
+            }
+        }
+        let _pin = cx.pin();
+        let mut state = self.state.lock();
+        state.frames += 1;
+        state.empty += 1;
+        // SAFETY: just initialised, on no list.
+        unsafe { state.link(header) };
+        Ok(())
+    }
+
+    /// A piece of a frame that has one.
+    fn take<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Option<NonNull<u8>> {
+        let _pin = cx.pin();
+        let mut state = self.state.lock();
+        let header = state.partial;
+        if header.is_null() {
+            return None;
+        }
+        // SAFETY: headers on the list are in frames that the slab owns and have a free piece; the lock is held.
+        unsafe {
+            let index = (*header).free;
+            let piece = self.piece(header, index);
+            (*header).free = piece.cast::<u32>().read();
+            if (*header).used == 0 {
+                state.empty -= 1;
+            }
+            (*header).used += 1;
+            if (*header).free == NONE {
+                state.unlink(header);
+            }
+            state.objects += 1;
+            NonNull::new(piece)
+        }
+    }
+
+    /// Gives an object back.
+    ///
+    /// # Safety
+    ///
+    /// `object` came from [`alloc`](Slab::alloc) on this slab with these frames and this map, is given back once, and
+    /// nobody uses it any more.
+    pub unsafe fn free<E: Env, P: Cpu>(
+        &self,
+        frames: &Frames<'_, E>,
+        cx: &CpuCx<'_, P>,
+        map: &impl PhysMap,
+        object: NonNull<u8>,
+    ) {
+        let object = object.as_ptr();
+        let header = object.map_addr(|address| address & !(FRAME - 1)).cast::<Header>();
+        let index = ((object.addr() - header.addr() - self.first) / self.size) as u32;
+        let pin = cx.pin();
+        let mut state = self.state.lock();
+        // SAFETY: the object is a piece of a frame of this slab, so its header is where the frame begins; the lock is
+        // held.
+        let gone = unsafe {
+            object.cast::<u32>().write((*header).free);
+            if (*header).free == NONE {
+                state.link(header);
+            }
+            (*header).free = index;
+            (*header).used -= 1;
+            state.objects -= 1;
+            let empty = (*header).used == 0;
+            if empty && state.empty == 1 {
+                state.unlink(header);
+                state.frames -= 1;
+                Some((*header).pfn)
+            } else {
+                state.empty += u64::from(empty);
+                None
+            }
+        };
+        drop(state);
+        drop(pin);
+        if let Some(pfn) = gone {
+            // SAFETY: the slab owned the frame, nothing of it is in use, and it is off the list.
+            unsafe { self.give_back(frames, cx, map, header, pfn) };
+        }
+    }
+
+    /// Gives the frame that is kept back, if there is one.
+    ///
+    /// # Safety
+    ///
+    /// `frames` and `map` are those that the slab has always been used with.
+    pub unsafe fn trim<E: Env, P: Cpu>(&self, frames: &Frames<'_, E>, cx: &CpuCx<'_, P>, map: &impl PhysMap) {
+        let pin = cx.pin();
+        let mut state = self.state.lock();
+        let mut header = state.partial;
+        // SAFETY: headers on the list are the slab's; the lock is held.
+        unsafe {
+            while !header.is_null() && (*header).used != 0 {
+                header = (*header).next;
+            }
+            if header.is_null() {
+                return;
+            }
+            state.unlink(header);
+            state.frames -= 1;
+            state.empty -= 1;
+            drop(state);
+            drop(pin);
+            self.give_back(frames, cx, map, header, (*header).pfn);
+        }
+    }
+
+    /// # Safety
+    ///
+    /// The frame is the slab's, off the list, and nothing of it is in use.
+    unsafe fn give_back<E: Env, P: Cpu>(
+        &self,
+        frames: &Frames<'_, E>,
+        cx: &CpuCx<'_, P>,
+        map: &impl PhysMap,
+        header: *mut Header,
+        pfn: Pfn,
+    ) {
+        // SAFETY: opened by `alloc` and closed here once; the frame was allocated as an unmovable block of order 0.
+        unsafe {
+            map.close(Window { ptr: header.cast(), pages: 1 });
+            frames.free(cx, Frozen::assume_owned(pfn, Order::ZERO, crate::Mobility::Unmovable));
+        }
+    }
+
+    /// Where a piece is.
+    ///
+    /// # Safety
+    ///
+    /// `header` begins a frame of this slab and `index` is below `per_frame`.
+    unsafe fn piece(&self, header: *mut Header, index: u32) -> *mut u8 {
+        // SAFETY: inside the frame by the contract.
+        unsafe { header.cast::<u8>().add(self.first + index as usize * self.size) }
+    }
+}
+
+impl State {
+    /// # Safety
+    ///
+    /// `header` is a frame of the slab, on no list, and the lock is held.
+    unsafe fn link(&mut self, header: *mut Header) {
+        // SAFETY: all headers on the list are valid while the lock is held.
+        unsafe {
+            (*header).prev = null_mut();
+            (*header).next = self.partial;
+            if !self.partial.is_null() {
+                (*self.partial).prev = header;
+            }
+        }
+        self.partial = header;
+    }
+
+    /// # Safety
+    ///
+    /// `header` is on the list, and the lock is held.
+    unsafe fn unlink(&mut self, header: *mut Header) {
+        // SAFETY: as for `link`.
+        unsafe {
+            let (next, prev) = ((*header).next, (*header).prev);
+            if prev.is_null() {
+                self.partial = next;
+            } else {
+                (*prev).next = next;
+            }
+            if !next.is_null() {
+                (*next).prev = prev;
+            }
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! loom runs the shipped protocol functions through every interleaving (bounded by `LOOM_MAX_PREEMPTIONS`):
+//! `RUSTFLAGS="--cfg loom" cargo test --release -p hugemm-frames --test loom`.
+#![cfg(loom)]
+
+use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+use hugemm_frames::pcp::Mailbox;
+use hugemm_frames::refs::{self, Dropped, PackedSide, Put, RefError, TryGet};
+use loom::cell::UnsafeCell;
+use loom::sync::{Arc, Mutex};
+use loom::thread;
+
+/// One word of states, one of side counts, one wide counter for lane 0.
+struct Page {
+    state: AtomicU64,
+    side: AtomicU64,
+    wide: AtomicU64,
+}
+
+impl Page {
+    fn new(state: u64, side: u64) -> Arc<Self> {
+        Arc::new(Page { state: AtomicU64::new(state), side: AtomicU64::new(side), wide: AtomicU64::new(0) })
+    }
+
+    fn side<'a>(&'a self) -> PackedSide<'a, AtomicU64, impl Fn() -> Option<&'a AtomicU64>> {
+        PackedSide { word: &self.side, shift: 0, wide: || Some(&self.wide) }
+    }
+
+    fn put(&self) -> u32 {
+        u32::from(refs::put(&self.state, 0, &self.side()) == Ok(Put::Last))
+    }
+
+    /// A speculative get, and the put that ends it; how often that was the last.
+    fn visit(&self) -> u32 {
+        match refs::try_get(&self.state, 0, &self.side()) {
+            Ok(TryGet::Got) => self.put(),
+            Ok(TryGet::Last) => 1,
+            Ok(TryGet::Dead) => 0,
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+
+    fn assert_frozen(&self) {
+        assert_eq!(AtomicWord::load(&self.state, Ordering::Relaxed) & 3, 0, "still referenced");
+        assert_eq!(AtomicWord::load(&self.side, Ordering::Relaxed) & 15, 0, "a count is left over");
+    }
+}
+
+/// Whoever drops the last reference is told so, exactly once, whatever a speculative getter does meanwhile.
+#[test]
+fn a_drop_against_a_speculative_get() {
+    loom::model(|| {
+        let page = Page::new(1, 0);
+        let other = Arc::clone(&page);
+        let visitor = thread::spawn(move || other.visit());
+        let last = page.put() + visitor.join().unwrap();
+        assert_eq!(last, 1);
+        page.assert_frozen();
+    });
+}
+
+/// Two holders and a speculative getter: the state in which a put has to decide while the count changes under it.
+#[test]
+fn two_drops_against_a_speculative_get() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = model.preemption_bound.or(Some(3));
+    model.check(|| {
+        let page = Page::new(3, 1);
+        let (a, b) = (Arc::clone(&page), Arc::clone(&page));
+        let holder = thread::spawn(move || a.put());
+        let visitor = thread::spawn(move || b.visit());
+        let last = page.put() + holder.join().unwrap() + visitor.join().unwrap();
+        assert_eq!(last, 1);
+        page.assert_frozen();
+    });
+}
+
+/// Two speculative getters while the only holder drops.
+#[test]
+fn a_drop_against_two_speculative_gets() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = model.preemption_bound.or(Some(3));
+    model.check(|| {
+        let page = Page::new(1, 0);
+        let (a, b) = (Arc::clone(&page), Arc::clone(&page));
+        let first = thread::spawn(move || a.visit());
+        let second = thread::spawn(move || b.visit());
+        let last = page.put() + first.join().unwrap() + second.join().unwrap();
+        assert_eq!(last, 1);
+        page.assert_frozen();
+    });
+}
+
+/// The frame is frozen by its last put, used again and dropped again, while a getter that saw the first life acts in the
+/// second.
+#[test]
+fn a_late_get_in_the_next_life() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = model.preemption_bound.or(Some(3));
+    model.check(|| {
+        let page = Page::new(1, 0);
+        let other = Arc::clone(&page);
+        let visitor = thread::spawn(move || other.visit());
+        let mut last = page.put();
+        let mut lives = 1;
+        if last == 1 && refs::hold(&page.state, 0).is_ok() {
+            lives = 2;
+            last += page.put();
+        }
+        last += visitor.join().unwrap();
+        assert_eq!(last, lives);
+        page.assert_frozen();
+    });
+}
+
+/// A range drop of several lanes against the last put of one of them.
+#[test]
+fn a_range_drop_against_the_last_put() {
+    loom::model(|| {
+        // Lane 0 has two references, lane 1 one.
+        let page = Page::new(0b0111, 1);
+        let other = Arc::clone(&page);
+        let holder = thread::spawn(move || other.put());
+        let dropped = refs::put_lanes(&page.state, 3);
+        assert_eq!((dropped.last & 2, dropped.dead), (2, 0));
+        let mut last = dropped.last & 1;
+        if dropped.shared & 1 != 0 {
+            last += page.put();
+        }
+        last += holder.join().unwrap();
+        assert_eq!(last, 1);
+        page.assert_frozen();
+        assert_eq!(AtomicWord::load(&page.state, Ordering::Relaxed), 0);
+    });
+}
+
+/// Two CPUs drop different lanes of one word.
+#[test]
+fn range_drops_of_neighbours() {
+    loom::model(|| {
+        let page = Page::new(0b0101_0101, 0);
+        let other = Arc::clone(&page);
+        let neighbour = thread::spawn(move || refs::put_lanes(&other.state, 0b1100));
+        assert_eq!(refs::put_lanes(&page.state, 0b0011), Dropped { last: 0b0011, shared: 0, dead: 0 });
+        assert_eq!(neighbour.join().unwrap(), Dropped { last: 0b1100, shared: 0, dead: 0 });
+        assert_eq!(AtomicWord::load(&page.state, Ordering::Relaxed), 0);
+    });
+}
+
+/// The count outgrows its four bits while another holder puts.
+#[test]
+fn moving_to_the_wide_counter_against_a_put() {
+    loom::model(|| {
+        // 15 references.
+        let page = Page::new(3, 14);
+        let (a, b) = (Arc::clone(&page), Arc::clone(&page));
+        let getter = thread::spawn(move || refs::get(&a.state, 0, &a.side()));
+        let putter = thread::spawn(move || b.put());
+        assert_eq!(getter.join().unwrap(), Ok(()));
+        assert_eq!(putter.join().unwrap(), 0);
+        // 15 again: the fifteenth put is the last, and not before.
+        for _ in 0..14 {
+            assert_eq!(page.put(), 0);
+        }
+        assert_eq!(page.put(), 1);
+        assert_eq!(refs::put(&page.state, 0, &page.side()), Err(RefError::NotCounted));
+    });
+}
+
+/// Two getters move to the wide counter at once.
+#[test]
+fn two_move_to_the_wide_counter() {
+    loom::model(|| {
+        let page = Page::new(3, 14);
+        let other = Arc::clone(&page);
+        let getter = thread::spawn(move || refs::get(&other.state, 0, &other.side()));
+        assert_eq!(refs::get(&page.state, 0, &page.side()), Ok(()));
+        assert_eq!(getter.join().unwrap(), Ok(()));
+        for _ in 0..16 {
+            assert_eq!(page.put(), 0);
+        }
+        assert_eq!(page.put(), 1);
+    });
+}
+
+/// A CPU's cache, touched by its owner alone; somebody isolates a block and asks for the cache. Once the request is
+/// served nothing of the block is cached, nor will be.
+#[test]
+fn refill_and_free_against_a_remote_drain() {
+    struct Cpu {
+        mailbox: Mailbox,
+        isolated: AtomicU64,
+        cache: UnsafeCell<u32>,
+        node: Mutex<u32>,
+    }
+    impl Cpu {
+        fn serve(&self) {
+            if self.mailbox.pending() {
+                self.mailbox.serve(|| {
+                    let cached = self.cache.with_mut(|cache| unsafe { core::mem::take(&mut *cache) });
+                    *self.node.lock().unwrap() += cached;
+                });
+            }
+        }
+
+        fn free(&self) {
+            self.serve();
+            // Relaxed, as in the allocator: serving is what makes it visible.
+            if AtomicWord::load(&self.isolated, Ordering::Relaxed) != 0 {
+                *self.node.lock().unwrap() += 1;
+            } else {
+                self.cache.with_mut(|cache| unsafe { *cache += 1 });
+            }
+        }
+    }
+    // SAFETY: the cache is the owner's; loom checks that.
+    unsafe impl Sync for Cpu {}
+    unsafe impl Send for Cpu {}
+    loom::model(|| {
+        let cpu = Arc::new(Cpu {
+            mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)),
+            isolated: AtomicU64::new(0),
+            cache: UnsafeCell::new(0),
+            node: Mutex::new(0),
+        });
+        let other = Arc::clone(&cpu);
+        let owner = thread::spawn(move || {
+            other.free();
+            other.free();
+            other.serve();
+        });
+        AtomicWord::store(&cpu.isolated, 1, Ordering::Relaxed);
+        let request = cpu.mailbox.post();
+        let served = cpu.mailbox.is_served(request);
+        let found = *cpu.node.lock().unwrap();
+        owner.join().unwrap();
+        let cached = cpu.cache.with(|cache| unsafe { *cache });
+        assert_eq!(cached + *cpu.node.lock().unwrap(), 2, "a frame was lost");
+        if served || cpu.mailbox.is_served(request) {
+            assert_eq!(cached, 0, "served, and yet cached");
+        }
+        assert!(found <= 2);
+    });
+}
