@@ -34,7 +34,7 @@ test-release:
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base --lib loom_tests
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
@@ -64,7 +64,7 @@ lint:
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:
-	$(LOOM) $(CARGO) test --release --locked -p hugemm-base --lib loom_tests
+	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
 	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear --target-dir target/miri
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture

@@ -128,6 +128,6 @@ mod tests {
         let bases: Vec<u64> = std::iter::from_fn(|| a.pop(&links)).map(|e| e.base().number()).collect();
         let expected: Vec<u64> = (0..1000).map(|i| i * 10).chain((0..1000).map(|i| 100_000 + i * 10)).collect();
         assert_eq!(bases, expected);
-        assert!(a.is_empty() && a.len() == 0 && a.pages() == 0);
+        assert_eq!((a.is_empty(), a.len(), a.pages()), (true, 0, 0));
     }
 }

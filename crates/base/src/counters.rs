@@ -103,9 +103,9 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Extents cleared with a cached primitive alone.
+    /// Extents that were finished with cached primitives alone (since they were begun or gone on with).
     clears_cached,
-    /// Extents of which at least one unit was cleared past the cache.
+    /// Extents that were finished with at least one unit past the cache.
     clears_bulk,
     /// Extents that needed no clearing because they were known to be zero.
     clears_skipped,
@@ -113,7 +113,7 @@ counters! {
     bytes_cached,
     /// Bytes cleared past the cache.
     bytes_bulk,
-    /// Units: calls of a clearing primitive.
+    /// Units: what was cleared between two reschedule points, or at once where there are none.
     units,
     /// Store fences executed after streaming stores, whoever asked for them.
     fences,

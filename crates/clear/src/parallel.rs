@@ -159,6 +159,9 @@ impl<'a> ParallelClear<'a> {
                 if cx.cancelled(cancel) {
                     return Err(StopReason::Cancelled);
                 }
+                if !cx.platform().may_sleep() {
+                    return Err(StopReason::MayNotSleep);
+                }
                 if self.halted.load(Ordering::Relaxed) {
                     return Ok(());
                 }

@@ -181,7 +181,7 @@ mod tests {
             let unit = policy.unit_bytes(Primitive::RepStosb, model, false);
             let bulk = policy.unit_bytes(Primitive::Clzero, model, false);
             if model.is_preemptible() {
-                assert!(unit > 1 << 60 && bulk > 1 << 60 && unit % PAGE_BYTES == 0);
+                assert!(unit > 1 << 60 && bulk > 1 << 60 && unit.is_multiple_of(PAGE_BYTES));
                 // Cancellable: bounded all the same.
                 assert_eq!(policy.unit_bytes(Primitive::RepStosb, model, true), 16 << 20);
             } else {

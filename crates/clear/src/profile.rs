@@ -1,6 +1,6 @@
 //! What is known of a machine's clearing primitives: which to use, from which size on, and how fast they are.
 //!
-//! A [`Profile`] is a small plain value. It comes from [`crate::calibrate`], or from [`Profile::uncalibrated`] where
+//! A [`Profile`] is a small plain value. It comes from [`crate::calibrate()`], or from [`Profile::uncalibrated`] where
 //! nothing was measured, or from source code: every field is public and every constructor `const`, so that a measured
 //! profile can be embedded as a constant (`hugemm probe --profile rust` prints one).
 

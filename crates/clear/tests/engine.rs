@@ -5,7 +5,7 @@ mod support;
 
 use hugemm_base::{CounterSnapshot, Never, PreemptModel, Zeroed};
 use hugemm_clear::folio::begin_around;
-use hugemm_clear::{Best, Clearer, Features, Policy, Primitive, ProfileError, Request, StopReason, Unit};
+use hugemm_clear::{Clearer, Policy, Primitive, ProfileError, Request, StopReason, Unit};
 use support::memory::Memory;
 use support::{BULK, CACHED, Event, PAGE, PROFILE, Script, StopAt, clearer, extent, features, open, span};
 
@@ -212,6 +212,7 @@ fn an_unreachable_frame_ends_the_clear_with_the_progress_made() {
 
 /// Row A28: every counter, after a folio whose far parts are bulk and whose neighbourhood is cached.
 #[test]
+#[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn counters_are_exact() {
     let script = script(512);
     let around = begin_around(script.dirty(), 100);
@@ -235,6 +236,7 @@ fn counters_are_exact() {
 
 /// Rows B5–B7: the size of the whole request decides, and the neighbourhood is cached in any case.
 #[test]
+#[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn the_whole_request_decides_and_the_neighbourhood_is_cached() {
     let script = script(512);
     script.model.set(PreemptModel::Full);
@@ -300,6 +302,7 @@ fn what_the_cpu_lacks_is_refused() {
 #[test]
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 fn without_vector_registers_the_general_primitive_is_used() {
+    use hugemm_clear::{Best, Features};
     let (general, any) = (Primitive::Movnti, Primitive::Avx2Stream);
     let features = Features::detect();
     if !features.contains(any) {

@@ -33,6 +33,7 @@ fn preemptible(memory: Memory) -> Script {
 
 /// Row A9.
 #[test]
+#[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn a_huge_page_is_cleared_right_left_and_around_the_touch() {
     let script = preemptible(Memory::heap(512));
     for touched in [0, 1, 2, 3, 100, 508, 509, 510, 511] {
@@ -47,6 +48,7 @@ fn a_huge_page_is_cleared_right_left_and_around_the_touch() {
 
 /// Row A9: the order in which the platform's windows are opened is the same.
 #[test]
+#[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn the_windows_come_in_the_same_order() {
     let script = preemptible(Memory::heap(512));
     let parts: Vec<_> = trace(&script, 100, 512, &BULK).into_iter().map(|(part, ..)| part).collect();
@@ -64,7 +66,7 @@ fn the_windows_come_in_the_same_order() {
 /// Row A10: every first touch of every small folio, with units smaller than the parts, and every byte checked.
 #[test]
 fn every_page_of_every_small_folio_is_cleared_once() {
-    for pages in 1..=16 {
+    for pages in 1..=if cfg!(miri) { 6 } else { 16 } {
         let script = Script::new(Memory::heap(pages));
         for touched in 0..pages {
             script.memory.dirty(0..pages);
@@ -83,6 +85,7 @@ fn every_page_of_every_small_folio_is_cleared_once() {
 
 /// Row A11: a fault's address, aligned or not, leads to its page; no address, to page 0.
 #[test]
+#[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn fault_addresses_need_not_be_aligned() {
     let script = preemptible(Memory::heap(512));
     let folio = 0x7f12_3460_0000;

@@ -199,10 +199,8 @@ impl<'m> Host<'m> {
         let _current = Current::set((self.identity(), cpu));
         // SAFETY: the thread is no CPU of this host yet (checked above), so it has no context of it.
         let mut cx = unsafe { CpuCx::new(self) };
-        let result = f(&mut cx);
-        // The model's buffer must not outlive the thread's turn: a real CPU drains its buffers in a context switch.
-        self.store_fence();
-        Ok(result)
+        let _drained = Drained(self);
+        Ok(f(&mut cx))
     }
 
     /// Runs `f` on several CPUs at once, one thread each, and returns the results in the order of `cpus`.
@@ -234,6 +232,15 @@ impl<'m> Host<'m> {
 
     fn slot(&self) -> &Slot {
         &self.cpus[self.current().0 as usize]
+    }
+}
+
+/// Drains the model's store buffer at the end of a thread's turn as a CPU, as a real CPU does in a context switch.
+struct Drained<'h, 'm>(&'h Host<'m>);
+
+impl Drop for Drained<'_, '_> {
+    fn drop(&mut self) {
+        self.0.store_fence();
     }
 }
 

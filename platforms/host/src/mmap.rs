@@ -7,6 +7,9 @@ use std::io::Read;
 use std::ops::Range;
 use std::ptr::NonNull;
 
+/// `madvise` advice of Linux 6.1: make huge pages of this range now. Not every C library's headers have it.
+const MADV_COLLAPSE: libc::c_int = 25;
+
 /// The system call that failed, and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CallFailed {
@@ -172,9 +175,8 @@ impl Mapping {
     pub(crate) fn collapse(&self, range: Range<usize>) -> Result<(), CallFailed> {
         assert!(range.start <= range.end && range.end <= self.len, "a range of the mapping");
         // SAFETY: the range is inside the mapping, and collapsing keeps its contents.
-        let result = unsafe {
-            libc::madvise(self.start.as_ptr().wrapping_add(range.start).cast(), range.len(), libc::MADV_COLLAPSE)
-        };
+        let result =
+            unsafe { libc::madvise(self.start.as_ptr().wrapping_add(range.start).cast(), range.len(), MADV_COLLAPSE) };
         if result == 0 { Ok(()) } else { Err(last_error("madvise(MADV_COLLAPSE)")) }
     }
 
