@@ -64,8 +64,8 @@ unsafe impl Sync for Host<'_> {}
 unsafe impl Send for Host<'_> {}
 
 thread_local! {
-    /// Which CPU of which host this thread is, while it is one.
-    static CURRENT: Cell<Option<(usize, CpuId)>> = const { Cell::new(None) };
+    /// Which CPU of which host this thread is, while it is one; host 0 is none. Two words that are read at every pin.
+    static CURRENT: Cell<(usize, CpuId)> = const { Cell::new((0, CpuId(0))) };
 }
 
 /// Why a host could not be made or a thread could not become one of its CPUs.
@@ -190,14 +190,13 @@ impl<'m> Host<'m> {
     /// The thread's former CPU binding is restored afterwards, also when `f` panics.
     pub fn run_on<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Self>) -> R) -> Result<R, CpuError> {
         let slot = self.cpus.get(cpu.0 as usize).ok_or(CpuError::NoSuchCpu { cpu, cpus: self.cpus.len() as u32 })?;
-        if let Some((host, cpu)) = CURRENT.get()
-            && host == self.identity()
-        {
-            return Err(CpuError::Nested { cpu });
+        let (host, nested) = CURRENT.get();
+        if host == self.identity() {
+            return Err(CpuError::Nested { cpu: nested });
         }
         let _occupied = slot.occupied.lock().unwrap_or_else(PoisonError::into_inner);
         let _binding = Binding::bind(slot.place.os_cpu)?;
-        let _current = Current::set(Some((self.identity(), cpu)));
+        let _current = Current::set((self.identity(), cpu));
         // SAFETY: the thread is no CPU of this host yet (checked above), so it has no context of it.
         let mut cx = unsafe { CpuCx::new(self) };
         let _drained = Drained(self);
@@ -246,10 +245,10 @@ impl Drop for Drained<'_, '_> {
 }
 
 /// Restores which CPU the thread is.
-struct Current(Option<(usize, CpuId)>);
+struct Current((usize, CpuId));
 
 impl Current {
-    fn set(to: Option<(usize, CpuId)>) -> Self {
+    fn set(to: (usize, CpuId)) -> Self {
         Current(CURRENT.replace(to))
     }
 }
@@ -287,12 +286,11 @@ impl Drop for Binding {
 // SAFETY: a thread that is a CPU is bound to one real CPU and holds the slot's lock, so no other thread is the same
 // CPU; pinning therefore needs nothing more.
 unsafe impl CpuLocal for Host<'_> {
+    #[inline]
     fn current(&self) -> CpuId {
-        match CURRENT.get() {
-            Some((host, cpu)) if host == self.identity() => cpu,
-            // Not one of this host's CPUs: counts go to the first. Contexts exist only on threads that are CPUs.
-            _ => CpuId(0),
-        }
+        let (host, cpu) = CURRENT.get();
+        // Not one of this host's CPUs: counts go to the first. Contexts exist only on threads that are CPUs.
+        if host == self.identity() { cpu } else { CpuId(0) }
     }
 
     #[inline]

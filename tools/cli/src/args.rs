@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::frames_args as frames;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
@@ -42,6 +43,14 @@ pub enum Bench {
     Clear(ClearExtent),
     /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
     Interference(Interference),
+    /// Blocks split into pages and freed: as a range, and page by page (seed 002's loop).
+    Free(frames::Free),
+    /// Pairs, bulk and random frees on one to N CPUs.
+    Alloc(frames::Alloc),
+    /// Mixed sizes for a while, then the huge pages that can still be had.
+    Churn(frames::Churn),
+    /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
+    Stress(frames::Stress),
 }
 
 /// The workloads of `perf bench mem`.

@@ -33,9 +33,9 @@ impl Goals {
         self.add(row, "≥", goal, met);
     }
 
-    /// The median over runs, in milliseconds, is at most `goal`.
-    pub fn at_most(&mut self, metric: &str, samples: &Samples, goal: f64) {
-        let row = Row::median(metric, samples, "ms");
+    /// The median over runs is at most `goal`, both in `unit`.
+    pub fn at_most(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64) {
+        let row = Row::median(metric, samples, unit);
         let met = row.value() <= goal;
         self.add(row, "≤", goal, met);
     }

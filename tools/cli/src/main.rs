@@ -6,6 +6,12 @@ mod clear;
 mod document;
 mod environment_text;
 mod explain;
+mod frames_alloc;
+mod frames_area;
+mod frames_args;
+mod frames_churn;
+mod frames_free;
+mod frames_stress;
 mod goals;
 mod interference;
 mod kernel_side;
@@ -13,6 +19,9 @@ mod machine;
 mod measure;
 mod memset;
 mod mmap;
+#[cfg(feature = "peers")]
+mod peer_adapters;
+mod peers;
 mod probe;
 mod profile_file;
 mod progress;
@@ -35,6 +44,10 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Clear(args)) => clear::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
         Command::Replay(args) => replay::run(args),
+        Command::Bench(Bench::Free(args)) => frames_free::run(args),
+        Command::Bench(Bench::Alloc(args)) => frames_alloc::run(args),
+        Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
+        Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

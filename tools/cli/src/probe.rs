@@ -185,7 +185,7 @@ fn measure(
     goals.at_least_everywhere("clear.worst_vs_best_hot", &hot, 0.95);
     goals.at_least_everywhere("clear.worst_vs_best_cold", &cold, 0.95);
     goals.at_least_everywhere("clear.worst_vs_best_cold_touched", &touched, 0.95);
-    goals.at_most("clear.worst_unit_ms", &worst_unit, 4.0);
+    goals.at_most("clear.worst_unit_ms", &worst_unit, "ms", 4.0);
     if !quiet {
         goals.print();
     }

@@ -1,0 +1,299 @@
+//! `hugemm bench alloc`: pairs, bulk and random frees on one to N CPUs, and the cost over the number of CPUs.
+
+use crate::document::Row;
+use crate::frames_area::{Area, Columns, Plan, Side, alternate, cell, figure, mean_each, rounds_in};
+use crate::frames_args::{Alloc, Pattern};
+use crate::goals::Goals;
+use crate::machine::Machine;
+use crate::peers::{self, Locked, Peer, Visit};
+use crate::stats::Samples;
+use crate::{environment_text, progress, table};
+use anyhow::{Result, bail};
+use hugemm_base::Order;
+use hugemm_host::cpu::Host;
+use hugemm_host::environment::Environment;
+use hugemm_workloads::alloc_free::bulk::{self, Freeing};
+use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, pairs};
+
+/// Most blocks that a CPU takes before it frees them: enough to leave every cache behind, few enough for allocators
+/// whose time grows with the number of holes.
+const MOST: u64 = 16_384;
+
+/// The allocator's own sides.
+const FROZEN: &str = "hugemm, frozen";
+const COUNTED: &str = "hugemm, counted";
+
+/// One table.
+#[derive(Clone, Copy)]
+struct Case {
+    pattern: Pattern,
+    order: Order,
+}
+
+/// Runs the command.
+pub fn run(args: &Alloc) -> Result<()> {
+    let machine = Machine::new(&args.measured.common)?;
+    let threads = threads(args, &machine);
+    let most = threads.iter().max().copied().unwrap_or(1);
+    let largest = args.orders.iter().max().copied().unwrap_or(Order::ZERO);
+    machine.places(most as usize)?;
+    let plan = Plan::new(&machine, args.size, most, largest)?;
+    for order in &args.orders {
+        if plan.extent.pages() / u64::from(most) < 2 * order.pages() {
+            let block = crate::size::Size(order.bytes());
+            bail!("{} hold too few blocks of order {order} ({block}) for {most} CPUs; use a larger --size", args.size);
+        }
+    }
+    let mut environment = Environment::read()?;
+    let mut memory = plan.memory(&machine)?;
+    environment.note_region("metadata", &memory);
+    let area = plan.area(&machine, &mut memory)?;
+
+    let cases: Vec<Case> = args
+        .pattern
+        .iter()
+        .flat_map(|pattern| args.orders.iter().map(|order| Case { pattern: *pattern, order: *order }))
+        .collect();
+    let mut others = Others { area: &area, names: Vec::new() };
+    peers::each(args.measured.no_peers, &mut others)?;
+    let sides = 1 + usize::from(args.counted) + others.names.len();
+    let turns = cases.len() * threads.len() * sides * (args.measured.runs as usize + 1);
+    let bar = progress::bar(turns as u64, machine.quiet());
+    let (mut rows, mut goals) = (Vec::new(), Goals::new());
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        println!("\n{} of numbered frames; median of {} runs; ns per operation", args.size, args.measured.runs);
+    }
+    for case in cases {
+        let mut curve = Vec::new();
+        let mut names = Vec::new();
+        for threads in &threads {
+            let (found, columns) = measure(&area, case, *threads, args, &bar)?;
+            note_goals(&mut goals, case, *threads, &found, &columns);
+            names = found;
+            curve.push(columns);
+        }
+        bar.suspend(|| print(&machine, case, &threads, &names, &curve));
+        rows.extend(rows_of(case, &threads, &names, &curve));
+    }
+    bar.finish_and_clear();
+    if !machine.quiet() {
+        if let Some(note) = peers::note(args.measured.no_peers) {
+            println!("\n  {note}");
+        }
+        println!("  A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation.");
+        goals.print();
+    }
+    rows.extend(goals.into_rows());
+    machine.report(&args.measured.common, environment, rows)
+}
+
+/// The user's numbers of CPUs, or the powers of two and all.
+fn threads(args: &Alloc, machine: &Machine) -> Vec<u32> {
+    if !args.threads.is_empty() {
+        return args.threads.clone();
+    }
+    let all = machine.topology.cpus.len() as u32;
+    let mut threads: Vec<u32> = (0..).map(|i| 1 << i).take_while(|n| *n < all).collect();
+    threads.push(all);
+    threads
+}
+
+/// The names of the peers that can manage as much.
+struct Others<'a> {
+    area: &'a Area<'a>,
+    names: Vec<&'static str>,
+}
+
+impl Visit for Others<'_> {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        Locked::<T>::new(self.area.extent).map(|_| self.names.push(T::NAME))
+    }
+}
+
+/// Collects the sides of one measurement.
+struct Sides<'a> {
+    area: &'a Area<'a>,
+    case: Case,
+    threads: u32,
+    nanos: u64,
+    sides: Vec<Side<'a>>,
+}
+
+impl Visit for Sides<'_> {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        let peer = Locked::<T>::new(self.area.extent)?;
+        self.add(T::NAME, peer, false);
+        Ok(())
+    }
+}
+
+impl<'a> Sides<'a> {
+    /// Adds a side. `own` says that it uses the area's allocator, whose lock rounds are then counted.
+    fn add<S>(&mut self, name: &'static str, source: S, own: bool)
+    where
+        S: Source<Host<'a>> + Sync + 'a,
+        S::Block: Send,
+    {
+        let Sides { area, case, threads, nanos, .. } = *self;
+        let mut rounds = None;
+        let run = move || {
+            if case.pattern == Pattern::Pair && rounds.is_none() {
+                // How many pairs fill the time is found on all CPUs at once: that is where an allocator may be slow.
+                rounds = Some(rounds_in(nanos, |rounds| {
+                    let all =
+                        area.on_cpus(threads, &source, |cx, _| Ok(pairs::run(cx, &source, case.order, rounds)?))?;
+                    all.into_iter().max_by_key(|spent| spent.nanos).ok_or_else(|| anyhow::anyhow!("no CPU"))
+                })?);
+            }
+            area.on_cpus(threads, &source, |_, _| Ok(()))?;
+            let before = area.lock_rounds()?;
+            let (figures, operations) = match case.pattern {
+                Pattern::Pair => {
+                    let rounds = rounds.unwrap_or(1);
+                    let all =
+                        area.on_cpus(threads, &source, |cx, _| Ok(pairs::run(cx, &source, case.order, rounds)?))?;
+                    (vec![Some(mean_each(&all))], rounds)
+                }
+                Pattern::Bulk | Pattern::Fifo | Pattern::Random => {
+                    let freeing = match case.pattern {
+                        Pattern::Fifo => Freeing::Fifo,
+                        Pattern::Random => Freeing::Random(1),
+                        _ => Freeing::Lifo,
+                    };
+                    let count = blocks(area, case.order, threads);
+                    let all = area.on_cpus(threads, &source, |cx, _| {
+                        let mut held: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
+                        Ok(bulk::run(cx, &source, case.order, &mut held, freeing)?)
+                    })?;
+                    let (taking, giving): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+                    (vec![Some(mean_each(&taking)), Some(mean_each(&giving))], count)
+                }
+            };
+            let locks = (area.lock_rounds()? - before) as f64 / (operations * u64::from(threads)) as f64;
+            Ok(figures.into_iter().chain([own.then_some(locks)]).collect())
+        };
+        self.sides.push(Side { name, run: Box::new(run) });
+    }
+}
+
+/// How many blocks each CPU takes in bulk: all together half of the memory at most.
+fn blocks(area: &Area<'_>, order: Order, threads: u32) -> u64 {
+    ((area.extent.pages() >> order.get()) / 2 / u64::from(threads)).clamp(1, MOST)
+}
+
+/// All sides on `threads` CPUs.
+fn measure<'a>(
+    area: &'a Area<'a>,
+    case: Case,
+    threads: u32,
+    args: &Alloc,
+    bar: &indicatif::ProgressBar,
+) -> Result<(Vec<&'static str>, Vec<Columns>)> {
+    let mut sides = Sides { area, case, threads, nanos: args.millis * 1_000_000, sides: Vec::new() };
+    sides.add(FROZEN, FrozenBlocks(&area.frames), true);
+    if args.counted {
+        sides.add(COUNTED, CountedPages(&area.frames), true);
+    }
+    peers::each(args.measured.no_peers, &mut sides)?;
+    let columns = alternate(&mut sides.sides, args.measured.runs, bar)?;
+    Ok((sides.sides.iter().map(|side| side.name).collect(), columns))
+}
+
+/// What the figures of a pattern are, the lock rounds apart.
+fn figures(pattern: Pattern) -> &'static [&'static str] {
+    match pattern {
+        Pattern::Pair => &["pair"],
+        Pattern::Bulk | Pattern::Fifo | Pattern::Random => &["alloc", "free"],
+    }
+}
+
+fn name(pattern: Pattern) -> &'static str {
+    match pattern {
+        Pattern::Pair => "pair",
+        Pattern::Bulk => "bulk",
+        Pattern::Fifo => "fifo",
+        Pattern::Random => "random",
+    }
+}
+
+/// The goals that a measurement decides.
+fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], columns: &[Columns]) {
+    let get = |side: &str, figure: usize| -> Option<&Samples> {
+        columns.get(names.iter().position(|name| *name == side)?)?.get(figure)?.as_ref()
+    };
+    let mut at_most = |metric: &str, samples: Option<&Samples>, goal: f64| {
+        if let Some(samples) = samples {
+            goals.at_most(metric, samples, "ns", goal);
+        }
+    };
+    match (case.pattern, case.order.get(), threads) {
+        (Pattern::Pair, 0, 1) => {
+            at_most("frames.pair0_1t_ns", get(FROZEN, 0), 6.0);
+            at_most("frames.counted_pair0_ns", get(COUNTED, 0), 14.0);
+        }
+        (Pattern::Pair, 0, 2) => at_most("frames.pair0_2t_ns", get(FROZEN, 0), 6.0),
+        (Pattern::Bulk, 9, 2) => {
+            at_most("frames.alloc9_2t_ns", get(FROZEN, 0), 15.0);
+            at_most("frames.free9_2t_ns", get(FROZEN, 1), 12.0);
+        }
+        _ => {}
+    }
+}
+
+fn print(machine: &Machine, case: Case, threads: &[u32], names: &[&str], curve: &[Vec<Columns>]) {
+    if machine.quiet() {
+        return;
+    }
+    let mut heads = vec![String::new()];
+    for threads in threads {
+        let cpus = if *threads == 1 { "1 CPU".to_owned() } else { format!("{threads} CPUs") };
+        heads.extend(figures(case.pattern).iter().map(|figure| format!("{figure}, {cpus}")));
+    }
+    if threads.len() > 1 {
+        heads.push("last/first".into());
+    }
+    heads.push("lock rounds".into());
+    let mut lines = table::new(heads);
+    let count = figures(case.pattern).len();
+    for (side, name) in names.iter().enumerate() {
+        let mut line = vec![(*name).to_owned()];
+        let mut sums = Vec::new();
+        for columns in curve {
+            let columns = &columns[side][..count];
+            line.extend(columns.iter().map(|samples| cell(samples.as_ref())));
+            sums.push(columns.iter().flatten().map(Samples::median).sum::<f64>());
+        }
+        if let ([first, .., last], true) = (sums.as_slice(), threads.len() > 1) {
+            line.push(format!("{:.2} ×", last / first));
+        }
+        let locks = curve.last().and_then(|columns| columns[side][count].as_ref());
+        line.push(locks.map_or(String::new(), |locks| figure(locks.median())));
+        lines.add_row(line);
+    }
+    let what = match case.pattern {
+        Pattern::Pair => "taken and freed at once",
+        Pattern::Bulk => "taken, then freed last first",
+        Pattern::Fifo => "taken, then freed first first",
+        Pattern::Random => "taken, then freed at random",
+    };
+    table::print(&format!("Order {}, {what}", case.order), &lines);
+}
+
+/// The figures as rows.
+fn rows_of(case: Case, threads: &[u32], names: &[&str], curve: &[Vec<Columns>]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (threads, columns) in threads.iter().zip(curve) {
+        for (name_of_side, columns) in names.iter().zip(columns) {
+            let figures = figures(case.pattern).iter().chain(&["lock_rounds"]);
+            for (figure, samples) in figures.zip(columns) {
+                let Some(samples) = samples else { continue };
+                let unit = if *figure == "lock_rounds" { "per operation" } else { "ns" };
+                let row = Row::median(format!("bench.alloc.{figure}"), samples, unit).label("side", *name_of_side);
+                let row = row.label("pattern", name(case.pattern)).label("order", case.order.get());
+                rows.push(row.label("cpus", *threads));
+            }
+        }
+    }
+    rows
+}

@@ -1,0 +1,228 @@
+//! An allocator over numbered frames, and several CPUs that use it at once.
+//!
+//! The allocators never look into a frame, so the frames need not exist: only their own data do, in verified huge pages
+//! (a kernel's direct map is made of those).
+
+use crate::args::Kind;
+use crate::machine::Machine;
+use crate::size::Size;
+use crate::stats::Samples;
+use anyhow::{Result, anyhow, bail};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_SHIFT, PageSize};
+use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_host::cpu::{BASE_FRAME, Host};
+use hugemm_host::interrupt;
+use hugemm_host::memory::Region;
+use hugemm_workloads::alloc_free::{Source, Spent};
+use indicatif::ProgressBar;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// What is to be managed.
+pub struct Plan {
+    /// Which frames.
+    pub extent: Extent,
+    cpus: u32,
+    /// Bytes that the allocator needs for itself.
+    pub metadata: usize,
+}
+
+impl Plan {
+    /// Checks the user's size: whole 2 MiB pages, at least one block of `largest`.
+    pub fn new(machine: &Machine, size: Size, cpus: u32, largest: Order) -> Result<Self> {
+        let bytes = machine.whole_pages(size, PageSize::Size2M)?;
+        if bytes < largest.bytes() {
+            let block = Size(largest.bytes());
+            bail!("a block of order {largest} is {block}, more than the {size} to manage; use --size {block} or more");
+        }
+        let extent = Extent::new(BASE_FRAME, bytes >> PAGE_SHIFT)
+            .map_err(|_| anyhow!("{size} is more than physical addresses can number; use a smaller --size"))?;
+        let mut plan = Plan { extent, cpus, metadata: 0 };
+        plan.metadata = Frames::<Plain>::required_bytes(&plan.config(&[plan.arena()]))?.size();
+        Ok(plan)
+    }
+
+    fn arena(&self) -> ArenaSpec {
+        ArenaSpec { extent: self.extent, node: NodeId(0), descriptors: None }
+    }
+
+    fn config<'a>(&self, arenas: &'a [ArenaSpec]) -> Config<'a> {
+        Config { arenas, cpus: self.cpus, cpu_nodes: &[] }
+    }
+
+    /// Memory for the allocator's own data.
+    pub fn memory(&self, machine: &Machine) -> Result<Region> {
+        machine.memory((self.metadata as u64).next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, Kind::Thp)
+    }
+
+    /// The allocator in that memory, everything free, and its machine.
+    pub fn area<'m>(&self, machine: &Machine, memory: &'m mut Region) -> Result<Area<'m>> {
+        let host = Host::new(&machine.places(self.cpus as usize)?, &mut [])?;
+        let memory = memory.as_mut_slice();
+        let (at, bytes) = (memory.as_mut_ptr(), memory.len());
+        // SAFETY: the region is borrowed exclusively for 'm, initialised (populated), and used for nothing else; the
+        // area has one host, and only its contexts reach the manager.
+        let frames = unsafe { Frames::new(&self.config(&[self.arena()]), Plain::default(), at, bytes) }?;
+        // SAFETY: released once, here; there is no memory behind the numbers that anybody could own.
+        unsafe { frames.release(Dirty::assume_owned(self.extent)) };
+        Ok(Area { host, frames, extent: self.extent })
+    }
+}
+
+/// An allocator and its machine.
+pub struct Area<'m> {
+    /// The CPUs.
+    pub host: Host<'m>,
+    /// The allocator.
+    pub frames: Frames<'m>,
+    /// All its frames.
+    pub extent: Extent,
+}
+
+impl<'m> Area<'m> {
+    /// How often the allocator's lock has been taken.
+    pub fn lock_rounds(&self) -> Result<u64> {
+        // The question itself takes it once.
+        Ok(self.host.run_on(CpuId(0), |cx| self.frames.stats(cx).lock_rounds)?.saturating_sub(1))
+    }
+
+    /// Runs `f` on the first `threads` CPUs at once, after each has given back what it had cached in `source`. Results
+    /// in the order of the CPUs.
+    pub fn on_cpus<S, R>(
+        &self,
+        threads: u32,
+        source: &S,
+        f: impl Fn(&mut CpuCx<'_, Host<'m>>, u32) -> Result<R> + Sync,
+    ) -> Result<Vec<R>>
+    where
+        S: Source<Host<'m>> + Sync,
+        R: Send,
+    {
+        let gate = Gate { missing: AtomicU32::new(threads), broken: AtomicBool::new(false) };
+        let results = self.host.run_on_each((0..threads).map(CpuId), |cx| {
+            let broken = BreakOnPanic(&gate);
+            source.settle(cx);
+            gate.pass();
+            let cpu = cx.pin().cpu().0;
+            let result = f(cx, cpu);
+            std::mem::forget(broken);
+            result
+        })?;
+        results.into_iter().collect()
+    }
+}
+
+/// Lets several threads start within nanoseconds of each other.
+struct Gate {
+    missing: AtomicU32,
+    broken: AtomicBool,
+}
+
+impl Gate {
+    fn pass(&self) {
+        // Release and Acquire: what each did before is seen by all after.
+        self.missing.fetch_sub(1, Ordering::AcqRel);
+        let mut spins = 0_u32;
+        while self.missing.load(Ordering::Acquire) != 0 && !self.broken.load(Ordering::Relaxed) {
+            spins += 1;
+            // Somebody may share a real CPU with whoever is missing.
+            if spins.is_multiple_of(1 << 14) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+    }
+}
+
+/// Opens the gate for the others when one thread will never come.
+struct BreakOnPanic<'a>(&'a Gate);
+
+impl Drop for BreakOnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.broken.store(true, Ordering::Relaxed);
+    }
+}
+
+/// One side of a comparison: a run of it returns one figure per column, `None` where there is no such operation.
+pub struct Side<'a> {
+    /// Its name.
+    pub name: &'static str,
+    /// Measures once.
+    pub run: Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>,
+}
+
+/// Figures of one side by column, over all runs.
+pub type Columns = Vec<Option<Samples>>;
+
+/// A side whose run takes longer than this is run fewer times.
+const LONG: Duration = Duration::from_millis(100);
+
+/// Runs every side once untimed, then `runs` times (but three times at most where a run takes long), in rotating order,
+/// so that drift hits all alike.
+pub fn alternate(sides: &mut [Side<'_>], runs: u32, bar: &ProgressBar) -> Result<Vec<Columns>> {
+    let mut columns: Vec<Columns> = vec![Vec::new(); sides.len()];
+    let mut left = vec![runs; sides.len()];
+    for run in 0..=runs as usize {
+        for i in 0..sides.len() {
+            interrupt::check()?;
+            let index = (i + run) % sides.len();
+            bar.inc(1);
+            if left[index] == 0 {
+                continue;
+            }
+            bar.set_message(sides[index].name);
+            let start = Instant::now();
+            let figures = (sides[index].run)()?;
+            if run > 0 {
+                left[index] -= 1;
+            } else if start.elapsed() > LONG {
+                left[index] = left[index].min(3);
+            }
+            let columns = &mut columns[index];
+            if run == 0 {
+                columns.extend(figures.iter().map(|figure| figure.map(|_| Samples::default())));
+            } else {
+                for (samples, figure) in columns.iter_mut().zip(figures) {
+                    if let (Some(samples), Some(figure)) = (samples, figure) {
+                        samples.push(figure);
+                    }
+                }
+            }
+        }
+    }
+    Ok(columns)
+}
+
+/// The mean over CPUs of the time of an operation.
+pub fn mean_each(spent: &[Spent]) -> f64 {
+    spent.iter().map(|spent| spent.each()).sum::<f64>() / spent.len().max(1) as f64
+}
+
+/// How many rounds take about `nanos`, found by doubling.
+pub fn rounds_in<E>(
+    nanos: u64,
+    mut once: impl FnMut(u64) -> std::result::Result<Spent, E>,
+) -> std::result::Result<u64, E> {
+    let mut rounds = 64;
+    loop {
+        let spent = once(rounds)?;
+        if spent.nanos >= nanos / 2 || rounds >= 1 << 40 {
+            return Ok(((rounds as f64 * nanos as f64 / spent.nanos.max(1) as f64) as u64).max(1));
+        }
+        rounds *= 2;
+    }
+}
+
+/// A figure of a table: the median, and the deviation in percent.
+pub fn cell(samples: Option<&Samples>) -> String {
+    match samples {
+        None => "–".to_owned(),
+        Some(samples) => format!("{} ±{:.0}%", figure(samples.median()), samples.stdev_percent()),
+    }
+}
+
+/// A number with as many decimals as its size bears.
+pub fn figure(value: f64) -> String {
+    match value {
+        v if v < 10.0 => format!("{v:.2}"),
+        v if v < 1000.0 => format!("{v:.1}"),
+        v => format!("{v:.0}"),
+    }
+}

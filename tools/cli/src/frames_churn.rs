@@ -1,0 +1,224 @@
+//! `hugemm bench churn`: mixed sizes with random lifetimes for a while, then the extents that can still be had.
+
+use crate::document::Row;
+use crate::frames_area::{Plan, figure};
+use crate::frames_args::Churn;
+use crate::machine::Machine;
+use crate::peers::{self, Locked, Peer, Visit};
+use crate::size::Size;
+use crate::{environment_text, progress, table};
+use anyhow::{Result, anyhow};
+use hugemm_base::{Clock, CpuId, Extent, Order, PAGE_SHIFT};
+use hugemm_host::cpu::Host;
+use hugemm_host::environment::Environment;
+use hugemm_host::interrupt;
+use hugemm_workloads::alloc_free::churn::{self, Churned, Live};
+use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::alloc_free::{FrozenBlocks, Source};
+use indicatif::ProgressBar;
+
+/// Steps between looks at the clock.
+const STEPS: u64 = 4096;
+
+/// How often each place is replaced on average after the time is over, by the same requests for every allocator.
+const LAST_TURNS: u64 = 4;
+
+/// Of 1000 live blocks, how many are left when most has been freed.
+const KEEP: u64 = 100;
+
+/// What one side did, and what it has left.
+struct Outcome {
+    name: &'static str,
+    churned: Churned,
+    /// How often each place was replaced, on average.
+    turns: f64,
+    states: Vec<State>,
+}
+
+/// Extents that could be had at one moment.
+struct State {
+    when: &'static str,
+    /// Pages in use.
+    used: u64,
+    /// Blocks of 2 MiB and of 1 GiB.
+    huge: u64,
+    gigantic: u64,
+}
+
+/// Runs the command.
+pub fn run(args: &Churn) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let plan = Plan::new(&machine, args.size, 1, Order::MAX)?;
+    let mut environment = Environment::read()?;
+    let mut memory = plan.memory(&machine)?;
+    environment.note_region("metadata", &memory);
+    let area = plan.area(&machine, &mut memory)?;
+    let mut count = Count(1);
+    peers::each(args.no_peers, &mut count)?;
+    let bar = progress::bar(count.0 * args.seconds, machine.quiet());
+    let mut sides = Sides { host: &area.host, extent: area.extent, args, bar: &bar, outcomes: Vec::new() };
+    sides.add("hugemm", &FrozenBlocks(&area.frames))?;
+    peers::each(args.no_peers, &mut sides)?;
+    let outcomes = sides.outcomes;
+    bar.finish_and_clear();
+
+    let mut rows = Vec::new();
+    let mut lines =
+        table::new(["", "ns per operation", "operations", "turnover", "failed", "in use", "2 MiB", "1 GiB"]);
+    let pages = area.extent.pages();
+    for outcome in &outcomes {
+        for (index, state) in outcome.states.iter().enumerate() {
+            let free = pages - state.used;
+            let share = |blocks: u64, order: u32| {
+                let possible = free >> order;
+                let percent = if possible == 0 { 0.0 } else { blocks as f64 * 100.0 / possible as f64 };
+                format!("{blocks} ({percent:.0} %)")
+            };
+            let spent = outcome.churned.spent;
+            let first = |text: String| if index == 0 { text } else { String::new() };
+            lines.add_row([
+                if index == 0 { outcome.name.to_owned() } else { format!("  {}", state.when) },
+                first(figure(spent.each())),
+                first(spent.operations.to_string()),
+                first(format!("{:.0} ×", outcome.turns)),
+                first(outcome.churned.failed.to_string()),
+                Size(state.used << PAGE_SHIFT).rounded(),
+                share(state.huge, 9),
+                share(state.gigantic, 18),
+            ]);
+            let label = |row: Row| row.label("side", outcome.name).label("when", state.when);
+            rows.push(label(Row::single("bench.churn.extents_2m", state.huge as f64, "blocks")));
+            rows.push(label(Row::single("bench.churn.extents_1g", state.gigantic as f64, "blocks")));
+            rows.push(label(Row::single("bench.churn.used", (state.used << PAGE_SHIFT) as f64, "bytes")));
+        }
+        let label = |row: Row| row.label("side", outcome.name);
+        rows.push(label(Row::single("bench.churn.operation", outcome.churned.spent.each(), "ns")));
+        rows.push(label(Row::single("bench.churn.operations", outcome.churned.spent.operations as f64, "count")));
+        rows.push(label(Row::single("bench.churn.failed", outcome.churned.failed as f64, "count")));
+    }
+    let met = verdict(&outcomes);
+    rows.push(
+        Row::single("frames.churn_vs_peers", f64::from(u8::from(met)), "bool").label("goal", 1.0).label("met", met),
+    );
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        println!(
+            "\n{}, {} % in use: orders 0 to {} with random lifetimes, {} s each; the last requests are the same for all,",
+            args.size,
+            args.fill,
+            churn::LARGEST,
+            args.seconds
+        );
+        println!("and so is what is in use then. How many extents can be allocated now without moving anything?");
+        table::print("Extents left (of what the free memory could hold)", &lines);
+        if outcomes.len() > 1 {
+            let word = if met { "yes" } else { "NO" };
+            println!("\n  At least as many 2 MiB and 1 GiB extents as any other: {word}");
+        }
+        if let Some(note) = peers::note(args.no_peers) {
+            println!("\n  {note}");
+        }
+    }
+    machine.report(&args.common, environment, rows)
+}
+
+/// Whether the first has at least as many as each of the others, at every moment.
+fn verdict(outcomes: &[Outcome]) -> bool {
+    let Some((own, others)) = outcomes.split_first() else { return false };
+    others.iter().all(|other| {
+        own.states
+            .iter()
+            .zip(&other.states)
+            .all(|(own, other)| own.huge >= other.huge && own.gigantic >= other.gigantic)
+    })
+}
+
+struct Count(u64);
+
+impl Visit for Count {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        self.0 += 1;
+        Ok(())
+    }
+}
+
+struct Sides<'a> {
+    host: &'a Host<'a>,
+    extent: Extent,
+    args: &'a Churn,
+    bar: &'a ProgressBar,
+    outcomes: Vec<Outcome>,
+}
+
+impl Visit for Sides<'_> {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        let peer = Locked::<T>::new(self.extent)?;
+        self.add(T::NAME, &peer)
+    }
+}
+
+impl<'a> Sides<'a> {
+    /// Uses one allocator for the time, and counts what is left.
+    fn add<S>(&mut self, name: &'static str, source: &S) -> Result<()>
+    where
+        S: Source<Host<'a>> + Sync,
+        S::Block: Send,
+    {
+        let pages = self.extent.pages();
+        let places = (pages * self.args.fill / 100 * 1000 / churn::MILLIPAGES).max(8);
+        self.bar.set_message(name);
+        let done = self.host.run_on(CpuId(0), |cx| {
+            let mut live: Vec<Live<S, Host<'a>>> = (0..places).map(|_| None).collect();
+            let mut random = Random::new(self.args.seed);
+            let mut churned = Churned::default();
+            let (from, budget) = (self.host.now_ns(), self.args.seconds * 1_000_000_000);
+            let (mut steps, mut told) = (0, 0);
+            loop {
+                let spent = self.host.now_ns() - from;
+                // Every place is filled before time runs out, however slow.
+                if spent >= budget && steps >= places {
+                    break;
+                }
+                if spent / 1_000_000_000 > told {
+                    told += 1;
+                    self.bar.inc(1);
+                }
+                interrupt::check()?;
+                let more = churn::run(cx, source, &mut live, STEPS, &mut random);
+                churned.spent = churned.spent.plus(more.spent);
+                churned.failed += more.failed;
+                steps += STEPS;
+            }
+            // The last requests are the same for all, and so is what is live at the end.
+            let mut random = Random::new(!self.args.seed);
+            let mut left = places * LAST_TURNS;
+            while left > 0 {
+                interrupt::check()?;
+                churned.failed += churn::run(cx, source, &mut live, left.min(STEPS), &mut random).failed;
+                left = left.saturating_sub(STEPS);
+            }
+            churned.failed += churn::settle(cx, source, &mut live, &mut random);
+            let mut states = Vec::new();
+            for when in ["in use", "when nine of ten are freed", "when all is freed"] {
+                match when {
+                    "in use" => {}
+                    "when all is freed" => churn::thin(cx, source, &mut live, 0, &mut random),
+                    _ => churn::thin(cx, source, &mut live, KEEP, &mut random),
+                }
+                source.settle(cx);
+                let mut held: Vec<Option<S::Block>> = (0..pages >> 9).map(|_| None).collect();
+                let gigantic = churn::available(cx, source, Order::MAX, &mut held) as u64;
+                source.settle(cx);
+                let huge = churn::available(cx, source, Order::new(9)?, &mut held) as u64;
+                source.settle(cx);
+                states.push(State { when, used: churn::pages::<_, S>(&live), huge, gigantic });
+            }
+            Ok::<_, anyhow::Error>(Outcome { name, churned, turns: steps as f64 / places as f64, states })
+        })??;
+        if done.churned.spent.operations == 0 {
+            return Err(anyhow!("{name} did nothing; use a larger --size"));
+        }
+        self.outcomes.push(done);
+        Ok(())
+    }
+}

@@ -1,0 +1,256 @@
+//! One adapter for each allocator that is compared with. What each can do is in [`Peer`]'s constants.
+
+use crate::peers::{Peer, Visit};
+use crate::size::Size;
+use anyhow::{Result, ensure};
+use bitmap_allocator::{BitAlloc, BitAlloc16M};
+use buddy_slab_allocator::BuddyAllocator;
+use buddy_system_allocator::FrameAllocator;
+use free_list::{FreeList, PageLayout, PageRange};
+use hugemm_base::{Order, PAGE_BYTES, PAGE_SHIFT};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+/// Visits all of them.
+pub fn each(visitor: &mut impl Visit) -> Result<()> {
+    visitor.visit::<BuddySystem>()?;
+    visitor.visit::<Bitmap>()?;
+    visitor.visit::<Holes>()?;
+    visitor.visit::<BuddySlab>()
+}
+
+/// rCore's buddy system: an ordered set of block numbers per order, on the heap.
+pub struct BuddySystem(FrameAllocator<{ Order::MAX.get() as usize + 1 }>);
+
+impl Peer for BuddySystem {
+    const NAME: &'static str = "buddy_system_allocator";
+    const DIVISIBLE: bool = true;
+    const CLAIMS: bool = true;
+
+    fn new(frames: u64) -> Result<Self> {
+        let mut buddy = FrameAllocator::new();
+        buddy.add_frame(0, frames as usize);
+        Ok(BuddySystem(buddy))
+    }
+
+    fn alloc(&mut self, order: Order) -> Option<u64> {
+        self.0.alloc(order.pages() as usize).map(|frame| frame as u64)
+    }
+
+    fn free(&mut self, frame: u64, order: Order) {
+        self.0.dealloc(frame as usize, order.pages() as usize);
+    }
+
+    fn free_range(&mut self, first: u64, pages: u64) {
+        self.0.dealloc(first as usize, pages as usize);
+    }
+
+    fn claim(&mut self, first: u64, pages: u64) -> bool {
+        self.0.alloc_at(first as usize, pages as usize).is_some()
+    }
+}
+
+/// rCore's bitmap: a tree of 16-bit words.
+pub struct Bitmap(Box<BitAlloc16M>);
+
+impl Peer for Bitmap {
+    const NAME: &'static str = "bitmap-allocator";
+    const DIVISIBLE: bool = true;
+    const CLAIMS: bool = true;
+
+    fn new(frames: u64) -> Result<Self> {
+        let most = Size((BitAlloc16M::CAP as u64) << PAGE_SHIFT);
+        ensure!(
+            frames <= BitAlloc16M::CAP as u64,
+            "bitmap-allocator as used here manages {most} at most; use --no-peers"
+        );
+        let mut bits = Box::<BitAlloc16M>::default();
+        bits.insert(0..frames as usize);
+        Ok(Bitmap(bits))
+    }
+
+    fn alloc(&mut self, order: Order) -> Option<u64> {
+        let frame = match order.get() {
+            0 => self.0.alloc(),
+            order => self.0.alloc_contiguous(None, 1 << order, order as usize),
+        };
+        frame.map(|frame| frame as u64)
+    }
+
+    fn free(&mut self, frame: u64, order: Order) {
+        match order.get() {
+            0 => self.0.dealloc(frame as usize),
+            order => self.0.dealloc_contiguous(frame as usize, 1 << order),
+        };
+    }
+
+    fn free_range(&mut self, first: u64, pages: u64) {
+        self.0.dealloc_contiguous(first as usize, pages as usize);
+    }
+
+    fn claim(&mut self, first: u64, pages: u64) -> bool {
+        self.0.alloc_contiguous(Some(first as usize), pages as usize, 0).is_some()
+    }
+}
+
+/// Hermit's list of free ranges, first fit.
+pub struct Holes(FreeList<16>);
+
+/// free-list counts from 0 in bytes, and cannot hold a range that begins there.
+fn range(first: u64, pages: u64) -> Option<PageRange> {
+    let start = ((first << PAGE_SHIFT) + Order::MAX.bytes()) as usize;
+    PageRange::from_start_len(start, (pages << PAGE_SHIFT) as usize).ok()
+}
+
+impl Peer for Holes {
+    const NAME: &'static str = "free-list";
+    const DIVISIBLE: bool = true;
+    const CLAIMS: bool = true;
+
+    fn new(frames: u64) -> Result<Self> {
+        let mut holes = Holes(FreeList::new());
+        holes.free_range(0, frames);
+        Ok(holes)
+    }
+
+    fn alloc(&mut self, order: Order) -> Option<u64> {
+        let bytes = order.bytes() as usize;
+        let layout = PageLayout::from_size_align(bytes, bytes).ok()?;
+        let range = self.0.allocate(layout).ok()?;
+        Some((range.start() as u64 - Order::MAX.bytes()) >> PAGE_SHIFT)
+    }
+
+    fn free(&mut self, frame: u64, order: Order) {
+        self.free_range(frame, order.pages());
+    }
+
+    fn free_range(&mut self, first: u64, pages: u64) {
+        if let Some(range) = range(first, pages) {
+            // SAFETY: the frames are numbers; the loops free what they took, once. (An error means that the list knew
+            // the range as free.)
+            let freed = unsafe { self.0.deallocate(range) };
+            debug_assert!(freed.is_ok());
+        }
+    }
+
+    fn claim(&mut self, first: u64, pages: u64) -> bool {
+        range(first, pages).is_some_and(|range| self.0.allocate_at(range).is_ok())
+    }
+}
+
+/// ArceOS's buddy allocator: a record per page, at the beginning of its memory. The memory is address space that is
+/// never touched but for the records.
+pub struct BuddySlab {
+    buddy: BuddyAllocator<{ PAGE_BYTES as usize }>,
+    map: *mut u8,
+    bytes: usize,
+    /// Address of frame 0.
+    first: usize,
+}
+
+/// How many pages its own data may take besides the records.
+const SLACK: usize = 4;
+
+// SAFETY: the mapping belongs to this value alone.
+unsafe impl Send for BuddySlab {}
+
+impl Peer for BuddySlab {
+    const NAME: &'static str = "buddy-slab-allocator";
+    const DIVISIBLE: bool = false;
+    const CLAIMS: bool = false;
+
+    fn new(frames: u64) -> Result<Self> {
+        let heap = (frames << PAGE_SHIFT) as usize;
+        let records = BuddyAllocator::<{ PAGE_BYTES as usize }>::required_meta_size(heap);
+        // The records lie before the frames, with some pages for what else the allocator puts there.
+        let bytes = heap + records.next_multiple_of(PAGE_BYTES as usize) + SLACK * PAGE_BYTES as usize;
+        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: a new mapping at an address that the system chooses.
+        let map: *mut u8 = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }?.cast();
+        // SAFETY: the mapping made above. Advice may be refused; it is only about speed.
+        let _ = unsafe { madvise(map.cast(), bytes, Advice::LinuxHugepage) };
+        let mut peer = BuddySlab { buddy: BuddyAllocator::new(), map, bytes, first: 0 };
+        for slack in 0..=SLACK {
+            // SAFETY: the mapping made above is zero, writable, lives as long as the peer, and is used for nothing else.
+            let region = unsafe {
+                std::slice::from_raw_parts_mut(map, bytes - SLACK * PAGE_BYTES as usize + slack * PAGE_BYTES as usize)
+            };
+            // SAFETY: as above; what it has written before, it forgets.
+            unsafe { peer.buddy.init(region) }.map_err(|error| anyhow::anyhow!("buddy-slab-allocator: {error:?}"))?;
+            if peer.buddy.total_pages() as u64 == frames {
+                break;
+            }
+        }
+        ensure!(peer.buddy.total_pages() as u64 == frames, "buddy-slab-allocator cannot manage {frames} frames");
+        peer.first = peer.buddy.section(0).map_or(0, |section| section.start);
+        Ok(peer)
+    }
+
+    fn alloc(&mut self, order: Order) -> Option<u64> {
+        // Natural alignment is relative to its first frame.
+        let address = self.buddy.alloc_pages(order.pages() as usize, PAGE_BYTES as usize).ok()?;
+        Some(((address - self.first) >> PAGE_SHIFT) as u64)
+    }
+
+    fn free(&mut self, frame: u64, order: Order) {
+        self.buddy.dealloc_pages(self.first + ((frame as usize) << PAGE_SHIFT), order.pages() as usize);
+    }
+
+    fn free_range(&mut self, first: u64, pages: u64) {
+        self.buddy.dealloc_pages(self.first + ((first as usize) << PAGE_SHIFT), pages as usize);
+    }
+
+    fn claim(&mut self, _first: u64, _pages: u64) -> bool {
+        false
+    }
+}
+
+impl Drop for BuddySlab {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`; the allocator that used it goes with it.
+        let _ = unsafe { munmap(self.map.cast(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every peer gives out different frames, takes them back, and can then give all of them out again.
+    struct Check;
+
+    impl Visit for Check {
+        fn visit<T: Peer>(&mut self) -> Result<()> {
+            let frames = 1 << 12;
+            let mut peer = T::new(frames)?;
+            for order in [0, 3, 9, 10] {
+                let order = Order::new(order)?;
+                let count = frames >> order.get();
+                let mut taken: Vec<u64> = (0..count).map_while(|_| peer.alloc(order)).collect();
+                assert_eq!((taken.len() as u64, peer.alloc(order)), (count, None), "{} {order}", T::NAME);
+                taken.sort_unstable();
+                assert!(taken.iter().copied().eq((0..count).map(|i| i << order.get())), "{} {order}", T::NAME);
+                taken.into_iter().for_each(|frame| peer.free(frame, order));
+            }
+            if T::DIVISIBLE {
+                let nine = Order::new(9)?;
+                let block = peer.alloc(nine).expect("free");
+                (block..block + 512).for_each(|page| peer.free(page, Order::ZERO));
+                let block = peer.alloc(nine).expect("free");
+                peer.free_range(block, 512);
+            }
+            if T::CLAIMS {
+                assert!(peer.claim(1024, 1024) && !peer.claim(1024, 1024), "{}", T::NAME);
+                peer.free_range(1024, 1024);
+            }
+            let all = Order::new(12)?;
+            let whole = peer.alloc(all).expect("everything is free again");
+            peer.free(whole, all);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn peers_do_what_the_loops_assume() {
+        each(&mut Check).expect("all");
+    }
+}

@@ -1,0 +1,225 @@
+//! Allocating and freeing frames: the loops of seed 002 and of the published allocator benchmarks.
+//!
+//! Every loop is written once, over [`Source`]: the allocator of this repository as frozen blocks ([`FrozenBlocks`]) or
+//! counted pages ([`CountedPages`]), and whatever it is compared with. A loop runs on one CPU, that of its context; how
+//! many run at once is the caller's business. Handles are kept in slices that the caller lends. Frames are only
+//! numbers here: nothing reads or writes what is in them.
+//!
+//! | module | measures |
+//! |---|---|
+//! | [`pairs`] | one block, taken and given back at once |
+//! | [`bulk`] | many blocks taken, then given back in one order or another |
+//! | [`ranges`] | blocks split into pages and freed as ranges or page by page (seed 002), arrays, contiguous claims |
+//! | [`churn`] | mixed sizes with random lifetimes; which extents are left afterwards |
+//! | [`stress`] | whether anything is ever handed out twice |
+
+pub mod bulk;
+pub mod churn;
+pub mod pairs;
+pub mod random;
+pub mod ranges;
+pub mod stress;
+
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
+
+use hugemm_frames::{Env, Frames, Frozen, Mobility, NoMigration, Request};
+
+/// What one timed loop did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spent {
+    /// Operations.
+    pub operations: u64,
+    /// Nanoseconds for all of them.
+    pub nanos: u64,
+}
+
+impl Spent {
+    /// Nanoseconds per operation; 0 without operations.
+    pub fn each(self) -> f64 {
+        if self.operations == 0 { 0.0 } else { self.nanos as f64 / self.operations as f64 }
+    }
+
+    /// Both added up.
+    pub fn plus(self, other: Spent) -> Spent {
+        Spent { operations: self.operations + other.operations, nanos: self.nanos + other.nanos }
+    }
+}
+
+/// There was no block of this order left. Everything that the loop held has been freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exhausted(pub Order);
+
+impl core::fmt::Display for Exhausted {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "no block of order {} was left; use more memory or hold fewer blocks", self.0)
+    }
+}
+
+impl core::error::Error for Exhausted {}
+
+/// Why particular frames could not be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unclaimed {
+    /// This allocator has no such operation.
+    NoSuchOperation,
+    /// Some of them are in use.
+    InUse,
+}
+
+impl core::fmt::Display for Unclaimed {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Unclaimed::NoSuchOperation => "this allocator cannot give out particular frames",
+            Unclaimed::InUse => "frames of the claimed range are in use",
+        })
+    }
+}
+
+impl core::error::Error for Unclaimed {}
+
+/// An allocator as the loops see it.
+pub trait Source<P: Cpu> {
+    /// What names an allocated block.
+    type Block;
+
+    /// Takes a block of `order`, or `None` if there is none.
+    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<Self::Block>;
+
+    /// Gives a block of `order` back.
+    fn free(&self, cx: &CpuCx<'_, P>, block: Self::Block, order: Order);
+
+    /// First frame of a block.
+    fn head(&self, block: &Self::Block) -> Pfn;
+
+    /// Turns a block of `order` into single pages, or gives it back if there is no such operation.
+    fn divide(&self, block: Self::Block, order: Order) -> Result<Extent, Self::Block> {
+        let _ = order;
+        Err(block)
+    }
+
+    /// Frees one of those pages.
+    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
+        let _ = (cx, page);
+    }
+
+    /// Frees many of those pages in one call.
+    fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
+        let _ = (cx, pages);
+    }
+
+    /// Takes exactly these frames, which [`free_pages`](Source::free_pages) then frees.
+    fn claim(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
+        let _ = (cx, extent);
+        Err(Unclaimed::NoSuchOperation)
+    }
+
+    /// Gives back what this CPU has cached, so that the next loop starts from the same state. Untimed.
+    fn settle(&self, cx: &CpuCx<'_, P>) {
+        let _ = cx;
+    }
+}
+
+/// The allocator's frozen blocks: one owner each, no references. Divided, they are frozen pages.
+pub struct FrozenBlocks<'a, 'm, E: Env>(pub &'a Frames<'m, E>);
+
+impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
+    type Block = Frozen;
+
+    #[inline]
+    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<Frozen> {
+        self.0.alloc(cx, Request::order(order)).ok()
+    }
+
+    #[inline]
+    fn free(&self, cx: &CpuCx<'_, P>, block: Frozen, _order: Order) {
+        self.0.free(cx, block);
+    }
+
+    fn head(&self, block: &Frozen) -> Pfn {
+        block.pfn()
+    }
+
+    fn divide(&self, block: Frozen, _order: Order) -> Result<Extent, Frozen> {
+        Ok(self.0.split(block, Order::ZERO).into_dirty().into_extent())
+    }
+
+    #[inline]
+    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
+        // SAFETY: `divide` made the page a frozen block of order 0 of its own and gave it to the loop, which frees each
+        // page once.
+        self.0.free(cx, unsafe { Frozen::assume_owned(page, Order::ZERO, Mobility::Unmovable) });
+    }
+
+    #[inline]
+    fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
+        // SAFETY: as above, for a run of them.
+        self.0.free_extent(cx, unsafe { Dirty::assume_owned(pages) });
+    }
+
+    fn claim(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
+        // The frames are known by their number until `free_pages` takes them as they are.
+        self.0.claim(cx, extent, &mut NoMigration).map(|frames| _ = frames.into_extent()).map_err(|_| Unclaimed::InUse)
+    }
+
+    fn settle(&self, cx: &CpuCx<'_, P>) {
+        self.0.drain(cx);
+    }
+}
+
+/// The allocator's counted pages and folios: each has a reference, and is freed by dropping it. Divided, they are pages
+/// with one reference each, as after Linux's `split_page`.
+pub struct CountedPages<'a, 'm, E: Env>(pub &'a Frames<'m, E>);
+
+impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
+    type Block = Pfn;
+
+    #[inline]
+    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<Pfn> {
+        let block = self.0.alloc(cx, Request::order(order)).ok()?;
+        self.0.count(block).ok()
+    }
+
+    #[inline]
+    fn free(&self, cx: &CpuCx<'_, P>, block: Pfn, _order: Order) {
+        let _ = self.0.put(cx, block);
+    }
+
+    fn head(&self, block: &Pfn) -> Pfn {
+        *block
+    }
+
+    fn divide(&self, block: Pfn, _order: Order) -> Result<Extent, Pfn> {
+        match self.0.split_counted(block, Order::ZERO) {
+            Ok(Some(pages)) => Ok(pages),
+            Ok(None) | Err(_) => Err(block),
+        }
+    }
+
+    #[inline]
+    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
+        let _ = self.0.put(cx, page);
+    }
+
+    #[inline]
+    fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
+        self.0.free_range(cx, pages);
+    }
+
+    fn settle(&self, cx: &CpuCx<'_, P>) {
+        self.0.drain(cx);
+    }
+}
+
+/// Times `f`, which does `operations`.
+#[inline]
+fn timed<P: Cpu + Clock, T>(
+    cx: &mut CpuCx<'_, P>,
+    operations: u64,
+    f: impl FnOnce(&mut CpuCx<'_, P>) -> T,
+) -> (T, Spent) {
+    let start = cx.platform().now_ns();
+    let result = f(cx);
+    let nanos = cx.platform().now_ns().saturating_sub(start);
+    (result, Spent { operations, nanos })
+}

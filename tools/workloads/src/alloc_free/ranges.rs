@@ -1,0 +1,165 @@
+//! Blocks divided into single pages and freed again: seed 002's loop, its parts by several CPUs, arrays, claims.
+
+use super::random::Random;
+use super::{Exhausted, Source, Spent, Unclaimed, timed};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
+
+use hugemm_frames::{Env, Frames, Request};
+
+/// How divided blocks are freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// One call for all pages of a block.
+    Range,
+    /// A call for each page.
+    EachPage,
+}
+
+/// Why a loop over divided blocks ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// Nothing left.
+    Exhausted(Exhausted),
+    /// The allocator cannot divide blocks.
+    Indivisible,
+}
+
+impl core::fmt::Display for Trouble {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Trouble::Exhausted(exhausted) => exhausted.fmt(f),
+            Trouble::Indivisible => f.write_str("this allocator cannot free parts of a block"),
+        }
+    }
+}
+
+impl core::error::Error for Trouble {}
+
+/// Takes a block of `order` for each place of `held` and divides it into pages; an operation is one block.
+#[inline(never)]
+pub fn take<P: Cpu + Clock, S: Source<P>>(
+    cx: &mut CpuCx<'_, P>,
+    source: &S,
+    order: Order,
+    held: &mut [Extent],
+) -> Result<Spent, Trouble> {
+    let mut got = 0;
+    let (result, spent) = timed(cx, held.len() as u64, |cx| {
+        for place in held.iter_mut() {
+            let block = source.alloc(cx, order).ok_or(Trouble::Exhausted(Exhausted(order)))?;
+            *place = source.divide(block, order).map_err(|block| {
+                source.free(cx, block, order);
+                Trouble::Indivisible
+            })?;
+            got += 1;
+        }
+        Ok(())
+    });
+    if result.is_err() {
+        give(cx, source, &held[..got], Way::Range);
+    }
+    result.map(|()| spent)
+}
+
+/// Frees divided blocks; an operation is one extent of `held`.
+#[inline(never)]
+pub fn give<P: Cpu + Clock, S: Source<P>>(cx: &mut CpuCx<'_, P>, source: &S, held: &[Extent], way: Way) -> Spent {
+    part(cx, source, held, way, 0, 1)
+}
+
+/// Frees this CPU's part of divided blocks, the part `index` of `of` equal ones of each; an operation is one block's.
+/// For several CPUs that free the same blocks at once.
+#[inline(never)]
+pub fn part<P: Cpu + Clock, S: Source<P>>(
+    cx: &mut CpuCx<'_, P>,
+    source: &S,
+    held: &[Extent],
+    way: Way,
+    index: u64,
+    of: u64,
+) -> Spent {
+    let ((), spent) = timed(cx, held.len() as u64, |cx| {
+        for whole in held {
+            let extent = whole.slice(whole.pages() * index / of, whole.pages() * (index + 1) / of);
+            match way {
+                Way::Range => source.free_pages(cx, extent),
+                Way::EachPage => {
+                    for page in extent.base().number()..extent.end().number() {
+                        source.free_page(cx, Pfn::new(page));
+                    }
+                }
+            }
+        }
+    });
+    spent
+}
+
+/// In which order an array of pages is freed, and with which call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ArrayWay {
+    /// Ascending, by runs.
+    Sorted,
+    /// Shuffled; sorted in place and freed by runs. The sorting is timed.
+    Unsorted,
+    /// Shuffled, freed by runs as they come.
+    AsIs,
+    /// Ascending, page by page.
+    EachPage,
+}
+
+/// Fills `pages` with single counted pages and frees them as an array, as `vfree` does with an area's pages. Returns
+/// what freeing cost; an operation is one page.
+pub fn array<P: Cpu + Clock, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    pages: &mut [Pfn],
+    way: ArrayWay,
+) -> Result<Spent, Exhausted> {
+    for index in 0..pages.len() {
+        let block = frames.alloc(cx, Request::order(Order::ZERO)).ok();
+        match block.and_then(|block| frames.count(block).ok()) {
+            Some(page) => pages[index] = page,
+            None => {
+                frames.free_unsorted(cx, &mut pages[..index]);
+                return Err(Exhausted(Order::ZERO));
+            }
+        }
+    }
+    pages.sort_unstable();
+    if matches!(way, ArrayWay::Unsorted | ArrayWay::AsIs) {
+        Random::new(pages.len() as u64).shuffle(pages);
+    }
+    let ((), spent) = timed(cx, pages.len() as u64, |cx| match way {
+        ArrayWay::Sorted | ArrayWay::AsIs => {
+            frames.free_array(cx, pages);
+        }
+        ArrayWay::Unsorted => {
+            frames.free_unsorted(cx, pages);
+        }
+        ArrayWay::EachPage => {
+            for page in pages.iter() {
+                let _ = frames.put(cx, *page);
+            }
+        }
+    });
+    Ok(spent)
+}
+
+/// Claims each of `extents` (2 MiB-aligned), which must be free, and frees it as one range. Returns what claiming and what
+/// freeing cost; an operation is one extent.
+pub fn claims<P: Cpu + Clock, S: Source<P>>(
+    cx: &mut CpuCx<'_, P>,
+    source: &S,
+    extents: &[Extent],
+) -> Result<(Spent, Spent), Unclaimed> {
+    let (mut claiming, mut freeing) = (Spent::default(), Spent::default());
+    for extent in extents {
+        let (claimed, spent) = timed(cx, 1, |cx| source.claim(cx, *extent));
+        claimed?;
+        claiming = claiming.plus(spent);
+        let ((), spent) = timed(cx, 1, |cx| source.free_pages(cx, *extent));
+        freeing = freeing.plus(spent);
+    }
+    Ok((claiming, freeing))
+}

@@ -1,0 +1,227 @@
+//! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
+//! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
+//! another CPU than the one that took them.
+
+use super::random::Random;
+use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Extent, Order, Pfn};
+
+use hugemm_frames::{Env, Frames, Put, Request};
+
+/// Largest order that is asked for.
+pub const LARGEST: u32 = 10;
+
+/// A bit per frame of an area: whether somebody owns it. Any CPU.
+pub struct Ownership<'a> {
+    area: Extent,
+    words: &'a [AtomicU64],
+}
+
+/// A frame that was handed out while somebody else owned it, or freed while nobody did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Broken {
+    /// Handed out twice.
+    Twice {
+        /// The first frame that has two owners.
+        frame: Pfn,
+        /// Order of the block that was handed out second.
+        order: Order,
+    },
+    /// Handed out although it is not in the area.
+    Outside(Pfn),
+    /// The allocator did not take back what it had handed out.
+    NotFreed(Extent),
+}
+
+impl core::fmt::Display for Broken {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Broken::Twice { frame, order } => {
+                write!(f, "frame {frame} was handed out twice, the second time in a block of order {order}")
+            }
+            Broken::Outside(frame) => write!(f, "frame {frame} was handed out and is not in the area"),
+            Broken::NotFreed(extent) => write!(f, "the frames from {} on were not taken back", extent.base()),
+        }
+    }
+}
+
+impl core::error::Error for Broken {}
+
+impl<'a> Ownership<'a> {
+    /// Nobody owns anything. `words` are zero, and one for each 64 frames of the area, whose number of frames is a
+    /// multiple of 64.
+    pub fn new(area: Extent, words: &'a [AtomicU64]) -> Option<Self> {
+        (words.len() as u64 * 64 == area.pages()).then_some(Ownership { area, words })
+    }
+
+    /// The words and masks of an extent.
+    fn masks(&self, extent: Extent) -> impl Iterator<Item = (u64, &'a AtomicU64, u64)> {
+        let base = self.area.base().number();
+        let (mut at, end) = (extent.base().number() - base, extent.end().number() - base);
+        let words = self.words;
+        core::iter::from_fn(move || {
+            if at >= end {
+                return None;
+            }
+            let (word, bit) = (at / 64, at % 64);
+            let count = (64 - bit).min(end - at);
+            at += count;
+            Some((word * 64, words.get(word as usize)?, u64::MAX >> (64 - count) << bit))
+        })
+    }
+
+    /// Notes that a block was handed out.
+    pub fn take(&self, extent: Extent, order: Order) -> Result<(), Broken> {
+        if !self.area.covers(extent) {
+            return Err(Broken::Outside(extent.base()));
+        }
+        for (first, word, mask) in self.masks(extent) {
+            // Relaxed: each bit is a question of its own; the allocator orders its owners.
+            let before = word.fetch_or(mask, Ordering::Relaxed) & mask;
+            if before != 0 {
+                let frame = self.area.base().number() + first + u64::from(before.trailing_zeros());
+                return Err(Broken::Twice { frame: Pfn::new(frame), order });
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that frames are about to be freed.
+    pub fn give(&self, extent: Extent) {
+        for (_, word, mask) in self.masks(extent) {
+            // Relaxed: as above; the free that follows publishes.
+            word.fetch_and(!mask, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Blocks on their way from one CPU to another: places that hold a first frame + 1 and, in the low byte, an order.
+pub type Exchange<'a> = &'a [AtomicU64];
+
+/// What a CPU did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stressed {
+    /// Blocks taken, by order.
+    pub taken: [u64; LARGEST as usize + 1],
+    /// Requests that found nothing.
+    pub failed: u64,
+}
+
+/// Makes `steps` steps on this CPU with up to `held.len()` blocks in hand, and frees all in the end. `held` entries are
+/// as in [`Exchange`], 0 for none. Stops at the first frame that has two owners.
+pub fn run<P: Cpu, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    ownership: &Ownership<'_>,
+    exchange: Exchange<'_>,
+    held: &mut [u64],
+    steps: u64,
+    random: &mut Random,
+) -> Result<Stressed, Broken> {
+    let mut done = Stressed::default();
+    for _ in 0..steps {
+        let index = random.below(held.len() as u64) as usize;
+        let Some(place) = held.get_mut(index) else { break };
+        if *place == 0 {
+            let order = Order::new(random.below(u64::from(LARGEST) + 1) as u32).unwrap_or(Order::ZERO);
+            let counted = frames.alloc(cx, Request::order(order)).ok().and_then(|block| frames.count(block).ok());
+            match counted {
+                Some(head) => {
+                    ownership.take(Extent::block(head, order), order)?;
+                    done.taken[order.get() as usize] += 1;
+                    *place = (head.number() + 1) << 8 | u64::from(order.get());
+                }
+                None => {
+                    done.failed += 1;
+                    // Memory is short: the others may need what this CPU has cached.
+                    frames.serve(cx);
+                }
+            }
+        } else if random.below(8) == 0
+            && let Some(slot) = exchange.get(random.below(exchange.len() as u64) as usize)
+        {
+            // Acquire and Release: whoever gets a block here sees everything its former owner did to it.
+            *place = slot.swap(*place, Ordering::AcqRel);
+        } else {
+            release(cx, frames, ownership, core::mem::take(place), random)?;
+        }
+    }
+    for place in held {
+        release(cx, frames, ownership, core::mem::take(place), random)?;
+    }
+    Ok(done)
+}
+
+/// Frees what is on its way between CPUs. When no CPU is in [`run`].
+pub fn finish<P: Cpu, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    ownership: &Ownership<'_>,
+    exchange: Exchange<'_>,
+    random: &mut Random,
+) -> Result<(), Broken> {
+    for slot in exchange {
+        release(cx, frames, ownership, slot.swap(0, Ordering::AcqRel), random)?;
+    }
+    Ok(())
+}
+
+/// Frees a block in one of the ways there are.
+fn release<P: Cpu, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    ownership: &Ownership<'_>,
+    entry: u64,
+    random: &mut Random,
+) -> Result<(), Broken> {
+    let Some(head) = (entry >> 8).checked_sub(1).map(Pfn::new) else { return Ok(()) };
+    let Ok(order) = Order::new((entry & 0xff) as u32) else { return Ok(()) };
+    let whole = Extent::block(head, order);
+    let lost = |_| Broken::NotFreed(whole);
+    if random.below(2) == 0 {
+        ownership.give(whole);
+        return if frames.put(cx, head) == Ok(Put::Last) { Ok(()) } else { Err(Broken::NotFreed(whole)) };
+    }
+    let pages = frames.split_counted(head, Order::ZERO).map_err(lost)?.ok_or(Broken::NotFreed(whole))?;
+    // A border anywhere: a range on one side, the other page by page or as a second range.
+    let (first, second) = pages.split_at(random.below(pages.pages() + 1));
+    ownership.give(first);
+    let freed = frames.free_range(cx, first).freed;
+    if freed != first.pages() {
+        return Err(Broken::NotFreed(first));
+    }
+    ownership.give(second);
+    if random.below(2) == 0 {
+        if frames.free_range(cx, second).freed != second.pages() {
+            return Err(Broken::NotFreed(second));
+        }
+    } else {
+        for page in second.base().number()..second.end().number() {
+            if frames.put(cx, Pfn::new(page)) != Ok(Put::Last) {
+                return Err(Broken::NotFreed(second));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_owner_is_noticed() {
+        let words: [AtomicU64; 4] = core::array::from_fn(|_| AtomicU64::new(0));
+        let area = Extent::new(Pfn::new(1024), 256).expect("valid");
+        let ownership = Ownership::new(area, &words).expect("fits");
+        let order = |n| Order::new(n).expect("valid");
+        ownership.take(area.slice(64, 192), order(7)).expect("free");
+        let broken = Broken::Twice { frame: Pfn::new(1024 + 191), order: order(0) };
+        assert_eq!(ownership.take(area.slice(191, 193), order(0)), Err(broken));
+        ownership.give(area.slice(64, 192));
+        ownership.take(area.slice(100, 101), order(0)).expect("free again");
+        assert!(ownership.take(Extent::new(Pfn::new(0), 1).expect("valid"), order(0)).is_err());
+        assert!(Ownership::new(area, &words[1..]).is_none());
+    }
+}
