@@ -72,7 +72,7 @@ impl<'m, E: Env> Frames<'m, E> {
         &self,
         cx: &mut CpuCx<'_, P>,
         extent: Extent,
-        prepare: &mut impl FnMut(&CpuCx<'_, P>, Extent) -> Content,
+        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
     ) -> RangeReport {
         let mut report = RangeReport::default();
         let mut known = 0;
@@ -126,13 +126,13 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     fn drop_in_block<P: Cpu>(
         &self,
-        cx: &CpuCx<'_, P>,
+        cx: &mut CpuCx<'_, P>,
         arena: &Arena<'m>,
         at: u64,
         upto: u64,
         run: &mut Run,
         report: &mut RangeReport,
-        prepare: &mut impl FnMut(&CpuCx<'_, P>, Extent) -> Content,
+        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
     ) {
         let base = Pfn::new(at);
         let block = arena.block(base);
@@ -204,10 +204,10 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees the run collected so far: one lock round or none.
     fn close<P: Cpu>(
         &self,
-        cx: &CpuCx<'_, P>,
+        cx: &mut CpuCx<'_, P>,
         run: &mut Run,
         report: &mut RangeReport,
-        prepare: &mut impl FnMut(&CpuCx<'_, P>, Extent) -> Content,
+        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
     ) {
         if run.start == run.end {
             return;

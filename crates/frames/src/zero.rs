@@ -4,8 +4,8 @@
 //! merges with a dirty one is found again. A block inside 2 MiB is zero only if every part of it was freed as zero; a
 //! dirty part makes the whole dirty, and nothing becomes zero by merging.
 //!
-//! Clearing itself is done by a [`Zeroer`], so that this crate is usable without the clearing engine. It is called with
-//! nothing locked and unpinned, once per block or run, never per page (checklist A19, A20, C18, X2).
+//! Clearing itself is done by a [`Zeroer`], usually the clearing engine. It is called with nothing locked and unpinned,
+//! once per block or run, never per page (checklist A19, A20, A21, C18, X2).
 
 use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
 use crate::buddy::Content;
@@ -14,12 +14,27 @@ use crate::frozen::Frozen;
 use crate::range::RangeReport;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuCx, Dirty, Extent, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, Never, PhysMap, Zeroed};
+use hugemm_clear::{self as clear, Clearer};
 
 /// Clears extents.
 pub trait Zeroer<P: Cpu> {
-    /// Clears all of it and fences, or hands it back as dirty if that is not possible.
-    fn zero(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty>;
+    /// Clears all of it and fences, or hands it back as dirty if that is not possible. May pass reschedule points where
+    /// the platform says that the caller may sleep, and must not where it may not.
+    fn zero(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty>;
+}
+
+/// The clearing engine: in bounded units with reschedule points where the caller may sleep (a 1 GiB block takes tens of
+/// milliseconds), at once where it may not. What the allocator clears is bulk: nobody is known to touch it soon.
+impl<P: Cpu + PhysMap> Zeroer<P> for Clearer {
+    fn zero(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
+        let request = clear::Request::bulk(frames.extent().bytes());
+        let zeroed = match cx.platform().may_sleep() {
+            true => self.clear(cx, frames, &request, &Never),
+            false => self.clear_now(cx, frames, &request).fence(),
+        };
+        zeroed.map_err(|stopped| stopped.clearing.abandon())
+    }
 }
 
 /// When to clear without being asked.
@@ -47,7 +62,7 @@ impl<E: Env> Frames<'_, E> {
     /// any, cleared otherwise. `OutOfMemory` also if it cannot be cleared. May take as long as clearing takes.
     pub fn alloc_zeroed<P: Cpu>(
         &self,
-        cx: &CpuCx<'_, P>,
+        cx: &mut CpuCx<'_, P>,
         request: Request,
         zeroer: &impl Zeroer<P>,
     ) -> Result<Frozen, AllocError> {
@@ -92,7 +107,7 @@ impl<E: Env> Frames<'_, E> {
 
 impl<E: Env, Z> Clearing<'_, '_, E, Z> {
     /// [`Frames::alloc`], zeroed if the policy says so.
-    pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError>
+    pub fn alloc<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError>
     where
         Z: Zeroer<P>,
     {
@@ -103,7 +118,7 @@ impl<E: Env, Z> Clearing<'_, '_, E, Z> {
     }
 
     /// [`Frames::free_extent`], cleared first in one piece if the policy says so.
-    pub fn free_extent<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> u64
+    pub fn free_extent<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> u64
     where
         Z: Zeroer<P>,
     {
@@ -124,7 +139,7 @@ impl<E: Env, Z> Clearing<'_, '_, E, Z> {
         if !self.policy.on_free {
             return self.frames.free_range(cx, extent);
         }
-        let mut clear = |cx: &CpuCx<'_, P>, run: Extent| {
+        let mut clear = |cx: &mut CpuCx<'_, P>, run: Extent| {
             // SAFETY: `free_range_with` owns the run: each of its frames has lost its last reference and is frozen.
             match self.zeroer.zero(cx, unsafe { Dirty::assume_owned(run) }) {
                 Ok(zeroed) => {

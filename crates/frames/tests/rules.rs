@@ -267,7 +267,7 @@ impl CountingZeroer {
 }
 
 impl Zeroer<Threads> for CountingZeroer {
-    fn zero(&self, _cx: &CpuCx<'_, Threads>, frames: Dirty) -> Result<Zeroed, Dirty> {
+    fn zero(&self, _cx: &mut CpuCx<'_, Threads>, frames: Dirty) -> Result<Zeroed, Dirty> {
         if self.refuse.get() {
             return Err(frames);
         }
@@ -284,7 +284,7 @@ fn zero_is_remembered() {
         let mut cx = threads.cx();
         let zeroer = CountingZeroer::new();
         let calls = || zeroer.cleared.borrow_mut().drain(..).map(|e| e.pages()).collect::<Vec<_>>();
-        let a = frames.alloc_zeroed(&cx, request(9), &zeroer).expect("memory");
+        let a = frames.alloc_zeroed(&mut cx, request(9), &zeroer).expect("memory");
         assert_eq!((a.is_zero(), calls()), (true, vec![512]));
         let place = a.pfn();
         frames.free_zeroed(&cx, a.into_content().expect("zero"));
@@ -293,19 +293,19 @@ fn zero_is_remembered() {
         assert_eq!(frames.stats(&cx).blocks[12], 1);
         let dirty = frames.alloc(&cx, request(10)).expect("memory");
         assert!(!dirty.extent().contains(place), "dirty requests leave zero memory alone");
-        let again = frames.alloc_zeroed(&cx, request(9), &zeroer).expect("memory");
+        let again = frames.alloc_zeroed(&mut cx, request(9), &zeroer).expect("memory");
         assert_eq!((again.pfn(), again.is_zero(), calls()), (place, true, vec![]));
         assert_eq!(counters(&cx).clears_skipped, 1);
         frames.free(&cx, again);
         frames.free(&cx, dirty);
         // Freed as dirty: cleared again.
-        let third = frames.alloc_zeroed(&cx, request(9), &zeroer).expect("memory");
+        let third = frames.alloc_zeroed(&mut cx, request(9), &zeroer).expect("memory");
         assert_eq!(calls(), [512]);
         frames.free(&cx, third);
         // Policies: on free, by run.
         let policy = ZeroPolicy { on_alloc: true, on_free: true };
         let clearing = Clearing { frames, zeroer: &zeroer, policy };
-        let block = clearing.alloc(&cx, request(9)).expect("memory");
+        let block = clearing.alloc(&mut cx, request(9)).expect("memory");
         let _ = calls();
         let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
         let extra = Pfn::new(whole.base().number() + 300);
@@ -314,14 +314,14 @@ fn zero_is_remembered() {
         assert_eq!(calls(), [300, 211], "by run, not by page");
         let _ = frames.put(&cx, extra);
         // What was cleared on free is not cleared on allocation; what one dirty page has merged with is.
-        let half = clearing.alloc(&cx, request(8)).expect("memory");
+        let half = clearing.alloc(&mut cx, request(8)).expect("memory");
         assert_eq!((half.is_zero(), calls()), (true, vec![]));
         assert_eq!(half.pfn(), whole.base());
-        clearing.free_extent(&cx, half.into_dirty());
+        clearing.free_extent(&mut cx, half.into_dirty());
         assert_eq!(calls(), [256]);
         // A zeroer that cannot: nothing is lost.
         zeroer.refuse.set(true);
-        assert_eq!(frames.alloc_zeroed(&cx, request(11), &zeroer), Err(AllocError::OutOfMemory));
+        assert_eq!(frames.alloc_zeroed(&mut cx, request(11), &zeroer), Err(AllocError::OutOfMemory));
         assert_eq!(frames.stats(&cx).available(), 4096);
     });
 }
@@ -561,7 +561,7 @@ fn every_allocation_point_can_fail() {
         let mut blocks = Vec::new();
         blocks.extend(frames.alloc(&cx, request(0)).ok());
         blocks.extend(frames.alloc(&cx, request(5).movable()).ok());
-        blocks.extend(frames.alloc_zeroed(&cx, request(3), &zeroer).ok());
+        blocks.extend(frames.alloc_zeroed(&mut cx, request(3), &zeroer).ok());
         blocks.extend(frames.alloc_nowait(request(1)).ok());
         let object = slab.alloc(&frames, &cx, &map).ok();
         let exact = frames.claim_exact(&cx, extent(1000, 10)).ok();

@@ -78,7 +78,7 @@ struct ModelZeroer<'a> {
 }
 
 impl Zeroer<Threads> for ModelZeroer<'_> {
-    fn zero(&self, _cx: &CpuCx<'_, Threads>, frames: Dirty) -> Result<Zeroed, Dirty> {
+    fn zero(&self, _cx: &mut CpuCx<'_, Threads>, frames: Dirty) -> Result<Zeroed, Dirty> {
         let extent = frames.into_extent();
         self.model.borrow_mut().write(extent, true);
         *self.cleared.borrow_mut() += extent.pages();
@@ -231,7 +231,7 @@ impl Run<'_> {
             2 => {
                 let request = self.request(bytes);
                 let before = *self.zeroer.cleared.borrow();
-                let result = frames.alloc_zeroed(&cx, request, &self.zeroer);
+                let result = frames.alloc_zeroed(&mut cx, request, &self.zeroer);
                 let cleared = *self.zeroer.cleared.borrow() - before;
                 assert!(cleared == 0 || cleared == request.order.pages());
                 assert!(result.as_ref().map_or(true, Frozen::is_zero));
