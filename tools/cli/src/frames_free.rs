@@ -23,6 +23,9 @@ const FROZEN: &str = "hugemm, frozen";
 /// Pages that the default number of blocks makes.
 const PAGES_PER_RUN: u64 = 1 << 20;
 
+/// Nanoseconds after which whole blocks have been freed often enough.
+const WHOLE_NANOS: u64 = 2_000_000;
+
 /// Most pages that a run may take: what is beyond would take days.
 const MOST_PAGES: u64 = 1 << 40;
 
@@ -211,12 +214,12 @@ where
 {
     // One less than all: nobody needs a completely full memory for this.
     let count = ((area.extent.pages() >> order.get()) - 1).clamp(1, 256);
-    let repeat = (1024 / count).max(1);
     let all = area.on_cpus(1, source, |cx, _| {
         let mut held: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
-        let mut freeing = Spent::default();
-        for _ in 0..repeat {
-            freeing = freeing.plus(bulk::run(cx, source, order, &mut held, Freeing::Lifo)?.1);
+        let (mut all, mut freeing) = (Spent::default(), Spent::default());
+        while all.operations < 2048 && all.nanos < WHOLE_NANOS {
+            let (took, gave) = bulk::run(cx, source, order, &mut held, Freeing::Lifo)?;
+            (all, freeing) = (all.plus(took).plus(gave), freeing.plus(gave));
         }
         Ok(freeing.each())
     })?;
