@@ -54,7 +54,7 @@ impl<'m> DescRef<'m> {
         let index = index & (DESCRIPTOR_WORDS - 1);
         // SAFETY: `ptr` is valid by the contract of `new` and the index is below 8; the reference covers one word and
         // ends with the access, so none lives across a remap of the descriptor array.
-        unsafe { &*(&raw const (*self.ptr).words[index]) }
+        unsafe { &(*self.ptr).words[index] }
     }
 
     /// Reads word `index` (modulo 8): one relaxed load. Meaningless unless the frame is the head of a block.

@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn the_word_holds_everything() {
-        for pfn in [0, 1, 0xdead_bee, Pfn::LIMIT.number() - 1] {
+        for pfn in [0, 1, 0x0dea_dbee, Pfn::LIMIT.number() - 1] {
             for order in 0..=18 {
                 for mobility in Mobility::ALL {
                     for zero in [false, true] {

@@ -37,7 +37,7 @@ impl NodeStats {
     /// 0 when nothing is free.
     pub fn fragmentation_permille(&self, order: Order) -> u64 {
         let usable: u64 = (order.get()..).zip(&self.blocks[order.get() as usize..]).map(|(o, n)| n << o).sum();
-        if self.free == 0 { 0 } else { (self.free - usable) * 1000 / self.free }
+        ((self.free - usable) * 1000).checked_div(self.free).unwrap_or(0)
     }
 
     /// How many blocks of `order` could be allocated one after another.

@@ -1,5 +1,5 @@
 //! What the tests run on: threads as CPUs, metadata memory that is freed at the end, and the operation interpreter.
-#![allow(dead_code)]
+#![allow(dead_code, unreachable_pub)]
 
 pub mod ops;
 

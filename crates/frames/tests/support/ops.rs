@@ -102,6 +102,7 @@ impl Bytes<'_> {
 }
 
 /// Where memory is in a run: base frames, sizes, nodes; and what is released of it.
+#[allow(clippy::type_complexity)]
 fn shapes(which: u64) -> (Vec<(u64, u64, u32)>, Vec<(u64, u64)>) {
     match which % 5 {
         0 => (vec![(0, 2048, 0)], vec![(0, 2048)]),
