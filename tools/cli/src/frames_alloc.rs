@@ -13,7 +13,7 @@ use hugemm_base::Order;
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, pairs};
+use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent, pairs};
 
 /// Most blocks that a CPU takes before it frees them: enough to leave every cache behind, few enough for allocators
 /// whose time grows with the number of holes.
@@ -136,7 +136,7 @@ impl<'a> Sides<'a> {
         S::Block: Send,
     {
         let Sides { area, case, threads, nanos, .. } = *self;
-        let mut rounds = None;
+        let (mut rounds, mut passes) = (None, 0);
         let run = move || {
             if case.pattern == Pattern::Pair && rounds.is_none() {
                 // How many pairs fill the time is found on all CPUs at once: that is where an allocator may be slow.
@@ -162,12 +162,28 @@ impl<'a> Sides<'a> {
                         _ => Freeing::Lifo,
                     };
                     let count = blocks(area, case.order, threads);
-                    let all = area.on_cpus(threads, &source, |cx, _| {
-                        let mut held: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
-                        Ok(bulk::run(cx, &source, case.order, &mut held, freeing)?)
-                    })?;
-                    let (taking, giving): (Vec<_>, Vec<_>) = all.into_iter().unzip();
-                    (vec![Some(mean_each(&taking)), Some(mean_each(&giving))], count)
+                    let pass = |timed: u64| {
+                        area.on_cpus(threads, &source, |cx, _| {
+                            let mut held: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
+                            if timed > 1 {
+                                // The caches of the CPU and of the allocator get used to it.
+                                bulk::run(cx, &source, case.order, &mut held, freeing)?;
+                            }
+                            let mut sum = (Spent::default(), Spent::default());
+                            for _ in 0..timed {
+                                let (taking, giving) = bulk::run(cx, &source, case.order, &mut held, freeing)?;
+                                sum = (sum.0.plus(taking), sum.1.plus(giving));
+                            }
+                            Ok(sum)
+                        })
+                    };
+                    if passes == 0 {
+                        let once = pass(1)?.iter().map(|(taking, giving)| taking.plus(*giving).nanos).max();
+                        passes = (nanos / once.unwrap_or(1).max(1)).clamp(1, 64);
+                    }
+                    let (taking, giving): (Vec<_>, Vec<_>) = pass(passes)?.into_iter().unzip();
+                    let done = if passes > 1 { passes + 1 } else { 1 };
+                    (vec![Some(mean_each(&taking)), Some(mean_each(&giving))], count * done)
                 }
             };
             let locks = (area.lock_rounds()? - before) as f64 / (operations * u64::from(threads)) as f64;

@@ -7,7 +7,7 @@ use crate::args::Kind;
 use crate::machine::Machine;
 use crate::size::Size;
 use crate::stats::Samples;
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_SHIFT, PageSize};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::{BASE_FRAME, Host};
@@ -52,7 +52,11 @@ impl Plan {
 
     /// Memory for the allocator's own data.
     pub fn memory(&self, machine: &Machine) -> Result<Region> {
-        machine.memory((self.metadata as u64).next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, Kind::Thp)
+        let bytes = (self.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
+        let managed = Size(self.extent.bytes());
+        machine
+            .memory(bytes, PageSize::Size2M, Kind::Thp)
+            .with_context(|| format!("the allocator's data for {managed}"))
     }
 
     /// The allocator in that memory, everything free, and its machine.

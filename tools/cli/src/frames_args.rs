@@ -66,7 +66,7 @@ pub struct Alloc {
     /// Measure counted pages and folios too, which are freed by dropping their last reference.
     #[arg(long)]
     pub counted: bool,
-    /// Milliseconds of each measurement of pairs.
+    /// Milliseconds of each measurement, about.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60_000))]
     pub millis: u64,
     /// Memory to manage. Only the allocators' own data exist; the frames are numbers.

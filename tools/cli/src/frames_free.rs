@@ -1,5 +1,5 @@
 //! `hugemm bench free`: blocks split into pages and freed as a range or page by page (seed 002's loop), whole frozen
-//! blocks, one block by two CPUs, contiguous claims, arrays.
+//! blocks. What else it measures is in `frames_parts`.
 
 use crate::document::Row;
 use crate::frames_area::{Area, Columns, Plan, Side, alternate, cell, figure};
@@ -7,16 +7,15 @@ use crate::frames_args::Free;
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::peers::{self, Locked, Peer, Visit};
-use crate::size::Size;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{environment_text, frames_parts, progress, table};
 use anyhow::{Result, anyhow, bail};
-use hugemm_base::{CpuId, Extent, Order, PAGE_SHIFT, Pfn};
+use hugemm_base::{CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, Trouble, Way};
-use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent, Unclaimed};
+use hugemm_workloads::alloc_free::ranges::{self, Trouble, Way};
+use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 
 const COUNTED: &str = "hugemm, counted";
 const FROZEN: &str = "hugemm, frozen";
@@ -24,12 +23,11 @@ const FROZEN: &str = "hugemm, frozen";
 /// Pages that the default number of blocks makes.
 const PAGES_PER_RUN: u64 = 1 << 20;
 
+/// Nanoseconds after which whole blocks have been freed often enough.
+const WHOLE_NANOS: u64 = 2_000_000;
+
 /// Most pages that a run may take: what is beyond would take days.
 const MOST_PAGES: u64 = 1 << 40;
-
-/// Pages of a contiguous claim, as in the series' second benchmark (64 MiB), and of an array (256 MiB).
-const CLAIM_PAGES: u64 = 16_384;
-const ARRAY_PAGES: u64 = 65_536;
 
 /// The columns of the first table.
 const COLUMNS: [&str; 6] = ["take_divide", "free_range", "free_each", "speedup", "free_whole", "lock_rounds"];
@@ -51,7 +49,7 @@ pub fn run(args: &Free) -> Result<()> {
     let mut names = Names::default();
     peers::each(args.measured.no_peers, &mut names)?;
     let sides = 2 + names.0.len();
-    let turns = (args.order.len() * sides + sides + 4 + 2) * (args.measured.runs as usize + 1);
+    let turns = (args.order.len() * sides + sides + 4 + 3) * (args.measured.runs as usize + 1);
     let bar = progress::bar(turns as u64, machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
@@ -83,10 +81,11 @@ pub fn run(args: &Free) -> Result<()> {
         note_goals(&mut goals, *order, &columns);
     }
     if cpus == 2 {
-        let ratio = two_cpus(&area, args, &bar)?;
+        let (ratio, more) = frames_parts::two_cpus(&machine, &area, args, &bar)?;
+        rows.extend(more);
         goals.at_most("frames.free512_parts_2t_ratio", &ratio, "ratio", 1.5);
     }
-    rows.extend(others(&machine, &area, args, &bar)?);
+    rows.extend(frames_parts::claims_and_arrays(&machine, &area, args, &bar)?);
     bar.finish_and_clear();
     let percent = plan.metadata as f64 * 100.0 / plan.extent.bytes() as f64;
     let mut metadata = Samples::default();
@@ -215,12 +214,12 @@ where
 {
     // One less than all: nobody needs a completely full memory for this.
     let count = ((area.extent.pages() >> order.get()) - 1).clamp(1, 256);
-    let repeat = (1024 / count).max(1);
     let all = area.on_cpus(1, source, |cx, _| {
         let mut held: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
-        let mut freeing = Spent::default();
-        for _ in 0..repeat {
-            freeing = freeing.plus(bulk::run(cx, source, order, &mut held, Freeing::Lifo)?.1);
+        let (mut all, mut freeing) = (Spent::default(), Spent::default());
+        while all.operations < 2048 && all.nanos < WHOLE_NANOS {
+            let (took, gave) = bulk::run(cx, source, order, &mut held, Freeing::Lifo)?;
+            (all, freeing) = (all.plus(took).plus(gave), freeing.plus(gave));
         }
         Ok(freeing.each())
     })?;
@@ -282,124 +281,4 @@ fn note_goals(goals: &mut Goals, order: Order, columns: &[Columns]) {
         }
         _ => {}
     }
-}
-
-/// The time of freeing blocks of 512 counted pages by two CPUs at once, half of each, over that of one CPU.
-fn two_cpus(area: &Area<'_>, args: &Free, bar: &indicatif::ProgressBar) -> Result<Samples> {
-    let source = CountedPages(&area.frames);
-    let nine = Order::new(9)?;
-    let count = (area.extent.pages() >> 9 >> 1).clamp(1, 256) as usize;
-    let measure = |cpus: u32| -> Result<Vec<Option<f64>>> {
-        let mut extents = vec![Extent::default(); count];
-        area.host.run_on(CpuId(0), |cx| ranges::take(cx, &source, nine, &mut extents))??;
-        let spent = area.on_cpus(cpus, &source, |cx, cpu| {
-            Ok(ranges::part(cx, &source, &extents, Way::Range, cpu.into(), cpus.into()))
-        })?;
-        Ok(vec![Some(spent.iter().map(|spent| spent.each()).fold(0.0, f64::max))])
-    };
-    let mut sides = [
-        Side { name: "one CPU", run: Box::new(|| measure(1)) },
-        Side { name: "two CPUs", run: Box::new(|| measure(2)) },
-    ];
-    let columns = alternate(&mut sides, args.measured.runs, bar)?;
-    match columns.as_slice() {
-        [one, two] => match (one.first(), two.first()) {
-            (Some(Some(one)), Some(Some(two))) => Ok(two.per_run_ratio(one)),
-            _ => bail!("nothing was measured"),
-        },
-        _ => bail!("nothing was measured"),
-    }
-}
-
-/// The sides of the claim table.
-struct Claims<'a> {
-    area: &'a Area<'a>,
-    extents: Vec<Extent>,
-    sides: Vec<Side<'a>>,
-}
-
-impl Visit for Claims<'_> {
-    fn visit<T: Peer>(&mut self) -> Result<()> {
-        let peer = Locked::<T>::new(self.area.extent)?;
-        self.add(T::NAME, peer);
-        Ok(())
-    }
-}
-
-impl<'a> Claims<'a> {
-    fn add<S: Source<Host<'a>> + Sync + 'a>(&mut self, name: &'static str, source: S) {
-        let (area, extents) = (self.area, self.extents.clone());
-        let run = move || {
-            let done = area.on_cpus(1, &source, |cx, _| match ranges::claims(cx, &source, &extents) {
-                Ok((claiming, freeing)) => Ok(vec![Some(claiming.each()), Some(freeing.each())]),
-                Err(Unclaimed::NoSuchOperation) => Ok(vec![None, None]),
-                Err(unclaimed @ Unclaimed::InUse) => Err(unclaimed.into()),
-            })?;
-            done.into_iter().next().ok_or_else(|| anyhow!("no CPU"))
-        };
-        self.sides.push(Side { name, run: Box::new(run) });
-    }
-}
-
-/// Contiguous claims and arrays.
-fn others(machine: &Machine, area: &Area<'_>, args: &Free, bar: &indicatif::ProgressBar) -> Result<Vec<Row>> {
-    let mut rows = Vec::new();
-    let pages = area.extent.pages();
-    if pages >= CLAIM_PAGES {
-        let step = |i: u64| area.extent.slice(i * CLAIM_PAGES, (i + 1) * CLAIM_PAGES);
-        let extents = (0..(pages / CLAIM_PAGES).min(16)).map(step).collect();
-        let mut claims = Claims { area, extents, sides: Vec::new() };
-        claims.add("hugemm", FrozenBlocks(&area.frames));
-        peers::each(args.measured.no_peers, &mut claims)?;
-        let columns = alternate(&mut claims.sides, args.measured.runs, bar)?;
-        let mut lines = table::new(["ns", "claim", "free"]);
-        for (side, columns) in claims.sides.iter().zip(&columns) {
-            lines.add_row([side.name.to_owned(), cell(columns[0].as_ref()), cell(columns[1].as_ref())]);
-            for (figure, samples) in ["claim", "claim_free"].iter().zip(columns) {
-                let Some(samples) = samples else { continue };
-                let row = Row::median(format!("bench.free.{figure}"), samples, "ns").label("side", side.name);
-                rows.push(row.label("pages", CLAIM_PAGES));
-            }
-        }
-        if !machine.quiet() {
-            bar.suspend(|| table::print(&format!("{CLAIM_PAGES} particular frames claimed, and freed"), &lines));
-        }
-    }
-    let count = ARRAY_PAGES.min(pages / 2);
-    let frames = FrozenBlocks(&area.frames);
-    let ways = [
-        ("sorted, by runs", ArrayWay::Sorted),
-        ("unsorted, sorted first", ArrayWay::Unsorted),
-        ("unsorted, as it is", ArrayWay::AsIs),
-        ("sorted, page by page", ArrayWay::EachPage),
-    ];
-    let mut sides = ways.map(|(name, way)| Side {
-        name,
-        run: Box::new(move || {
-            let mut array = vec![Pfn::new(0); count as usize];
-            area.on_cpus(1, &frames_of(area), |_, _| Ok(()))?;
-            let spent = area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, way))??;
-            Ok(vec![Some(spent.each())])
-        }),
-    });
-    area.on_cpus(1, &frames, |_, _| Ok(()))?;
-    let columns = alternate(&mut sides, args.measured.runs, bar)?;
-    let mut lines = table::new(["ns per page", "free"]);
-    for ((name, _), columns) in ways.iter().zip(&columns) {
-        lines.add_row([(*name).to_owned(), cell(columns[0].as_ref())]);
-        if let Some(samples) = &columns[0] {
-            rows.push(
-                Row::median("bench.free.array", samples, "ns per page").label("way", *name).label("pages", count),
-            );
-        }
-    }
-    if !machine.quiet() {
-        let size = Size(count << PAGE_SHIFT);
-        bar.suspend(|| table::print(&format!("An array of {count} counted pages ({size}), as vfree has"), &lines));
-    }
-    Ok(rows)
-}
-
-fn frames_of<'a, 'm>(area: &'a Area<'m>) -> FrozenBlocks<'a, 'm, hugemm_frames::Plain> {
-    FrozenBlocks(&area.frames)
 }

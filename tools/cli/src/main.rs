@@ -11,6 +11,7 @@ mod frames_area;
 mod frames_args;
 mod frames_churn;
 mod frames_free;
+mod frames_parts;
 mod frames_stress;
 mod goals;
 mod interference;

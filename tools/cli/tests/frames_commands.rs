@@ -77,7 +77,7 @@ fn what_does_not_fit_names_the_way_out() {
     refused(&["bench", "free", "-s", "1GB", "-o", "9", "--held", "600", "-n", "600"], &["600 blocks", "--held 512"]);
     refused(&["bench", "free", "-n", "99999999999", "-o", "9"], &["days", "-n 2147483648"]);
     refused(&["bench", "free", "-s", "16000000TB"], &["physical addresses", "--size"]);
-    refused(&["bench", "alloc", "-s", "4000TB"], &["TB"]);
+    refused(&["bench", "alloc", "-s", "4000TB"], &["data for 4000TB", "ask for less"]);
     refused(&["bench", "alloc", "-s", "4MB", "-t", "1", "-o", "9,10"], &["4MB", "order 10", "--size"]);
     refused(&["bench", "alloc", "-t", "4000", "-s", "64MB"], &["4000 threads", "CPUs"]);
     refused(&["bench", "stress", "-t", "4000"], &["4000 threads", "CPUs"]);
@@ -87,7 +87,8 @@ fn what_does_not_fit_names_the_way_out() {
 
 #[test]
 fn free_shows_both_ways_and_its_goals() {
-    let document = document(&["bench", "free", "-s", "2GB", "-n", "8", "-o", "0,9,18", "-r", "2", "--json"]);
+    let document =
+        document(&["bench", "free", "-s", "2GB", "-n", "8", "-o", "0,9,18", "-r", "2", "--no-peers", "--json"]);
     for metric in ["take_divide", "free_range", "free_each", "speedup", "free_whole"] {
         let name = format!("bench.free.{metric}");
         let own: Vec<_> = rows(&document, &name).into_iter().filter(|row| row["side"] == "hugemm, counted").collect();

@@ -1,0 +1,166 @@
+//! The other tables of `hugemm bench free`: one block freed by two CPUs at once, contiguous claims, arrays.
+
+use crate::document::Row;
+use crate::frames_area::{Area, Side, alternate, cell};
+use crate::frames_args::Free;
+use crate::machine::Machine;
+use crate::peers::{self, Locked, Peer, Visit};
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::table;
+use anyhow::{Result, anyhow, bail};
+use hugemm_base::{CpuId, Extent, Order, PAGE_SHIFT, Pfn};
+use hugemm_host::cpu::Host;
+use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, Way};
+use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Unclaimed};
+use indicatif::ProgressBar;
+
+/// Pages of a contiguous claim, as in the series' second benchmark (64 MiB), and of an array (256 MiB).
+const CLAIM_PAGES: u64 = 16_384;
+const ARRAY_PAGES: u64 = 65_536;
+
+/// Who frees the parts of one block.
+#[derive(Clone, Copy)]
+enum Parts {
+    /// One CPU, all in one call.
+    Whole,
+    /// One CPU, one half after the other.
+    Halves,
+    /// Two CPUs in step, a half each.
+    TwoCpus,
+}
+
+/// Blocks of 512 counted pages, freed by two CPUs at once, half of each block: the time over that of one CPU that frees
+/// the same halves. Also the rows.
+pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressBar) -> Result<(Samples, Vec<Row>)> {
+    let source = CountedPages(&area.frames);
+    let nine = Order::new(9)?;
+    let count = (area.extent.pages() >> 9 >> 1).clamp(1, 256) as usize;
+    let measure = |parts: Parts| -> Result<Vec<Option<f64>>> {
+        let mut extents = vec![Extent::default(); count];
+        area.host.run_on(CpuId(0), |cx| ranges::take(cx, &source, nine, &mut extents))??;
+        let halves: Vec<Extent> = extents.iter().flat_map(|e| [e.slice(0, 256), e.slice(256, 512)]).collect();
+        let spent = area.on_cpus(if matches!(parts, Parts::TwoCpus) { 2 } else { 1 }, &source, |cx, cpu| {
+            Ok(match parts {
+                Parts::Whole => ranges::give(cx, &source, &extents, Way::Range),
+                Parts::Halves => ranges::give(cx, &source, &halves, Way::Range),
+                Parts::TwoCpus => ranges::part(cx, &source, &extents, Way::Range, cpu.into(), 2),
+            })
+        })?;
+        let slowest = spent.iter().map(|spent| spent.nanos).max().unwrap_or(0);
+        Ok(vec![Some(slowest as f64 / count as f64)])
+    };
+    let ways = [
+        ("one CPU, whole", Parts::Whole),
+        ("one CPU, two halves", Parts::Halves),
+        ("two CPUs, a half each", Parts::TwoCpus),
+    ];
+    let mut sides = ways.map(|(name, parts)| Side { name, run: Box::new(move || measure(parts)) });
+    let columns = alternate(&mut sides, args.measured.runs, bar)?;
+    let samples: Vec<Samples> = columns.into_iter().filter_map(|mut columns| columns.pop().flatten()).collect();
+    let [whole, halves, both] = samples.as_slice() else { bail!("nothing was measured") };
+    let mut lines = table::new(["ns per block", "free", "of one CPU, halves"]);
+    let mut rows = Vec::new();
+    for ((name, _), samples) in ways.iter().zip([whole, halves, both]) {
+        let ratio = samples.per_run_ratio(halves).median();
+        lines.add_row([(*name).to_owned(), cell(Some(samples)), format!("{ratio:.2} ×")]);
+        rows.push(Row::median("bench.free.parts", samples, "ns per block").label("way", *name));
+    }
+    if !machine.quiet() {
+        bar.suspend(|| table::print(&format!("{count} blocks of 512 counted pages, freed in parts"), &lines));
+    }
+    Ok((both.per_run_ratio(halves), rows))
+}
+
+/// The sides of the claim table.
+struct Claims<'a> {
+    area: &'a Area<'a>,
+    extents: Vec<Extent>,
+    sides: Vec<Side<'a>>,
+}
+
+impl Visit for Claims<'_> {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        let peer = Locked::<T>::new(self.area.extent)?;
+        self.add(T::NAME, peer);
+        Ok(())
+    }
+}
+
+impl<'a> Claims<'a> {
+    fn add<S: Source<Host<'a>> + Sync + 'a>(&mut self, name: &'static str, source: S) {
+        let (area, extents) = (self.area, self.extents.clone());
+        let run = move || {
+            let done = area.on_cpus(1, &source, |cx, _| match ranges::claims(cx, &source, &extents) {
+                Ok((claiming, freeing)) => Ok(vec![Some(claiming.each()), Some(freeing.each())]),
+                Err(Unclaimed::NoSuchOperation) => Ok(vec![None, None]),
+                Err(unclaimed @ Unclaimed::InUse) => Err(unclaimed.into()),
+            })?;
+            done.into_iter().next().ok_or_else(|| anyhow!("no CPU"))
+        };
+        self.sides.push(Side { name, run: Box::new(run) });
+    }
+}
+
+/// Contiguous claims and arrays.
+pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressBar) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let pages = area.extent.pages();
+    if pages >= CLAIM_PAGES {
+        let step = |i: u64| area.extent.slice(i * CLAIM_PAGES, (i + 1) * CLAIM_PAGES);
+        let extents = (0..(pages / CLAIM_PAGES).min(16)).map(step).collect();
+        let mut claims = Claims { area, extents, sides: Vec::new() };
+        claims.add("hugemm", FrozenBlocks(&area.frames));
+        peers::each(args.measured.no_peers, &mut claims)?;
+        let columns = alternate(&mut claims.sides, args.measured.runs, bar)?;
+        let mut lines = table::new(["ns", "claim", "free"]);
+        for (side, columns) in claims.sides.iter().zip(&columns) {
+            lines.add_row([side.name.to_owned(), cell(columns[0].as_ref()), cell(columns[1].as_ref())]);
+            for (figure, samples) in ["claim", "claim_free"].iter().zip(columns) {
+                let Some(samples) = samples else { continue };
+                let row = Row::median(format!("bench.free.{figure}"), samples, "ns").label("side", side.name);
+                rows.push(row.label("pages", CLAIM_PAGES));
+            }
+        }
+        if !machine.quiet() {
+            bar.suspend(|| table::print(&format!("{CLAIM_PAGES} particular frames claimed, and freed"), &lines));
+        }
+    }
+    let count = ARRAY_PAGES.min(pages / 2);
+    let frames = FrozenBlocks(&area.frames);
+    let ways = [
+        ("sorted, by runs", ArrayWay::Sorted),
+        ("unsorted, sorted first", ArrayWay::Unsorted),
+        ("unsorted, as it is", ArrayWay::AsIs),
+        ("sorted, page by page", ArrayWay::EachPage),
+    ];
+    let mut sides = ways.map(|(name, way)| Side {
+        name,
+        run: Box::new(move || {
+            let mut array = vec![Pfn::new(0); count as usize];
+            area.on_cpus(1, &frames_of(area), |_, _| Ok(()))?;
+            let spent = area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, way))??;
+            Ok(vec![Some(spent.each())])
+        }),
+    });
+    area.on_cpus(1, &frames, |_, _| Ok(()))?;
+    let columns = alternate(&mut sides, args.measured.runs, bar)?;
+    let mut lines = table::new(["ns per page", "free"]);
+    for ((name, _), columns) in ways.iter().zip(&columns) {
+        lines.add_row([(*name).to_owned(), cell(columns[0].as_ref())]);
+        if let Some(samples) = &columns[0] {
+            rows.push(
+                Row::median("bench.free.array", samples, "ns per page").label("way", *name).label("pages", count),
+            );
+        }
+    }
+    if !machine.quiet() {
+        let size = Size(count << PAGE_SHIFT);
+        bar.suspend(|| table::print(&format!("An array of {count} counted pages ({size}), as vfree has"), &lines));
+    }
+    Ok(rows)
+}
+
+fn frames_of<'a, 'm>(area: &'a Area<'m>) -> FrozenBlocks<'a, 'm, hugemm_frames::Plain> {
+    FrozenBlocks(&area.frames)
+}
