@@ -253,7 +253,7 @@ fn claims_race_with_frees() {
             Threads::run_as(0);
             let mut cx = threads.cx();
             let mut rng = Rng(99);
-            for _ in 0..rounds(20_000) {
+            for _ in 0..rounds(300) {
                 let range = extent(rng.below(6) * 512, 512 * (1 + rng.below(2)));
                 // Waits for others to let go of what is in the way, in place of migrating it.
                 let mut patience = 5;
