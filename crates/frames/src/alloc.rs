@@ -276,7 +276,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 return class.push(block);
             }
         }
-        self.with_node(arena.node, |lists| self.free_block(lists, arena, block.pfn(), block.log(), content));
+        self.with_node(arena.node, |lists| self.free_mapped(lists, arena, block.pfn(), block.log(), content, true));
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it

@@ -221,7 +221,10 @@ impl Bits512 {
         // From 64 positions on, the words belong to the caller as a whole.
         let mut first = true;
         self.for_words(index, order, |word, _| {
-            word.store(u64::from(first), Ordering::Relaxed);
+            // Often it is one block already; a load is cheaper than a store that the next lock would have to wait for.
+            if word.load(Ordering::Relaxed) != u64::from(first) {
+                word.store(u64::from(first), Ordering::Relaxed);
+            }
             first = false;
         });
     }
@@ -350,7 +353,8 @@ mod tests {
 
     #[test]
     fn every_split_down_and_merge_back() {
-        for from in 0..=9_u32 {
+        // Every combination, but for the interpreter, which gets the largest.
+        for from in if cfg!(miri) { 9 } else { 0 }..=9_u32 {
             for to in 0..=from {
                 for index in (0..SPAN).step_by(1 << from) {
                     let bits = Bits512::default();
@@ -378,6 +382,12 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig {
+            cases: if cfg!(miri) { 3 } else { 256 },
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        })]
+
         #[test]
         fn cuts_make_the_canonical_partition(cuts in proptest::collection::vec(0_usize..SPAN, 0..20)) {
             let bits = Bits512::default();

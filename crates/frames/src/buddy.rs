@@ -90,6 +90,20 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees one naturally aligned block of the arena: at its frames' node, under its lock. The caller owns the frames,
     /// a block starts at `pfn` in the map and none straddles the end; what is inside does not matter. O(18).
     pub(crate) fn free_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, content: Content) {
+        self.free_mapped(lists, arena, pfn, order, content, false);
+    }
+
+    /// The same; `mapped` says that the map has it as one block already, so that there is nothing to write if it merges
+    /// with none.
+    pub(crate) fn free_mapped(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        pfn: Pfn,
+        order: u32,
+        content: Content,
+        mapped: bool,
+    ) {
         let small = |pfn| self.links(pfn, 0);
         let big = |pfn| self.links(pfn, BLOCK_ORDER);
         let (mut base, mut k) = (pfn, order);
@@ -117,7 +131,9 @@ impl<'m, E: Env> Frames<'m, E> {
                 k += 1;
             }
             if k < BLOCK_ORDER {
-                block.starts.merge(in_block(base), k);
+                if !mapped || k != order {
+                    block.starts.merge(in_block(base), k);
+                }
                 block.free.put_locked(in_block(base), true);
                 let list = match isolated(base) {
                     true => List::Isolated,
@@ -151,7 +167,9 @@ impl<'m, E: Env> Frames<'m, E> {
             base = base.min(buddy);
             k += 1;
         }
-        arena.map_merge(base, k);
+        if !mapped || k != order {
+            arena.map_merge(base, k);
+        }
         region.free.put_locked(in_region(base), true);
         let known = match content {
             Content::Dirty if base == pfn && k == order => Known::Dirty,

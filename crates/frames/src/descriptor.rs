@@ -3,7 +3,7 @@
 //! # Protocol
 //!
 //! * The descriptor of a frame that is not the head of a block is **don't-care**: nobody reads a meaning out of it and
-//!   nobody has to write it. Which frames are heads is said by the [block map](crate::blockmap), never by a descriptor.
+//!   nobody has to write it. Which frames are heads is said by the block map (`blockmap.rs`), never by a descriptor.
 //!   So allocating a 2 MiB block writes no tails, and tails may be mapped read-only or share one page.
 //! * The head of a **free** block belongs to the allocator, under the lock of the block's node. Below 2 MiB its words 0
 //!   to 2 are the block's links in a free list; above, they are kept elsewhere and the descriptor is not touched.

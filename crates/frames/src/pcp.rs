@@ -9,8 +9,8 @@
 //!   it at its next operation, or when its platform calls [`Frames::serve`](crate::Frames::serve) (from its idle loop
 //!   or an inter-processor interrupt), and acknowledges.
 //! * Orders 0 to 3 are cached per mobility, order 9 for both together. Everything else goes to the node (checklist C13).
-//! * Refills and drains move half a cache in one lock round. A drain takes the entries that were freed longest ago,
-//!   sorted, so that neighbours are freed as the largest blocks they make.
+//! * A refill brings half a cache in one lock round; a drain takes three quarters of one, 64 blocks in a round: those
+//!   that were freed longest ago, sorted, so that neighbours are freed as the largest blocks they make.
 //! * The high watermark moves: two refills, or two drains, without the other in between mean that the cache is too small
 //!   for how this CPU works, and double it; [`Frames::drain`](crate::Frames::drain) and exhaustion shrink it to the
 //!   smallest.
@@ -157,7 +157,7 @@ impl<'m> Class<'m> {
     pub(crate) fn excess(&self) -> u64 {
         self.note(DRAINED);
         let high = self.high.load(Ordering::Relaxed);
-        if self.len() < high { 0 } else { high.div_ceil(2).min(self.len()) }
+        if self.len() < high { 0 } else { (high - high / 4).min(self.len()) }
     }
 
     fn note(&self, event: u64) {
