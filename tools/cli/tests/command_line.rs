@@ -1,33 +1,9 @@
 //! The command as a user meets it: what it prints, and what it says when it is called wrongly.
 
+mod support;
+
 use serde_json::Value;
-use std::process::{Command, Output};
-
-fn hugemm(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).output().expect("the command starts")
-}
-
-/// The command fails with exactly one line that contains all of `parts`, and prints nothing else.
-#[track_caller]
-fn refused(args: &[&str], parts: &[&str]) {
-    let output = hugemm(args);
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(!output.status.success(), "{args:?} succeeded: {out}");
-    assert_eq!(out, "", "{args:?}");
-    assert_eq!(err.trim_end().lines().count(), 1, "{args:?}: {err}");
-    for part in parts {
-        assert!(err.contains(part), "{args:?} does not say '{part}': {err}");
-    }
-}
-
-/// Usage errors come from the argument parser: its first line names the cause, and the exit code is 2.
-#[track_caller]
-fn misused(args: &[&str], part: &str) {
-    let output = hugemm(args);
-    let err = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{args:?}: {err}");
-    assert!(err.lines().next().is_some_and(|line| line.contains(part)), "{args:?} does not say '{part}': {err}");
-}
+use support::{document, misused, refused, rows};
 
 #[test]
 fn sizes_that_are_no_sizes_are_named() {
@@ -76,17 +52,6 @@ fn profiles_that_are_none_are_refused() {
     std::fs::write(&path, "{\"cached\": 7}").expect("written");
     refused(&["explain", "--profile", path.to_str().expect("utf-8")], &["is no profile", "--save-profile"]);
     std::fs::remove_file(path).expect("removed");
-}
-
-fn document(args: &[&str]) -> Value {
-    let output = hugemm(args);
-    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("standard output is one JSON document")
-}
-
-fn rows<'a>(document: &'a Value, metric: &str) -> Vec<&'a Value> {
-    let results = document["results"].as_array().expect("results");
-    results.iter().filter(|row| row["metric"] == metric).collect()
 }
 
 /// The neighbourhood order, on real memory: right, left, then the five pages around the touch, through the cache.
