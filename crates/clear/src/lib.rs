@@ -6,7 +6,7 @@
 //! | [`raw`] | their stores |
 //! | [`features`], [`deny`] | which of them this CPU has, and which are known to be slow |
 //! | [`profile`] | what is known of the machine |
-//! | [`mod@calibrate`] | measuring it, in milliseconds |
+//! | [`mod@calibrate`] | measuring it |
 //! | [`policy`] | which primitive, in which units |
 //! | [`folio`] | in which order |
 //! | [`clearer`] | the loop over units |

@@ -10,6 +10,9 @@ use hugemm_host::interrupt;
 use hugemm_workloads::Pass;
 use hugemm_workloads::sweep::{self, How};
 
+/// Bytes that are cleared untimed before a hot measurement.
+const SETTLE: u64 = 64 << 20;
+
 /// What clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
@@ -109,13 +112,15 @@ pub fn bandwidths(
     Ok((memory, samples))
 }
 
-/// Clears a region over and over, the first time untimed.
+/// Clears a region over and over. The first passes are untimed: whoever came before may have pushed it out of the caches,
+/// and some take a dozen passes to settle.
 fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: How<'_>, mut region: Dirty, field: &Field) -> Result<(Dirty, Pass)> {
+    let untimed = (SETTLE / field.size).max(1);
     let mut sum = Pass::default();
-    for i in 0..=field.span / field.size {
+    for i in 0..untimed + field.span / field.size {
         let pass;
         (region, pass) = sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason)?;
-        if i > 0 {
+        if i >= untimed {
             sum = sum.plus(pass);
         }
     }
