@@ -84,7 +84,7 @@ impl core::error::Error for RefError {}
 
 /// What a put found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "the last put owns the frame and must free it"]
+#[must_use = "it says whether the frame is gone"]
 pub enum Put {
     /// Others still hold references.
     Kept,

@@ -31,6 +31,7 @@ pub fn run(args: &Interference) -> Result<()> {
     let mut set_region = machine.memory(largest, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("chased", &set_region);
     let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
+    let calibrated = Clearer::new(machine.features, policy)?;
     // Nobody, the best cached primitive, and every streaming one: they differ in speed and in what they disturb.
     let mut neighbours = vec![None, Some(policy.profile.cached.any)];
     neighbours.extend(machine.features.iter().filter(|p| p.class() == Class::Streaming).map(Some));
@@ -52,7 +53,7 @@ pub fn run(args: &Interference) -> Result<()> {
                 interrupt::check()?;
                 let index = (i + run) % neighbours.len();
                 bar.set_message(format!("{} beside {}", Size(set), name(neighbours[index])));
-                let (ns, gbps) = once(&host, &policy, neighbours[index], &chase, args.millis)?;
+                let (ns, gbps) = once(&host, &calibrated, neighbours[index], &chase, args.millis)?;
                 latency[index].push(ns);
                 bandwidth[index].push(gbps);
                 bar.inc(1);
@@ -128,15 +129,15 @@ fn lines_in(bytes: &mut [u8]) -> &mut [[u64; 8]] {
 /// One run: ns per step of the chase, and the bandwidth of the clearing beside it in GB/s.
 fn once(
     host: &Host<'_>,
-    policy: &Policy,
+    calibrated: &Clearer,
     neighbour: Option<Primitive>,
     chase: &Chase<'_>,
     millis: u64,
 ) -> Result<(f64, f64)> {
     // By huge page, as faults do. (Some CPUs write past the cache by themselves when one string store is larger than
     // the cache.)
-    let by_page = Policy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*policy };
-    let clearer = Clearer::new(hugemm_clear::Features::detect(), by_page)?;
+    let by_page = Policy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*calibrated.policy() };
+    let clearer = Clearer::new(*calibrated.features(), by_page)?;
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {

@@ -109,7 +109,7 @@ pub fn run(args: &Mmap) -> Result<()> {
         Backing::Hugetlb(size) => Some(HugetlbPool::new().ensure(size, bytes / size.bytes(), None)?),
         Backing::Thp | Backing::Small => None,
     };
-    let calibrated = calibrate(&machine, args, region.as_mut_slice())?;
+    let calibrated = Clearer::new(machine.features, calibrate(&machine, args, region.as_mut_slice())?)?;
     let host = Host::new(&places, region.as_mut_slice())?;
     let job = Job { bytes, page, backing, threads: args.threads, seed: args.randomize };
     let mut sides = vec![Side::Kernel];
@@ -187,21 +187,21 @@ fn kernel_pass(job: &Job, function: Function) -> Result<u64> {
 /// One pass of hugemm with a policy value; the time of the slowest CPU in ns.
 fn hugemm_pass(
     host: &Host<'_>,
-    calibrated: &Policy,
+    calibrated: &Clearer,
     clear: Clear,
     memory: Dirty,
     job: &Job,
     function: Function,
 ) -> Result<(Dirty, u64)> {
-    let cached = Policy { threshold: Some(u64::MAX), ..*calibrated };
+    let cached = Policy { threshold: Some(u64::MAX), ..*calibrated.policy() };
     let (model, policy) = match clear {
         Clear::Page => (PreemptModel::None, Policy { unit: Some(4096), ..cached }),
         Clear::Batch => (PreemptModel::None, Policy { unit: Some(8 << 20), ..cached }),
         Clear::Extent => (PreemptModel::Full, cached),
-        Clear::Policy => (PreemptModel::Full, *calibrated),
+        Clear::Policy => (PreemptModel::Full, *calibrated.policy()),
     };
     host.set_preempt_model(model);
-    let clearer = Clearer::new(hugemm_clear::Features::detect(), policy)?;
+    let clearer = Clearer::new(*calibrated.features(), policy)?;
     let populate = match function {
         Function::Demand => Populate::Demand,
         Function::Populate => Populate::Prefault { total: job.bytes },
