@@ -40,7 +40,6 @@ pub fn run(words: &[&str]) -> Result<()> {
                 "left": left,
                 "up_ns": up.nanos, "up_function_calls": up.ipis.function_calls, "up_tlb": up.ipis.tlb,
                 "down_ns": down.nanos, "down_function_calls": down.ipis.function_calls, "down_tlb": down.ipis.tlb,
-                "up_free_kib": up.free_kib, "down_free_kib": down.free_kib,
             }));
         }
     }
@@ -51,28 +50,17 @@ pub fn run(words: &[&str]) -> Result<()> {
 struct Spent {
     nanos: u64,
     ipis: Interrupts,
-    /// By how much free memory grew; negative when the pool grew.
-    free_kib: i64,
 }
 
 fn resize(size: &Path, pages: u64) -> Result<Spent> {
-    let (free, before) = (free_kib()?, Interrupts::read()?);
+    let before = Interrupts::read()?;
     let start = Instant::now();
     fs::write(size, pages.to_string()).with_context(|| format!("cannot write {pages} to {}", size.display()))?;
     let nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    let ipis = Interrupts::read()?.since(before);
-    Ok(Spent { nanos, ipis, free_kib: free_kib()? - free })
+    Ok(Spent { nanos, ipis: Interrupts::read()?.since(before) })
 }
 
 fn read(size: &Path) -> Result<u64> {
     let text = fs::read_to_string(size).with_context(|| format!("cannot read {}", size.display()))?;
     text.trim().parse().with_context(|| format!("{} says '{}'", size.display(), text.trim()))
-}
-
-/// Free memory of the guest.
-fn free_kib() -> Result<i64> {
-    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemFree:")).context("/proc/meminfo has no MemFree")?;
-    let word = line.split_whitespace().next().context("MemFree is empty")?;
-    word.parse().with_context(|| format!("MemFree is '{word}'"))
 }
