@@ -1,0 +1,263 @@
+//! A virtual machine under QEMU: finding the program, starting it, reading its serial port, and seeing to it that it ends.
+
+use crate::size::Size;
+use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
+use hugemm_host::interrupt;
+use hugemm_host::limits::Limits;
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+const PROGRAM: &str = "qemu-system-x86_64";
+
+/// How often a wait looks whether the user wants to stop.
+const TICK: Duration = Duration::from_millis(50);
+
+/// What a guest says first, it says within this time, or the accelerator does not work here.
+const FIRST_WORD: Duration = Duration::from_secs(15);
+
+/// How many lines are kept as a guest's last words.
+const LAST_WORDS: usize = 40;
+
+/// Memory that QEMU itself needs, about.
+const OWN_BYTES: u64 = 256 << 20;
+
+/// What executes the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Accel {
+    /// Translation in software: works everywhere, and only ratios and counts mean something.
+    Tcg,
+    /// The processor, through /dev/kvm.
+    Kvm,
+    /// kvm where a guest is seen to start under it, else tcg.
+    Auto,
+}
+
+impl Accel {
+    /// The name in QEMU's options, and for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Accel::Tcg => "tcg",
+            Accel::Kvm => "kvm",
+            Accel::Auto => "auto",
+        }
+    }
+}
+
+/// A machine to start.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    /// What executes it.
+    pub accel: Accel,
+    /// CPU model and flags, in QEMU's notation; `host` replaces it under kvm.
+    pub cpu_model: String,
+    /// CPUs.
+    pub cpus: u32,
+    /// Memory.
+    pub memory: Size,
+    /// What to boot.
+    pub kernel: PathBuf,
+    /// Its initial file system.
+    pub initrd: Option<PathBuf>,
+    /// Its command line.
+    pub append: String,
+    /// More of QEMU's options.
+    pub options: Vec<OsString>,
+    /// The longest that it may run.
+    pub deadline: Duration,
+}
+
+/// How a guest ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// How QEMU ended; `None` if it was made to, because the deadline had passed or the reader had heard enough.
+    pub status: Option<ExitStatus>,
+    /// Whether that was because of the deadline.
+    pub timed_out: bool,
+    /// What executed the guest.
+    pub accel: Accel,
+    /// The last lines of the serial port.
+    pub last_words: VecDeque<String>,
+    /// What QEMU complained about.
+    pub complaint: String,
+}
+
+impl Ended {
+    /// The last line that says something, for a message of one line.
+    pub fn last_word(&self) -> &str {
+        let lines = self.last_words.iter().rev().map(|line| line.trim());
+        lines.into_iter().find(|line| !line.is_empty()).unwrap_or("nothing")
+    }
+}
+
+impl Guest {
+    /// Boots it and hands every line of its serial port to `line`, until QEMU ends, `line` breaks, or the deadline passes.
+    ///
+    /// # Errors
+    /// QEMU is missing or refuses to start, the memory is not to be had, the accelerator does not work, the user
+    /// interrupts, or `line` fails. QEMU is ended on every way out.
+    pub fn run(&self, mut line: impl FnMut(&str) -> Result<ControlFlow<()>>) -> Result<Ended> {
+        Limits::read()?.check(self.memory.0 + OWN_BYTES).context("the guest does not fit; use a smaller --memory")?;
+        match self.accel {
+            Accel::Tcg => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
+            Accel::Kvm => {
+                kvm_usable()?;
+                self.attempt(Accel::Kvm, FIRST_WORD, &mut line)
+            }
+            Accel::Auto if kvm_usable().is_err() => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
+            Accel::Auto => match self.attempt(Accel::Kvm, FIRST_WORD, &mut line) {
+                Err(error) if error.is::<Silent>() => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
+                other => other,
+            },
+        }
+    }
+
+    fn command(&self, accel: Accel) -> Command {
+        let mut command = Command::new(PROGRAM);
+        let cpu = if accel == Accel::Kvm { "host" } else { &self.cpu_model };
+        command.args(["-machine", "q35", "-accel", accel.name(), "-cpu", cpu]);
+        command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{}M", self.memory.0 >> 20)]);
+        command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]);
+        command.args(["-serial", "stdio"]).arg("-kernel").arg(&self.kernel);
+        if let Some(initrd) = &self.initrd {
+            command.arg("-initrd").arg(initrd);
+        }
+        command.args(["-append", &self.append]).args(&self.options);
+        command
+    }
+
+    fn attempt(
+        &self,
+        accel: Accel,
+        first_word: Duration,
+        line: &mut impl FnMut(&str) -> Result<ControlFlow<()>>,
+    ) -> Result<Ended> {
+        let mut running = Running::start(self.command(accel))?;
+        let started = Instant::now();
+        let mut last_words = VecDeque::with_capacity(LAST_WORDS);
+        let (mut enough, mut timed_out) = (false, false);
+        loop {
+            interrupt::check()?;
+            match running.lines.recv_timeout(TICK) {
+                Ok(text) => {
+                    if last_words.len() == LAST_WORDS {
+                        last_words.pop_front();
+                    }
+                    let flow = line(&text)?;
+                    last_words.push_back(text);
+                    if flow.is_break() {
+                        enough = true;
+                        break;
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    if last_words.is_empty() && started.elapsed() > first_word {
+                        return Err(Silent { accel }.into());
+                    }
+                    if started.elapsed() > self.deadline {
+                        timed_out = true;
+                        break;
+                    }
+                }
+            }
+        }
+        // The serial port is closed: QEMU is ending.
+        let status =
+            if enough || timed_out { None } else { Some(running.child.wait().context("cannot wait for QEMU")?) };
+        let complaint = running.end();
+        Ok(Ended { status, timed_out, accel, last_words, complaint })
+    }
+}
+
+/// A guest that never said a word.
+#[derive(Debug)]
+struct Silent {
+    accel: Accel,
+}
+
+impl std::fmt::Display for Silent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let seconds = FIRST_WORD.as_secs();
+        write!(f, "the guest said nothing for {seconds} s under {}; use --accel tcg", self.accel.name())
+    }
+}
+
+impl std::error::Error for Silent {}
+
+/// Whether /dev/kvm can be opened; if not, why, and what to do.
+fn kvm_usable() -> Result<()> {
+    match std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => bail!("this machine has no /dev/kvm; use --accel tcg"),
+        Err(error) => bail!("/dev/kvm cannot be used ({error}); join the group kvm, or use --accel tcg"),
+    }
+}
+
+/// QEMU while it runs; ended on drop.
+struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    complaints: Option<std::thread::JoinHandle<String>>,
+}
+
+impl Running {
+    fn start(mut command: Command) -> Result<Self> {
+        let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+        let mut child = match spawned {
+            Ok(child) => child,
+            Err(error) if error.kind() == ErrorKind::NotFound => bail!(
+                "{PROGRAM} is not installed; install it (Debian: sudo apt-get install qemu-system-x86, Fedora: sudo dnf \
+                 install qemu-system-x86)"
+            ),
+            Err(error) => return Err(error).with_context(|| format!("cannot start {PROGRAM}")),
+        };
+        let (sender, lines) = channel();
+        let serial = child.stdout.take();
+        std::thread::spawn(move || {
+            let Some(serial) = serial else { return };
+            for line in BufReader::new(serial).split(b'\n') {
+                let Ok(line) = line else { return };
+                // What a console writes need not be text.
+                let text = String::from_utf8_lossy(&line).trim_end_matches('\r').to_owned();
+                if sender.send(text).is_err() {
+                    return;
+                }
+            }
+        });
+        let stderr = child.stderr.take();
+        let complaints = std::thread::spawn(move || {
+            let mut text = String::new();
+            if let Some(mut stderr) = stderr {
+                // Best effort: it only makes a message better.
+                let _ = stderr.read_to_string(&mut text);
+            }
+            text
+        });
+        Ok(Running { child, lines, complaints: Some(complaints) })
+    }
+
+    /// Ends QEMU if it still runs, and returns what it complained about.
+    fn end(mut self) -> String {
+        self.kill();
+        self.complaints.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
+    }
+
+    fn kill(&mut self) {
+        // Fails if it has ended, which is as good.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
