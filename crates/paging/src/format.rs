@@ -98,6 +98,16 @@ pub(crate) fn kind<F: PageFormat>(entry: u64, level: u32) -> Kind {
     }
 }
 
+/// The present entry behind a hidden one; any other as it is.
+#[inline]
+pub(crate) fn unhidden<F: PageFormat>(entry: u64) -> u64 {
+    match kind::<F>(entry, 0) {
+        Kind::Detached => entry ^ F::DETACHED,
+        Kind::Reserved => entry ^ F::RESERVED,
+        Kind::Empty | Kind::Leaf | Kind::Table => entry,
+    }
+}
+
 /// Whether addresses of `bits` bits, extended by their top bit or by zeroes and ones, reach all of a span: lower half or
 /// upper half, with `half` bits in each.
 pub(crate) const fn in_one_half(first: VirtAddr, last: VirtAddr, half: u32) -> bool {
