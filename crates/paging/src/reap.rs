@@ -30,31 +30,37 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     ///
     /// Nothing else refers to the tables below the entry, nobody uses them, and no CPU walks them.
     pub(crate) unsafe fn reap(&mut self, entry: u64, level: u32, first: u64, runs: &mut Runs<'_, F>) -> u64 {
-        match kind::<F>(entry, level) {
-            Kind::Leaf => {
-                runs.push(first, level::pages(level), level, entry, entry ^ F::CLEAN);
-                0
-            }
-            // SAFETY: the caller's promise, passed on.
-            Kind::Table => unsafe { self.reap_table(entry, level - 1, first, runs) },
-            Kind::Empty | Kind::Detached | Kind::Reserved => 0,
-        }
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.reap_before(entry, 0, level, first, runs) }
     }
 
-    /// The same for the table of `level` that a present entry refers to.
+    /// The same; `next` is the entry whose turn comes next.
     ///
     /// # Safety
     ///
     /// As [`reap`](Tree::reap).
-    unsafe fn reap_table(&mut self, entry: u64, level: u32, first: u64, runs: &mut Runs<'_, F>) -> u64 {
+    unsafe fn reap_before(&mut self, entry: u64, next: u64, level: u32, first: u64, runs: &mut Runs<'_, F>) -> u64 {
+        match kind::<F>(entry, level) {
+            Kind::Leaf => {
+                runs.push(first, level::pages(level), level, entry, entry ^ F::CLEAN);
+                return 0;
+            }
+            Kind::Table => {}
+            Kind::Empty | Kind::Detached | Kind::Reserved => return 0,
+        }
         let (frame, table) = (F::frame(entry), self.below(entry));
         let mut tables = 1;
-        if level == 0 {
-            runs.scan(table, 0, ENTRIES, 0, first, 0);
+        if level == 1 {
+            let next = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
+            // SAFETY: the caller's promise: nobody uses the table.
+            unsafe { runs.scan_at_rest(table, first, next) };
         } else {
-            for slot in slots(first, first + level::pages(level + 1), level) {
+            let end = first + level::pages(level);
+            for slot in slots(first, end, level - 1) {
+                let next = if slot.index + 1 < ENTRIES { table.get(slot.index + 1) } else { 0 };
+                let entry = table.get(slot.index);
                 // SAFETY: reached through this table only.
-                tables += unsafe { self.reap(table.get(slot.index), level, slot.first, runs) };
+                tables += unsafe { self.reap_before(entry, next, level - 1, slot.first, runs) };
             }
         }
         // SAFETY: nobody walks it, and everything below it has been given back.

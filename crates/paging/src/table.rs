@@ -5,9 +5,13 @@
 
 use crate::level::ENTRIES;
 use crate::memory::TableMemory;
+use crate::walker;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+
+/// Entries in a cache line.
+pub(crate) const LINE: usize = 8;
 
 /// A handle on a table's entries. As good as the table: see [`Table::at`].
 #[derive(Clone, Copy)]
@@ -37,6 +41,30 @@ impl Table {
         // Acquire pairs with the Release of `publish` and `publish_if_empty`, and with the fence before `set` in a
         // commit: whoever sees a table's entry sees the table's content.
         self.entry(index).load(Ordering::Acquire)
+    }
+
+    /// Reads the eight entries of a cache line, the first of which is at `index`, a multiple of eight.
+    #[inline]
+    pub(crate) fn line(self, index: usize) -> [u64; LINE] {
+        core::array::from_fn(|place| self.get(index + place))
+    }
+
+    /// The same by plain loads, which the compiler may combine.
+    ///
+    /// # Safety
+    ///
+    /// Nobody writes to the table meanwhile, neither hardware nor software.
+    #[inline]
+    pub(crate) unsafe fn line_at_rest(self, index: usize) -> [u64; LINE] {
+        let line = (index & (ENTRIES - 1)) / LINE;
+        // SAFETY: 64 bytes within the table, aligned to 8; nobody writes to them.
+        unsafe { self.0.cast::<[u64; LINE]>().add(line).read() }
+    }
+
+    /// Asks for a cache line ahead of its use.
+    #[inline]
+    pub(crate) fn prefetch(self, index: usize) {
+        walker::prefetch(self.entry(index));
     }
 
     /// Writes an entry. What it publishes has been ordered by a fence, or needs no order.
