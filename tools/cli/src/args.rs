@@ -2,6 +2,7 @@
 
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
+use crate::paging_args as paging;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
@@ -55,6 +56,8 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
+    /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
+    Map(paging::Map),
 }
 
 /// The workloads of `perf bench mem`.

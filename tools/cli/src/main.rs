@@ -24,9 +24,13 @@ mod machine;
 mod measure;
 mod memset;
 mod mmap;
+mod paging_args;
+mod paging_map;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;
+#[cfg(feature = "peers")]
+mod per_page;
 mod probe;
 mod profile_file;
 mod progress;
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Linux(args) => linux::run(args),
+        Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

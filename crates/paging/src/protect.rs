@@ -1,0 +1,154 @@
+//! Changing what mappings allow, and reading and clearing their accessed bits.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level::{self, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{Editing, Exclusive, Shared, Tree};
+use crate::span::Span;
+use crate::stale::Stale;
+use crate::table::{LINE, Table};
+
+/// Which flags to change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Change {
+    /// To be set.
+    pub set: Flags,
+    /// To be cleared.
+    pub clear: Flags,
+}
+
+/// How one walk edits leaves.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Others may edit at the same time.
+    Atomic,
+    /// Only hardware may.
+    Alone(Editing),
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
+    /// Changes the flags of every leaf in the span, each by one atomic exchange. Written pages stay known as written
+    /// unless [`Flags::DIRTY`] is cleared.
+    pub fn protect(&mut self, span: Span, change: Change) -> Result<Stale, PagingError> {
+        self.tree.protect(span, change, Way::Atomic)
+    }
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// As [`Shared::protect`], by plain stores where hardware cannot change the leaf any more: it is accessed, and dirty
+    /// or read-only, or `editing` says that no CPU uses it.
+    pub fn protect(&mut self, span: Span, change: Change, editing: Editing) -> Result<Stale, PagingError> {
+        self.tree.protect(span, change, Way::Alone(editing))
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    fn protect(&mut self, span: Span, change: Change, way: Way) -> Result<Stale, PagingError> {
+        let (first, end) = self.check(span)?;
+        self.check_ends(first, end)?;
+        let root = self.table(self.root);
+        let mut edit = Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0 };
+        self.protect_table(root, Self::ROOT, first, end, None, &mut edit);
+        Ok(Stale::new(span, edit.changed))
+    }
+
+    /// Changes what `first..end` maps; `ahead` is the last-level table that comes after this one.
+    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, ahead: Option<Table>, edit: &mut Edit) {
+        if level == 0 {
+            let from = level::index(first, 0);
+            return edit.pages::<F>(table, from, from + (end - first) as usize, ahead);
+        }
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => {
+                    let next = if level == 1 && slot.end < end { table.get(slot.index + 1) } else { 0 };
+                    let ahead = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
+                    self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ahead, edit);
+                }
+                Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// One call. Leaves with the same flags become different in the same bits, so those are worked out once for all of them.
+struct Edit {
+    change: Change,
+    way: Way,
+    /// Entry bits, frame apart, that `delta` and `plain` are for; 0 is no leaf's.
+    bits: u64,
+    /// What becomes different.
+    delta: u64,
+    /// Whether plain stores will do.
+    plain: bool,
+    changed: u64,
+}
+
+impl Edit {
+    /// Makes `delta` and `plain` those of a present leaf.
+    #[inline]
+    fn prepare<F: PageFormat>(&mut self, entry: u64) {
+        let bits = entry & !F::FRAME;
+        if bits != self.bits {
+            self.bits = bits;
+            self.delta = entry ^ F::change(entry, self.change.set, self.change.clear);
+            self.plain = matches!(self.way, Way::Alone(editing) if editing.plain::<F>(entry));
+        }
+    }
+
+    /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same.
+    fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ahead: Option<Table>) {
+        let mut index = from;
+        while index < to {
+            if index.is_multiple_of(LINE) && index + LINE <= to {
+                if let Some(ahead) = ahead {
+                    ahead.prefetch(index);
+                }
+                let line = table.line(index);
+                let differ = line.iter().fold(0, |sum, entry| sum | entry ^ line[0]);
+                if differ & !F::FRAME == 0 && line[0] & 1 != 0 {
+                    self.prepare::<F>(line[0]);
+                    if self.plain {
+                        let delta = self.delta;
+                        line.iter().enumerate().for_each(|(place, entry)| table.set(index + place, entry ^ delta));
+                        self.changed += if delta != 0 { LINE as u64 } else { 0 };
+                        index += LINE;
+                        continue;
+                    }
+                }
+            }
+            let entry = table.get(index);
+            if entry & 1 != 0 {
+                self.leaf::<F>(table, index, entry);
+            }
+            index += 1;
+        }
+    }
+
+    /// Changes one leaf.
+    #[inline]
+    fn leaf<F: PageFormat>(&mut self, table: Table, index: usize, entry: u64) {
+        let mut seen = entry;
+        loop {
+            self.prepare::<F>(seen);
+            if self.delta == 0 {
+                return;
+            }
+            if self.plain {
+                table.set(index, seen ^ self.delta);
+                break;
+            }
+            match table.replace(index, seen, seen ^ self.delta) {
+                Ok(()) => break,
+                // Hardware set a bit, or another CPU changed flags.
+                Err(current) => seen = current,
+            }
+        }
+        self.changed += 1;
+    }
+}
