@@ -1,7 +1,8 @@
 //! The barrier after page table changes.
 //!
 //! Order is unhook, flush, free; always. What was unhooked is a `Pending<T, TlbFlush>`, and only a [`Flushed`] receipt
-//! gets it out: of the same domain, of a flush that started after the change, over a range that covers it.
+//! gets it out: of the same domain, of a flush that started after the change, over a range that covers it, and that
+//! reached every CPU that walks page tables if tables were unhooked.
 //!
 //! A receipt cannot be made up:
 //!
@@ -9,7 +10,7 @@
 //! # use hugemm_base::{FlushDomain, Flushed, RangeSet};
 //! # struct Kernel;
 //! fn rule<'d, Q>(domain: &'d FlushDomain<Kernel, Q>) -> Flushed<'d, Kernel, Q> {
-//!     Flushed { domain, generation: u64::MAX, ranges: RangeSet::ALL } // error: private fields
+//!     Flushed { domain, generation: u64::MAX, ranges: RangeSet::ALL, tables: true } // error: private fields
 //! }
 //! ```
 //!
@@ -57,8 +58,8 @@ pub trait Quarantine<T> {
 pub struct FlushDomain<K, Q> {
     /// How many flushes have started: the generation of the latest one.
     started: AtomicU64,
-    /// The largest generation of a completed flush of everything.
-    all_done: AtomicU64,
+    /// The largest generation of a completed flush of all addresses: of any, and of those that included page tables.
+    all_done: [AtomicU64; 2],
     dropped: Counter,
     quarantine: Q,
     kind: PhantomData<fn(K)>,
@@ -69,7 +70,7 @@ impl<K, Q> FlushDomain<K, Q> {
     pub fn new(quarantine: Q) -> Self {
         FlushDomain {
             started: AtomicU64::new(0),
-            all_done: AtomicU64::new(0),
+            all_done: [AtomicU64::new(0), AtomicU64::new(0)],
             dropped: Counter::default(),
             quarantine,
             kind: PhantomData,
@@ -101,41 +102,59 @@ impl<K, Q> FlushDomain<K, Q> {
     where
         Q: Quarantine<T>,
     {
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: false })
+    }
+
+    /// The same where `value` is or includes page tables: only a flush that reaches every CPU that may walk them pays,
+    /// lazy ones included.
+    pub fn unhooked_tables<T>(&self, value: T, range: VirtRange) -> Pending<T, TlbFlush<'_, K, Q>>
+    where
+        Q: Quarantine<T>,
+    {
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: true })
+    }
+
+    /// The first generation whose flush is certain to see the caller's entry stores. One full fence.
+    pub fn due(&self) -> u64 {
         // Pairs with the second fence in `advance`: either the flush that we count as not yet started sees our entry
         // stores, or we see that it has started and ask for the next one.
         full_fence(FencePoint::Unhooked);
         // Relaxed: ordered by the fence.
-        let need = self.started.load(Ordering::Relaxed) + 1;
-        Pending::new(value, TlbFlush { domain: self, need, range })
+        self.started.load(Ordering::Relaxed) + 1
     }
 
     /// Starts a flush, has `invalidate` do it, and returns the receipt. `invalidate` is given the flush's generation. Any
-    /// context in which `invalidate` may run; one read-modify-write and two full fences, one more read-modify-write for
-    /// a flush of everything.
+    /// context in which `invalidate` may run; one read-modify-write and two full fences, and up to two more
+    /// read-modify-writes for a flush of all addresses.
     ///
     /// # Safety
     ///
-    /// When `invalidate` returns, no CPU can use a translation, or an entry of a table cache, that was derived from
-    /// entries of `ranges` as they were before the call. CPUs to be asked must be looked up by `invalidate` and not
-    /// before: one that becomes a user of the domain in between sees the generation instead.
-    pub unsafe fn flush(&self, ranges: RangeSet, invalidate: impl FnOnce(u64)) -> Flushed<'_, K, Q> {
+    /// When `invalidate` returns, no CPU can use a translation that was derived from entries of `ranges` as they were
+    /// before the call; if `tables`, no CPU walks a page table that was unhooked there before the call either. CPUs to
+    /// be asked must be looked up by `invalidate` and not before: one that becomes a user of the domain in between sees
+    /// the generation instead.
+    pub unsafe fn flush(&self, ranges: RangeSet, tables: bool, invalidate: impl FnOnce(u64)) -> Flushed<'_, K, Q> {
         let generation = self.advance();
         invalidate(generation);
         if ranges.is_all() {
-            // Release pairs with the Acquire in `latest`: whoever relies on this flush comes after its invalidations.
-            // The error is that a later flush has been completed: nothing to record.
-            let _ = AtomicWord::transition(&self.all_done, Ordering::Release, Ordering::Relaxed, |done| {
-                (done < generation).then_some(generation)
-            });
+            for done in &self.all_done[..=usize::from(tables)] {
+                // Release pairs with the Acquire in `latest`: whoever relies on this flush comes after its
+                // invalidations. The error is that a later flush has been completed: nothing to record.
+                let _ = AtomicWord::transition(done, Ordering::Release, Ordering::Relaxed, |done| {
+                    (done < generation).then_some(generation)
+                });
+            }
         }
-        Flushed { domain: self, generation, ranges }
+        Flushed { domain: self, generation, ranges, tables }
     }
 
-    /// The receipt of the latest completed flush of everything that anybody has made (or of none: it pays for nothing).
-    /// A debt that it pays needs no flush of its own: that flush started after the debt's entry stores. One load.
-    pub fn latest(&self) -> Flushed<'_, K, Q> {
+    /// The receipt of the latest completed flush of all addresses that anybody has made (or of none: it pays for
+    /// nothing); with `tables`, of those that included page tables. A debt that it pays needs no flush of its own: that
+    /// flush started after the debt's entry stores. One load.
+    pub fn latest(&self, tables: bool) -> Flushed<'_, K, Q> {
         // Acquire pairs with the Release in `flush`.
-        Flushed { domain: self, generation: self.all_done.load(Ordering::Acquire), ranges: RangeSet::ALL }
+        let generation = self.all_done[usize::from(tables)].load(Ordering::Acquire);
+        Flushed { domain: self, generation, ranges: RangeSet::ALL, tables }
     }
 
     /// Starts a generation and returns it: changes made before are seen by every CPU that reads it. [`flush`]
@@ -157,6 +176,7 @@ pub struct TlbFlush<'d, K, Q> {
     domain: &'d FlushDomain<K, Q>,
     need: u64,
     range: VirtRange,
+    tables: bool,
 }
 
 impl<K, Q> TlbFlush<'_, K, Q> {
@@ -191,6 +211,7 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
         let debt = self.barrier();
         let paid = core::ptr::eq(debt.domain, receipt.domain)
             && receipt.generation >= debt.need
+            && receipt.tables >= debt.tables
             && receipt.ranges.covers(debt.range);
         if paid { Ok(self.into_parts().0) } else { Err(self) }
     }
@@ -204,8 +225,12 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
         }
         let (a, mine) = self.into_parts();
         let (b, theirs) = other.into_parts();
-        let barrier =
-            TlbFlush { domain: mine.domain, need: mine.need.max(theirs.need), range: mine.range.hull(theirs.range) };
+        let barrier = TlbFlush {
+            domain: mine.domain,
+            need: mine.need.max(theirs.need),
+            range: mine.range.hull(theirs.range),
+            tables: mine.tables || theirs.tables,
+        };
         Ok(Pending::new(join(a, b), barrier))
     }
 }
@@ -215,6 +240,7 @@ pub struct Flushed<'d, K, Q> {
     domain: &'d FlushDomain<K, Q>,
     generation: u64,
     ranges: RangeSet,
+    tables: bool,
 }
 
 impl<K, Q> Flushed<'_, K, Q> {
@@ -256,7 +282,7 @@ mod tests {
 
     fn flush<Q>(domain: &FlushDomain<Kernel, Q>, range: VirtRange) -> Flushed<'_, Kernel, Q> {
         // SAFETY: no CPU holds any translation.
-        unsafe { domain.flush(range.into(), |_| ()) }
+        unsafe { domain.flush(range.into(), false, |_| ()) }
     }
 
     #[test]
@@ -335,15 +361,26 @@ mod tests {
     fn a_late_comer_needs_no_flush_of_its_own() {
         let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
         let debt = domain.unhooked(1_u64, range(0x1000, 0x1000));
-        let debt = debt.release(&domain.latest()).expect_err("nobody has flushed");
+        let debt = debt.release(&domain.latest(false)).expect_err("nobody has flushed");
         flush(&domain, range(0x1000, 0x1000));
-        let debt = debt.release(&domain.latest()).expect_err("only flushes of everything are remembered");
+        let debt = debt.release(&domain.latest(false)).expect_err("only flushes of everything are remembered");
         flush(&domain, VirtRange::ALL);
-        assert_eq!(debt.release(&domain.latest()).expect("paid by somebody else's flush"), 1);
+        assert_eq!(debt.release(&domain.latest(false)).expect("paid by somebody else's flush"), 1);
         let late = domain.unhooked(2_u64, range(0x1000, 0x1000));
-        let late = late.release(&domain.latest()).expect_err("that flush started before the change");
+        let late = late.release(&domain.latest(false)).expect_err("that flush started before the change");
         flush(&domain, VirtRange::ALL);
-        late.release(&domain.latest()).expect("paid");
+        late.release(&domain.latest(false)).expect("paid");
+    }
+
+    #[test]
+    fn tables_need_a_flush_that_reaches_lazy_cpus() {
+        let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
+        let debt = domain.unhooked_tables(1_u64, range(0x1000, 0x1000));
+        let debt = debt.release(&flush(&domain, VirtRange::ALL)).expect_err("lazy CPUs were skipped");
+        let debt = debt.release(&domain.latest(true)).expect_err("nor has anybody else reached them");
+        // SAFETY: no CPU holds any translation.
+        unsafe { domain.flush(RangeSet::ALL, true, |_| ()) };
+        assert_eq!(debt.release(&domain.latest(true)).expect("paid"), 1);
     }
 
     #[test]
@@ -353,7 +390,7 @@ mod tests {
         let mut ranges = RangeSet::from(range(0x1000, 0x1000));
         ranges.add(range(0x9000, 0x1000));
         // SAFETY: no CPU holds any translation.
-        let receipt = unsafe { domain.flush(ranges, |_| ()) };
+        let receipt = unsafe { domain.flush(ranges, false, |_| ()) };
         let debt = debt.release(&receipt).expect_err("not flushed");
         debt.release(&flush(&domain, VirtRange::ALL)).expect("paid");
     }
@@ -393,7 +430,8 @@ mod loom_tests {
             if debt.barrier().need <= generation {
                 assert_eq!(refilled, 1, "freed while a TLB could still hold the old entry");
             }
-            let receipt = Flushed { domain: &domain, generation: domain.advance(), ranges: RangeSet::ALL };
+            let receipt =
+                Flushed { domain: &domain, generation: domain.advance(), ranges: RangeSet::ALL, tables: false };
             debt.release(&receipt).expect("a flush of its own pays");
         });
     }
@@ -408,12 +446,12 @@ mod loom_tests {
                 loom::thread::spawn(move || {
                     let walk = |_| refilled.store(entry.load(Ordering::Relaxed), Ordering::Relaxed);
                     // SAFETY: the only TLB is `refilled`, which the walk replaces.
-                    unsafe { domain.flush(RangeSet::ALL, walk) };
+                    unsafe { domain.flush(RangeSet::ALL, false, walk) };
                 })
             };
             entry.store(1, Ordering::Relaxed);
             let debt = domain.unhooked((), VirtRange::ALL);
-            if debt.release(&domain.latest()).is_ok() {
+            if debt.release(&domain.latest(false)).is_ok() {
                 assert_eq!(refilled.load(Ordering::Relaxed), 1, "stale: freed under a translation");
             }
             flusher.join().expect("flusher");
