@@ -41,6 +41,7 @@
 //! Per batch, whatever the number of pages: 3 full fences, 3 + 2 × targets atomics, one interrupt per target (sent
 //! together), and on each CPU at most [`range_limit`](ShootdownPolicy::range_limit) invalidations or one of everything.
 
+use crate::detach::{Detached, Unhooked};
 use crate::ipi::Request;
 use crate::tlb_space::{SpaceKind, TlbSpace};
 use crate::tlbs::Tlbs;
@@ -130,6 +131,18 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         let debt = if tables { domain.unhooked_tables(value, range) } else { domain.unhooked(value, range) };
         self.need = self.need.max(debt.barrier().need());
         debt
+    }
+
+    /// What was [detached](crate::detach) from the space's tables, behind this batch; `None` if nothing was mapped
+    /// there, and then there is nothing to flush or harvest.
+    pub fn detached(&mut self, unhooked: Unhooked, stride: PageSize) -> Option<Pending<Detached, TlbFlush<'s, K, Q>>>
+    where
+        Q: Quarantine<Detached>,
+    {
+        self.note(unhooked.flush()?, stride, unhooked.tables());
+        let debt = unhooked.behind(&self.space.domain);
+        self.need = self.need.max(debt.barrier().need());
+        Some(debt)
     }
 
     fn note(&mut self, range: VirtRange, stride: PageSize, tables: bool) {
