@@ -6,7 +6,6 @@
 //! broken without it.
 #![cfg(loom)]
 
-use hugemm_base::lock::{Lock, LockGuard, SpinLock};
 use hugemm_base::platform::{Instrumented, Preempt, StoreOrder, VectorUnit};
 use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, spin_loop};
 use hugemm_base::{
@@ -125,7 +124,7 @@ struct Machine {
     deferred: DeferredUnmap,
     /// CPUs that have nothing more to ask.
     done: AtomicU64,
-    lock: Lock<SpinLock, ()>,
+    lock: Mutex<()>,
 }
 
 impl Machine {
@@ -140,7 +139,7 @@ impl Machine {
         let tlbs = unsafe { Tlbs::new(&each, &inboxes, &hw) }.expect("fits");
         let space = TlbSpace::new(&tlbs, PhysAddr::new(0x1000)).expect("fits");
         let deferred = DeferredUnmap::new(&tlbs).expect("fits");
-        let (done, lock) = (AtomicU64::new(0), Lock::new(()));
+        let (done, lock) = (AtomicU64::new(0), Mutex::new(()));
         Arc::new(Machine { cpus: each, inboxes, hw, space, deferred, done, lock })
     }
 
@@ -171,17 +170,6 @@ impl Machine {
             let receipt = batch.flush(tlbs, cx, &ShootdownPolicy::BATCHED);
             debt.release(&receipt).expect("paid");
         });
-    }
-
-    /// Takes the lock as a CPU with interrupts on does: requests are served while it waits.
-    fn lock<'a>(&'a self, tlbs: &Tlbs<'_, &Hw>, cx: &CpuCx<'_, Cpu>) -> LockGuard<'a, SpinLock, ()> {
-        loop {
-            if let Some(guard) = self.lock.try_lock() {
-                return guard;
-            }
-            tlbs.serve(cx);
-            spin_loop();
-        }
     }
 
     fn finish(&self) {
@@ -458,25 +446,23 @@ fn a_cpu_that_joins_during_a_deferred_unmap_catches_up() {
 /// the lock, as it must be.
 fn relying(locked: bool) {
     check(3, move || {
-        let machine = Machine::new(2);
-        machine.warm(0);
+        let machine = Machine::new(3);
+        machine.warm(PASSIVE);
         let other = Arc::clone(&machine);
         let relier = thread::spawn(move || {
             other.on(1, |tlbs, cx| {
-                let _locked = other.lock(tlbs, cx);
+                let _locked = other.lock.lock().unwrap();
                 if other.hw.entries[0].load(Ordering::Relaxed) == NEW {
                     other.space.settle(tlbs, cx);
-                    other.assert_not_stale(0, 0);
+                    other.assert_not_stale(PASSIVE, 0);
                 }
             });
-            other.finish();
         });
-        let debt = machine.on(0, |tlbs, cx| {
-            let _guard = locked.then(|| machine.lock(tlbs, cx));
+        let debt = {
+            let _guard = locked.then(|| machine.lock.lock().unwrap());
             machine.hw.entries[0].store(NEW, Ordering::Relaxed);
             machine.deferred.unmapped(&machine.space, (), Hw::entry_range(0))
-        });
-        machine.serve_until(0, 1);
+        };
         machine.on(0, |tlbs, cx| debt.release(&machine.deferred.flush(tlbs, cx)).expect("paid"));
         relier.join().unwrap();
     });
