@@ -5,23 +5,24 @@
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, TlbHw};
+use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw};
 use hugemm_frames::{Env, Frames};
 use hugemm_paging::{
-    Change, Editing, Flags, FrameTables, Mapping, PageFormat, PageTable, PagingError, RawEditLock, ShootdownBatch,
-    ShootdownCounts, ShootdownPolicy, Span, TableMemory, TlbSpace, Tlbs, User,
+    Change, Editing, Flags, FrameTables, Keep, Mapping, PageFormat, PageTable, PagingError, RawEditLock,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, Span, TableMemory, TlbSpace, Tlbs, User,
 };
 
 /// Where tables come from, for the time of one operation.
 pub trait Tables<P> {
     /// The source.
-    type Memory<'a>: TableMemory
+    type Memory<'a, 'p>: TableMemory
     where
         Self: 'a,
-        P: 'a;
+        P: 'p,
+        'p: 'a;
 
     /// The source, for the calling task.
-    fn memory<'a>(&'a self, cx: &'a mut CpuCx<'_, P>) -> Self::Memory<'a>;
+    fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p>;
 }
 
 /// What is done to the pages.
@@ -56,11 +57,11 @@ pub struct Shot {
 }
 
 /// The machine as the workload uses it.
-pub struct Setup<'a, H, F, L, T> {
+pub struct Setup<'a, H, F, L, T, M> {
     /// All TLBs.
     pub tlbs: &'a Tlbs<'a, H>,
     /// Whose users are flushed.
-    pub space: &'a TlbSpace<User, hugemm_paging::Keep, &'a [AtomicU64]>,
+    pub space: &'a TlbSpace<User, Keep, M>,
     /// Its tables.
     pub table: &'a PageTable<F, L>,
     /// Where they come from.
@@ -70,9 +71,9 @@ pub struct Setup<'a, H, F, L, T> {
 }
 
 /// Maps `span`, changes it, flushes, and leaves it unmapped.
-pub fn run<P, H, F, L, T>(
+pub fn run<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &Setup<'_, H, F, L, T>,
+    setup: &Setup<'_, H, F, L, T, M>,
     span: Span,
     operation: Operation,
     policy: &ShootdownPolicy,
@@ -83,6 +84,7 @@ where
     F: PageFormat,
     L: RawEditLock,
     T: Tables<P>,
+    M: AsRef<[AtomicU64]>,
 {
     let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
     let frames = (0..span.pages()).filter_map(|_| Extent::new(setup.frame, 1).ok());
@@ -98,9 +100,9 @@ where
     Ok(Shot { nanos, counts })
 }
 
-fn change<P, H, F, L, T>(
+fn change<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &Setup<'_, H, F, L, T>,
+    setup: &Setup<'_, H, F, L, T, M>,
     span: Span,
     operation: Operation,
     policy: &ShootdownPolicy,
@@ -111,6 +113,7 @@ where
     F: PageFormat,
     L: RawEditLock,
     T: Tables<P>,
+    M: AsRef<[AtomicU64]>,
 {
     for part in policy.batches(span.range(), PageSize::Size4K) {
         // A span of the same alignment; it cannot be refused.
@@ -153,5 +156,19 @@ impl<'a, 'm, E: Env> FromFrames<'a, 'm, E> {
     /// As for [`FrameTables::new`], with the platforms of the contexts that are passed to [`Tables::memory`].
     pub unsafe fn new(frames: &'a Frames<'m, E>) -> Self {
         FromFrames(frames)
+    }
+}
+
+impl<'f, 'm, P: Cpu + PhysMap, E: Env> Tables<P> for FromFrames<'f, 'm, E> {
+    type Memory<'a, 'p>
+        = FrameTables<'a, 'p, 'm, P, E>
+    where
+        Self: 'a,
+        P: 'p,
+        'p: 'a;
+
+    fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p> {
+        // SAFETY: the promise made to `new`.
+        unsafe { FrameTables::new(self.0, cx) }
     }
 }
