@@ -21,7 +21,8 @@ fn run(seed: u64, plant: Option<Plant>) -> Result<(), String> {
 
 #[test]
 fn a_random_workload_meets_nothing_stale() {
-    for seed in 0..60 {
+    let times = std::env::var("HUGEMM_SOAK").ok().and_then(|times| times.parse().ok()).unwrap_or(1_u64);
+    for seed in 0..60 * times {
         if let Err(error) = run(seed, None) {
             panic!("seed {seed}: {error}");
         }
