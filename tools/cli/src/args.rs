@@ -1,6 +1,7 @@
 //! The command line.
 
 use crate::frames_args as frames;
+use crate::paging_args as paging;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
@@ -53,6 +54,8 @@ pub enum Bench {
     Stress(frames::Stress),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::shootdown_args::Shootdown),
+    /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
+    Map(paging::Map),
 }
 
 /// The workloads of `perf bench mem`.

@@ -20,9 +20,13 @@ mod machine;
 mod measure;
 mod memset;
 mod mmap;
+mod paging_args;
+mod paging_map;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;
+#[cfg(feature = "peers")]
+mod per_page;
 mod probe;
 mod profile_file;
 mod progress;
@@ -52,6 +56,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
+        Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {
