@@ -36,6 +36,7 @@ test-release:
 test-loom:
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
@@ -71,9 +72,11 @@ lint:
 deep:
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
 	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-paging --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
+	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture
 
 clean:

@@ -3,7 +3,7 @@
 mod support;
 
 use hugemm_base::inject::{NoFaults, every_fault};
-use hugemm_base::{Extent, FlushDomain, PageSize, Pfn, Quarantine, TlbHw, VirtRange};
+use hugemm_base::{Extent, FlushDomain, PageSize, Pfn, Quarantine, VirtRange};
 use hugemm_paging::{
     Aarch64, Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError,
     Run, Span, X86_64,
@@ -179,14 +179,6 @@ impl Quarantine<Detached> for Kept {
     }
 }
 
-struct NoTlb;
-
-// SAFETY: nothing caches translations here.
-unsafe impl TlbHw for NoTlb {
-    fn flush_local(&self, _range: VirtRange) {}
-    fn flush_cpus(&self, _cpus: &[u64], _range: VirtRange) {}
-}
-
 /// The ordinary way: behind a flush of the space's domain, out against its receipt.
 #[test]
 fn a_receipt_releases_what_was_detached() {
@@ -197,7 +189,7 @@ fn a_receipt_releases_what_was_detached() {
     assert!(!unhooked.tables());
     let (range, pending) = (unhooked.flush().expect("something"), unhooked.behind(&domain));
     // SAFETY: no CPU holds anything.
-    let receipt = unsafe { domain.flush(&NoTlb, &[], range) };
+    let receipt = unsafe { domain.flush(range.into(), false, |_| ()) };
     let detached = pending.release(&receipt).expect("paid");
     let other = crate::table::<X86_64, _>(&heap);
     let (error, detached) = other.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another table's");
