@@ -12,9 +12,10 @@
 use crate::arena::{BLOCK_ORDER, in_block};
 use crate::blockmap::Mobility;
 use crate::buddy::{Content, Taken};
+use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
-use crate::pcp::{Class, PerCpu};
+use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
@@ -89,9 +90,6 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
-/// Entries that a drain moves at once: 512 bytes of stack.
-const DRAIN_BATCH: usize = 64;
-
 /// How often exhaustion asks for pressure relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
 
@@ -106,16 +104,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
+        let Request { order, mobility, from } = request;
         if let Some(own) = own
-            && request.from == From::Local
-            && let Some(class) = own.class(request.order.get(), request.mobility)
-            && !own.mailbox.pending()
-            && !self.is_careful()
+            && own.mailbox.is_quiet()
+            && from == From::Local
+            && let Some(class) = own.class(order.get(), mobility)
             && let Some(block) = class.pop()
         {
-            return Ok(block.with_mobility(request.mobility));
+            return Ok(block);
         }
-        self.alloc_slow(own, request, false)
+        self.alloc_slow(own, order, mobility, from, false)
     }
 
     /// The same, but calls `pressure` when memory is short, with nothing locked and unpinned, and tries again while it
@@ -161,29 +159,38 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn alloc_slow(
         &self,
         own: Option<&PerCpu<'m>>,
-        request: Request,
+        order: Order,
+        mobility: Mobility,
+        from: From,
         want_zero: bool,
     ) -> Result<Frozen, AllocError> {
-        let Request { order, mobility, from } = request;
         let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
         if let Some(own) = own {
             self.serve_own(own);
         }
         let (first, fallback) = self.choose(own, from)?;
-        let class = own.filter(|own| own.node.0 == first).and_then(|own| own.class(order.get(), mobility));
+        let near = own.filter(|own| own.node.0 == first && !want_zero);
+        let class = near.and_then(|own| own.class(order.get(), mobility)).filter(|class| class.enabled());
+        // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
+        let other =
+            near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
         for last_try in [false, true] {
-            if let Some(class) = class.filter(|class| class.enabled() && !want_zero) {
+            if let Some(class) = class {
                 loop {
-                    if class.len() == 0 {
+                    if class.len() == 0
+                        && let Some(block) = other.and_then(|other| other.pop())
+                    {
+                        let _ = class.push(block.with_mobility(mobility));
+                    } else if class.len() == 0 {
                         self.refill(class, first, order, mobility);
                     }
                     let Some(block) = class.pop() else { break };
                     // Frames can become refused while they are cached.
                     if !self.is_careful() {
-                        return Ok(block.with_mobility(mobility));
+                        return Ok(block);
                     }
                     if let Some(block) = self.admit(block) {
-                        return Ok(block.with_mobility(mobility));
+                        return Ok(block);
                     }
                 }
             }
@@ -221,7 +228,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 // Last first, so that they come out in ascending order.
                 for index in (0..1_u64 << (k - order)).rev() {
                     let pfn = Pfn::new(taken.pfn.number() + (index << order));
-                    class.push(Frozen::make(pfn, size, mobility, taken.zero));
+                    // At most half of what the watermark allows.
+                    let _ = class.push(Frozen::make(pfn, size, mobility, taken.zero));
                 }
                 got += 1 << (k - order);
             }
@@ -235,22 +243,18 @@ impl<'m, E: Env> Frames<'m, E> {
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
+        let block = block.soiled();
         if let Some(own) = own
-            && let Some(class) = own.class(block.log(), block.mobility())
-            && !own.mailbox.pending()
-            && !self.is_careful()
-            && self.is_on(block.pfn(), own.node)
-            && class.has_room()
+            && own.mailbox.is_quiet()
+            && own.is_local(block.pfn())
+            && let Some(class) = own.class_of(&block)
         {
-            class.push(block.soiled());
-            return;
+            return match class.push(block) {
+                Ok(()) => {}
+                Err(block) => self.free_missed(Some(own), block),
+            };
         }
-        self.free_missed(own, block.soiled());
-    }
-
-    #[inline]
-    fn is_on(&self, pfn: Pfn, node: NodeId) -> bool {
-        self.nodes.len() == 1 || self.node_of(pfn) == Some(node)
+        self.free_missed(own, block);
     }
 
     /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
@@ -262,18 +266,18 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let Some(arena) = self.arena(block.pfn()) else { return };
         let content = Content::of(block.is_zero());
-        if self.is_careful() {
+        if self.is_careful() && self.is_suspect(arena, &block) {
             return self.free_careful(arena, block.extent(), content);
         }
-        let class = own.filter(|own| own.node.0 == arena.node);
-        let class = class.and_then(|own| own.class(block.log(), block.mobility())).filter(|class| class.enabled());
-        if let Some(class) = class {
-            if !class.has_room() {
-                let excess = class.excess();
-                self.drain_class(class, block.log(), arena.node, excess);
-            }
-            if class.has_room() {
-                return class.push(block);
+        let mut block = block;
+        let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
+        if let Some(class) = class.filter(|class| class.enabled()) {
+            for _ in 0..2 {
+                match class.push(block) {
+                    Ok(()) => return,
+                    Err(back) => block = back,
+                }
+                self.drain_class(class, block.log(), arena.node, class.excess());
             }
         }
         self.with_node(arena.node, |lists| self.free_mapped(lists, arena, block.pfn(), block.log(), content, true));
@@ -291,7 +295,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         if let (Some(own), Some(order)) = (own, extent.as_block())
             && let mobility = arena.block(extent.base()).mobility()
-            && own.class(order.get(), mobility).is_some()
+            && own.class(order.get(), mobility).is_some_and(Class::enabled)
         {
             arena.map_merge(extent.base(), order.get());
             let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
@@ -302,16 +306,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Moves up to `count` of a class's oldest entries to the node, neighbours together: one lock round per 64.
     fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        let mut batch = [0; DRAIN_BATCH];
-        let mut left = count as usize;
-        while left > 0 {
-            let size = left.min(DRAIN_BATCH);
-            let taken = class.take_oldest(&mut batch[..size]);
-            if taken == 0 {
-                return;
-            }
-            left -= taken;
-            let batch = &mut batch[..taken];
+        class.drain_oldest(count, |batch| {
             // By frame: the frame's number is the word's highest part.
             batch.sort_unstable();
             self.warm(batch);
@@ -334,7 +329,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     rest = &rest[run..];
                 }
             });
-        }
+        });
     }
 
     /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
@@ -370,8 +365,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Serves what others have asked this CPU for.
     pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
-        if own.mailbox.pending() {
-            own.mailbox.serve(|| self.drain_cache(own));
+        if !own.mailbox.is_quiet() {
+            own.mailbox.serve(|| self.drain_cache(own), || self.is_careful());
         }
     }
 

@@ -7,9 +7,9 @@ use crate::pcp::PerCpu;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
-use hugemm_base::Pfn;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
+use hugemm_base::{Extent, NodeId, Pfn};
 
 /// What a manager is made for.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +19,7 @@ pub struct Config<'a> {
     /// How many CPUs have caches. A CPU with a higher number can still allocate; it goes to the nodes every time.
     pub cpus: u32,
     /// The node of each CPU, by number. CPUs beyond the end are on the first arena's node.
-    pub cpu_nodes: &'a [hugemm_base::NodeId],
+    pub cpu_nodes: &'a [NodeId],
 }
 
 /// Why a manager cannot be made.
@@ -101,6 +101,22 @@ fn frames(config: &Config<'_>) -> u64 {
     config.arenas.iter().map(|arena| arena.extent.pages()).sum()
 }
 
+/// The largest extent between whose ends no arena is on another node. O(arenas).
+fn largest_span(config: &Config<'_>, node: NodeId) -> Extent {
+    let mut largest = Extent::default();
+    for arenas in config.arenas.chunk_by(|a, b| a.node == b.node) {
+        if let ([first, ..], [.., last]) = (arenas, arenas)
+            && first.node == node
+            && let base = first.extent.base()
+            && let Ok(span) = Extent::new(base, last.extent.end().number() - base.number())
+            && span.pages() > largest.pages()
+        {
+            largest = span;
+        }
+    }
+    largest
+}
+
 fn check(config: &Config<'_>) -> Result<(), ConfigError> {
     if config.arenas.is_empty() || config.arenas.iter().any(|arena| arena.extent.is_empty()) {
         return Err(ConfigError::Empty);
@@ -122,7 +138,7 @@ pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, Config
     carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
     carver.place::<Node<L>>(nodes(config))?;
     carver.place::<PerCpu<'_>>(config.cpus.into())?;
-    let entries: u64 = PerCpu::capacities(frames(config), config.cpus).iter().sum();
+    let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
     carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(ConfigError::TooLarge)?)?;
     for arena in config.arenas {
         carver.place::<Region>(touched(arena.extent, REGION_ORDER))?;
@@ -166,7 +182,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let nodes = carver.fill(nodes(config), |_| Node::<L>::new())?;
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;
         let capacities = PerCpu::capacities(total, config.cpus);
-        let per_cpu: u64 = capacities.iter().sum();
+        let per_cpu = PerCpu::entries(&capacities);
         let entries = carver.fill(per_cpu * u64::from(config.cpus), |_| AtomicU64::new(0))?;
         let cpus = carver.base.add(cpus_at).cast::<PerCpu<'m>>();
         for cpu in 0..config.cpus as usize {
@@ -174,7 +190,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
             let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
             let node = if u64::from(node.0) < nodes.len() as u64 { node } else { default };
             let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
-            cpus.add(cpu).write(PerCpu::new(node, &capacities, own));
+            cpus.add(cpu).write(PerCpu::new(node, largest_span(config, node), &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
         for (index, spec) in config.arenas.iter().enumerate() {

@@ -16,7 +16,7 @@
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
 //! | `freelist.rs`, `buddy.rs` | free memory of a node, under its lock |
-//! | [`pcp`] | per-CPU caches |
+//! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `alloc.rs` | allocating and freeing blocks |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
@@ -40,6 +40,7 @@ mod arena;
 mod blockmap;
 mod buddy;
 mod claim;
+mod class;
 mod counted;
 pub mod descriptor;
 mod frames;
