@@ -309,22 +309,18 @@ impl<'m, E: Env> Frames<'m, E> {
         class.drain_oldest(count, |batch| {
             // By frame: the frame's number is the word's highest part.
             batch.sort_unstable();
-            self.warm(batch);
+            self.warm(order, batch);
             self.with_node(node, |lists| {
+                let step = Frozen::step(order);
                 let mut rest = &*batch;
                 while let Some((&first, _)) = rest.split_first() {
-                    // A run: neighbours of the same content and arena.
+                    // A run: neighbours of the same content. They may lie in several arenas that adjoin.
+                    let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();
                     let first = Frozen::from_word(first);
-                    let Some(arena) = self.arena(first.pfn()) else { return };
-                    let follows = |index: usize, word: u64| {
-                        let block = Frozen::from_word(word);
-                        block.pfn().number() == first.pfn().number() + ((index as u64) << order)
-                            && block.is_zero() == first.is_zero()
-                            && arena.extent.contains(block.pfn())
-                    };
-                    let run = rest.iter().enumerate().take_while(|(index, word)| follows(*index, **word)).count();
                     if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
-                        self.free_chunks(lists, arena, extent, Content::of(first.is_zero()));
+                        for (arena, part) in self.parts(extent) {
+                            self.free_chunks(lists, arena, part, Content::of(first.is_zero()));
+                        }
                     }
                     rest = &rest[run..];
                 }
@@ -334,15 +330,16 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
     /// lock instead of under it.
-    fn warm(&self, batch: &[u64]) {
+    fn warm(&self, order: u32, batch: &[u64]) {
+        if order >= BLOCK_ORDER {
+            return;
+        }
         for word in batch {
             let block = Frozen::from_word(*word);
-            if let Some(arena) = self.arena(block.pfn())
-                && block.log() < BLOCK_ORDER
-            {
-                let meta = arena.block(block.pfn());
-                let touched = meta.starts.get(in_block(block.pfn())) ^ meta.free.get(in_block(block.pfn()));
-                core::hint::black_box(u64::from(touched) ^ self.desc_in(arena, block.pfn()).load(0));
+            if let Some(arena) = self.arena(block.pfn()) {
+                let (meta, index) = (arena.block(block.pfn()), in_block(block.pfn()));
+                let touched = meta.starts.get(index) ^ meta.free.get(index) ^ meta.zero.get(index);
+                core::hint::black_box(touched ^ (meta.mobility() == Mobility::Movable));
             }
         }
     }

@@ -280,6 +280,61 @@ impl Bits512 {
         }
     }
 
+    /// The first set bit of the words that `pick` makes of these.
+    pub(crate) fn first(&self, pick: impl Fn(u64) -> u64) -> Option<usize> {
+        let words = self.words.iter().map(|word| pick(word.load(Ordering::Relaxed))).enumerate();
+        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * WORD_BITS + word.trailing_zeros() as usize)
+    }
+
+    /// The bits that are set here and are `value` in `other`.
+    pub(crate) fn both(&self, other: &Bits512, value: bool) -> [u64; SPAN / WORD_BITS] {
+        let flip = if value { 0 } else { u64::MAX };
+        let word = |i: usize| self.words[i].load(Ordering::Relaxed) & (other.words[i].load(Ordering::Relaxed) ^ flip);
+        core::array::from_fn(word)
+    }
+
+    /// The first position where a block of exactly `order` starts that is set in `among` and `accept`ed.
+    pub(crate) fn first_block(
+        &self,
+        among: &[u64; SPAN / WORD_BITS],
+        order: u32,
+        accept: impl Fn(usize) -> bool,
+    ) -> Option<usize> {
+        let load = |at: usize| self.words.get(at).map_or(1, |word| word.load(Ordering::Relaxed));
+        if order >= 6 {
+            let step = 1 << (order.min(SPAN_SHIFT) - 6);
+            return (0..SPAN / WORD_BITS).step_by(step).map(|at| (at, at * WORD_BITS)).find_map(|(at, index)| {
+                let whole = among[at] & 1 != 0
+                    && load(at) == 1
+                    && (at + 1..at + step).all(|inside| load(inside) == 0)
+                    && load(at + step) & 1 != 0;
+                (whole && accept(index)).then_some(index)
+            });
+        }
+        for (at, among) in among.iter().enumerate() {
+            let here = load(at);
+            let candidates = among & here & every(order);
+            if candidates == 0 {
+                continue;
+            }
+            // Whether another block starts inside, gathered at the first bit of each group of 2^order.
+            let mut inside = here & !every(order);
+            for shift in 0..order {
+                inside |= inside >> (1 << shift);
+            }
+            let ended = here >> (1 << order) | load(at + 1) << (WORD_BITS - (1 << order));
+            let mut found = candidates & !inside & ended;
+            while found != 0 {
+                let index = at * WORD_BITS + found.trailing_zeros() as usize;
+                if accept(index) {
+                    return Some(index);
+                }
+                found &= found - 1;
+            }
+        }
+        None
+    }
+
     /// The words, for scans.
     pub(crate) fn snapshot(&self) -> [u64; SPAN / WORD_BITS] {
         core::array::from_fn(|i| self.words[i].load(Ordering::Relaxed))
@@ -387,6 +442,26 @@ mod tests {
             failure_persistence: None,
             ..ProptestConfig::default()
         })]
+
+        #[test]
+        fn the_first_block_is_found_as_by_looking_at_each(
+            cuts in proptest::collection::vec(0_usize..SPAN, 0..60),
+            among in any::<[u64; 8]>(),
+            refused in 0_usize..SPAN,
+        ) {
+            let bits = Bits512::default();
+            bits.reset(true);
+            for &cut in &cuts {
+                bits.cut(cut);
+            }
+            for order in 0..=9 {
+                let found = bits.first_block(&among, order, |index| index != refused);
+                let expected = blocks(&bits).into_iter().find(|(start, size)| {
+                    *size == order && among[start / 64] >> (start % 64) & 1 != 0 && *start != refused
+                });
+                prop_assert_eq!(found, expected.map(|(start, _)| start));
+            }
+        }
 
         #[test]
         fn cuts_make_the_canonical_partition(cuts in proptest::collection::vec(0_usize..SPAN, 0..20)) {

@@ -53,7 +53,7 @@ unsafe impl<I: Inject> Env for Plain<I> {
 /// calls; every context given to one manager must come from one platform (see [`Frames::new`]).
 pub struct Frames<'m, E: Env = Plain> {
     pub(crate) arenas: &'m [Arena<'m>],
-    pub(crate) nodes: &'m [Node<E::Lock>],
+    pub(crate) nodes: &'m [Node<'m, E::Lock>],
     pub(crate) cpus: &'m [PerCpu<'m>],
     pub(crate) frames: u64,
     /// How many frames have been released.

@@ -3,6 +3,7 @@
 use crate::arena::{Arena, ArenaSpec, BLOCK_ORDER, Block, REGION_ORDER, Region, touched};
 use crate::buddy::Node;
 use crate::descriptor::Descriptor;
+use crate::freelist::Rows;
 use crate::pcp::PerCpu;
 use core::alloc::Layout;
 use core::fmt;
@@ -97,6 +98,11 @@ pub(crate) fn nodes(config: &Config<'_>) -> u64 {
     config.arenas.iter().map(|a| u64::from(a.node.0) + 1).max().unwrap_or(0)
 }
 
+/// How many regions all arenas touch; a region that two share counts for each.
+fn regions(config: &Config<'_>) -> u64 {
+    config.arenas.iter().map(|arena| touched(arena.extent, REGION_ORDER)).sum()
+}
+
 fn frames(config: &Config<'_>) -> u64 {
     config.arenas.iter().map(|arena| arena.extent.pages()).sum()
 }
@@ -136,7 +142,9 @@ pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, Config
     check(config)?;
     let mut carver = Carver { base: core::ptr::null_mut(), used: 0, memory: PhantomData };
     carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
-    carver.place::<Node<L>>(nodes(config))?;
+    carver.place::<Node<'_, L>>(nodes(config))?;
+    let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(ConfigError::TooLarge)?;
+    carver.place::<AtomicU64>(rows)?;
     carver.place::<PerCpu<'_>>(config.cpus.into())?;
     let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
     carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(ConfigError::TooLarge)?)?;
@@ -153,7 +161,7 @@ pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, Config
 /// Everything placed.
 pub(crate) struct Parts<'m, L> {
     pub(crate) arenas: &'m [Arena<'m>],
-    pub(crate) nodes: &'m [Node<L>],
+    pub(crate) nodes: &'m [Node<'m, L>],
     pub(crate) cpus: &'m [PerCpu<'m>],
     pub(crate) frames: u64,
 }
@@ -179,7 +187,15 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
     // SAFETY: the memory is at least as large as `required` says, which placed the same arrays in the same order, and
     // the caller gave it away.
     unsafe {
-        let nodes = carver.fill(nodes(config), |_| Node::<L>::new())?;
+        let (count, words) = (nodes(config), Rows::words(regions(config)));
+        let nodes_at = carver.place::<Node<'_, L>>(count)?;
+        let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
+        let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize]);
+        let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
+        for node in 0..count as usize {
+            nodes.add(node).write(Node::new(node as u32, rows(node)));
+        }
+        let nodes = core::slice::from_raw_parts(nodes, count as usize);
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;
         let capacities = PerCpu::capacities(total, config.cpus);
         let per_cpu = PerCpu::entries(&capacities);
@@ -193,6 +209,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
             cpus.add(cpu).write(PerCpu::new(node, largest_span(config, node), &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
+        let mut first_region = 0;
         for (index, spec) in config.arenas.iter().enumerate() {
             let regions = carver.fill(touched(spec.extent, REGION_ORDER), |_| Region::new())?;
             let blocks = carver.fill(touched(spec.extent, BLOCK_ORDER), |_| Block::new())?;
@@ -203,7 +220,17 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
                     carver.base.add(at).cast()
                 }
             };
-            arenas.add(index).write(Arena { extent: spec.extent, node: spec.node.0, descriptors, blocks, regions });
+            let (node, rows) = (spec.node.0, rows(spec.node.0 as usize));
+            arenas.add(index).write(Arena {
+                extent: spec.extent,
+                node,
+                descriptors,
+                blocks,
+                regions,
+                first_region,
+                rows,
+            });
+            first_region += regions.len();
         }
         Ok(Parts {
             arenas: core::slice::from_raw_parts(arenas, config.arenas.len()),

@@ -30,8 +30,8 @@ use hugemm_base::{Extent, NodeId, Pfn};
 /// A class per order up to 9 and mobility, at [`Frozen::class`].
 pub(crate) const CLASSES: usize = 20;
 
-/// Entries per class at most, by order. None: blocks of the order are not cached.
-const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 0, 0, 0, 0, 0, 64];
+/// Entries per class at most, by order.
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 16, 16, 16, 16, 16, 64];
 
 /// What keeps a CPU off its fast path: one word, which is all that the fast path looks at.
 ///
