@@ -108,7 +108,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if let Some(own) = own
             && own.mailbox.is_quiet()
             && from == From::Local
-            && let Some(class) = own.class(order.get(), mobility)
+            && let Some(class) = own.stock(order.get(), mobility)
             && let Some(block) = class.pop()
         {
             return Ok(block);
@@ -170,7 +170,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let (first, fallback) = self.choose(own, from)?;
         let near = own.filter(|own| own.node.0 == first && !want_zero);
-        let class = near.and_then(|own| own.class(order.get(), mobility)).filter(|class| class.enabled());
+        let class = near.and_then(|own| own.stock(order.get(), mobility)).filter(|class| class.enabled());
         // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
         let other =
             near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
@@ -280,7 +280,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.drain_class(class, block.log(), arena.node, class.excess());
             }
         }
-        self.with_node(arena.node, |lists| self.free_mapped(lists, arena, block.pfn(), block.log(), content, true));
+        self.with_node(arena.node, |lists| match self.is_careful() {
+            true => self.free_careful_locked(lists, arena, block.extent(), content),
+            false => self.free_mapped(lists, arena, block.pfn(), block.log(), content, true),
+        });
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
@@ -304,15 +307,13 @@ impl<'m, E: Env> Frames<'m, E> {
         self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
     }
 
-    /// Moves up to `count` of a class's oldest entries to the node, neighbours together: one lock round per 64.
+    /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per 64.
     fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        class.drain_oldest(count, |batch| {
-            // By frame: the frame's number is the word's highest part.
-            batch.sort_unstable();
+        class.drain_highest(count, |batch| {
             self.warm(order, batch);
             self.with_node(node, |lists| {
                 let step = Frozen::step(order);
-                let mut rest = &*batch;
+                let mut rest = batch;
                 while let Some((&first, _)) = rest.split_first() {
                     // A run: neighbours of the same content. They may lie in several arenas that adjoin.
                     let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();

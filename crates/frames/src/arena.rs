@@ -229,10 +229,25 @@ impl<'m> Arena<'m> {
         }
     }
 
+    /// Whether a frame is in the arena: one comparison, because what is below the base wraps.
+    #[inline]
+    pub(crate) fn contains(&self, pfn: Pfn) -> bool {
+        pfn.number().wrapping_sub(self.extent.base().number()) < self.extent.pages()
+    }
+
     /// Head and order of the block that holds a frame. Right for frames the caller owns; a guess for others. Two cache
     /// lines.
     #[inline]
     pub(crate) fn block_of(&self, pfn: Pfn) -> (Pfn, u32) {
+        // The likely case first: a block of order 0.
+        if self.region(pfn).split.get(in_region(pfn)) && self.block(pfn).starts.is_single(in_block(pfn)) {
+            return (pfn, 0);
+        }
+        self.larger_block_of(pfn)
+    }
+
+    #[inline(never)]
+    fn larger_block_of(&self, pfn: Pfn) -> (Pfn, u32) {
         let region = self.region(pfn);
         if region.split.get(in_region(pfn)) {
             let (start, order) = self.block(pfn).starts.block_at(in_block(pfn));

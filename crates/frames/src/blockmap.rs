@@ -133,6 +133,9 @@ impl Bits512 {
         let count = 1_usize << order.min(SPAN_SHIFT);
         if count <= WORD_BITS {
             f(self.word(index), mask(index % WORD_BITS, count));
+        } else if count == SPAN {
+            // A loop of a length that is known is unrolled.
+            self.words.iter().for_each(|word| f(word, u64::MAX));
         } else {
             for word in self.words.iter().skip(index / WORD_BITS).take(count / WORD_BITS) {
                 f(word, u64::MAX);
@@ -169,6 +172,14 @@ impl Bits512 {
             .all(|w| w.load(Ordering::Relaxed) == 0)
     }
 
+    /// Whether a block of order 0 starts at `index`, and the next one right after it in the same word: for every other
+    /// case, and for every 64th position, [`block_at`](Bits512::block_at) knows.
+    #[inline]
+    pub(crate) fn is_single(&self, index: usize) -> bool {
+        // The top position's neighbour is in the next word: the shift brings a 0 in.
+        self.word(index).load(Ordering::Relaxed) >> (index % WORD_BITS) & 3 == 3
+    }
+
     /// The block that holds `index`: where it starts and its size as log2. A racing reader can see a length that no
     /// block has; it is rounded down.
     #[inline]
@@ -176,11 +187,7 @@ impl Bits512 {
         let index = index & (SPAN - 1);
         let at = index / WORD_BITS;
         let here = self.words[at].load(Ordering::Relaxed);
-        // The likely case first: the bit itself and its right neighbour are set, a block of order 0.
         let bit = index % WORD_BITS;
-        if bit < WORD_BITS - 1 && here >> bit & 3 == 3 {
-            return (index, 0);
-        }
         let upto = here & (u64::MAX >> (WORD_BITS - 1 - bit));
         let start = if upto != 0 {
             at * WORD_BITS + upto.ilog2() as usize
@@ -302,13 +309,12 @@ impl Bits512 {
     ) -> Option<usize> {
         let load = |at: usize| self.words.get(at).map_or(1, |word| word.load(Ordering::Relaxed));
         if order >= 6 {
-            let step = 1 << (order.min(SPAN_SHIFT) - 6);
-            return (0..SPAN / WORD_BITS).step_by(step).map(|at| (at, at * WORD_BITS)).find_map(|(at, index)| {
-                let whole = among[at] & 1 != 0
-                    && load(at) == 1
-                    && (at + 1..at + step).all(|inside| load(inside) == 0)
-                    && load(at + step) & 1 != 0;
-                (whole && accept(index)).then_some(index)
+            return (0..SPAN).step_by(1 << order.min(SPAN_SHIFT)).find(|index| {
+                let at = index / WORD_BITS;
+                among[at] & load(at) & 1 != 0
+                    && self.none_inside(*index, order)
+                    && load(at + (1 << (order - 6))) & 1 != 0
+                    && accept(*index)
             });
         }
         for (at, among) in among.iter().enumerate() {

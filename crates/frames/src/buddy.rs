@@ -7,7 +7,7 @@
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
 use crate::blockmap::Mobility;
 use crate::frames::{Env, Frames};
-use crate::freelist::{FreeLists, Known, List, Rows, lowest};
+use crate::freelist::{FreeLists, Known, List, Places, Rows, Wanted};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Order, Pfn};
@@ -214,8 +214,9 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         want_zero: bool,
     ) -> Option<Taken> {
-        let (found, list) = lists.find(order, mobility, want_zero)?;
-        self.carve(lists, found, list, order, mobility, want_zero)
+        let wanted = Wanted { order, mobility, zero: want_zero };
+        let (found, list) = lists.find(&self.places(lists)?, wanted)?;
+        self.carve(lists, found, list, wanted)
     }
 
     /// Takes a block of at least `order` and at most `most`: as large as is free at the first place looked.
@@ -227,22 +228,21 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         want_zero: bool,
     ) -> Option<(Taken, u32)> {
-        let (found, list) = lists.find(order, mobility, want_zero)?;
+        let wanted = Wanted { order, mobility, zero: want_zero };
+        let (found, list) = lists.find(&self.places(lists)?, wanted)?;
         let take = found.min(most.max(order));
-        Some((self.carve(lists, found, list, take, mobility, want_zero)?, take))
+        Some((self.carve(lists, found, list, Wanted { order: take, ..wanted })?, take))
     }
 
-    /// Takes the lowest free block of a kind that there is, and divides it down to `order`.
-    fn carve(
-        &self,
-        lists: &mut FreeLists,
-        found: u32,
-        list: List,
-        order: u32,
-        mobility: Mobility,
-        want_zero: bool,
-    ) -> Option<Taken> {
-        let (arena, pfn) = lowest(self.nodes.get(lists.node as usize)?.rows, self.arenas, found, list)?;
+    /// Where the node's free blocks are.
+    fn places(&self, lists: &FreeLists) -> Option<Places<'m, 'm>> {
+        Some(Places { rows: self.nodes.get(lists.node as usize)?.rows, arenas: self.arenas })
+    }
+
+    /// Takes the lowest free block of a kind that there is, and divides it down to what is wanted.
+    fn carve(&self, lists: &mut FreeLists, found: u32, list: List, wanted: Wanted) -> Option<Taken> {
+        let Wanted { order, mobility, zero: want_zero } = wanted;
+        let (arena, pfn) = self.places(lists)?.lowest(found, list)?;
         self.remove_from(lists, arena, pfn, found, list);
         let (mut pfn, mut k) = (pfn, found);
         // A small block keeps the grouping of the 2 MiB it is in; a fresh one gets that of the request.
@@ -290,7 +290,13 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map, chunk by chunk. O(18 + pages / 2^18).
+    ///
+    /// Looks under the lock whether frames must be looked at: what the caller has seen before may be out of date, and
+    /// only from here on nobody isolates or refuses any.
     pub(crate) fn free_chunks(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
+        if self.is_careful() {
+            return self.free_careful_locked(lists, arena, extent, content);
+        }
         for (pfn, order) in extent.chunks(Order::MAX) {
             self.free_block(lists, arena, pfn, order.get(), content);
         }

@@ -8,7 +8,7 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 /// Watermarks start, and shrink, to this.
 const LEAST: u64 = 8;
 
-/// Entries that a drain hands over at once: 512 bytes of stack.
+/// Entries that a drain hands over at once: one lock round.
 const BATCH: usize = 64;
 
 /// Which way a class last went to its node.
@@ -85,14 +85,13 @@ impl<'m> Class<'m> {
     pub(crate) fn excess(&self) -> u64 {
         self.note(DRAINED);
         let high = self.high.load(Ordering::Relaxed);
-        if self.len() < high { 0 } else { (high - high / 4).min(self.len()) }
+        if self.len() < high { 0 } else { self.len() - high / 4 }
     }
 
     fn note(&self, event: u64) {
         let high = self.high.load(Ordering::Relaxed);
-        if self.last.load(Ordering::Relaxed) == event {
-            self.high.store((high * 2).min(self.entries.len() as u64), Ordering::Relaxed);
-        }
+        let high = if self.last.load(Ordering::Relaxed) == event { high * 2 } else { LEAST };
+        self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
         self.last.store(event, Ordering::Relaxed);
     }
 
@@ -108,25 +107,32 @@ impl<'m> Class<'m> {
         !self.entries.is_empty()
     }
 
-    /// Hands up to `count` of the oldest entries over, in batches that `f` may sort, and moves the rest down once. They
-    /// are counted until all are handed over, so that nobody takes a cache that is being drained for an empty one.
-    /// O(len).
-    pub(crate) fn drain_oldest(&self, count: u64, mut f: impl FnMut(&mut [u64])) {
+    /// Hands up to `count` entries over, those that lie highest, in ascending batches, and keeps the lowest, the lowest of
+    /// all on top. They are counted until all are handed over, so that nobody takes a cache that is being drained for an
+    /// empty one. O(len log len).
+    pub(crate) fn drain_highest(&self, count: u64, mut f: impl FnMut(&[u64])) {
         let len = self.len();
-        let count = count.min(len);
-        let mut batch = [0; BATCH];
-        let mut at = 0;
-        while at < count {
-            let batch = &mut batch[..(count - at).min(BATCH as u64) as usize];
-            for (slot, index) in batch.iter_mut().zip(at..) {
-                *slot = self.entry(index).load(Ordering::Relaxed);
-            }
-            at += batch.len() as u64;
-            f(batch);
-        }
-        for index in count..len {
-            self.entry(index - count).store(self.entry(index).load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        self.len.store(len - count, Ordering::Relaxed);
+        let count = count.min(len) as usize;
+        // SAFETY: there are at least `len` entries (see `entry`). Only the owner touches them, it is pinned, and `f`
+        // knows nothing of this class; an `AtomicU64` has the layout of a `u64` and may be written where it is shared.
+        let words = unsafe { core::slice::from_raw_parts_mut(self.words(), len as usize) };
+        // By frame: the frame's number is the word's highest part.
+        words.sort_unstable_by(|a, b| b.cmp(a));
+        words[..count].reverse();
+        words[..count].chunks(BATCH).for_each(&mut f);
+        words.copy_within(count.., 0);
+        self.len.store(len - count as u64, Ordering::Relaxed);
+    }
+
+    /// The entries as plain words.
+    #[cfg(not(loom))]
+    fn words(&self) -> *mut u64 {
+        self.entries.as_ptr().cast_mut().cast()
+    }
+
+    /// loom's atomics are no plain words; its tests do not come here.
+    #[cfg(loom)]
+    fn words(&self) -> *mut u64 {
+        unreachable!("loom runs the protocols, not the cache")
     }
 }

@@ -92,8 +92,11 @@ impl<'m, E: Env> Frames<'m, E> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
-        // Looked up while the reference still holds the block together, and before the atomic, which would delay it.
-        let mine = self.block_at(arena, pfn);
+        // Looked up while the reference still holds the block together, and before the atomic, which would delay it. A
+        // reference is on the head, so the block is where it says.
+        let (_, order) = arena.block_of(pfn);
+        let order = Order::new(order).unwrap_or(Order::ZERO);
+        let mine = Frozen::make(pfn, order, block.mobility(), false);
         let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
         if put == Put::Last {
             self.free(cx, mine);

@@ -148,11 +148,14 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     pub(crate) fn arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let first = self.arenas.first()?;
-        if first.extent.contains(pfn) {
-            return Some(first);
-        }
+        if first.contains(pfn) { Some(first) } else { self.later_arena(pfn) }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn later_arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let after = self.arenas.partition_point(|arena| arena.extent.base() <= pfn);
-        self.arenas.get(after.checked_sub(1)?).filter(|arena| arena.extent.contains(pfn))
+        self.arenas.get(after.checked_sub(1)?).filter(|arena| arena.contains(pfn))
     }
 
     /// The arenas' parts of an extent, in ascending order.

@@ -269,13 +269,17 @@ impl FreeLists {
         }
     }
 
-    /// The best kind of free block of at least `order`, and its order: see [`lowest`].
+    /// The best kind of free block of at least `order`, and its order: see [`Places::lowest`].
     ///
-    /// Small requests take the smallest block among those of their mobility, then a fresh 2 MiB block (or larger), and
-    /// only then from the other mobility, its largest block. Within each step, whoever wants zeroes gets them first and
+    /// Small requests take from the lowest 2 MiB that has enough in one piece among those of their mobility, then from a
+    /// fresh 2 MiB block (or larger), and only then from the other mobility, its largest block. Large ones take from the
+    /// lowest 1 GiB that will do. Where several orders will do in the same place, the smallest. So small things settle
+    /// in the holes of low memory, where large ones find no room: they part by themselves, and high memory stays whole.
+    /// Within each step, whoever wants zeroes gets them first and
     /// whoever does not leaves them for last; but a request for zeroes goes through all known-zero memory of its own
     /// mobility and fresh blocks before anything dirty.
-    pub(crate) fn find(&self, order: u32, mobility: Mobility, want_zero: bool) -> Option<(u32, List)> {
+    pub(crate) fn find(&self, place: &Places<'_, '_>, request: Wanted) -> Option<(u32, List)> {
+        let Wanted { order, mobility, zero: want_zero } = request;
         let prefer = if want_zero { [Known::Zero, Known::Dirty] } else { [Known::Dirty, Known::Zero] };
         let big_prefer = if want_zero {
             [Known::Zero, Known::Mixed, Known::Dirty]
@@ -287,12 +291,15 @@ impl FreeLists {
             mask.checked_shr(order).filter(|m| *m != 0 && order < BLOCK_ORDER)
         };
         let small = |mobility: Mobility, known: Known| {
-            Some((order + fit(mobility, known)?.trailing_zeros(), List::Small(mobility, known)))
+            let fits = bits(fit(mobility, known)?).map(|bit| order + bit);
+            let list = List::Small(mobility, known);
+            Some((fits.min_by_key(|order| place.of_small(list, *order))?, list))
         };
         let big = |known: Known| {
             let from = order.saturating_sub(BLOCK_ORDER);
             let fit = self.big[known as usize].mask.checked_shr(from).filter(|m| *m != 0)?;
-            Some((BLOCK_ORDER + from + fit.trailing_zeros(), List::Big(known)))
+            let fits = bits(fit).map(|bit| BLOCK_ORDER + from + bit);
+            Some((fits.min_by_key(|order| place.region(List::Big(known), *order))?, List::Big(known)))
         };
         if order >= BLOCK_ORDER {
             return big_prefer.into_iter().find_map(big);
@@ -319,32 +326,78 @@ impl FreeLists {
     }
 }
 
-/// The lowest free block of a kind that [`FreeLists::find`] has found to be there. `arenas` are all of the manager.
-pub(crate) fn lowest<'a, 'm>(
-    rows: Rows<'_>,
-    arenas: &'a [Arena<'m>],
-    order: u32,
-    list: List,
-) -> Option<(&'a Arena<'m>, Pfn)> {
-    let kind = list.kind(order)?;
-    let number = rows.first(kind)?;
-    let arena = arenas.get(arenas.partition_point(|arena| arena.first_region <= number).checked_sub(1)?)?;
-    let region = arena.regions.get(number - arena.first_region)?;
-    let base = ((arena.extent.base().number() >> REGION_ORDER) + (number - arena.first_region) as u64) << REGION_ORDER;
-    let offset = match list {
-        List::Small(_, known) => {
-            let at = region.has.get(kind)?.first(|word| word)?;
-            let first = Pfn::new(base + ((at as u64) << BLOCK_ORDER));
-            let block = arena.block(first.max(arena.extent.base()));
-            let picked = block.free.both(&block.zero, known == Known::Zero);
-            (at << BLOCK_ORDER) + block.starts.first_block(&picked, order, |_| true)?
+/// What an allocation wants.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) order: u32,
+    pub(crate) mobility: Mobility,
+    /// Known-zero memory is preferred.
+    pub(crate) zero: bool,
+}
+
+/// The set bits of a mask, ascending.
+fn bits(mut mask: u32) -> impl Iterator<Item = u32> {
+    core::iter::from_fn(move || {
+        let bit = (mask != 0).then(|| mask.trailing_zeros())?;
+        mask &= mask - 1;
+        Some(bit)
+    })
+}
+
+/// Where a node's free blocks are. For whoever holds its lock.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places<'a, 'm> {
+    /// The node's.
+    pub(crate) rows: Rows<'m>,
+    /// All of the manager.
+    pub(crate) arenas: &'a [Arena<'m>],
+}
+
+impl<'a, 'm> Places<'a, 'm> {
+    /// The lowest region that has blocks of a kind.
+    fn region(&self, list: List, order: u32) -> usize {
+        list.kind(order).and_then(|kind| self.rows.first(kind)).unwrap_or(usize::MAX)
+    }
+
+    /// The arena of a region, by the region's number among all.
+    fn arena(&self, number: usize) -> Option<&'a Arena<'m>> {
+        match self.arenas {
+            [only] => Some(only),
+            all => all.get(all.partition_point(|arena| arena.first_region <= number).checked_sub(1)?),
         }
-        List::Big(known) => {
-            let log = order - BLOCK_ORDER;
-            let whole = region.free.snapshot();
-            region.starts.first_block(&whole, log, |index| region.known(index, log) == known)? << BLOCK_ORDER
-        }
-        List::Isolated => return None,
-    };
-    Some((arena, Pfn::new(base + offset as u64)))
+    }
+
+    /// The lowest 2 MiB that has blocks of a small kind: its region, and its number in there.
+    fn of_small(&self, list: List, order: u32) -> (usize, usize) {
+        let number = self.region(list, order);
+        let region = self.arena(number).and_then(|arena| arena.regions.get(number - arena.first_region));
+        let has = list.kind(order).and_then(|kind| region?.has.get(kind));
+        (number, has.and_then(|has| has.first(|word| word)).unwrap_or(usize::MAX))
+    }
+
+    /// The lowest free block of a kind that [`FreeLists::find`] has found to be there.
+    pub(crate) fn lowest(&self, order: u32, list: List) -> Option<(&'a Arena<'m>, Pfn)> {
+        let kind = list.kind(order)?;
+        let number = self.rows.first(kind)?;
+        let arena = self.arena(number)?;
+        let region = arena.regions.get(number - arena.first_region)?;
+        let base =
+            ((arena.extent.base().number() >> REGION_ORDER) + (number - arena.first_region) as u64) << REGION_ORDER;
+        let offset = match list {
+            List::Small(_, known) => {
+                let at = region.has.get(kind)?.first(|word| word)?;
+                let first = Pfn::new(base + ((at as u64) << BLOCK_ORDER));
+                let block = arena.block(first.max(arena.extent.base()));
+                let picked = block.free.both(&block.zero, known == Known::Zero);
+                (at << BLOCK_ORDER) + block.starts.first_block(&picked, order, |_| true)?
+            }
+            List::Big(known) => {
+                let log = order - BLOCK_ORDER;
+                let whole = region.free.snapshot();
+                region.starts.first_block(&whole, log, |index| region.known(index, log) == known)? << BLOCK_ORDER
+            }
+            List::Isolated => return None,
+        };
+        Some((arena, Pfn::new(base + offset as u64)))
+    }
 }

@@ -9,12 +9,14 @@
 //!   it at its next operation, or when its platform calls [`Frames::serve`](crate::Frames::serve) (from its idle loop
 //!   or an inter-processor interrupt), and acknowledges.
 //! * Orders 0 to 3 and 9 are cached, per mobility; an order-9 block that was freed as the other mobility is taken before
-//!   the node is asked. Everything else goes to the node (checklist C13).
+//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a dozen, but
+//!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
+//!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node (checklist C13).
 //! * A refill brings half a cache in one lock round; a drain takes three quarters of one, 64 blocks in a round: those
-//!   that were freed longest ago, sorted, so that neighbours are freed as the largest blocks they make.
+//!   that lie highest, sorted, so that neighbours are freed as the largest blocks they make and low memory is used first.
 //! * The high watermark moves: two refills, or two drains, without the other in between mean that the cache is too small
-//!   for how this CPU works, and double it; [`Frames::drain`](crate::Frames::drain) and exhaustion shrink it to the
-//!   smallest.
+//!   for how this CPU works, and double it. A change of direction means that a small one will do, and so does
+//!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
@@ -32,6 +34,9 @@ pub(crate) const CLASSES: usize = 20;
 
 /// Entries per class at most, by order.
 const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 16, 16, 16, 16, 16, 64];
+
+/// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
+const STOCKED: u32 = 0b10_0000_1111;
 
 /// What keeps a CPU off its fast path: one word, which is all that the fast path looks at.
 ///
@@ -146,7 +151,16 @@ impl<'m> PerCpu<'m> {
         self.classes.get(block.class())
     }
 
-    /// The class of blocks of `order`, if there is one.
+    /// The class from which blocks of `order` are allocated, if there is one.
+    #[inline]
+    pub(crate) fn stock(&self, order: u32, mobility: Mobility) -> Option<&Class<'m>> {
+        if STOCKED >> order & 1 == 0 {
+            return None;
+        }
+        self.class(order, mobility)
+    }
+
+    /// The class to which blocks of `order` are freed, if there is one.
     #[inline]
     pub(crate) fn class(&self, order: u32, mobility: Mobility) -> Option<&Class<'m>> {
         self.classes.get(2 * order as usize + mobility.index())

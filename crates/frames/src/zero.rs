@@ -91,7 +91,7 @@ impl<E: Env> Frames<'_, E> {
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
         let class = own.filter(|own| request.from == From::Local && own.mailbox.is_quiet());
-        let class = class.and_then(|own| own.class(request.order.get(), request.mobility));
+        let class = class.and_then(|own| own.stock(request.order.get(), request.mobility));
         if let Some(class) = class
             && class.next_is_zero()
             && let Some(block) = class.pop()
