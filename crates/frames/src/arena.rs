@@ -48,7 +48,8 @@ pub struct ArenaSpec {
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(crate) struct Block {
-    /// [`Mobility`] of the group; valid while the block is split. Written by whoever splits it.
+    /// [`Mobility`] of the group while the block is split; of the counted block that begins here otherwise. Written by
+    /// whoever splits or counts it.
     mobility: AtomicU64,
     /// Wide reference counters, or null; set once.
     pub(crate) wide: AtomicPtr<WideCounts>,
@@ -75,6 +76,12 @@ impl Block {
     /// Makes it a group with one block of order 9 in it, to be divided further. The caller owns all of it.
     fn open(&self, mobility: Mobility) {
         self.starts.reset(true);
+        self.set_mobility(mobility);
+    }
+
+    /// For the owner of all of it.
+    #[inline]
+    pub(crate) fn set_mobility(&self, mobility: Mobility) {
         self.mobility.store(mobility.index() as u64, Ordering::Relaxed);
     }
 

@@ -106,6 +106,29 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 
+    /// [`new`](Frames::new) in a slice, which is initialised and nobody else's by its type.
+    ///
+    /// # Safety
+    ///
+    /// As [`new`](Frames::new), but for `memory`: all contexts come from one platform, and descriptor arrays that arenas
+    /// bring along are valid for `'m` and nobody else's.
+    pub unsafe fn in_slice(config: &Config<'_>, env: E, memory: &'m mut [u8]) -> Result<Self, ConfigError>
+    where
+        E::Lock: 'm,
+    {
+        // SAFETY: the slice is what `new` asks for; the rest is the caller's promise.
+        unsafe { Self::new(config, env, memory.as_mut_ptr(), memory.len()) }
+    }
+
+    /// [`release`](Frames::release) for frames that are known by their numbers alone.
+    ///
+    /// # Safety
+    ///
+    /// As [`release`](Frames::release), and nobody owns any of the frames.
+    pub unsafe fn release_extent(&self, frames: Extent) -> u64 {
+        self.release_as(frames, Content::Dirty)
+    }
+
     /// Hands frames over: they become free. Frames that are never released are reserved. Frames outside every arena are
     /// left out; returns how many were taken. One lock round per arena, O(18 + pages / 2^18) each.
     ///

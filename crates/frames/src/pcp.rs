@@ -9,7 +9,7 @@
 //!   it at its next operation, or when its platform calls [`Frames::serve`](crate::Frames::serve) (from its idle loop
 //!   or an inter-processor interrupt), and acknowledges.
 //! * Orders 0 to 3 and 9 are cached, per mobility; an order-9 block that was freed as the other mobility is taken before
-//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a dozen, but
+//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few, but
 //!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
 //!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node (checklist C13).
 //! * A refill brings half a cache in one lock round; a drain takes three quarters of one, 64 blocks in a round: those
@@ -33,7 +33,7 @@ use hugemm_base::{Extent, NodeId, Pfn};
 pub(crate) const CLASSES: usize = 20;
 
 /// Entries per class at most, by order.
-const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 16, 16, 16, 16, 16, 64];
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 64];
 
 /// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
 const STOCKED: u32 = 0b10_0000_1111;
