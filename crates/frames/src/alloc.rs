@@ -2,9 +2,11 @@
 //!
 //! | path | atomics | locks | lines |
 //! |---|---|---|---|
-//! | cached order, cache not empty / not full | 0 | 0 | 2 of the cache |
-//! | refill or drain | 1 per 8 to 64 blocks | 1 round for all | |
-//! | other orders | 2 (the lock) | 1 round | 5 + 2 per split or merge |
+//! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
+//! | refill or drain | 1 per 4 to 64 blocks | 1 round for all | |
+//! | other orders | 1 (the lock) | 1 round | 5 to 7, however much splits or merges |
+//!
+//! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
 //!
 //! Everything here may run in an interrupt: it pins, so the CPU's cache and the node's lock are never interrupted half
 //! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
@@ -96,7 +98,7 @@ const RELIEF_ROUNDS: u32 = 3;
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block. Its bytes are anything, and so are its descriptor's words. Any context but NMI.
     ///
-    /// Hit: 0 atomics, 0 lock rounds, 2 cache lines.
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines.
     #[inline]
     pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError> {
         if self.env.fault(FAULT_ALLOC) {
@@ -238,7 +240,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees one block, as dirty. Any context but NMI.
     ///
-    /// Hit: 0 atomics, 0 lock rounds, 2 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
     #[inline]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         let pin = cx.pin();

@@ -1,8 +1,8 @@
 //! The buddy system of one node, on the block map: free, find, split, merge. Everything here runs under the node's lock.
 //!
-//! Costs (cache lines touched besides the node's own): freeing a block touches its map line and free bits, its head's
-//! links, those of the list's former front, and two per merge. Freeing or taking an order-18 block touches four lines of
-//! its region and two links, whatever it contains; no descriptor, and nothing per 2 MiB or per frame.
+//! Costs (cache lines touched besides the node's own): freeing a block inside 2 MiB touches four lines of what is kept for
+//! these 2 MiB, whatever it merges with, and two of its region where a count begins or ends. Freeing or taking an order-18
+//! block touches five lines of its region, whatever it contains; no descriptor, and nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
 use crate::blockmap::Mobility;
