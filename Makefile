@@ -31,6 +31,7 @@ test-host:
 # The optimiser's output is what ships: the dispatch is judged by disassembly, and the fence stress runs at full speed.
 test-release:
 	$(CARGO) test --release --locked -p hugemm-clear --test codegen --test fences
+	$(CARGO) test --release --locked -p hugemm-frames --test codegen
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:

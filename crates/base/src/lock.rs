@@ -160,3 +160,32 @@ mod tests {
         assert!(lock.try_lock().is_some());
     }
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::cell::UnsafeCell as Checked;
+    use loom::sync::Arc;
+
+    /// loom sees every access to the value: two at once, or one that does not see the one before, fail. Fails with the
+    /// `Acquire` or the `Release` relaxed.
+    #[test]
+    fn the_lock_excludes_and_publishes() {
+        loom::model(|| {
+            let lock: Arc<Lock<SpinLock, Checked<u64>>> = Arc::new(Lock::new(Checked::new(0)));
+            let add = |lock: &Lock<SpinLock, Checked<u64>>| lock.lock().with_mut(|value| unsafe { *value += 1 });
+            let other = Arc::clone(&lock);
+            let thread = loom::thread::spawn(move || {
+                add(&other);
+                // Failing to take it must not give it back.
+                if let Some(value) = other.try_lock() {
+                    value.with_mut(|value| unsafe { *value += 10 });
+                }
+            });
+            add(&lock);
+            thread.join().unwrap();
+            let value = lock.lock().with(|value| unsafe { *value });
+            assert!(value == 2 || value == 12, "{value}");
+        });
+    }
+}

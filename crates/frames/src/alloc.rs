@@ -2,9 +2,11 @@
 //!
 //! | path | atomics | locks | lines |
 //! |---|---|---|---|
-//! | cached order, cache not empty / not full | 0 | 0 | 2 of the cache |
-//! | refill or drain | 1 per 8 to 64 blocks | 1 round for all | |
-//! | other orders | 2 (the lock) | 1 round | 5 + 2 per split or merge |
+//! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
+//! | refill or drain | 1 per 4 to 64 blocks | 1 round for all | |
+//! | other orders | 1 (the lock) | 1 round | 5 to 7, however much splits or merges |
+//!
+//! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
 //!
 //! Everything here may run in an interrupt: it pins, so the CPU's cache and the node's lock are never interrupted half
 //! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
@@ -12,9 +14,10 @@
 use crate::arena::{BLOCK_ORDER, in_block};
 use crate::blockmap::Mobility;
 use crate::buddy::{Content, Taken};
+use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
-use crate::pcp::{Class, PerCpu};
+use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
@@ -89,16 +92,13 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
-/// Entries that a drain moves at once: 512 bytes of stack.
-const DRAIN_BATCH: usize = 64;
-
 /// How often exhaustion asks for pressure relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block. Its bytes are anything, and so are its descriptor's words. Any context but NMI.
     ///
-    /// Hit: 0 atomics, 0 lock rounds, 2 cache lines.
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines.
     #[inline]
     pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError> {
         if self.env.fault(FAULT_ALLOC) {
@@ -106,16 +106,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
+        let Request { order, mobility, from } = request;
         if let Some(own) = own
-            && request.from == From::Local
-            && let Some(class) = own.class(request.order.get(), request.mobility)
-            && !own.mailbox.pending()
-            && !self.is_careful()
+            && own.mailbox.is_quiet()
+            && from == From::Local
+            && let Some(class) = own.stock(order.get(), mobility)
             && let Some(block) = class.pop()
         {
-            return Ok(block.with_mobility(request.mobility));
+            return Ok(block);
         }
-        self.alloc_slow(own, request, false)
+        self.alloc_slow(own, order, mobility, from, false)
     }
 
     /// The same, but calls `pressure` when memory is short, with nothing locked and unpinned, and tries again while it
@@ -161,29 +161,38 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn alloc_slow(
         &self,
         own: Option<&PerCpu<'m>>,
-        request: Request,
+        order: Order,
+        mobility: Mobility,
+        from: From,
         want_zero: bool,
     ) -> Result<Frozen, AllocError> {
-        let Request { order, mobility, from } = request;
         let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
         if let Some(own) = own {
             self.serve_own(own);
         }
         let (first, fallback) = self.choose(own, from)?;
-        let class = own.filter(|own| own.node.0 == first).and_then(|own| own.class(order.get(), mobility));
+        let near = own.filter(|own| own.node.0 == first && !want_zero);
+        let class = near.and_then(|own| own.stock(order.get(), mobility)).filter(|class| class.enabled());
+        // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
+        let other =
+            near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
         for last_try in [false, true] {
-            if let Some(class) = class.filter(|class| class.enabled() && !want_zero) {
+            if let Some(class) = class {
                 loop {
-                    if class.len() == 0 {
+                    if class.len() == 0
+                        && let Some(block) = other.and_then(|other| other.pop())
+                    {
+                        let _ = class.push(block.with_mobility(mobility));
+                    } else if class.len() == 0 {
                         self.refill(class, first, order, mobility);
                     }
                     let Some(block) = class.pop() else { break };
                     // Frames can become refused while they are cached.
                     if !self.is_careful() {
-                        return Ok(block.with_mobility(mobility));
+                        return Ok(block);
                     }
                     if let Some(block) = self.admit(block) {
-                        return Ok(block.with_mobility(mobility));
+                        return Ok(block);
                     }
                 }
             }
@@ -221,7 +230,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 // Last first, so that they come out in ascending order.
                 for index in (0..1_u64 << (k - order)).rev() {
                     let pfn = Pfn::new(taken.pfn.number() + (index << order));
-                    class.push(Frozen::make(pfn, size, mobility, taken.zero));
+                    // At most half of what the watermark allows.
+                    let _ = class.push(Frozen::make(pfn, size, mobility, taken.zero));
                 }
                 got += 1 << (k - order);
             }
@@ -230,27 +240,23 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees one block, as dirty. Any context but NMI.
     ///
-    /// Hit: 0 atomics, 0 lock rounds, 2 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
     #[inline]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
+        let block = block.soiled();
         if let Some(own) = own
-            && let Some(class) = own.class(block.log(), block.mobility())
-            && !own.mailbox.pending()
-            && !self.is_careful()
-            && self.is_on(block.pfn(), own.node)
-            && class.has_room()
+            && own.mailbox.is_quiet()
+            && own.is_local(block.pfn())
+            && let Some(class) = own.class_of(&block)
         {
-            class.push(block.soiled());
-            return;
+            return match class.push(block) {
+                Ok(()) => {}
+                Err(block) => self.free_missed(Some(own), block),
+            };
         }
-        self.free_missed(own, block.soiled());
-    }
-
-    #[inline]
-    fn is_on(&self, pfn: Pfn, node: NodeId) -> bool {
-        self.nodes.len() == 1 || self.node_of(pfn) == Some(node)
+        self.free_missed(own, block);
     }
 
     /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
@@ -262,21 +268,24 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let Some(arena) = self.arena(block.pfn()) else { return };
         let content = Content::of(block.is_zero());
-        if self.is_careful() {
+        if self.is_careful() && self.is_suspect(arena, &block) {
             return self.free_careful(arena, block.extent(), content);
         }
-        let class = own.filter(|own| own.node.0 == arena.node);
-        let class = class.and_then(|own| own.class(block.log(), block.mobility())).filter(|class| class.enabled());
-        if let Some(class) = class {
-            if !class.has_room() {
-                let excess = class.excess();
-                self.drain_class(class, block.log(), arena.node, excess);
-            }
-            if class.has_room() {
-                return class.push(block);
+        let mut block = block;
+        let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
+        if let Some(class) = class.filter(|class| class.enabled()) {
+            for _ in 0..2 {
+                match class.push(block) {
+                    Ok(()) => return,
+                    Err(back) => block = back,
+                }
+                self.drain_class(class, block.log(), arena.node, class.excess());
             }
         }
-        self.with_node(arena.node, |lists| self.free_mapped(lists, arena, block.pfn(), block.log(), content, true));
+        self.with_node(arena.node, |lists| match self.is_careful() {
+            true => self.free_careful_locked(lists, arena, block.extent(), content),
+            false => self.free_mapped(lists, arena, block.pfn(), block.log(), content, true),
+        });
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
@@ -291,7 +300,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         if let (Some(own), Some(order)) = (own, extent.as_block())
             && let mobility = arena.block(extent.base()).mobility()
-            && own.class(order.get(), mobility).is_some()
+            && own.class(order.get(), mobility).is_some_and(Class::enabled)
         {
             arena.map_merge(extent.base(), order.get());
             let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
@@ -300,54 +309,40 @@ impl<'m, E: Env> Frames<'m, E> {
         self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
     }
 
-    /// Moves up to `count` of a class's oldest entries to the node, neighbours together: one lock round per 64.
+    /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per 64.
     fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        let mut batch = [0; DRAIN_BATCH];
-        let mut left = count as usize;
-        while left > 0 {
-            let size = left.min(DRAIN_BATCH);
-            let taken = class.take_oldest(&mut batch[..size]);
-            if taken == 0 {
-                return;
-            }
-            left -= taken;
-            let batch = &mut batch[..taken];
-            // By frame: the frame's number is the word's highest part.
-            batch.sort_unstable();
-            self.warm(batch);
+        class.drain_highest(count, |batch| {
+            self.warm(order, batch);
             self.with_node(node, |lists| {
-                let mut rest = &*batch;
+                let step = Frozen::step(order);
+                let mut rest = batch;
                 while let Some((&first, _)) = rest.split_first() {
-                    // A run: neighbours of the same content and arena.
+                    // A run: neighbours of the same content. They may lie in several arenas that adjoin.
+                    let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();
                     let first = Frozen::from_word(first);
-                    let Some(arena) = self.arena(first.pfn()) else { return };
-                    let follows = |index: usize, word: u64| {
-                        let block = Frozen::from_word(word);
-                        block.pfn().number() == first.pfn().number() + ((index as u64) << order)
-                            && block.is_zero() == first.is_zero()
-                            && arena.extent.contains(block.pfn())
-                    };
-                    let run = rest.iter().enumerate().take_while(|(index, word)| follows(*index, **word)).count();
                     if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
-                        self.free_chunks(lists, arena, extent, Content::of(first.is_zero()));
+                        for (arena, part) in self.parts(extent) {
+                            self.free_chunks(lists, arena, part, Content::of(first.is_zero()));
+                        }
                     }
                     rest = &rest[run..];
                 }
             });
-        }
+        });
     }
 
     /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
     /// lock instead of under it.
-    fn warm(&self, batch: &[u64]) {
+    fn warm(&self, order: u32, batch: &[u64]) {
+        if order >= BLOCK_ORDER {
+            return;
+        }
         for word in batch {
             let block = Frozen::from_word(*word);
-            if let Some(arena) = self.arena(block.pfn())
-                && block.log() < BLOCK_ORDER
-            {
-                let meta = arena.block(block.pfn());
-                let touched = meta.starts.get(in_block(block.pfn())) ^ meta.free.get(in_block(block.pfn()));
-                core::hint::black_box(u64::from(touched) ^ self.desc_in(arena, block.pfn()).load(0));
+            if let Some(arena) = self.arena(block.pfn()) {
+                let (meta, index) = (arena.block(block.pfn()), in_block(block.pfn()));
+                let touched = meta.starts.get(index) ^ meta.free.get(index) ^ meta.zero.get(index);
+                core::hint::black_box(touched ^ (meta.mobility() == Mobility::Movable));
             }
         }
     }
@@ -370,8 +365,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Serves what others have asked this CPU for.
     pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
-        if own.mailbox.pending() {
-            own.mailbox.serve(|| self.drain_cache(own));
+        if !own.mailbox.is_quiet() {
+            own.mailbox.serve(|| self.drain_cache(own), || self.is_careful());
         }
     }
 

@@ -133,6 +133,9 @@ impl Bits512 {
         let count = 1_usize << order.min(SPAN_SHIFT);
         if count <= WORD_BITS {
             f(self.word(index), mask(index % WORD_BITS, count));
+        } else if count == SPAN {
+            // A loop of a length that is known is unrolled.
+            self.words.iter().for_each(|word| f(word, u64::MAX));
         } else {
             for word in self.words.iter().skip(index / WORD_BITS).take(count / WORD_BITS) {
                 f(word, u64::MAX);
@@ -169,6 +172,14 @@ impl Bits512 {
             .all(|w| w.load(Ordering::Relaxed) == 0)
     }
 
+    /// Whether a block of order 0 starts at `index`, and the next one right after it in the same word: for every other
+    /// case, and for every 64th position, [`block_at`](Bits512::block_at) knows.
+    #[inline]
+    pub(crate) fn is_single(&self, index: usize) -> bool {
+        // The top position's neighbour is in the next word: the shift brings a 0 in.
+        self.word(index).load(Ordering::Relaxed) >> (index % WORD_BITS) & 3 == 3
+    }
+
     /// The block that holds `index`: where it starts and its size as log2. A racing reader can see a length that no
     /// block has; it is rounded down.
     #[inline]
@@ -176,11 +187,7 @@ impl Bits512 {
         let index = index & (SPAN - 1);
         let at = index / WORD_BITS;
         let here = self.words[at].load(Ordering::Relaxed);
-        // The likely case first: the bit itself and its right neighbour are set, a block of order 0.
         let bit = index % WORD_BITS;
-        if bit < WORD_BITS - 1 && here >> bit & 3 == 3 {
-            return (index, 0);
-        }
         let upto = here & (u64::MAX >> (WORD_BITS - 1 - bit));
         let start = if upto != 0 {
             at * WORD_BITS + upto.ilog2() as usize
@@ -278,6 +285,60 @@ impl Bits512 {
             let middle = start + (1 << (order - 1));
             self.word(middle).fetch_or(1 << (middle % WORD_BITS), Ordering::Relaxed);
         }
+    }
+
+    /// The first set bit of the words that `pick` makes of these.
+    pub(crate) fn first(&self, pick: impl Fn(u64) -> u64) -> Option<usize> {
+        let words = self.words.iter().map(|word| pick(word.load(Ordering::Relaxed))).enumerate();
+        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * WORD_BITS + word.trailing_zeros() as usize)
+    }
+
+    /// The bits that are set here and are `value` in `other`.
+    pub(crate) fn both(&self, other: &Bits512, value: bool) -> [u64; SPAN / WORD_BITS] {
+        let flip = if value { 0 } else { u64::MAX };
+        let word = |i: usize| self.words[i].load(Ordering::Relaxed) & (other.words[i].load(Ordering::Relaxed) ^ flip);
+        core::array::from_fn(word)
+    }
+
+    /// The first position where a block of exactly `order` starts that is set in `among` and `accept`ed.
+    pub(crate) fn first_block(
+        &self,
+        among: &[u64; SPAN / WORD_BITS],
+        order: u32,
+        accept: impl Fn(usize) -> bool,
+    ) -> Option<usize> {
+        let load = |at: usize| self.words.get(at).map_or(1, |word| word.load(Ordering::Relaxed));
+        if order >= 6 {
+            return (0..SPAN).step_by(1 << order.min(SPAN_SHIFT)).find(|index| {
+                let at = index / WORD_BITS;
+                among[at] & load(at) & 1 != 0
+                    && self.none_inside(*index, order)
+                    && load(at + (1 << (order - 6))) & 1 != 0
+                    && accept(*index)
+            });
+        }
+        for (at, among) in among.iter().enumerate() {
+            let here = load(at);
+            let candidates = among & here & every(order);
+            if candidates == 0 {
+                continue;
+            }
+            // Whether another block starts inside, gathered at the first bit of each group of 2^order.
+            let mut inside = here & !every(order);
+            for shift in 0..order {
+                inside |= inside >> (1 << shift);
+            }
+            let ended = here >> (1 << order) | load(at + 1) << (WORD_BITS - (1 << order));
+            let mut found = candidates & !inside & ended;
+            while found != 0 {
+                let index = at * WORD_BITS + found.trailing_zeros() as usize;
+                if accept(index) {
+                    return Some(index);
+                }
+                found &= found - 1;
+            }
+        }
+        None
     }
 
     /// The words, for scans.
@@ -387,6 +448,26 @@ mod tests {
             failure_persistence: None,
             ..ProptestConfig::default()
         })]
+
+        #[test]
+        fn the_first_block_is_found_as_by_looking_at_each(
+            cuts in proptest::collection::vec(0_usize..SPAN, 0..60),
+            among in any::<[u64; 8]>(),
+            refused in 0_usize..SPAN,
+        ) {
+            let bits = Bits512::default();
+            bits.reset(true);
+            for &cut in &cuts {
+                bits.cut(cut);
+            }
+            for order in 0..=9 {
+                let found = bits.first_block(&among, order, |index| index != refused);
+                let expected = blocks(&bits).into_iter().find(|(start, size)| {
+                    *size == order && among[start / 64] >> (start % 64) & 1 != 0 && *start != refused
+                });
+                prop_assert_eq!(found, expected.map(|(start, _)| start));
+            }
+        }
 
         #[test]
         fn cuts_make_the_canonical_partition(cuts in proptest::collection::vec(0_usize..SPAN, 0..20)) {

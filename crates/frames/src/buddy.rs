@@ -1,13 +1,13 @@
 //! The buddy system of one node, on the block map: free, find, split, merge. Everything here runs under the node's lock.
 //!
-//! Costs (cache lines touched besides the node's own): freeing a block touches its map line and free bits, its head's
-//! links, those of the list's former front, and two per merge. Freeing or taking an order-18 block touches four lines of
-//! its region and two links, whatever it contains; no descriptor, and nothing per 2 MiB or per frame.
+//! Costs (cache lines touched besides the node's own): freeing a block inside 2 MiB touches four lines of what is kept for
+//! these 2 MiB, whatever it merges with, and two of its region where a count begins or ends. Freeing or taking an order-18
+//! block touches five lines of its region, whatever it contains; no descriptor, and nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
 use crate::blockmap::Mobility;
 use crate::frames::{Env, Frames};
-use crate::freelist::{FreeLists, Known, Links, List};
+use crate::freelist::{FreeLists, Known, List, Places, Rows, Wanted};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Order, Pfn};
@@ -15,8 +15,10 @@ use hugemm_base::{Extent, Order, Pfn};
 /// One NUMA node's free memory. On lines of its own.
 #[repr(align(128))]
 #[derive(Debug)]
-pub(crate) struct Node<L> {
+pub(crate) struct Node<'m, L> {
     pub(crate) lists: Lock<L, FreeLists>,
+    /// Where what is counted there is. Written under the lock.
+    pub(crate) rows: Rows<'m>,
     /// Blocks freed by whoever must not wait: a stack through their descriptors. See `nowait`.
     pub(crate) deferred: AtomicU64,
     /// Frames on it.
@@ -25,10 +27,11 @@ pub(crate) struct Node<L> {
     pub(crate) zero_hint: AtomicU64,
 }
 
-impl<L: RawLock> Node<L> {
-    pub(crate) fn new() -> Self {
+impl<'m, L: RawLock> Node<'m, L> {
+    pub(crate) fn new(number: u32, rows: Rows<'m>) -> Self {
         Node {
-            lists: Lock::new(FreeLists::new()),
+            lists: Lock::new(FreeLists::new(number)),
+            rows,
             deferred: AtomicU64::new(0),
             deferred_pages: AtomicU64::new(0),
             zero_hint: AtomicU64::new(0),
@@ -75,7 +78,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     fn round<R>(
         &self,
-        owner: &Node<E::Lock>,
+        owner: &Node<'_, E::Lock>,
         lists: &mut LockGuard<'_, E::Lock, FreeLists>,
         f: impl FnOnce(&mut FreeLists) -> R,
     ) -> R {
@@ -104,8 +107,6 @@ impl<'m, E: Env> Frames<'m, E> {
         content: Content,
         mapped: bool,
     ) {
-        let small = |pfn| self.links(pfn, 0);
-        let big = |pfn| self.links(pfn, BLOCK_ORDER);
         let (mut base, mut k) = (pfn, order);
         let region = arena.region(pfn);
         let isolated = |pfn: Pfn| region.isolated.get(in_region(pfn));
@@ -122,7 +123,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     break;
                 }
                 // A dirty part makes the whole dirty; a zero one never makes it zero.
-                zero &= match lists.remove(buddy, k, small) {
+                zero &= match lists.remove(arena, buddy, k) {
                     List::Small(_, known) => known == Known::Zero,
                     _ => false,
                 };
@@ -137,9 +138,9 @@ impl<'m, E: Env> Frames<'m, E> {
                 block.free.put_locked(in_block(base), true);
                 let list = match isolated(base) {
                     true => List::Isolated,
-                    false => List::Small(block.mobility(), if zero { Known::Zero } else { Known::Dirty }),
+                    false => List::Small(block.mobility(), Known::of(zero)),
                 };
-                lists.push(base, k, list, small);
+                lists.push(arena, base, k, list);
                 return;
             }
             region.zero.put_locked(in_region(base), zero);
@@ -162,7 +163,7 @@ impl<'m, E: Env> Frames<'m, E> {
             {
                 break;
             }
-            lists.remove(buddy, k, big);
+            lists.remove(arena, buddy, k);
             region.free.put_locked(index, false);
             base = base.min(buddy);
             k += 1;
@@ -174,29 +175,26 @@ impl<'m, E: Env> Frames<'m, E> {
         let known = match content {
             Content::Dirty if base == pfn && k == order => Known::Dirty,
             Content::Zero if base == pfn && k == order => Known::Zero,
-            _ => big_known(arena, base, k),
+            _ => region.known(in_region(base), k - BLOCK_ORDER),
         };
-        lists.push(base, k, if alone { List::Isolated } else { List::Big(known) }, big);
+        lists.push(arena, base, k, if alone { List::Isolated } else { List::Big(known) });
     }
 
-    /// Where a free block of `order` keeps its links.
-    #[inline]
-    fn links(&self, pfn: Pfn, order: u32) -> Option<Links<'m>> {
-        let arena = self.arena(pfn)?;
-        Some(match order < BLOCK_ORDER {
-            true => Links::Descriptor(self.desc_in(arena, pfn)),
-            false => Links::Block(&arena.block(pfn).links),
-        })
-    }
-
-    /// Takes a free block that is in no matter which list.
+    /// Takes a free block, whichever kind it is.
     pub(crate) fn remove_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32) -> List {
+        let list = arena.list_of(pfn, order);
+        self.remove_from(lists, arena, pfn, order, list);
+        list
+    }
+
+    /// The same for a block whose kind is known.
+    fn remove_from(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, list: List) {
+        lists.remove_from(arena, pfn, order, list);
         if order < BLOCK_ORDER {
             arena.block(pfn).free.put_locked(in_block(pfn), false);
         } else {
             arena.region(pfn).free.put_locked(in_region(pfn), false);
         }
-        lists.remove(pfn, order, |pfn| self.links(pfn, order))
     }
 
     /// Whether the block at `pfn`, of the order that the map says, is free in the buddy system.
@@ -216,8 +214,9 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         want_zero: bool,
     ) -> Option<Taken> {
-        let (pfn, found, list) = lists.find(order, mobility, want_zero)?;
-        Some(self.carve(lists, pfn, found, list, order, mobility, want_zero))
+        let wanted = Wanted { order, mobility, zero: want_zero };
+        let (found, list) = lists.find(&self.places(lists)?, wanted)?;
+        self.carve(lists, found, list, wanted)
     }
 
     /// Takes a block of at least `order` and at most `most`: as large as is free at the first place looked.
@@ -229,24 +228,22 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         want_zero: bool,
     ) -> Option<(Taken, u32)> {
-        let (pfn, found, list) = lists.find(order, mobility, want_zero)?;
+        let wanted = Wanted { order, mobility, zero: want_zero };
+        let (found, list) = lists.find(&self.places(lists)?, wanted)?;
         let take = found.min(most.max(order));
-        Some((self.carve(lists, pfn, found, list, take, mobility, want_zero), take))
+        Some((self.carve(lists, found, list, Wanted { order: take, ..wanted })?, take))
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn carve(
-        &self,
-        lists: &mut FreeLists,
-        pfn: Pfn,
-        found: u32,
-        list: List,
-        order: u32,
-        mobility: Mobility,
-        want_zero: bool,
-    ) -> Taken {
-        let Some(arena) = self.arena(pfn) else { return Taken { pfn, zero: false } };
-        self.remove_block(lists, arena, pfn, found);
+    /// Where the node's free blocks are.
+    fn places(&self, lists: &FreeLists) -> Option<Places<'m, 'm>> {
+        Some(Places { rows: self.nodes.get(lists.node as usize)?.rows, arenas: self.arenas })
+    }
+
+    /// Takes the lowest free block of a kind that there is, and divides it down to what is wanted.
+    fn carve(&self, lists: &mut FreeLists, found: u32, list: List, wanted: Wanted) -> Option<Taken> {
+        let Wanted { order, mobility, zero: want_zero } = wanted;
+        let (arena, pfn) = self.places(lists)?.lowest(found, list)?;
+        self.remove_from(lists, arena, pfn, found, list);
         let (mut pfn, mut k) = (pfn, found);
         // A small block keeps the grouping of the 2 MiB it is in; a fresh one gets that of the request.
         let mobility = if found < BLOCK_ORDER { arena.block(pfn).mobility() } else { mobility };
@@ -264,7 +261,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     pfn = upper;
                 }
                 region.free.put_locked(in_region(rest), true);
-                lists.push(rest, k, List::Big(big_known(arena, rest, k)), |pfn| self.links(pfn, k));
+                lists.push(arena, rest, k, List::Big(big_known(arena, rest, k)));
             }
         }
         let zero = match list {
@@ -277,7 +274,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 let upper = Pfn::new(pfn.number() + (1 << half));
                 let known = match list {
                     List::Big(Known::Mixed) if half >= BLOCK_ORDER => big_known(arena, upper, half),
-                    _ => small_known(zero),
+                    _ => Known::of(zero),
                 };
                 let list = if half < BLOCK_ORDER {
                     arena.block(upper).free.put_locked(in_block(upper), true);
@@ -286,29 +283,26 @@ impl<'m, E: Env> Frames<'m, E> {
                     arena.region(upper).free.put_locked(in_region(upper), true);
                     List::Big(known)
                 };
-                lists.push(upper, half, list, |pfn| self.links(pfn, half));
+                lists.push(arena, upper, half, list);
             }
         }
-        Taken { pfn, zero }
+        Some(Taken { pfn, zero })
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map, chunk by chunk. O(18 + pages / 2^18).
+    ///
+    /// Looks under the lock whether frames must be looked at: what the caller has seen before may be out of date, and
+    /// only from here on nobody isolates or refuses any.
     pub(crate) fn free_chunks(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
+        if self.is_careful() {
+            return self.free_careful_locked(lists, arena, extent, content);
+        }
         for (pfn, order) in extent.chunks(Order::MAX) {
             self.free_block(lists, arena, pfn, order.get(), content);
         }
     }
 }
 
-const fn small_known(zero: bool) -> Known {
-    if zero { Known::Zero } else { Known::Dirty }
-}
-
 fn big_known(arena: &Arena<'_>, pfn: Pfn, order: u32) -> Known {
-    let log = order.saturating_sub(BLOCK_ORDER);
-    match arena.region(pfn).zero.any_all(in_region(pfn), log) {
-        (false, _) => Known::Dirty,
-        (true, true) => Known::Zero,
-        (true, false) => Known::Mixed,
-    }
+    arena.region(pfn).known(in_region(pfn), order.saturating_sub(BLOCK_ORDER))
 }

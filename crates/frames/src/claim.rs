@@ -238,20 +238,46 @@ impl<'m, E: Env> Frames<'m, E> {
                     }
                 }
             }
-            self.mark(arena, extent, true);
             let mut at = extent.base().number();
             while at < extent.end().number() {
                 let (head, order) = arena.block_of(Pfn::new(at));
-                if self.is_free(arena, head, order) {
-                    let list = self.remove_block(lists, arena, head, order);
-                    let Ok(order) = Order::new(order) else { break };
-                    self.free_around_isolation(lists, arena, Extent::block(head, order), content_of(list));
+                let Ok(order) = Order::new(order) else { break };
+                let whole = Extent::block(head, order);
+                let block = whole.intersection(extent);
+                if order.get() < BLOCK_ORDER {
+                    at = self.mark_group(lists, arena, Pfn::new(at), true);
+                } else if self.is_free(arena, head, order.get()) {
+                    let list = self.remove_block(lists, arena, head, order.get());
+                    self.mark(arena, block, true);
+                    self.free_around_isolation(lists, arena, whole, content_of(list));
+                    at = whole.end().number();
+                } else {
+                    self.mark(arena, block, true);
+                    at = whole.end().number();
                 }
-                at = head.number() + (1 << order);
             }
             Ok(())
         });
         result.unwrap_or(Err(ClaimError::NotManaged))
+    }
+
+    /// Marks a group of small blocks, or takes the mark off: its free blocks stay free, as blocks of another kind. Returns
+    /// the first frame after it.
+    fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, isolated: bool) -> u64 {
+        let group = Extent::block(Pfn::new(pfn.number() >> BLOCK_ORDER << BLOCK_ORDER), crate::arena::BLOCK);
+        let group = group.intersection(arena.extent);
+        let free = |(pfn, order): &(Pfn, u32)| self.is_free(arena, *pfn, *order);
+        for (pfn, order) in self.blocks(arena, group).filter(free) {
+            lists.remove(arena, pfn, order);
+        }
+        self.mark(arena, group, isolated);
+        for (pfn, order) in self.blocks(arena, group).filter(free) {
+            let mobility = arena.block(pfn).mobility();
+            // What was known is forgotten while a block is isolated.
+            let list = if isolated { List::Isolated } else { List::Small(mobility, Known::Dirty) };
+            lists.push(arena, pfn, order, list);
+        }
+        group.end().number()
     }
 
     fn mark(&self, arena: &Arena<'m>, extent: Extent, isolated: bool) {
@@ -330,23 +356,23 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Step 4's other half: the marks go, and what is free becomes ordinary again.
     fn unisolate(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
-        self.mark(arena, extent, false);
-        for pfn in self.blocks_2m(extent) {
-            let mut at = pfn.number();
-            while at < pfn.number() + SPAN as u64 {
-                let (head, order) = arena.block_of(Pfn::new(at));
-                let next = head.number() + (1 << order);
-                if head.number() >= at && self.is_free(arena, head, order) {
-                    let list = self.remove_block(lists, arena, head, order);
-                    let content = if list == List::Isolated && order >= BLOCK_ORDER {
-                        Content::AsMapped
-                    } else {
-                        content_of(list)
-                    };
-                    self.free_block(lists, arena, head, order, content);
-                }
-                at = next;
+        let mut at = extent.base().number();
+        while at < extent.end().number() {
+            let (head, order) = arena.block_of(Pfn::new(at));
+            let Ok(order) = Order::new(order) else { return };
+            let whole = Extent::block(head, order);
+            if order.get() < BLOCK_ORDER {
+                at = self.mark_group(lists, arena, Pfn::new(at), false);
+                continue;
             }
+            if self.is_free(arena, head, order.get()) {
+                self.remove_block(lists, arena, head, order.get());
+                self.mark(arena, whole, false);
+                self.free_block(lists, arena, head, order.get(), Content::AsMapped);
+            } else {
+                self.mark(arena, whole.intersection(extent), false);
+            }
+            at = whole.end().number();
         }
     }
 }

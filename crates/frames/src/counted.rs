@@ -3,7 +3,7 @@
 //! A [`Frozen`] block becomes counted with [`count`](Frames::count) and is from then on known by its head's number. Its
 //! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
 
-use crate::arena::{Arena, in_block};
+use crate::arena::{Arena, BLOCK_ORDER, in_block};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
@@ -54,8 +54,12 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     pub fn count(&self, block: Frozen) -> Result<Pfn, RefError> {
         let pfn = block.pfn();
-        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
-        let (word, lane) = arena.block(pfn).refs.word(in_block(pfn));
+        let meta = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
+        if block.log() >= BLOCK_ORDER {
+            // Smaller blocks have the mobility of their group; for the handle that the last put makes again.
+            meta.set_mobility(block.mobility());
+        }
+        let (word, lane) = meta.refs.word(in_block(pfn));
         refs::hold(word, lane)?;
         Ok(pfn)
     }
@@ -92,8 +96,11 @@ impl<'m, E: Env> Frames<'m, E> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
-        // Looked up while the reference still holds the block together, and before the atomic, which would delay it.
-        let mine = self.block_at(arena, pfn);
+        // Looked up while the reference still holds the block together, and before the atomic, which would delay it. A
+        // reference is on the head, so the block is where it says.
+        let (_, order) = arena.block_of(pfn);
+        let order = Order::new(order).unwrap_or(Order::ZERO);
+        let mine = Frozen::make(pfn, order, block.mobility(), false);
         let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
         if put == Put::Last {
             self.free(cx, mine);

@@ -1,12 +1,13 @@
-//! Page descriptors: 64 bytes per frame, of which the allocator needs three words of a free block's head.
+//! Page descriptors: 64 bytes per frame, for whoever owns the frame. The allocator itself needs two words of a block that
+//! is queued because its freer could not wait.
 //!
 //! # Protocol
 //!
 //! * The descriptor of a frame that is not the head of a block is **don't-care**: nobody reads a meaning out of it and
 //!   nobody has to write it. Which frames are heads is said by the block map (`blockmap.rs`), never by a descriptor.
 //!   So allocating a 2 MiB block writes no tails, and tails may be mapped read-only or share one page.
-//! * The head of a **free** block belongs to the allocator, under the lock of the block's node. Below 2 MiB its words 0
-//!   to 2 are the block's links in a free list; above, they are kept elsewhere and the descriptor is not touched.
+//! * The head of a **free** block belongs to the allocator, which does not touch it: what is free is said by bits (see
+//!   `freelist.rs`). Only a block on the way from `free_nowait` to its node has a link and its order in words 0 and 1.
 //! * The head of an **allocated** block belongs to the block's owner, all eight words. They are unspecified after an
 //!   allocation; only [`split`](crate::Frames::split) sets those of the heads it makes to zero.
 //! * References are not here (see [`refs`](crate::refs)), so no atomic read-modify-write ever targets a descriptor, not
@@ -65,7 +66,8 @@ impl<'m> DescRef<'m> {
     }
 
     /// Writes word `index` (modulo 8): one relaxed store. For the owner of the block that this frame is the head of; a
-    /// store by anybody else can corrupt a free list (never memory: links are checked before they are followed).
+    /// store by anybody else can corrupt the queue of `free_nowait` (never memory: links are checked before they are
+    /// followed).
     #[inline]
     pub fn store(self, index: usize, value: u64) {
         // Relaxed: as for `load`.

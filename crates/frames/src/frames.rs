@@ -53,7 +53,7 @@ unsafe impl<I: Inject> Env for Plain<I> {
 /// calls; every context given to one manager must come from one platform (see [`Frames::new`]).
 pub struct Frames<'m, E: Env = Plain> {
     pub(crate) arenas: &'m [Arena<'m>],
-    pub(crate) nodes: &'m [Node<E::Lock>],
+    pub(crate) nodes: &'m [Node<'m, E::Lock>],
     pub(crate) cpus: &'m [PerCpu<'m>],
     pub(crate) frames: u64,
     /// How many frames have been released.
@@ -106,6 +106,29 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 
+    /// [`new`](Frames::new) in a slice, which is initialised and nobody else's by its type.
+    ///
+    /// # Safety
+    ///
+    /// As [`new`](Frames::new), but for `memory`: all contexts come from one platform, and descriptor arrays that arenas
+    /// bring along are valid for `'m` and nobody else's.
+    pub unsafe fn in_slice(config: &Config<'_>, env: E, memory: &'m mut [u8]) -> Result<Self, ConfigError>
+    where
+        E::Lock: 'm,
+    {
+        // SAFETY: the slice is what `new` asks for; the rest is the caller's promise.
+        unsafe { Self::new(config, env, memory.as_mut_ptr(), memory.len()) }
+    }
+
+    /// [`release`](Frames::release) for frames that are known by their numbers alone.
+    ///
+    /// # Safety
+    ///
+    /// As [`release`](Frames::release), and nobody owns any of the frames.
+    pub unsafe fn release_extent(&self, frames: Extent) -> u64 {
+        self.release_as(frames, Content::Dirty)
+    }
+
     /// Hands frames over: they become free. Frames that are never released are reserved. Frames outside every arena are
     /// left out; returns how many were taken. One lock round per arena, O(18 + pages / 2^18) each.
     ///
@@ -148,11 +171,14 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     pub(crate) fn arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let first = self.arenas.first()?;
-        if first.extent.contains(pfn) {
-            return Some(first);
-        }
+        if first.contains(pfn) { Some(first) } else { self.later_arena(pfn) }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn later_arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let after = self.arenas.partition_point(|arena| arena.extent.base() <= pfn);
-        self.arenas.get(after.checked_sub(1)?).filter(|arena| arena.extent.contains(pfn))
+        self.arenas.get(after.checked_sub(1)?).filter(|arena| arena.contains(pfn))
     }
 
     /// The arenas' parts of an extent, in ascending order.

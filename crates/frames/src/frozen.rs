@@ -17,6 +17,7 @@ pub struct Frozen(NonZeroU64);
 
 const ZERO: u64 = 1;
 const MOVABLE: u64 = 1 << 1;
+const CLASS_SHIFT: u32 = 1;
 const ORDER_SHIFT: u32 = 2;
 const PRESENT: NonZeroU64 = NonZeroU64::MIN.saturating_add((1 << 7) - 1);
 const PFN_SHIFT: u32 = 8;
@@ -43,6 +44,11 @@ impl Frozen {
         Frozen(combine(word))
     }
 
+    /// What the word of the block's next neighbour of the same kind is larger by.
+    pub(crate) const fn step(order: u32) -> u64 {
+        1 << (PFN_SHIFT + order)
+    }
+
     /// The same block for another use. What is known of its content stays.
     #[inline]
     pub(crate) const fn with_mobility(self, mobility: Mobility) -> Self {
@@ -65,6 +71,12 @@ impl Frozen {
     #[inline]
     pub(crate) const fn log(&self) -> u32 {
         (self.0.get() >> ORDER_SHIFT) as u32 & 31
+    }
+
+    /// The index of its class in a CPU's cache: order and mobility are neighbours in the word.
+    #[inline]
+    pub(crate) const fn class(&self) -> usize {
+        (self.0.get() >> CLASS_SHIFT) as usize & 63
     }
 
     /// Order.
@@ -154,6 +166,7 @@ mod tests {
                         let block = Frozen::from_word(Frozen::make(Pfn::new(pfn), order, mobility, zero).into_word());
                         assert_eq!((block.pfn().number(), block.order()), (pfn, order));
                         assert_eq!((block.mobility(), block.is_zero()), (mobility, zero));
+                        assert_eq!(block.class(), 2 * order.get() as usize + mobility.index());
                         let block = block.with_mobility(mobility.other()).soiled();
                         assert_eq!((block.mobility(), block.is_zero()), (mobility.other(), false));
                         assert_eq!(block.pfn().number(), pfn);

@@ -3,13 +3,14 @@
 use crate::arena::{Arena, ArenaSpec, BLOCK_ORDER, Block, REGION_ORDER, Region, touched};
 use crate::buddy::Node;
 use crate::descriptor::Descriptor;
+use crate::freelist::Rows;
 use crate::pcp::PerCpu;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
-use hugemm_base::Pfn;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
+use hugemm_base::{Extent, NodeId, Pfn};
 
 /// What a manager is made for.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +20,7 @@ pub struct Config<'a> {
     /// How many CPUs have caches. A CPU with a higher number can still allocate; it goes to the nodes every time.
     pub cpus: u32,
     /// The node of each CPU, by number. CPUs beyond the end are on the first arena's node.
-    pub cpu_nodes: &'a [hugemm_base::NodeId],
+    pub cpu_nodes: &'a [NodeId],
 }
 
 /// Why a manager cannot be made.
@@ -97,8 +98,29 @@ pub(crate) fn nodes(config: &Config<'_>) -> u64 {
     config.arenas.iter().map(|a| u64::from(a.node.0) + 1).max().unwrap_or(0)
 }
 
+/// How many regions all arenas touch; a region that two share counts for each.
+fn regions(config: &Config<'_>) -> u64 {
+    config.arenas.iter().map(|arena| touched(arena.extent, REGION_ORDER)).sum()
+}
+
 fn frames(config: &Config<'_>) -> u64 {
     config.arenas.iter().map(|arena| arena.extent.pages()).sum()
+}
+
+/// The largest extent between whose ends no arena is on another node. O(arenas).
+fn largest_span(config: &Config<'_>, node: NodeId) -> Extent {
+    let mut largest = Extent::default();
+    for arenas in config.arenas.chunk_by(|a, b| a.node == b.node) {
+        if let ([first, ..], [.., last]) = (arenas, arenas)
+            && first.node == node
+            && let base = first.extent.base()
+            && let Ok(span) = Extent::new(base, last.extent.end().number() - base.number())
+            && span.pages() > largest.pages()
+        {
+            largest = span;
+        }
+    }
+    largest
 }
 
 fn check(config: &Config<'_>) -> Result<(), ConfigError> {
@@ -120,9 +142,11 @@ pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, Config
     check(config)?;
     let mut carver = Carver { base: core::ptr::null_mut(), used: 0, memory: PhantomData };
     carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
-    carver.place::<Node<L>>(nodes(config))?;
+    carver.place::<Node<'_, L>>(nodes(config))?;
+    let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(ConfigError::TooLarge)?;
+    carver.place::<AtomicU64>(rows)?;
     carver.place::<PerCpu<'_>>(config.cpus.into())?;
-    let entries: u64 = PerCpu::capacities(frames(config), config.cpus).iter().sum();
+    let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
     carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(ConfigError::TooLarge)?)?;
     for arena in config.arenas {
         carver.place::<Region>(touched(arena.extent, REGION_ORDER))?;
@@ -137,7 +161,7 @@ pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, Config
 /// Everything placed.
 pub(crate) struct Parts<'m, L> {
     pub(crate) arenas: &'m [Arena<'m>],
-    pub(crate) nodes: &'m [Node<L>],
+    pub(crate) nodes: &'m [Node<'m, L>],
     pub(crate) cpus: &'m [PerCpu<'m>],
     pub(crate) frames: u64,
 }
@@ -163,10 +187,18 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
     // SAFETY: the memory is at least as large as `required` says, which placed the same arrays in the same order, and
     // the caller gave it away.
     unsafe {
-        let nodes = carver.fill(nodes(config), |_| Node::<L>::new())?;
+        let (count, words) = (nodes(config), Rows::words(regions(config)));
+        let nodes_at = carver.place::<Node<'_, L>>(count)?;
+        let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
+        let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize]);
+        let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
+        for node in 0..count as usize {
+            nodes.add(node).write(Node::new(node as u32, rows(node)));
+        }
+        let nodes = core::slice::from_raw_parts(nodes, count as usize);
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;
         let capacities = PerCpu::capacities(total, config.cpus);
-        let per_cpu: u64 = capacities.iter().sum();
+        let per_cpu = PerCpu::entries(&capacities);
         let entries = carver.fill(per_cpu * u64::from(config.cpus), |_| AtomicU64::new(0))?;
         let cpus = carver.base.add(cpus_at).cast::<PerCpu<'m>>();
         for cpu in 0..config.cpus as usize {
@@ -174,9 +206,10 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
             let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
             let node = if u64::from(node.0) < nodes.len() as u64 { node } else { default };
             let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
-            cpus.add(cpu).write(PerCpu::new(node, &capacities, own));
+            cpus.add(cpu).write(PerCpu::new(node, largest_span(config, node), &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
+        let mut first_region = 0;
         for (index, spec) in config.arenas.iter().enumerate() {
             let regions = carver.fill(touched(spec.extent, REGION_ORDER), |_| Region::new())?;
             let blocks = carver.fill(touched(spec.extent, BLOCK_ORDER), |_| Block::new())?;
@@ -187,7 +220,17 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
                     carver.base.add(at).cast()
                 }
             };
-            arenas.add(index).write(Arena { extent: spec.extent, node: spec.node.0, descriptors, blocks, regions });
+            let (node, rows) = (spec.node.0, rows(spec.node.0 as usize));
+            arenas.add(index).write(Arena {
+                extent: spec.extent,
+                node,
+                descriptors,
+                blocks,
+                regions,
+                first_region,
+                rows,
+            });
+            first_region += regions.len();
         }
         Ok(Parts {
             arenas: core::slice::from_raw_parts(arenas, config.arenas.len()),

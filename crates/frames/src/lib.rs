@@ -15,8 +15,9 @@
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
-//! | `freelist.rs`, `buddy.rs` | free memory of a node, under its lock |
-//! | [`pcp`] | per-CPU caches |
+//! | `freelist.rs` | where a node's free memory is, lowest first, under its lock |
+//! | `buddy.rs` | splitting and merging it |
+//! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `alloc.rs` | allocating and freeing blocks |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
@@ -40,6 +41,7 @@ mod arena;
 mod blockmap;
 mod buddy;
 mod claim;
+mod class;
 mod counted;
 pub mod descriptor;
 mod frames;

@@ -67,7 +67,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Under the lock: frees what was queued.
-    pub(crate) fn free_deferred(&self, node: &Node<E::Lock>, lists: &mut FreeLists) {
+    pub(crate) fn free_deferred(&self, node: &Node<'_, E::Lock>, lists: &mut FreeLists) {
         // Relaxed: what is queued after this look is freed in the next round.
         if node.deferred.load(Ordering::Relaxed) == 0 {
             return;

@@ -8,189 +8,97 @@
 //! * Nobody takes frames out of another CPU's cache. Whoever needs them posts a request ([`Mailbox`]); the owner serves
 //!   it at its next operation, or when its platform calls [`Frames::serve`](crate::Frames::serve) (from its idle loop
 //!   or an inter-processor interrupt), and acknowledges.
-//! * Orders 0 to 3 are cached per mobility, order 9 for both together. Everything else goes to the node (checklist C13).
+//! * Orders 0 to 3 and 9 are cached, per mobility; an order-9 block that was freed as the other mobility is taken before
+//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few, but
+//!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
+//!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node (checklist C13).
 //! * A refill brings half a cache in one lock round; a drain takes three quarters of one, 64 blocks in a round: those
-//!   that were freed longest ago, sorted, so that neighbours are freed as the largest blocks they make.
+//!   that lie highest, sorted, so that neighbours are freed as the largest blocks they make and low memory is used first.
 //! * The high watermark moves: two refills, or two drains, without the other in between mean that the cache is too small
-//!   for how this CPU works, and double it; [`Frames::drain`](crate::Frames::drain) and exhaustion shrink it to the
-//!   smallest.
+//!   for how this CPU works, and double it. A change of direction means that a small one will do, and so does
+//!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //!
-//! Cost of a hit: one line of the class, one of the entries. Nothing of the frame itself is touched.
+//! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
+//! to free. Nothing of the frame itself is touched.
 //!
 //! Source of the rules: design §4.7, checklist C9, C10.
 
 use crate::blockmap::Mobility;
+use crate::class::Class;
 use crate::frozen::Frozen;
-use hugemm_base::NodeId;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+use hugemm_base::{Extent, NodeId, Pfn};
 
-/// Orders 0..=3 twice, order 9 once.
-pub(crate) const CLASSES: usize = 9;
+/// A class per order up to 9 and mobility, at [`Frozen::class`].
+pub(crate) const CLASSES: usize = 20;
 
-/// The order of each class's blocks.
-const ORDERS: [u32; CLASSES] = [0, 1, 2, 3, 0, 1, 2, 3, 9];
+/// Entries per class at most, by order.
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 64];
 
-/// Watermarks start, and shrink, to this.
-const LEAST: u64 = 8;
+/// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
+const STOCKED: u32 = 0b10_0000_1111;
 
-/// Entries per class at most: order 0, 1, 2, 3, 9.
-const MOST: [u64; 5] = [512, 128, 64, 32, 64];
-
-/// A request to one CPU and its answer: two counters.
+/// What keeps a CPU off its fast path: one word, which is all that the fast path looks at.
 ///
 /// Generic over the word so that loom runs it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct Mailbox<W = AtomicU64> {
-    /// Requests posted. Anybody adds.
-    posted: W,
-    /// Value of `posted` up to which the owner has drained. Owner only.
-    served: W,
+    /// [`REQUEST`] times the requests not yet served, plus [`CAREFUL`]. Anybody adds a request; the rest is the owner's.
+    attention: W,
 }
+
+/// Some frames must be looked at before they are cached or handed out: see [`refuse`](crate::Poisoned).
+const CAREFUL: u64 = 1;
+const REQUEST: u64 = 2;
 
 impl<W: AtomicWord> Mailbox<W> {
-    /// A mailbox made of two words that are zero.
-    pub const fn new(posted: W, served: W) -> Self {
-        Mailbox { posted, served }
+    /// A mailbox made of a word that is zero.
+    pub const fn new(attention: W) -> Self {
+        Mailbox { attention }
     }
 
-    /// Posts a request and returns its number.
-    pub fn post(&self) -> u64 {
+    /// Posts a request.
+    pub fn post(&self) {
         // Release pairs with the Acquire in `serve`: what was done before posting (a block marked as isolated) is seen
         // by the owner when it drains, and by every operation of the owner after that.
-        self.posted.fetch_add(1, Ordering::Release) + 1
+        self.attention.fetch_add(REQUEST, Ordering::Release);
     }
 
-    /// Whether something is posted: one relaxed load of each word, for the owner's fast path.
+    /// Whether the owner's fast path may be taken: one relaxed load.
     #[inline]
-    pub fn pending(&self) -> bool {
+    pub fn is_quiet(&self) -> bool {
         // Relaxed: `serve` acquires; seeing a request late only means serving it later.
-        self.posted.load(Ordering::Relaxed) != self.served.load(Ordering::Relaxed)
+        self.attention.load(Ordering::Relaxed) == 0
     }
 
-    /// The owner's side: runs `drain` if something is posted and acknowledges all that was posted before it started.
-    pub fn serve(&self, drain: impl FnOnce()) -> bool {
+    /// Whether a request has not been served yet.
+    pub fn pending(&self) -> bool {
+        // Acquire pairs with the Release in `serve`: what the owner drained is in its node.
+        self.attention.load(Ordering::Acquire) >= REQUEST
+    }
+
+    /// The owner's side: runs `drain` if something is posted, and acknowledges all that was posted before it started.
+    /// `careful` says, after that, whether the owner must stay off its fast path all the same. Returns whether it
+    /// drained.
+    pub fn serve(&self, drain: impl FnOnce(), careful: impl FnOnce() -> bool) -> bool {
         // Acquire pairs with the Release in `post`.
-        let upto = self.posted.load(Ordering::Acquire);
-        if upto == self.served.load(Ordering::Relaxed) {
+        let seen = self.attention.load(Ordering::Acquire);
+        if seen == 0 {
             return false;
         }
-        drain();
-        // Release pairs with the Acquire in `is_served`.
-        self.served.store(upto, Ordering::Release);
-        true
-    }
-
-    /// Whether the request with this number has been served.
-    pub fn is_served(&self, number: u64) -> bool {
-        // Acquire pairs with the Release in `serve`.
-        self.served.load(Ordering::Acquire) >= number
-    }
-}
-
-/// Which way a class last went to its node.
-const NEITHER: u64 = 0;
-const REFILLED: u64 = 1;
-const DRAINED: u64 = 2;
-
-/// A stack of blocks of one order (and mobility). Owner only, but for `len`, which others may read.
-#[derive(Debug)]
-pub(crate) struct Class<'m> {
-    len: AtomicU64,
-    high: AtomicU64,
-    last: AtomicU64,
-    entries: &'m [AtomicU64],
-}
-
-// Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
-impl<'m> Class<'m> {
-    fn new(entries: &'m [AtomicU64]) -> Self {
-        let high = LEAST.min(entries.len() as u64);
-        Class { len: AtomicU64::new(0), high: AtomicU64::new(high), last: AtomicU64::new(NEITHER), entries }
-    }
-
-    #[inline]
-    pub(crate) fn len(&self) -> u64 {
-        self.len.load(Ordering::Relaxed)
-    }
-
-    /// The most recently freed block: three loads and a store.
-    #[inline]
-    pub(crate) fn pop(&self) -> Option<Frozen> {
-        let len = self.len.load(Ordering::Relaxed).checked_sub(1)?;
-        let word = self.entries.get(len as usize)?.load(Ordering::Relaxed);
-        self.len.store(len, Ordering::Relaxed);
-        Some(Frozen::from_word(word))
-    }
-
-    /// Whether the block that `pop` would return is known to be zero.
-    pub(crate) fn next_is_zero(&self) -> bool {
-        let last = self.len.load(Ordering::Relaxed).checked_sub(1);
-        let word = last.and_then(|last| self.entries.get(last as usize)).map(|entry| entry.load(Ordering::Relaxed));
-        word.is_some_and(|word| Frozen::from_word(word).is_zero())
-    }
-
-    /// Whether there is room for another block below the watermark.
-    #[inline]
-    pub(crate) fn has_room(&self) -> bool {
-        self.len.load(Ordering::Relaxed) < self.high.load(Ordering::Relaxed)
-    }
-
-    /// Adds a block; the caller has made sure that there is [room](Class::has_room). Two loads, two stores.
-    #[inline]
-    pub(crate) fn push(&self, block: Frozen) {
-        let len = self.len.load(Ordering::Relaxed);
-        // The watermark is never above the capacity.
-        if let Some(slot) = self.entries.get(len as usize) {
-            slot.store(block.into_word(), Ordering::Relaxed);
-            self.len.store(len + 1, Ordering::Relaxed);
+        let posted = seen >= REQUEST;
+        if posted {
+            drain();
         }
-    }
-
-    /// The cache ran empty: raises the watermark if that keeps happening, and says how many to fetch.
-    pub(crate) fn want(&self) -> u64 {
-        self.note(REFILLED);
-        (self.high.load(Ordering::Relaxed) / 2).max(1)
-    }
-
-    /// The cache is full: raises the watermark if that keeps happening, and says how many must go. 0: there is room now.
-    pub(crate) fn excess(&self) -> u64 {
-        self.note(DRAINED);
-        let high = self.high.load(Ordering::Relaxed);
-        if self.len() < high { 0 } else { (high - high / 4).min(self.len()) }
-    }
-
-    fn note(&self, event: u64) {
-        let high = self.high.load(Ordering::Relaxed);
-        if self.last.load(Ordering::Relaxed) == event {
-            self.high.store((high * 2).min(self.entries.len() as u64), Ordering::Relaxed);
+        // What `careful` reads was written before the requests seen above were posted, or else before one that is still
+        // in the word afterwards and asks again.
+        let keep = if careful() { CAREFUL } else { 0 };
+        if seen != keep {
+            // Release pairs with the Acquire in `pending`.
+            self.attention.fetch_add(keep.wrapping_sub(seen), Ordering::Release);
         }
-        self.last.store(event, Ordering::Relaxed);
-    }
-
-    /// Back to the smallest size.
-    pub(crate) fn shrink(&self) {
-        self.high.store(LEAST.min(self.entries.len() as u64), Ordering::Relaxed);
-        self.last.store(NEITHER, Ordering::Relaxed);
-    }
-
-    /// Whether the class caches anything at all.
-    pub(crate) fn enabled(&self) -> bool {
-        !self.entries.is_empty()
-    }
-
-    /// Takes up to `out.len()` of the oldest entries into `out`; the rest moves down. O(len).
-    pub(crate) fn take_oldest(&self, out: &mut [u64]) -> usize {
-        let len = self.len() as usize;
-        let count = out.len().min(len);
-        for (slot, entry) in out.iter_mut().zip(self.entries) {
-            *slot = entry.load(Ordering::Relaxed);
-        }
-        for index in count..len {
-            self.entries[index - count].store(self.entries[index].load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        self.len.store((len - count) as u64, Ordering::Relaxed);
-        count
+        posted
     }
 }
 
@@ -200,46 +108,67 @@ impl<'m> Class<'m> {
 pub(crate) struct PerCpu<'m> {
     pub(crate) mailbox: Mailbox,
     pub(crate) node: NodeId,
-    pub(crate) classes: [Class<'m>; CLASSES],
+    /// Frames that are certainly on the node.
+    local: Extent,
+    classes: [Class<'m>; CLASSES],
 }
 
 impl<'m> PerCpu<'m> {
-    /// Entries of each class, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's share (1/32
-    /// for order 9), so that a small memory is not swallowed by caches.
-    pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES] {
+    /// Entries of each order's two classes, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's
+    /// share, so that a small memory is not swallowed by caches.
+    pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES / 2] {
         let share = frames / u64::from(cpus.max(1)) / 64;
-        let [a, b, c, d, block] = MOST;
-        let mut entries = [a, b, c, d, a, b, c, d, block];
-        for (entries, order) in entries.iter_mut().zip(ORDERS) {
-            *entries = (*entries).min(share >> order << u32::from(order == 9));
-        }
-        entries
+        core::array::from_fn(|order| MOST[order].min(share >> order))
     }
 
-    /// A CPU's empty cache over `entries`, as many as the sum of `capacities`.
-    pub(crate) fn new(node: NodeId, capacities: &[u64; CLASSES], entries: &'m [AtomicU64]) -> Self {
+    /// How many entries those are.
+    pub(crate) fn entries(capacities: &[u64; CLASSES / 2]) -> u64 {
+        2 * capacities.iter().sum::<u64>()
+    }
+
+    /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. `local` are frames of the node:
+    /// others are recognised too, but not at once.
+    pub(crate) fn new(node: NodeId, local: Extent, capacities: &[u64; CLASSES / 2], entries: &'m [AtomicU64]) -> Self {
         let mut rest = entries;
-        let classes = capacities.map(|capacity| {
-            let (own, others) = rest.split_at_checked(capacity as usize).unwrap_or((&[], rest));
+        let classes = core::array::from_fn(|class| {
+            let (own, others) = rest.split_at_checked(capacities[class / 2] as usize).unwrap_or((&[], rest));
             rest = others;
             Class::new(own)
         });
-        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)), node, classes }
+        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0)), node, local, classes }
     }
 
-    /// The class of blocks of `order`, if they are cached.
+    /// Whether a frame is on the node at the first look.
+    #[inline]
+    pub(crate) fn is_local(&self, pfn: Pfn) -> bool {
+        // One comparison: what is below the base wraps.
+        pfn.number().wrapping_sub(self.local.base().number()) < self.local.pages()
+    }
+
+    /// The class of a block, if there is one for its order.
+    #[inline]
+    pub(crate) fn class_of(&self, block: &Frozen) -> Option<&Class<'m>> {
+        self.classes.get(block.class())
+    }
+
+    /// The class from which blocks of `order` are allocated, if there is one.
+    #[inline]
+    pub(crate) fn stock(&self, order: u32, mobility: Mobility) -> Option<&Class<'m>> {
+        if STOCKED >> order & 1 == 0 {
+            return None;
+        }
+        self.class(order, mobility)
+    }
+
+    /// The class to which blocks of `order` are freed, if there is one.
     #[inline]
     pub(crate) fn class(&self, order: u32, mobility: Mobility) -> Option<&Class<'m>> {
-        match order {
-            0..=3 => self.classes.get(mobility.index() * 4 + order as usize),
-            9 => self.classes.get(CLASSES - 1),
-            _ => None,
-        }
+        self.classes.get(2 * order as usize + mobility.index())
     }
 
     /// Every class with its order.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
-        self.classes.iter().zip(ORDERS)
+        self.classes.iter().enumerate().map(|(index, class)| (class, index as u32 / 2))
     }
 
     /// Frames in the cache: exact for the owner, a snapshot for others.

@@ -9,8 +9,9 @@
 //!
 //! # Cost
 //!
-//! While nothing is poisoned or isolated, one relaxed load of a word that never changes. Otherwise freeing looks at one
-//! bit per 2 MiB, and per frame only where that is set; and caches are bypassed for isolated blocks.
+//! While nothing is poisoned or isolated, nothing: the fast paths look at one word of their CPU for other reasons too.
+//! Otherwise they are left, and freeing looks at one bit per 2 MiB, and per frame only where that is set. Blocks in the
+//! 2 MiB of a poisoned frame, or of an isolated one, bypass the caches; all others are cached as ever.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
@@ -95,6 +96,12 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         self.free_careful(arena, extent, Content::of(block.is_zero()));
         None
+    }
+
+    /// Whether a block may hold refused frames, or is isolated, and must not be cached. One line of its region.
+    pub(crate) fn is_suspect(&self, arena: &Arena<'m>, block: &Frozen) -> bool {
+        let (region, index) = (arena.region(block.pfn()), in_region(block.pfn()));
+        block.log() > BLOCK_ORDER || region.isolated.get(index) || region.refused.get(index)
     }
 
     /// The first refused frame of an extent of one arena. O(pages / 2^15) where there is none.

@@ -90,18 +90,17 @@ impl<E: Env> Frames<'_, E> {
         }
         let pin = cx.pin();
         let own = self.cpus.get(pin.cpu().0 as usize);
-        let class = own.filter(|own| request.from == From::Local && !own.mailbox.pending());
-        let class = class.and_then(|own| own.class(request.order.get(), request.mobility));
+        let class = own.filter(|own| request.from == From::Local && own.mailbox.is_quiet());
+        let class = class.and_then(|own| own.stock(request.order.get(), request.mobility));
         if let Some(class) = class
-            && !self.is_careful()
             && class.next_is_zero()
             && let Some(block) = class.pop()
         {
-            return Ok(block.with_mobility(request.mobility));
+            return Ok(block);
         }
         // Relaxed: a hint that saves a lock round where nothing is known to be zero.
         let zeroes = self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
-        self.alloc_slow(own, request, zeroes)
+        self.alloc_slow(own, request.order, request.mobility, request.from, zeroes)
     }
 }
 

@@ -193,23 +193,28 @@ fn refill_and_free_against_a_remote_drain() {
         node: Mutex<u32>,
     }
     impl Cpu {
+        fn is_isolated(&self) -> bool {
+            // Relaxed, as in the allocator: serving is what makes it visible.
+            AtomicWord::load(&self.isolated, Ordering::Relaxed) != 0
+        }
+
         fn serve(&self) {
-            if self.mailbox.pending() {
-                self.mailbox.serve(|| {
-                    let cached = self.cache.with_mut(|cache| unsafe { core::mem::take(&mut *cache) });
-                    *self.node.lock().unwrap() += cached;
-                });
-            }
+            let drain = || {
+                let cached = self.cache.with_mut(|cache| unsafe { core::mem::take(&mut *cache) });
+                *self.node.lock().unwrap() += cached;
+            };
+            self.mailbox.serve(drain, || self.is_isolated());
         }
 
         fn free(&self) {
-            self.serve();
-            // Relaxed, as in the allocator: serving is what makes it visible.
-            if AtomicWord::load(&self.isolated, Ordering::Relaxed) != 0 {
-                *self.node.lock().unwrap() += 1;
-            } else {
-                self.cache.with_mut(|cache| unsafe { *cache += 1 });
+            if !self.mailbox.is_quiet() {
+                self.serve();
+                if self.is_isolated() {
+                    *self.node.lock().unwrap() += 1;
+                    return;
+                }
             }
+            self.cache.with_mut(|cache| unsafe { *cache += 1 });
         }
     }
     // SAFETY: the cache is the owner's; loom checks that.
@@ -217,7 +222,7 @@ fn refill_and_free_against_a_remote_drain() {
     unsafe impl Send for Cpu {}
     loom::model(|| {
         let cpu = Arc::new(Cpu {
-            mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)),
+            mailbox: Mailbox::new(AtomicU64::new(0)),
             isolated: AtomicU64::new(0),
             cache: UnsafeCell::new(0),
             node: Mutex::new(0),
@@ -229,15 +234,38 @@ fn refill_and_free_against_a_remote_drain() {
             other.serve();
         });
         AtomicWord::store(&cpu.isolated, 1, Ordering::Relaxed);
-        let request = cpu.mailbox.post();
-        let served = cpu.mailbox.is_served(request);
+        cpu.mailbox.post();
+        let served = !cpu.mailbox.pending();
         let found = *cpu.node.lock().unwrap();
         owner.join().unwrap();
         let cached = cpu.cache.with(|cache| unsafe { *cache });
         assert_eq!(cached + *cpu.node.lock().unwrap(), 2, "a frame was lost");
-        if served || cpu.mailbox.is_served(request) {
+        if served || !cpu.mailbox.pending() {
             assert_eq!(cached, 0, "served, and yet cached");
+            assert!(!cpu.mailbox.is_quiet(), "something is isolated, and yet the fast path is open");
         }
         assert!(found <= 2);
+    });
+}
+
+/// An isolation that ends while another begins: the owner ends up on the slow path if and only if one is left.
+#[test]
+fn a_second_isolation_while_the_first_ends() {
+    loom::model(|| {
+        let cpu = Arc::new((Mailbox::new(AtomicU64::new(0)), AtomicU64::new(1)));
+        cpu.0.post();
+        let other = Arc::clone(&cpu);
+        let owner = thread::spawn(move || {
+            for _ in 0..2 {
+                other.0.serve(|| (), || AtomicWord::load(&other.1, Ordering::Relaxed) != 0);
+            }
+        });
+        // The first ends, the second begins and says so.
+        cpu.1.fetch_add(1_u64.wrapping_neg(), Ordering::Relaxed);
+        cpu.1.fetch_add(1, Ordering::Relaxed);
+        cpu.0.post();
+        owner.join().unwrap();
+        cpu.0.serve(|| (), || AtomicWord::load(&cpu.1, Ordering::Relaxed) != 0);
+        assert!(!cpu.0.is_quiet() && !cpu.0.pending());
     });
 }

@@ -586,3 +586,20 @@ fn every_allocation_point_can_fail() {
     });
     assert_eq!(runs, 8, "seven points, and the run in which none fails");
 }
+
+/// A folio that becomes frozen again is what it was allocated for, however large it is.
+#[test]
+fn a_count_keeps_the_mobility() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        for order in [0, 3, 9, 10] {
+            for wanted in [request(order), request(order).movable()] {
+                let block = frames.alloc(&cx, wanted).expect("memory");
+                let pfn = frames.count(block).expect("frozen");
+                let block = frames.freeze(pfn).expect("counted").expect("alone");
+                assert_eq!(block.mobility(), wanted.mobility, "order {order}");
+                frames.free(&cx, block);
+            }
+        }
+    });
+}

@@ -57,6 +57,8 @@ pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressB
     ];
     let mut sides = ways.map(|(name, parts)| Side { name, run: Box::new(move || measure(parts)) });
     let columns = alternate(&mut sides, args.measured.runs, bar)?;
+    // The second CPU is idle from here on: what it has cached would be in the way of claims.
+    area.on_cpus(2, &source, |_, _| Ok(()))?;
     let samples: Vec<Samples> = columns.into_iter().filter_map(|mut columns| columns.pop().flatten()).collect();
     let [whole, halves, both] = samples.as_slice() else { bail!("nothing was measured") };
     let mut lines = table::new(["ns per block", "free", "of one CPU, halves"]);

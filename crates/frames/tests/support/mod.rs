@@ -85,6 +85,12 @@ impl Memory {
         Memory { ptr, layout }
     }
 
+    /// The bytes, for a manager that borrows them.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: allocated with this size, zeroed, and borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.layout.size()) }
+    }
+
     pub fn for_config(config: &Config<'_>) -> Self {
         Memory::new(Frames::<Plain>::required_bytes(config).expect("valid"))
     }
