@@ -5,6 +5,7 @@
 //! | [`swap`] | the seam to a swap back end: slots, errors, who owns what |
 //! | [`compressor`] | the seam to a compression library |
 //! | [`compressed`] | swap in memory, compressed, over the manager's own frames |
+//! | [`lru`] | which folios have not been used for long; two policies as values |
 //! | `words.rs`, `links.rs` | which descriptor words are used, and lists through them |
 //!
 //! Everything here is `no_std`, allocates from [`hugemm_frames`] only, by requests that never call reclaim, and does not
@@ -14,9 +15,11 @@
 pub mod compressed;
 pub mod compressor;
 mod links;
+pub mod lru;
 pub mod swap;
 mod words;
 
 pub use compressed::{Compressed, Usage};
 pub use compressor::{Compressor, Corrupt, PageBytes};
+pub use lru::{BATCH, Batch, Folio, Lru, LruStats, Neighbours, Policy, Removed, Source, Verdict, Was};
 pub use swap::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};
