@@ -102,6 +102,14 @@ impl<E: Env, C: Compressor, L: RawLock> fmt::Debug for Compressed<'_, '_, E, C, 
 /// The frame of the page that is being evicted, for use as a block.
 type Own = Option<(Pfn, Mobility)>;
 
+/// A block that nobody else knows yet.
+struct New {
+    pfn: Pfn,
+    order: Order,
+    mobility: Mobility,
+    is_own: bool,
+}
+
 /// Where a page went, and whether its own frame went there too.
 type Kept = (Place, bool);
 
@@ -201,22 +209,30 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     }
 
     /// A frame or block for data: from the manager, or the page's own frame where that has none. The limit is charged.
-    fn block<P: Cpu>(&self, cx: &CpuCx<'_, P>, class: u64, order: Order, own: Own) -> Result<(Pfn, bool), StoreError> {
+    fn block<P: Cpu>(&self, cx: &CpuCx<'_, P>, class: u64, order: Order, own: Own) -> Result<New, StoreError> {
         self.charge(order.pages())?;
-        let (pfn, mobility, is_own) = match (self.frames.alloc(cx, Request::order(order)), own) {
+        let new = match (self.frames.alloc(cx, Request::order(order)), own) {
             (Ok(block), _) => {
                 let (pfn, mobility) = (block.pfn(), block.mobility());
                 let _ = block.into_dirty().into_extent();
-                (pfn, mobility, false)
+                New { pfn, order, mobility, is_own: false }
             }
-            (Err(_), Some((pfn, mobility))) if order == Order::ZERO => (pfn, mobility, true),
+            (Err(_), Some((pfn, mobility))) if order == Order::ZERO => New { pfn, order, mobility, is_own: true },
             (Err(_), _) => {
                 self.uncharge(order.pages());
                 return Err(StoreError::NoMemory);
             }
         };
-        self.frames.set_word(pfn, TAG, self.tag(class, mobility));
-        Ok((pfn, is_own))
+        self.frames.set_word(new.pfn, TAG, self.tag(class, new.mobility));
+        Ok(new)
+    }
+
+    /// Undoes [`block`](Self::block) for a block that nothing is in. The page's own frame stays its owner's.
+    fn forget<P: Cpu>(&self, cx: &CpuCx<'_, P>, new: New) {
+        match new.is_own {
+            true => self.uncharge(new.order.pages()),
+            false => self.release(cx, new.pfn, new.order, new.mobility),
+        }
     }
 
     /// Gives a block back that nothing is in.

@@ -188,8 +188,17 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         }
     }
 
-    /// Look-around: treats folios as looked at and found young; how many were on the LRU. The caller keeps them alive
-    /// (by the page table lock under which it found them). One lock round.
+    /// Puts those folios of a batch on again that were released and whose verdict has been changed since. For the isolator,
+    /// while it is the only one to know them. One lock round.
+    pub fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
+        let mut held = self.lock(cx);
+        for folio in batch.folios() {
+            held.lists.put_again(self.frames, folio);
+        }
+    }
+
+    /// Look-around: treats folios as looked at and found young; how many were on the LRU. The caller holds references to
+    /// them. One lock round.
     pub fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours) -> usize {
         if neighbours.heads().is_empty() {
             return 0;

@@ -10,7 +10,7 @@ use crate::words::{HOLDERS, TAG};
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuCx, Extent, Order, PhysMap};
+use hugemm_base::{CpuCx, Extent, Order, Pfn, PhysMap};
 use hugemm_frames::{Env, Mobility};
 
 impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
@@ -28,24 +28,29 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             let _pin = cx.pin();
             lock.lock().take(self.frames, spec, data)
         };
-        let (block, index, is_own) = match taken {
-            Some((block, index)) => (block, index, false),
-            None => {
-                let (block, is_own) = self.block(cx, class as u64, spec.block_order(), own)?;
-                let _pin = cx.pin();
-                lock.lock().add(self.frames, spec, block, data);
-                (block, 0, is_own)
-            }
+        let write = |block: Pfn, index: u32| {
+            let span = piece_span(&spec, block, index).part(0, piece.len());
+            // SAFETY: the piece was just taken or is in a new block, so it is this call's alone, and `piece` is in the
+            // CPU's working memory.
+            unsafe { span.write(cx.platform(), piece) }
         };
-        let span = piece_span(&spec, block, index).part(0, piece.len());
-        // SAFETY: the piece was just taken, so it is this call's alone, and `piece` is in the CPU's working memory.
-        if unsafe { span.write(cx.platform(), piece) } {
-            return Ok((Place::Piece { block, index }, is_own));
+        if let Some((block, index)) = taken {
+            if write(block, index) {
+                return Ok((Place::Piece { block, index }, false));
+            }
+            let mobility = self.class_of(block).map_or(Mobility::Unmovable, |(_, mobility)| mobility);
+            self.give_piece(cx, class, mobility, block, index, data);
+            return Err(StoreError::Unreachable);
         }
-        // Only a block of the manager's can be unreachable: the page's own frame has been read.
-        let mobility = self.class_of(block).map_or(Mobility::Unmovable, |(_, mobility)| mobility);
-        self.give_piece(cx, class, mobility, block, index, data);
-        Err(StoreError::Unreachable)
+        let new = self.block(cx, class as u64, spec.block_order(), own)?;
+        // Before others can take pieces of it, while it can still be given back.
+        if !write(new.pfn, 0) {
+            self.forget(cx, new);
+            return Err(StoreError::Unreachable);
+        }
+        let _pin = cx.pin();
+        lock.lock().add(self.frames, spec, new.pfn, data);
+        Ok((Place::Piece { block: new.pfn, index: 0 }, new.is_own))
     }
 
     /// Stores a page as it is: in its own frame, or a copy in another.
@@ -62,16 +67,16 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
                 (frame, true)
             }
             None => {
-                let (frame, _) = self.block(cx, WHOLE, Order::ZERO, None)?;
+                let new = self.block(cx, WHOLE, Order::ZERO, None)?;
                 // SAFETY: the caller's page is readable, and the frame is the store's alone.
-                let copied = with_page(cx.platform(), Extent::block(frame, Order::ZERO), |to| unsafe {
+                let copied = with_page(cx.platform(), Extent::block(new.pfn, Order::ZERO), |to| unsafe {
                     page.copy_to_nonoverlapping(to, 1);
                 });
                 if copied.is_none() {
-                    self.release(cx, frame, Order::ZERO, Mobility::Unmovable);
+                    self.forget(cx, new);
                     return Err(StoreError::Unreachable);
                 }
-                (frame, false)
+                (new.pfn, false)
             }
         };
         self.frames.set_word(frame, HOLDERS, 1);

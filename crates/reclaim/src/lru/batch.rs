@@ -17,6 +17,8 @@ pub struct Folio {
     pub was: Was,
     /// What becomes of it; rotation, unless somebody decides otherwise.
     pub verdict: Verdict,
+    /// Set by [`Lru::put_back`](super::Lru::put_back): it left the LRU by its verdict.
+    pub(crate) released: bool,
     /// Set by [`Lru::put_back`](super::Lru::put_back): its owner took it off while it was in the batch, so it is not on
     /// the LRU, whatever the verdict.
     pub left: bool,
@@ -28,8 +30,14 @@ impl Folio {
         order: Order::ZERO,
         was: Was { youngest: false, referenced: false },
         verdict: Verdict::Rotate { referenced: false },
+        released: false,
         left: false,
     };
+
+    /// Released, and to be put on again after all.
+    pub(crate) fn returns(&self) -> bool {
+        self.released && !self.left && self.verdict != Verdict::Release
+    }
 }
 
 /// Up to [`BATCH`] folios. The references that isolation took are the holder's to drop, after `put_back`.
@@ -86,16 +94,11 @@ impl Batch {
             self.pages += folio.order.pages();
         }
     }
-
-    /// Forgets the folios, after they have been put back and their references dropped.
-    pub fn clear(&mut self) {
-        self.len = 0;
-        self.pages = 0;
-    }
 }
 
-/// Heads of folios found young beside the one that was looked at, for [`Lru::promote`](super::Lru::promote). What does
-/// not fit is not remembered: recency is a hint.
+/// Heads of folios found young beside the one that was looked at, for [`Lru::promote`](super::Lru::promote), with a
+/// reference to each: they are promoted after the page tables have been unlocked. What does not fit is not remembered:
+/// recency is a hint.
 #[derive(Debug)]
 pub struct Neighbours {
     pfns: [Pfn; Neighbours::MOST],
@@ -117,7 +120,13 @@ impl Neighbours {
         Neighbours { pfns: [Pfn::new(0); Neighbours::MOST], len: 0 }
     }
 
-    /// Remembers one; false if there is no room.
+    /// Whether there is room for one more.
+    pub const fn has_room(&self) -> bool {
+        self.len < Neighbours::MOST
+    }
+
+    /// Remembers one, with the reference that the caller took; false, and the reference is the caller's, if there is no
+    /// room.
     pub fn push(&mut self, head: Pfn) -> bool {
         let Some(slot) = self.pfns.get_mut(self.len) else { return false };
         *slot = head;
@@ -128,10 +137,5 @@ impl Neighbours {
     /// Those remembered.
     pub fn heads(&self) -> &[Pfn] {
         &self.pfns[..self.len]
-    }
-
-    /// Forgets them.
-    pub fn clear(&mut self) {
-        self.len = 0;
     }
 }

@@ -109,7 +109,8 @@ impl Lists {
             self.stats.scanned += order.pages();
             self.stats.isolated += order.pages();
             let verdict = Verdict::Rotate { referenced };
-            batch.push(Folio { pfn, order, was: self.was(from, referenced), verdict, left: false });
+            let was = self.was(from, referenced);
+            batch.push(Folio { pfn, order, was, verdict, released: false, left: false });
         }
         let (candidates, youngest) = self.sizes();
         batch.ageing_due = self.policy.ageing_due(candidates, youngest);
@@ -140,7 +141,19 @@ impl Lists {
             None => {
                 self.count(Verdict::Release, pages);
                 words.set_word(folio.pfn, STATE, 0);
+                folio.released = true;
             }
+        }
+    }
+
+    /// Puts a folio on again that was released and could not go.
+    pub(crate) fn put_again(&mut self, words: &impl Words, folio: &Folio) {
+        let age = self.policy.place(self.ring, folio.was, folio.verdict).filter(|_| folio.returns());
+        if let Some(age) = age {
+            let pages = folio.order.pages();
+            self.stats.released = self.stats.released.saturating_sub(pages);
+            let referenced = self.count(folio.verdict, pages);
+            self.link(words, folio.pfn, folio.order, age, referenced);
         }
     }
 
@@ -154,13 +167,9 @@ impl Lists {
         let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };
         self.stats.promoted += order.pages();
         let referenced = matches!(verdict, Verdict::Rotate { referenced: true });
-        // Where it is already young enough the place among its equals does not matter.
-        if label(age) == from {
-            words.set_word(pfn, STATE, State { standing: Standing::On { label: from }, order, referenced }.word());
-        } else {
-            self.unlink(words, pfn, order, from);
-            self.link(words, pfn, order, age, referenced);
-        }
+        // To the front even of the same list: its accessed bit is gone, so its own look must be a round away.
+        self.unlink(words, pfn, order, from);
+        self.link(words, pfn, order, age, referenced);
         true
     }
 
