@@ -36,13 +36,14 @@ test-release:
 test-loom:
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-reclaim --lib loom_tests
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
 	@for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then \
 	        echo "check $$target"; \
-	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-workloads || exit 1; \
+	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-reclaim -p hugemm-lz4 -p hugemm-workloads || exit 1; \
 	    else echo "skipped: $$target"; fi; \
 	done
 
@@ -67,9 +68,11 @@ lint:
 deep:
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) $(CARGO) test --release --locked -p hugemm-reclaim --lib loom_tests
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
-	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames --target-dir target/miri
+	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-reclaim -p hugemm-lz4 --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
+	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture
 
 clean:
