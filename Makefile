@@ -38,6 +38,7 @@ test-loom:
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-reclaim --lib loom_tests
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
@@ -45,7 +46,7 @@ test-bare:
 	    if scripts/need.sh target $$target; then \
 	        echo "check $$target"; \
 	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames \
-            -p hugemm-paging -p hugemm-workloads || exit 1; \
+            -p hugemm-paging -p hugemm-reclaim -p hugemm-lz4 -p hugemm-workloads || exit 1; \
 	    else echo "skipped: $$target"; fi; \
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
@@ -73,11 +74,13 @@ lint:
 deep:
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) $(CARGO) test --release --locked -p hugemm-reclaim --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
-	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-paging --target-dir target/miri
+	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-paging -p hugemm-reclaim -p hugemm-lz4 --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
+	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture
 
 clean:

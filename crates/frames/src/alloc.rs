@@ -122,9 +122,9 @@ impl<'m, E: Env> Frames<'m, E> {
     /// helps.
     pub fn alloc_or_relieve<P: Cpu>(
         &self,
-        cx: &CpuCx<'_, P>,
+        cx: &mut CpuCx<'_, P>,
         request: Request,
-        pressure: &impl Pressure,
+        pressure: &impl Pressure<P>,
     ) -> Result<Frozen, AllocError> {
         let node = match request.from {
             From::Only(node) => Some(node),
@@ -137,7 +137,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 decided => return decided,
             }
             let need = Shortfall { order: request.order, pages: request.order.pages(), node, may_sleep };
-            if pressure.relieve(need) == 0 {
+            if pressure.relieve(cx, need) == 0 {
                 break;
             }
         }

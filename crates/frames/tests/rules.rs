@@ -460,27 +460,27 @@ fn chains_of_extents_live_in_descriptors() {
 
 #[test]
 fn pressure_is_asked_with_nothing_locked() {
-    struct Hoard<'a, 'm>(&'a Frames<'m, Plain<NoFaults>>, &'a Threads, RefCell<Vec<Frozen>>);
-    impl Pressure for Hoard<'_, '_> {
-        fn relieve(&self, need: Shortfall) -> u64 {
+    struct Hoard<'a, 'm>(&'a Frames<'m, Plain<NoFaults>>, RefCell<Vec<Frozen>>);
+    impl Pressure<Threads> for Hoard<'_, '_> {
+        fn relieve(&self, cx: &mut CpuCx<'_, Threads>, need: Shortfall) -> u64 {
             assert_eq!((need.order, need.pages, need.node), (Order::ZERO, 1, None));
             // Would wait for ever if a lock were held.
-            self.2.borrow_mut().pop().map_or(0, |block| {
-                self.0.free(&self.1.cx(), block);
+            self.1.borrow_mut().pop().map_or(0, |block| {
+                self.0.free(cx, block);
                 1
             })
         }
     }
     with_one_arena(0, 512, 1, |frames, threads| {
-        let cx = threads.cx();
+        let mut cx = threads.cx();
         let mut held = Vec::new();
         while let Ok(block) = frames.alloc(&cx, request(0)) {
             held.push(block);
         }
-        let hoard = Hoard(frames, threads, RefCell::new(held));
-        let block = frames.alloc_or_relieve(&cx, request(0), &hoard).expect("relieved");
+        let hoard = Hoard(frames, RefCell::new(held));
+        let block = frames.alloc_or_relieve(&mut cx, request(0), &hoard).expect("relieved");
         frames.free(&cx, block);
-        for block in hoard.2.take() {
+        for block in hoard.1.take() {
             frames.free(&cx, block);
         }
         assert_eq!(frames.stats(&cx).available(), 512);

@@ -1,0 +1,36 @@
+//! LZ4 as the compressor of hugemm's swap in memory.
+//!
+//! The block format, one block per page, by [`lz4_flex`] in its safe mode: bounds are checked on both sides, so damaged
+//! input is an error or a wrong page, never an access outside the buffers. The match table (4096 positions of 16 bits,
+//! cleared for every page) lives in the working memory that the store keeps per CPU; nothing is on the stack or a heap.
+#![no_std]
+
+use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
+use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size};
+
+/// The compressor. Stateless.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Lz4;
+
+impl Compressor for Lz4 {
+    type Scratch = CompressTable;
+
+    const WORST: usize = get_maximum_output_size(size_of::<PageBytes>());
+
+    fn scratch(&self) -> CompressTable {
+        CompressTable::default()
+    }
+
+    fn compress(&self, scratch: &mut CompressTable, from: &PageBytes, into: &mut [u8]) -> Option<usize> {
+        // Its only error is a buffer shorter than `WORST`.
+        let len = compress_into_with_table(from, into, scratch).ok()?;
+        (len < from.len()).then_some(len)
+    }
+
+    fn decompress(&self, from: &[u8], into: &mut PageBytes) -> Result<(), Corrupt> {
+        match decompress_into(from, into) {
+            Ok(len) if len == into.len() => Ok(()),
+            _ => Err(Corrupt),
+        }
+    }
+}

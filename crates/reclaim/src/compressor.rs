@@ -1,0 +1,32 @@
+//! The seam to a compression library.
+
+use hugemm_base::PAGE_BYTES;
+
+/// One page's bytes.
+pub type PageBytes = [u8; PAGE_BYTES as usize];
+
+/// The bytes are not what [`compress`](Compressor::compress) wrote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Corrupt;
+
+/// Makes pages smaller. Allocates nothing: what it needs is a [`Scratch`](Compressor::Scratch), which the store keeps
+/// per CPU in frames.
+///
+/// Called pinned (in a kernel, with interrupts off): one page must take microseconds, not more.
+pub trait Compressor {
+    /// Working memory of one compression. Its size and alignment (at most 4096) are what is taken per CPU.
+    type Scratch;
+
+    /// Bytes that a page can grow to at worst; `into` is at least this long in [`compress`](Compressor::compress).
+    const WORST: usize;
+
+    /// Working memory as it is before the first use.
+    fn scratch(&self) -> Self::Scratch;
+
+    /// Compresses a page and returns how many bytes of `into` it took; `None` if it cannot be made smaller.
+    fn compress(&self, scratch: &mut Self::Scratch, from: &PageBytes, into: &mut [u8]) -> Option<usize>;
+
+    /// Restores a page from exactly the bytes that `compress` wrote. Whatever else it is given, it returns an error or
+    /// some page, and touches nothing outside `into`.
+    fn decompress(&self, from: &[u8], into: &mut PageBytes) -> Result<(), Corrupt>;
+}

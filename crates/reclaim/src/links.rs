@@ -1,0 +1,87 @@
+//! Doubly linked lists of blocks through words of their heads' descriptors.
+//!
+//! A list is its two ends and a length; it is under whatever lock its owner keeps. A block is on at most one list. Links
+//! are frame numbers plus 1, so that 0 is the end.
+
+use crate::words::{NEXT, PREV};
+use hugemm_base::Pfn;
+use hugemm_frames::{Env, Frames};
+
+/// Words of blocks' heads' descriptors.
+pub(crate) trait Words {
+    fn word(&self, pfn: Pfn, word: usize) -> u64;
+    fn set_word(&self, pfn: Pfn, word: usize, value: u64);
+}
+
+/// A frame outside every arena reads as zeroes and keeps nothing; only blocks that were allocated get here.
+impl<E: Env> Words for Frames<'_, E> {
+    #[inline]
+    fn word(&self, pfn: Pfn, word: usize) -> u64 {
+        self.descriptor(pfn).map_or(0, |desc| desc.load(word))
+    }
+
+    #[inline]
+    fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
+        if let Some(desc) = self.descriptor(pfn) {
+            desc.store(word, value);
+        }
+    }
+}
+
+#[inline]
+fn link(pfn: Option<Pfn>) -> u64 {
+    pfn.map_or(0, |pfn| pfn.number() + 1)
+}
+
+#[inline]
+fn follow(link: u64) -> Option<Pfn> {
+    link.checked_sub(1).map(Pfn::new)
+}
+
+/// The ends of a list.
+#[derive(Debug, Default)]
+pub(crate) struct List {
+    first: Option<Pfn>,
+    last: Option<Pfn>,
+    len: u64,
+}
+
+impl List {
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    pub(crate) fn first(&self) -> Option<Pfn> {
+        self.first
+    }
+
+    pub(crate) fn last(&self) -> Option<Pfn> {
+        self.last
+    }
+
+    /// O(1), two or three words written.
+    pub(crate) fn push_front(&mut self, words: &impl Words, pfn: Pfn) {
+        words.set_word(pfn, PREV, 0);
+        words.set_word(pfn, NEXT, link(self.first));
+        match self.first {
+            Some(first) => words.set_word(first, PREV, link(Some(pfn))),
+            None => self.last = Some(pfn),
+        }
+        self.first = Some(pfn);
+        self.len += 1;
+    }
+
+    /// Takes a block off that is on this list. O(1).
+    pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) {
+        let (prev, next) = (follow(words.word(pfn, PREV)), follow(words.word(pfn, NEXT)));
+        match prev {
+            Some(prev) => words.set_word(prev, NEXT, link(next)),
+            None => self.first = next,
+        }
+        match next {
+            Some(next) => words.set_word(next, PREV, link(prev)),
+            None => self.last = prev,
+        }
+        self.len = self.len.saturating_sub(1);
+    }
+}

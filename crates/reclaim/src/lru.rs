@@ -1,0 +1,225 @@
+//! Which folios have not been used for long: lists by age, with the policy a value.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | `lru/ring.rs` | lists by age: the shape that both policies share |
+//! | `lru/policy.rs` | the seam: what becomes of a folio that was looked at |
+//! | `lru/two_list.rs` | active and inactive, with a second look |
+//! | `lru/generations.rs` | up to four generations |
+//! | `lru/state.rs` | a folio's state, one descriptor word |
+//! | `lru/lists.rs` | what is done under the lock |
+//! | `lru/batch.rs` | folios on their way through |
+//!
+//! Folios of every order are on one kind of list: an order-9 folio is one entry that counts 512 pages. Links and state are
+//! in the head's descriptor (words 2 to 4).
+//!
+//! # Protocol
+//!
+//! * The owner of a folio [inserts](Lru::insert) it when it has been mapped, and [removes](Lru::remove) it before the
+//!   last reference is dropped. So what is on a list is alive.
+//! * [`isolate`](Lru::isolate) takes up to [`BATCH`] folios off in one lock round, taking a reference to each under the
+//!   lock; they are judged without it; [`put_back`](Lru::put_back) takes one more round. The isolator then drops its
+//!   references.
+//! * An owner that removes a folio while it is isolated is told so. The isolator finds the folio marked as
+//!   [left](Folio::left) when it puts it back, and its reference may be the last one.
+//! * A folio that may be named to [`promote`](Lru::promote) or `remove` without being on the LRU (a locked one) has been
+//!   [left out](Lru::leave_out).
+//!
+//! Context: any but NMI. The lock is held for a batch at most, 32 folios, and pinned. One lock per node; a fault takes a
+//! round per insertion of up to a batch, reclaim two per batch, so what contends are faults of one node's CPUs.
+
+mod batch;
+mod generations;
+mod lists;
+mod policy;
+mod ring;
+mod state;
+#[cfg(all(test, not(loom)))]
+mod tests;
+mod two_list;
+
+pub use batch::{BATCH, Batch, Folio, Neighbours};
+pub use policy::{Policy, Verdict, Was};
+
+use crate::links::Words;
+use crate::words::STATE;
+use core::fmt;
+use hugemm_base::lock::{Lock, LockGuard, RawLock, SpinLock};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, CpuPin, Order, Pfn};
+use hugemm_frames::{Env, Frames};
+use lists::Lists;
+
+/// Where to take folios from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// The coldest: candidates for eviction.
+    Oldest,
+    /// The youngest list's oldest, to see whether they still are young; when [`Batch::ageing_due`] says so.
+    Youngest,
+}
+
+/// What [`Lru::remove`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removed {
+    /// It was on a list and is not any more.
+    Yes,
+    /// Somebody is looking at it; it will not come back.
+    Isolated,
+    /// It was not on the LRU.
+    NotThere,
+}
+
+/// What is on an LRU and what has happened to it, in base pages unless it says otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LruStats {
+    /// Folios on the lists now.
+    pub folios: u64,
+    /// Pages on all lists but the youngest now.
+    pub candidates: u64,
+    /// Pages on the youngest list now.
+    pub youngest: u64,
+    /// Pages isolated now.
+    pub isolated: u64,
+    /// Put on from outside.
+    pub inserted: u64,
+    /// Taken off for a look.
+    pub scanned: u64,
+    /// Put back as old as they were.
+    pub rotated: u64,
+    /// Put back as young as can be.
+    pub activated: u64,
+    /// Put back as candidates.
+    pub deactivated: u64,
+    /// Made younger because a neighbour was looked at.
+    pub promoted: u64,
+    /// Not put back.
+    pub released: u64,
+    /// Folios that could not be held.
+    pub busy: u64,
+    /// Generations begun.
+    pub generations: u64,
+    /// How often the lock has been taken.
+    pub lock_rounds: u64,
+}
+
+impl LruStats {
+    /// Pages on all lists.
+    pub const fn pages(&self) -> u64 {
+        self.candidates + self.youngest
+    }
+}
+
+/// The LRU of one node. See the [module's documentation](self).
+pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
+    frames: &'f Frames<'m, E>,
+    lists: Lock<L, Lists>,
+}
+
+impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lru").finish_non_exhaustive()
+    }
+}
+
+/// The lock, and the pin under it; in the order in which they must end.
+struct Held<'a, 'cx, P: Cpu, L: RawLock> {
+    lists: LockGuard<'a, L, Lists>,
+    _pin: CpuPin<'cx, P>,
+}
+
+impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
+    /// An empty LRU for folios of `frames`.
+    pub fn new(frames: &'f Frames<'m, E>, policy: Policy) -> Self {
+        Lru { frames, lists: Lock::new(Lists::new(policy)) }
+    }
+
+    fn lock<'a, 'cx, P: Cpu>(&'a self, cx: &'cx CpuCx<'_, P>) -> Held<'a, 'cx, P, L> {
+        let pin = cx.pin();
+        let mut lists = self.lists.lock();
+        lists.stats.lock_rounds += 1;
+        Held { lists, _pin: pin }
+    }
+
+    /// Puts folios on that are not: head and order of each. For their owner, who holds references to them. One lock
+    /// round per [`BATCH`].
+    pub fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, folios: &[(Pfn, Order)]) {
+        for some in folios.chunks(BATCH) {
+            let mut held = self.lock(cx);
+            for (pfn, order) in some {
+                held.lists.insert(self.frames, *pfn, *order);
+            }
+        }
+    }
+
+    /// Says of an allocated folio that it is not on the LRU: its descriptor is anything until then. For its owner.
+    pub fn leave_out(&self, head: Pfn) {
+        self.frames.set_word(head, STATE, 0);
+    }
+
+    /// Takes a folio off for good. For its owner, before the last reference is dropped.
+    pub fn remove<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> Removed {
+        self.lock(cx).lists.remove(self.frames, head)
+    }
+
+    /// Takes folios off for a look, into an empty batch: at most [`BATCH`], and none more once there are `most_pages`.
+    /// `hold` takes a reference, under the lock, and says whether it could; folios that cannot be held are passed over.
+    /// One lock round.
+    pub fn isolate<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        source: Source,
+        most_pages: u64,
+        batch: &mut Batch,
+        hold: impl FnMut(Pfn) -> bool,
+    ) {
+        self.lock(cx).lists.isolate(self.frames, source, most_pages, batch, hold);
+    }
+
+    /// Does with each folio of a batch what its verdict says, and marks those whose owners took them off meanwhile. One
+    /// lock round. The batch keeps the folios, so that their references can be dropped.
+    pub fn put_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &mut Batch) {
+        if batch.is_empty() {
+            return;
+        }
+        let mut held = self.lock(cx);
+        for folio in batch.folios_mut() {
+            held.lists.put_back(self.frames, folio);
+        }
+    }
+
+    /// Puts those folios of a batch on again that were released and whose verdict has been changed since. For the isolator,
+    /// while it is the only one to know them. One lock round.
+    pub fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
+        let mut held = self.lock(cx);
+        for folio in batch.folios() {
+            held.lists.put_again(self.frames, folio);
+        }
+    }
+
+    /// Look-around: treats folios as looked at and found young; how many were on the LRU. The caller holds references to
+    /// them. One lock round.
+    pub fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours) -> usize {
+        if neighbours.heads().is_empty() {
+            return 0;
+        }
+        let mut held = self.lock(cx);
+        neighbours.heads().iter().filter(|head| held.lists.promote(self.frames, **head)).count()
+    }
+
+    /// The policy now in force.
+    pub fn policy<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Policy {
+        self.lock(cx).lists.policy
+    }
+
+    /// Changes the policy. Folios stay where they are: the youngest list is the active one, all others are inactive. O(1);
+    /// safe at any time.
+    pub fn set_policy<P: Cpu>(&self, cx: &CpuCx<'_, P>, policy: Policy) {
+        self.lock(cx).lists.policy = policy;
+    }
+
+    /// Numbers. One lock round (counted).
+    pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> LruStats {
+        self.lock(cx).lists.stats()
+    }
+}

@@ -1,0 +1,141 @@
+//! Folios that were taken off the LRU together, to be looked at without its lock.
+
+use super::policy::{Verdict, Was};
+use hugemm_base::{Order, Pfn};
+
+/// Most folios in a batch: one lock round for so many, 768 bytes of stack.
+pub const BATCH: usize = 32;
+
+/// A folio on its way through a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Folio {
+    /// Its head.
+    pub pfn: Pfn,
+    /// Its size.
+    pub order: Order,
+    /// What was known of it when it was taken off.
+    pub was: Was,
+    /// What becomes of it; rotation, unless somebody decides otherwise.
+    pub verdict: Verdict,
+    /// Set by [`Lru::put_back`](super::Lru::put_back): it left the LRU by its verdict.
+    pub(crate) released: bool,
+    /// Set by [`Lru::put_back`](super::Lru::put_back): its owner took it off while it was in the batch, so it is not on
+    /// the LRU, whatever the verdict.
+    pub left: bool,
+}
+
+impl Folio {
+    const NONE: Folio = Folio {
+        pfn: Pfn::new(0),
+        order: Order::ZERO,
+        was: Was { youngest: false, referenced: false },
+        verdict: Verdict::Rotate { referenced: false },
+        released: false,
+        left: false,
+    };
+
+    /// Released, and to be put on again after all.
+    pub(crate) fn returns(&self) -> bool {
+        self.released && !self.left && self.verdict != Verdict::Release
+    }
+}
+
+/// Up to [`BATCH`] folios. The references that isolation took are the holder's to drop, after `put_back`.
+#[derive(Debug)]
+#[must_use = "dropping this leaves its folios off the LRU: put them back"]
+pub struct Batch {
+    folios: [Folio; BATCH],
+    len: usize,
+    pages: u64,
+    /// Whether the youngest list should be looked at, as of the isolation.
+    pub ageing_due: bool,
+}
+
+impl Default for Batch {
+    fn default() -> Self {
+        Batch::new()
+    }
+}
+
+impl Batch {
+    /// An empty batch.
+    pub const fn new() -> Self {
+        Batch { folios: [Folio::NONE; BATCH], len: 0, pages: 0, ageing_due: false }
+    }
+
+    /// The folios.
+    pub fn folios(&self) -> &[Folio] {
+        &self.folios[..self.len]
+    }
+
+    /// The folios, to be judged.
+    pub fn folios_mut(&mut self) -> &mut [Folio] {
+        &mut self.folios[..self.len]
+    }
+
+    /// Base pages in all of them.
+    pub const fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Whether there are none.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(crate) const fn is_full(&self) -> bool {
+        self.len == BATCH
+    }
+
+    pub(crate) fn push(&mut self, folio: Folio) {
+        if let Some(slot) = self.folios.get_mut(self.len) {
+            *slot = folio;
+            self.len += 1;
+            self.pages += folio.order.pages();
+        }
+    }
+}
+
+/// Heads of folios found young beside the one that was looked at, for [`Lru::promote`](super::Lru::promote), with a
+/// reference to each: they are promoted after the page tables have been unlocked. What does not fit is not remembered:
+/// recency is a hint.
+#[derive(Debug)]
+pub struct Neighbours {
+    pfns: [Pfn; Neighbours::MOST],
+    len: usize,
+}
+
+impl Default for Neighbours {
+    fn default() -> Self {
+        Neighbours::new()
+    }
+}
+
+impl Neighbours {
+    /// Most that are remembered.
+    pub const MOST: usize = 64;
+
+    /// None.
+    pub const fn new() -> Self {
+        Neighbours { pfns: [Pfn::new(0); Neighbours::MOST], len: 0 }
+    }
+
+    /// Whether there is room for one more.
+    pub const fn has_room(&self) -> bool {
+        self.len < Neighbours::MOST
+    }
+
+    /// Remembers one, with the reference that the caller took; false, and the reference is the caller's, if there is no
+    /// room.
+    pub fn push(&mut self, head: Pfn) -> bool {
+        let Some(slot) = self.pfns.get_mut(self.len) else { return false };
+        *slot = head;
+        self.len += 1;
+        true
+    }
+
+    /// Those remembered.
+    pub fn heads(&self) -> &[Pfn] {
+        &self.pfns[..self.len]
+    }
+}

@@ -1,0 +1,205 @@
+//! The lists themselves: what is done under the LRU's lock.
+
+use super::LruStats;
+use super::batch::{Batch, Folio};
+use super::policy::{Policy, Verdict, Was};
+use super::ring::{LABELS, Ring, label};
+use super::state::{Standing, State};
+use super::{Removed, Source};
+use crate::links::{List, Words};
+use crate::words::STATE;
+use hugemm_base::{Order, Pfn};
+
+/// Under the lock.
+#[derive(Debug)]
+pub(crate) struct Lists {
+    pub(crate) policy: Policy,
+    ring: Ring,
+    lists: [List; LABELS],
+    pages: [u64; LABELS],
+    pub(crate) stats: LruStats,
+}
+
+fn state(words: &impl Words, pfn: Pfn) -> State {
+    State::from_word(words.word(pfn, STATE))
+}
+
+impl Lists {
+    pub(crate) fn new(policy: Policy) -> Self {
+        Lists { policy, ring: Ring::new(), lists: Default::default(), pages: [0; LABELS], stats: LruStats::default() }
+    }
+
+    fn link(&mut self, words: &impl Words, pfn: Pfn, order: Order, age: u64, referenced: bool) {
+        let label = label(age);
+        words.set_word(pfn, STATE, State { standing: Standing::On { label }, order, referenced }.word());
+        self.lists[label].push_front(words, pfn);
+        self.pages[label] += order.pages();
+    }
+
+    fn unlink(&mut self, words: &impl Words, pfn: Pfn, order: Order, label: usize) {
+        self.lists[label].remove(words, pfn);
+        self.pages[label] = self.pages[label].saturating_sub(order.pages());
+    }
+
+    pub(crate) fn insert(&mut self, words: &impl Words, pfn: Pfn, order: Order) {
+        self.stats.inserted += order.pages();
+        self.link(words, pfn, order, self.policy.entry(self.ring), false);
+    }
+
+    pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) -> Removed {
+        let state = state(words, pfn);
+        match state.standing {
+            Standing::Off | Standing::Isolated { left: true } => Removed::NotThere,
+            Standing::On { label } => {
+                self.unlink(words, pfn, state.order, label);
+                words.set_word(pfn, STATE, 0);
+                Removed::Yes
+            }
+            Standing::Isolated { left: false } => {
+                words.set_word(pfn, STATE, State { standing: Standing::Isolated { left: true }, ..state }.word());
+                Removed::Isolated
+            }
+        }
+    }
+
+    /// Pages that may be taken as candidates, and those of the youngest list.
+    fn sizes(&self) -> (u64, u64) {
+        let youngest = self.pages[label(self.ring.youngest)];
+        (self.pages.iter().sum::<u64>() - youngest, youngest)
+    }
+
+    fn was(&self, label_of: usize, referenced: bool) -> Was {
+        Was { youngest: label_of == label(self.ring.youngest), referenced }
+    }
+
+    pub(crate) fn isolate(
+        &mut self,
+        words: &impl Words,
+        source: Source,
+        most_pages: u64,
+        batch: &mut Batch,
+        mut hold: impl FnMut(Pfn) -> bool,
+    ) {
+        let age = match source {
+            Source::Youngest => self.ring.youngest,
+            Source::Oldest => {
+                let before = self.ring.youngest;
+                self.ring = self.policy.prepare(self.ring, |age| self.lists[label(age)].len() == 0);
+                self.stats.generations += self.ring.youngest - before;
+                self.ring.oldest
+            }
+        };
+        let from = label(age);
+        let mut left = self.lists[from].len();
+        while !batch.is_full() && batch.pages() < most_pages && left > 0 {
+            let Some(pfn) = self.lists[from].last() else { break };
+            left -= 1;
+            let State { order, referenced, .. } = state(words, pfn);
+            self.unlink(words, pfn, order, from);
+            if !hold(pfn) {
+                self.stats.busy += 1;
+                self.link(words, pfn, order, age, referenced);
+                continue;
+            }
+            words.set_word(
+                pfn,
+                STATE,
+                State { standing: Standing::Isolated { left: false }, order, referenced }.word(),
+            );
+            self.stats.scanned += order.pages();
+            self.stats.isolated += order.pages();
+            let verdict = Verdict::Rotate { referenced };
+            let was = self.was(from, referenced);
+            batch.push(Folio { pfn, order, was, verdict, released: false, left: false });
+        }
+        let (candidates, youngest) = self.sizes();
+        batch.ageing_due = self.policy.ageing_due(candidates, youngest);
+    }
+
+    /// Counts a verdict and returns the mark that goes with it.
+    fn count(&mut self, verdict: Verdict, pages: u64) -> bool {
+        let (counter, referenced) = match verdict {
+            Verdict::Release => (&mut self.stats.released, false),
+            Verdict::Rotate { referenced } => (&mut self.stats.rotated, referenced),
+            Verdict::Activate => (&mut self.stats.activated, false),
+            Verdict::Deactivate => (&mut self.stats.deactivated, false),
+        };
+        *counter += pages;
+        referenced
+    }
+
+    pub(crate) fn put_back(&mut self, words: &impl Words, folio: &mut Folio) {
+        let pages = folio.order.pages();
+        self.stats.isolated = self.stats.isolated.saturating_sub(pages);
+        folio.left = state(words, folio.pfn).standing == (Standing::Isolated { left: true });
+        let age = self.policy.place(self.ring, folio.was, folio.verdict).filter(|_| !folio.left);
+        match age {
+            Some(age) => {
+                let referenced = self.count(folio.verdict, pages);
+                self.link(words, folio.pfn, folio.order, age, referenced);
+            }
+            None => {
+                self.count(Verdict::Release, pages);
+                words.set_word(folio.pfn, STATE, 0);
+                folio.released = true;
+            }
+        }
+    }
+
+    /// Puts a folio on again that was released and could not go.
+    pub(crate) fn put_again(&mut self, words: &impl Words, folio: &Folio) {
+        let age = self.policy.place(self.ring, folio.was, folio.verdict).filter(|_| folio.returns());
+        if let Some(age) = age {
+            let pages = folio.order.pages();
+            self.stats.released = self.stats.released.saturating_sub(pages);
+            let referenced = self.count(folio.verdict, pages);
+            self.link(words, folio.pfn, folio.order, age, referenced);
+        }
+    }
+
+    /// Treats a folio as if it had been looked at and found young. False if it is not on a list.
+    pub(crate) fn promote(&mut self, words: &impl Words, pfn: Pfn) -> bool {
+        let State { standing: Standing::On { label: from }, order, referenced } = state(words, pfn) else {
+            return false;
+        };
+        let was = self.was(from, referenced);
+        let verdict = self.policy.judge(was, true);
+        let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };
+        self.stats.promoted += order.pages();
+        let referenced = matches!(verdict, Verdict::Rotate { referenced: true });
+        // To the front even of the same list: its accessed bit is gone, so its own look must be a round away.
+        self.unlink(words, pfn, order, from);
+        self.link(words, pfn, order, age, referenced);
+        true
+    }
+
+    pub(crate) fn stats(&self) -> LruStats {
+        let (candidates, youngest) = self.sizes();
+        let mut stats = LruStats { candidates, youngest, folios: 0, ..self.stats };
+        stats.folios = self.lists.iter().map(List::len).sum();
+        stats
+    }
+
+    /// Every list from the oldest on, each from its cold end: for the oracle.
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn order(&self, words: &impl Words) -> Vec<Vec<u64>> {
+        self.ring
+            .ages()
+            .map(|age| {
+                let mut list = Vec::new();
+                let mut at = self.lists[label(age)].last();
+                while let Some(pfn) = at {
+                    list.push(pfn.number());
+                    at = words.word(pfn, crate::words::PREV).checked_sub(1).map(Pfn::new);
+                }
+                assert_eq!(list.len() as u64, self.lists[label(age)].len());
+                list
+            })
+            .collect()
+    }
+
+    #[cfg(all(test, not(loom)))]
+    pub(crate) fn ring(&self) -> Ring {
+        self.ring
+    }
+}

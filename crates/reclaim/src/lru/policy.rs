@@ -1,0 +1,96 @@
+//! What becomes of a folio that was looked at: the seam at which policies differ. Pure; the rules are in `two_list.rs`
+//! and `generations.rs`.
+
+use super::ring::Ring;
+use super::{generations, two_list};
+
+/// How recency is kept. A value that may be changed at run time (checklist D11).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Policy {
+    /// An active and an inactive list; a second look before a folio becomes active.
+    TwoList,
+    /// Up to four generations; a folio found young joins the youngest at once.
+    #[default]
+    Generations,
+}
+
+impl Policy {
+    /// Every policy.
+    pub const ALL: [Policy; 2] = [Policy::TwoList, Policy::Generations];
+
+    /// As the command line spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Policy::TwoList => "classic",
+            Policy::Generations => "generations",
+        }
+    }
+}
+
+/// What is known of a folio when it is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Was {
+    /// On the youngest list.
+    pub youngest: bool,
+    /// Found young once since it was last put on a list from outside or judged idle.
+    pub referenced: bool,
+}
+
+/// What becomes of a folio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It leaves the LRU: to be evicted, or given up by its owner.
+    Release,
+    /// It stays as old as it is, behind the others; and whether it counts as found young once.
+    Rotate {
+        /// The mark.
+        referenced: bool,
+    },
+    /// It becomes as young as can be.
+    Activate,
+    /// It becomes a candidate for eviction.
+    Deactivate,
+}
+
+impl Policy {
+    /// Judges a folio by whether a mapping has used it since the last look.
+    pub const fn judge(self, was: Was, young: bool) -> Verdict {
+        match self {
+            Policy::TwoList => two_list::judge(was, young),
+            Policy::Generations => generations::judge(young),
+        }
+    }
+
+    /// The age at which a folio joins.
+    pub(crate) const fn entry(self, ring: Ring) -> u64 {
+        match self {
+            Policy::TwoList => two_list::entry(ring),
+            Policy::Generations => generations::entry(ring),
+        }
+    }
+
+    /// The age that a judged folio gets; `None` if it leaves.
+    pub(crate) const fn place(self, ring: Ring, was: Was, verdict: Verdict) -> Option<u64> {
+        match self {
+            Policy::TwoList => two_list::place(ring, was, verdict),
+            Policy::Generations => generations::place(ring, verdict),
+        }
+    }
+
+    /// The window before candidates are taken, given which lists are empty: after this, the oldest has some if any may be
+    /// taken.
+    pub(crate) fn prepare(self, ring: Ring, is_empty: impl Fn(u64) -> bool) -> Ring {
+        match self {
+            Policy::TwoList => two_list::prepare(ring, is_empty),
+            Policy::Generations => generations::prepare(ring, is_empty),
+        }
+    }
+
+    /// Whether folios of the youngest list should be looked at, so that idle ones become candidates.
+    pub(crate) fn ageing_due(self, candidates: u64, youngest: u64) -> bool {
+        match self {
+            Policy::TwoList => two_list::ageing_due(candidates, youngest),
+            Policy::Generations => false,
+        }
+    }
+}

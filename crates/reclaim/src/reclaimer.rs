@@ -1,0 +1,73 @@
+//! The seam to what knows mappings: reverse map, page tables, swap entries.
+//!
+//! Reclaim decides which folios go and in which order things are done to them; a [`Reclaimer`] does them. The order is
+//! *unmap, off the LRU, flush, write out, free*, for a whole batch with one flush; that the flush comes before the write and the free
+//! is in the types: both want the [`Flushed`](Reclaimer::Flushed) that only [`flush`](Reclaimer::flush) returns.
+
+use crate::lru::{Folio, Neighbours};
+use crate::swap::StoreError;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Pfn};
+
+/// What a look at a folio's mappings found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Age {
+    /// No mapping that counts has used it since the last look.
+    Idle,
+    /// One has.
+    Young,
+    /// It must stay, whatever its age: locked in memory, or its space is going away by itself.
+    Keep,
+}
+
+/// Why a folio was not written out. Its content and its frames are as they were.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteError {
+    /// The back end refused it.
+    Swap(StoreError),
+    /// Somebody else uses it after all.
+    InUse,
+}
+
+/// Does to folios what reclaim decides. Implemented over address spaces.
+pub trait Reclaimer<P: Cpu> {
+    /// Proof that everything unmapped before it can be reached by no TLB any more.
+    type Flushed;
+
+    /// Takes a reference to a folio that is on the LRU, hence alive; false if that is not possible. Called under the
+    /// LRU's lock, pinned: one atomic, no lock.
+    fn hold(&self, head: Pfn) -> bool;
+
+    /// Drops a reference that [`hold`](Reclaimer::hold) or a look-around took; it may be the last if the folio's owner let
+    /// go meanwhile.
+    fn release(&self, cx: &CpuCx<'_, P>, head: Pfn);
+
+    /// Tests and clears the accessed bits of all of a folio's mappings, without any TLB flush. Mappings without recency,
+    /// and those of spaces that go away, do not count.
+    ///
+    /// Look-around: it may do the same to neighbours in the same tables, and note the heads of those it found young,
+    /// with a reference to each.
+    fn age(&self, cx: &CpuCx<'_, P>, folio: &Folio, neighbours: &mut Neighbours) -> Age;
+
+    /// Unhooks all mappings of a folio, leaving the flush for later. False, with everything mapped as before, if that is
+    /// not possible.
+    fn unmap(&self, cx: &CpuCx<'_, P>, folio: &Folio) -> bool;
+
+    /// Flushes for all that was unmapped since the last call, once.
+    fn flush(&self, cx: &mut CpuCx<'_, P>) -> Self::Flushed;
+
+    /// Stores what is dirty and makes the unhooked entries say where it is. After this nothing refers to the folio but
+    /// reclaim. The folio is off the LRU, so a back end may [keep its frame](crate::Swap::evict). An error leaves
+    /// everything to [`restore`](Reclaimer::restore).
+    fn write_out(&self, cx: &CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed) -> Result<(), WriteError>;
+
+    /// Makes the mappings of a folio that could not be written what they were. It is on the LRU again.
+    fn restore(&self, cx: &CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed);
+
+    /// Frees a folio that was written out, with the reference that reclaim has; how many base pages became free (none if
+    /// the back end kept the frame).
+    fn free(&self, cx: &CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed) -> u64;
+
+    /// How many base pages of the node are free.
+    fn available(&self, cx: &CpuCx<'_, P>) -> u64;
+}

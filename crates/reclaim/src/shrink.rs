@@ -1,0 +1,234 @@
+//! One pass over an LRU: isolate, age, unmap, put back what stays, flush, write out, free; batch by batch.
+//!
+//! Per batch of up to 32 folios: two lock rounds of the LRU, and one more for each of: neighbours found young, pages that
+//! could not be written; three more if the youngest list is looked at too. At most one flush, and one reschedule point
+//! after it where the caller may sleep.
+
+use crate::lru::{BATCH, Batch, Folio, Lru, Neighbours, Source, Verdict};
+use crate::reclaimer::{Age, Reclaimer, WriteError};
+use crate::swap::StoreError;
+use hugemm_base::lock::RawLock;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Cancel, CpuCx};
+use hugemm_frames::Env;
+
+/// How far a pass may go, in base pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Stop when so many have become free.
+    pub free: u64,
+    /// Stop when so many have been looked at.
+    pub scan: u64,
+}
+
+/// What a pass did, in base pages unless it says otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Candidates looked at.
+    pub scanned: u64,
+    /// Of those, found young.
+    pub young: u64,
+    /// Of those, to be kept for another reason.
+    pub kept: u64,
+    /// Of those, idle but not evicted: could not be unmapped or written.
+    pub failed: u64,
+    /// Of those, made free.
+    pub freed: u64,
+    /// Pages of the youngest list looked at besides.
+    pub aged: u64,
+    /// Flushes, all of them for unmapping.
+    pub flushes: u64,
+    /// Batches.
+    pub batches: u64,
+    /// The swap back end refused a page because it is full: more of the same is pointless until it has room.
+    pub full: bool,
+    /// Asked to stop.
+    pub cancelled: bool,
+    /// There was nothing left to look at.
+    pub empty: bool,
+}
+
+impl Progress {
+    /// Pages looked at, of all lists.
+    pub const fn looked_at(&self) -> u64 {
+        self.scanned + self.aged
+    }
+
+    /// The sum of two passes.
+    pub const fn plus(self, other: Progress) -> Progress {
+        Progress {
+            scanned: self.scanned + other.scanned,
+            young: self.young + other.young,
+            kept: self.kept + other.kept,
+            failed: self.failed + other.failed,
+            freed: self.freed + other.freed,
+            aged: self.aged + other.aged,
+            flushes: self.flushes + other.flushes,
+            batches: self.batches + other.batches,
+            full: self.full || other.full,
+            cancelled: self.cancelled || other.cancelled,
+            empty: self.empty || other.empty,
+        }
+    }
+}
+
+const KEEP: Verdict = Verdict::Rotate { referenced: false };
+
+/// Whether the folio is off the LRU, unmapped, and reclaim's alone to write and free.
+fn evicted(folio: &Folio) -> bool {
+    folio.verdict == Verdict::Release && !folio.left
+}
+
+/// What [`shrink`] works on.
+pub(crate) struct Pass<'a, 'f, 'm, E: Env, L: RawLock, R> {
+    pub(crate) lru: &'a Lru<'f, 'm, E, L>,
+    pub(crate) side: &'a R,
+}
+
+/// Evicts idle folios of one LRU until the budget is used up, nothing is left, swap is full, or `stop` asks.
+///
+/// Context: as the side's flush needs it (interrupts on, no locks). Passes a reschedule point per batch where the platform
+/// says that the caller may sleep.
+pub fn shrink<P: Cpu, E: Env, L: RawLock, R: Reclaimer<P>>(
+    cx: &mut CpuCx<'_, P>,
+    lru: &Lru<'_, '_, E, L>,
+    side: &R,
+    budget: Budget,
+    stop: &impl Cancel,
+) -> Progress {
+    let pass = Pass { lru, side };
+    let mut progress = Progress::default();
+    while progress.freed < budget.free && progress.looked_at() < budget.scan && !progress.full && !progress.empty {
+        if cx.cancelled(stop) {
+            progress.cancelled = true;
+            break;
+        }
+        let most = (budget.scan - progress.looked_at()).min(budget.free - progress.freed);
+        pass.batch(cx, most, &mut progress);
+        if cx.platform().may_sleep() {
+            cx.reschedule();
+        }
+    }
+    progress
+}
+
+impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
+    fn batch<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, most: u64, progress: &mut Progress)
+    where
+        R: Reclaimer<P>,
+    {
+        let policy = self.lru.policy(cx);
+        let mut batch = Batch::new();
+        let mut neighbours = Neighbours::new();
+        self.lru.isolate(cx, Source::Oldest, most, &mut batch, |head| self.side.hold(head));
+        let ageing_due = batch.ageing_due;
+        if batch.is_empty() {
+            // Candidates may still come from the youngest list.
+            progress.empty = !ageing_due || self.age_youngest(cx, progress) == 0;
+            return;
+        }
+        progress.batches += 1;
+        progress.scanned += batch.pages();
+        let mut looks = [Age::Idle; BATCH];
+        for (folio, look) in batch.folios().iter().zip(&mut looks) {
+            *look = self.side.age(cx, folio, &mut neighbours);
+        }
+        // Before anything is unmapped: a neighbour may be in this batch, and has lost its accessed bit by now.
+        self.promote(cx, &neighbours);
+        for (folio, mut look) in batch.folios_mut().iter_mut().zip(looks) {
+            let pages = folio.order.pages();
+            if look == Age::Idle && neighbours.heads().contains(&folio.pfn) {
+                look = Age::Young;
+            }
+            folio.verdict = match look {
+                Age::Keep => {
+                    progress.kept += pages;
+                    KEEP
+                }
+                look => {
+                    progress.young += if look == Age::Young { pages } else { 0 };
+                    policy.judge(folio.was, look == Age::Young)
+                }
+            };
+            if folio.verdict == Verdict::Release && !self.side.unmap(cx, folio) {
+                progress.failed += pages;
+                folio.verdict = KEEP;
+            }
+        }
+        // From here on what goes is off the LRU, and its descriptor may become somebody else's.
+        self.lru.put_back(cx, &mut batch);
+        if batch.folios().iter().any(evicted) {
+            self.evict(cx, &mut batch, progress);
+        }
+        batch.folios().iter().filter(|folio| !evicted(folio)).for_each(|folio| self.side.release(cx, folio.pfn));
+        if ageing_due {
+            self.age_youngest(cx, progress);
+        }
+    }
+
+    /// Flushes once for the batch, then writes and frees what was unmapped. What cannot be written goes back, and counts
+    /// as not evicted then.
+    fn evict<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, batch: &mut Batch, progress: &mut Progress)
+    where
+        R: Reclaimer<P>,
+    {
+        let flushed = self.side.flush(cx);
+        progress.flushes += 1;
+        let mut failed = false;
+        for folio in batch.folios_mut().iter_mut().filter(|folio| evicted(folio)) {
+            match self.side.write_out(cx, folio, &flushed) {
+                Ok(()) => progress.freed += self.side.free(cx, folio, &flushed),
+                Err(error) => {
+                    progress.failed += folio.order.pages();
+                    progress.full |= error == WriteError::Swap(StoreError::Full);
+                    folio.verdict = KEEP;
+                    failed = true;
+                }
+            }
+        }
+        if failed {
+            // On the LRU first: once it is mapped its owner may want to take it off.
+            self.lru.put_again(cx, batch);
+            for folio in batch.folios().iter().filter(|folio| folio.returns()) {
+                self.side.restore(cx, folio, &flushed);
+            }
+        }
+    }
+
+    /// Look-around: neighbours become younger, and the references to them end.
+    fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours)
+    where
+        R: Reclaimer<P>,
+    {
+        self.lru.promote(cx, neighbours);
+        neighbours.heads().iter().for_each(|head| self.side.release(cx, *head));
+    }
+
+    /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
+    fn age_youngest<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, progress: &mut Progress) -> u64
+    where
+        R: Reclaimer<P>,
+    {
+        let policy = self.lru.policy(cx);
+        let mut batch = Batch::new();
+        let mut neighbours = Neighbours::new();
+        self.lru.isolate(cx, Source::Youngest, u64::MAX, &mut batch, |head| self.side.hold(head));
+        for folio in batch.folios_mut() {
+            let look = self.side.age(cx, folio, &mut neighbours);
+            let young = look == Age::Young || neighbours.heads().contains(&folio.pfn);
+            folio.verdict = match look {
+                Age::Keep => KEEP,
+                _ => match policy.judge(folio.was, young) {
+                    // The policy was changed in between, to one that does not look at the youngest.
+                    Verdict::Release => KEEP,
+                    verdict => verdict,
+                },
+            };
+        }
+        progress.aged += batch.pages();
+        self.lru.put_back(cx, &mut batch);
+        batch.folios().iter().for_each(|folio| self.side.release(cx, folio.pfn));
+        self.promote(cx, &neighbours);
+        batch.pages()
+    }
+}

@@ -1,0 +1,420 @@
+//! The compressed store: rules one by one, then random operations against the model.
+#![cfg(not(loom))]
+
+mod support;
+
+use hugemm_base::Order;
+use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
+use hugemm_frames::{Frames, Frozen, Plain, Request};
+use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot};
+use proptest::prelude::*;
+use std::sync::Mutex;
+use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, ops, with_frames};
+
+type Store<'f, 'm, I> = Compressed<'f, 'm, Plain<I>, Runs>;
+
+fn page<I: hugemm_base::inject::Inject>(machine: &Machine, frames: &Frames<'_, Plain<I>>, content: Content) -> Frozen {
+    let mut page = frames.alloc(&machine.cx(), Request::order(Order::ZERO)).expect("memory");
+    content.write(machine.page(&mut page));
+    page
+}
+
+fn with_store(pages: u64, limit: u64, test: impl FnOnce(&Machine, &Frames<'_, Plain>, &Store<'_, '_, NoFaults>)) {
+    let machine = Machine::new(pages, u64::MAX);
+    Machine::run_as(0);
+    with_frames(&machine, NoFaults, |frames| {
+        let cx = machine.cx();
+        let store = Compressed::new(frames, &cx, Runs, CPUS, limit).expect("memory for work");
+        test(&machine, frames, &store);
+        store.close(&cx).expect("the test frees what it stores");
+        assert_nothing_lost(&machine, frames);
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..if cfg!(miri) { ProptestConfig::with_cases(2) } else { ProptestConfig::default() } })]
+
+    #[test]
+    fn random_operations_agree_with_the_model(data in proptest::collection::vec(any::<u8>(), 0..if cfg!(miri) { 90 } else { 1500 })) {
+        ops::run(&data, Runs);
+    }
+}
+
+#[test]
+fn filled_pages_take_no_memory_and_know_no_limit() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let before = frames.stats(&cx).available();
+        Swap::<Machine>::set_limit(store, 0);
+        let words = [0, 1, 0xa5a5_a5a5, u32::MAX];
+        let slots: Vec<SwapSlot> = words
+            .map(|seed| {
+                let page = page(machine, frames, Content { random: 0, seed });
+                let slot = store.store(&cx, &page, 0).expect("no memory needed");
+                frames.free(&cx, page);
+                slot
+            })
+            .into();
+        assert_eq!(frames.stats(&cx).available(), before);
+        let mut into = page(machine, frames, Content { random: 9, seed: 9 });
+        for (slot, seed) in slots.into_iter().zip(words) {
+            store.load(&cx, &slot, &mut into, 0).expect("stored");
+            Content { random: 0, seed }.assert_in(machine.page(&mut into));
+            store.free(&cx, slot).expect("held");
+        }
+        frames.free(&cx, into);
+    });
+}
+
+#[test]
+fn pages_of_a_larger_block_are_stored_one_by_one() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let mut block = frames.alloc(&cx, Request::order(Order::new(2).expect("valid"))).expect("memory");
+        let run = |block: Frozen| frames.split(block, Order::ZERO);
+        // Fill its four pages through single handles, then store them through the whole.
+        let mut pages = run(block);
+        let mut bases = Vec::new();
+        for seed in 0..4 {
+            let mut page = pages.pop().expect("four");
+            Content { random: 50, seed }.write(machine.page(&mut page));
+            bases.push(page.pfn());
+            let _ = page.into_dirty().into_extent();
+        }
+        // SAFETY: the four pages that were just given up are one aligned block, never divided elsewhere.
+        block = unsafe {
+            Frozen::assume_owned(bases[0], Order::new(2).expect("valid"), hugemm_frames::Mobility::Unmovable)
+        };
+        let slots: Vec<SwapSlot> = (0..4).map(|index| store.store(&cx, &block, index).expect("room")).collect();
+        assert_eq!(store.store(&cx, &block, 4), Err(StoreError::NoSuchPage));
+        assert_eq!(store.store(&cx, &block, u64::MAX), Err(StoreError::NoSuchPage));
+        let mut into = page(machine, frames, Content { random: 9, seed: 9 });
+        assert_eq!(store.load(&cx, &slots[0], &mut into, 1), Err(SlotError::NoSuchPage));
+        for (slot, seed) in slots.into_iter().zip(0..) {
+            store.load(&cx, &slot, &mut into, 0).expect("stored");
+            Content { random: 50, seed }.assert_in(machine.page(&mut into));
+            store.free(&cx, slot).expect("held");
+        }
+        frames.free(&cx, into);
+        frames.free_extent(&cx, block.into_dirty());
+    });
+}
+
+/// The limit counts every frame of the store; what was refused is unchanged and can be stored when there is room.
+#[test]
+fn a_full_store_refuses_and_loses_nothing() {
+    let limit = if cfg!(miri) { 38 } else { 100 };
+    with_store(256, limit, |machine, frames, store| {
+        let cx = machine.cx();
+        let mut slots = Vec::new();
+        let mut seed = 0;
+        let mut refused = loop {
+            let mut page = page(machine, frames, Content { random: 500, seed });
+            match store.store(&cx, &page, 0) {
+                Ok(slot) => slots.push((slot, Content { random: 500, seed })),
+                Err(error) => {
+                    assert_eq!(error, StoreError::Full);
+                    Content { random: 500, seed }.assert_in(machine.page(&mut page));
+                    break page;
+                }
+            }
+            frames.free(&cx, page);
+            seed += 1;
+        };
+        let stats = Swap::stats(store, &cx);
+        assert_eq!((stats.frames, stats.refused_full), (limit, 1));
+        // The limit grows: there is room again. It shrinks: what is there stays.
+        Swap::<Machine>::set_limit(store, limit + 1);
+        let slot = store.store(&cx, &refused, 0).expect("room");
+        Swap::<Machine>::set_limit(store, 10);
+        slots.push((slot, Content { random: 500, seed }));
+        for (slot, content) in slots {
+            store.load(&cx, &slot, &mut refused, 0).expect("stored");
+            content.assert_in(machine.page(&mut refused));
+            store.free(&cx, slot).expect("held");
+        }
+        frames.free(&cx, refused);
+    });
+}
+
+/// With no frame left anywhere, plain stores fail and evictions still free memory.
+#[test]
+fn eviction_frees_memory_when_none_is_left() {
+    with_store(if cfg!(miri) { 50 } else { 256 }, 256, |machine, frames, store| {
+        let cx = machine.cx();
+        let mut pages: Vec<(Frozen, Content)> = Vec::new();
+        while let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+            let content = Content { random: 200, seed: pages.len() as u32 };
+            content.write(machine.page(&mut page));
+            pages.push((page, content));
+        }
+        assert_eq!(frames.stats(&cx).available(), 0);
+        assert_eq!(store.store(&cx, &pages[0].0, 0), Err(StoreError::NoMemory));
+        let count = pages.len() as u64;
+        let mut slots = Vec::new();
+        for (page, content) in pages {
+            let evicted = store.evict(&cx, page).expect("brings its own frame");
+            if let Some(page) = evicted.freed {
+                // Kept from the store, so that every block is one of the evicted frames or one of these.
+                frames.free(&cx, page);
+            }
+            slots.push((evicted.slot, content));
+        }
+        // 200 random bytes are 400 in runs: a class of 448 bytes, nine pages to a frame.
+        let available = frames.stats(&cx).available();
+        assert_eq!(available, count - count.div_ceil(9), "of {count} pages");
+        let mut into = page(machine, frames, Content { random: 1, seed: 1 });
+        for (slot, content) in slots {
+            store.load(&cx, &slot, &mut into, 0).expect("stored");
+            content.assert_in(machine.page(&mut into));
+            store.free(&cx, slot).expect("held");
+        }
+        frames.free(&cx, into);
+    });
+}
+
+/// A page that does not compress stays where it is: no copy, nothing freed.
+#[test]
+fn an_incompressible_page_is_kept_in_its_own_frame() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let content = Content { random: 4096, seed: 3 };
+        let mut page = page(machine, frames, content);
+        let copy = store.store(&cx, &page, 0).expect("room");
+        let free = frames.stats(&cx).available();
+        content.assert_in(machine.page(&mut page));
+        let evicted = store.evict(&cx, page).expect("room");
+        assert!(evicted.freed.is_none());
+        assert_eq!(frames.stats(&cx).available(), free);
+        let mut into = frames.alloc(&cx, Request::order(Order::ZERO)).expect("memory");
+        for slot in [copy, evicted.slot] {
+            let other = store.share(&cx, &slot).expect("few holders");
+            store.free(&cx, slot).expect("held");
+            store.load(&cx, &other, &mut into, 0).expect("held");
+            content.assert_in(machine.page(&mut into));
+            store.free(&cx, other).expect("held");
+        }
+        frames.free(&cx, into);
+    });
+}
+
+#[test]
+fn holders_are_counted_up_to_a_limit() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        for random in [100, 4096] {
+            let page = page(machine, frames, Content { random, seed: 1 });
+            let mut slots = vec![store.store(&cx, &page, 0).expect("room")];
+            if cfg!(miri) {
+                slots.push(store.share(&cx, &slots[0]).expect("few holders"));
+            } else {
+                while slots.len() < usize::from(u16::MAX) {
+                    slots.push(store.share(&cx, &slots[0]).expect("few holders"));
+                }
+                assert_eq!(store.share(&cx, &slots[0]), Err(SlotError::Saturated));
+            }
+            assert_eq!(Swap::stats(store, &cx).pages, 1);
+            slots.into_iter().for_each(|slot| store.free(&cx, slot).expect("held"));
+            assert_eq!(Swap::stats(store, &cx).pages, 0);
+            frames.free(&cx, page);
+        }
+    });
+}
+
+/// A slot of another store is refused and stays with its owner.
+#[test]
+fn slots_of_another_store_are_refused() {
+    with_store(128, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let other: Store<'_, '_, NoFaults> = Compressed::new(frames, &cx, Runs, 1, 64).expect("memory for work");
+        for random in [100, 4096] {
+            let mut page = page(machine, frames, Content { random, seed: 1 });
+            let slot = store.store(&cx, &page, 0).expect("room");
+            assert_eq!(other.load(&cx, &slot, &mut page, 0), Err(SlotError::NotMine));
+            assert_eq!(other.share(&cx, &slot), Err(SlotError::NotMine));
+            let (error, slot) = other.free(&cx, slot).expect_err("not its own");
+            assert_eq!(error, SlotError::NotMine);
+            store.free(&cx, slot).expect("held");
+            frames.free(&cx, page);
+        }
+        // A CPU without working memory is told so.
+        Machine::run_as(1);
+        let page = page(machine, frames, Content { random: 10, seed: 1 });
+        assert_eq!(other.store(&cx, &page, 0), Err(StoreError::NoSuchCpu));
+        frames.free(&cx, page);
+        frames.drain(&cx);
+        Machine::run_as(0);
+        other.close(&cx).expect("empty");
+    });
+}
+
+/// Damage is an error, never an access outside: every byte of every piece is changed in turn.
+#[test]
+fn damaged_pieces_are_errors_or_wrong_pages() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let source = page(machine, frames, Content { random: 20, seed: 7 });
+        let slot = store.store(&cx, &source, 0).expect("room");
+        let mut into = page(machine, frames, Content { random: 1, seed: 1 });
+        // Where the piece is: bits 8 to 47, and it is the first of its frame.
+        let pfn = hugemm_base::Pfn::new(slot.bits() >> 8 & ((1 << 40) - 1));
+        assert_eq!(slot.bits() & 255, 0);
+        // SAFETY: the store owns the frame and does nothing meanwhile; the handle is forgotten below.
+        let mut inside = unsafe { Frozen::assume_owned(pfn, Order::ZERO, hugemm_frames::Mobility::Unmovable) };
+        let mut corrupt = 0;
+        for at in (0..2).chain(4..if cfg!(miri) { 8 } else { 40 }) {
+            for flip in [1, 0x80, 0xff] {
+                machine.page(&mut inside)[at] ^= flip;
+                match store.load(&cx, &slot, &mut into, 0) {
+                    Ok(()) => {}
+                    Err(error) => {
+                        assert_eq!(error, SlotError::Corrupt);
+                        corrupt += 1;
+                    }
+                }
+                machine.page(&mut inside)[at] ^= flip;
+            }
+        }
+        assert!(corrupt > 5, "{corrupt}");
+        assert_eq!(Swap::stats(store, &cx).corrupt, corrupt);
+        let _ = inside.into_dirty().into_extent();
+        store.free(&cx, slot).expect("held");
+        frames.free(&cx, source);
+        frames.free(&cx, into);
+    });
+}
+
+/// Invariant 7: every allocation fails once, at the store's making and at every store, and nothing is lost.
+#[test]
+fn every_allocation_point_can_fail() {
+    let runs = every_fault(|plan| {
+        let machine = Machine::new(if cfg!(miri) { 64 } else { 128 }, u64::MAX);
+        Machine::run_as(0);
+        with_frames::<&FaultPlan, _>(&machine, plan, |frames| {
+            let cx = machine.cx();
+            let Ok(store) = Compressed::<'_, '_, _, Runs>::new(frames, &cx, Runs, CPUS, 1000) else {
+                return assert_nothing_lost(&machine, frames);
+            };
+            let mut slots = Vec::new();
+            for (seed, random) in [30, 1000, 1300, 1500, 4096, 31].into_iter().enumerate() {
+                let content = Content { random, seed: seed as u32 };
+                let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) else { continue };
+                content.write(machine.page(&mut page));
+                match store.store(&cx, &page, 0) {
+                    Ok(slot) => slots.push((slot, content)),
+                    Err(error) => assert_eq!(error, StoreError::NoMemory),
+                }
+                content.assert_in(machine.page(&mut page));
+                let evicted = store.evict(&cx, page).expect("brings its own frame");
+                slots.push((evicted.slot, content));
+                evicted.freed.into_iter().for_each(|page| frames.free(&cx, page));
+            }
+            let mut into = loop {
+                if let Ok(page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+                    break page;
+                }
+            };
+            for (slot, content) in slots {
+                store.load(&cx, &slot, &mut into, 0).expect("stored");
+                content.assert_in(machine.page(&mut into));
+                store.free(&cx, slot).expect("held");
+            }
+            frames.free(&cx, into);
+            store.close(&cx).expect("empty");
+            assert_nothing_lost(&machine, frames);
+        });
+    });
+    assert!(runs > 10, "{runs}");
+}
+
+/// The data oracle: several CPUs store, load, share and free at once, with failing allocations and too little memory;
+/// every page is checked at every load. Slots wander between the threads.
+#[test]
+fn pages_survive_on_several_cpus() {
+    let soak: u64 = std::env::var("HUGEMM_SOAK").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    let steps = if cfg!(miri) { 30 } else { 30_000 * soak };
+    let machine = Machine::new(600, u64::MAX);
+    Machine::run_as(0);
+    with_frames(&machine, FaultPlan::periodic(100, 13), |frames| {
+        let store: Store<'_, '_, FaultPlan> =
+            Compressed::new(frames, &machine.cx(), Runs, CPUS, 400).expect("memory for work");
+        let common: Mutex<Vec<(SwapSlot, Content)>> = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for cpu in 0..CPUS {
+                let (machine, store, common) = (&machine, &store, &common);
+                scope.spawn(move || {
+                    Machine::run_as(cpu);
+                    let cx = machine.cx();
+                    let mut rng = Rng(u64::from(cpu) + 1);
+                    let mut held: Vec<(SwapSlot, Content)> = Vec::new();
+                    let mut into = loop {
+                        if let Ok(page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+                            break page;
+                        }
+                    };
+                    for _ in 0..steps {
+                        match rng.below(8) {
+                            0..=2 => {
+                                let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) else { continue };
+                                let random = [0, 10, 200, 900, 1500, 4096][rng.below(6) as usize];
+                                let content = Content { random, seed: rng.below(1 << 30) as u32 };
+                                content.write(machine.page(&mut page));
+                                if rng.below(2) == 0 {
+                                    if let Ok(slot) = store.store(&cx, &page, 0) {
+                                        held.push((slot, content));
+                                    }
+                                    frames.free(&cx, page);
+                                } else {
+                                    let back = match store.evict(&cx, page) {
+                                        Ok(evicted) => {
+                                            held.push((evicted.slot, content));
+                                            evicted.freed
+                                        }
+                                        Err((error, page)) => {
+                                            assert_eq!(error, StoreError::Full);
+                                            Some(page)
+                                        }
+                                    };
+                                    back.into_iter().for_each(|page| frames.free(&cx, page));
+                                }
+                            }
+                            3 | 4 if !held.is_empty() => {
+                                let (slot, content) = &held[rng.below(held.len() as u64) as usize];
+                                store.load(&cx, slot, &mut into, 0).expect("held");
+                                content.assert_in(machine.page(&mut into));
+                            }
+                            5 if !held.is_empty() => {
+                                let (slot, content) = &held[rng.below(held.len() as u64) as usize];
+                                let again = store.share(&cx, slot).expect("few holders");
+                                common.lock().expect("alive").push((again, *content));
+                            }
+                            6 => held.extend(common.lock().expect("alive").pop()),
+                            _ if !held.is_empty() => {
+                                let (slot, _) = held.swap_remove(rng.below(held.len() as u64) as usize);
+                                store.free(&cx, slot).expect("held");
+                            }
+                            _ => {}
+                        }
+                    }
+                    frames.free(&cx, into);
+                    common.lock().expect("alive").extend(held);
+                    frames.drain(&cx);
+                });
+            }
+        });
+        let cx = machine.cx();
+        let mut into = loop {
+            if let Ok(page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+                break page;
+            }
+        };
+        for (slot, content) in common.into_inner().expect("alive") {
+            store.load(&cx, &slot, &mut into, 0).expect("held");
+            content.assert_in(machine.page(&mut into));
+            store.free(&cx, slot).expect("held");
+        }
+        frames.free(&cx, into);
+        store.close(&cx).expect("empty");
+        assert_nothing_lost(&machine, frames);
+    });
+}

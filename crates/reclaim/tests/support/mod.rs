@@ -1,0 +1,242 @@
+//! What the tests run on: threads as CPUs, frames with bytes, a toy compressor, and the operation interpreter.
+#![allow(dead_code, unreachable_pub)]
+
+pub mod ops;
+
+use hugemm_base::inject::Inject;
+use hugemm_base::platform::{CpuLocal, Instrumented, PhysMap, Preempt, PreemptModel, StoreOrder, VectorUnit, Window};
+use hugemm_base::{Counters, CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr};
+use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Plain};
+use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub const CPUS: u32 = 4;
+
+thread_local! {
+    static CPU: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Memory that is given back at the end.
+pub struct Memory {
+    ptr: *mut u8,
+    layout: Layout,
+}
+
+// SAFETY: it is only memory.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    pub fn new(layout: Layout) -> Self {
+        // SAFETY: never empty here.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        assert!(!ptr.is_null());
+        Memory { ptr, layout }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; whoever borrowed it is gone.
+        unsafe { dealloc(self.ptr, self.layout) };
+    }
+}
+
+/// Threads as CPUs, and frames from [`BASE`](Machine::BASE) on with bytes.
+pub struct Machine {
+    counters: [Counters; CPUS as usize],
+    bytes: Memory,
+    pages: u64,
+    /// Most pages in a window.
+    window: u64,
+    open: AtomicU64,
+}
+
+impl Machine {
+    pub const BASE: u64 = 512;
+
+    pub fn new(pages: u64, window: u64) -> Self {
+        let layout = Layout::from_size_align((pages * PAGE_BYTES) as usize, 4096).expect("valid");
+        Machine { counters: Default::default(), bytes: Memory::new(layout), pages, window, open: AtomicU64::new(0) }
+    }
+
+    pub fn frames(&self) -> Extent {
+        Extent::new(Pfn::new(Self::BASE), self.pages).expect("in range")
+    }
+
+    pub fn run_as(cpu: u32) {
+        CPU.with(|slot| slot.set(cpu));
+    }
+
+    pub fn cx(&self) -> CpuCx<'_, Machine> {
+        // SAFETY: the tests have one context per thread at a time and never reschedule with debts open.
+        unsafe { CpuCx::new(self) }
+    }
+
+    /// The bytes of a page that the caller owns.
+    #[allow(clippy::mut_from_ref, reason = "owned through the handle")]
+    pub fn page<'a>(&'a self, block: &'a mut Frozen) -> &'a mut PageBytes {
+        let index = block.pfn().number() - Self::BASE;
+        // SAFETY: inside the memory, and the block's owner is borrowed exclusively.
+        unsafe { &mut *self.bytes.ptr.add((index * PAGE_BYTES) as usize).cast() }
+    }
+
+    /// Windows that have not been closed.
+    pub fn open_windows(&self) -> u64 {
+        self.open.load(Ordering::SeqCst)
+    }
+}
+
+// SAFETY: each test gives each of its threads a number of its own.
+unsafe impl CpuLocal for Machine {
+    fn current(&self) -> CpuId {
+        CpuId(CPU.with(Cell::get))
+    }
+
+    fn pin(&self) -> usize {
+        0
+    }
+
+    unsafe fn unpin(&self, _state: usize) {}
+}
+
+impl Preempt for Machine {
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::Full
+    }
+
+    fn reschedule(&self) {
+        std::thread::yield_now();
+    }
+}
+
+// SAFETY: the provided methods.
+unsafe impl StoreOrder for Machine {}
+
+impl VectorUnit for Machine {}
+
+impl Instrumented for Machine {
+    fn counters(&self) -> &Counters {
+        &self.counters[CPU.with(Cell::get) as usize % CPUS as usize]
+    }
+}
+
+// SAFETY: every frame's window is its own part of the memory, which lives as long as the machine.
+unsafe impl PhysMap for Machine {
+    fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
+        if extent.is_empty() || !self.frames().covers(extent) {
+            return None;
+        }
+        self.open.fetch_add(1, Ordering::SeqCst);
+        let index = extent.base().number() - Self::BASE;
+        // SAFETY: inside the memory.
+        let ptr = unsafe { self.bytes.ptr.add((index * PAGE_BYTES) as usize) };
+        // Scratch areas need one window for all of a block, which the store asks for as a whole; pieces can do without.
+        let pages = if extent.pages() > 4 { extent.pages() } else { extent.pages().min(self.window) };
+        Some(Window { ptr, pages })
+    }
+
+    unsafe fn close(&self, _window: Window) {
+        self.open.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A manager of all of a machine's frames, and the machine, for a test.
+pub fn with_frames<I: Inject, R>(machine: &Machine, inject: I, test: impl FnOnce(&Frames<'_, Plain<I>>) -> R) -> R {
+    let arenas = [ArenaSpec { extent: machine.frames(), node: NodeId(0), descriptors: None }];
+    let config = Config { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
+    let memory = Memory::new(Frames::<Plain<I>>::required_bytes(&config).expect("valid"));
+    // SAFETY: zeroed, of the size asked for, used for this manager only, whose contexts all come from `machine`.
+    let frames =
+        unsafe { Frames::new(&config, Plain(inject), memory.ptr, memory.layout.size()) }.expect("large enough");
+    // SAFETY: released once; the bytes are the machine's.
+    unsafe { frames.release(Dirty::assume_owned(machine.frames())) };
+    test(&frames)
+}
+
+/// Every frame is free again and every window closed.
+pub fn assert_nothing_lost<I: Inject>(machine: &Machine, frames: &Frames<'_, Plain<I>>) {
+    let cx = machine.cx();
+    assert_eq!(frames.stats(&cx).available(), frames.managed(), "frames lost");
+    assert_eq!(machine.open_windows(), 0, "windows left open");
+}
+
+/// Runs of equal bytes as pairs of count and byte: simple enough to trust, small enough for the interpreter.
+pub struct Runs;
+
+impl Compressor for Runs {
+    /// As large as a real one's table.
+    type Scratch = [u64; 2100];
+
+    const WORST: usize = 4096;
+
+    fn scratch(&self) -> [u64; 2100] {
+        [0; 2100]
+    }
+
+    fn compress(&self, scratch: &mut [u64; 2100], from: &PageBytes, into: &mut [u8]) -> Option<usize> {
+        // Nobody else uses this CPU's working memory meanwhile.
+        scratch[0] += 1;
+        let mine = scratch[0];
+        let mut len = 0;
+        let mut at = 0;
+        while at < from.len() {
+            let run = from[at..].iter().take(255).take_while(|byte| **byte == from[at]).count();
+            let pair = into.get_mut(len..len + 2).filter(|_| len + 2 < 4096)?;
+            pair.copy_from_slice(&[run as u8, from[at]]);
+            len += 2;
+            at += run;
+        }
+        assert_eq!(scratch[0], mine);
+        Some(len)
+    }
+
+    fn decompress(&self, from: &[u8], into: &mut PageBytes) -> Result<(), Corrupt> {
+        let mut at = 0;
+        for pair in from.as_chunks::<2>().0 {
+            into.get_mut(at..at + usize::from(pair[0])).ok_or(Corrupt)?.fill(pair[1]);
+            at += usize::from(pair[0]);
+        }
+        if at == into.len() { Ok(()) } else { Err(Corrupt) }
+    }
+}
+
+/// What is in a page: so many random bytes, then one byte; or one word all over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Content {
+    pub random: u16,
+    pub seed: u32,
+}
+
+impl Content {
+    pub fn write(self, page: &mut PageBytes) {
+        if self.random == 0 {
+            page.as_chunks_mut::<4>().0.fill(self.seed.to_ne_bytes());
+            return;
+        }
+        let mut state = u64::from(self.seed) << 16 | u64::from(self.random);
+        let (head, tail) = page.split_at_mut(usize::from(self.random).min(4096));
+        for byte in head {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            *byte = (state >> 40) as u8;
+        }
+        tail.fill(self.seed as u8);
+    }
+
+    pub fn assert_in(self, page: &PageBytes) {
+        let mut expected = [0; 4096];
+        self.write(&mut expected);
+        assert!(*page == expected, "{self:?} came back differently");
+    }
+}
+
+/// A small generator.
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
