@@ -3,6 +3,7 @@
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
 use crate::size::Size;
+use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
 use hugemm_clear::Primitive;
@@ -35,6 +36,20 @@ pub enum Command {
     /// Do the same work in stock Linux guests on the same virtual machine: one table over kernels and CPUs.
     #[command(after_help = LINUX_HELP)]
     Linux(Linux),
+
+    // Commands that measure nothing.
+    /// Compare saved results figure by figure, with their noise; fail if something got worse.
+    #[command(after_help = unmeasured::COMPARE_HELP)]
+    Compare(unmeasured::Compare),
+    /// Make one self-contained HTML page with plots from saved results of any commands.
+    Report(unmeasured::Report),
+    /// Say what of this machine limits the results, and what to do about it.
+    Doctor(unmeasured::Doctor),
+    /// Print completions for a shell.
+    #[command(after_help = unmeasured::COMPLETIONS_HELP)]
+    Completions(unmeasured::Completions),
+    /// Print the manual page, or write one for each command.
+    Man(unmeasured::Man),
 }
 
 /// The workloads.

@@ -3,6 +3,9 @@
 
 mod args;
 mod clear;
+mod cli_text;
+mod compare;
+mod doctor;
 mod document;
 mod environment_text;
 mod explain;
@@ -32,9 +35,13 @@ mod profile_file;
 mod progress;
 mod qemu;
 mod replay;
+mod report;
+mod saved;
 mod size;
 mod stats;
 mod table;
+mod units;
+mod unmeasured_args;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
@@ -56,6 +63,12 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Explain(args) => explain::run(args),
+        // Commands that measure nothing.
+        Command::Compare(args) => compare::run(args),
+        Command::Report(args) => report::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Completions(args) => cli_text::completions(args),
+        Command::Man(args) => cli_text::man(args),
     });
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,6 +77,8 @@ fn main() -> ExitCode {
             eprintln!("hugemm: {error:#}");
             match interrupt::signal() {
                 Some(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
+                // 1 is the answer of a comparison, so it cannot also mean that there was none.
+                None if matches!(cli.command, Command::Compare(_)) && !error.is::<compare::Regression>() => 2.into(),
                 None => ExitCode::FAILURE,
             }
         }
