@@ -99,6 +99,14 @@ impl Common {
     }
 }
 
+/// Runs before the measured ones.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Warmup {
+    /// Runs before the measured ones, untimed: they touch memory that may be new to the machine below a virtual one.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub warmup: u32,
+}
+
 /// What the memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Kind {
@@ -122,6 +130,8 @@ pub struct Probe {
     /// Runs of each measurement.
     #[arg(short, long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
     #[arg(long, value_name = "FILE")]
     pub save_profile: Option<PathBuf>,
@@ -142,8 +152,10 @@ pub struct Memset {
     #[arg(short, long, value_delimiter = ',', default_value = "all")]
     pub function: Vec<String>,
     /// Loops.
-    #[arg(short = 'l', long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub loops: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Kind of huge pages.
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
@@ -210,8 +222,10 @@ pub struct Mmap {
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Loops.
-    #[arg(short = 'l', long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub loops: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Threads; the memory is divided among them.
     #[arg(short, long, default_value_t = 1)]
     pub threads: u32,
@@ -247,6 +261,8 @@ pub struct ClearExtent {
     #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     #[command(flatten)]
+    pub warmup: Warmup,
+    #[command(flatten)]
     pub common: Common,
 }
 
@@ -265,6 +281,8 @@ pub struct Interference {
     /// Runs of each measurement.
     #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     #[command(flatten)]
     pub common: Common,
 }

@@ -56,7 +56,7 @@ pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressB
         ("two CPUs, a half each", Parts::TwoCpus),
     ];
     let mut sides = ways.map(|(name, parts)| Side { name, run: Box::new(move || measure(parts)) });
-    let columns = alternate(&mut sides, args.measured.runs, bar)?;
+    let columns = alternate(&mut sides, args.measured.repeat(), bar)?;
     let samples: Vec<Samples> = columns.into_iter().filter_map(|mut columns| columns.pop().flatten()).collect();
     let [whole, halves, both] = samples.as_slice() else { bail!("nothing was measured") };
     let mut lines = table::new(["ns per block", "free", "of one CPU, halves"]);
@@ -112,7 +112,7 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
         let mut claims = Claims { area, extents, sides: Vec::new() };
         claims.add("hugemm", FrozenBlocks(&area.frames));
         peers::each(args.measured.no_peers, &mut claims)?;
-        let columns = alternate(&mut claims.sides, args.measured.runs, bar)?;
+        let columns = alternate(&mut claims.sides, args.measured.repeat(), bar)?;
         let mut lines = table::new(["ns", "claim", "free"]);
         for (side, columns) in claims.sides.iter().zip(&columns) {
             lines.add_row([side.name.to_owned(), cell(columns[0].as_ref()), cell(columns[1].as_ref())]);
@@ -144,7 +144,7 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
         }),
     });
     area.on_cpus(1, &frames, |_, _| Ok(()))?;
-    let columns = alternate(&mut sides, args.measured.runs, bar)?;
+    let columns = alternate(&mut sides, args.measured.repeat(), bar)?;
     let mut lines = table::new(["ns per page", "free"]);
     for ((name, _), columns) in ways.iter().zip(&columns) {
         lines.add_row([(*name).to_owned(), cell(columns[0].as_ref())]);

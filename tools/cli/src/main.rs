@@ -27,6 +27,7 @@ mod machine;
 mod measure;
 mod memset;
 mod mmap;
+mod noise;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;

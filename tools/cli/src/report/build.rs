@@ -43,7 +43,7 @@ fn text(name: &str, figure: &Figure<'_>) -> Option<String> {
         None => match figure.label(name)?.as_str() {
             "true" => Some(name.replace('_', " ")),
             "false" => Some(format!("no {}", name.replace('_', " "))),
-            "on" | "off" => Some(format!("{name} {}", figure.label(name)?)),
+            value if matches!(value, "on" | "off") || name == "preempt" => Some(format!("{name} {value}")),
             other => Some(other.to_owned()),
         },
     }
@@ -62,7 +62,11 @@ fn telling<'a>(figures: &[Figure<'a>], used: &[&'a str]) -> Vec<&'a str> {
         names.extend(identity(figure.row).map(|(name, _)| name));
     }
     // Sides before everything else: they are what a reader compares.
-    let rank = |name: &str| SIDES.iter().position(|side| *side == name).unwrap_or(SIDES.len());
+    let rank = |name: &str| match SIDES.iter().position(|side| *side == name) {
+        Some(place) => place,
+        None if AMOUNTS.contains(&name) => SIDES.len() + 1,
+        None => SIDES.len(),
+    };
     names.sort_by_key(|name| (rank(name), *name));
     names.dedup();
     let mut known = used.to_vec();
@@ -86,6 +90,9 @@ fn telling<'a>(figures: &[Figure<'a>], used: &[&'a str]) -> Vec<&'a str> {
 /// Labels that name sides, the most telling first.
 const SIDES: [&str; 10] =
     ["side", "subject", "function", "primitive", "way", "beside", "kernel", "economy", "flush", "preempt"];
+
+/// Labels that say how much was done: where another label tells figures apart as well, that one is more telling.
+const AMOUNTS: [&str; 4] = ["n", "pages", "size", "runs"];
 
 /// The plots of a view.
 pub fn by_view(view: &View, all: &[Figure<'_>]) -> Vec<Plot> {
@@ -194,6 +201,8 @@ fn one<'a>(
             None => series.push(Series { name, points: vec![point] }),
         }
     }
+    // hugemm's own first, in the first colour.
+    series.sort_by_key(|series| !series.own());
     for series in &mut series {
         series.points.sort_by(|a, b| a.x.total_cmp(&b.x));
     }
@@ -232,6 +241,9 @@ fn overtaking(plot: &Plot) -> Option<Mark> {
     };
     let from = (0..=places.len()).min_by(|a, b| loss(*a).total_cmp(&loss(*b)))?;
     let (x, ..) = places.get(from)?;
+    if from == 0 {
+        return Some(Mark { x: *x, text: "past the cache is faster at every size".to_owned() });
+    }
     Some(Mark { x: *x, text: format!("past the cache is faster from {}", Size(*x as u64).rounded()) })
 }
 

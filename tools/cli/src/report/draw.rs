@@ -1,11 +1,11 @@
 //! Drawing plots: lines over numbers, bars over groups.
 
 use super::axis::Axis;
-use super::plot::{Plot, Point, Scale, Series, X, number};
+use super::plot::{Plot, Point, Scale, Series, X, number, tick};
 use super::svg::{Anchor, COLOURS, Svg, width};
 
 /// Width of every picture. Small, so that text stays readable when a telephone shrinks it.
-const WIDTH: f64 = 480.0;
+const WIDTH: f64 = 440.0;
 
 /// Height of the area of lines.
 const AREA: f64 = 250.0;
@@ -55,17 +55,18 @@ fn cut(label: &str) -> Vec<String> {
 fn lines(plot: &Plot, scale: Scale, title: &str) -> (Svg, f64) {
     let labels: Vec<Vec<String>> = plot.series.iter().map(|series| cut(&series.name)).collect();
     let widest = labels.iter().flatten().map(|line| width(line)).fold(0.0, f64::max);
-    let (left, right) = (46.0, WIDTH - widest.min(150.0) - 22.0);
     let (top, bottom) = (26.0, 26.0 + AREA);
+    let axis = Axis::for_lines(plot.points().map(|point| point.y), bottom, top);
+    let ticks = axis.ticks().into_iter().map(|tick| width(&self::tick(tick))).fold(0.0, f64::max);
+    let (left, right) = (ticks + 10.0, WIDTH - widest.min(150.0) - 22.0);
     let mut svg = Svg::new(WIDTH);
 
-    let axis = Axis::for_lines(plot.points().map(|point| point.y), bottom, top);
     let unit = if axis.is_log() { format!("{} (logarithmic)", plot.unit_text()) } else { plot.unit_text() };
     svg.text("soft", Anchor::Start, (4.0, 13.0), &unit);
-    for tick in axis.ticks() {
-        let y = axis.at(tick);
+    for value in axis.ticks() {
+        let y = axis.at(value);
         svg.line("grid", (left, y), (right, y));
-        svg.text("soft small", Anchor::End, (left - 6.0, y + 4.0), &number(tick));
+        svg.text("soft small", Anchor::End, (left - 6.0, y + 4.0), &tick(value));
     }
 
     let places = plot.places();
@@ -87,7 +88,7 @@ fn lines(plot: &Plot, scale: Scale, title: &str) -> (Svg, f64) {
             svg.text("soft small", Anchor::Middle, (x, bottom + 29.0), &size);
             widest = widest.max(width(&size));
         }
-        free = x + widest / 2.0 + 4.0;
+        free = x + widest / 2.0 + 3.0;
     }
     svg.line("axis", (left, bottom), (right, bottom));
     let below = if scale == Scale::Order { bottom + 45.0 } else { bottom + 33.0 };
@@ -176,9 +177,12 @@ fn bars(plot: &Plot) -> (Svg, f64) {
     const BAR: f64 = 15.0;
     let labels: Vec<Vec<String>> = plot.series.iter().map(|series| cut(&series.name)).collect();
     let widest = labels.iter().flatten().map(|line| width(line)).fold(0.0, f64::max);
-    let left = widest.min(170.0) + 12.0;
+    // Bold letters are wider.
+    let left = (widest * 1.08).min(180.0) + 12.0;
     let figures = plot.points().map(|point| width(&number(point.y))).fold(0.0, f64::max);
-    let axis = Axis::for_bars(plot.points().map(|point| point.y), left, WIDTH - figures - 14.0);
+    // The deviation belongs to the bar.
+    let ends = plot.points().map(|point| point.y + if point.y < 0.0 { -point.stdev } else { point.stdev });
+    let axis = Axis::for_bars(ends, left, WIDTH - figures - 14.0);
     let zero = axis.at(0.0);
     let mut svg = Svg::new(WIDTH);
     svg.text("soft", Anchor::Start, (4.0, 13.0), &plot.unit_text());
@@ -204,12 +208,12 @@ fn bars(plot: &Plot) -> (Svg, f64) {
             let size = ((end - zero).abs().max(0.5), BAR - 3.0);
             let class = format!("bar s{}", index % COLOURS);
             svg.rect(&class, (zero.min(end), middle - size.1 / 2.0), size, &hint(plot, series, point));
+            let (low, high) = (axis.at(point.y - point.stdev), axis.at(point.y + point.stdev));
             if point.stdev > 0.0 {
-                let (low, high) = (axis.at(point.y - point.stdev), axis.at(point.y + point.stdev));
                 svg.line("whisker", (low, middle), (high, middle));
             }
             let text = number(point.y);
-            svg.text("small", Anchor::Start, (zero.max(end) + 5.0, middle + 4.0), &text);
+            svg.text("small", Anchor::Start, (zero.max(high) + 5.0, middle + 4.0), &text);
             y += height;
         }
         svg.line("axis", (zero, from), (zero, y));
@@ -245,10 +249,10 @@ mod tests {
         let points = [(4096.0, 0.0), (8192.0, 25.0), (16384.0, 50.0)];
         let (svg, height) = draw(&plot(X::Numbers(Scale::Bytes, "size".to_owned()), &[("ab", &points)]));
         let text = svg.file(height, "p");
-        // The area is 46 + 8 to 480 - 2 × 6.4 - 22 - 8 wide and 26 to 276 high.
-        let middle = f64::midpoint(54.0, 437.2);
-        let path = format!("M54 276 L{middle:.1} 151 L437.2 26");
-        assert!(text.contains(&path), "{path} in {text}");
+        // The area is 2 × 7 + 10 + 8 to 440 - 2 × 7 - 22 - 8 wide and 26 to 276 high.
+        assert_eq!(f64::midpoint(32.0, 396.0), 214.0);
+        let path = "M32 276 L214 151 L396 26";
+        assert!(text.contains(path), "{path} in {text}");
         for label in ["4KB", "8KB", "16KB", ">50<", ">0<"] {
             assert!(text.contains(label), "{label}");
         }
@@ -259,8 +263,8 @@ mod tests {
         let (svg, height) =
             draw(&plot(X::Groups(vec!["g".to_owned()]), &[("ab", &[(0.0, 10.0)]), ("cd", &[(0.0, 5.0)])]));
         let text = svg.file(height, "p");
-        // From 2 × 6.4 + 12 to 480 - 2 × 6.4 - 14.
-        assert!(text.contains("width=\"428.4\"") && text.contains("width=\"214.2\""), "{text}");
+        // From 2 × 7 × 1.08 + 12 to 440 - 2 × 7 - 14.
+        assert!(text.contains("width=\"384.9\"") && text.contains("width=\"192.4\""), "{text}");
     }
 
     #[test]
@@ -274,7 +278,7 @@ mod tests {
     #[test]
     fn long_labels_are_cut_where_words_end() {
         assert_eq!(cut("buddy_system_allocator"), ["buddy_system_", "allocator"]);
-        assert_eq!(cut("hugemm, calibrated policy"), ["hugemm, calibrated", "policy"]);
+        assert_eq!(cut("hugemm, calibrated policy"), ["hugemm,", "calibrated policy"]);
         assert_eq!(cut("short"), ["short"]);
         assert_eq!(cut("ÄÖÜäöüÄÖÜäöüÄÖÜäöüÄÖÜäöü").len(), 1);
     }

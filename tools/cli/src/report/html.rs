@@ -14,7 +14,7 @@ body{margin:0 auto;max-width:1120px;padding:1rem;background:var(--paper);color:v
 font:16px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}\
 h1{font-size:1.6rem;margin:.4rem 0}h2{font-size:1.25rem;margin:2rem 0 .6rem;border-bottom:1px solid var(--grid)}\
 h3{font-size:1rem;margin:0 0 .3rem}p{margin:.3rem 0 .8rem}.soft{color:var(--soft)}\
-nav a{margin-right:1rem;white-space:nowrap}a{color:var(--s0)}\
+nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem}a{color:var(--s0)}\
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,460px),1fr));gap:1rem}\
 figure{margin:0;padding:.8rem;border:1px solid var(--grid);border-radius:8px;min-width:0}\
 figure svg{display:block;width:100%;height:auto}figcaption{font-weight:600;margin-bottom:.4rem}\
@@ -27,11 +27,13 @@ summary{cursor:pointer;font-size:.85rem;color:var(--soft);padding:.3rem 0}\
 code{font:.85em ui-monospace,'SFMono-Regular',Menlo,monospace;overflow-wrap:anywhere}\
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem .8rem;margin:.4rem 0;font-size:.9rem}\
 dt{color:var(--soft)}dd{margin:0;min-width:0;overflow-wrap:anywhere}\
-@media (max-width:500px){body{padding:.6rem}figure{padding:.5rem}}\
+@media (max-width:500px){body{padding:.6rem}figure{padding:.5rem}th,td{padding:.2rem .35rem}.goals td{white-space:normal}\
+.plot text{font-size:13.5px}.plot .small{font-size:13px}}\
 @media print{body{max-width:none;padding:0;font-size:11pt}nav{display:none}\
-.plots{grid-template-columns:1fr 1fr;gap:.5rem}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
+.plots{display:block}figure{display:grid;grid-template-columns:1fr 1fr;gap:0 .8rem;margin-bottom:.5rem}\
+figcaption,figure .note{grid-column:1/-1}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
 details::details-content{content-visibility:visible}details.all{display:none}summary{display:none}\
-table{font-size:7.5pt}.wide{overflow:visible}th,td{padding:.1rem .3rem;white-space:normal}}";
+table{font-size:7pt}.wide{overflow:visible}th,td{padding:.1rem .3rem;white-space:normal}}";
 
 /// The whole page.
 pub fn page(content: &Content<'_>) -> String {
@@ -100,22 +102,30 @@ fn contents(out: &mut String, content: &Content<'_>) {
 
 fn goals(out: &mut String, goals: &[Goal]) {
     let met = goals.iter().filter(|goal| goal.met).count();
-    out.push_str(&format!("<h2 id=\"goals\">Goals: {met} of {} met</h2>\n<div class=\"wide\"><table>\n", goals.len()));
+    out.push_str(&format!(
+        "<h2 id=\"goals\">Goals: {met} of {} met</h2>\n<div class=\"wide\"><table class=\"goals\">\n",
+        goals.len()
+    ));
     let several = goals.iter().any(|goal| !goal.source.is_empty());
     let more = if several { "<th>document</th>" } else { "" };
-    out.push_str("<thead><tr><th>goal</th><th>wanted</th><th>measured</th><th>met</th>");
+    out.push_str("<thead><tr><th>goal</th><th>met</th><th>measured</th><th>wanted</th>");
     out.push_str(&format!("{more}</tr></thead>\n<tbody>\n"));
     for goal in goals {
         let (class, word) = if goal.met { ("met", "✓ yes") } else { ("missed", "✗ no") };
         let more = if several { format!("<td>{}</td>", escape(&goal.source)) } else { String::new() };
         out.push_str(&format!(
-            "<tr><td><code>{}</code></td><td>{}</td><td>{}</td><td class=\"{class}\">{word}</td>{more}</tr>\n",
-            escape(&goal.name),
-            escape(&goal.wanted),
-            escape(&goal.measured)
+            "<tr><td><code>{}</code></td><td class=\"{class}\">{word}</td><td>{}</td><td>{}</td>{more}</tr>\n",
+            breakable(&goal.name),
+            escape(&goal.measured),
+            escape(&goal.wanted)
         ));
     }
     out.push_str("</tbody></table></div>\n");
+}
+
+/// A metric's name that a narrow page may break where its words end.
+fn breakable(name: &str) -> String {
+    escape(name).replace('.', ".<wbr/>").replace('_', "_<wbr/>")
 }
 
 fn figure(out: &mut String, plot: &Plot) {

@@ -158,7 +158,10 @@ impl Plot {
         }
         let names = places.iter().map(|place| match scale {
             Scale::Bytes => scale.text(*place),
-            Scale::Order | Scale::Count => format!("{title} {place}"),
+            Scale::Order => format!("order {place}"),
+            // 1 CPU, 2 CPUs.
+            Scale::Count if *place == 1.0 => format!("{place} {}", title.trim_end_matches('s')),
+            Scale::Count => format!("{place} {title}"),
         });
         self.x = X::Groups(names.collect());
         for point in self.series.iter_mut().flat_map(|series| &mut series.points) {
@@ -201,6 +204,18 @@ fn cell(point: &Point) -> String {
     match point.stdev {
         0.0 => number(point.y),
         stdev => format!("{} ±{}", number(point.y), number(stdev)),
+    }
+}
+
+/// A number on an axis: thousands and millions by their letters.
+pub fn tick(value: f64) -> String {
+    match value.abs() {
+        size if size >= 1e9 => format!("{}G", number(value / 1e9)),
+        size if size >= 1e6 => format!("{}M", number(value / 1e6)),
+        size if size >= 1e4 => format!("{}k", number(value / 1e3)),
+        // Ticks are 1, 2 or 5 times a power of ten: no digits beyond those.
+        size if size > 0.0 && size < 0.01 => format!("{value:.0e}"),
+        _ => format!("{}", (value * 1e6).round() / 1e6),
     }
 }
 
@@ -247,7 +262,7 @@ mod tests {
             marks: Vec::new(),
         };
         let plot = plot.with_bars_for_few_places();
-        assert_eq!(plot.x, X::Groups(vec!["CPUs 1".to_owned(), "CPUs 4".to_owned()]));
+        assert_eq!(plot.x, X::Groups(vec!["1 CPU".to_owned(), "4 CPUs".to_owned()]));
         assert_eq!(plot.table().1, [["a", "5", "6"]]);
     }
 }

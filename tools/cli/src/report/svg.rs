@@ -55,7 +55,7 @@ pub fn at(value: f64) -> String {
 
 /// How wide a text is, about: fonts differ, and nobody measures them here.
 pub fn width(text: &str) -> f64 {
-    text.chars().count() as f64 * 6.4
+    text.chars().count() as f64 * 7.0
 }
 
 /// A picture under construction.
@@ -80,11 +80,6 @@ impl Svg {
     /// Nothing yet, of this width.
     pub fn new(width: f64) -> Self {
         Svg { body: String::new(), width }
-    }
-
-    /// Its width.
-    pub fn width(&self) -> f64 {
-        self.width
     }
 
     /// A straight line.
