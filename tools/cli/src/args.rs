@@ -4,6 +4,7 @@ use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
 use crate::paging_args as paging;
 use crate::size::Size;
+use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
 use hugemm_clear::Primitive;
@@ -36,6 +37,20 @@ pub enum Command {
     /// Do the same work in stock Linux guests on the same virtual machine: one table over kernels and CPUs.
     #[command(after_help = LINUX_HELP)]
     Linux(Linux),
+
+    // Commands that measure nothing.
+    /// Compare saved results figure by figure, with their noise; fail if something got worse.
+    #[command(after_help = unmeasured::COMPARE_HELP)]
+    Compare(unmeasured::Compare),
+    /// Make one self-contained HTML page with plots from saved results of any commands.
+    Report(unmeasured::Report),
+    /// Say what of this machine limits the results, and what to do about it.
+    Doctor(unmeasured::Doctor),
+    /// Print completions for a shell.
+    #[command(after_help = unmeasured::COMPLETIONS_HELP)]
+    Completions(unmeasured::Completions),
+    /// Print the manual page, or write one for each command.
+    Man(unmeasured::Man),
 }
 
 /// The workloads.
@@ -89,6 +104,14 @@ impl Common {
     }
 }
 
+/// Runs before the measured ones.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Warmup {
+    /// Runs before the measured ones, untimed: they touch memory that may be new to the machine below a virtual one.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    pub warmup: u32,
+}
+
 /// What the memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Kind {
@@ -112,6 +135,8 @@ pub struct Probe {
     /// Runs of each measurement.
     #[arg(short, long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
     #[arg(long, value_name = "FILE")]
     pub save_profile: Option<PathBuf>,
@@ -132,8 +157,10 @@ pub struct Memset {
     #[arg(short, long, value_delimiter = ',', default_value = "all")]
     pub function: Vec<String>,
     /// Loops.
-    #[arg(short = 'l', long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub loops: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Kind of huge pages.
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
@@ -200,8 +227,10 @@ pub struct Mmap {
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Loops.
-    #[arg(short = 'l', long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub loops: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Threads; the memory is divided among them.
     #[arg(short, long, default_value_t = 1)]
     pub threads: u32,
@@ -237,6 +266,8 @@ pub struct ClearExtent {
     #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     #[command(flatten)]
+    pub warmup: Warmup,
+    #[command(flatten)]
     pub common: Common,
 }
 
@@ -255,6 +286,8 @@ pub struct Interference {
     /// Runs of each measurement.
     #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     #[command(flatten)]
     pub common: Common,
 }

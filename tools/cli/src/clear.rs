@@ -3,6 +3,7 @@
 use crate::args::{ClearExtent, Kind};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
+use crate::measure::Repeat;
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -48,11 +49,12 @@ pub fn run(args: &ClearExtent) -> Result<()> {
         .iter()
         .flat_map(|model| args.workers.iter().map(|workers| (PreemptModel::from(*model), *workers)))
         .collect();
-    let bar = progress::bar(cases.len() as u64 * u64::from(args.runs + 1), machine.quiet());
+    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let bar = progress::bar((cases.len() * repeat.all()) as u64, machine.quiet());
     let mut bandwidth = vec![Samples::default(); cases.len()];
     let mut worst = vec![Samples::default(); cases.len()];
     let before = host.counters_sum();
-    for run in 0..=args.runs as usize {
+    for run in 0..repeat.all() {
         for i in 0..cases.len() {
             interrupt::check()?;
             let index = (i + run) % cases.len();
@@ -61,7 +63,7 @@ pub fn run(args: &ClearExtent) -> Result<()> {
             host.set_preempt_model(model);
             let pass;
             (memory, pass) = once(&host, &clearer, memory, workers)?;
-            if run > 0 {
+            if repeat.is_measured(run) {
                 bandwidth[index].push(size as f64 / pass.nanos.max(1) as f64);
                 worst[index].push(pass.worst_unit_nanos as f64 / 1e6);
             }

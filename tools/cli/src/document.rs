@@ -3,8 +3,9 @@
 use crate::stats::Samples;
 use anyhow::{Context, Result};
 use hugemm_host::environment::Environment;
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::path::Path;
 
 /// Version of the document's form.
@@ -23,21 +24,28 @@ pub struct Document {
 }
 
 /// One measured figure.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {
     metric: String,
+    #[serde(deserialize_with = "number")]
     value: f64,
-    unit: &'static str,
+    unit: Cow<'static, str>,
+    #[serde(deserialize_with = "number")]
     stdev: f64,
     runs: usize,
     #[serde(flatten)]
     labels: Map<String, Value>,
 }
 
+/// A number, or `null`, which is how JSON writes what is no number.
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
 impl Row {
     /// A figure that was measured or counted once.
     pub fn single(metric: impl Into<String>, value: f64, unit: &'static str) -> Self {
-        Row { metric: metric.into(), value, unit, stdev: 0.0, runs: 1, labels: Map::new() }
+        Row { metric: metric.into(), value, unit: unit.into(), stdev: 0.0, runs: 1, labels: Map::new() }
     }
 
     /// The mean over runs, as `perf bench` reports.
@@ -61,9 +69,29 @@ impl Row {
         &self.metric
     }
 
-    /// The figure.
+    /// The figure; not a number where the document has `null`.
     pub fn value(&self) -> f64 {
         self.value
+    }
+
+    /// Its unit.
+    pub fn unit(&self) -> &str {
+        &self.unit
+    }
+
+    /// The sample standard deviation over the runs; 0 for one run.
+    pub fn stdev(&self) -> f64 {
+        self.stdev
+    }
+
+    /// Over how many runs it was taken.
+    pub fn runs(&self) -> usize {
+        self.runs
+    }
+
+    /// What else the row says: where the figure belongs, and for a goal what was wanted.
+    pub fn labels(&self) -> &Map<String, Value> {
+        &self.labels
     }
 }
 
@@ -76,14 +104,19 @@ impl Document {
 
     /// Writes the document as indented JSON where `--json` says: to standard output (`-`), to a file, or nowhere.
     pub fn write(&self, to: Option<&Path>) -> Result<()> {
-        let Some(path) = to else { return Ok(()) };
-        let json = serde_json::to_string_pretty(self)? + "\n";
-        if path.as_os_str() == "-" {
-            print!("{json}");
-        } else {
-            std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
-            println!("\nJSON written to {}", path.display());
-        }
-        Ok(())
+        write(self, to)
     }
+}
+
+/// Writes a document, with whatever a command has added to it, as [`Document::write`] does.
+pub fn write(document: &impl Serialize, to: Option<&Path>) -> Result<()> {
+    let Some(path) = to else { return Ok(()) };
+    let json = serde_json::to_string_pretty(document)? + "\n";
+    if path.as_os_str() == "-" {
+        print!("{json}");
+    } else {
+        std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
+        println!("\nJSON written to {}", path.display());
+    }
+    Ok(())
 }

@@ -57,7 +57,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     let mut others = Others { area: &area, names: Vec::new() };
     peers::each(args.measured.no_peers, &mut others)?;
     let sides = 1 + usize::from(args.counted) + others.names.len();
-    let turns = cases.len() * threads.len() * sides * (args.measured.runs as usize + 1);
+    let turns = cases.len() * threads.len() * sides * args.measured.repeat().all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let (mut rows, mut goals) = (Vec::new(), Goals::new());
     if !machine.quiet() {
@@ -212,7 +212,7 @@ fn measure<'a>(
         sides.add(COUNTED, CountedPages(&area.frames), true);
     }
     peers::each(args.measured.no_peers, &mut sides)?;
-    let columns = alternate(&mut sides.sides, args.measured.runs, bar)?;
+    let columns = alternate(&mut sides.sides, args.measured.repeat(), bar)?;
     Ok((sides.sides.iter().map(|side| side.name).collect(), columns))
 }
 

@@ -5,6 +5,7 @@
 
 use crate::args::Kind;
 use crate::machine::Machine;
+use crate::measure::Repeat;
 use crate::size::Size;
 use crate::stats::Samples;
 use anyhow::{Context, Result, anyhow, bail};
@@ -158,12 +159,12 @@ pub type Columns = Vec<Option<Samples>>;
 /// A side whose run takes longer than this is run fewer times.
 const LONG: Duration = Duration::from_millis(100);
 
-/// Runs every side once untimed, then `runs` times (but three times at most where a run takes long), in rotating order,
-/// so that drift hits all alike.
-pub fn alternate(sides: &mut [Side<'_>], runs: u32, bar: &ProgressBar) -> Result<Vec<Columns>> {
+/// Runs every side untimed, then measured (but three times at most where a run takes long), in rotating order, so that
+/// drift hits all alike.
+pub fn alternate(sides: &mut [Side<'_>], repeat: Repeat, bar: &ProgressBar) -> Result<Vec<Columns>> {
     let mut columns: Vec<Columns> = vec![Vec::new(); sides.len()];
-    let mut left = vec![runs; sides.len()];
-    for run in 0..=runs as usize {
+    let mut left = vec![repeat.runs; sides.len()];
+    for run in 0..repeat.all() {
         for i in 0..sides.len() {
             interrupt::check()?;
             let index = (i + run) % sides.len();
@@ -174,15 +175,15 @@ pub fn alternate(sides: &mut [Side<'_>], runs: u32, bar: &ProgressBar) -> Result
             bar.set_message(sides[index].name);
             let start = Instant::now();
             let figures = (sides[index].run)()?;
-            if run > 0 {
-                left[index] -= 1;
-            } else if start.elapsed() > LONG {
+            if run == 0 && start.elapsed() > LONG {
                 left[index] = left[index].min(3);
             }
             let columns = &mut columns[index];
             if run == 0 {
                 columns.extend(figures.iter().map(|figure| figure.map(|_| Samples::default())));
-            } else {
+            }
+            if repeat.is_measured(run) {
+                left[index] -= 1;
                 for (samples, figure) in columns.iter_mut().zip(figures) {
                     if let (Some(samples), Some(figure)) = (samples, figure) {
                         samples.push(figure);

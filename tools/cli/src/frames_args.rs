@@ -1,6 +1,7 @@
 //! Options of the commands that measure the frame allocator.
 
-use crate::args::Common;
+use crate::args::{Common, Warmup};
+use crate::measure::Repeat;
 use crate::size::Size;
 use clap::{Args, ValueEnum};
 use hugemm_base::Order;
@@ -12,11 +13,20 @@ pub struct Measured {
     /// get three.
     #[arg(short, long, default_value_t = 25, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
     /// Measure hugemm alone, not the other allocators beside it.
     #[arg(long)]
     pub no_peers: bool,
     #[command(flatten)]
     pub common: Common,
+}
+
+impl Measured {
+    /// How often each side is run.
+    pub fn repeat(&self) -> Repeat {
+        Repeat { runs: self.runs, warmup: self.warmup.warmup }
+    }
 }
 
 /// `hugemm bench free`

@@ -3,6 +3,7 @@
 use crate::document::Row;
 use crate::frames_area::{Plan, figure};
 use crate::frames_args::Churn;
+use crate::goals::Bound;
 use crate::machine::Machine;
 use crate::peers::{self, Locked, Peer, Visit};
 use crate::size::Size;
@@ -99,7 +100,7 @@ pub fn run(args: &Churn) -> Result<()> {
     let met = verdict(&outcomes);
     if outcomes.len() > 1 {
         let row = Row::single("frames.churn_vs_peers", f64::from(u8::from(met)), "bool");
-        rows.push(row.label("goal", 1.0).label("met", met));
+        rows.push(row.label("goal", 1.0).label("met", met).label("bound", Bound::AtLeast.name()));
     }
     if !machine.quiet() {
         environment_text::print(&environment);

@@ -49,7 +49,7 @@ pub fn run(args: &Free) -> Result<()> {
     let mut names = Names::default();
     peers::each(args.measured.no_peers, &mut names)?;
     let sides = 2 + names.0.len();
-    let turns = (args.order.len() * sides + sides + 4 + 3) * (args.measured.runs as usize + 1);
+    let turns = (args.order.len() * sides + sides + 4 + 3) * args.measured.repeat().all();
     let bar = progress::bar(turns as u64, machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
@@ -61,7 +61,7 @@ pub fn run(args: &Free) -> Result<()> {
         sides.add(COUNTED, CountedPages(&area.frames), true);
         sides.add(FROZEN, FrozenBlocks(&area.frames), true);
         peers::each(args.measured.no_peers, &mut sides)?;
-        let columns = alternate(&mut sides.sides, args.measured.runs, &bar)?;
+        let columns = alternate(&mut sides.sides, args.measured.repeat(), &bar)?;
         let names: Vec<_> = sides.sides.iter().map(|side| side.name).collect();
         if !machine.quiet() {
             bar.suspend(|| print_blocks(args, &plan, *order, &names, &columns));

@@ -4,6 +4,39 @@ use crate::document::Row;
 use crate::stats::Samples;
 use crate::table;
 
+/// On which side of its goal a figure is wanted. Stored with the row: a figure that equals its goal does not show it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// No less than the goal.
+    AtLeast,
+    /// No more than the goal.
+    AtMost,
+}
+
+impl Bound {
+    /// The label in the JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Bound::AtLeast => "at least",
+            Bound::AtMost => "at most",
+        }
+    }
+
+    /// The sign before the goal.
+    pub fn sign(self) -> &'static str {
+        match self {
+            Bound::AtLeast => "≥",
+            Bound::AtMost => "≤",
+        }
+    }
+
+    /// Reads the label.
+    pub fn of(row: &Row) -> Option<Self> {
+        let name = row.labels().get("bound")?.as_str()?;
+        [Bound::AtLeast, Bound::AtMost].into_iter().find(|bound| bound.name() == name)
+    }
+}
+
 /// A list of goals with their measurements.
 #[derive(Debug, Default)]
 pub struct Goals(Vec<(Row, String, bool)>);
@@ -14,30 +47,30 @@ impl Goals {
         Self::default()
     }
 
-    fn add(&mut self, row: Row, bound: &str, goal: f64, met: bool) {
-        let row = row.label("goal", goal).label("met", met);
-        self.0.push((row, format!("{bound} {goal}"), met));
+    fn add(&mut self, row: Row, bound: Bound, goal: f64, met: bool) {
+        let row = row.label("goal", goal).label("met", met).label("bound", bound.name());
+        self.0.push((row, format!("{} {goal}", bound.sign()), met));
     }
 
     /// The median over runs is at least `goal`.
     pub fn at_least(&mut self, metric: &str, samples: &Samples, goal: f64) {
         let row = Row::median(metric, samples, "ratio");
         let met = row.value() >= goal;
-        self.add(row, "≥", goal, met);
+        self.add(row, Bound::AtLeast, goal, met);
     }
 
     /// The smallest of values measured at different sizes (each a median over runs) is at least `goal`.
     pub fn at_least_everywhere(&mut self, metric: &str, by_size: &Samples, goal: f64) {
         let row = Row::single(metric, by_size.min(), "ratio").label("sizes", by_size.runs());
         let met = row.value() >= goal;
-        self.add(row, "≥", goal, met);
+        self.add(row, Bound::AtLeast, goal, met);
     }
 
     /// The median over runs is at most `goal`, both in `unit`.
     pub fn at_most(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64) {
         let row = Row::median(metric, samples, unit);
         let met = row.value() <= goal;
-        self.add(row, "≤", goal, met);
+        self.add(row, Bound::AtMost, goal, met);
     }
 
     /// Prints goal, measured, met or not.

@@ -77,7 +77,8 @@ fn source_tree() -> Option<PathBuf> {
     tree.join("Cargo.lock").is_file().then(|| tree.to_owned())
 }
 
-fn has_target(target: &str) -> bool {
+/// Whether the standard library for a target is installed.
+pub fn has_target(target: &str) -> bool {
     let sysroot = Command::new("rustc").args(["--print", "sysroot"]).output();
     let sysroot = sysroot.ok().map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
     sysroot.is_some_and(|sysroot| sysroot.join("lib/rustlib").join(target).join("lib").is_dir())

@@ -3,6 +3,7 @@
 use crate::args::{Interference, Kind};
 use crate::document::Row;
 use crate::machine::Machine;
+use crate::measure::Repeat;
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -39,7 +40,8 @@ pub fn run(args: &Interference) -> Result<()> {
     // Under a cooperative model the policy's unit bounds each call of a primitive.
     host.set_preempt_model(PreemptModel::None);
 
-    let turns = sets.len() * neighbours.len() * args.runs as usize;
+    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let turns = sets.len() * neighbours.len() * repeat.all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let mut lines =
         table::new(["working set", "beside", "ns per step", "slowed by", "clears at, GB/s", "lost per GB cleared"]);
@@ -48,14 +50,16 @@ pub fn run(args: &Interference) -> Result<()> {
         let chase = Chase::new(lines_in(&mut set_region.as_mut_slice()[..set as usize]), 0x9e37_79b9);
         let mut latency = vec![Samples::default(); neighbours.len()];
         let mut bandwidth = latency.clone();
-        for run in 0..args.runs as usize {
+        for run in 0..repeat.all() {
             for i in 0..neighbours.len() {
                 interrupt::check()?;
                 let index = (i + run) % neighbours.len();
                 bar.set_message(format!("{} beside {}", Size(set), name(neighbours[index])));
                 let (ns, gbps) = once(&host, &calibrated, neighbours[index], &chase, args.millis)?;
-                latency[index].push(ns);
-                bandwidth[index].push(gbps);
+                if repeat.is_measured(run) {
+                    latency[index].push(ns);
+                    bandwidth[index].push(gbps);
+                }
                 bar.inc(1);
             }
         }

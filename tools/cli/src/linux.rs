@@ -8,7 +8,7 @@ use crate::linux_image::{Initramfs, LinuxImage};
 use crate::qemu::{Ended, Guest};
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::{environment_text, progress, table};
+use crate::{environment_text, noise, progress, table};
 use anyhow::{Result, bail};
 use clap::Parser;
 use hugemm_base::PageSize;
@@ -53,6 +53,9 @@ pub fn run(args: &Linux) -> Result<()> {
         if let Err(why) = &cell.events {
             eprintln!("hugemm: {} on {} CPUs: {why}", cell.kernel, cell.cpus);
         }
+    }
+    if let Some(warning) = noise::warning(&rows).filter(|_| !quiet) {
+        println!("\n  {warning}");
     }
     Document::new(environment, rows).write(args.json.as_deref())?;
     if cells.iter().all(|cell| cell.events.is_err()) {

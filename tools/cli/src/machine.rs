@@ -2,9 +2,8 @@
 
 use crate::args::{Common, Kind};
 use crate::document::{Document, Row};
-use crate::profile_file;
-use crate::progress;
 use crate::size::Size;
+use crate::{noise, profile_file, progress};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, NodeId, PageSize};
 use hugemm_clear::{Features, Profile, calibrate};
@@ -117,8 +116,11 @@ impl Machine {
         (4 * llc).clamp(64 * MIB, 256 * MIB) as usize
     }
 
-    /// Prints or saves the results as JSON, if the user wants them so.
+    /// Warns of noise, and prints or saves the results as JSON if the user wants them so.
     pub fn report(&self, common: &Common, environment: Environment, rows: Vec<Row>) -> Result<()> {
+        if let Some(warning) = noise::warning(&rows).filter(|_| !self.quiet) {
+            println!("\n  {warning}");
+        }
         Document::new(environment, rows).write(common.json.as_deref())
     }
 

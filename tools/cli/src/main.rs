@@ -3,6 +3,9 @@
 
 mod args;
 mod clear;
+mod cli_text;
+mod compare;
+mod doctor;
 mod document;
 mod environment_text;
 mod explain;
@@ -26,6 +29,7 @@ mod memset;
 mod mmap;
 mod paging_args;
 mod paging_map;
+mod noise;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;
@@ -38,9 +42,13 @@ mod qemu;
 mod replay;
 mod shootdown;
 mod shootdown_args;
+mod report;
+mod saved;
 mod size;
 mod stats;
 mod table;
+mod units;
+mod unmeasured_args;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
@@ -64,6 +72,12 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
         Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),
+        // Commands that measure nothing.
+        Command::Compare(args) => compare::run(args),
+        Command::Report(args) => report::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Completions(args) => cli_text::completions(args),
+        Command::Man(args) => cli_text::man(args),
     });
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -72,6 +86,8 @@ fn main() -> ExitCode {
             eprintln!("hugemm: {error:#}");
             match interrupt::signal() {
                 Some(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
+                // 1 is the answer of a comparison, so it cannot also mean that there was none.
+                None if matches!(cli.command, Command::Compare(_)) && !error.is::<compare::Regression>() => 2.into(),
                 None => ExitCode::FAILURE,
             }
         }

@@ -13,6 +13,27 @@ use hugemm_workloads::sweep::{self, How};
 /// Bytes that are cleared untimed before a hot measurement.
 const SETTLE: u64 = 64 << 20;
 
+/// How often something is measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Repeat {
+    /// Measured runs.
+    pub runs: u32,
+    /// Untimed runs before them.
+    pub warmup: u32,
+}
+
+impl Repeat {
+    /// All runs, for a loop or a progress bar.
+    pub fn all(self) -> usize {
+        self.runs as usize + self.warmup as usize
+    }
+
+    /// Whether the run of this number, from 0, counts.
+    pub fn is_measured(self, run: usize) -> bool {
+        run >= self.warmup as usize
+    }
+}
+
 /// What clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Subject {
@@ -67,7 +88,7 @@ impl Field {
     }
 }
 
-/// The bandwidth of every subject in GB/s, over `runs` runs whose order rotates, so that drift hits all alike.
+/// The bandwidth of every subject in GB/s, over runs whose order rotates, so that drift hits all alike.
 ///
 /// Cold runs move through memory: each starts where the one before ended.
 pub fn bandwidths(
@@ -76,14 +97,14 @@ pub fn bandwidths(
     subjects: &[Subject],
     field: &Field,
     mut memory: Dirty,
-    runs: u32,
+    repeat: Repeat,
     mut tick: impl FnMut(),
 ) -> Result<(Dirty, Vec<Samples>)> {
     let mut samples = vec![Samples::default(); subjects.len()];
     let total = memory.extent().pages();
     let span = (field.span >> PAGE_SHIFT).min(total);
     let mut cursor = 0;
-    for run in 0..runs as usize {
+    for run in 0..repeat.all() {
         for i in 0..subjects.len() {
             interrupt::check()?;
             let index = (i + run) % subjects.len();
@@ -105,7 +126,9 @@ pub fn bandwidths(
                     })?
                 }
             };
-            samples[index].push(pass.bytes as f64 / pass.nanos.max(1) as f64);
+            if repeat.is_measured(run) {
+                samples[index].push(pass.bytes as f64 / pass.nanos.max(1) as f64);
+            }
             tick();
         }
     }

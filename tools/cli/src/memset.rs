@@ -3,7 +3,7 @@
 use crate::args::{Memset, primitive};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
-use crate::measure::{Field, Subject, bandwidths};
+use crate::measure::{Field, Repeat, Subject, bandwidths};
 use crate::size::Size;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow, bail};
@@ -38,7 +38,8 @@ pub fn run(args: &Memset) -> Result<()> {
     let clearer = Clearer::new(machine.features, Policy::new(profile))?;
     let host = Host::new(&places, region.as_mut_slice())?;
 
-    let bar = progress::bar((args.chunk.len() * subjects.len()) as u64 * u64::from(args.loops), machine.quiet());
+    let repeat = Repeat { runs: args.loops, warmup: args.warmup.warmup };
+    let bar = progress::bar((args.chunk.len() * subjects.len() * repeat.all()) as u64, machine.quiet());
     let measured = host.run_on(CpuId(0), |cx| {
         // SAFETY: the only owner of the host's frames, made once.
         let mut memory = unsafe { host.own_frames() };
@@ -47,7 +48,7 @@ pub fn run(args: &Memset) -> Result<()> {
             bar.set_message(format!("chunk {chunk}"));
             let field = Field::chunk(chunk.0, size);
             let each;
-            (memory, each) = bandwidths(cx, &clearer, &subjects, &field, memory, args.loops, || bar.inc(1))?;
+            (memory, each) = bandwidths(cx, &clearer, &subjects, &field, memory, repeat, || bar.inc(1))?;
             measured.push(each);
         }
         anyhow::Ok(measured)

@@ -7,6 +7,7 @@
 use crate::args::{Clear, Function, Kind, Mmap};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
+use crate::measure::Repeat;
 use crate::memset::PERF_GB;
 use crate::size::Size;
 use crate::stats::Samples;
@@ -115,15 +116,15 @@ pub fn run(args: &Mmap) -> Result<()> {
     let mut sides = vec![Side::Kernel];
     sides.extend(args.clear.iter().copied().map(Side::Hugemm));
 
-    let loops = u64::from(args.loops) + 1;
-    let bar = progress::bar(sides.len() as u64 * args.function.len() as u64 * loops, machine.quiet());
+    let repeat = Repeat { runs: args.loops, warmup: args.warmup.warmup };
+    let bar = progress::bar((sides.len() * args.function.len() * repeat.all()) as u64, machine.quiet());
     // SAFETY: the only owner of the host's frames, made once.
     let mut memory = unsafe { host.own_frames() };
     let mut rows = Vec::new();
     let mut tables = Vec::new();
     for function in args.function.iter().copied() {
         let mut samples = vec![Samples::default(); sides.len()];
-        for turn in 0..loops as usize {
+        for turn in 0..repeat.all() {
             for i in 0..sides.len() {
                 interrupt::check()?;
                 let index = (i + turn) % sides.len();
@@ -133,8 +134,7 @@ pub fn run(args: &Mmap) -> Result<()> {
                     Side::Kernel => (memory, kernel_pass(&job, function)?),
                     Side::Hugemm(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
                 };
-                // The first turn touches memory that may be new to the machine below a virtual one.
-                if turn > 0 {
+                if repeat.is_measured(turn) {
                     samples[index].push(bytes as f64 / PERF_GB / (nanos as f64 / 1e9));
                 }
                 bar.inc(1);

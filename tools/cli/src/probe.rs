@@ -3,7 +3,7 @@
 use crate::args::{Common, Probe};
 use crate::document::Row;
 use crate::machine::{Calibrated, GIB, Machine};
-use crate::measure::{Field, Subject, bandwidths};
+use crate::measure::{Field, Repeat, Subject, bandwidths};
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, goals, profile_file, progress, table};
@@ -112,12 +112,13 @@ fn measure(
     fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, false)));
     fields.extend(sizes.iter().map(|bytes| Field::cold(*bytes, ENOUGH, true)));
     fields.extend(sizes.iter().map(|bytes| Field::hot(*bytes, ENOUGH)));
-    let bar = progress::bar((fields.len() * subjects.len()) as u64 * u64::from(args.runs), quiet);
+    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let bar = progress::bar((fields.len() * subjects.len() * repeat.all()) as u64, quiet);
     let mut measured = Vec::new();
     for field in &fields {
         bar.set_message(field.title());
         let each;
-        (memory, each) = bandwidths(cx, clearer, subjects, field, memory, args.runs, || bar.inc(1))?;
+        (memory, each) = bandwidths(cx, clearer, subjects, field, memory, repeat, || bar.inc(1))?;
         measured.push(each);
     }
     bar.finish_and_clear();
@@ -190,7 +191,21 @@ fn measure(
         goals.print();
     }
     rows.extend(goals.into_rows());
+    rows.extend(crossovers(&clearer.policy().profile));
     Ok(rows)
+}
+
+/// From which request size on the policy writes past the cache; a case in which it never does has no row.
+fn crossovers(profile: &Profile) -> impl Iterator<Item = Row> + use<> {
+    let from = profile.crossover;
+    let cases = [
+        ("cold", from.cold),
+        ("cold_touched", from.cold_touched),
+        ("hot", from.hot),
+        ("hot_touched", from.hot_touched),
+    ];
+    let switching = cases.into_iter().filter(|(_, bytes)| *bytes != u64::MAX);
+    switching.map(|(case, bytes)| Row::single("clear.crossover", bytes as f64, "bytes").label("case", case))
 }
 
 /// The policy's bandwidth as a share of the best primitive's, run by run; the median. The policy is the last subject.

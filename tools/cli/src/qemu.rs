@@ -14,7 +14,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-const PROGRAM: &str = "qemu-system-x86_64";
+/// The program.
+pub const PROGRAM: &str = "qemu-system-x86_64";
 
 /// How often a wait looks whether the user wants to stop.
 const TICK: Duration = Duration::from_millis(50);
@@ -192,7 +193,7 @@ impl std::fmt::Display for Silent {
 impl std::error::Error for Silent {}
 
 /// Whether /dev/kvm can be opened; if not, why, and what to do.
-fn kvm_usable() -> Result<()> {
+pub fn kvm_usable() -> Result<()> {
     match std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         Ok(_) => Ok(()),
         Err(error) if error.kind() == ErrorKind::NotFound => bail!("this machine has no /dev/kvm; use --accel tcg"),

@@ -1,0 +1,56 @@
+//! `hugemm doctor`: what of this machine limits the results, each with the remedy.
+
+mod checks;
+mod facts;
+
+use crate::document::{Document, Row};
+use crate::table;
+use crate::unmeasured_args::Doctor;
+use anyhow::{Result, bail};
+use checks::{Finding, State};
+use comfy_table::CellAlignment;
+use facts::Facts;
+
+/// Runs the command.
+pub fn run(args: &Doctor) -> Result<()> {
+    let facts = Facts::read()?;
+    let findings = checks::all(&facts);
+    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    if !quiet {
+        print(&findings);
+    }
+    let rows = findings.iter().map(row).collect();
+    Document::new(facts.environment, rows).write(args.json.as_deref())?;
+    let blocking: Vec<&str> = findings.iter().filter(|f| f.state == State::Blocks).map(|f| f.name).collect();
+    if !blocking.is_empty() {
+        bail!("'make run' cannot work here: {}; the remedies stand beside them", blocking.join(", "));
+    }
+    Ok(())
+}
+
+fn print(findings: &[Finding]) {
+    let mut lines = table::new(["", "", "what was found", "remedy"]);
+    for index in 1..4 {
+        if let Some(column) = lines.column_mut(index) {
+            column.set_cell_alignment(CellAlignment::Left);
+        }
+    }
+    for finding in findings {
+        lines.add_row([finding.state.word(), finding.name, &finding.fact, finding.remedy.as_deref().unwrap_or("")]);
+    }
+    table::print("What of this machine limits the results", &lines);
+    let count = |state| findings.iter().filter(|f| f.state == state).count();
+    println!("\n  {} ok, {} limit, {} block 'make run'", count(State::Ok), count(State::Limits), count(State::Blocks));
+}
+
+fn row(finding: &Finding) -> Row {
+    let severity = match finding.state {
+        State::Ok => 0.0,
+        State::Limits => 1.0,
+        State::Blocks => 2.0,
+    };
+    Row::single(format!("doctor.{}", finding.name.replace(' ', "_")), severity, "severity")
+        .label("state", finding.state.word())
+        .label("found", finding.fact.as_str())
+        .label("remedy", finding.remedy.as_deref())
+}

@@ -1,0 +1,484 @@
+//! The checks: each looks at the facts and says ok, limits or blocks, and the one line to type.
+
+use super::facts::Facts;
+use crate::size::Size;
+use hugemm_host::environment::PoolInfo;
+use hugemm_host::limits::Bound;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Memory that `make run` takes at once: each side of the populate benchmark has a gibibyte at least.
+const NEEDED: u64 = 2 * GIB;
+
+/// Memory from which on no default size is cut down: the largest default is 4 GiB, an eighth of what may be taken.
+const PLENTY: u64 = 32 * GIB;
+
+/// Locked memory that a recording of page allocations needs (`perf record -m 8M`, per CPU).
+const RECORDING: u64 = 8 * MIB;
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Nothing to do.
+    Ok,
+    /// Something cannot be measured, or worse than elsewhere.
+    Limits,
+    /// `make run` fails.
+    Blocks,
+}
+
+impl State {
+    /// For people, and in the JSON.
+    pub fn word(self) -> &'static str {
+        match self {
+            State::Ok => "ok",
+            State::Limits => "limits",
+            State::Blocks => "BLOCKS",
+        }
+    }
+}
+
+/// What one check found.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// What was looked at; the name in the JSON, with underscores.
+    pub name: &'static str,
+    /// How bad it is.
+    pub state: State,
+    /// What was found, and what follows from it.
+    pub fact: String,
+    /// What to type or do; none where all is well.
+    pub remedy: Option<String>,
+}
+
+fn ok(name: &'static str, fact: impl Into<String>) -> Finding {
+    Finding { name, state: State::Ok, fact: fact.into(), remedy: None }
+}
+
+fn limits(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>) -> Finding {
+    Finding { name, state: State::Limits, fact: fact.into(), remedy: Some(remedy.into()) }
+}
+
+fn blocks(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>) -> Finding {
+    Finding { state: State::Blocks, ..limits(name, fact, remedy) }
+}
+
+/// Every check, the machine first, then the kernel, then what is installed.
+pub fn all(facts: &Facts) -> Vec<Finding> {
+    const CHECKS: [fn(&Facts) -> Finding; 20] = [
+        cpus,
+        quota,
+        features,
+        virtualisation,
+        governor,
+        load,
+        memory,
+        swap,
+        locked,
+        transparent,
+        defrag,
+        pool_2m,
+        pool_1g,
+        permissions,
+        zeroing,
+        balancing,
+        building,
+        targets,
+        qemu,
+        kvm,
+    ];
+    CHECKS.iter().map(|check| check(facts)).collect()
+}
+
+fn cpus(facts: &Facts) -> Finding {
+    let cpu = &facts.environment.cpu;
+    let (usable, online) = (cpu.allowed_cpus.len(), cpu.online_cpus);
+    let fact = format!("{usable} of {online} CPUs usable, {} cores", cpu.cores);
+    match usable {
+        0 | 1 if online < 2 => blocks(
+            "CPUs",
+            format!("{fact}: interference needs two"),
+            "use a machine with two CPUs, or run the other commands of 'make run' one by one",
+        ),
+        0 | 1 => blocks(
+            "CPUs",
+            format!("{fact}: interference needs two"),
+            format!("taskset -c 0-{} hugemm …, or widen the cpuset", online - 1),
+        ),
+        _ if usable < online => {
+            limits("CPUs", fact, format!("taskset -c 0-{} hugemm …, or widen the cpuset", online - 1))
+        }
+        _ if cpu.cores < usable => limits(
+            "CPUs",
+            format!("{fact}: two threads of a core share its caches"),
+            "echo off | sudo tee /sys/devices/system/cpu/smt/control",
+        ),
+        _ => ok("CPUs", fact),
+    }
+}
+
+fn quota(facts: &Facts) -> Finding {
+    let usable = facts.environment.cpu.allowed_cpus.len() as f64;
+    match facts.environment.cpu_quota_cpus {
+        Some(quota) if quota < usable => {
+            let remedy = match &facts.cpu_max {
+                Some(file) => format!("echo max | sudo tee {}", file.display()),
+                None => "raise the CPU limit of the container or the service".to_owned(),
+            };
+            limits(
+                "CPU time",
+                format!("a cgroup allows {quota:.2} of {usable} CPUs: runs are stopped now and then"),
+                remedy,
+            )
+        }
+        _ => ok("CPU time", "no cgroup limits it"),
+    }
+}
+
+fn features(facts: &Facts) -> Finding {
+    let names = |streaming: bool| {
+        let names = facts.primitives.iter().filter(|(_, past)| *past == streaming).map(|(name, _)| *name);
+        names.collect::<Vec<_>>().join(" ")
+    };
+    let (cached, bulk) = (names(false), names(true));
+    if bulk.is_empty() {
+        return limits(
+            "CPU features",
+            format!("cached {cached}; nothing writes past the cache"),
+            "a CPU with streaming stores; in a virtual machine of yours: -cpu host",
+        );
+    }
+    let has = |name: &str| facts.environment.cpu.features.iter().any(|feature| feature == name);
+    let fact = format!("cached {cached}; past the cache {bulk}");
+    if facts.environment.arch == "x86_64" && !has("erms") {
+        let remedy = "nothing to do; in a virtual machine of yours: -cpu host";
+        return limits("CPU features", format!("{fact}; no erms, so the kernel's own clear is slow"), remedy);
+    }
+    ok("CPU features", fact)
+}
+
+fn virtualisation(facts: &Facts) -> Finding {
+    let machine = &facts.environment.virtualization;
+    let product = machine.product.as_deref().unwrap_or("unnamed");
+    if machine.hypervisor {
+        return limits(
+            "virtualisation",
+            format!("a virtual machine ({product}): first touches cost the host's faults, CPUs may be shared"),
+            "measure on bare metal, or compare ratios of one run only",
+        );
+    }
+    ok("virtualisation", "bare metal")
+}
+
+fn governor(facts: &Facts) -> Finding {
+    let frequency = &facts.environment.frequency;
+    match frequency.governor.as_deref() {
+        None => ok("frequency", "not governed from here"),
+        Some("performance") if frequency.boost == Some(true) => limits(
+            "frequency",
+            "governor performance, boost on: short runs are faster than long ones",
+            match facts.environment.frequency.driver.as_deref() {
+                Some(driver) if driver.starts_with("intel") => {
+                    "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
+                }
+                _ => "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost",
+            },
+        ),
+        Some("performance") => ok("frequency", "governor performance"),
+        Some(other) => limits(
+            "frequency",
+            format!("governor {other}: clocks ramp during a run"),
+            "sudo cpupower frequency-set -g performance",
+        ),
+    }
+}
+
+fn load(facts: &Facts) -> Finding {
+    let cpus = facts.environment.cpu.allowed_cpus.len();
+    match facts.environment.load_average {
+        None => ok("load", "not known"),
+        Some([load, ..]) if load >= 0.5 * cpus as f64 || (cpus > 2 && load >= 1.5) => limits(
+            "load",
+            format!("{load:.2} on {cpus} CPUs: other programs run, figures will spread"),
+            "stop what 'top' shows, or wait a minute",
+        ),
+        Some([load, ..]) => ok("load", format!("{load:.2} on {cpus} CPUs")),
+    }
+}
+
+fn memory(facts: &Facts) -> Finding {
+    let (bytes, bound) = &facts.takeable;
+    let fact = format!("{} may be taken", Size(*bytes).rounded());
+    let (why, remedy) = match bound {
+        Bound::Machine => ("the machine's own", "stop other programs, or use a larger machine".to_owned()),
+        Bound::Cgroup(limit) => ("a cgroup's limit", format!("echo max | sudo tee {}", limit.file.display())),
+        Bound::Commit => ("strict overcommit", "sudo sysctl vm.overcommit_memory=0".to_owned()),
+        Bound::AddressSpace => ("a limit of this shell", "ulimit -v unlimited -d unlimited".to_owned()),
+    };
+    match *bytes {
+        bytes if bytes < NEEDED => {
+            blocks("memory", format!("{fact} ({why}), {} are needed", Size(NEEDED).rounded()), remedy)
+        }
+        bytes if bytes < PLENTY => limits("memory", format!("{fact} ({why}): default sizes are cut down"), remedy),
+        _ => ok("memory", fact),
+    }
+}
+
+fn swap(facts: &Facts) -> Finding {
+    match facts.environment.memory.swap_used_bytes {
+        Some(used) if used > 64 * MIB => limits(
+            "swap",
+            format!("{} are swapped out: memory is or was short", Size(used).rounded()),
+            "sudo swapoff -a && sudo swapon -a",
+        ),
+        _ => ok("swap", "not in use"),
+    }
+}
+
+fn locked(facts: &Facts) -> Finding {
+    match facts.memlock {
+        Some(bytes) if bytes < RECORDING && !facts.root => limits(
+            "locked memory",
+            format!("{} may be locked: too little to record traces for 'hugemm replay'", Size(bytes).rounded()),
+            "record as root, or: ulimit -l unlimited (the hard limit is in /etc/security/limits.conf)",
+        ),
+        Some(bytes) => ok("locked memory", format!("{} may be locked", Size(bytes).rounded())),
+        None => ok("locked memory", "no limit"),
+    }
+}
+
+fn transparent(facts: &Facts) -> Finding {
+    const NAME: &str = "transparent huge pages";
+    match &facts.thp {
+        None => blocks(
+            NAME,
+            "this kernel has none; the default kind of memory needs them",
+            "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE=y, or use --kind hugetlb",
+        ),
+        Some((mode, file)) if mode == "never" => {
+            blocks(NAME, "off", format!("echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/{file}"))
+        }
+        Some(_) if facts.environment.transparent_huge_pages.off_for_process => blocks(
+            NAME,
+            "off for this process and its children (set by a parent)",
+            "start hugemm from another shell: the parent called prctl(PR_SET_THP_DISABLE)",
+        ),
+        Some((mode, _)) => ok(NAME, mode.clone()),
+    }
+}
+
+fn defrag(facts: &Facts) -> Finding {
+    match facts.environment.transparent_huge_pages.defrag.as_deref() {
+        Some(mode @ ("never" | "defer")) => limits(
+            "THP defrag",
+            format!("{mode}: a fault takes a huge page only where one is free"),
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/defrag",
+        ),
+        Some(mode) => ok("THP defrag", mode),
+        None => ok("THP defrag", "not known"),
+    }
+}
+
+fn pool_2m(facts: &Facts) -> Finding {
+    pool(facts, "2 MiB pool", 2 * MIB, 2048, "sudo sysctl vm.nr_hugepages=2048")
+}
+
+fn pool_1g(facts: &Facts) -> Finding {
+    let remedy = "echo 2 | sudo tee /sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages";
+    pool(facts, "1 GiB pool", GIB, 2, remedy)
+}
+
+/// A pool with `wanted` free pages, or one that hugemm may raise by itself.
+fn pool(facts: &Facts, name: &'static str, page: u64, wanted: u64, raise: &str) -> Finding {
+    let pools = &facts.environment.hugetlb_pools;
+    let Some(PoolInfo { free_pages, reserved_pages, .. }) = pools.iter().find(|pool| pool.page_bytes == page) else {
+        let what = format!("this kernel or CPU has none: no hugetlb pages of {}", Size(page));
+        return limits(name, what, "a CPU with pdpe1gb and a kernel with CONFIG_HUGETLBFS=y; or use --kind thp");
+    };
+    let free = free_pages.unwrap_or(0).saturating_sub(reserved_pages.unwrap_or(0));
+    if facts.pools_writable.contains(&page) {
+        return ok(name, format!("{free} free pages; hugemm raises it while it runs and puts it back"));
+    }
+    if free >= wanted {
+        return ok(name, format!("{free} free pages"));
+    }
+    limits(name, format!("{free} free pages, and this user may not raise it"), raise)
+}
+
+fn permissions(facts: &Facts) -> Finding {
+    if facts.root {
+        return ok("permissions", "root");
+    }
+    limits("permissions", "not root: pools stay as they are, the preemption model may be unknown", "sudo hugemm …")
+}
+
+fn zeroing(facts: &Facts) -> Finding {
+    match facts.environment.kernel.init_on_alloc {
+        Some(true) => limits(
+            "kernel zeroing",
+            "init_on_alloc=1: the kernel clears every page it allocates, so its side is slower",
+            "boot with init_on_alloc=0",
+        ),
+        Some(false) => ok("kernel zeroing", "init_on_alloc=0"),
+        None => ok("kernel zeroing", "init_on_alloc is the kernel's default"),
+    }
+}
+
+fn balancing(facts: &Facts) -> Finding {
+    let nodes = facts.environment.numa_nodes.len();
+    if facts.environment.kernel.numa_balancing == Some(true) && nodes > 1 {
+        let fact = format!("{nodes} nodes, balancing on: pages move during a run");
+        return limits("NUMA", fact, "sudo sysctl kernel.numa_balancing=0");
+    }
+    ok("NUMA", if nodes == 1 { "1 node".to_owned() } else { format!("{nodes} nodes, balancing off") })
+}
+
+fn building(facts: &Facts) -> Finding {
+    match (&facts.cargo, &facts.cc) {
+        (None, _) => blocks("Rust", "no cargo: nothing can be built", "install Rust from https://rustup.rs"),
+        (Some(_), None) => blocks("Rust", "no C compiler, whose linker Rust uses", "sudo apt-get install gcc"),
+        (Some(cargo), Some(_)) => ok("Rust", cargo.clone()),
+    }
+}
+
+fn targets(facts: &Facts) -> Finding {
+    let missing = &facts.targets_missing;
+    if missing.is_empty() {
+        return ok("Rust targets", "all that tests and guests need");
+    }
+    let mut needed: Vec<&str> =
+        super::facts::TARGETS.into_iter().filter(|(name, _)| missing.contains(name)).map(|(_, what)| what).collect();
+    needed.dedup();
+    let fact = format!("{} missing, for {}", missing.join(" "), needed.join(", "));
+    limits("Rust targets", fact, format!("rustup target add {}", missing.join(" ")))
+}
+
+fn qemu(facts: &Facts) -> Finding {
+    match &facts.qemu {
+        Some(version) => ok("QEMU", version.clone()),
+        None => limits("QEMU", "not installed: no guests", "sudo apt-get install qemu-system-x86"),
+    }
+}
+
+fn kvm(facts: &Facts) -> Finding {
+    match &facts.kvm {
+        Ok(()) => ok("KVM", "/dev/kvm can be opened; 'hugemm linux --accel auto' sees whether guests start"),
+        Err(why) => {
+            let (fact, _) = why.split_once(';').unwrap_or((why, ""));
+            let remedy = match fact.contains("no /dev/kvm") {
+                true => {
+                    "sudo modprobe kvm_amd || sudo modprobe kvm_intel (nested virtualisation must be on); or --accel tcg"
+                }
+                false => "sudo usermod -aG kvm $USER, then log in again; or --accel tcg",
+            };
+            limits("KVM", format!("{fact}: guests are emulated, only ratios and counts mean something"), remedy)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hugemm_host::environment::Environment;
+    use hugemm_host::limits::CgroupLimit;
+
+    /// A machine on which nothing is wrong.
+    fn sound() -> Facts {
+        let mut environment = Environment::read().expect("this machine");
+        environment.cpu.allowed_cpus = vec![0, 1, 2, 3];
+        (environment.cpu.online_cpus, environment.cpu.cores) = (4, 4);
+        environment.cpu.features = vec!["erms".to_owned()];
+        environment.virtualization.hypervisor = false;
+        environment.frequency.governor = None;
+        environment.load_average = Some([0.1; 3]);
+        environment.cpu_quota_cpus = None;
+        environment.memory.swap_used_bytes = Some(0);
+        environment.transparent_huge_pages.defrag = Some("madvise".to_owned());
+        environment.transparent_huge_pages.off_for_process = false;
+        let pool = |page_bytes| PoolInfo {
+            page_bytes,
+            total_pages: Some(0),
+            free_pages: Some(0),
+            reserved_pages: Some(0),
+            surplus_pages: Some(0),
+            overcommit_pages: Some(0),
+        };
+        environment.hugetlb_pools = vec![pool(2 * MIB), pool(GIB)];
+        environment.kernel.init_on_alloc = Some(false);
+        environment.kernel.numa_balancing = Some(false);
+        Facts {
+            environment,
+            takeable: (64 * GIB, Bound::Machine),
+            memlock: None,
+            thp: Some(("madvise".to_owned(), "enabled")),
+            pools_writable: vec![2 * MIB, GIB],
+            root: true,
+            primitives: vec![("rep-stosb", false), ("movnti", true)],
+            qemu: Some("QEMU".to_owned()),
+            kvm: Ok(()),
+            cargo: Some("cargo".to_owned()),
+            cc: Some("cc".to_owned()),
+            targets_missing: Vec::new(),
+            cpu_max: None,
+        }
+    }
+
+    /// Nothing else than what a change breaks is found, it has this state, and the remedy contains these words.
+    #[track_caller]
+    fn found(change: impl Fn(&mut Facts), name: &str, state: State, remedy: &str) {
+        let mut facts = sound();
+        change(&mut facts);
+        let bad: Vec<Finding> = all(&facts).into_iter().filter(|finding| finding.state != State::Ok).collect();
+        let [finding] = bad.as_slice() else { panic!("{bad:?}") };
+        assert_eq!((finding.name, finding.state), (name, state), "{finding:?}");
+        let text = finding.remedy.as_deref().expect("a remedy");
+        assert!(text.contains(remedy) && !text.contains('\n') && !finding.fact.contains('\n'), "{finding:?}");
+    }
+
+    #[test]
+    fn a_sound_machine_has_nothing_to_remedy() {
+        assert!(all(&sound()).iter().all(|finding| finding.state == State::Ok && finding.remedy.is_none()));
+    }
+
+    #[test]
+    fn what_blocks() {
+        let cgroup = CgroupLimit { file: "/sys/fs/cgroup/x/memory.max".into(), limit: GIB, used: 0, reclaimable: 0 };
+        found(|f| f.takeable = (GIB, Bound::Cgroup(cgroup.clone())), "memory", State::Blocks, "x/memory.max");
+        found(|f| f.takeable = (GIB, Bound::Commit), "memory", State::Blocks, "sysctl vm.overcommit_memory=0");
+        let never = Some(("never".to_owned(), "hugepages-2048kB/enabled"));
+        found(|f| f.thp = never.clone(), "transparent huge pages", State::Blocks, "hugepages-2048kB/enabled");
+        found(|f| f.thp = None, "transparent huge pages", State::Blocks, "--kind hugetlb");
+        found(|f| f.environment.cpu.allowed_cpus = vec![2], "CPUs", State::Blocks, "taskset -c 0-3");
+        found(|f| f.cargo = None, "Rust", State::Blocks, "https://rustup.rs");
+        found(|f| f.cc = None, "Rust", State::Blocks, "apt-get install gcc");
+    }
+
+    #[test]
+    fn what_limits() {
+        found(|f| f.pools_writable = vec![GIB], "2 MiB pool", State::Limits, "sysctl vm.nr_hugepages");
+        found(|f| f.environment.hugetlb_pools.truncate(1), "1 GiB pool", State::Limits, "pdpe1gb");
+        found(|f| f.primitives.truncate(1), "CPU features", State::Limits, "-cpu host");
+        found(|f| f.environment.cpu_quota_cpus = Some(1.5), "CPU time", State::Limits, "CPU limit");
+        found(|f| f.environment.load_average = Some([3.0; 3]), "load", State::Limits, "top");
+        let governor = Some("powersave".to_owned());
+        found(|f| f.environment.frequency.governor = governor.clone(), "frequency", State::Limits, "cpupower");
+        found(|f| f.environment.virtualization.hypervisor = true, "virtualisation", State::Limits, "bare metal");
+        found(
+            |f| f.targets_missing = vec!["x86_64-unknown-none"],
+            "Rust targets",
+            State::Limits,
+            "rustup target add x86_64-unknown-none",
+        );
+        found(|f| f.qemu = None, "QEMU", State::Limits, "apt-get install qemu-system-x86");
+        let missing = "this machine has no /dev/kvm; use --accel tcg".to_owned();
+        found(|f| f.kvm = Err(missing.clone()), "KVM", State::Limits, "--accel tcg");
+        let user = |f: &mut Facts| (f.root, f.memlock) = (false, Some(64 << 10));
+        let bad: Vec<_> = {
+            let mut facts = sound();
+            user(&mut facts);
+            all(&facts).into_iter().filter(|f| f.state == State::Limits).map(|f| f.name).collect()
+        };
+        assert_eq!(bad, ["locked memory", "permissions"]);
+    }
+}

@@ -1,0 +1,99 @@
+//! All that is looked at, gathered once: the judging is in `checks` and needs no machine.
+
+use crate::{image, qemu};
+use anyhow::Result;
+use hugemm_clear::{Class, Features};
+use hugemm_host::environment::Environment;
+use hugemm_host::limits::{Bound, Limits};
+use hugemm_host::roots::Roots;
+use hugemm_host::topology::ThpSettings;
+use rustix::fs::{Access, access};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Rust targets, and what needs them.
+pub const TARGETS: [(&str, &str); 4] = [
+    ("x86_64-unknown-none", "bare-metal builds in 'make test'"),
+    ("aarch64-unknown-none", "bare-metal builds in 'make test'"),
+    ("x86_64-unknown-linux-musl", "'hugemm linux'"),
+    ("aarch64-unknown-linux-musl", "arm64 tests in 'make test'"),
+];
+
+/// What is known of the machine.
+pub struct Facts {
+    /// The environment block.
+    pub environment: Environment,
+    /// Bytes that may be taken, and what bounds them.
+    pub takeable: (u64, Bound),
+    /// The soft limit on locked memory.
+    pub memlock: Option<u64>,
+    /// The setting that decides on transparent huge pages, and its file below /sys/kernel/mm/transparent_hugepage.
+    pub thp: Option<(String, &'static str)>,
+    /// Page sizes whose pool this process may resize.
+    pub pools_writable: Vec<u64>,
+    /// Whether this process is root's.
+    pub root: bool,
+    /// Clearing primitives by name, and whether each writes past the cache.
+    pub primitives: Vec<(&'static str, bool)>,
+    /// The first line of QEMU's version, if it is installed.
+    pub qemu: Option<String>,
+    /// Whether /dev/kvm can be opened, or why not.
+    pub kvm: Result<(), String>,
+    /// The first lines of `cargo --version` and `cc --version`.
+    pub cargo: Option<String>,
+    /// As `cargo`.
+    pub cc: Option<String>,
+    /// The missing ones of [`TARGETS`].
+    pub targets_missing: Vec<&'static str>,
+    /// The file with this process's own limit on CPU time.
+    pub cpu_max: Option<PathBuf>,
+}
+
+impl Facts {
+    /// Looks at the running machine. Starts five small programs; takes a fraction of a second.
+    pub fn read() -> Result<Self> {
+        let environment = Environment::read()?;
+        let limits = Limits::read()?;
+        let roots = Roots::default();
+        let pools = environment.hugetlb_pools.iter().map(|pool| pool.page_bytes);
+        let writable = |bytes: &u64| {
+            let file = roots.sys.join(format!("kernel/mm/hugepages/hugepages-{}kB/nr_hugepages", bytes >> 10));
+            access(file, Access::WRITE_OK).is_ok()
+        };
+        let pools_writable = pools.filter(writable).collect();
+        let streaming = |class| class == Class::Streaming;
+        Ok(Facts {
+            takeable: limits.takeable(),
+            memlock: limits.memlock,
+            thp: ThpSettings::read(&roots).deciding().map(|(mode, file)| (mode.to_owned(), file)),
+            pools_writable,
+            root: rustix::process::geteuid().is_root(),
+            primitives: Features::detect().iter().map(|p| (p.name(), streaming(p.class()))).collect(),
+            qemu: first_line(qemu::PROGRAM),
+            kvm: qemu::kvm_usable().map_err(|error| error.to_string()),
+            cargo: first_line("cargo"),
+            cc: first_line("cc"),
+            targets_missing: TARGETS
+                .into_iter()
+                .map(|(name, _)| name)
+                .filter(|name| !image::has_target(name))
+                .collect(),
+            cpu_max: cpu_max(&roots),
+            environment,
+        })
+    }
+}
+
+/// The first line that a program prints as its version; none if it cannot be run.
+fn first_line(program: &str) -> Option<String> {
+    let output = Command::new(program).arg("--version").output().ok().filter(|output| output.status.success())?;
+    String::from_utf8_lossy(&output.stdout).lines().next().map(str::to_owned)
+}
+
+/// The file of the CPU limit of this process's own version 2 cgroup.
+fn cpu_max(roots: &Roots) -> Option<PathBuf> {
+    let own = std::fs::read_to_string(roots.proc.join("self/cgroup")).ok()?;
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let file = roots.sys.join("fs/cgroup").join(path).join("cpu.max");
+    file.is_file().then_some(file)
+}

@@ -1,0 +1,69 @@
+//! `hugemm report FILE…`: saved results as one HTML page, as SVG files, or as Markdown.
+//!
+//! The way of a figure: `content` sorts the rows of all documents, by the table in `views` or by their labels alone
+//! (`build`), into plots; `draw` draws them (`axis`, `svg`); `html` and `markdown` write them down.
+
+mod axis;
+mod build;
+mod content;
+mod draw;
+mod html;
+mod machine;
+mod markdown;
+mod plot;
+mod svg;
+#[cfg(test)]
+mod tests;
+mod views;
+
+use crate::saved::Saved;
+use crate::unmeasured_args::Report;
+use anyhow::{Context, Result, bail};
+use content::Content;
+use std::path::{Path, PathBuf};
+
+/// Where the page goes if nothing else is asked for.
+const DEFAULT: &str = "hugemm-report.html";
+
+/// Runs the command.
+pub fn run(args: &Report) -> Result<()> {
+    let documents = args.files.iter().map(|file| Ok((stem(file), Saved::read(file)?))).collect::<Result<Vec<_>>>()?;
+    if documents.iter().all(|(_, saved)| saved.results.is_empty()) {
+        bail!("there is no figure in {}; nothing was written", names(&args.files));
+    }
+    let content = Content::of(&documents);
+    // Messages go to standard error where standard output is the Markdown.
+    let tell = |what: &str| if args.markdown { eprintln!("{what}") } else { println!("{what}") };
+    if let Some(dir) = &args.svg {
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot make the directory {}", dir.display()))?;
+        let mut count = 0;
+        for plot in content.plots().filter(|plot| plot.is_drawable()) {
+            let (svg, height) = draw::draw(plot);
+            write(&dir.join(format!("{}.svg", plot.id)), &svg.file(height, &plot.title))?;
+            count += 1;
+        }
+        tell(&format!("{count} plots written to {}", dir.display()));
+    }
+    if args.markdown {
+        print!("{}", markdown::text(&content, args.svg.as_deref()));
+    }
+    let default = (args.svg.is_none() && !args.markdown).then(|| PathBuf::from(DEFAULT));
+    if let Some(file) = args.html.clone().or(default) {
+        write(&file, &html::page(&content))?;
+        tell(&format!("report written to {}", file.display()));
+    }
+    Ok(())
+}
+
+fn write(file: &Path, text: &str) -> Result<()> {
+    std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// A document's name: its file's, without the ending.
+fn stem(file: &Path) -> String {
+    file.file_stem().unwrap_or(file.as_os_str()).to_string_lossy().into_owned()
+}
+
+fn names(files: &[PathBuf]) -> String {
+    files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,152 @@
+//! What a report says, whatever it is written as: goals, plots by section, single figures, documents.
+
+use super::build::{Figure, by_view, generic};
+use super::plot::{Plot, number};
+use super::views::VIEWS;
+use crate::goals::Bound;
+use crate::saved::{Saved, identity};
+use std::collections::{BTreeMap, HashSet};
+
+/// A goal and whether it was met.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Goal {
+    /// The metric.
+    pub name: String,
+    /// The document, where there are several.
+    pub source: String,
+    /// What was wanted.
+    pub wanted: String,
+    /// What was measured.
+    pub measured: String,
+    /// Whether it was met.
+    pub met: bool,
+}
+
+/// A figure that stands alone.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Single {
+    /// Metric and labels.
+    pub name: String,
+    /// The document, where there are several.
+    pub source: String,
+    /// The figure with its deviation and unit.
+    pub value: String,
+}
+
+/// All of it.
+#[derive(Debug)]
+pub struct Content<'a> {
+    /// Goals, in the order of the documents.
+    pub goals: Vec<Goal>,
+    /// Headings, and the plots below each.
+    pub sections: Vec<(&'static str, Vec<Plot>)>,
+    /// Figures without others to stand beside.
+    pub singles: Vec<Single>,
+    /// The documents with their names.
+    pub documents: Vec<(&'a str, &'a Saved)>,
+}
+
+/// The heading of plots that no view asks for.
+const OTHER: &str = "Other measurements";
+
+impl<'a> Content<'a> {
+    /// Sorts the figures of documents.
+    pub fn of(documents: &'a [(String, Saved)]) -> Self {
+        let name = |index: usize| if documents.len() > 1 { documents[index].0.as_str() } else { "" };
+        let mut sources: BTreeMap<&str, HashSet<usize>> = BTreeMap::new();
+        let rows =
+            || documents.iter().enumerate().flat_map(|(i, (_, saved))| saved.results.iter().map(move |row| (i, row)));
+        for (index, row) in rows() {
+            sources.entry(row.metric()).or_default().insert(index);
+        }
+        let mut goals = Vec::new();
+        let mut figures = Vec::new();
+        for (index, row) in rows() {
+            if let Some(met) = row.labels().get("met").and_then(serde_json::Value::as_bool) {
+                let wanted =
+                    row.labels().get("goal").and_then(serde_json::Value::as_f64).map_or("–".to_owned(), number);
+                let sign = Bound::of(row).map_or("", Bound::sign);
+                goals.push(Goal {
+                    name: row.metric().to_owned(),
+                    source: name(index).to_owned(),
+                    wanted: format!("{sign} {wanted}").trim().to_owned(),
+                    measured: with_unit(row.value(), row.stdev(), row.unit()),
+                    met,
+                });
+                continue;
+            }
+            let several = sources.get(row.metric()).is_some_and(|sources| sources.len() > 1);
+            figures.push((index, Figure { row, source: if several { name(index) } else { "" } }));
+        }
+        let all: Vec<Figure<'_>> = figures.iter().map(|(_, figure)| *figure).collect();
+
+        let mut sections: Vec<(&'static str, Vec<Plot>)> = Vec::new();
+        let mut taken = HashSet::new();
+        for view in &VIEWS {
+            let plots = by_view(view, &all);
+            if plots.is_empty() {
+                continue;
+            }
+            taken.extend(view.metrics.iter().map(|(name, _)| *name));
+            match sections.iter_mut().find(|(title, _)| *title == view.section) {
+                Some((_, present)) => present.extend(plots),
+                None => sections.push((view.section, plots)),
+            }
+        }
+        let mut singles = Vec::new();
+        let mut others = Vec::new();
+        let mut seen = HashSet::new();
+        for (index, figure) in &figures {
+            let metric = figure.row.metric();
+            if taken.contains(metric) {
+                continue;
+            }
+            let of_metric: Vec<Figure<'_>> = all.iter().filter(|f| f.row.metric() == metric).copied().collect();
+            if of_metric.len() == 1 {
+                let row = figure.row;
+                let labels = identity(row).map(|(name, value)| format!(" {name}={value}"));
+                singles.push(Single {
+                    name: std::iter::once(metric.to_owned()).chain(labels).collect(),
+                    source: name(*index).to_owned(),
+                    value: with_unit(row.value(), row.stdev(), row.unit()),
+                });
+            } else if seen.insert(metric) {
+                others.extend(generic(metric, &of_metric));
+            }
+        }
+        if !others.is_empty() {
+            sections.push((OTHER, others));
+        }
+        name_apart(&mut sections);
+        let documents = documents.iter().map(|(name, saved)| (name.as_str(), saved)).collect();
+        Content { goals, sections, singles, documents }
+    }
+
+    /// All plots.
+    pub fn plots(&self) -> impl Iterator<Item = &Plot> {
+        self.sections.iter().flat_map(|(_, plots)| plots)
+    }
+}
+
+fn with_unit(value: f64, stdev: f64, unit: &str) -> String {
+    // A ratio and a verdict have no unit to print.
+    let unit = if matches!(unit, "ratio" | "bool") { "" } else { unit };
+    let figure = if stdev == 0.0 { number(value) } else { format!("{} ±{}", number(value), number(stdev)) };
+    format!("{figure} {unit}").trim_end().to_owned()
+}
+
+/// Plots of the same title get different names.
+fn name_apart(sections: &mut [(&'static str, Vec<Plot>)]) {
+    let mut names = HashSet::new();
+    for plot in sections.iter_mut().flat_map(|(_, plots)| plots) {
+        let base = if plot.id.is_empty() { "plot".to_owned() } else { plot.id.clone() };
+        let mut id = base.clone();
+        for again in 2.. {
+            if names.insert(id.clone()) {
+                break;
+            }
+            id = format!("{base}-{again}");
+        }
+        plot.id = id;
+    }
+}

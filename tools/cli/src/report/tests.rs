@@ -1,0 +1,166 @@
+//! Whole reports: well-formed, self-contained, escaped, and with every figure that the documents have.
+
+use super::content::Content;
+use super::plot::X;
+use super::{draw, html, markdown};
+use crate::document::Row;
+use crate::goals::Goals;
+use crate::saved::Saved;
+use crate::stats::Samples;
+
+fn saved(command: &str, results: Vec<Row>) -> (String, Saved) {
+    let environment = serde_json::json!({"cpu": {"model": "A <b>CPU</b> & \"more\"", "allowed_cpus": [0, 1]}});
+    let (command, version) = (command.to_owned(), "0.1.0".to_owned());
+    ("doc".to_owned(), Saved { command, version, environment, results })
+}
+
+fn samples(values: &[f64]) -> Samples {
+    let mut samples = Samples::default();
+    values.iter().for_each(|value| samples.push(*value));
+    samples
+}
+
+fn row(metric: &str, value: f64, unit: &'static str) -> Row {
+    Row::single(metric, value, unit)
+}
+
+/// Cached stores are fast up to 8 MiB, streaming ones from there on.
+fn regions() -> Vec<Row> {
+    let mut rows = Vec::new();
+    for megabytes in [2_u64, 4, 8, 16, 32] {
+        let cached = if megabytes < 8 { 40.0 } else { 10.0 };
+        for (subject, value) in [("rep-stosb", cached), ("movnti", 25.0), ("policy", 25.0)] {
+            let row = row("clear.region_cold", value, "GB/s").label("region", megabytes << 20);
+            rows.push(row.label("subject", subject));
+        }
+    }
+    rows
+}
+
+/// Every tag is closed, nothing is fetched, no script runs.
+#[track_caller]
+fn sound(page: &str) {
+    let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+    let document = roxmltree::Document::parse_with_options(page, options).expect("well-formed");
+    for node in document.descendants().filter(roxmltree::Node::is_element) {
+        assert!(!["script", "link", "img", "iframe", "object"].contains(&node.tag_name().name()), "{node:?}");
+        for attribute in node.attributes() {
+            assert!(!attribute.name().starts_with("on"), "{attribute:?}");
+            match attribute.name() {
+                "src" => panic!("{attribute:?}"),
+                "href" => assert!(attribute.value().starts_with('#'), "{attribute:?}"),
+                _ => {}
+            }
+        }
+    }
+    assert!(!page.contains("@import") && !page.contains("url("), "styles that fetch");
+}
+
+#[test]
+fn the_crossover_is_marked_where_it_is() {
+    let documents = [saved("probe", regions())];
+    let content = Content::of(&documents);
+    let plot = content.plots().next().expect("a plot");
+    assert_eq!(plot.marks.len(), 1);
+    assert_eq!(plot.marks[0].x, f64::from(8 << 20));
+    assert_eq!(plot.marks[0].text, "past the cache is faster from 8MB");
+    sound(&html::page(&content));
+}
+
+#[test]
+fn the_policys_own_threshold_is_marked_too() {
+    let mut rows = regions();
+    rows.push(row("clear.crossover", f64::from(16 << 20), "bytes").label("case", "cold"));
+    let documents = [saved("probe", rows)];
+    let content = Content::of(&documents);
+    let plot = content.plots().next().expect("a plot");
+    assert_eq!(plot.marks[1].text, "the policy switches at 16MB");
+}
+
+#[test]
+fn metrics_that_nobody_knows_are_plotted_by_their_labels() {
+    let mut rows = Vec::new();
+    for cpus in [1, 2, 4] {
+        for side in ["ours", "theirs"] {
+            let value = if side == "ours" { 5.0 } else { f64::from(cpus) * 7.0 };
+            // What follows from the number of CPUs makes no difference between figures.
+            rows.push(
+                row("bench.later", value, "ns").label("cpus", cpus).label("side", side).label("follows", cpus * 10),
+            );
+        }
+    }
+    for order in [0, 9] {
+        rows.push(row("bench.bars", 3.0, "furlongs").label("side", "a").label("order", order));
+        rows.push(row("bench.bars", 4.0, "furlongs").label("side", "b").label("order", order));
+    }
+    let documents = [saved("bench later", rows)];
+    let content = Content::of(&documents);
+    let plots: Vec<_> = content.plots().collect();
+    assert_eq!(plots.len(), 2);
+    assert!(matches!(&plots[0].x, X::Numbers(_, title) if title == "cpus"), "{plots:?}");
+    let names: Vec<_> = plots[0].series.iter().map(|series| series.name.as_str()).collect();
+    assert_eq!(names, ["ours", "theirs"]);
+    assert_eq!(plots[1].x, X::Groups(vec!["order 0".to_owned(), "order 9".to_owned()]));
+    assert_eq!(plots[1].table().1, [["a", "3", "3"], ["b", "4", "4"]]);
+    sound(&html::page(&content));
+}
+
+/// Whatever a document says is text.
+#[test]
+fn markup_in_documents_stays_text() {
+    let nasty = "<script>alert('1')</script>&\"\u{1}]]>";
+    let rows = vec![
+        row(nasty, 1.0, "ns").label("side", nasty),
+        row(nasty, 2.0, "ns").label("side", "other"),
+        row("single<b>", 3.0, "ns"),
+    ];
+    let documents = [saved(&format!("bench {nasty}"), rows), saved("probe", regions())];
+    let content = Content::of(&documents);
+    sound(&html::page(&content));
+    for plot in content.plots() {
+        let (svg, height) = draw::draw(plot);
+        roxmltree::Document::parse(&svg.file(height, &plot.title)).expect("well-formed");
+    }
+    // In Markdown, markup is escaped, or stands in a code span.
+    let text = markdown::text(&content, None).replace("\\<", "");
+    let mut lines = text.lines().filter(|line| line.contains("<script"));
+    assert!(lines.all(|line| line.starts_with("`hugemm ") && line.matches('`').count() == 2));
+}
+
+#[test]
+fn goals_are_shown_with_their_bound() {
+    let mut goals = Goals::new();
+    goals.at_least("clear.x", &samples(&[0.9, 1.0]), 0.97);
+    goals.at_most("frames.y_ns", &samples(&[5.0]), "ns", 6.0);
+    let documents = [saved("probe", goals.into_rows().collect())];
+    let content = Content::of(&documents);
+    let shown: Vec<_> = content.goals.iter().map(|goal| (goal.wanted.as_str(), goal.met)).collect();
+    assert_eq!(shown, [("≥ 0.97", false), ("≤ 6", true)]);
+    let page = html::page(&content);
+    assert!(page.contains("Goals: 1 of 2 met") && page.contains("✗ no") && page.contains("✓ yes"));
+    assert!(markdown::text(&content, None).contains("| clear.x | ≥ 0.97 | 0.95 ±0.07 | **no** |"));
+}
+
+/// The same metric from two documents is one plot in which both can be told apart.
+#[test]
+fn documents_with_the_same_metric_share_a_plot() {
+    let of =
+        |value| vec![row("bench.free.free_whole", value, "ns per block").label("side", "hugemm").label("order", 9)];
+    let mut documents = [saved("bench free", of(1.0)), saved("bench free", of(2.0))];
+    documents[0].0 = "before".to_owned();
+    documents[1].0 = "after".to_owned();
+    let content = Content::of(&documents);
+    let plot = content.plots().next().expect("a plot");
+    let names: Vec<_> = plot.series.iter().map(|series| series.name.as_str()).collect();
+    assert_eq!(names, ["before", "after"]);
+}
+
+#[test]
+fn figures_that_are_none_leave_gaps() {
+    let rows = [1.0, f64::NAN, 3.0].iter().zip([1, 2, 4]);
+    let rows = rows.map(|(value, cpus)| row("m", *value, "ns").label("cpus", cpus)).collect();
+    let documents = [saved("bench", rows)];
+    let content = Content::of(&documents);
+    sound(&html::page(&content));
+    assert_eq!(content.plots().next().expect("a plot").points().count(), 2);
+}

@@ -1,0 +1,225 @@
+//! Which figures make which plot: the one place to add a plot of another metric.
+//!
+//! A metric that no view takes is plotted by its labels alone, see `generic`.
+
+use super::plot::Scale;
+
+/// How the rows of one or more metrics become plots.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// The heading above it.
+    pub section: &'static str,
+    /// What is shown.
+    pub title: &'static str,
+    /// The metrics, each with its name among the others; empty where there is only one.
+    pub metrics: &'static [(&'static str, &'static str)],
+    /// The label on the horizontal axis, the axis's title, its scale; without one, bars.
+    pub x: Option<(&'static str, &'static str, Scale)>,
+    /// Labels that make a group of bars each.
+    pub groups: &'static [&'static str],
+    /// Labels with a plot for each of their values.
+    pub split: &'static [&'static str],
+    /// A label and the value that rows must have.
+    pub only: Option<(&'static str, &'static str)>,
+    /// Mark where primitives that write past the cache overtake the others; and where the policy of this case switches.
+    pub crossover: Option<&'static str>,
+    /// What a reader should know.
+    pub note: &'static str,
+}
+
+/// A view of one metric with nothing special.
+const PLAIN: View = View {
+    section: "",
+    title: "",
+    metrics: &[],
+    x: None,
+    groups: &[],
+    split: &[],
+    only: None,
+    crossover: None,
+    note: "",
+};
+
+const REGION: Option<(&str, &str, Scale)> = Some(("region", "size of the region", Scale::Bytes));
+const CHUNK: Option<(&str, &str, Scale)> = Some(("chunk", "size of the chunk", Scale::Bytes));
+const ORDER: Option<(&str, &str, Scale)> = Some(("order", "order of the block, and its size", Scale::Order));
+const CPUS: Option<(&str, &str, Scale)> = Some(("cpus", "CPUs", Scale::Count));
+
+const CLEARING: &str = "Clearing";
+const POPULATING: &str = "Populating";
+const ALLOCATING: &str = "Allocating and freeing";
+const POOLS: &str = "Huge page pools";
+
+/// All views, in the order of the page.
+pub const VIEWS: [View; 21] = [
+    View {
+        section: CLEARING,
+        title: "Cold regions cleared",
+        metrics: &[("clear.region_cold", "")],
+        x: REGION,
+        crossover: Some("cold"),
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "Cold regions cleared and read right after, as a fault does",
+        metrics: &[("clear.region_cold_touched", "")],
+        x: REGION,
+        crossover: Some("cold_touched"),
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "Hot regions cleared",
+        metrics: &[("clear.region_hot", "")],
+        x: REGION,
+        crossover: Some("hot"),
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "Cold memory cleared by chunk, a fence each",
+        metrics: &[("clear.chunk", "")],
+        x: CHUNK,
+        crossover: Some(""),
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "bench mem memset: memory cleared by chunk",
+        metrics: &[("bench.mem.memset", "")],
+        x: CHUNK,
+        crossover: Some(""),
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "One large extent on several CPUs",
+        metrics: &[("bench.clear.bandwidth", "")],
+        x: CPUS,
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "Longest time between reschedule points",
+        metrics: &[("bench.clear.worst_unit", "")],
+        x: CPUS,
+        ..PLAIN
+    },
+    View {
+        section: CLEARING,
+        title: "What a program loses while another CPU clears",
+        metrics: &[("bench.interference.slowdown", "")],
+        groups: &["working_set"],
+        note: "By size of the program's working set. A fast neighbour disturbs for a shorter time.",
+        ..PLAIN
+    },
+    View {
+        section: POPULATING,
+        title: "Memory populated",
+        metrics: &[("bench.mem.mmap", "")],
+        groups: &["function"],
+        split: &["page"],
+        note: "The kernel's faults are real. hugemm's are software faults here, function calls without a trap and without \
+               page tables: the sides stand beside each other and are not to be divided by each other.",
+        ..PLAIN
+    },
+    View {
+        section: POPULATING,
+        title: "Memory populated by stock Linux guests",
+        metrics: &[("linux.mmap", "")],
+        x: CPUS,
+        split: &["page_kib"],
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "Freeing a block of counted pages",
+        metrics: &[
+            ("bench.free.free_range", "as a range"),
+            ("bench.free.free_each", "page by page"),
+            ("bench.free.free_whole", "unsplit"),
+        ],
+        x: ORDER,
+        only: Some(("side", "hugemm, counted")),
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "Freeing a split block as a range, beside other allocators",
+        metrics: &[("bench.free.free_range", "")],
+        x: ORDER,
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "Freeing an unsplit block, beside other allocators",
+        metrics: &[("bench.free.free_whole", "")],
+        x: ORDER,
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "A block taken and freed at once",
+        metrics: &[("bench.alloc.pair", "")],
+        x: CPUS,
+        split: &["order"],
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "Many blocks taken",
+        metrics: &[("bench.alloc.alloc", "")],
+        x: CPUS,
+        split: &["pattern", "order"],
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "Many blocks freed",
+        metrics: &[("bench.alloc.free", "")],
+        x: CPUS,
+        split: &["pattern", "order"],
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "2 MiB extents left after mixed sizes",
+        metrics: &[("bench.churn.extents_2m", "")],
+        groups: &["when"],
+        note: "More is better: the same memory is in use on all sides.",
+        ..PLAIN
+    },
+    View {
+        section: ALLOCATING,
+        title: "1 GiB extents left after mixed sizes",
+        metrics: &[("bench.churn.extents_1g", "")],
+        groups: &["when"],
+        note: "More is better: the same memory is in use on all sides.",
+        ..PLAIN
+    },
+    View {
+        section: POOLS,
+        title: "What descriptor economy costs Linux, on / off",
+        metrics: &[("linux.pool.tax_up", "growing"), ("linux.pool.tax_down", "shrinking")],
+        x: CPUS,
+        note: "1 is free. In stock guests on one virtual machine.",
+        ..PLAIN
+    },
+    View {
+        section: POOLS,
+        title: "Growing and shrinking a pool in Linux, per page",
+        metrics: &[("linux.pool.up_ns", "growing"), ("linux.pool.down_ns", "shrinking")],
+        x: CPUS,
+        split: &["kernel"],
+        ..PLAIN
+    },
+    View {
+        section: POOLS,
+        title: "Interrupts between CPUs in Linux, per resize",
+        metrics: &[("linux.pool.up_ipis", "growing"), ("linux.pool.down_ipis", "shrinking")],
+        x: CPUS,
+        split: &["kernel"],
+        ..PLAIN
+    },
+];

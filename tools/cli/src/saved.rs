@@ -1,0 +1,121 @@
+//! Documents that earlier commands saved: reading them, and telling a foreign file in one line.
+
+use crate::document::{Row, SCHEMA};
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde_json::Value;
+use std::path::Path;
+
+/// Labels that say how a figure came out, not which figure it is: they do not take part in telling rows apart.
+const OUTCOMES: [&str; 9] =
+    ["goal", "met", "bound", "p99_ns", "longest_ns", "count", "events_known", "operations", "turns"];
+
+/// Documents larger than this are none of ours: the largest has a few thousand rows.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// A saved document.
+///
+/// The environment stays a JSON value: documents of other versions have fields that this one does not know, or lack some.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Saved {
+    /// The command line that made it.
+    #[serde(default)]
+    pub command: String,
+    /// The version of hugemm that made it.
+    #[serde(default)]
+    pub version: String,
+    /// Where it was made.
+    #[serde(default)]
+    pub environment: Value,
+    /// The figures.
+    pub results: Vec<Row>,
+}
+
+impl Saved {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// One line each: the file cannot be read, is no JSON, no document of hugemm, or one of another schema.
+    pub fn read(path: &Path) -> Result<Self> {
+        let file = path.display();
+        let bytes = std::fs::metadata(path).with_context(|| format!("cannot read {file}"))?.len();
+        if bytes > MOST_BYTES {
+            bail!("{file} has {} MB and is no document of hugemm; those come from a command with --json", bytes >> 20);
+        }
+        let text = std::fs::read(path).with_context(|| format!("cannot read {file}"))?;
+        let value: Value = serde_json::from_slice(&text).map_err(|error| {
+            anyhow::anyhow!("{file} is no JSON ({error}); save one with: hugemm COMMAND --json=FILE")
+        })?;
+        Self::of(value).map_err(|why| anyhow::anyhow!("{file} {why}"))
+    }
+
+    fn of(value: Value) -> Result<Self, String> {
+        const REMEDY: &str = "save one with: hugemm COMMAND --json=FILE";
+        let Some(schema) = value.get("schema") else {
+            return Err(format!("is no document of hugemm: it has no field 'schema'; {REMEDY}"));
+        };
+        if schema.as_u64() != Some(u64::from(SCHEMA)) {
+            return Err(format!(
+                "has schema {schema}, and this version of hugemm reads schema {SCHEMA}; use the version that wrote it"
+            ));
+        }
+        let Some(results) = value.get("results").and_then(Value::as_array) else {
+            return Err(format!("is no document of hugemm: it has no list 'results'; {REMEDY}"));
+        };
+        for (index, row) in results.iter().enumerate() {
+            if let Err(error) = Row::deserialize(row) {
+                return Err(format!("is damaged: row {index} of 'results': {error}; {REMEDY}"));
+            }
+        }
+        Self::deserialize(value).map_err(|error| format!("is damaged: {error}; {REMEDY}"))
+    }
+}
+
+/// The labels that tell a row from others of its metric, in their order, as `name=value`.
+pub fn identity(row: &Row) -> impl Iterator<Item = (&str, String)> {
+    row.labels()
+        .iter()
+        .filter(|(name, _)| !OUTCOMES.contains(&name.as_str()))
+        .map(|(name, value)| (name.as_str(), plain(value)))
+}
+
+/// A label's value without quotation marks.
+pub fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_is_no_document_is_named() {
+        for (value, part) in [
+            (json!([1, 2]), "no field 'schema'"),
+            (json!({"schema": 9, "results": []}), "schema 9"),
+            (json!({"schema": "1", "results": []}), "schema \"1\""),
+            (json!({"schema": 1}), "no list 'results'"),
+            (json!({"schema": 1, "results": [{"metric": "a"}]}), "row 0"),
+            (
+                json!({"schema": 1, "results": [{"metric": "a", "value": "x", "unit": "ns", "stdev": 0, "runs": 1}]}),
+                "row 0",
+            ),
+        ] {
+            let why = Saved::of(value).expect_err(part);
+            assert!(why.contains(part) && !why.contains('\n'), "{why}");
+        }
+    }
+
+    #[test]
+    fn unknown_fields_and_missing_numbers_are_read() {
+        let row =
+            json!({"metric": "m", "value": null, "unit": "ns", "stdev": 0.0, "runs": 1, "side": "a", "met": true});
+        let saved = Saved::of(json!({"schema": 1, "results": [row], "later": {}})).expect("a document");
+        assert!(saved.results[0].value().is_nan());
+        assert_eq!(identity(&saved.results[0]).collect::<Vec<_>>(), [("side", "a".to_owned())]);
+    }
+}

@@ -1,0 +1,88 @@
+//! Options of the commands that measure nothing.
+
+use clap::{Args, ValueHint};
+use clap_complete::Shell;
+use std::path::PathBuf;
+
+/// How `hugemm compare` judges.
+pub const COMPARE_HELP: &str = "\
+Figures are the same if metric, labels and unit are. A figure is worse if it differs in the bad direction by more than the \
+threshold and by more than the noise: the 99 % interval of Welch's t-test from both sides' deviations and runs. Figures \
+measured once are shown and not judged; counts have no noise, so any difference of a count is named.
+
+Exit codes: 0 nothing is worse, 1 something is, 2 the documents cannot be compared.";
+
+/// `hugemm compare`
+#[derive(Debug, Args)]
+pub struct Compare {
+    /// What to compare with: a document saved with --json=FILE, or several of the same side, separated by commas.
+    #[arg(value_name = "A.json", required = true, value_delimiter = ',', num_args = 1, value_hint = ValueHint::FilePath)]
+    pub a: Vec<PathBuf>,
+    /// What is judged.
+    #[arg(value_name = "B.json", required = true, value_delimiter = ',', num_args = 1, value_hint = ValueHint::FilePath)]
+    pub b: Vec<PathBuf>,
+    /// Percent by which a figure may be worse.
+    #[arg(short, long, default_value_t = 5.0, value_parser = percent)]
+    pub threshold: f64,
+    /// Show figures that are the same, too.
+    #[arg(long)]
+    pub all: bool,
+    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+}
+
+/// `hugemm report`
+#[derive(Debug, Args)]
+pub struct Report {
+    /// Documents that any command saved with --json=FILE.
+    #[arg(value_name = "FILE.json", required = true, value_hint = ValueHint::FilePath)]
+    pub files: Vec<PathBuf>,
+    /// Write one HTML page that needs nothing else [default, if nothing else is asked for: hugemm-report.html].
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub html: Option<PathBuf>,
+    /// Write each plot to a file in this directory, which is made if it is missing.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub svg: Option<PathBuf>,
+    /// Print the tables as Markdown, with the plots if --svg is given.
+    #[arg(long)]
+    pub markdown: bool,
+}
+
+/// `hugemm doctor`
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// Print JSON instead of a table: to standard output, or to FILE (`--json=FILE`) beside the table.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+}
+
+/// Where completions go.
+pub const COMPLETIONS_HELP: &str = "\
+To have completions in each shell that is started from now on:
+  bash  hugemm completions bash > ~/.local/share/bash-completion/completions/hugemm
+  zsh   hugemm completions zsh > DIR/_hugemm, where DIR is in $fpath
+  fish  hugemm completions fish > ~/.config/fish/completions/hugemm.fish";
+
+/// `hugemm completions`
+#[derive(Debug, Args)]
+pub struct Completions {
+    /// The shell.
+    pub shell: Shell,
+}
+
+/// `hugemm man`
+#[derive(Debug, Args)]
+pub struct Man {
+    /// Write a page for each command into this directory, which is made if it is missing [default: print the main page].
+    #[arg(value_hint = ValueHint::DirPath)]
+    pub dir: Option<PathBuf>,
+}
+
+/// Reads a percentage that is not negative.
+fn percent(text: &str) -> Result<f64, String> {
+    match text.trim_end_matches('%').parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err(format!("'{text}' is no percentage; write a number from 0 on, such as 5 or 2.5")),
+    }
+}
