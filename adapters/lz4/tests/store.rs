@@ -103,7 +103,7 @@ fn throughput() {
             }
             let loaded = start.elapsed().as_secs_f64();
             let rate = |seconds: f64| 4096.0 * 1000.0 / 1e6 / seconds;
-            let bytes = if used > 0 { data / used } else { taken * 4096 / 1000 };
+            let bytes = data.checked_div(used).unwrap_or(taken * 4096 / 1000);
             println!("  {random:12}   {bytes:12}   {:10.0}   {:9.0}   {taken:21}", rate(stored), rate(loaded));
             slots.into_iter().for_each(|slot| store.free(&cx, slot).expect("held"));
             pages.into_iter().chain([into]).for_each(|page| frames.free(&cx, page));

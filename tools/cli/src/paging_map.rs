@@ -62,7 +62,7 @@ pub fn run(args: &Map) -> Result<()> {
     let bench = Bench { host: &host, frames: &frames, offset };
 
     let sides = if peers(args) { 2 } else { 1 };
-    let turns = fields.len() * sides * (args.measured.runs as usize + 1);
+    let turns = fields.len() * sides * args.measured.repeat().all();
     let bar = progress::bar(turns as u64, machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
@@ -76,7 +76,7 @@ pub fn run(args: &Map) -> Result<()> {
         if peers(args) {
             sides.push(bench.per_page(field));
         }
-        let columns = alternate(&mut sides, args.measured.runs, &bar)?;
+        let columns = alternate(&mut sides, args.measured.repeat(), &bar)?;
         let names: Vec<_> = sides.iter().map(|side| side.name).collect();
         rows.extend(figures(*size, &names, &columns));
         lines.add_row(line(*size, &columns));
