@@ -1,6 +1,7 @@
 //! The command line.
 
 use crate::frames_args as frames;
+use crate::linux_args::{LINUX_HELP, Linux};
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
@@ -31,6 +32,9 @@ pub enum Command {
     /// Replay a Linux page allocation trace (`perf script`, `trace-cmd report`) through hugemm's allocator.
     #[command(after_help = REPLAY_HELP)]
     Replay(Replay),
+    /// Do the same work in stock Linux guests on the same virtual machine: one table over kernels and CPUs.
+    #[command(after_help = LINUX_HELP)]
+    Linux(Linux),
 }
 
 /// The workloads.

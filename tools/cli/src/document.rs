@@ -1,9 +1,11 @@
 //! The JSON that every command can print: one document, whose fields are only ever added to.
 
 use crate::stats::Samples;
+use anyhow::{Context, Result};
 use hugemm_host::environment::Environment;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::path::Path;
 
 /// Version of the document's form.
 pub const SCHEMA: u32 = 1;
@@ -72,8 +74,16 @@ impl Document {
         Document { schema: SCHEMA, command, version: env!("CARGO_PKG_VERSION"), environment, results }
     }
 
-    /// The document as indented JSON, with a final newline.
-    pub fn to_json(&self) -> serde_json::Result<String> {
-        Ok(serde_json::to_string_pretty(self)? + "\n")
+    /// Writes the document as indented JSON where `--json` says: to standard output (`-`), to a file, or nowhere.
+    pub fn write(&self, to: Option<&Path>) -> Result<()> {
+        let Some(path) = to else { return Ok(()) };
+        let json = serde_json::to_string_pretty(self)? + "\n";
+        if path.as_os_str() == "-" {
+            print!("{json}");
+        } else {
+            std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
+            println!("\nJSON written to {}", path.display());
+        }
+        Ok(())
     }
 }

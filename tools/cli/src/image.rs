@@ -26,7 +26,9 @@ impl Image {
         }
         let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name(self.package));
         match beside {
-            Some(beside) if beside.is_file() && !source_tree().is_some_and(|tree| beside.starts_with(tree)) => Ok(beside),
+            Some(beside) if beside.is_file() && !source_tree().is_some_and(|tree| beside.starts_with(tree)) => {
+                Ok(beside)
+            }
             _ => self.build(),
         }
     }
@@ -49,16 +51,22 @@ impl Image {
             .args(["--message-format", "json-render-diagnostics"])
             .stderr(Stdio::piped())
             .output()
-            .with_context(|| format!("cannot run cargo to build {}; install Rust from https://rustup.rs", self.package))?;
+            .with_context(|| {
+                format!("cannot run cargo to build {}; install Rust from https://rustup.rs", self.package)
+            })?;
         if !output.status.success() {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
             let line = text.lines().find(|line| line.starts_with("error")).unwrap_or("no reason given");
-            bail!("building {} failed: {line}; run 'cargo build --target {1} -p {0}' to see all", self.package, self.target);
+            bail!(
+                "building {} failed: {line}; run 'cargo build --target {1} -p {0}' to see all",
+                self.package,
+                self.target
+            );
         }
         let messages = String::from_utf8_lossy(&output.stdout).into_owned();
         let built = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         let file = built.filter(|message| message["target"]["name"] == self.package);
-        let file = file.filter_map(|message| message["executable"].as_str().map(PathBuf::from)).last();
+        let file = file.filter_map(|message| message["executable"].as_str().map(PathBuf::from)).next_back();
         file.with_context(|| format!("cargo built no program for {}", self.package))
     }
 }

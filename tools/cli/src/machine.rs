@@ -119,15 +119,7 @@ impl Machine {
 
     /// Prints or saves the results as JSON, if the user wants them so.
     pub fn report(&self, common: &Common, environment: Environment, rows: Vec<Row>) -> Result<()> {
-        let Some(path) = &common.json else { return Ok(()) };
-        let json = Document::new(environment, rows).to_json()?;
-        if common.json_only() {
-            print!("{json}");
-        } else {
-            std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
-            println!("\nJSON written to {}", path.display());
-        }
-        Ok(())
+        Document::new(environment, rows).write(common.json.as_deref())
     }
 
     /// Checks a user's size against a page size.

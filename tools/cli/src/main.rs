@@ -14,8 +14,12 @@ mod frames_free;
 mod frames_parts;
 mod frames_stress;
 mod goals;
+mod image;
 mod interference;
 mod kernel_side;
+mod linux;
+mod linux_args;
+mod linux_image;
 mod machine;
 mod measure;
 mod memset;
@@ -26,6 +30,7 @@ mod peers;
 mod probe;
 mod profile_file;
 mod progress;
+mod qemu;
 mod replay;
 mod size;
 mod stats;
@@ -49,6 +54,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames_alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
+        Command::Linux(args) => linux::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

@@ -1,0 +1,136 @@
+//! Options of `hugemm linux`.
+
+use crate::args::{Function, Page};
+use crate::qemu::Accel;
+use crate::size::Size;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+/// Where kernels come from, and what the figures are worth.
+pub const LINUX_HELP: &str = "\
+The kernels are any distribution's: nothing is installed. docs/linux-guests.md says how to fetch Debian's by package name.
+
+COMMAND is one of
+  bench pool -n PAGES [--page 2MB|1GB] [--hvo off,on]
+  bench mem mmap -s SIZE [-p 4KB|2MB|1GB] [-f demand,populate]
+
+Under tcg only ratios and counts mean something, milliseconds do not; the CPU model leaves out 'erms', because QEMU's \
+emulation of `rep stosb` is several times slower than plain stores and the kernel would use it.";
+
+/// `hugemm linux`
+#[derive(Debug, Args)]
+pub struct Linux {
+    /// Kernel images (bzImage).
+    #[arg(required = true, value_name = "VMLINUZ")]
+    pub kernels: Vec<PathBuf>,
+    /// Numbers of virtual CPUs.
+    #[arg(long, value_delimiter = ',', default_value = "2", value_parser = clap::value_parser!(u32).range(1..=255))]
+    pub cpus: Vec<u32>,
+    /// Memory of each guest.
+    #[arg(long, default_value = "6GB")]
+    pub memory: Size,
+    /// What executes the guests.
+    #[arg(long, value_enum, default_value_t = Accel::Tcg)]
+    pub accel: Accel,
+    /// CPU model, in QEMU's notation.
+    #[arg(long, default_value = "max,-erms")]
+    pub cpu_model: String,
+    /// Measured runs in each guest; one more warms up.
+    #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// Let the kernels clear pages when they are allocated, as some distributions do.
+    #[arg(long)]
+    pub init_on_alloc: bool,
+    /// Seconds that a guest may take.
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub timeout: u64,
+    /// The guest's init program, instead of building it.
+    #[arg(long, value_name = "FILE")]
+    pub init: Option<PathBuf>,
+    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// What the guests do.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<String>,
+}
+
+/// The part of the command line after `--`.
+#[derive(Debug, Parser)]
+#[command(name = "hugemm linux … --", no_binary_name = true, disable_help_flag = true, disable_version_flag = true)]
+pub struct GuestLine {
+    #[command(subcommand)]
+    pub command: GuestCommand,
+}
+
+/// What a Linux guest can do.
+#[derive(Debug, Subcommand)]
+pub enum GuestCommand {
+    /// Measure one workload.
+    #[command(subcommand)]
+    Bench(GuestBench),
+}
+
+/// The workloads.
+#[derive(Debug, Subcommand)]
+pub enum GuestBench {
+    /// Grow and shrink the huge page pool.
+    Pool(GuestPool),
+    /// Memory.
+    #[command(subcommand)]
+    Mem(GuestMem),
+}
+
+/// The workloads of `bench mem`.
+#[derive(Debug, Subcommand)]
+pub enum GuestMem {
+    /// Populate memory page by page.
+    Mmap(GuestMmap),
+}
+
+/// Descriptor economy by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
+pub enum Economy {
+    /// Every huge page keeps all its descriptors.
+    Off,
+    /// Redundant descriptors are given back.
+    On,
+}
+
+impl Economy {
+    /// Its name on the command line and in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Economy::Off => "off",
+            Economy::On => "on",
+        }
+    }
+}
+
+/// `bench pool`
+#[derive(Debug, Args)]
+pub struct GuestPool {
+    /// Huge pages.
+    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..))]
+    pub n: u64,
+    /// Their size.
+    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
+    pub page: Page,
+    /// Descriptor economy.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on")]
+    pub hvo: Vec<Economy>,
+}
+
+/// `bench mem mmap`
+#[derive(Debug, Args)]
+pub struct GuestMmap {
+    /// Memory per run.
+    #[arg(short, long)]
+    pub size: Size,
+    /// Page size.
+    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
+    pub page: Page,
+    /// Who populates.
+    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "demand")]
+    pub function: Vec<Function>,
+}

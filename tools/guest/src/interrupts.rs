@@ -1,0 +1,47 @@
+//! Inter-processor interrupts, as Linux counts them.
+
+use anyhow::{Context, Result};
+
+/// Sums over all CPUs of the lines of `/proc/interrupts` in which TLB shootdowns can be seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Interrupts {
+    /// Function calls: `flush_tlb_all` and kernel ranges arrive as these.
+    pub function_calls: u64,
+    /// TLB shootdowns of user addresses.
+    pub tlb: u64,
+}
+
+impl Interrupts {
+    /// Reads the counts.
+    pub fn read() -> Result<Self> {
+        Ok(Self::parse(&std::fs::read_to_string("/proc/interrupts").context("cannot read /proc/interrupts")?))
+    }
+
+    fn parse(text: &str) -> Self {
+        let sum = |name: &str| {
+            let line = text.lines().find_map(|line| line.trim_start().strip_prefix(name)).unwrap_or("");
+            line.split_whitespace().map_while(|word| word.parse::<u64>().ok()).sum()
+        };
+        Interrupts { function_calls: sum("CAL:"), tlb: sum("TLB:") }
+    }
+
+    /// What was counted since `earlier`.
+    pub fn since(self, earlier: Interrupts) -> Interrupts {
+        Interrupts { function_calls: self.function_calls - earlier.function_calls, tlb: self.tlb - earlier.tlb }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_counts_of_all_cpus_are_summed() {
+        let text = "           CPU0       CPU1       \n\
+                    LOC:       9000       8000   Local timer interrupts\n\
+                    CAL:        170         30   Function call interrupts\n\
+                    TLB:          5          7   TLB shootdowns\n";
+        assert_eq!(Interrupts::parse(text), Interrupts { function_calls: 200, tlb: 12 });
+        assert_eq!(Interrupts::parse(""), Interrupts { function_calls: 0, tlb: 0 });
+    }
+}
