@@ -8,6 +8,7 @@
 //! | `progress` | `done`, `of`, `what` |
 //! | `sample` | one run's `value` of `metric` in `unit`, with the `labels` that tell it from others |
 //! | `note` | `text`, for the user |
+//! | `alive` | nothing: the kernel lives and has nothing else to say |
 //! | `failed` | `text`: the command failed, and why; the last line |
 //! | `done` | nothing: the command succeeded; the last line |
 //!

@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::boot_args::{BOOT_HELP, Boot};
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
 use crate::size::Size;
@@ -35,6 +36,9 @@ pub enum Command {
     /// Do the same work in stock Linux guests on the same virtual machine: one table over kernels and CPUs.
     #[command(after_help = LINUX_HELP)]
     Linux(Linux),
+    /// Boot the reference kernel under QEMU and run a command in it, on real page tables and real interrupts.
+    #[command(after_help = BOOT_HELP)]
+    Boot(Boot),
 }
 
 /// The workloads.

@@ -5,6 +5,7 @@ use anyhow::{Context, Result};
 use hugemm_host::environment::Environment;
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::path::Path;
 
 /// Version of the document's form.
@@ -27,7 +28,7 @@ pub struct Document {
 pub struct Row {
     metric: String,
     value: f64,
-    unit: &'static str,
+    unit: Cow<'static, str>,
     stdev: f64,
     runs: usize,
     #[serde(flatten)]
@@ -36,17 +37,17 @@ pub struct Row {
 
 impl Row {
     /// A figure that was measured or counted once.
-    pub fn single(metric: impl Into<String>, value: f64, unit: &'static str) -> Self {
-        Row { metric: metric.into(), value, unit, stdev: 0.0, runs: 1, labels: Map::new() }
+    pub fn single(metric: impl Into<String>, value: f64, unit: impl Into<Cow<'static, str>>) -> Self {
+        Row { metric: metric.into(), value, unit: unit.into(), stdev: 0.0, runs: 1, labels: Map::new() }
     }
 
     /// The mean over runs, as `perf bench` reports.
-    pub fn mean(metric: impl Into<String>, samples: &Samples, unit: &'static str) -> Self {
+    pub fn mean(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
         Row { stdev: samples.stdev(), runs: samples.runs(), ..Row::single(metric, samples.mean(), unit) }
     }
 
     /// The median over runs.
-    pub fn median(metric: impl Into<String>, samples: &Samples, unit: &'static str) -> Self {
+    pub fn median(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
         Row { value: samples.median(), ..Row::mean(metric, samples, unit) }
     }
 

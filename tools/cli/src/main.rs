@@ -2,6 +2,10 @@
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
 mod args;
+mod boot;
+mod boot_args;
+mod boot_lines;
+mod boot_symbols;
 mod clear;
 mod document;
 mod environment_text;
@@ -55,6 +59,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Linux(args) => linux::run(args),
+        Command::Boot(args) => boot::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

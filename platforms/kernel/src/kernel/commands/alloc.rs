@@ -16,6 +16,7 @@ use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source
 const BATCH: u64 = 1000;
 
 /// Runs the command.
+#[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Alloc) -> Result<(), Failure> {
     let counts = cpu_counts(percpu::count()).count() as u64;
     let of = u64::from(args.runs) * args.order.items().len() as u64 * counts;

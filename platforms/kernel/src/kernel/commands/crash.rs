@@ -9,6 +9,7 @@ use x86_64::instructions::interrupts;
 const NOWHERE: *const u64 = 0xffff_c000_dead_b000 as *const u64;
 
 /// Fails.
+#[inline(never)]
 pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
     match how {
         Crash::Panic => panic!("asked to"),

@@ -16,6 +16,7 @@ const PAGES: u64 = 1 << 18;
 const HELD: u64 = 64;
 
 /// Runs the command.
+#[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Free) -> Result<(), Failure> {
     let of = u64::from(args.runs) * args.order.items().len() as u64;
     let mut done = 0;

@@ -11,6 +11,7 @@ use hugemm_workloads::sweep::{self, How};
 const GIB: f64 = (1_u64 << 30) as f64;
 
 /// Runs the command.
+#[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
     let features = Features::detect();
     let usable = || features.iter().filter(|primitive| !primitive.needs_vector());

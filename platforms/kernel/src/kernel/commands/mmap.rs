@@ -16,6 +16,7 @@ const GIB: f64 = (1_u64 << 30) as f64;
 const SCRATCH: u64 = 64 << 20;
 
 /// Runs the command.
+#[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Mmap) -> Result<(), Failure> {
     let features = Features::detect();
     let clearer = {

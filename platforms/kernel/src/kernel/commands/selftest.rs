@@ -38,6 +38,7 @@ impl fmt::Display for Finding {
 impl core::error::Error for Finding {}
 
 /// Runs the command.
+#[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
