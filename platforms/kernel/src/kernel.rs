@@ -6,12 +6,15 @@
 //! | `layout.rs` | what is where in virtual memory |
 //! | `tables.rs` | the kernel's own page tables, as they are at boot |
 //! | `memory.rs` | frames and descriptors come up |
+//! | `space.rs` | address spaces whose pages come when they are touched |
+//! | `tlb.rs` | invalidating, interrupting, loading tables; shootdowns |
 //! | `percpu.rs` | what each CPU has for itself, by GS |
 //! | `segments.rs`, `traps.rs` | descriptor tables; what happens at an exception or an interrupt |
 //! | `fault.rs` | the report when something is wrong |
 //! | `apic.rs`, `clock.rs` | interrupts to other CPUs, timer, time |
 //! | `irq_lock.rs` | locks that interrupts may share |
 //! | `platform.rs` | `hugemm_base`'s platform, implemented |
+//! | `once.rs` | values that are set while the boot CPU is alone |
 //! | `smp.rs` | starting CPUs, running a function on several |
 //! | `watchdog.rs` | nothing hangs |
 //! | `serial.rs`, `output.rs`, `exit.rs` | words, results, the end |
@@ -26,22 +29,25 @@ mod fault;
 mod irq_lock;
 mod layout;
 mod memory;
+mod once;
 mod output;
 mod percpu;
 mod platform;
 mod segments;
 mod serial;
 mod smp;
+mod space;
 mod tables;
+mod tlb;
 mod traps;
 mod watchdog;
 
-use core::cell::UnsafeCell;
 use hugemm_base::CpuCx;
 use hugemm_kernel::cpus::CpuList;
 use hugemm_kernel::memory_map::MemoryMap;
 use hugemm_kernel::pvh::{self, StartInfo};
 use hugemm_kernel::request::Request;
+use once::Once;
 use platform::KERNEL;
 
 /// Longest command line, in bytes.
@@ -56,13 +62,7 @@ struct Found {
     line_bytes: usize,
 }
 
-/// A place that the boot CPU fills while it is alone.
-struct BootCell<T>(UnsafeCell<Option<T>>);
-
-// SAFETY: written and taken by the boot CPU before any other CPU runs.
-unsafe impl<T> Sync for BootCell<T> {}
-
-static FOUND: BootCell<Found> = BootCell(UnsafeCell::new(None));
+static FOUND: Once<Found> = Once::new();
 
 /// First Rust code: on the boot stack and the boot page tables, which map the first 4 GiB one to one.
 extern "C" fn kernel_main(start_info: u64) -> ! {
@@ -74,8 +74,8 @@ extern "C" fn kernel_main(start_info: u64) -> ! {
     let found = look(start_info);
     let mut free = found.free.clone();
     let root = tables::build(&found.map, &mut free, found.cpus.apic_ids().len() as u32, found.cpus.apic_address);
-    // SAFETY: alone until `smp::start`; see `BootCell`.
-    unsafe { *FOUND.0.get() = Some(Found { free, ..found }) };
+    // SAFETY: alone until `smp::start`, and nobody has asked for it.
+    unsafe { FOUND.set(Found { free, ..found }) };
     entry::continue_on(root, layout::stack_top(0), kernel_run)
 }
 
@@ -105,16 +105,16 @@ fn look(start_info: u64) -> Found {
 
 /// The rest: on the kernel's own tables and stack.
 extern "C" fn kernel_run() -> ! {
-    // SAFETY: alone until `smp::start`; `kernel_main` has filled it.
-    let found = unsafe { (*FOUND.0.get()).take() }.unwrap_or_else(|| panic!("started twice"));
+    let found = FOUND.get();
     apic::init();
     clock::init();
     let cpus = found.cpus.apic_ids().len() as u32;
-    memory::init(&found.map, found.free, cpus);
-    smp::start(found.cpus.apic_ids());
-    apic::start_timer();
+    memory::init(&found.map, found.free.clone(), cpus);
     // SAFETY: the boot CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    tlb::kernel_half().online(tlb::tlbs(), &cx);
+    smp::start(found.cpus.apic_ids());
+    apic::start_timer();
     x86_64::instructions::interrupts::enable();
     output::boot(found.cpus.present);
     let line = core::str::from_utf8(&found.line[..found.line_bytes]).unwrap_or("");

@@ -13,6 +13,7 @@ use hugemm_base::CpuCx;
 use hugemm_clear::{CalibrateError, ProfileError};
 use hugemm_frames::AllocError;
 use hugemm_kernel::request::{Request, RequestError};
+use hugemm_paging::PagingError;
 use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
 use hugemm_workloads::alloc_free::ranges::Trouble;
@@ -37,6 +38,8 @@ pub enum Failure {
     Calibrate(CalibrateError),
     /// The measured policy does not fit the CPU.
     Policy(ProfileError),
+    /// A page table refused what a command asked of it.
+    Paging(PagingError),
     /// The self-test found something.
     Found(selftest::Finding),
 }
@@ -75,6 +78,7 @@ from! {
     Clear(Reason),
     Calibrate(CalibrateError),
     Policy(ProfileError),
+    Paging(PagingError),
     Found(selftest::Finding),
 }
 

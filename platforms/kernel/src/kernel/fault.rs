@@ -78,10 +78,9 @@ fn panic(info: &PanicInfo<'_>) -> ! {
 }
 
 /// A page fault that nobody resolves.
-pub fn page_fault(frame: &Frame) -> ! {
+pub fn page_fault(frame: &Frame, address: u64) -> ! {
     begin();
     let cpu = percpu::current();
-    let address = Cr2::read_raw();
     let access = match (frame.error & 0x10 != 0, frame.error & 2 != 0) {
         (true, _) => "execution",
         (false, true) => "write",

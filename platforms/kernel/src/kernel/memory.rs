@@ -1,16 +1,18 @@
 //! Frames and descriptors come up: arenas from the memory map, descriptors in their own virtual area, the allocator.
 
 use super::irq_lock::IrqLock;
+use super::once::Once;
 use super::platform::Kernel;
+use super::tlb::{self, Hardware};
 use super::{layout, tables};
 use acpi::{AcpiHandler, PhysicalMapping};
-use core::cell::UnsafeCell;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::Inject;
 use hugemm_base::{CpuCx, Dirty, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
 use hugemm_frames::{AllocError, ArenaSpec, Config, Env, Frames, Frozen, Request};
 use hugemm_kernel::memory_map::{MOST, MemoryMap};
+use hugemm_paging::{TlbCpu, Tlbs};
 
 /// ACPI's tables through the boot tables, which map the first 4 GiB one to one.
 #[derive(Clone, Copy)]
@@ -40,22 +42,13 @@ unsafe impl Env for KernelEnv {
 /// The allocator of this kernel.
 pub type KernelFrames = Frames<'static, KernelEnv>;
 
-struct Cell(UnsafeCell<Option<KernelFrames>>);
-
-// SAFETY: filled by the boot CPU in `init` before other CPUs run; only read afterwards.
-unsafe impl Sync for Cell {}
+static FRAMES: Once<KernelFrames> = Once::new();
 
 static END: AtomicU64 = AtomicU64::new(0);
 
-static FRAMES: Cell = Cell(UnsafeCell::new(None));
-
 /// The allocator. After [`init`].
 pub fn frames() -> &'static KernelFrames {
-    // SAFETY: see `Cell`.
-    match unsafe { &*FRAMES.0.get() } {
-        Some(frames) => frames,
-        None => panic!("frames are asked for before memory is up"),
-    }
+    FRAMES.get()
 }
 
 /// Bytes that the allocator manages.
@@ -91,12 +84,31 @@ pub fn init(map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
     // have the one platform.
     let frames = unsafe { KernelFrames::new(&config, KernelEnv, at, metadata.bytes() as usize) };
     let frames = frames.unwrap_or_else(|error| panic!("{error}"));
+    tlb::init(carve(&mut free, cpus.into(), TlbCpu::default), {
+        let words = Tlbs::<Hardware>::inbox_words(cpus as usize);
+        carve(&mut free, words as u64, AtomicU64::default)
+    });
     for piece in free.pieces() {
         // SAFETY: nobody has taken these frames; each is released once.
         unsafe { frames.release(Dirty::assume_owned(*piece)) };
     }
-    // SAFETY: alone; see `Cell`.
-    unsafe { *FRAMES.0.get() = Some(frames) };
+    // SAFETY: alone, and nobody has asked for it.
+    unsafe { FRAMES.set(frames) };
+}
+
+/// An array of `count` values for ever, on frames of `free`. The boot CPU, on the kernel's tables.
+fn carve<T>(free: &mut MemoryMap, count: u64, mut make: impl FnMut() -> T) -> &'static [T] {
+    let pages = (count * size_of::<T>() as u64).div_ceil(PAGE_BYTES);
+    let frames = free.take(pages, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
+    let first = layout::direct(frames.start().get()).cast::<T>();
+    // SAFETY: the frames have just been taken; page-aligned, large enough, and every value is written before the slice
+    // exists.
+    unsafe {
+        for index in 0..count as usize {
+            first.add(index).write(make());
+        }
+        core::slice::from_raw_parts(first, count as usize)
+    }
 }
 
 /// Memory for a command's own data: a block, seen as a slice. Given back by [`Scratch::free`].

@@ -1,6 +1,7 @@
 //! `hugemm_base`'s platform, implemented by this kernel.
 
 use super::{clock, layout, percpu};
+use core::sync::atomic::Ordering;
 use hugemm_base::{
     Clock, Counters, CpuId, CpuLocal, Extent, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder,
     Topology, VectorUnit, VirtAddr, Window,
@@ -35,6 +36,10 @@ unsafe impl CpuLocal for Kernel {
         if state != 0 {
             interrupts::enable();
         }
+    }
+
+    fn interrupts_on(&self) -> bool {
+        interrupts::are_enabled() && percpu::own().irq_locks.load(Ordering::Relaxed) == 0
     }
 }
 

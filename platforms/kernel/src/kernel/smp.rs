@@ -1,7 +1,7 @@
 //! Starting CPUs, and running a function on several of them.
 
 use super::platform::{KERNEL, Kernel};
-use super::{apic, clock, entry, layout, percpu, segments, tables, traps};
+use super::{apic, clock, entry, layout, percpu, segments, tables, tlb, traps};
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::CpuCx;
 use x86_64::instructions::interrupts;
@@ -58,6 +58,7 @@ pub extern "C" fn ap_main(cpu: u64) -> ! {
     });
     // SAFETY: this CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    tlb::kernel_half().online(tlb::tlbs(), &cx);
     let own = percpu::own();
     let mut timer = false;
     loop {

@@ -1,8 +1,10 @@
 //! What happens at an exception or an interrupt: one gate per vector, one way in and out, one dispatch.
 
-use super::{apic, fault, segments, smp, watchdog};
+use super::{apic, fault, layout, segments, smp, space, tlb, watchdog};
 use core::arch::global_asm;
 use core::cell::UnsafeCell;
+use x86_64::instructions::interrupts;
+use x86_64::registers::control::Cr2;
 
 /// Vectors of this kernel's interrupts.
 pub mod vector {
@@ -10,6 +12,8 @@ pub mod vector {
     pub const TIMER: u8 = 0x20;
     /// There is work: only there to end a halt.
     pub const WAKE: u8 = 0x21;
+    /// Another CPU wants something invalidated.
+    pub const SHOOTDOWN: u8 = 0x22;
     /// What an interrupt controller sends when a request has vanished. Its low four bits are set, as old ones want it.
     pub const SPURIOUS: u8 = 0xff;
 }
@@ -169,11 +173,35 @@ extern "C" fn trap_entry(frame: &mut Frame) {
             watchdog::tick();
         }
         (_, vector::WAKE) => apic::end_of_interrupt(),
+        (_, vector::SHOOTDOWN) => {
+            apic::end_of_interrupt();
+            tlb::serve();
+        }
         (_, vector::SPURIOUS) => {}
         (NMI, _) => nmi(frame),
-        (PAGE_FAULT, _) => fault::page_fault(frame),
+        (PAGE_FAULT, _) => page_fault(frame),
         _ => fault::exception(frame),
     }
+}
+
+/// A page fault: a page that is to come now, or a bug. Interrupts are as they were before it, so that a CPU which waits
+/// for a table's lock here answers shootdowns.
+fn page_fault(frame: &Frame) {
+    const INTERRUPTS: u64 = 1 << 9;
+    const PROTECTION: u64 = 1;
+    let at = Cr2::read_raw();
+    if at < layout::DIRECT && frame.error & PROTECTION == 0 {
+        let were_on = frame.rflags & INTERRUPTS != 0;
+        if were_on {
+            interrupts::enable();
+        }
+        let resolved = space::fault(at);
+        interrupts::disable();
+        if resolved {
+            return;
+        }
+    }
+    fault::page_fault(frame, at)
 }
 
 /// A non-maskable interrupt: another CPU reports a failure, the watchdog asks, or the hardware complains.

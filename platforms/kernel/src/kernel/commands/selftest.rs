@@ -1,20 +1,36 @@
 //! Every system's stress on the real machine. It runs for a time and fails at the first thing that is wrong; bugs planted
 //! on purpose show that it would.
 
+mod convoy;
 mod frames_stress;
+mod translations;
 
 use super::{Cx, Failure};
 use crate::kernel::output::{progress, sample};
+use crate::kernel::tlb;
 use core::fmt;
 use hugemm_base::Clock;
 use hugemm_kernel::request::Selftest;
 use hugemm_workloads::alloc_free::stress::Broken;
+
+/// Nanoseconds of each part of a round.
+const SLICE_LEAST: u64 = 100_000_000;
+const SLICE_MOST: u64 = 2_000_000_000;
 
 /// What the self-test found.
 #[derive(Debug)]
 pub enum Finding {
     /// The allocator broke a rule.
     Frames(Broken),
+    /// A translation was used after its flush.
+    Translations(translations::Stale),
+    /// The convoy's lock did not exclude.
+    Convoy {
+        /// How often it was taken.
+        expected: u64,
+        /// How often it was counted.
+        found: u64,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -28,8 +44,19 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Finding::Frames(broken) => write!(f, "self-test, frames: {broken}"),
+            Finding::Translations(stale) => {
+                let translations::Stale { at, expected, found, written, cpu } = stale;
+                let what = if *written { "was written to after its flush" } else { "was read through what is gone" };
+                write!(
+                    f,
+                    "self-test, translations: {at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}"
+                )
+            }
+            Finding::Convoy { expected, found } => {
+                write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
+            }
             Finding::Lost { expected, found } => {
-                write!(f, "self-test, frames: {found} are free at the end instead of {expected}")
+                write!(f, "self-test: {found} frames are free at the end instead of {expected}")
             }
         }
     }
@@ -43,15 +70,30 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
+    let mut unmaps = 0;
+    let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
         progress((spent / 1_000_000_000).min(of / 1_000_000_000), of / 1_000_000_000, "selftest");
         if rounds > 0 && spent >= of {
             break;
         }
-        frames_stress::round(cx, seed, args.plant)?;
+        let free = frames_stress::free_pages(cx);
+        let slice = ((of - spent.min(of)) / 3).clamp(SLICE_LEAST, SLICE_MOST);
+        let clock = cx.platform();
+        frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        convoy::round(cx, clock.now_ns() + slice)?;
+        let found = frames_stress::free_pages(cx);
+        if found != free {
+            return Err(Finding::Lost { expected: free, found }.into());
+        }
         (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
+    sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
+    for (name, count) in tlb::tlbs().counts().since(before).iter() {
+        sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
+    }
     Ok(())
 }
