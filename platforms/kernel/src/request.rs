@@ -246,6 +246,15 @@ requests! {
         /// Runs.
         runs: u32,
     }
+    /// Ranges of 1 to `pages` pages unmapped and write-protected, on one to all CPUs, in one batch and page by page.
+    "shootdown" Shootdown {
+        /// Largest range, in pages: a power of two.
+        pages: u64,
+        /// Largest range that is flushed page by page.
+        each: u64,
+        /// Runs.
+        runs: u32,
+    }
     /// Every system's stress.
     "selftest" Selftest {
         /// Seconds in all.
@@ -274,6 +283,7 @@ mod tests {
             Request::Mmap(Mmap { size: 1 << 30, order: 9, runs: 3 }),
             Request::Selftest(Selftest { seconds: 60, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
+            Request::Shootdown(Shootdown { pages: 1 << 18, each: 4096, runs: 3 }),
         ] {
             assert_eq!(request.to_string().parse(), Ok(request), "{request}");
         }

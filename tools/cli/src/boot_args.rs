@@ -17,6 +17,7 @@ COMMAND is one of
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-l LOOPS]
   bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
+  bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
   selftest         [--seconds S] [--plant free-before-flush|missed-cpu|double-free]
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
@@ -79,6 +80,8 @@ enum KernelBench {
     Free(Free),
     /// Pairs on one to all CPUs.
     Alloc(Alloc),
+    /// Ranges taken away from one to all CPUs.
+    Shootdown(Shootdown),
 }
 
 #[derive(Debug, Subcommand)]
@@ -130,6 +133,18 @@ struct Alloc {
 }
 
 #[derive(Debug, Args)]
+struct Shootdown {
+    /// Largest range.
+    #[arg(long, default_value_t = 1 << 18, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    pages: u64,
+    /// Largest range that is flushed page by page too.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 24))]
+    each: u64,
+    #[arg(short, long, default_value_t = 3, value_parser = runs())]
+    runs: u32,
+}
+
+#[derive(Debug, Args)]
 struct Selftest {
     #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
@@ -156,8 +171,8 @@ pub fn request(command: &[String]) -> Result<Request> {
     let line = match KernelLine::try_parse_from(command) {
         Ok(line) => line.command,
         Err(error) if matches!(error.kind(), ErrorKind::InvalidSubcommand | ErrorKind::MissingSubcommand) => bail!(
-            "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench alloc \
-             and selftest",
+            "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench alloc, \
+             bench shootdown and selftest",
             command.join(" ")
         ),
         Err(error) => {
@@ -183,6 +198,9 @@ pub fn request(command: &[String]) -> Result<Request> {
         }
         KernelCommand::Bench(KernelBench::Alloc(args)) => {
             Request::Alloc(request::Alloc { order: orders(&args.orders)?, millis: args.millis, runs: args.runs })
+        }
+        KernelCommand::Bench(KernelBench::Shootdown(args)) => {
+            Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
         KernelCommand::Selftest(args) => {
             Request::Selftest(request::Selftest { seconds: args.seconds, plant: args.plant })

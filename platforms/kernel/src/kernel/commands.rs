@@ -6,6 +6,7 @@ mod free;
 mod memset;
 mod mmap;
 mod selftest;
+mod shootdown;
 
 use super::platform::Kernel;
 use core::fmt;
@@ -89,6 +90,7 @@ pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Mmap(args) => mmap::run(cx, args),
         Request::Free(args) => free::run(cx, args),
         Request::Alloc(args) => alloc::run(cx, args),
+        Request::Shootdown(args) => shootdown::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }

@@ -6,11 +6,11 @@ use super::tlb::tlbs;
 use super::{layout, percpu, tables};
 use core::ptr;
 use core::sync::atomic::Ordering;
-use hugemm_base::{CpuCx, Flushed, PAGE_BYTES, PageSize, PhysAddr, VirtAddr};
+use hugemm_base::{CpuCx, PAGE_BYTES, PageSize, PhysAddr, VirtAddr};
 use hugemm_frames::Request;
 use hugemm_paging::{
-    Editing, Flags, FrameTables, Harvest, Keep, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy,
-    Span, TableMemory, TlbSpace, User, X86_64,
+    Editing, Flags, FrameTables, Harvest, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy, Span,
+    TableMemory, TlbSpace, User, X86_64,
 };
 
 /// What is to be found at the addresses of a space.
@@ -85,12 +85,13 @@ impl<'a> Space<'a> {
         cx: &mut CpuCx<'static, Kernel>,
         span: Span,
         stride: PageSize,
+        policy: &ShootdownPolicy,
         visit: impl FnMut(Run),
     ) -> Result<Harvest, PagingError> {
         let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
         let mut batch = ShootdownBatch::new(&self.tlb);
         let Some(pending) = batch.detached(unhooked, stride) else { return Ok(Harvest::default()) };
-        let receipt = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
+        let receipt = batch.flush(tlbs(), cx, policy);
         let detached = pending.release(&receipt).unwrap_or_else(|_| panic!("a flush that does not pay its own debt"));
         self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit).map_err(|(error, _)| error)
     }
@@ -120,13 +121,14 @@ impl<'a> Space<'a> {
         cx: &mut CpuCx<'static, Kernel>,
         span: Span,
         stride: PageSize,
+        policy: &ShootdownPolicy,
     ) -> Result<(), PagingError> {
         let change = hugemm_paging::Change { set: Flags::NONE, clear: Flags::WRITE };
         let stale = self.table.shared(memory(cx)).protect(span, change)?;
         if let Some(range) = stale.flush() {
             let mut batch = ShootdownBatch::new(&self.tlb);
             batch.changed(range, stride);
-            let _receipt: Flushed<'_, User, Keep> = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
+            let _receipt = batch.flush(tlbs(), cx, policy);
         }
         Ok(())
     }
@@ -146,7 +148,7 @@ impl<'a> Space<'a> {
     /// Gives everything back: what is mapped to `visit`, the tables to the allocator. No CPU has the space loaded.
     pub fn free(self, cx: &mut CpuCx<'static, Kernel>, visit: impl FnMut(Run)) -> Result<(), PagingError> {
         let bounds = self.table.bounds();
-        self.unmap(cx, bounds, PageSize::Size4K, visit)?;
+        self.unmap(cx, bounds, PageSize::Size4K, &ShootdownPolicy::BATCHED, visit)?;
         let Space { table, tlb, .. } = self;
         if tlb.retire(tlbs(), cx).is_err() {
             panic!("an address space is freed while a CPU uses it");
