@@ -113,8 +113,8 @@ extern "C" fn kernel_run() -> ! {
     // SAFETY: the boot CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
     tlb::kernel_half().online(tlb::tlbs(), &cx);
-    smp::start(found.cpus.apic_ids());
     apic::start_timer();
+    smp::start(found.cpus.apic_ids());
     x86_64::instructions::interrupts::enable();
     output::boot(found.cpus.present);
     let line = core::str::from_utf8(&found.line[..found.line_bytes]).unwrap_or("");

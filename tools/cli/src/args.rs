@@ -59,6 +59,8 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
+    /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
+    Shootdown(crate::shootdown_args::Shootdown),
 }
 
 /// The workloads of `perf bench mem`.

@@ -36,6 +36,8 @@ mod profile_file;
 mod progress;
 mod qemu;
 mod replay;
+mod shootdown;
+mod shootdown_args;
 mod size;
 mod stats;
 mod table;
@@ -60,6 +62,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),
+        Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

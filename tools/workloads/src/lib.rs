@@ -10,6 +10,7 @@
 //! | [`faults`] | clearing a region page by page as demand faults or prefault would (seed 000's workload) |
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
+//! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
@@ -17,6 +18,7 @@ pub mod alloc_free;
 pub mod chase;
 pub mod faults;
 pub mod replay;
+pub mod shootdown;
 pub mod sweep;
 
 use hugemm_base::{Clock, Dirty, Extent};

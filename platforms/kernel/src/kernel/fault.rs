@@ -136,13 +136,10 @@ pub fn stuck(frame: &Frame) -> ! {
     end(Some(frame.rip), frame.rbp)
 }
 
-/// No CPU has made progress for too long; called by the watchdog on whichever CPU noticed.
-pub fn hung() -> ! {
+/// No CPU has made progress for too long; called by the watchdog on whichever CPU noticed, with what it was doing.
+pub fn hung(frame: &Frame) -> ! {
     begin();
-    let seconds = watchdog::PATIENCE_SECONDS;
-    output::last_words(format_args!("no progress for {seconds} s"));
-    let rbp: u64;
-    // SAFETY: reads a register.
-    unsafe { asm!("mov {}, rbp", out(reg) rbp, options(nostack, nomem, preserves_flags)) };
-    end(None, rbp)
+    let (cpu, seconds) = (percpu::current(), watchdog::PATIENCE_SECONDS);
+    output::last_words(format_args!("no progress for {seconds} s; cpu{cpu} is here"));
+    end(Some(frame.rip), frame.rbp)
 }

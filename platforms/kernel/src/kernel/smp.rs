@@ -59,8 +59,8 @@ pub extern "C" fn ap_main(cpu: u64) -> ! {
     // SAFETY: this CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
     tlb::kernel_half().online(tlb::tlbs(), &cx);
+    apic::start_timer();
     let own = percpu::own();
-    let mut timer = false;
     loop {
         // Interrupts off between looking and halting, so that no wake-up falls between them.
         interrupts::disable();
@@ -71,10 +71,6 @@ pub extern "C" fn ap_main(cpu: u64) -> ! {
             continue;
         }
         interrupts::enable();
-        if !timer {
-            apic::start_timer();
-            timer = true;
-        }
         // SAFETY: `on_cpus` keeps the work alive until this CPU has counted itself out below.
         let work = unsafe { &*work };
         (work.run)(&mut cx, cpu);

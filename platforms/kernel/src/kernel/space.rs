@@ -6,12 +6,13 @@ use super::tlb::tlbs;
 use super::{layout, percpu, tables};
 use core::ptr;
 use core::sync::atomic::Ordering;
-use hugemm_base::{CpuCx, PAGE_BYTES, PageSize, PhysAddr, VirtAddr};
+use hugemm_base::{CpuCx, PAGE_BYTES, PageSize, Pfn, PhysAddr, VirtAddr};
 use hugemm_frames::Request;
 use hugemm_paging::{
     Editing, Flags, FrameTables, Harvest, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy, Span,
     TableMemory, TlbSpace, User, X86_64,
 };
+use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
 
 /// What is to be found at the addresses of a space.
 pub trait Pages: Sync {
@@ -85,13 +86,12 @@ impl<'a> Space<'a> {
         cx: &mut CpuCx<'static, Kernel>,
         span: Span,
         stride: PageSize,
-        policy: &ShootdownPolicy,
         visit: impl FnMut(Run),
     ) -> Result<Harvest, PagingError> {
         let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
         let mut batch = ShootdownBatch::new(&self.tlb);
         let Some(pending) = batch.detached(unhooked, stride) else { return Ok(Harvest::default()) };
-        let receipt = batch.flush(tlbs(), cx, policy);
+        let receipt = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
         let detached = pending.release(&receipt).unwrap_or_else(|_| panic!("a flush that does not pay its own debt"));
         self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit).map_err(|(error, _)| error)
     }
@@ -115,22 +115,19 @@ impl<'a> Space<'a> {
         harvest.map_err(|(error, _)| error)
     }
 
-    /// Makes a span read-only, and flushes.
-    pub fn write_protect(
+    /// Maps a span to one frame, changes it by the policy's batches, and leaves it unmapped: what the change took.
+    pub fn shootdown(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
+        frame: Pfn,
         span: Span,
-        stride: PageSize,
+        operation: Operation,
         policy: &ShootdownPolicy,
-    ) -> Result<(), PagingError> {
-        let change = hugemm_paging::Change { set: Flags::NONE, clear: Flags::WRITE };
-        let stale = self.table.shared(memory(cx)).protect(span, change)?;
-        if let Some(range) = stale.flush() {
-            let mut batch = ShootdownBatch::new(&self.tlb);
-            batch.changed(range, stride);
-            let _receipt = batch.flush(tlbs(), cx, policy);
-        }
-        Ok(())
+    ) -> Result<Shot, PagingError> {
+        // SAFETY: the direct map has every frame, always.
+        let tables = unsafe { FromFrames::new(frames()) };
+        let (tlbs, space, table) = (tlbs(), &self.tlb, &self.table);
+        shootdown::run(cx, &Setup { tlbs, space, table, tables: &tables, frame }, span, operation, policy)
     }
 
     /// Flushes a span on all CPUs that have the space loaded.
@@ -148,7 +145,7 @@ impl<'a> Space<'a> {
     /// Gives everything back: what is mapped to `visit`, the tables to the allocator. No CPU has the space loaded.
     pub fn free(self, cx: &mut CpuCx<'static, Kernel>, visit: impl FnMut(Run)) -> Result<(), PagingError> {
         let bounds = self.table.bounds();
-        self.unmap(cx, bounds, PageSize::Size4K, &ShootdownPolicy::BATCHED, visit)?;
+        self.unmap(cx, bounds, PageSize::Size4K, visit)?;
         let Space { table, tlb, .. } = self;
         if tlb.retire(tlbs(), cx).is_err() {
             panic!("an address space is freed while a CPU uses it");

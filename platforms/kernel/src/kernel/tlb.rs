@@ -3,7 +3,7 @@
 use super::once::Once;
 use super::platform::KERNEL;
 use super::traps::vector;
-use super::{apic, tables};
+use super::{apic, percpu, tables};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope};
@@ -26,6 +26,8 @@ pub fn miss_one(plant: bool) {
 // translations, and the kernel's half is the same under every root. (A planted bug breaks this on purpose.)
 unsafe impl TlbHw for Hardware {
     fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        // Long sequences of shootdowns pass no reschedule point, and are no hang.
+        percpu::beat();
         // SAFETY: ring 0, interrupts off by the trait's contract, global pages on.
         unsafe { invalidate::here(scope, what) };
     }

@@ -54,6 +54,7 @@ global_asm!(
     .text
     .balign 16
     .global trap_stubs
+    .type trap_stubs, @function
 trap_stubs:
     .set vector, 0
     .rept 256
@@ -67,6 +68,7 @@ trap_stubs:
     .set vector, vector + 1
     .endr
 
+    .type trap_common, @function
 trap_common:
     cld
     pushq %rax
@@ -170,7 +172,7 @@ extern "C" fn trap_entry(frame: &mut Frame) {
     match (frame.vector, frame.vector as u8) {
         (_, vector::TIMER) => {
             apic::end_of_interrupt();
-            watchdog::tick();
+            watchdog::tick(frame);
         }
         (_, vector::WAKE) => apic::end_of_interrupt(),
         (_, vector::SHOOTDOWN) => {

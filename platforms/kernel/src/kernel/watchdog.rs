@@ -4,6 +4,7 @@
 //! * If the next CPU has had no timer interrupt for as long, it is asked by a non-maskable interrupt where it is.
 //! * If no CPU takes timer interrupts at all, nothing inside can tell; the host's deadline ends that.
 
+use super::traps::Frame;
 use super::{apic, clock, exit, fault, output, percpu};
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -40,7 +41,7 @@ static BEATS: Seen = Seen::new();
 static TICKS: [Seen; hugemm_kernel::MAX_CPUS as usize] = [const { Seen::new() }; hugemm_kernel::MAX_CPUS as usize];
 
 /// A timer interrupt on the calling CPU.
-pub fn tick() {
+pub fn tick(frame: &Frame) {
     let own = percpu::own();
     own.ticks.fetch_add(1, Ordering::Relaxed);
     if fault::reporting() {
@@ -50,7 +51,7 @@ pub fn tick() {
     let next = (own.id() + 1) % cpus;
     let other = percpu::of(next);
     let ticks = other.ticks.load(Ordering::Relaxed);
-    if next != own.id() && ticks > 0 && TICKS[next as usize].stands_still(ticks) {
+    if next != own.id() && TICKS[next as usize].stands_still(ticks) {
         // Asked once; it answers by ending the machine.
         if !other.asked.swap(true, Ordering::AcqRel) {
             apic::send_nmi(next);
@@ -59,7 +60,7 @@ pub fn tick() {
     }
     let beats = (0..cpus).map(|cpu| percpu::of(cpu).beats.load(Ordering::Relaxed)).fold(0, u64::wrapping_add);
     if BEATS.stands_still(beats) {
-        fault::hung();
+        fault::hung(frame);
     }
     // The host would take a long silence for a hang; what does hang is found above.
     if own.id() == 0 && own.ticks.load(Ordering::Relaxed).is_multiple_of(ALIVE_SECONDS * apic::TIMER_HZ) {

@@ -1,148 +1,107 @@
 //! What it costs to take ranges of 4 KiB pages away from all CPUs: unmap and write-protect, as one batch and page by page.
 //!
-//! The other CPUs have the space loaded and run in it, so that each flush has to reach every one of them. The addresses are
-//! mapped to the same 2 MiB of frames over and over: only entries and translations are measured, and no memory is needed.
+//! The boot CPU works; the others have the space loaded and stand in it, so that each flush has to reach every one of them.
 
 use super::{Cx, Failure, cpu_counts, region};
 use crate::kernel::memory::frames;
 use crate::kernel::output::{progress, sample};
 use crate::kernel::space::Space;
-use crate::kernel::{percpu, smp, tlb};
+use crate::kernel::{percpu, smp};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Extent, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{PAGE_BYTES, Pfn, VirtAddr};
 use hugemm_kernel::request::Shootdown;
-use hugemm_paging::{PagingError, ShootdownCounts, ShootdownPolicy, Span};
+use hugemm_paging::{PagingError, ShootdownPolicy, Span};
+use hugemm_workloads::shootdown::{Operation, Shot};
 
 /// Where ranges are mapped.
 const START: u64 = 0x20_0000_0000;
 
+/// From one range to the next larger one.
+const STEP: u64 = 8;
+
 const POLICIES: [(&str, ShootdownPolicy); 2] =
     [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
+
+/// One measurement.
+#[derive(Clone, Copy)]
+struct Cell {
+    cpus: u32,
+    pages: u64,
+    operation: Operation,
+    name: &'static str,
+    policy: ShootdownPolicy,
+}
 
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
-    let block = region(cx, PageSize::Size2M.bytes())?;
+    let block = region(cx, PAGE_BYTES)?;
     let space = Space::new(cx, None)?;
-    let mut result = Ok(());
-    'all: for cpus in cpu_counts(percpu::count()) {
-        let mut pages = 1;
-        while pages <= args.pages {
-            for run in 0..args.runs {
-                progress(u64::from(run), args.runs.into(), "shootdown");
-                for (name, policy) in POLICIES {
-                    if pages > args.each && policy.pages_per_batch == 1 {
-                        continue;
-                    }
-                    result = on(cx, &space, block.extent(), cpus, pages, name, &policy);
-                    if result.is_err() {
-                        break 'all;
+    let sizes = || core::iter::successors(Some(1), |pages| Some(pages * STEP)).take_while(|pages| *pages <= args.pages);
+    let of = (sizes().count() * cpu_counts(percpu::count()).count()) as u64;
+    let mut done = 0;
+    for cpus in cpu_counts(percpu::count()) {
+        for pages in sizes() {
+            progress(done, of, "shootdown");
+            done += 1;
+            for _ in 0..args.runs {
+                for (name, policy) in POLICIES.into_iter().filter(|(_, p)| pages <= args.each || p.pages_per_batch > 1)
+                {
+                    for operation in Operation::ALL {
+                        let cell = Cell { cpus, pages, operation, name, policy };
+                        report(cell, measure(cx, &space, block.pfn(), cell)?);
                     }
                 }
             }
-            pages *= 8;
         }
     }
     space.free(cx, |_| ())?;
     frames().free(cx, block);
-    result
+    Ok(())
 }
 
-/// One range of `pages` pages on `cpus` CPUs: the boot CPU works, the others stand in the space.
-fn on(
-    cx: Cx<'_>,
-    space: &Space<'_>,
-    block: Extent,
-    cpus: u32,
-    pages: u64,
-    name: &str,
-    policy: &ShootdownPolicy,
-) -> Result<(), Failure> {
+fn measure(cx: Cx<'_>, space: &Space<'_>, frame: Pfn, cell: Cell) -> Result<Shot, PagingError> {
+    let at = VirtAddr::new(START);
+    let span = Span::new(at, cell.pages * PAGE_BYTES).map_err(|_| PagingError::OutOfBounds { at })?;
     let (ready, stop) = (AtomicU32::new(0), AtomicBool::new(false));
-    let failed: Lock<SpinLock, Option<PagingError>> = Lock::new(None);
-    smp::on_cpus(cx, cpus, &|cx, cpu| {
+    let result: Lock<SpinLock, _> = Lock::new(Err(PagingError::NotMapped { at }));
+    smp::on_cpus(cx, cell.cpus, &|cx, cpu| {
         space.with(cx, |cx| {
             if cpu != 0 {
+                // Release and Acquire: the space is loaded before it counts.
                 ready.fetch_add(1, Ordering::Release);
                 while !stop.load(Ordering::Acquire) {
                     core::hint::spin_loop();
                 }
                 return;
             }
-            while ready.load(Ordering::Acquire) + 1 < cpus {
+            while ready.load(Ordering::Acquire) + 1 < cell.cpus {
                 core::hint::spin_loop();
             }
-            if let Err(error) = both(cx, space, block, cpus, pages, name, policy) {
-                *failed.lock() = Some(error);
-            }
+            let shot = space.shootdown(cx, frame, span, cell.operation, &cell.policy);
+            *result.lock() = shot;
             stop.store(true, Ordering::Release);
         });
     });
-    match failed.lock().take() {
-        Some(error) => Err(error.into()),
-        None => Ok(()),
-    }
+    *result.lock()
 }
 
-/// Write-protects and then unmaps the range, by the policy's batches.
-fn both(
-    cx: Cx<'_>,
-    space: &Space<'_>,
-    block: Extent,
-    cpus: u32,
-    pages: u64,
-    name: &str,
-    policy: &ShootdownPolicy,
-) -> Result<(), PagingError> {
-    const PAGE: PageSize = PageSize::Size4K;
-    let whole = span(START, pages * PAGE_BYTES)?;
-    let labels = [("cpus", cpus.into()), ("pages", pages.into()), ("policy", (&name).into())];
-    let report = |what: &str, nanos: u64, counts: ShootdownCounts| {
-        let sum = |metric: &str, value: u64, unit: &str| sample(metric, value as f64, unit, &labels);
-        let [ns, flushes, targets, interrupts] = metrics(what);
-        sum(ns, nanos, "ns per range");
-        sum(flushes, counts.flushes_all + counts.flushes_range, "per range");
-        sum(targets, counts.targets, "per range");
-        sum(interrupts, counts.interrupts, "per range");
-    };
-    space.map(cx, whole, core::iter::repeat(block), PAGE)?;
-    for what in ["protect", "unmap"] {
-        let before = tlb::tlbs().counts();
-        let start = cx.platform().now_ns();
-        for batch in policy.batches(whole.range(), PAGE) {
-            percpu::beat();
-            let part = span(batch.first().get(), batch.last().get() - batch.first().get() + 1)?;
-            if what == "protect" {
-                space.write_protect(cx, part, PAGE, policy)?;
-            } else {
-                space.unmap(cx, part, PAGE, policy, |_| ())?;
-            }
-        }
-        let nanos = cx.platform().now_ns() - start;
-        report(what, nanos, tlb::tlbs().counts().since(before));
+fn report(cell: Cell, shot: Shot) {
+    let operation = cell.operation.name();
+    let labels = [
+        ("operation", (&operation).into()),
+        ("pages", cell.pages.into()),
+        ("cpus", cell.cpus.into()),
+        ("policy", (&cell.name).into()),
+    ];
+    sample("bench.shootdown.time", shot.nanos as f64, "ns", &labels);
+    let counts = [
+        ("bench.shootdown.flushes", shot.counts.flushes_all + shot.counts.flushes_range),
+        ("bench.shootdown.targets", shot.counts.targets),
+        ("bench.shootdown.ipis", shot.counts.interrupts),
+    ];
+    for (metric, count) in counts {
+        sample(metric, count as f64, "count", &labels);
     }
-    Ok(())
-}
-
-fn metrics(what: &str) -> [&'static str; 4] {
-    match what {
-        "protect" => [
-            "bench.shootdown.protect_ns",
-            "bench.shootdown.protect_flushes",
-            "bench.shootdown.protect_targets",
-            "bench.shootdown.protect_ipis",
-        ],
-        _ => [
-            "bench.shootdown.unmap_ns",
-            "bench.shootdown.unmap_flushes",
-            "bench.shootdown.unmap_targets",
-            "bench.shootdown.unmap_ipis",
-        ],
-    }
-}
-
-fn span(start: u64, bytes: u64) -> Result<Span, PagingError> {
-    let at = VirtAddr::new(start);
-    Span::new(at, bytes).map_err(|_| PagingError::OutOfBounds { at })
 }

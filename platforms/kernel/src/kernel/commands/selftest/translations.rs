@@ -16,7 +16,7 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr};
 use hugemm_kernel::request::Plant;
-use hugemm_paging::{PagingError, Run, ShootdownPolicy, Span};
+use hugemm_paging::{PagingError, Run, Span};
 use hugemm_workloads::alloc_free::random::Random;
 
 /// Where the pages are.
@@ -122,7 +122,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     let list = RefCell::new(List { runs: &mut runs.items[..], count: 0 });
     for piece in 0..PIECES {
         let span = span(START + piece * PageSize::Size2M.bytes(), PageSize::Size2M.bytes());
-        space.unmap(cx, span, PageSize::Size4K, &ShootdownPolicy::BATCHED, |run| list.borrow_mut().push(run))?;
+        space.unmap(cx, span, PageSize::Size4K, |run| list.borrow_mut().push(run))?;
         list.borrow_mut().give_back(cx);
     }
     space.free(cx, |_| ())?;
@@ -220,7 +220,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
                 list.give_back(cx);
             })
         } else {
-            round.space.unmap(cx, range, PageSize::Size4K, &ShootdownPolicy::BATCHED, visit)
+            round.space.unmap(cx, range, PageSize::Size4K, visit)
         };
         match result {
             Ok(_) => {}
