@@ -3,6 +3,7 @@
 use crate::boot_args::{BOOT_HELP, Boot};
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
+use crate::paging_args as paging;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
@@ -61,6 +62,8 @@ pub enum Bench {
     Stress(frames::Stress),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::shootdown_args::Shootdown),
+    /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
+    Map(paging::Map),
 }
 
 /// The workloads of `perf bench mem`.

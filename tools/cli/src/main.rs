@@ -28,9 +28,13 @@ mod machine;
 mod measure;
 mod memset;
 mod mmap;
+mod paging_args;
+mod paging_map;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;
+#[cfg(feature = "peers")]
+mod per_page;
 mod probe;
 mod profile_file;
 mod progress;
@@ -63,6 +67,7 @@ fn main() -> ExitCode {
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
+        Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

@@ -11,12 +11,14 @@
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
+//! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
 pub mod alloc_free;
 pub mod chase;
 pub mod faults;
+pub mod mapping;
 pub mod replay;
 pub mod shootdown;
 pub mod sweep;
