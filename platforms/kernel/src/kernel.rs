@@ -73,10 +73,10 @@ extern "C" fn kernel_main(start_info: u64) -> ! {
     });
     let found = look(start_info);
     let mut free = found.free.clone();
-    let root = tables::build(&found.map, &mut free, found.cpus.apic_ids().len() as u32, found.cpus.apic_address);
+    tables::build(&found.map, &mut free, found.cpus.apic_ids().len() as u32, found.cpus.apic_address);
     // SAFETY: alone until `smp::start`, and nobody has asked for it.
     unsafe { FOUND.set(Found { free, ..found }) };
-    entry::continue_on(root, layout::stack_top(0), kernel_run)
+    entry::continue_on(tables::root(), layout::stack_top(0), kernel_run)
 }
 
 /// Reads what the loader and the firmware left in memory.

@@ -51,7 +51,7 @@ impl MemoryMap {
             let start = entry.start.max(LOW).div_ceil(PAGE_BYTES);
             if let Ok(extent) = Extent::new(Pfn::new(start), end.saturating_sub(start)) {
                 map.remove(extent)?;
-                map.insert(extent)?;
+                map.give(extent)?;
             }
         }
         for entry in entries.filter(|entry| !entry.ram && entry.bytes > 0) {
@@ -75,7 +75,7 @@ impl MemoryMap {
     }
 
     /// Adds memory that is not in the map, joined with what it touches.
-    fn insert(&mut self, extent: Extent) -> Result<(), MapError> {
+    pub fn give(&mut self, extent: Extent) -> Result<(), MapError> {
         if extent.is_empty() {
             return Ok(());
         }

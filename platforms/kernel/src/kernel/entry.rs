@@ -1,7 +1,7 @@
 //! The way to 64-bit mode: for the boot CPU from the PVH loader's jump, for the others from real mode.
 //!
-//! The boot page tables map the first 4 GiB one to one, and the first GiB again at the image's addresses; both kinds of
-//! CPU leave them for the kernel's own tables as soon as those exist.
+//! The boot page tables map the first 4 GiB one to one and in the direct map, and the first GiB again at the image's
+//! addresses; both kinds of CPU leave them for the kernel's own tables as soon as those exist.
 
 use core::arch::global_asm;
 
@@ -67,6 +67,8 @@ pvh_entry:
     loop 2b
     movl $(boot_pd - KERNEL_BASE + 3), boot_pdpt_high - KERNEL_BASE + 510 * 8
     movl $(boot_pdpt_low - KERNEL_BASE + 3), boot_pml4 - KERNEL_BASE
+    # The same at the beginning of the direct map, where tables are reached.
+    movl $(boot_pdpt_low - KERNEL_BASE + 3), boot_pml4 - KERNEL_BASE + 256 * 8
     movl $(boot_pdpt_high - KERNEL_BASE + 3), boot_pml4 - KERNEL_BASE + 511 * 8
     long_mode
     lgdt boot_gdt_pointer - KERNEL_BASE

@@ -16,6 +16,8 @@ use hugemm_kernel::MAX_CPUS;
 pub const DIRECT: u64 = 0xffff_8000_0000_0000;
 /// The descriptor array: frame 0's descriptor.
 pub const DESCRIPTORS: u64 = 0xffff_e000_0000_0000;
+/// Bytes of a descriptor.
+pub const DESCRIPTOR_BYTES: u64 = 64;
 /// Stacks.
 pub const STACKS: u64 = 0xffff_f000_0000_0000;
 /// Devices.

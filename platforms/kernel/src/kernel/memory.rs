@@ -70,7 +70,7 @@ pub fn init(map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
     let mut mapped = 0;
     for piece in map.pieces().iter().filter(|piece| piece.bytes() >= PageSize::Size2M.bytes()) {
         mapped = tables::map_descriptors(&mut free, *piece, mapped);
-        let first = layout::DESCRIPTORS + piece.base().number() * 64;
+        let first = layout::DESCRIPTORS + piece.base().number() * layout::DESCRIPTOR_BYTES;
         specs[count] = ArenaSpec { extent: *piece, node: NodeId(0), descriptors: NonNull::new(first as *mut _) };
         count += 1;
         END.store(piece.end().number(), Ordering::Relaxed);

@@ -6,11 +6,11 @@ use super::tlb::tlbs;
 use super::{layout, percpu, tables};
 use core::ptr;
 use core::sync::atomic::Ordering;
-use hugemm_base::{CpuCx, PAGE_BYTES, PageSize, Pfn, PhysAddr, VirtAddr};
+use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr};
 use hugemm_frames::Request;
 use hugemm_paging::{
     Editing, Flags, FrameTables, Harvest, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy, Span,
-    TableMemory, TlbSpace, User, X86_64,
+    TlbSpace, User, X86_64,
 };
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
 
@@ -45,15 +45,9 @@ impl<'a> Space<'a> {
         let lower = Span::new(VirtAddr::new(0), 1 << 47).map_err(|_| PagingError::NoTable)?;
         // SAFETY: every guard gets `memory`; what is detached is flushed through `tlb`, which every CPU that loads the
         // table joins first.
-        let table: PageTable<X86_64> = unsafe { PageTable::new(&mut memory(cx), lower) }?;
+        let table = unsafe { PageTable::beside(&mut memory(cx), lower, tables::kernel()) }?;
         let root = table.root().start();
-        // SAFETY: the upper halves of both roots: the kernel's tables of the first level never change, and the table
-        // itself looks at the lower half only.
-        unsafe {
-            let upper = |root: u64| layout::direct(root + PAGE_BYTES / 2);
-            ptr::copy_nonoverlapping(upper(tables::root()), upper(root.get()), PAGE_BYTES as usize / 2);
-        }
-        let tlb = TlbSpace::new(tlbs(), PhysAddr::new(root.get())).unwrap_or_else(|error| panic!("{error}"));
+        let tlb = TlbSpace::new(tlbs(), root).unwrap_or_else(|error| panic!("{error}"));
         Ok(Space { table, tlb, pages })
     }
 
@@ -143,16 +137,13 @@ impl<'a> Space<'a> {
     }
 
     /// Gives everything back: what is mapped to `visit`, the tables to the allocator. No CPU has the space loaded.
-    pub fn free(self, cx: &mut CpuCx<'static, Kernel>, visit: impl FnMut(Run)) -> Result<(), PagingError> {
-        let bounds = self.table.bounds();
-        self.unmap(cx, bounds, PageSize::Size4K, visit)?;
+    pub fn free(self, cx: &mut CpuCx<'static, Kernel>, visit: impl FnMut(Run)) {
         let Space { table, tlb, .. } = self;
         if tlb.retire(tlbs(), cx).is_err() {
             panic!("an address space is freed while a CPU uses it");
         }
-        // SAFETY: the root came from this memory; no CPU walks it, and everything below it is gone.
-        unsafe { memory(cx).free(table.root()) };
-        Ok(())
+        // SAFETY: no CPU has it loaded, and without tags none keeps anything of a space that it has left.
+        unsafe { table.retire(&mut memory(cx), visit) };
     }
 
     /// Maps the page at `at`, if there may be one; whether the access can be tried again.

@@ -1,143 +1,121 @@
-//! The kernel's own page tables, as they are at boot: built once by the boot CPU, on frames that the memory map gives.
+//! The kernel's half of all address spaces: made at boot, on frames that the memory map gives, by the same range mapper as
+//! everything later.
 //!
 //! Leaves are as large as the place allows: 1 GiB where the CPU has such pages. Only the image's code may be executed.
 
 use super::layout;
-use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize};
+use super::once::Once;
+use core::ptr::NonNull;
+use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr};
 use hugemm_kernel::memory_map::MemoryMap;
+use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, Span, TableContent, TableMemory, X86_64};
 use raw_cpuid::CpuId;
 use x86_64::registers::control::{Cr0, Cr0Flags, Cr4, Cr4Flags};
 
-const PRESENT: u64 = 1;
-const WRITE: u64 = 1 << 1;
-/// Uncached: the two cache bits, write-through and cache-disable.
-const UNCACHED: u64 = 3 << 3;
-const LARGE: u64 = 1 << 7;
-const GLOBAL: u64 = 1 << 8;
-const NO_EXECUTE: u64 = 1 << 63;
+/// Data of the kernel. Hardware has nothing left to note.
+const DATA: Flags = Flags::WRITE.with(Flags::GLOBAL).with(Flags::ACCESSED).with(Flags::DIRTY);
+const CONSTANTS: Flags = Flags::GLOBAL.with(Flags::ACCESSED);
+const CODE: Flags = CONSTANTS.with(Flags::EXEC);
 
-/// Address bits of an entry.
-const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+static TABLE: Once<PageTable<X86_64>> = Once::new();
 
-const DATA: u64 = PRESENT | WRITE | GLOBAL | NO_EXECUTE;
+/// The kernel's half.
+pub fn kernel() -> &'static PageTable<X86_64> {
+    TABLE.get()
+}
 
-static ROOT: AtomicU64 = AtomicU64::new(0);
-
-/// Physical address of the kernel's root table.
+/// Physical address of its root table.
 pub fn root() -> u64 {
-    ROOT.load(Ordering::Relaxed)
+    kernel().root().start().get()
 }
 
-/// Tables under construction. Their frames are reached at their physical addresses plus `offset`.
-struct Builder<'a> {
-    root: u64,
-    offset: u64,
-    free: &'a mut MemoryMap,
-    largest: PageSize,
-}
+/// Tables from the memory map, before there is an allocator.
+struct BootTables<'a>(&'a mut MemoryMap);
 
-impl Builder<'_> {
-    fn frame(&mut self) -> u64 {
-        let frame = self.free.take(1, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
-        let at = frame.start().get();
-        // SAFETY: the frame has just been taken and is reachable at the offset.
-        unsafe { ((at + self.offset) as *mut u8).write_bytes(0, PAGE_BYTES as usize) };
-        at
+// SAFETY: the map gives each frame once; the direct map, of which the boot tables have the first 4 GiB, always has it at
+// the same address, as it has the allocator's later.
+unsafe impl TableMemory for BootTables<'_> {
+    fn alloc(&mut self, _content: TableContent) -> Result<Pfn, NoTable> {
+        let frame = self.0.take(1, Order::ZERO).map_err(|_| NoTable)?.base();
+        // SAFETY: just taken, and reachable.
+        unsafe { self.reach(frame).write_bytes(0, PAGE_BYTES as usize) };
+        Ok(frame)
     }
 
-    /// The entry for `address` in the table at `table`, which is `level` levels above the leaves.
-    fn entry(&self, table: u64, level: u32, address: u64) -> *mut u64 {
-        let index = address >> (12 + 9 * level) & 511;
-        (table + self.offset + 8 * index) as *mut u64
-    }
-
-    /// Maps `bytes` bytes at `address` to `physical`, all multiples of 4 KiB, by the largest leaves that fit.
-    fn map(&mut self, mut address: u64, mut physical: u64, mut bytes: u64, flags: u64) {
-        while bytes > 0 {
-            let size = [PageSize::Size1G, PageSize::Size2M, PageSize::Size4K].into_iter().find(|size| {
-                *size <= self.largest && bytes >= size.bytes() && (address | physical).is_multiple_of(size.bytes())
-            });
-            let Some(size) = size else { panic!("a boot mapping of parts of pages") };
-            let level = size.order().get() / 9;
-            let mut table = self.root;
-            for above in (level + 1..4).rev() {
-                let entry = self.entry(table, above, address);
-                // SAFETY: an entry of a table of this builder, which nobody else uses yet or changes.
-                unsafe {
-                    if entry.read() == 0 {
-                        let below = self.frame();
-                        entry.write(below | PRESENT | WRITE);
-                    }
-                    assert!(entry.read() & LARGE == 0, "two boot mappings at {address:#x}");
-                    table = entry.read() & ADDRESS;
-                }
-            }
-            let large = if level > 0 { LARGE } else { 0 };
-            // SAFETY: as above.
-            unsafe { self.entry(table, level, address).write(physical | flags | large) };
-            (address, physical, bytes) = (address + size.bytes(), physical + size.bytes(), bytes - size.bytes());
+    unsafe fn free(&mut self, table: Pfn) {
+        if let Ok(frame) = Extent::new(table, 1) {
+            // A map that is too fragmented to take it back loses a frame.
+            let _ = self.0.give(frame);
         }
     }
+
+    fn reach(&self, table: Pfn) -> NonNull<u8> {
+        NonNull::new(layout::direct(table.start().get())).unwrap_or(NonNull::dangling())
+    }
 }
 
-/// Builds the tables for the memory of `map` on frames of `free`. Runs on the boot tables, where the first 4 GiB are
-/// mapped one to one. `cpus` CPUs get stacks; `apic` is where the interrupt controller's registers are. Returns the root's physical address.
-pub fn build(map: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) -> u64 {
-    set_control_bits();
+/// Maps an extent at an address by the largest leaves that fit.
+fn map(table: &PageTable<X86_64>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags) {
     let gib = CpuId::new().get_extended_processor_and_feature_identifiers().is_some_and(|info| info.has_1gib_pages());
     let largest = if gib { PageSize::Size1G } else { PageSize::Size2M };
-    let mut builder = Builder { root: 0, offset: 0, free, largest };
-    builder.root = builder.frame();
-    // All upper-half tables of the first level exist from the start, so that every address space can share them.
-    for slot in 256..512_u64 {
-        let table = builder.frame();
-        let at = (builder.root + 8 * slot) as *mut u64;
-        // SAFETY: an entry of the root table, which nobody uses yet.
-        unsafe { at.write(table | PRESENT | WRITE) };
-    }
-    // The direct map: memory from the first 2 MiB on, widened to 2 MiB; nothing is there twice.
+    let mapped = Span::new(VirtAddr::new(at), extent.bytes())
+        .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(at) })
+        .and_then(|span| table.shared(BootTables(free)).map(span, [extent], Mapping { flags, largest }));
+    mapped.unwrap_or_else(|error| panic!("the kernel cannot be mapped: {error}; use a larger --memory"));
+}
+
+fn extent(start: u64, end: u64) -> Extent {
+    let (start, end) = (start / PAGE_BYTES, end.div_ceil(PAGE_BYTES));
+    Extent::new(Pfn::new(start), end.saturating_sub(start)).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Makes the kernel's half for the memory of `map`, on frames of `free`. Runs on the boot tables. `cpus` CPUs get stacks;
+/// `apic` is where the interrupt controller's registers are.
+pub fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) {
+    set_control_bits();
+    let upper = Span::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: every guard gets tables of the direct map's frames; what is taken away is flushed by `tlb::kernel_half`,
+    // which every CPU joins as it starts.
+    let table = unsafe { PageTable::<X86_64>::with_fixed_top(&mut BootTables(free), upper) };
+    let table = table.unwrap_or_else(|error| panic!("{error}"));
+    // The direct map: from the first byte on, widened to 2 MiB; nothing is there twice.
+    let huge = PageSize::Size2M.bytes();
     let mut from = 0;
-    for piece in map.pieces() {
-        let huge = PageSize::Size2M.bytes();
-        let start = (piece.start().get() & !(huge - 1)).max(from);
+    for piece in memory.pieces() {
+        let start = if from == 0 { 0 } else { (piece.start().get() & !(huge - 1)).max(from) };
         let end = piece.end().start().get().next_multiple_of(huge);
-        let start = if from == 0 { 0 } else { start };
-        builder.map(layout::DIRECT + start, start, end.saturating_sub(start), DATA);
+        if end > start {
+            map(&table, free, layout::DIRECT + start, extent(start, end), DATA);
+        }
         from = end.max(from);
     }
     let [text, rodata, data, end] = layout::image_parts();
-    let parts = [(text, rodata, PRESENT | GLOBAL), (rodata, data, PRESENT | GLOBAL | NO_EXECUTE), (data, end, DATA)];
-    for (from, to, flags) in parts {
-        builder.map(from, from - layout::IMAGE, to - from, flags);
+    for (from, to, flags) in [(text, rodata, CODE), (rodata, data, CONSTANTS), (data, end, DATA)] {
+        map(&table, free, from, extent(from - layout::IMAGE, to - layout::IMAGE), flags);
     }
     for cpu in 0..cpus {
-        for page in 0..layout::STACK_BYTES / PAGE_BYTES {
-            let frame = builder.frame();
-            builder.map(layout::stack_bottom(cpu) + page * PAGE_BYTES, frame, PAGE_BYTES, DATA);
-        }
+        let stack = free.take(layout::STACK_BYTES / PAGE_BYTES, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
+        map(&table, free, layout::stack_bottom(cpu), stack, DATA);
     }
-    builder.map(layout::DEVICES, apic & ADDRESS, PAGE_BYTES, DATA | UNCACHED);
-    ROOT.store(builder.root, Ordering::Relaxed);
-    builder.root
+    map(&table, free, layout::DEVICES, extent(apic, apic + PAGE_BYTES), DATA | Flags::UNCACHED);
+    // SAFETY: only the boot CPU runs, and nobody has asked for it.
+    unsafe { TABLE.set(table) };
 }
 
-/// Maps the descriptors of an arena at their place, by 2 MiB entries on blocks of `free`, as far as `from` says that they
+/// Maps the descriptors of an arena at their place, by 2 MiB leaves on blocks of `free`, as far as `from` says that they
 /// are not yet; returns where the next arena's begin. The boot CPU, on the kernel's tables, before other CPUs run.
 pub fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) -> u64 {
-    let huge = PageSize::Size2M.bytes();
-    let at = |frame: u64| layout::DESCRIPTORS + frame * 64;
-    let start = (at(arena.base().number()) & !(huge - 1)).max(from);
-    let end = at(arena.end().number()).next_multiple_of(huge);
+    let huge = PageSize::Size2M;
+    let at = |frame: u64| layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES;
+    let start = (at(arena.base().number()) & !(huge.bytes() - 1)).max(from);
+    let end = at(arena.end().number()).next_multiple_of(huge.bytes());
     let mut address = start;
     while address < end {
-        let block = free.take(PageSize::Size2M.pages(), PageSize::Size2M.order());
-        let block = block.unwrap_or_else(|error| panic!("{error}"));
-        let mut builder = Builder { root: root(), offset: layout::DIRECT, free, largest: PageSize::Size2M };
-        builder.map(address, block.start().get(), huge, DATA);
+        let block = free.take(huge.pages(), huge.order()).unwrap_or_else(|error| panic!("{error}"));
+        map(kernel(), free, address, block, DATA);
         // SAFETY: just mapped; nobody else knows of it. The entries were empty before, so there is nothing to flush.
-        unsafe { (address as *mut u8).write_bytes(0, huge as usize) };
-        address += huge;
+        unsafe { (address as *mut u8).write_bytes(0, huge.bytes() as usize) };
+        address += huge.bytes();
     }
     end.max(from)
 }

@@ -56,7 +56,7 @@ pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
             }
         }
     }
-    space.free(cx, |_| ())?;
+    space.free(cx, |_| ());
     frames().free(cx, block);
     Ok(())
 }

@@ -125,7 +125,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
         space.unmap(cx, span, PageSize::Size4K, |run| list.borrow_mut().push(run))?;
         list.borrow_mut().give_back(cx);
     }
-    space.free(cx, |_| ())?;
+    space.free(cx, |_| ());
     runs.free(cx);
     Ok(unmaps.load(Ordering::Relaxed))
 }
