@@ -15,10 +15,12 @@ static KHZ: AtomicU64 = AtomicU64::new(0);
 
 /// Frequency of the interval timer in Hz.
 const PIT_HZ: u64 = 1_193_182;
-/// Length of a measurement in counts of the interval timer: about 5 ms.
-const PIT_COUNTS: u64 = PIT_HZ / 200;
-/// How often it is measured.
-const MEASUREMENTS: u32 = 10;
+/// Length of a measurement in counts of the interval timer: about 10 ms, far less than it takes to wrap.
+const PIT_COUNTS: u16 = (PIT_HZ / 100) as u16;
+/// How often it is measured; the median counts.
+const MEASUREMENTS: usize = 5;
+/// Readings of both counters of which the one that took the shortest time is used.
+const READINGS: u32 = 8;
 
 fn tsc() -> u64 {
     // SAFETY: the counter exists on every x86-64 CPU.
@@ -28,31 +30,55 @@ fn tsc() -> u64 {
 /// Measures. The boot CPU, once.
 pub fn init() {
     let stated = CpuId::new().get_hypervisor_info().and_then(|info| info.tsc_frequency()).map(u64::from);
-    // The shortest: whatever disturbs a measurement makes it longer.
-    let khz =
-        stated.filter(|khz| *khz > 0).unwrap_or_else(|| (0..MEASUREMENTS).map(|_| measure()).min().unwrap_or(0)).max(1);
+    let measured = || {
+        let mut all = [0; MEASUREMENTS];
+        all.fill_with(measure);
+        all.sort_unstable();
+        all[MEASUREMENTS / 2]
+    };
+    let khz = stated.filter(|khz| *khz > 0).unwrap_or_else(measured).max(1);
     KHZ.store(khz, Ordering::Relaxed);
     SCALE.store(((1_000_000_u128 << 32) / u128::from(khz)) as u64, Ordering::Relaxed);
     START.store(tsc(), Ordering::Relaxed);
 }
 
+/// Both counters at one moment: of several readings the one with the least time in between, since an emulated CPU may be
+/// stopped anywhere.
+fn both() -> (u64, u16) {
+    let (mut command, mut data) = (Port::<u8>::new(0x43), Port::<u8>::new(0x42));
+    let mut best = (u64::MAX, 0, 0);
+    for _ in 0..READINGS {
+        let before = tsc();
+        // SAFETY: latches and reads channel 2 of the interval timer.
+        let count = unsafe {
+            command.write(0x80);
+            u16::from(data.read()) | u16::from(data.read()) << 8
+        };
+        best = best.min((tsc() - before, before, count));
+    }
+    (best.1, best.2)
+}
+
 /// Counts of the time stamp counter in a millisecond, by one measurement.
 fn measure() -> u64 {
     let (mut gate, mut command, mut data) = (Port::<u8>::new(0x61), Port::<u8>::new(0x43), Port::<u8>::new(0x42));
-    // SAFETY: the interval timer's channel 2 and its gate, which drive the speaker at most; the speaker stays off.
+    // SAFETY: the interval timer's channel 2 and its gate, which drive the speaker at most; the speaker stays off. It
+    // counts down once, from the largest value.
     unsafe {
         let was = gate.read() & !3;
         gate.write(was);
-        // Channel 2, both bytes, one shot.
         command.write(0xb0);
-        data.write(PIT_COUNTS as u8);
-        data.write((PIT_COUNTS >> 8) as u8);
+        data.write(0xff);
+        data.write(0xff);
         gate.write(was | 1);
-        let start = tsc();
-        while gate.read() & 0x20 == 0 {
-            core::hint::spin_loop();
+    }
+    let (start, from) = both();
+    loop {
+        let (end, to) = both();
+        let counts = from.wrapping_sub(to);
+        if counts >= PIT_COUNTS {
+            return (end - start) * PIT_HZ / (u64::from(counts) * 1000);
         }
-        (tsc() - start) * PIT_HZ / (PIT_COUNTS * 1000)
     }
 }
 

@@ -31,7 +31,7 @@ pub struct Space<'a> {
 }
 
 /// Tables from the kernel's allocator.
-fn memory<'a>(
+pub fn memory<'a>(
     cx: &'a mut CpuCx<'static, Kernel>,
 ) -> FrameTables<'a, 'static, 'static, Kernel, super::memory::KernelEnv> {
     let frames: &'static KernelFrames = frames();

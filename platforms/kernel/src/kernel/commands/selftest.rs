@@ -2,6 +2,7 @@
 //! on purpose show that it would.
 
 mod convoy;
+mod descriptors;
 mod frames_stress;
 mod translations;
 
@@ -31,6 +32,15 @@ pub enum Finding {
         /// How often it was counted.
         found: u64,
     },
+    /// A descriptor does not contain what its owner wrote.
+    Descriptor {
+        /// Whose.
+        frame: u64,
+        /// What is there.
+        found: u64,
+        /// Who wrote and looked.
+        cpu: u32,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -54,6 +64,12 @@ impl fmt::Display for Finding {
             }
             Finding::Convoy { expected, found } => {
                 write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
+            }
+            Finding::Descriptor { frame, found, cpu } => {
+                write!(
+                    f,
+                    "self-test, descriptors: that of frame {frame:#x} contains {found:#x}, not what cpu{cpu} wrote"
+                )
             }
             Finding::Lost { expected, found } => {
                 write!(f, "self-test: {found} frames are free at the end instead of {expected}")
@@ -79,10 +95,11 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             break;
         }
         let free = frames_stress::free_pages(cx);
-        let slice = ((of - spent.min(of)) / 3).clamp(SLICE_LEAST, SLICE_MOST);
+        let slice = ((of - spent.min(of)) / 4).clamp(SLICE_LEAST, SLICE_MOST);
         let clock = cx.platform();
         frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        descriptors::round(cx, seed, clock.now_ns() + slice)?;
         convoy::round(cx, clock.now_ns() + slice)?;
         let found = frames_stress::free_pages(cx);
         if found != free {
