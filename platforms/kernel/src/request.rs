@@ -184,6 +184,8 @@ named! {
         FreeBeforeFlush = "free-before-flush",
         /// A CPU that may hold entries is left out of a shootdown.
         MissedCpu = "missed-cpu",
+        /// A CPU that said it would be lazy uses the space without saying that it has woken.
+        LazyCpu = "lazy-cpu",
         /// A frame is handed out twice.
         DoubleFree = "double-free",
     }

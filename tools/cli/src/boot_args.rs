@@ -18,7 +18,7 @@ COMMAND is one of
   bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--plant free-before-flush|missed-cpu|double-free]
+  selftest         [--seconds S] [--plant free-before-flush|missed-cpu|lazy-cpu|double-free]
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
 

@@ -77,6 +77,7 @@ fn the_selftest_finds_planted_bugs() {
     for (plant, finding) in [
         ("missed-cpu", "translations"),
         ("free-before-flush", "translations"),
+        ("lazy-cpu", "translations"),
         // Handed out twice, or too many at the end.
         ("double-free", "self-test"),
     ] {

@@ -63,6 +63,18 @@ impl<'a> Space<'a> {
         result
     }
 
+    /// Runs `f` while the calling CPU, in [`with`](Space::with), is lazy: it uses no address of the space.
+    pub fn lazily(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce()) {
+        self.tlb.enter_lazy(tlbs(), cx);
+        f();
+        self.tlb.switch_in(tlbs(), cx);
+    }
+
+    /// The same in the wrong way, on purpose: it never says that it has woken.
+    pub fn lazily_for_ever(&self, cx: &mut CpuCx<'static, Kernel>) {
+        self.tlb.enter_lazy(tlbs(), cx);
+    }
+
     /// Maps frames.
     pub fn map(
         &self,

@@ -22,11 +22,13 @@ use hugemm_workloads::alloc_free::random::Random;
 /// Where the pages are.
 const START: u64 = 0x10_0000_0000;
 /// Pieces of 2 MiB: the even ones are mapped by one leaf each, the odd ones by 4 KiB leaves.
-const PIECES: u64 = 8;
+const PIECES: u64 = 4;
 /// Steps of each CPU in a round, at most.
 const STEPS: u64 = 400;
 /// Words of a page that are read and written in a step.
 const TOUCHES: u64 = 32;
+/// Turns that a lazy CPU waits, at most.
+const LAZY: u64 = 20_000;
 /// The word that is written, always to what it is.
 const WRITTEN: u64 = 510;
 const WORDS: u64 = PAGE_BYTES / 8;
@@ -194,16 +196,25 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
             return;
         }
         percpu::beat();
+        if random.below(8) == 0 {
+            // Left out of flushes for a while, except of those that free tables.
+            match round.plant {
+                Plant::LazyCpu => round.space.lazily_for_ever(cx),
+                _ => round.space.lazily(cx, || (0..random.below(LAZY)).for_each(|_| core::hint::spin_loop())),
+            }
+        }
         if random.below(4) != 0 {
             if let Some(stale) = touch(cpu, random) {
                 return round.report(stale);
             }
             continue;
         }
-        let piece = START + random.below(PIECES) * PageSize::Size2M.bytes();
+        // Mostly small ranges of 4 KiB leaves: their flushes leave the rest of a TLB, and what is wrong in it, alone.
+        let number = if random.below(4) == 0 { random.below(PIECES) } else { random.below(PIECES) | 1 };
+        let piece = START + number * PageSize::Size2M.bytes();
         // A whole piece of 4 KiB leaves is unhooked with its table.
-        let whole = Checked.size(VirtAddr::new(piece)) == Some(PageSize::Size2M) || random.below(4) == 0;
-        let pages = if whole { 512 } else { 1 + random.below(64) };
+        let whole = Checked.size(VirtAddr::new(piece)) == Some(PageSize::Size2M) || random.below(8) == 0;
+        let pages = if whole { 512 } else { 1 + random.below(32) };
         let first = if whole { 0 } else { random.below(512 - pages) };
         let range = span(piece + first * PAGE_BYTES, pages * PAGE_BYTES);
         let visit = |run| list.borrow_mut().push(run);
