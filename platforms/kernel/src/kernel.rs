@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `entry.rs` | the way to 64-bit mode, for the boot CPU and for the others |
 //! | `layout.rs` | what is where in virtual memory |
-//! | `tables.rs` | the kernel's own page tables, as they are at boot |
+//! | `tables.rs` | the kernel's half of all address spaces |
 //! | `memory.rs` | frames and descriptors come up |
 //! | `space.rs` | address spaces whose pages come when they are touched |
 //! | `tlb.rs` | invalidating, interrupting, loading tables; shootdowns |
