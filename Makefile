@@ -5,7 +5,7 @@ HUGEMM = target/release/hugemm
 ARM = aarch64-unknown-linux-musl
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
-.PHONY: help run build test test-host test-release test-loom test-bare test-arm lint deep clean
+.PHONY: help run build test test-host test-release test-loom test-bare test-arm test-kernel lint deep clean
 
 help:
 	@echo "make run    probe this machine and run the clearing benchmarks (about a minute)"
@@ -22,7 +22,7 @@ run: build
 	$(HUGEMM) bench mem mmap -p 2MB -f demand,populate
 	$(HUGEMM) bench interference
 
-test: test-host test-release test-loom test-bare test-arm
+test: test-host test-release test-loom test-bare test-arm test-kernel
 	@echo "make test: all green"
 
 test-host:
@@ -63,9 +63,17 @@ test-arm:
 	    done; \
 	else echo "skipped: arm64 tests"; fi
 
+# The reference kernel under emulation with 1, 2, 4 and 8 CPUs; guests that panic, fault, hang or reset; planted bugs.
+test-kernel:
+	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
+	    $(CARGO) test --locked -p hugemm-cli --test kernel -- --ignored --test-threads 2; \
+	else echo "skipped: the reference kernel"; fi
+
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	@if scripts/need.sh target x86_64-unknown-none; then \
+	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -- -D warnings; fi
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny check; \
 	else echo "skipped: cargo deny (install it with: cargo install cargo-deny)"; fi

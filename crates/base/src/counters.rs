@@ -77,6 +77,11 @@ macro_rules! counters {
         }
 
         impl Counters {
+            /// All zero, for statics.
+            pub const fn new() -> Self {
+                Counters { $($name: CpuCounter(AtomicU64::new(0)),)* }
+            }
+
             /// Reads every counter. Not atomic across counters.
             pub fn snapshot(&self) -> CounterSnapshot {
                 CounterSnapshot { $($name: self.$name.get(),)* }

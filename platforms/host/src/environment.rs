@@ -42,6 +42,26 @@ pub struct Environment {
     pub memory: MemoryInfo,
     /// CPU time that cgroups allow, in CPUs.
     pub cpu_quota_cpus: Option<f64>,
+    /// The virtual machine in which the figures were measured, if they were not measured here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest: Option<GuestInfo>,
+}
+
+/// A virtual machine that this machine ran.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GuestInfo {
+    /// What ran in it.
+    pub kernel: String,
+    /// What ran it, e.g. `QEMU TCG`.
+    pub machine: String,
+    /// Its CPUs.
+    pub cpus: u32,
+    /// Its memory.
+    pub memory_bytes: u64,
+    /// Of that, what its allocator managed.
+    pub managed_bytes: u64,
+    /// How its CPUs interrupt each other.
+    pub interrupt_controller: String,
 }
 
 /// The processor.
@@ -261,6 +281,7 @@ impl Environment {
             load_average: text(roots.proc.join("loadavg")).and_then(|t| load_average(&t)),
             memory: memory_info(roots),
             cpu_quota_cpus: cpu_quota(roots),
+            guest: None,
             cpu,
         })
     }

@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::boot_args::{BOOT_HELP, Boot};
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
 use crate::paging_args as paging;
@@ -51,6 +52,9 @@ pub enum Command {
     Completions(unmeasured::Completions),
     /// Print the manual page, or write one for each command.
     Man(unmeasured::Man),
+    /// Boot the reference kernel under QEMU and run a command in it, on real page tables and real interrupts.
+    #[command(after_help = BOOT_HELP)]
+    Boot(Boot),
 }
 
 /// The workloads.

@@ -44,17 +44,17 @@ fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
 
 impl Row {
     /// A figure that was measured or counted once.
-    pub fn single(metric: impl Into<String>, value: f64, unit: &'static str) -> Self {
+    pub fn single(metric: impl Into<String>, value: f64, unit: impl Into<Cow<'static, str>>) -> Self {
         Row { metric: metric.into(), value, unit: unit.into(), stdev: 0.0, runs: 1, labels: Map::new() }
     }
 
     /// The mean over runs, as `perf bench` reports.
-    pub fn mean(metric: impl Into<String>, samples: &Samples, unit: &'static str) -> Self {
+    pub fn mean(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
         Row { stdev: samples.stdev(), runs: samples.runs(), ..Row::single(metric, samples.mean(), unit) }
     }
 
     /// The median over runs.
-    pub fn median(metric: impl Into<String>, samples: &Samples, unit: &'static str) -> Self {
+    pub fn median(metric: impl Into<String>, samples: &Samples, unit: impl Into<Cow<'static, str>>) -> Self {
         Row { value: samples.median(), ..Row::mean(metric, samples, unit) }
     }
 

@@ -72,6 +72,16 @@ pub fn print(environment: &Environment) {
             Size(region.page_bytes)
         );
     }
+    if let Some(guest) = &e.guest {
+        println!(
+            "  guest     {} under {}, {} CPUs, {} of memory, {}",
+            guest.kernel,
+            guest.machine,
+            guest.cpus,
+            Size(guest.memory_bytes).rounded(),
+            guest.interrupt_controller
+        );
+    }
     for warning in e.warnings() {
         println!("  note      {warning}");
     }

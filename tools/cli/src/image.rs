@@ -47,6 +47,9 @@ impl Image {
         }
         let output = Command::new("cargo")
             .current_dir(&tree)
+            // They would replace what the target's own configuration says.
+            .env_remove("RUSTFLAGS")
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
             .args(["build", "--release", "--locked", "--target", self.target, "-p", self.package])
             .args(["--message-format", "json-render-diagnostics"])
             .stderr(Stdio::piped())

@@ -125,6 +125,7 @@ fn boot(
         ),
         options: Vec::new(),
         deadline: Duration::from_secs(args.timeout),
+        silence: Duration::MAX,
     };
     let mut tries = 1;
     loop {
@@ -211,7 +212,7 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
             let columns = POOL.map(|(.., field)| samples(events, "economy", name, field));
             let pages = samples(events, "economy", name, |event| event["pages"].as_f64()).median();
             for ((metric, unit, _), samples) in POOL.iter().zip(&columns) {
-                let row = Row::median(*metric, samples, unit).label("kernel", cell.kernel.as_str());
+                let row = Row::median(*metric, samples, *unit).label("kernel", cell.kernel.as_str());
                 rows.push(row.label("cpus", cell.cpus).label("economy", name).label("pages", pages));
             }
             let median = columns.map(|samples| samples.median());

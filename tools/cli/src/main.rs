@@ -2,6 +2,10 @@
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
 mod args;
+mod boot;
+mod boot_args;
+mod boot_lines;
+mod boot_symbols;
 mod clear;
 mod cli_text;
 mod compare;
@@ -69,6 +73,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Linux(args) => linux::run(args),
+        Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
         Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),

@@ -72,14 +72,17 @@ pub struct Guest {
     pub options: Vec<OsString>,
     /// The longest that it may run.
     pub deadline: Duration,
+    /// The longest that it may say nothing, once it has said something.
+    pub silence: Duration,
 }
 
 /// How a guest ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// How QEMU ended; `None` if it was made to, because the deadline had passed or the reader had heard enough.
+    /// How QEMU ended; `None` if it was made to: the deadline had passed, the guest had been silent for too long, or the
+    /// reader had heard enough.
     pub status: Option<ExitStatus>,
-    /// Whether that was because of the deadline.
+    /// Whether the deadline had passed.
     pub timed_out: bool,
     /// What executed the guest.
     pub accel: Accel,
@@ -113,7 +116,9 @@ impl Guest {
             }
             Accel::Auto if kvm_usable().is_err() => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
             Accel::Auto => match self.attempt(Accel::Kvm, FIRST_WORD, &mut line) {
-                Err(error) if error.is::<Silent>() => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
+                Err(error) if error.is::<Silent>() || error.is::<Refused>() => {
+                    self.attempt(Accel::Tcg, Duration::MAX, &mut line)
+                }
                 other => other,
             },
         }
@@ -142,11 +147,13 @@ impl Guest {
         let mut running = Running::start(self.command(accel))?;
         let started = Instant::now();
         let mut last_words = VecDeque::with_capacity(LAST_WORDS);
-        let (mut enough, mut timed_out) = (false, false);
+        let (mut enough, mut timed_out, mut silent) = (false, false, false);
+        let mut heard = started;
         loop {
             interrupt::check()?;
             match running.lines.recv_timeout(TICK) {
                 Ok(text) => {
+                    heard = Instant::now();
                     if last_words.len() == LAST_WORDS {
                         last_words.pop_front();
                     }
@@ -162,17 +169,22 @@ impl Guest {
                     if last_words.is_empty() && started.elapsed() > first_word {
                         return Err(Silent { accel }.into());
                     }
-                    if started.elapsed() > self.deadline {
-                        timed_out = true;
+                    timed_out = started.elapsed() > self.deadline;
+                    silent = !last_words.is_empty() && heard.elapsed() > self.silence;
+                    if timed_out || silent {
                         break;
                     }
                 }
             }
         }
         // The serial port is closed: QEMU is ending.
-        let status =
-            if enough || timed_out { None } else { Some(running.child.wait().context("cannot wait for QEMU")?) };
+        let killed = enough || timed_out || silent;
+        let status = if killed { None } else { Some(running.child.wait().context("cannot wait for QEMU")?) };
         let complaint = running.end();
+        if accel == Accel::Kvm && last_words.is_empty() && status.is_some_and(|status| !status.success()) {
+            let complaint = complaint.lines().next().unwrap_or("no reason given").to_owned();
+            return Err(Refused { complaint }.into());
+        }
         Ok(Ended { status, timed_out, accel, last_words, complaint })
     }
 }
@@ -191,6 +203,20 @@ impl std::fmt::Display for Silent {
 }
 
 impl std::error::Error for Silent {}
+
+/// QEMU ended under kvm before the guest said a word.
+#[derive(Debug)]
+struct Refused {
+    complaint: String,
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "kvm does not work here ({}); use --accel tcg", self.complaint)
+    }
+}
+
+impl std::error::Error for Refused {}
 
 /// Whether /dev/kvm can be opened; if not, why, and what to do.
 pub fn kvm_usable() -> Result<()> {

@@ -1,0 +1,116 @@
+//! What can be run. A command gets the boot CPU's context and reports samples; it fails with a reason.
+
+mod alloc;
+mod crash;
+mod free;
+mod memset;
+mod mmap;
+mod selftest;
+mod shootdown;
+
+use super::platform::Kernel;
+use core::fmt;
+use hugemm_base::CpuCx;
+use hugemm_clear::{CalibrateError, ProfileError};
+use hugemm_frames::AllocError;
+use hugemm_kernel::request::{Request, RequestError};
+use hugemm_paging::PagingError;
+use hugemm_workloads::Reason;
+use hugemm_workloads::alloc_free::Exhausted;
+use hugemm_workloads::alloc_free::ranges::Trouble;
+
+/// The boot CPU's context.
+pub type Cx<'a> = &'a mut CpuCx<'static, Kernel>;
+
+/// Why a command failed.
+#[derive(Debug)]
+pub enum Failure {
+    /// The line could not be read.
+    Request(RequestError),
+    /// Memory for what is measured is not there.
+    Memory,
+    /// A loop found no memory.
+    Exhausted(Exhausted),
+    /// Blocks could not be divided, or there were none.
+    Trouble(Trouble),
+    /// Clearing stopped.
+    Clear(Reason),
+    /// The machine could not be measured.
+    Calibrate(CalibrateError),
+    /// The measured policy does not fit the CPU.
+    Policy(ProfileError),
+    /// A page table refused what a command asked of it.
+    Paging(PagingError),
+    /// The self-test found something.
+    Found(selftest::Finding),
+}
+
+macro_rules! from {
+    ($($variant:ident($type:ty),)+) => {
+        $(impl From<$type> for Failure {
+            fn from(error: $type) -> Self {
+                Failure::$variant(error)
+            }
+        })+
+
+        impl fmt::Display for Failure {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self {
+                    Failure::Memory => {
+                        f.write_str("the guest has too little memory for this; use a larger --memory or a smaller size")
+                    }
+                    $(Failure::$variant(error) => error.fmt(f),)+
+                }
+            }
+        }
+    };
+}
+
+impl From<AllocError> for Failure {
+    fn from(_: AllocError) -> Self {
+        Failure::Memory
+    }
+}
+
+from! {
+    Request(RequestError),
+    Exhausted(Exhausted),
+    Trouble(Trouble),
+    Clear(Reason),
+    Calibrate(CalibrateError),
+    Policy(ProfileError),
+    Paging(PagingError),
+    Found(selftest::Finding),
+}
+
+/// Runs a command.
+pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
+    match request {
+        Request::Memset(args) => memset::run(cx, args),
+        Request::Mmap(args) => mmap::run(cx, args),
+        Request::Free(args) => free::run(cx, args),
+        Request::Alloc(args) => alloc::run(cx, args),
+        Request::Shootdown(args) => shootdown::run(cx, args),
+        Request::Selftest(args) => selftest::run(cx, args),
+        Request::CrashTest(args) => crash::run(cx, args.how),
+    }
+}
+
+/// 1, 2, 4, … and all CPUs.
+fn cpu_counts(cpus: u32) -> impl Iterator<Item = u32> {
+    let mut next = Some(1);
+    core::iter::from_fn(move || {
+        let now = next?;
+        next = (now < cpus).then(|| (now * 2).min(cpus));
+        Some(now)
+    })
+}
+
+/// Takes about `bytes` of memory in a row, in whole 2 MiB: as much as the largest free block has, at most.
+fn region(cx: Cx<'_>, bytes: u64) -> Result<hugemm_frames::Frozen, AllocError> {
+    use hugemm_base::Order;
+    use hugemm_frames::Request;
+    let pages = (bytes / hugemm_base::PAGE_BYTES).max(512);
+    let order = Order::largest_within(pages).unwrap_or(Order::ZERO);
+    super::memory::frames().alloc(cx, Request::order(order))
+}

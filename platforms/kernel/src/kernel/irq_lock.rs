@@ -1,0 +1,71 @@
+//! Locks that interrupts may share: they spin with interrupts off, and give them back while they wait for long.
+
+use super::percpu;
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::lock::RawLock;
+use x86_64::instructions::interrupts;
+
+/// A spin lock whose holder has interrupts off.
+#[derive(Debug)]
+pub struct IrqLock {
+    taken: AtomicBool,
+    /// Whether the holder had interrupts on before. The holder's.
+    interrupts: AtomicBool,
+}
+
+impl IrqLock {
+    /// An unlocked lock, for statics.
+    pub const fn new() -> Self {
+        IrqLock { taken: AtomicBool::new(false), interrupts: AtomicBool::new(false) }
+    }
+
+    /// Takes the lock with interrupts off already; they were on before if `were_on`.
+    fn take(&self, were_on: bool) -> bool {
+        // Acquire pairs with the Release in `unlock`.
+        if self.taken.swap(true, Ordering::Acquire) {
+            return false;
+        }
+        // Relaxed: only the holder reads it.
+        self.interrupts.store(were_on, Ordering::Relaxed);
+        percpu::own().irq_locks.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+}
+
+// SAFETY: the flag goes from false to true by an atomic exchange that only one caller can win. Acquire of that exchange
+// pairs with the Release of the store in `unlock`.
+unsafe impl RawLock for IrqLock {
+    fn new() -> Self {
+        IrqLock::new()
+    }
+
+    fn lock(&self) {
+        while !self.try_lock() {
+            // Interrupts are as the caller had them here, so that a waiting CPU answers shootdowns.
+            while self.taken.load(Ordering::Relaxed) {
+                spin_loop();
+            }
+        }
+    }
+
+    fn try_lock(&self) -> bool {
+        let were_on = interrupts::are_enabled();
+        interrupts::disable();
+        let taken = self.take(were_on);
+        if !taken && were_on {
+            interrupts::enable();
+        }
+        taken
+    }
+
+    unsafe fn unlock(&self) {
+        let were_on = self.interrupts.load(Ordering::Relaxed);
+        percpu::own().irq_locks.fetch_sub(1, Ordering::Relaxed);
+        // Release pairs with the Acquire in `take`.
+        self.taken.store(false, Ordering::Release);
+        if were_on {
+            interrupts::enable();
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Frames and descriptors come up: arenas from the memory map, descriptors in their own virtual area, the allocator.
+
+use super::irq_lock::IrqLock;
+use super::once::Once;
+use super::platform::Kernel;
+use super::tlb::{self, Hardware};
+use super::{layout, tables};
+use acpi::{AcpiHandler, PhysicalMapping};
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::inject::Inject;
+use hugemm_base::{CpuCx, Dirty, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
+use hugemm_frames::{AllocError, ArenaSpec, Config, Env, Frames, Frozen, Request};
+use hugemm_kernel::memory_map::{MOST, MemoryMap};
+use hugemm_paging::{TlbCpu, Tlbs};
+
+/// ACPI's tables through the boot tables, which map the first 4 GiB one to one.
+#[derive(Clone, Copy)]
+pub struct OneToOne;
+
+impl AcpiHandler for OneToOne {
+    unsafe fn map_physical_region<T>(&self, at: usize, size: usize) -> PhysicalMapping<Self, T> {
+        let Some(start) = NonNull::new(at as *mut T) else { panic!("ACPI names address 0") };
+        // SAFETY: mapped one to one, by this type's users' choice of the boot tables.
+        unsafe { PhysicalMapping::new(at, start, size, size, OneToOne) }
+    }
+
+    fn unmap_physical_region<T>(_region: &PhysicalMapping<Self, T>) {}
+}
+
+/// The allocator's surroundings in this kernel: locks that spin with interrupts off.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelEnv;
+
+impl Inject for KernelEnv {}
+
+// SAFETY: descriptors are reached by arithmetic within the array that `init` has mapped.
+unsafe impl Env for KernelEnv {
+    type Lock = IrqLock;
+}
+
+/// The allocator of this kernel.
+pub type KernelFrames = Frames<'static, KernelEnv>;
+
+static FRAMES: Once<KernelFrames> = Once::new();
+
+static END: AtomicU64 = AtomicU64::new(0);
+
+/// The allocator. After [`init`].
+pub fn frames() -> &'static KernelFrames {
+    FRAMES.get()
+}
+
+/// Bytes that the allocator manages.
+pub fn managed_bytes() -> u64 {
+    frames().managed() * PAGE_BYTES
+}
+
+/// One past the highest frame that the allocator knows. After [`init`].
+pub fn end() -> Pfn {
+    Pfn::new(END.load(Ordering::Relaxed))
+}
+
+/// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. Smaller pieces than 2 MiB are left
+/// out. The boot CPU, once, alone.
+pub fn init(map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
+    let none = ArenaSpec { extent: Default::default(), node: NodeId(0), descriptors: None };
+    let mut specs = [none; MOST];
+    let mut count = 0;
+    let mut mapped = 0;
+    for piece in map.pieces().iter().filter(|piece| piece.bytes() >= PageSize::Size2M.bytes()) {
+        mapped = tables::map_descriptors(&mut free, *piece, mapped);
+        let first = layout::DESCRIPTORS + piece.base().number() * layout::DESCRIPTOR_BYTES;
+        specs[count] = ArenaSpec { extent: *piece, node: NodeId(0), descriptors: NonNull::new(first as *mut _) };
+        count += 1;
+        END.store(piece.end().number(), Ordering::Relaxed);
+    }
+    let config = Config { arenas: &specs[..count], cpus, cpu_nodes: &[] };
+    let need = KernelFrames::required_bytes(&config).unwrap_or_else(|error| panic!("{error}"));
+    let pages = (need.size() as u64).div_ceil(PAGE_BYTES);
+    let metadata = free.take(pages, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
+    let at = layout::direct(metadata.start().get());
+    // SAFETY: the metadata's frames have just been taken, the descriptors mapped; both stay. Contexts of this kernel all
+    // have the one platform.
+    let frames = unsafe { KernelFrames::new(&config, KernelEnv, at, metadata.bytes() as usize) };
+    let frames = frames.unwrap_or_else(|error| panic!("{error}"));
+    tlb::init(carve(&mut free, cpus.into(), TlbCpu::default), {
+        let words = Tlbs::<Hardware>::inbox_words(cpus as usize);
+        carve(&mut free, words as u64, AtomicU64::default)
+    });
+    for piece in free.pieces() {
+        // SAFETY: nobody has taken these frames; each is released once.
+        unsafe { frames.release(Dirty::assume_owned(*piece)) };
+    }
+    // SAFETY: alone, and nobody has asked for it.
+    unsafe { FRAMES.set(frames) };
+}
+
+/// An array of `count` values for ever, on frames of `free`. The boot CPU, on the kernel's tables.
+fn carve<T>(free: &mut MemoryMap, count: u64, mut make: impl FnMut() -> T) -> &'static [T] {
+    let pages = (count * size_of::<T>() as u64).div_ceil(PAGE_BYTES);
+    let frames = free.take(pages, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
+    let first = layout::direct(frames.start().get()).cast::<T>();
+    // SAFETY: the frames have just been taken; page-aligned, large enough, and every value is written before the slice
+    // exists.
+    unsafe {
+        for index in 0..count as usize {
+            first.add(index).write(make());
+        }
+        core::slice::from_raw_parts(first, count as usize)
+    }
+}
+
+/// Memory for a command's own data: a block, seen as a slice. Given back by [`Scratch::free`].
+pub struct Scratch<T: 'static> {
+    block: Frozen,
+    /// The slice.
+    pub items: &'static mut [T],
+}
+
+impl<T> Scratch<T> {
+    /// `count` values made by `make`.
+    pub fn new(
+        cx: &CpuCx<'static, Kernel>,
+        count: usize,
+        mut make: impl FnMut() -> T,
+    ) -> Result<Scratch<T>, AllocError> {
+        let bytes = (count * size_of::<T>()) as u64;
+        let order = bytes.div_ceil(PAGE_BYTES).next_power_of_two().trailing_zeros();
+        let order = Order::new(order).map_err(|_| AllocError::OutOfMemory)?;
+        let block = frames().alloc(cx, Request::order(order))?;
+        let first = layout::direct(block.extent().start().get()).cast::<T>();
+        // SAFETY: the block is ours and large enough, page-aligned, and every value is written before the slice exists.
+        let items = unsafe {
+            for index in 0..count {
+                first.add(index).write(make());
+            }
+            core::slice::from_raw_parts_mut(first, count)
+        };
+        Ok(Scratch { block, items })
+    }
+
+    /// Gives the memory back.
+    pub fn free(self, cx: &CpuCx<'static, Kernel>) {
+        frames().free(cx, self.block);
+    }
+}

@@ -1,0 +1,105 @@
+//! What each CPU has for itself, found through GS.
+
+use core::arch::asm;
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use hugemm_base::Counters;
+use hugemm_kernel::MAX_CPUS;
+use x86_64::registers::model_specific::GsBase;
+
+/// One CPU's own data. Unless a field says otherwise its CPU writes and others may read.
+#[repr(C, align(128))]
+pub struct PerCpu {
+    /// The CPU's number. First, where `current` reads it.
+    id: AtomicU32,
+    /// Number of its interrupt controller. Written before it starts.
+    pub apic_id: AtomicU32,
+    /// How many locks it holds that it took with interrupts off.
+    pub irq_locks: AtomicU32,
+    /// Whether it runs.
+    pub online: AtomicBool,
+    /// Timer interrupts.
+    pub ticks: AtomicU64,
+    /// Steps of work: whoever makes progress adds one.
+    pub beats: AtomicU64,
+    /// What it should run; null when it has nothing to do. Set by the CPU that gives it work.
+    pub work: AtomicPtr<super::smp::Work<'static>>,
+    /// The address space that it has loaded, for page faults; null for none.
+    pub space: AtomicPtr<super::space::Space<'static>>,
+    /// A non-maskable interrupt that was sent by the watchdog: it should say where it is and end the machine.
+    pub asked: AtomicBool,
+    /// Statistics.
+    pub counters: Counters,
+}
+
+impl PerCpu {
+    const fn new() -> Self {
+        PerCpu {
+            id: AtomicU32::new(0),
+            apic_id: AtomicU32::new(0),
+            irq_locks: AtomicU32::new(0),
+            online: AtomicBool::new(false),
+            ticks: AtomicU64::new(0),
+            beats: AtomicU64::new(0),
+            work: AtomicPtr::new(core::ptr::null_mut()),
+            space: AtomicPtr::new(core::ptr::null_mut()),
+            asked: AtomicBool::new(false),
+            counters: Counters::new(),
+        }
+    }
+
+    /// The CPU's number.
+    pub fn id(&self) -> u32 {
+        self.id.load(Ordering::Relaxed)
+    }
+}
+
+static CPUS: [PerCpu; MAX_CPUS as usize] = [const { PerCpu::new() }; MAX_CPUS as usize];
+
+/// How many CPUs run.
+static COUNT: AtomicU32 = AtomicU32::new(1);
+
+/// Makes the calling CPU number `cpu`, lets it set itself up, and then says that it runs.
+pub fn init(cpu: u32, set_up: impl FnOnce()) {
+    let own = of(cpu);
+    own.id.store(cpu, Ordering::Relaxed);
+    GsBase::write(x86_64::VirtAddr::from_ptr(own));
+    set_up();
+    // Release pairs with the Acquire in `smp::start`.
+    own.online.store(true, Ordering::Release);
+}
+
+/// The calling CPU's number. Any context after [`init`].
+#[inline]
+pub fn current() -> u32 {
+    let id: u32;
+    // SAFETY: GS points to this CPU's `PerCpu`, whose first field this is; one load.
+    unsafe { asm!("mov {0:e}, gs:[0]", out(reg) id, options(nostack, preserves_flags, readonly)) };
+    id
+}
+
+/// A CPU's data; the numbers wrap at [`MAX_CPUS`].
+pub fn of(cpu: u32) -> &'static PerCpu {
+    &CPUS[(cpu % MAX_CPUS) as usize]
+}
+
+/// The calling CPU's data. A hint unless pinned; there is no task switch, so it is always right here.
+#[inline]
+pub fn own() -> &'static PerCpu {
+    of(current())
+}
+
+/// How many CPUs run.
+pub fn count() -> u32 {
+    COUNT.load(Ordering::Relaxed)
+}
+
+/// Says how many CPUs run. The boot CPU only.
+pub fn set_count(count: u32) {
+    COUNT.store(count, Ordering::Relaxed);
+}
+
+/// Notes progress, for the watchdog.
+#[inline]
+pub fn beat() {
+    own().beats.fetch_add(1, Ordering::Relaxed);
+}

@@ -1,0 +1,98 @@
+//! `hugemm_base`'s platform, implemented by this kernel.
+
+use super::{clock, layout, percpu};
+use core::sync::atomic::Ordering;
+use hugemm_base::{
+    Clock, Counters, CpuId, CpuLocal, Extent, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder,
+    Topology, VectorUnit, VirtAddr, Window,
+};
+use x86_64::instructions::interrupts;
+
+/// The kernel as a platform: tasks run to completion on their CPU, interrupts only count and invalidate.
+#[derive(Debug)]
+pub struct Kernel;
+
+/// The one.
+pub static KERNEL: Kernel = Kernel;
+
+// SAFETY: with interrupts off nothing else runs on the CPU; tasks never move; numbers are below `percpu::count`.
+unsafe impl CpuLocal for Kernel {
+    #[inline]
+    fn current(&self) -> CpuId {
+        CpuId(percpu::current())
+    }
+
+    #[inline]
+    fn pin(&self) -> usize {
+        let were_on = interrupts::are_enabled();
+        if were_on {
+            interrupts::disable();
+        }
+        usize::from(were_on)
+    }
+
+    #[inline]
+    unsafe fn unpin(&self, state: usize) {
+        if state != 0 {
+            interrupts::enable();
+        }
+    }
+
+    fn interrupts_on(&self) -> bool {
+        interrupts::are_enabled() && percpu::own().irq_locks.load(Ordering::Relaxed) == 0
+    }
+}
+
+impl Preempt for Kernel {
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::None
+    }
+
+    fn may_sleep(&self) -> bool {
+        interrupts::are_enabled()
+    }
+
+    /// There is nothing else to run: the point is progress, and the watchdog may know.
+    fn reschedule(&self) {
+        percpu::beat();
+    }
+}
+
+// SAFETY: the provided barriers are the hardware's.
+unsafe impl StoreOrder for Kernel {}
+
+/// The kernel is compiled without vector registers and saves none.
+impl VectorUnit for Kernel {}
+
+impl Topology for Kernel {
+    fn cpus(&self) -> u32 {
+        percpu::count()
+    }
+
+    fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
+        NodeId(0)
+    }
+
+    fn node_run(&self, extent: Extent) -> (NodeId, u64) {
+        (NodeId(0), extent.pages())
+    }
+}
+
+// SAFETY: the direct map has all memory, writable, always.
+unsafe impl PhysMap for Kernel {
+    fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
+        (!extent.is_empty()).then(|| Window { ptr: layout::direct(extent.start().get()), pages: extent.pages() })
+    }
+}
+
+impl Clock for Kernel {
+    fn now_ns(&self) -> u64 {
+        clock::now_ns()
+    }
+}
+
+impl Instrumented for Kernel {
+    fn counters(&self) -> &Counters {
+        &percpu::own().counters
+    }
+}

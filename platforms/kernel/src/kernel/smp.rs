@@ -1,0 +1,130 @@
+//! Starting CPUs, and running a function on several of them.
+
+use super::platform::{KERNEL, Kernel};
+use super::{apic, clock, entry, layout, percpu, segments, tables, tlb, traps};
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use hugemm_base::CpuCx;
+use x86_64::instructions::interrupts;
+
+/// What the starting CPU needs before it has anything: page tables, a stack, its number. One CPU starts at a time.
+pub static AP_ROOT: AtomicU64 = AtomicU64::new(0);
+/// Its stack.
+pub static AP_STACK: AtomicU64 = AtomicU64::new(0);
+/// Its number.
+pub static AP_CPU: AtomicU64 = AtomicU64::new(0);
+
+/// How long a CPU may take to start.
+const START_NS: u64 = 5_000_000_000;
+
+static RUNNING: AtomicBool = AtomicBool::new(false);
+
+/// Whether the other CPUs have been started.
+pub fn is_running() -> bool {
+    RUNNING.load(Ordering::Relaxed)
+}
+
+/// Starts all CPUs but the calling one, which is the first of the list. A CPU that does not start is left out and said.
+pub fn start(apic_ids: &[u32]) {
+    let code = entry::trampoline();
+    // SAFETY: the frame below 1 MiB is nobody's: the memory map never gives it out; the direct map reaches it.
+    unsafe { core::ptr::copy_nonoverlapping(code.as_ptr(), layout::direct(entry::TRAMPOLINE), code.len()) };
+    AP_ROOT.store(tables::root(), Ordering::Relaxed);
+    let mut cpu = 1;
+    for apic_id in apic_ids.iter().skip(1) {
+        percpu::of(cpu).apic_id.store(*apic_id, Ordering::Relaxed);
+        AP_STACK.store(layout::stack_top(cpu), Ordering::Relaxed);
+        AP_CPU.store(cpu.into(), Ordering::Release);
+        apic::start_cpu(*apic_id, entry::TRAMPOLINE);
+        let since = clock::now_ns();
+        // Acquire pairs with the Release in `percpu::init`; then the slots above are free for the next CPU.
+        while !percpu::of(cpu).online.load(Ordering::Acquire) {
+            assert!(clock::now_ns() - since < START_NS, "the CPU with interrupt controller {apic_id} does not start");
+            core::hint::spin_loop();
+        }
+        cpu += 1;
+        percpu::set_count(cpu);
+    }
+    RUNNING.store(true, Ordering::Relaxed);
+}
+
+/// First Rust code of the other CPUs.
+pub extern "C" fn ap_main(cpu: u64) -> ! {
+    let cpu = cpu as u32;
+    tables::set_control_bits();
+    percpu::init(cpu, || {
+        segments::load(cpu);
+        traps::load();
+        apic::init();
+    });
+    // SAFETY: this CPU's only task and its only context.
+    let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    tlb::kernel_half().online(tlb::tlbs(), &cx);
+    apic::start_timer();
+    let own = percpu::own();
+    loop {
+        // Interrupts off between looking and halting, so that no wake-up falls between them.
+        interrupts::disable();
+        // Acquire pairs with the Release in `on_cpus`.
+        let work = own.work.load(Ordering::Acquire);
+        if work.is_null() {
+            interrupts::enable_and_hlt();
+            continue;
+        }
+        interrupts::enable();
+        // SAFETY: `on_cpus` keeps the work alive until this CPU has counted itself out below.
+        let work = unsafe { &*work };
+        (work.run)(&mut cx, cpu);
+        own.work.store(core::ptr::null_mut(), Ordering::Relaxed);
+        // Release pairs with the Acquire in `on_cpus`: what this CPU did, and that it has no work, come first.
+        work.left.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// A function that several CPUs run.
+pub struct Work<'a> {
+    run: &'a (dyn Fn(&mut CpuCx<'static, Kernel>, u32) + Sync),
+    /// CPUs that have not finished.
+    left: AtomicU32,
+}
+
+/// Runs `run` on the first `cpus` CPUs, the calling boot CPU among them, with their numbers; returns when all have
+/// returned. With interrupts on.
+pub fn on_cpus(cx: &mut CpuCx<'static, Kernel>, cpus: u32, run: &(dyn Fn(&mut CpuCx<'static, Kernel>, u32) + Sync)) {
+    let cpus = cpus.clamp(1, percpu::count());
+    let work = Work { run, left: AtomicU32::new(cpus - 1) };
+    for cpu in 1..cpus {
+        let at: *const Work<'_> = &raw const work;
+        let slot: &AtomicPtr<Work<'static>> = &percpu::of(cpu).work;
+        // Release pairs with the Acquire in `ap_main`.
+        slot.store(at.cast_mut().cast(), Ordering::Release);
+        apic::send(cpu, traps::vector::WAKE);
+    }
+    run(cx, 0);
+    // Acquire pairs with the Release in `ap_main`.
+    while work.left.load(Ordering::Acquire) > 0 {
+        core::hint::spin_loop();
+    }
+}
+
+/// A barrier that CPUs spin at. Reusable.
+#[derive(Debug)]
+pub struct Barrier {
+    cpus: u32,
+    arrived: AtomicU32,
+}
+
+impl Barrier {
+    /// For this many CPUs.
+    pub const fn new(cpus: u32) -> Self {
+        Barrier { cpus, arrived: AtomicU32::new(0) }
+    }
+
+    /// Waits until all have come.
+    pub fn wait(&self) {
+        // AcqRel: what every CPU did before it came is seen by all that leave.
+        let turn = self.arrived.fetch_add(1, Ordering::AcqRel) / self.cpus;
+        while self.arrived.load(Ordering::Acquire) / self.cpus == turn {
+            core::hint::spin_loop();
+        }
+    }
+}

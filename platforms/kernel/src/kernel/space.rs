@@ -1,0 +1,216 @@
+//! Address spaces: a page table that every CPU may load, whose pages come when they are touched.
+
+use super::memory::{KernelFrames, frames};
+use super::platform::{KERNEL, Kernel};
+use super::tlb::tlbs;
+use super::{layout, percpu, tables};
+use core::ptr;
+use core::sync::atomic::Ordering;
+use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr};
+use hugemm_frames::Request;
+use hugemm_paging::{
+    Editing, Flags, FrameTables, Harvest, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy, Span,
+    TlbSpace, User, X86_64,
+};
+use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
+
+/// What is to be found at the addresses of a space.
+pub trait Pages: Sync {
+    /// The page size at an address, or `None` if nothing may be there.
+    fn size(&self, at: VirtAddr) -> Option<PageSize>;
+
+    /// Fills new pages from `at` on, before they are mapped.
+    fn fill(&self, at: VirtAddr, bytes: &mut [u8]);
+}
+
+/// An address space.
+pub struct Space<'a> {
+    table: PageTable<X86_64>,
+    tlb: TlbSpace<User>,
+    pages: Option<&'a dyn Pages>,
+}
+
+/// Tables from the kernel's allocator.
+pub fn memory<'a>(
+    cx: &'a mut CpuCx<'static, Kernel>,
+) -> FrameTables<'a, 'static, 'static, Kernel, super::memory::KernelEnv> {
+    let frames: &'static KernelFrames = frames();
+    // SAFETY: the direct map has every frame, always.
+    unsafe { FrameTables::new(frames, cx) }
+}
+
+impl<'a> Space<'a> {
+    /// An empty space. Touched addresses get `pages`; without any they fault.
+    pub fn new(cx: &mut CpuCx<'static, Kernel>, pages: Option<&'a dyn Pages>) -> Result<Self, PagingError> {
+        let lower = Span::new(VirtAddr::new(0), 1 << 47).map_err(|_| PagingError::NoTable)?;
+        // SAFETY: every guard gets `memory`; what is detached is flushed through `tlb`, which every CPU that loads the
+        // table joins first.
+        let table = unsafe { PageTable::beside(&mut memory(cx), lower, tables::kernel()) }?;
+        let root = table.root().start();
+        let tlb = TlbSpace::new(tlbs(), root).unwrap_or_else(|error| panic!("{error}"));
+        Ok(Space { table, tlb, pages })
+    }
+
+    /// Runs `f` with the space loaded on the calling CPU.
+    pub fn with<R>(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R) -> R {
+        self.tlb.switch_in(tlbs(), cx);
+        let own = percpu::own();
+        let at: *const Space<'_> = ptr::from_ref(self);
+        own.space.store(at.cast_mut().cast(), Ordering::Relaxed);
+        let result = f(cx);
+        own.space.store(ptr::null_mut(), Ordering::Relaxed);
+        self.tlb.switch_out(tlbs(), cx);
+        result
+    }
+
+    /// Runs `f` while the calling CPU, in [`with`](Space::with), is lazy: it uses no address of the space.
+    pub fn lazily(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce()) {
+        self.tlb.enter_lazy(tlbs(), cx);
+        f();
+        self.tlb.switch_in(tlbs(), cx);
+    }
+
+    /// The same in the wrong way, on purpose: it never says that it has woken.
+    pub fn lazily_for_ever(&self, cx: &mut CpuCx<'static, Kernel>) {
+        self.tlb.enter_lazy(tlbs(), cx);
+    }
+
+    /// Maps frames.
+    pub fn map(
+        &self,
+        cx: &mut CpuCx<'static, Kernel>,
+        span: Span,
+        runs: impl IntoIterator<Item = hugemm_base::Extent>,
+        largest: PageSize,
+    ) -> Result<(), PagingError> {
+        self.table.shared(memory(cx)).map(span, runs, Mapping { flags: Flags::WRITE, largest })
+    }
+
+    /// Unmaps a span: detach, flush, harvest. `stride` is the smallest page in it. The runs' frames are the caller's.
+    pub fn unmap(
+        &self,
+        cx: &mut CpuCx<'static, Kernel>,
+        span: Span,
+        stride: PageSize,
+        visit: impl FnMut(Run),
+    ) -> Result<Harvest, PagingError> {
+        let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
+        let mut batch = ShootdownBatch::new(&self.tlb);
+        let Some(pending) = batch.detached(unhooked, stride) else { return Ok(Harvest::default()) };
+        let receipt = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
+        let detached = pending.release(&receipt).unwrap_or_else(|_| panic!("a flush that does not pay its own debt"));
+        self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit).map_err(|(error, _)| error)
+    }
+
+    /// The same in the wrong order, on purpose: what was mapped is given to `visit`, and then `reuse` runs, before the
+    /// flush.
+    pub fn unmap_before_flush(
+        &self,
+        cx: &mut CpuCx<'static, Kernel>,
+        span: Span,
+        stride: PageSize,
+        visit: impl FnMut(Run),
+        reuse: impl FnOnce(&mut CpuCx<'static, Kernel>),
+    ) -> Result<Harvest, PagingError> {
+        let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
+        // SAFETY: none: this is the planted bug, which the self-test must find.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let harvest = self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit);
+        reuse(cx);
+        self.flush(cx, span, stride);
+        harvest.map_err(|(error, _)| error)
+    }
+
+    /// Maps a span to one frame, changes it by the policy's batches, and leaves it unmapped: what the change took.
+    pub fn shootdown(
+        &self,
+        cx: &mut CpuCx<'static, Kernel>,
+        frame: Pfn,
+        span: Span,
+        operation: Operation,
+        policy: &ShootdownPolicy,
+    ) -> Result<Shot, PagingError> {
+        // SAFETY: the direct map has every frame, always.
+        let tables = unsafe { FromFrames::new(frames()) };
+        let (tlbs, space, table) = (tlbs(), &self.tlb, &self.table);
+        shootdown::run(cx, &Setup { tlbs, space, table, tables: &tables, frame }, span, operation, policy)
+    }
+
+    /// Flushes a span on all CPUs that have the space loaded.
+    pub fn flush(&self, cx: &mut CpuCx<'static, Kernel>, span: Span, stride: PageSize) {
+        let mut batch = ShootdownBatch::new(&self.tlb);
+        batch.changed(span.range(), stride);
+        let _receipt = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
+    }
+
+    /// How many flushes there have been.
+    pub fn flushes(&self) -> u64 {
+        self.tlb.domain().generation()
+    }
+
+    /// Gives everything back: what is mapped to `visit`, the tables to the allocator. No CPU has the space loaded.
+    pub fn free(self, cx: &mut CpuCx<'static, Kernel>, visit: impl FnMut(Run)) {
+        let Space { table, tlb, .. } = self;
+        if tlb.retire(tlbs(), cx).is_err() {
+            panic!("an address space is freed while a CPU uses it");
+        }
+        // SAFETY: no CPU has it loaded, and without tags none keeps anything of a space that it has left.
+        unsafe { table.retire(&mut memory(cx), visit) };
+    }
+
+    /// Maps the page at `at`, if there may be one; whether the access can be tried again.
+    fn fault(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr) -> bool {
+        let Some(pages) = self.pages else { return false };
+        let Some(size) = pages.size(at) else { return false };
+        match self.provide(cx, pages, at, size) {
+            // A smaller page is in the way, or no block was left for a large one.
+            Err(PagingError::Overlap { .. } | PagingError::OutOfFrames { .. }) if size > PageSize::Size4K => {
+                self.resolved(self.provide(cx, pages, at, PageSize::Size4K))
+            }
+            result => self.resolved(result),
+        }
+    }
+
+    fn resolved(&self, result: Result<(), PagingError>) -> bool {
+        match result {
+            // Another CPU was faster, or the page is just going: the access is tried again.
+            Ok(()) | Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => true,
+            Err(_) => false,
+        }
+    }
+
+    fn provide(
+        &self,
+        cx: &mut CpuCx<'static, Kernel>,
+        pages: &dyn Pages,
+        at: VirtAddr,
+        size: PageSize,
+    ) -> Result<(), PagingError> {
+        let start = at.align_down(size.bytes());
+        let no_frames = PagingError::OutOfFrames { at };
+        let block = frames().alloc(cx, Request::order(size.order())).map_err(|_| no_frames)?;
+        let first = layout::direct(block.extent().start().get());
+        // SAFETY: the block is ours, all of it in the direct map.
+        pages.fill(start, unsafe { core::slice::from_raw_parts_mut(first, size.bytes() as usize) });
+        // Before the entry that publishes it (design rule 8).
+        hugemm_base::store_fence::hardware_publish_barrier();
+        let span = Span::new(start, size.bytes()).map_err(|_| no_frames)?;
+        let mapped = self.map(cx, span, [block.extent()], size);
+        match mapped {
+            // The table holds the frames now; `unmap` hands them out again by their numbers.
+            Ok(()) => _ = block.into_dirty().into_extent(),
+            Err(_) => frames().free(cx, block),
+        }
+        mapped
+    }
+}
+
+/// A page fault at `at`, with interrupts as they were before it: whether the access can be tried again.
+pub fn fault(at: u64) -> bool {
+    let space: *const Space<'_> = percpu::own().space.load(Ordering::Relaxed).cast();
+    // SAFETY: `with` stores a space that lives until it has taken it back, on this CPU.
+    let Some(space) = (unsafe { space.as_ref() }) else { return false };
+    // SAFETY: the interrupted task waits for this handler, which neither reschedules nor leaves debts behind.
+    let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    space.fault(&mut cx, VirtAddr::new(at))
+}

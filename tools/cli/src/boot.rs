@@ -1,0 +1,130 @@
+//! `hugemm boot`: a command in the reference kernel, its result as if it had run here.
+
+use crate::boot_args::{self, Boot};
+use crate::boot_lines::Transcript;
+use crate::boot_symbols::Symbols;
+use crate::document::Document;
+use crate::image::Image;
+use crate::qemu::{Accel, Ended, Guest};
+use crate::size::Size;
+use crate::{environment_text, progress, table};
+use anyhow::{Result, bail};
+use hugemm_host::environment::{Environment, GuestInfo};
+use hugemm_kernel::report::EXIT_BROKEN;
+use hugemm_kernel::{MAX_CPUS, MIN_MEMORY};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::time::Duration;
+
+const KERNEL: Image = Image { package: "hugemm-kernel", target: "x86_64-unknown-none" };
+
+/// The kernel says something every few seconds while any of its CPUs takes interrupts.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// CPU model under emulation: all that it can do.
+const CPU_MODEL: &str = "max";
+
+/// Runs the command.
+pub fn run(args: &Boot) -> Result<()> {
+    let request = boot_args::request(&args.command)?;
+    let mut environment = Environment::read()?;
+    let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
+    if cpus == 0 || cpus > MAX_CPUS {
+        bail!("the kernel runs on 1 to {MAX_CPUS} CPUs, not on {cpus}; use --cpus {MAX_CPUS} or less");
+    }
+    if args.memory.0 < MIN_MEMORY {
+        bail!("the kernel needs {} of memory at least, not {}; use a larger --memory", Size(MIN_MEMORY), args.memory);
+    }
+    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    let bar = progress::bar(0, quiet);
+    bar.set_message("finding or building the kernel");
+    let image = KERNEL.find(args.image.as_deref())?;
+    let guest = Guest {
+        accel: args.accel,
+        cpu_model: CPU_MODEL.to_owned(),
+        cpus,
+        memory: args.memory,
+        kernel: image.clone(),
+        initrd: None,
+        append: request.to_string(),
+        options: ["-device", "isa-debug-exit,iobase=0xf4,iosize=0x4"].map(Into::into).to_vec(),
+        deadline: Duration::from_secs(args.timeout),
+        silence: SILENCE,
+    };
+    bar.set_message("booting");
+    let mut transcript = Transcript::default();
+    let ended = guest.run(|line| {
+        if let Some((done, of, what)) = transcript.take(line)? {
+            bar.set_length(of);
+            bar.set_position(done);
+            bar.set_message(what);
+        }
+        Ok(ControlFlow::Continue(()))
+    })?;
+    bar.finish_and_clear();
+    let Some(boot) = transcript.boot.clone().filter(|_| transcript.report.is_empty()) else {
+        return Err(broken(args, &image, &transcript, &ended));
+    };
+    match &transcript.result {
+        Some(Ok(())) => {}
+        Some(Err(why)) => bail!("{why}"),
+        None => return Err(broken(args, &image, &transcript, &ended)),
+    }
+    environment.guest = Some(GuestInfo {
+        kernel: "hugemm reference kernel".to_owned(),
+        machine: machine(ended.accel),
+        cpus: boot.cpus,
+        memory_bytes: args.memory.0,
+        interrupt_controller: boot.apic,
+        managed_bytes: boot.memory,
+    });
+    if !quiet {
+        environment_text::print(&environment);
+        if ended.accel == Accel::Tcg {
+            println!("  note      instructions are emulated: only ratios and counts mean something");
+        }
+        for note in &transcript.notes {
+            println!("  note      {note}");
+        }
+        for (title, lines) in transcript.tables() {
+            table::print(&title, &lines);
+        }
+    }
+    Document::new(environment, transcript.rows()).write(args.json.as_deref())
+}
+
+fn machine(accel: Accel) -> String {
+    format!("QEMU {}", accel.name().to_uppercase())
+}
+
+/// Why there is no result: the guest's report with names for its addresses on standard error, and one line for all.
+fn broken(args: &Boot, image: &Path, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
+    let symbols = Symbols::read(image);
+    for line in transcript.report.iter().skip(1) {
+        eprintln!("{}", symbols.line(line));
+    }
+    if let Some(line) = transcript.report.first() {
+        return anyhow::anyhow!("the guest broke: {}", symbols.line(line));
+    }
+    let last = ended.last_word();
+    let complaint = ended.complaint.lines().next().unwrap_or("").trim();
+    let why = match ended.status {
+        None if ended.timed_out => {
+            format!(
+                "the guest had not finished after {} s; use a larger --timeout; its last words: {last}",
+                args.timeout
+            )
+        }
+        None => format!(
+            "the guest hangs: no word for {} s, not even from its watchdog; its last words: {last}",
+            SILENCE.as_secs()
+        ),
+        Some(status) if status.success() => format!("the guest reset by itself; its last words: {last}"),
+        Some(status) if status.code() == Some((2 * EXIT_BROKEN + 1) as i32) => {
+            format!("the guest broke and could not say why; its last words: {last}")
+        }
+        Some(status) if complaint.is_empty() => format!("QEMU ended with {status}; the guest's last words: {last}"),
+        Some(status) => format!("QEMU ended with {status}: {complaint}"),
+    };
+    anyhow::anyhow!(why)
+}

@@ -1,0 +1,245 @@
+//! Options of `hugemm boot`, and the commands of the reference kernel.
+
+use crate::args::Page;
+use crate::qemu::Accel;
+use crate::size::Size;
+use anyhow::{Result, bail};
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand};
+use hugemm_base::{Order, PageSize};
+use hugemm_kernel::request::{self, Crash, List, Plant, Request};
+use std::path::PathBuf;
+
+/// What can be run.
+pub const BOOT_HELP: &str = "\
+COMMAND is one of
+  bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
+  bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-l LOOPS]
+  bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
+  bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
+  bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
+  selftest         [--seconds S] [--plant free-before-flush|missed-cpu|lazy-cpu|double-free]
+
+Under tcg only ratios and counts mean something, nanoseconds do not.";
+
+/// `hugemm boot`
+#[derive(Debug, Args)]
+pub struct Boot {
+    /// Virtual CPUs [default: as many as this process may use].
+    #[arg(long)]
+    pub cpus: Option<u32>,
+    /// Memory of the guest.
+    #[arg(long, default_value = "1GB")]
+    pub memory: Size,
+    /// What executes the guest.
+    #[arg(long, value_enum, default_value_t = Accel::Auto)]
+    pub accel: Accel,
+    /// The kernel image, instead of finding or building it.
+    #[arg(long, value_name = "FILE")]
+    pub image: Option<PathBuf>,
+    /// Seconds that the guest may take.
+    #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub timeout: u64,
+    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// What the kernel runs.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub command: Vec<String>,
+}
+
+/// The part of the command line after `--`.
+#[derive(Debug, Parser)]
+#[command(name = "hugemm boot … --", no_binary_name = true, disable_help_flag = true, disable_version_flag = true)]
+struct KernelLine {
+    #[command(subcommand)]
+    command: KernelCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum KernelCommand {
+    /// Measure one workload.
+    #[command(subcommand)]
+    Bench(KernelBench),
+    /// Every system's stress on the real machine.
+    Selftest(Selftest),
+    /// A failure on purpose.
+    #[command(hide = true)]
+    Crash {
+        #[arg(value_parser = named::<Crash>)]
+        how: Crash,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum KernelBench {
+    /// Memory clearing.
+    #[command(subcommand)]
+    Mem(KernelMem),
+    /// Blocks split into pages and freed.
+    Free(Free),
+    /// Pairs on one to all CPUs.
+    Alloc(Alloc),
+    /// Ranges taken away from one to all CPUs.
+    Shootdown(Shootdown),
+}
+
+#[derive(Debug, Subcommand)]
+enum KernelMem {
+    /// Clear memory chunk by chunk with each primitive.
+    Memset(Memset),
+    /// Clear a region page by page.
+    Mmap(Mmap),
+}
+
+#[derive(Debug, Args)]
+struct Memset {
+    #[arg(short, long, default_value = "256MB")]
+    size: Size,
+    #[arg(short = 'k', long, value_delimiter = ',', default_value = "4KB,64KB,2MB,32MB")]
+    chunk: Vec<Size>,
+    #[arg(short = 'l', long, default_value_t = 3, value_parser = runs())]
+    loops: u32,
+}
+
+#[derive(Debug, Args)]
+struct Mmap {
+    #[arg(short, long, default_value = "256MB")]
+    size: Size,
+    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
+    page: Page,
+    #[arg(short = 'l', long, default_value_t = 3, value_parser = runs())]
+    loops: u32,
+}
+
+#[derive(Debug, Args)]
+struct Free {
+    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..))]
+    n: Option<u64>,
+    #[arg(short, long, value_delimiter = ',', default_value = "0,3,9", value_parser = order)]
+    order: Vec<Order>,
+    #[arg(short, long, default_value_t = 5, value_parser = runs())]
+    runs: u32,
+}
+
+#[derive(Debug, Args)]
+struct Alloc {
+    #[arg(short, long, value_delimiter = ',', default_value = "0,9", value_parser = order)]
+    orders: Vec<Order>,
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    millis: u64,
+    #[arg(short, long, default_value_t = 5, value_parser = runs())]
+    runs: u32,
+}
+
+#[derive(Debug, Args)]
+struct Shootdown {
+    /// Largest range.
+    #[arg(long, default_value_t = 1 << 18, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
+    pages: u64,
+    /// Largest range that is flushed page by page too.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 24))]
+    each: u64,
+    #[arg(short, long, default_value_t = 3, value_parser = runs())]
+    runs: u32,
+}
+
+#[derive(Debug, Args)]
+struct Selftest {
+    #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    seconds: u32,
+    #[arg(long, default_value = "none", value_parser = named::<Plant>)]
+    plant: Plant,
+}
+
+fn runs() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=1000)
+}
+
+fn order(text: &str) -> Result<Order, String> {
+    let number: u32 = text.parse().map_err(|_| format!("'{text}' is no order; orders go from 0 (4KB) to 18 (1GB)"))?;
+    Order::new(number).map_err(|error| error.to_string())
+}
+
+/// Reads one of the names that the kernel knows.
+fn named<T: std::str::FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "no such name; 'hugemm boot --help' lists them".to_owned())
+}
+
+/// Reads the kernel's command.
+pub fn request(command: &[String]) -> Result<Request> {
+    let line = match KernelLine::try_parse_from(command) {
+        Ok(line) => line.command,
+        Err(error) if matches!(error.kind(), ErrorKind::InvalidSubcommand | ErrorKind::MissingSubcommand) => bail!(
+            "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench alloc, \
+             bench shootdown and selftest",
+            command.join(" ")
+        ),
+        Err(error) => {
+            let text = error.to_string();
+            let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+            bail!("the command after '--': {line}; see 'hugemm boot --help'");
+        }
+    };
+    let orders = |orders: &[Order]| List::new(orders.iter().map(|order| u64::from(order.get())));
+    Ok(match line {
+        KernelCommand::Bench(KernelBench::Mem(KernelMem::Memset(args))) => Request::Memset(request::Memset {
+            size: args.size.0,
+            chunk: List::new(args.chunk.iter().map(|size| size.0))?,
+            runs: args.loops,
+        }),
+        KernelCommand::Bench(KernelBench::Mem(KernelMem::Mmap(args))) => Request::Mmap(request::Mmap {
+            size: args.size.0,
+            order: PageSize::from(args.page).order().get(),
+            runs: args.loops,
+        }),
+        KernelCommand::Bench(KernelBench::Free(args)) => {
+            Request::Free(request::Free { n: args.n.unwrap_or(0), order: orders(&args.order)?, runs: args.runs })
+        }
+        KernelCommand::Bench(KernelBench::Alloc(args)) => {
+            Request::Alloc(request::Alloc { order: orders(&args.orders)?, millis: args.millis, runs: args.runs })
+        }
+        KernelCommand::Bench(KernelBench::Shootdown(args)) => {
+            Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
+        }
+        KernelCommand::Selftest(args) => {
+            Request::Selftest(request::Selftest { seconds: args.seconds, plant: args.plant })
+        }
+        KernelCommand::Crash { how } => Request::CrashTest(request::CrashTest { how }),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(words: &str) -> Result<String> {
+        let words: Vec<String> = words.split(' ').map(str::to_owned).collect();
+        Ok(request(&words)?.to_string())
+    }
+
+    #[test]
+    fn commands_become_requests() {
+        assert_eq!(line("bench free -n 7 -o 0,9").expect("valid"), "free n=7 order=0,9 runs=5");
+        assert_eq!(line("bench mem mmap -p 1GB -s 2GB").expect("valid"), "mmap size=2147483648 order=18 runs=3");
+        assert_eq!(
+            line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
+            "selftest seconds=3 plant=missed-cpu"
+        );
+    }
+
+    #[test]
+    fn usage_errors_are_one_line() {
+        for (words, part) in [
+            ("bench churn", "it has bench mem memset"),
+            ("nonsense", "no command 'nonsense'"),
+            ("bench", "no command 'bench'"),
+            ("bench free --nonsense", "--nonsense"),
+            ("bench free -o 19", "19"),
+            ("selftest --plant nonsense", "no such name"),
+        ] {
+            let error = line(words).expect_err(words).to_string();
+            assert!(error.contains(part) && !error.contains('\n'), "{words}: {error}");
+        }
+    }
+}

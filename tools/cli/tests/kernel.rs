@@ -1,0 +1,177 @@
+//! The reference kernel under emulation. What needs QEMU is run by `make test-kernel`, which installs it or says how to.
+
+mod support;
+
+use std::process::{Command, Output};
+use support::{document, misused, refused, rows};
+
+/// `hugemm boot` under emulation with the guest's command.
+fn boot(cpus: u32, options: &[&str], command: &str) -> Output {
+    let cpus = cpus.to_string();
+    let mut args = vec!["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", &cpus];
+    args.extend(options);
+    args.push("--");
+    args.extend(command.split(' '));
+    Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).output().expect("the command starts")
+}
+
+/// The guest breaks; the last line of standard error has all of `parts`, and the lines before it have `report`.
+#[track_caller]
+fn breaks(cpus: u32, options: &[&str], command: &str, parts: &[&str], report: &str) {
+    let output = boot(cpus, options, command);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{command}: {err}");
+    assert!(output.stdout.is_empty(), "{command}: {}", String::from_utf8_lossy(&output.stdout));
+    let last = err.trim_end().lines().last().unwrap_or_default();
+    for part in parts {
+        assert!(last.contains(part), "{command} does not say '{part}': {err}");
+    }
+    assert!(err.contains(report), "{command} does not report '{report}': {err}");
+}
+
+/// The self-test is clean on this many CPUs, all of which were at work.
+fn selftest(cpus: u32) {
+    let (text, seconds) = (cpus.to_string(), "8");
+    let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", &text, "--json", "--"];
+    let document = document(&[&args[..], &["selftest", "--seconds", seconds]].concat());
+    assert_eq!(document["environment"]["guest"]["cpus"], cpus);
+    assert_eq!(document["environment"]["guest"]["machine"], "QEMU TCG");
+    let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
+    assert!(value("selftest.rounds") >= 1.0 && value("selftest.unmaps") >= 1.0);
+    let shootdowns = rows(&document, "selftest.shootdowns");
+    let count = |what| {
+        let row = shootdowns.iter().find(|row| row["what"] == what).expect("counted");
+        row["value"].as_f64().expect("a number")
+    };
+    assert_eq!(count("targets") > 0.0, cpus > 1, "others are asked if there are any");
+    assert_eq!(count("targets"), count("served"), "everybody who was asked answered");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn the_selftest_is_clean_on_1_cpu() {
+    selftest(1);
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn the_selftest_is_clean_on_2_cpus() {
+    selftest(2);
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn the_selftest_is_clean_on_4_cpus() {
+    selftest(4);
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn the_selftest_is_clean_on_8_cpus() {
+    selftest(8);
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn the_selftest_finds_planted_bugs() {
+    for (plant, finding) in [
+        ("missed-cpu", "translations"),
+        ("free-before-flush", "translations"),
+        ("lazy-cpu", "translations"),
+        // Handed out twice, or too many at the end.
+        ("double-free", "self-test"),
+    ] {
+        breaks(2, &[], &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
+    }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn flushes_do_not_grow_with_pages() {
+    let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "4", "--json", "--", "bench", "shootdown"];
+    let document = document(&[&args[..], &["--pages", "32768", "--each", "8", "--runs", "1"]].concat());
+    let number = |row: &serde_json::Value, name: &str| row[name].as_f64().expect("a number");
+    for metric in ["bench.shootdown.flushes", "bench.shootdown.targets"] {
+        let rows = rows(&document, metric);
+        assert!(!rows.is_empty());
+        for row in rows {
+            let flushes = if row["policy"] == "batched" { 1.0 } else { number(row, "pages") };
+            let each = if metric.ends_with("targets") { number(row, "cpus") - 1.0 } else { 1.0 };
+            assert_eq!(number(row, "value"), flushes * each, "{row}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn workloads_run_in_the_kernel() {
+    for (command, metrics) in [
+        ("bench free -n 64 -o 0,9 -r 1", &["bench.free.free_range", "bench.free.speedup"][..]),
+        ("bench alloc -o 0 --millis 5 -r 1", &["bench.alloc.pair", "kernel.pin_ns"]),
+        ("bench mem memset -s 16MB -k 2MB -l 1", &["bench.mem.memset"]),
+        ("bench mem mmap -s 16MB -l 1", &["bench.mem.mmap"]),
+    ] {
+        let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--"];
+        let command: Vec<_> = command.split(' ').collect();
+        let document = document(&[&args[..], &command].concat());
+        for metric in metrics {
+            let rows = rows(&document, metric);
+            assert!(!rows.is_empty(), "{metric}");
+            assert!(rows.iter().all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0)), "{rows:?}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn memory_above_4_gib_is_managed() {
+    let args = ["boot", "--accel", "tcg", "--memory", "6GB", "--cpus", "1", "--json", "--"];
+    let document = document(&[&args[..], &["bench", "free", "-n", "4", "-o", "18", "-r", "1"]].concat());
+    let managed = document["environment"]["guest"]["managed_bytes"].as_u64().expect("a number");
+    assert!(managed > 5 << 30, "{managed}");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_guest_that_breaks_says_why_and_where() {
+    breaks(2, &[], "crash panic", &["the guest broke", "panic on cpu0", "asked to"], "crash::run");
+    breaks(2, &[], "crash fault", &["page fault on cpu0", "read at", "nothing is mapped"], "crash::run");
+    breaks(2, &[], "crash stack", &["double fault on cpu0"], "the stack of cpu0 ran over");
+    breaks(1, &[], "crash reset", &["reset by itself"], "");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_guest_that_hangs_is_ended() {
+    breaks(2, &[], "crash hang", &["no progress for"], "crash::");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_cpu_that_is_deaf_is_named() {
+    breaks(2, &[], "crash deaf", &["cpu1 has had interrupts off"], "crash::");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_guest_that_is_dead_is_ended_from_outside() {
+    breaks(2, &["--timeout", "5"], "crash dead", &["had not finished after 5 s", "its last words"], "");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn too_large_a_job_is_refused_by_the_guest() {
+    breaks(1, &[], "bench mem memset -s 2GB", &["too little memory", "--memory"], "");
+}
+
+#[test]
+fn what_cannot_be_booted_is_refused() {
+    refused(&["boot", "--", "nonsense"], &["no command 'nonsense'", "selftest"]);
+    refused(&["boot", "--", "bench", "churn"], &["no command 'bench churn'"]);
+    refused(&["boot", "--", "bench", "free", "--nonsense"], &["--nonsense", "hugemm boot --help"]);
+    refused(&["boot", "--cpus", "65", "--", "selftest"], &["1 to 64 CPUs", "--cpus 64"]);
+    refused(&["boot", "--memory", "1MB", "--", "selftest"], &["64MB", "--memory"]);
+    refused(&["boot", "--image", "/nonexistent", "--", "selftest"], &["there is no file /nonexistent"]);
+    misused(&["boot"], "required");
+    misused(&["boot", "--accel", "nonsense", "--", "selftest"], "nonsense");
+}
