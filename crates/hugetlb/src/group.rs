@@ -28,7 +28,8 @@ pub struct Group {
     pub(crate) staged: Bits,
     /// In the first of every 64 groups: which of them have pages to hand out. Pool's lock.
     pub(crate) summary: Bits,
-    spare: Bits,
+    /// Staged pages that are ready to be demoted. The resize.
+    pub(crate) demoting: Bits,
 }
 
 #[cfg(not(loom))]
@@ -105,6 +106,12 @@ impl Area {
             None => None,
         };
         Area { extent, node, origin, first: 0 }
+    }
+
+    /// The same for memory that brought its descriptors along, in its own first frames, as memory that is plugged in
+    /// does: they must stay whole, because they leave with it. Its pages are never economised.
+    pub const fn self_hosted(self) -> Self {
+        Area { origin: None, ..self }
     }
 
     /// Its frames.

@@ -1,9 +1,51 @@
-//! t
+//! Huge page pools whose redundant page descriptors are given back, with a constant number of TLB flushes.
+//!
+//! A [`HugePool`] holds 2 MiB or 1 GiB pages of any number of nodes: persistent, surplus, reserved, free and active, with
+//! the meanings that Linux documents. An [`Economy`] gives back the frames behind descriptors that say nothing when pages
+//! enter a pool, and restores them when pages leave. A [`Resize`] does either for any number of pages by any number of
+//! CPUs: outside the pool's lock, which is taken once, and with at most two flushes up and one down.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | [`counts`] | what a pool counts, and what each event does to it |
+//! | `group.rs` | 64 pages to a cache line; where they and their descriptors are |
+//! | `pool.rs` | handing out, taking back, reservations |
+//! | `resize.rs` | growing and shrinking; what happens when memory runs out half way |
+//! | `phases.rs` | several CPUs, one of them alone between two phases |
+//! | `ops.rs` | sizes, overcommitting, tidying up, dissolving, filling at boot |
+//! | `demote.rs` | 1 GiB pages become 2 MiB pages |
+//! | `vmemmap.rs` | which descriptors are kept, and the order of edits, flushes and frees |
+//! | `tail.rs` | the shared tail page of a node |
+//! | `mapping.rs` | the seam to the page tables behind descriptors |
+//! | `soft_map.rs` | such tables walked in software |
+//!
+//! The crate needs no heap and keeps no global state; the caller supplies memory for [`Group`]s (one cache line per 64
+//! pages), [`Counts`] and [`Tail`]s (one per node). Nothing panics on bad input or exhaustion.
+//!
+//! # How it relates to the allocator
+//!
+//! Pages are frozen blocks of [`hugemm_frames::Frames`]: movable, counted by nobody. The frames behind descriptors are
+//! the allocator's too. Because descriptors of frames that are not heads are don't-care there, and references are kept
+//! elsewhere, neither growing nor restoring writes a tail, and no speculative reader can ever write into one.
 #![cfg_attr(not(any(test, loom)), no_std)]
-#![allow(missing_docs, dead_code)]
+
 pub mod counts;
+mod demote;
 mod group;
 mod mapping;
-mod tail; mod phases; mod pool; mod resize; mod ops;
+mod ops;
+mod phases;
+mod pool;
+mod resize;
+mod soft_map;
+mod tail;
 mod vmemmap;
-pub use group::*; pub use pool::*; pub use resize::*; pub use mapping::*; pub use tail::Tail; pub use vmemmap::*;
+
+pub use counts::Counts;
+pub use group::{Area, Group};
+pub use mapping::{DescriptorMap, ENTRIES, Leaf, Lost, Mapped};
+pub use pool::{HugePage, HugePool, Nodes, PoolCounts, PoolError};
+pub use resize::{Report, Resize};
+pub use soft_map::{Descriptors, FlatMemory, SoftMap, WalkCache};
+pub use tail::Tail;
+pub use vmemmap::{Economy, FlushPolicy, Policy};

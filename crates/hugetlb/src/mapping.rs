@@ -8,7 +8,8 @@
 use core::ptr::NonNull;
 // Not loom's: these are the hardware's words.
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::{ExtentChain, FlushDomain, Flushed, Pfn, Quarantine, VirtAddr, VirtRange};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Extent, ExtentChain, FlushDomain, Flushed, Pfn, Quarantine, VirtAddr, VirtRange};
 
 /// Entries of a table, and 4 KiB pages of a block.
 pub const ENTRIES: usize = 512;
@@ -84,7 +85,10 @@ pub unsafe trait DescriptorMap {
     fn domain(&self) -> &FlushDomain<Self::Kind, Self::Held>;
 
     /// Flushes a range on every CPU. Not with interrupts off.
-    fn flush(&self, range: VirtRange) -> Flushed<'_, Self::Kind, Self::Held>;
+    fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Self::Kind, Self::Held>;
+
+    /// Frames or tables that were mapped are about to be freed. For models that check that no CPU can still reach them.
+    fn freed(&self, _frames: Extent) {}
 }
 
 /// A table's 512 entries. Every access is a relaxed atomic one; publication is by

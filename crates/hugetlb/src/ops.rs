@@ -18,13 +18,13 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Begins to bring the pool, or one node's part of it, to `target` persistent pages: a write to `nr_hugepages`. Any
     /// number of CPUs then [`work`](Resize::work) on it. What needs no memory is done at once: surplus pages become
     /// persistent, pages in use become surplus.
-    pub fn resize<'r, P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn resize<'r, 'e, P: Cpu, E: Env, V: DescriptorMap>(
         &'r self,
         cx: &mut CpuCx<'_, P>,
-        economy: &'r Economy<'m, E, V>,
+        economy: &'r Economy<'e, E, V>,
         target: u64,
         nodes: Nodes,
-    ) -> Result<Resize<'r, 'm, L, E, V>, PoolError> {
+    ) -> Result<Resize<'r, 'm, 'e, L, E, V>, PoolError> {
         let alone = self.begin(cx)?;
         let count = self.nodes(cx) as usize;
         let mut resize = Resize::new(self, economy, alone, nodes, count);
@@ -55,10 +55,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// The same by the calling CPU alone, to its end. May sleep.
-    pub fn set_size<P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn set_size<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
         target: u64,
         nodes: Nodes,
         cancel: &impl Cancel,
@@ -70,10 +70,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// [`take`](HugePool::take) without a reservation, which allocates a surplus page if none is free and as many are
     /// allowed. May sleep.
-    pub fn take_or_overcommit<P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn take_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
         nodes: Nodes,
     ) -> Result<HugePage, PoolError> {
         for _ in 0..ATTEMPTS {
@@ -87,10 +87,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// [`reserve`](HugePool::reserve), which allocates surplus pages for what is missing if as many are allowed. All or
     /// nothing. May sleep.
-    pub fn reserve_or_overcommit<P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn reserve_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
         pages: u64,
     ) -> Result<(), PoolError> {
         for _ in 0..ATTEMPTS {
@@ -108,10 +108,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// Allocates surplus pages, within the limit.
-    fn overcommit<P: Cpu, E: Env, V: DescriptorMap>(
+    fn overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
         nodes: Nodes,
         pages: u64,
     ) -> Result<(), PoolError> {
@@ -129,10 +129,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Frees what has no business in the pool: surplus pages that are free and not promised, and free pages with a
     /// poisoned frame. For whoever was told so by [`put`](HugePool::put) or [`unreserve`](HugePool::unreserve), or a
     /// worker on behalf of callers that could not sleep.
-    pub fn tidy<P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn tidy<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
     ) -> Result<Report, PoolError> {
         let alone = self.begin(cx)?;
         let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
@@ -167,10 +167,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// Takes one free page out of the pool for good and frees it. Errors leave everything as it was: `Busy` if it is in
     /// use or all free pages are promised, `OutOfMemory` if there is no memory for its descriptors. May sleep.
-    pub fn dissolve<P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn dissolve<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
         frame: Pfn,
     ) -> Result<Report, PoolError> {
         let head = Extent::block(frame, self.size().order()).base();
@@ -200,10 +200,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Fills the pool from particular free memory whose descriptors have never been mapped, and maps only those that are
     /// kept: no tail ever exists. `extent` is whole groups of 128 MiB (2 MiB pages) or whole 1 GiB pages, all of it free
     /// and in one area; what is not is left out. For boot, with economy on.
-    pub fn fill_at_boot<P: Cpu, E: Env, V: DescriptorMap>(
+    pub fn fill_at_boot<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'m, E, V>,
+        economy: &Economy<'e, E, V>,
         extent: Extent,
     ) -> Result<Report, PoolError> {
         let alone = self.begin(cx)?;

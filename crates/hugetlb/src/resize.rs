@@ -116,6 +116,7 @@ struct Tally {
     batches: AtomicU64,
     gone: AtomicU64,
     carved: AtomicU64,
+    sacrificed: AtomicU64,
 }
 
 fn add(counter: &AtomicU64, n: u64) {
@@ -129,16 +130,16 @@ fn get(counter: &AtomicU64) -> u64 {
 
 /// One resize under way. Workers call [`work`](Resize::work), any number of them, each with its own context; when they
 /// have returned, [`finish`](Resize::finish).
-pub struct Resize<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> {
+pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     pool: &'r HugePool<'m, L>,
-    economy: &'r Economy<'m, E, V>,
+    economy: &'r Economy<'e, E, V>,
     direction: Direction,
     nodes: Nodes,
     node_count: usize,
     /// Pages to allocate, in all.
     want: u64,
     phases: Phases,
-    debts: Lock<SpinLock, Debts<'m, V>>,
+    debts: Lock<SpinLock, Debts<'e, V>>,
     /// First and last group with staged pages.
     low: AtomicU64,
     high: AtomicU64,
@@ -156,17 +157,17 @@ pub struct Resize<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> {
     _alone: Resizing<'r>,
 }
 
-impl<L: RawLock, E: Env, V: DescriptorMap> core::fmt::Debug for Resize<'_, '_, L, E, V> {
+impl<L: RawLock, E: Env, V: DescriptorMap> core::fmt::Debug for Resize<'_, '_, '_, L, E, V> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.debug_struct("Resize").field("direction", &self.direction).field("want", &self.want).finish_non_exhaustive()
     }
 }
 
-impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
+impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, V> {
     /// A resize with nothing to do yet: one of the `open` methods follows.
     pub(crate) fn new(
         pool: &'r HugePool<'m, L>,
-        economy: &'r Economy<'m, E, V>,
+        economy: &'r Economy<'e, E, V>,
         alone: Resizing<'r>,
         nodes: Nodes,
         node_count: usize,
@@ -309,12 +310,11 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
     /// The descriptor blocks of pages of a group.
     fn works(&self, index: usize, group: &Group, mask: u64) -> impl Iterator<Item = Work> {
         let size = self.pool.size();
-        let frozen = group.staged.get();
+        let frozen = if self.pagewise() { mask } else { group.staged.get() };
         let area = self.pool.area_of(index);
         let work = move |pfn: Pfn, mask, heads, frozen| {
             let area = area?;
-            let span = Extent::new(pfn, SPAN).ok()?;
-            Some(Work { block: area.descriptor(pfn)?, span, node: area.node(), mask, heads, frozen })
+            Some(Work { block: area.descriptor(pfn)?, node: area.node(), mask, heads, frozen })
         };
         let first = area.map(|area| area.page(size, index, 0)).unwrap_or_default();
         let small = (size == PageSize::Size2M).then(|| work(first, mask, mask, frozen)).flatten();
@@ -426,7 +426,7 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
                     any = true;
                     self.ready.store(true, Ordering::Relaxed);
                 }
-                Ok(Split::SelfHosted) => {}
+                Ok(Split::NotOurs) => {}
                 // The first one stops the pass; what has been split goes on.
                 Err(_) => self.starved.store(true, Ordering::Relaxed),
             }
@@ -472,10 +472,10 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
     }
 
     /// Flushes if something is owed, and releases it.
-    fn flush(&self) {
+    fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         let Some(debt) = self.debts.lock().owed.take() else { return };
         let range: VirtRange = debt.barrier().range();
-        let receipt = self.economy.flush(range);
+        let receipt = self.economy.flush(cx, range);
         add(&self.tally.flushes, 1);
         match debt.release(&receipt) {
             Ok(chain) => self.debts.lock().loose.append(self.economy.frames, chain),
@@ -538,7 +538,7 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
             let lean = if self.per_group() == 1 { lean } else { 1 << bit };
             let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor));
             group.lean.remove_shared(done);
-            self.flush();
+            self.flush(cx);
             if done & 1 << bit == 0 {
                 return false;
             }
@@ -553,6 +553,70 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
         false
     }
 
+    // Demoting: one worker, no phases.
+
+    /// Gives the staged pages' blocks a head for every 2 MiB, or (economy being off) all their descriptors; flushes once
+    /// and frees what that leaves. Pages whose descriptors could not be had stay lean as they were.
+    pub(crate) fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        self.ready.store(false, Ordering::Relaxed);
+        add(&self.tally.batches, 1);
+        for unit in 0..self.units() {
+            let Some((index, group, page)) = self.group_of(unit) else { continue };
+            let lean = group.lean.get() & page != 0;
+            let ready = match (lean, self.economy.is_enabled()) {
+                (true, false) => {
+                    let done = self.restore_from(cx, index, group, page, &mut Source::Allocator);
+                    group.lean.remove_shared(done);
+                    done == page
+                }
+                (false, false) => true,
+                (_, true) => {
+                    let mut all = true;
+                    for mut work in self.works(index, group, page) {
+                        work.heads = u64::MAX;
+                        let mut edit = Edit::default();
+                        all &= match lean {
+                            true => self.economy.reshape(cx, &work, &mut edit).is_ok(),
+                            false => self.economy.split(cx, &work, &mut edit) == Ok(Split::Swapped),
+                        };
+                        self.settle(cx, &work, edit);
+                        if !all {
+                            break;
+                        }
+                    }
+                    // Some blocks may be lean by now, so the page counts as lean; restoring skips those that are not.
+                    group.lean.add_shared(page);
+                    all
+                }
+            };
+            if ready {
+                group.demoting.add_shared(page);
+            }
+        }
+        self.flush(cx);
+        while self.free_some(cx) {}
+    }
+
+    /// Calls `each` with every prepared page, whether it is zero and lean; it is the callee's from then on.
+    pub(crate) fn each_demotable(&self, mut each_page: impl FnMut(Pfn, bool, bool)) {
+        for unit in 0..self.units() {
+            let Some((index, group, page)) = self.group_of(unit) else { continue };
+            let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
+            let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
+            for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
+                bits.remove_shared(page);
+            }
+            each_page(area.page(self.pool.size(), index, page.trailing_zeros().into()), zero, lean);
+        }
+    }
+
+    /// Puts what is still staged back and says what was done.
+    pub(crate) fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> Report {
+        self.enter(cx, false);
+        self.complete(|_| {});
+        *self.report.lock()
+    }
+
     // Freeing.
 
     fn chain_units(&self) -> u64 {
@@ -560,6 +624,16 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
     }
 
     fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, unit: u64) {
+        self.free_some(cx);
+        if !self.direction.grows()
+            && let Some((index, group, staged)) = self.group_of(unit)
+        {
+            self.free_pages(cx, index, group, staged & !group.lean.get());
+        }
+    }
+
+    /// Frees extents that a flush has released; whether there were any.
+    fn free_some<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
         let mut batch = [Extent::default(); FREES];
         let mut count = 0;
         {
@@ -574,11 +648,7 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
         }
         let freed: u64 = batch[..count].iter().map(|extent| self.economy.free(cx, *extent)).sum();
         add(&self.tally.freed_frames, freed);
-        if !self.direction.grows()
-            && let Some((index, group, staged)) = self.group_of(unit)
-        {
-            self.free_pages(cx, index, group, staged & !group.lean.get());
-        }
+        count != 0
     }
 
     /// Frees pages whose descriptors are whole: a run at once.
@@ -609,20 +679,16 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
             Direction::Grow { .. } | Direction::Boot => {
                 self.starved.store(false, Ordering::Relaxed);
                 self.split(cx, index, group, page);
-                self.flush();
+                self.flush(cx);
                 self.remap(cx, index, group, page);
-                self.flush();
-                while self.chain_units() != 0 {
-                    self.free(cx, u64::MAX);
-                }
+                self.flush(cx);
+                while self.free_some(cx) {}
             }
             Direction::Shrink { .. } => {
                 self.restore(cx, index, group, page);
-                self.flush();
+                self.flush(cx);
                 self.free_pages(cx, index, group, page & !group.lean.get());
-                while self.chain_units() != 0 {
-                    self.free(cx, u64::MAX);
-                }
+                while self.free_some(cx) {}
             }
         }
     }
@@ -633,14 +699,14 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
         match (phase, self.direction) {
             (phase::ALLOC, _) => self.after_alloc(cx),
             (phase::SPLIT, _) => {
-                self.flush();
+                self.flush(cx);
                 match self.ready.swap(false, Ordering::Relaxed) {
                     true => self.phases.open(phase::REMAP, self.units()),
                     false => self.open_free(cx),
                 }
             }
             (phase::REMAP | phase::RESTORE, _) => {
-                self.flush();
+                self.flush(cx);
                 self.open_free(cx);
             }
             (_, Direction::Grow { .. } | Direction::Boot) => self.after_grow(cx),
@@ -697,7 +763,7 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
             self.begin_batch();
             return self.phases.open(phase::SPLIT, self.units());
         }
-        if starved && short && !self.pagewise() && self.sacrifice(cx) {
+        if starved && !self.pagewise() && self.sacrifice(cx) {
             self.begin_batch();
             return self.phases.open(phase::SPLIT, self.units());
         }
@@ -713,26 +779,30 @@ impl<'r, 'm, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, L, E, V> {
         self.enqueue(cx);
     }
 
-    /// Memory is out to the last frame, so that no table can be made: one page that is not prepared goes, to be got back
-    /// when the others have paid for it. Once.
+    /// Memory is out to the last frame, so that no table can be made: one page goes, and is got back when the others have
+    /// paid for it, as the first block that is swapped does. So there must be such a block. Once.
     fn sacrifice<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
-        if get(&self.tally.carved) != 0 {
+        if get(&self.tally.sacrificed) != 0 || self.per_group() != 1 || !self.economy.policy.swap {
             return false;
         }
-        for index in (get(&self.low) as usize..=get(&self.high) as usize).rev() {
-            let Some(group) = self.pool.group(index) else { continue };
-            let fat = group.staged.get() & !group.lean.get();
-            // Not one of a group that could be swapped whole, if that can be helped.
-            if fat == 0 || (fat == u64::MAX && index as u64 != get(&self.low)) {
-                continue;
-            }
-            add(&self.tally.carved, 1);
-            self.free_pages(cx, index, group, highest(fat, 1));
-            self.tally.gone.fetch_sub(1, Ordering::Relaxed);
-            self.tally.allocated.fetch_sub(1, Ordering::Relaxed);
-            return true;
+        let fat = |index: u64| self.pool.group(index as usize).map_or(0, |group| group.staged.get() & !group.lean.get());
+        let groups = || get(&self.low)..=get(&self.high);
+        let whole = groups().filter(|index| fat(*index) == u64::MAX).count();
+        // Preferably one of a block that is not whole anyway.
+        let victim = groups().filter(|index| !matches!(fat(*index), 0 | u64::MAX)).next_back();
+        let victim = victim.or_else(|| groups().filter(|index| fat(*index) != 0 && whole > 1).next_back());
+        let Some((index, group)) = victim.and_then(|index| Some((index, self.pool.group(index as usize)?))) else {
+            return false;
+        };
+        if whole == 0 {
+            return false;
         }
-        false
+        add(&self.tally.sacrificed, 1);
+        self.free_pages(cx, index as usize, group, highest(fat(index), 1));
+        // It has not left the pool, in which it never was.
+        self.tally.gone.fetch_sub(1, Ordering::Relaxed);
+        self.tally.allocated.fetch_sub(1, Ordering::Relaxed);
+        true
     }
 
     /// All staged pages enter the pool: one lock round.

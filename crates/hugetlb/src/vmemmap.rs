@@ -61,8 +61,6 @@ const PAGES: usize = 8;
 pub(crate) struct Work {
     /// Where it is.
     pub(crate) block: VirtAddr,
-    /// The frames that it describes: 128 MiB.
-    pub(crate) span: Extent,
     pub(crate) node: NodeId,
     /// Which of its 64 × 8 pages to work on.
     pub(crate) mask: u64,
@@ -99,8 +97,8 @@ pub(crate) enum Split {
     Swapped,
     /// There is a table; the second pass can remap its entries.
     Ready,
-    /// The descriptors lie in the memory that they describe: they stay as they are.
-    SelfHosted,
+    /// The frames behind the descriptors are not the allocator's, so they cannot be freed to it.
+    NotOurs,
 }
 
 /// Where restoring gets frames from.
@@ -174,16 +172,25 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         self.on.load(Ordering::Relaxed)
     }
 
+    /// How it economises.
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
     /// How many flushes there were.
     pub fn flushes(&self) -> u64 {
         // Relaxed: a statistic.
         self.flushes.load(Ordering::Relaxed)
     }
 
-    /// Frames that are shared by everybody: tail pages and tables.
+    /// Frames that are shared by everybody and stay for ever: tail pages and tables of them.
+    pub fn shared(&self) -> impl Iterator<Item = Pfn> {
+        self.tails.iter().flat_map(|tail| [&tail.page, &tail.table]).filter_map(tail::published)
+    }
+
+    /// How many they are.
     pub fn shared_frames(&self) -> u64 {
-        let words = self.tails.iter().flat_map(|tail| [&tail.page, &tail.table]);
-        words.filter(|word| tail::published(*word).is_some()).count() as u64
+        self.shared().count() as u64
     }
 
     /// Whose descriptor a store to `at` was meant for, if it trapped because the descriptor is a shared read-only tail:
@@ -212,6 +219,7 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
 
     /// Frees frames that nothing maps.
     pub(crate) fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
+        self.map.freed(extent);
         // SAFETY: the callers own the frames: they were allocated here and never mapped, or came off a chain that a flush
         // released.
         self.frames.free_extent(cx, unsafe { Dirty::assume_owned(extent) })
@@ -222,10 +230,14 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
     }
 
     /// Flushes for all debts so far; the receipt releases them.
-    pub(crate) fn flush(&self, range: VirtRange) -> hugemm_base::Flushed<'m, V::Kind, V::Held> {
+    pub(crate) fn flush<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        range: VirtRange,
+    ) -> hugemm_base::Flushed<'m, V::Kind, V::Held> {
         // Relaxed: a statistic.
         self.flushes.fetch_add(1, Ordering::Relaxed);
-        self.map.flush(range)
+        self.map.flush(cx, range)
     }
 
     /// Puts what an edit left behind the next flush.
@@ -341,8 +353,8 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         match self.map.mapped(work.block) {
             Mapped::Whole(old) => {
                 let old = Extent::block(old, Order::largest_within(ENTRIES as u64).unwrap_or(Order::ZERO));
-                if !work.span.intersection(old).is_empty() {
-                    return Ok(Split::SelfHosted);
+                if self.frames.node_of(old.base()).is_none() {
+                    return Ok(Split::NotOurs);
                 }
                 if whole && self.policy.swap && self.map.may_change_size() {
                     let to = match work.heads {
@@ -365,11 +377,9 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
                 Ok(Split::Ready)
             }
             Mapped::Table(frame) => {
+                self.table(frame)?;
                 self.tail(cx, work.node)?;
-                let mut hosted = false;
-                let table = self.table(frame)?;
-                self.owned_runs(table, |run| hosted |= !work.span.intersection(run).is_empty());
-                Ok(if hosted { Split::SelfHosted } else { Split::Ready })
+                Ok(Split::Ready)
             }
             // Descriptors that were never there: a pool made at boot.
             Mapped::Absent if whole => {
