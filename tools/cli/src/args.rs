@@ -51,6 +51,8 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
+    /// A huge page pool grown and shrunk, with and without descriptor economy (seed 004's workload).
+    Pool(crate::pool_args::Pool),
 }
 
 /// The workloads of `perf bench mem`.

@@ -23,6 +23,10 @@ mod mmap;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;
+mod pool;
+mod pool_args;
+mod pool_machine;
+mod pool_projection;
 mod probe;
 mod profile_file;
 mod progress;
@@ -49,6 +53,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames_alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
+        Command::Bench(Bench::Pool(args)) => pool::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

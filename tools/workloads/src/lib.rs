@@ -9,6 +9,7 @@
 //! | [`sweep`] | primitives, and the policy's choice, by chunk and region size (seed 003's tables) |
 //! | [`faults`] | clearing a region page by page as demand faults or prefault would (seed 000's workload) |
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
+//! | [`pool`] | growing and shrinking a huge page pool (seed 004's workload) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
@@ -16,6 +17,7 @@
 pub mod alloc_free;
 pub mod chase;
 pub mod faults;
+pub mod pool;
 pub mod replay;
 pub mod sweep;
 
