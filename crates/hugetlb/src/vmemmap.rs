@@ -376,6 +376,15 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
                 self.set(cx, work.block, Mapped::Table(frame.base()), edit);
                 Ok(Split::Ready)
             }
+            // A block that was divided before: 4 KiB frames, one extent if nobody has changed that.
+            Mapped::Table(frame) if whole && self.policy.swap && work.heads == u64::MAX => {
+                let former = self.table(frame)?;
+                let to = Mapped::Table(self.lean_table(cx, work, edit)?);
+                self.set(cx, work.block, to, edit);
+                self.owned_runs(former, |run| edit.old.push(self.frames, run));
+                edit.old.push(self.frames, one(frame));
+                Ok(Split::Swapped)
+            }
             Mapped::Table(frame) => {
                 self.table(frame)?;
                 self.tail(cx, work.node)?;

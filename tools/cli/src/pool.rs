@@ -64,7 +64,7 @@ pub fn run(args: &Pool) -> Result<()> {
             }
         }
     }
-    let bar = progress::bar((sides.len() * (args.runs as usize + 1)) as u64, machine.quiet());
+    let bar = progress::bar(sides.len() as u64 * u64::from(args.runs), machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
         println!(
@@ -73,18 +73,16 @@ pub fn run(args: &Pool) -> Result<()> {
             args.runs
         );
     }
-    plan.build(&host, threads, &mut metadata, |ground| {
-        // The first round is not counted: it touches the memory.
-        for run in 0..=args.runs {
-            for index in 0..sides.len() {
-                interrupt::check()?;
-                let at = (index + run as usize) % sides.len();
-                bar.inc(1);
-                measure(&host, ground, size, &mut sides[at], run > 0)?;
-            }
+    for run in 0..args.runs {
+        for index in 0..sides.len() {
+            interrupt::check()?;
+            let turn = (index + run as usize) % sides.len();
+            let side = &mut sides[turn];
+            bar.inc(1);
+            // Each side has a machine of its own, so that none finds what another left of the tables.
+            plan.build(&host, threads, &mut metadata, |ground| measure(&host, ground, size, side))?;
         }
-        Ok(())
-    })?;
+    }
     bar.finish_and_clear();
     let (mut rows, mut goals) = (Vec::new(), Goals::new());
     for side in &sides {
@@ -101,29 +99,36 @@ pub fn run(args: &Pool) -> Result<()> {
     machine.report(&args.common, environment, rows)
 }
 
-fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side, counted: bool) -> Result<()> {
+/// Grows and shrinks twice; the first time, which touches the memory, is not counted.
+fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
     let policy = match side.flush {
         Flush::Batch => Policy::default(),
         Flush::Page => Policy { flush: FlushPolicy::Page, swap: false, carve: true },
     };
     let economy = ground.economy(policy);
     economy.set_enabled(side.hvo == Hvo::On);
-    let cycle = ground.with_pool(size, |pool| match side.threads {
-        1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &economy, side.n))??),
-        threads => {
-            let up = together(host, pool, &economy, side.n, threads)?;
-            let down = together(host, pool, &economy, 0, threads)?;
-            Ok(Cycle { up, down })
+    for counted in [false, true] {
+        let cycle = ground.with_pool(size, |pool| match side.threads {
+            1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &economy, side.n))??),
+            threads => {
+                let up = together(host, pool, &economy, side.n, threads)?;
+                let down = together(host, pool, &economy, 0, threads)?;
+                Ok(Cycle { up, down })
+            }
+        })?;
+        let (entered, left) = (cycle.up.report.entered, cycle.down.report.left);
+        if (entered, left) != (side.n, side.n) {
+            bail!("{entered} of {} pages entered and {left} left; use a smaller -n", side.n);
         }
-    })?;
-    if cycle.up.report.entered != side.n || cycle.down.report.left != side.n {
-        bail!("{} of {} pages entered and {} left; use a smaller -n", cycle.up.report.entered, side.n, cycle.down.report.left);
+        if counted {
+            side.up.push(cycle.up.each());
+            side.down.push(cycle.down.each());
+        }
+        // Tables are made the first time: what the seed's flushes were about.
+        if !counted {
+            side.last = cycle;
+        }
     }
-    if counted {
-        side.up.push(cycle.up.each());
-        side.down.push(cycle.down.each());
-    }
-    side.last = cycle;
     Ok(())
 }
 
