@@ -105,11 +105,7 @@ impl Add for Counts {
     type Output = Counts;
 
     fn add(self, other: Counts) -> Counts {
-        Counts {
-            total: self.total + other.total,
-            free: self.free + other.free,
-            surplus: self.surplus + other.surplus,
-        }
+        Counts { total: self.total + other.total, free: self.free + other.free, surplus: self.surplus + other.surplus }
     }
 }
 

@@ -9,14 +9,19 @@
 //! |---|---|
 //! | [`counts`] | what a pool counts, and what each event does to it |
 //! | `group.rs` | 64 pages to a cache line; where they and their descriptors are |
+//! | `page.rs` | the handle on a page |
 //! | `pool.rs` | handing out, taking back, reservations |
-//! | `resize.rs` | growing and shrinking; what happens when memory runs out half way |
+//! | `resize.rs` | the course of a resize; `resize/grow.rs`, `resize/shrink.rs`: what happens when memory runs out |
+//! | `resize/debts.rs` | what is owed until a flush |
+//! | `resize/dequeue.rs` | which pages leave |
+//! | `resize/demote.rs` | 1 GiB pages become 2 MiB pages |
 //! | `phases.rs` | several CPUs, one of them alone between two phases |
 //! | `ops.rs` | sizes, overcommitting, tidying up, dissolving, filling at boot |
-//! | `demote.rs` | 1 GiB pages become 2 MiB pages |
 //! | `vmemmap.rs` | which descriptors are kept, and the order of edits, flushes and frees |
+//! | `vmemmap/optimise.rs`, `vmemmap/restore.rs` | the edits |
 //! | `tail.rs` | the shared tail page of a node |
 //! | `mapping.rs` | the seam to the page tables behind descriptors |
+//! | `paged_map.rs` | hardware's page tables behind it |
 //! | `soft_map.rs` | such tables walked in software |
 //!
 //! The crate needs no heap and keeps no global state; the caller supplies memory for [`Group`]s (one cache line per 64
@@ -30,10 +35,11 @@
 #![cfg_attr(not(any(test, loom)), no_std)]
 
 pub mod counts;
-mod demote;
 mod group;
 mod mapping;
 mod ops;
+mod page;
+mod paged_map;
 mod phases;
 mod pool;
 mod resize;
@@ -43,8 +49,10 @@ mod vmemmap;
 
 pub use counts::Counts;
 pub use group::{Area, Group};
-pub use mapping::{DescriptorMap, ENTRIES, Leaf, Lost, Mapped};
-pub use pool::{HugePage, HugePool, Nodes, PoolCounts, PoolError};
+pub use mapping::{DescriptorMap, ENTRIES, Leaf, Mapped};
+pub use page::HugePage;
+pub use paged_map::PagedMap;
+pub use pool::{HugePool, Nodes, PoolCounts, PoolError};
 pub use resize::{Report, Resize};
 pub use soft_map::{Descriptors, FlatMemory, SoftMap, WalkCache};
 pub use tail::Tail;

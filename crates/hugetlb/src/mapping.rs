@@ -23,8 +23,6 @@ pub enum Mapped {
     Whole(Pfn),
     /// By the table in this frame, whose entries say what may be written.
     Table(Pfn),
-    /// By the table in this frame, below which nothing may be written, whatever its entries say.
-    ReadOnly(Pfn),
 }
 
 /// What an entry of a table maps.
@@ -118,15 +116,5 @@ impl Table {
     pub(crate) fn set(&self, index: usize, entry: u64) {
         // Relaxed: ordered after the frame's content by the barrier of whoever fills it (see `vmemmap`).
         self.entry(index).store(entry, Ordering::Relaxed);
-    }
-}
-
-/// Where a mapping's dropped debts wait if nobody collects them: for ever. Frames are lost, never used early.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Lost;
-
-impl Quarantine<ExtentChain> for Lost {
-    fn take(&self, value: ExtentChain, _range: VirtRange) {
-        drop(value);
     }
 }

@@ -3,7 +3,8 @@
 use crate::counts::{self, Plan};
 use crate::group::{GROUP, each};
 use crate::mapping::DescriptorMap;
-use crate::pool::{HugePage, HugePool, Nodes, PoolError};
+use crate::page::HugePage;
+use crate::pool::{HugePool, Nodes, PoolError};
 use crate::resize::{Direction, Leaving, Report, Resize, Stay};
 use crate::vmemmap::Economy;
 use hugemm_base::lock::RawLock;
@@ -34,8 +35,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             let target = target.saturating_add(all.persistent() - allowed.persistent());
             let plan: Plan = counts::plan(all, state.reserved, allowed, target);
             let (mut keep, mut lend) = (plan.keep, plan.lend);
-            let removed =
-                self.dequeue(state.nodes, nodes, plan.remove, Leaving::Persistent, |index, bits| resize.stage(index, bits));
+            let removed = self
+                .dequeue(state.nodes, nodes, plan.remove, Leaving::Persistent, |index, bits| resize.stage(index, bits));
             // What could not be found on the nodes allowed is lent instead.
             lend += plan.remove - removed;
             for (_, counts) in state.nodes.iter_mut().enumerate().filter(|(node, _)| nodes.include(*node)) {

@@ -88,9 +88,8 @@ impl<W: AtomicWord> Phases<W> {
     /// The next thing to do.
     pub(crate) fn next(&self) -> Step {
         // Acquire pairs with the Release in `open`: a worker of a phase sees what was done before the phase.
-        let taken = self.0.transition(Ordering::Acquire, Ordering::Acquire, |word| {
-            State::unpack(word).take().map(State::pack)
-        });
+        let taken =
+            self.0.transition(Ordering::Acquire, Ordering::Acquire, |word| State::unpack(word).take().map(State::pack));
         match taken.map(State::unpack) {
             Ok(State { phase, taken, .. }) => Step::Unit { phase, unit: taken },
             Err(word) if State::unpack(word).phase == FINISHED => Step::Finished,
@@ -102,9 +101,9 @@ impl<W: AtomicWord> Phases<W> {
     /// [`finish`](Phases::finish).
     pub(crate) fn complete(&self) -> bool {
         // Release and Acquire: whoever completes the last unit sees what was done in all of them.
-        let done = self.0.transition(Ordering::AcqRel, Ordering::Relaxed, |word| {
-            State::unpack(word).complete().map(State::pack)
-        });
+        let done = self
+            .0
+            .transition(Ordering::AcqRel, Ordering::Relaxed, |word| State::unpack(word).complete().map(State::pack));
         done.is_ok_and(|word| State::unpack(word).complete().is_some_and(State::is_over))
     }
 

@@ -5,53 +5,12 @@
 
 use crate::counts::{self, Counts};
 use crate::group::{Area, GROUP, Group, each};
+use crate::page::HugePage;
 use core::fmt;
 use hugemm_base::lock::{Lock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, PageSize, Pfn, Zeroed};
-
-/// One page of a pool; whoever has it owns its frames. It goes back with [`HugePool::put`].
-#[derive(Debug, PartialEq, Eq)]
-#[must_use = "dropping this loses the page: put it back"]
-pub struct HugePage {
-    pfn: Pfn,
-    size: PageSize,
-    zero: bool,
-}
-
-impl HugePage {
-    /// Which frames.
-    pub const fn extent(&self) -> Extent {
-        Extent::block(self.pfn, self.size.order())
-    }
-
-    /// Its size.
-    pub const fn size(&self) -> PageSize {
-        self.size
-    }
-
-    /// Whether all its bytes were known to be zero when it was handed out.
-    pub const fn is_zero(&self) -> bool {
-        self.zero
-    }
-
-    /// Gives up the handle for what is known of the content.
-    pub fn into_content(self) -> Result<Zeroed, Dirty> {
-        let (extent, zero) = (self.extent(), self.zero);
-        // SAFETY: the handle owned the frames, and the pool was told that they are zero.
-        if zero { Ok(unsafe { Zeroed::assume_owned(extent) }) } else { Err(unsafe { Dirty::assume_owned(extent) }) }
-    }
-
-    /// The handle again, for a page that was kept as a number. What was known of its content is forgotten.
-    ///
-    /// # Safety
-    ///
-    /// The caller owns the frames of a page that its pool handed out.
-    pub const unsafe fn assume_owned(pfn: Pfn, size: PageSize) -> Self {
-        HugePage { pfn, size, zero: false }
-    }
-}
+use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn};
 
 /// Which nodes an operation is about.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -297,12 +256,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Takes a page back, whose bytes are anything. `restore` makes the reservation that it was taken with good again.
     /// True: there is something for [`tidy`](HugePool::tidy) to do, now or by a worker. Any context but NMI; one lock
     /// round, two cache lines. An error hands the page back.
-    pub fn put<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        page: HugePage,
-        restore: bool,
-    ) -> Result<bool, (HugePage, PoolError)> {
+    pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, page: HugePage, restore: bool) -> Result<bool, (HugePage, PoolError)> {
         let Some((area, index, bit)) = self.find(page.pfn).filter(|_| page.size == self.size) else {
             return Err((page, PoolError::NotInPool));
         };

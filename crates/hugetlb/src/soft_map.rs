@@ -10,20 +10,24 @@ use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine, TlbHw, VirtAddr,
-    VirtRange,
+    CpuCx, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine, RangeSet,
+    VirtAddr, VirtRange,
 };
 
 /// What a machine remembers of walks, if anything: a model of TLBs.
 ///
 /// # Safety
 ///
-/// As [`TlbHw`]; and [`lookup`](WalkCache::lookup) answers what `walk` answers or has answered since the last flush.
-pub unsafe trait WalkCache: TlbHw {
+/// [`lookup`](WalkCache::lookup) answers what `walk` answers, or has answered to the same CPU for an address of a range
+/// that has not been flushed since.
+pub unsafe trait WalkCache {
     /// Translates an address, by memory or by `walk`.
     fn lookup(&self, _at: VirtAddr, walk: impl Fn() -> Option<Leaf>) -> Option<Leaf> {
         walk()
     }
+
+    /// Forgets a range, on all CPUs.
+    fn flush(&self, _range: VirtRange) {}
 
     /// Frames are about to be freed.
     fn freed(&self, _frames: Extent) {}
@@ -75,28 +79,22 @@ pub struct SoftMap<'m, H, Q> {
     blocks: &'m [AtomicU64],
     memory: FlatMemory,
     hw: H,
-    cpus: &'m [u64],
     domain: FlushDomain<Descriptors, Q>,
 }
 
 impl<H, Q> core::fmt::Debug for SoftMap<'_, H, Q> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("SoftMap").field("first", &self.first).field("blocks", &self.blocks.len()).finish_non_exhaustive()
+        f.debug_struct("SoftMap")
+            .field("first", &self.first)
+            .field("blocks", &self.blocks.len())
+            .finish_non_exhaustive()
     }
 }
 
 impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
-    /// Tables for the blocks from `first` on, one entry each, zero at first. `hw` flushes whatever remembers walks, on
-    /// the CPUs whose bits are set in `cpus`.
-    pub fn new(
-        first: VirtAddr,
-        blocks: &'m [AtomicU64],
-        memory: FlatMemory,
-        hw: H,
-        cpus: &'m [u64],
-        quarantine: Q,
-    ) -> Self {
-        SoftMap { first, blocks, memory, hw, cpus, domain: FlushDomain::new(quarantine) }
+    /// Tables for the blocks from `first` on, one entry each, zero at first. `hw` is what remembers walks.
+    pub fn new(first: VirtAddr, blocks: &'m [AtomicU64], memory: FlatMemory, hw: H, quarantine: Q) -> Self {
+        SoftMap { first, blocks, memory, hw, domain: FlushDomain::new(quarantine) }
     }
 
     /// Whatever flushes.
@@ -123,9 +121,6 @@ impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
             Mapped::Absent => None,
             Mapped::Whole(first) => Some(Leaf { frame: Pfn::new(first.number() + page as u64), writable: true }),
             Mapped::Table(table) => self.decode(Table::at(self, table)?.get(page)),
-            Mapped::ReadOnly(table) => {
-                self.decode(Table::at(self, table)?.get(page)).map(|leaf| Leaf { writable: false, ..leaf })
-            }
         }
     }
 
@@ -143,7 +138,6 @@ fn pack(to: Mapped) -> u64 {
         Mapped::Absent => return 0,
         Mapped::Whole(pfn) => (pfn, PRESENT | WRITABLE | LARGE),
         Mapped::Table(pfn) => (pfn, PRESENT | WRITABLE),
-        Mapped::ReadOnly(pfn) => (pfn, PRESENT),
     };
     pfn.number() << PAGE_SHIFT | flags
 }
@@ -153,8 +147,7 @@ fn unpack(entry: u64) -> Mapped {
     match entry & (PRESENT | WRITABLE | LARGE) {
         0 => Mapped::Absent,
         flags if flags & LARGE != 0 => Mapped::Whole(pfn),
-        flags if flags & WRITABLE != 0 => Mapped::Table(pfn),
-        _ => Mapped::ReadOnly(pfn),
+        _ => Mapped::Table(pfn),
     }
 }
 
@@ -199,8 +192,10 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
     }
 
     fn flush<P: Cpu>(&self, _cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Descriptors, Q> {
-        // SAFETY: `cpus` is every CPU that walks these tables.
-        unsafe { self.domain.flush(&self.hw, self.cpus, range) }
+        let mut ranges = RangeSet::EMPTY;
+        ranges.add(range);
+        // SAFETY: `hw` is all that remembers walks, on any CPU, and forgets the range; nothing remembers tables.
+        unsafe { self.domain.flush(ranges, true, |_| self.hw.flush(range)) }
     }
 
     fn freed(&self, frames: Extent) {

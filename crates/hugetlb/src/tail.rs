@@ -28,8 +28,12 @@ pub(crate) fn published(word: &impl AtomicWord) -> Option<Pfn> {
 /// Publishes a filled frame; an error is the frame that somebody else has published, and `frame` is the caller's again.
 pub(crate) fn publish(word: &impl AtomicWord, frame: Pfn) -> Result<(), Pfn> {
     // Release pairs with the Acquire in `published` and in a failed attempt here.
-    let won = word
-        .transition(Ordering::AcqRel, Ordering::Acquire, |seen| if seen == 0 { Some(frame.number() + 1) } else { None });
+    let won =
+        word.transition(
+            Ordering::AcqRel,
+            Ordering::Acquire,
+            |seen| if seen == 0 { Some(frame.number() + 1) } else { None },
+        );
     won.map(drop).map_err(|theirs| Pfn::new(theirs - 1))
 }
 

@@ -45,8 +45,12 @@
 //! Only splitting, swapping and restoring allocate, each before its first store. So an edit is whole or not made, there is
 //! nothing to roll back in the page tables, and what failed can be tried again when the batch's own frames have come back.
 
-use crate::group::each;
-use crate::mapping::{DescriptorMap, ENTRIES, Leaf, Mapped, Table};
+mod optimise;
+mod restore;
+
+pub(crate) use restore::Source;
+
+use crate::mapping::{DescriptorMap, ENTRIES, Mapped, Table};
 use crate::tail::{self, Tail};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
@@ -99,15 +103,6 @@ pub(crate) enum Split {
     Ready,
     /// The frames behind the descriptors are not the allocator's, so they cannot be freed to it.
     NotOurs,
-}
-
-/// Where restoring gets frames from.
-#[derive(Debug)]
-pub(crate) enum Source<'a> {
-    /// The allocator.
-    Allocator,
-    /// The end of a page that is being freed.
-    Donor(&'a mut Extent),
 }
 
 /// How descriptors are economised.
@@ -199,7 +194,7 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         let block = VirtAddr::new(at.get() & !0x1f_ffff);
         let index = (at.get() >> 12) as usize % ENTRIES;
         let table = match self.map.mapped(block) {
-            Mapped::Table(table) | Mapped::ReadOnly(table) => Table::at(self.map, table)?,
+            Mapped::Table(table) => Table::at(self.map, table)?,
             Mapped::Absent | Mapped::Whole(_) => return None,
         };
         let leaf = self.map.decode(table.get(index))?;
@@ -242,7 +237,8 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
 
     /// Puts what an edit left behind the next flush.
     pub(crate) fn owe(&self, edit: &mut Edit, range: VirtRange) -> Debt<'m, V> {
-        self.map.domain().unhooked(core::mem::take(&mut edit.old), range)
+        // Tables are among them.
+        self.map.domain().unhooked_tables(core::mem::take(&mut edit.old), range)
     }
 
     /// The node's tail page.
@@ -286,42 +282,8 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         }
     }
 
-    /// A table in which all is tail but the heads, which get frames of their own, contiguous where possible. Nothing is
-    /// allocated if it fails.
-    fn lean_table<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<Pfn, AllocError> {
-        let page = self.tail(cx, work.node)?;
-        let frame = self.alloc(cx, Order::ZERO, work.node)?;
-        let table = self.table_or_free(cx, frame)?;
-        tail::fill_table(self.map, table, page);
-        let mut heads = each(work.heads);
-        let mut left = u64::from(work.heads.count_ones());
-        edit.allocated += 1 + left;
-        let mut most = Order::MAX;
-        while let Some(fits) = Order::largest_within(left) {
-            let order = fits.min(most);
-            match self.alloc(cx, order, work.node) {
-                Ok(extent) => {
-                    for (pfn, head) in (extent.base().number()..extent.end().number()).zip(heads.by_ref()) {
-                        let leaf = Leaf { frame: Pfn::new(pfn), writable: true };
-                        table.set(head as usize * PAGES, self.map.encode(leaf));
-                    }
-                    left -= extent.pages();
-                }
-                // No block that large: smaller ones do.
-                Err(AllocError::OutOfMemory) if order > Order::ZERO => {
-                    most = Order::new(order.get() - 1).unwrap_or(Order::ZERO);
-                }
-                Err(error) => {
-                    edit.allocated -= 1 + u64::from(work.heads.count_ones());
-                    self.owned_runs(table, |run| {
-                        self.free(cx, run);
-                    });
-                    self.free(cx, frame);
-                    return Err(error);
-                }
-            }
-        }
-        Ok(frame.base())
+    fn is_shared(&self, table: Pfn) -> bool {
+        self.tails.iter().any(|tail| tail::published(&tail.table) == Some(table))
     }
 
     /// The runs of frames that a table maps writable, which are nobody else's.
@@ -345,237 +307,6 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         // same frames, and all other edits are of blocks whose pages are frozen and the batch's. Frames that are mapped
         // no longer go on `edit.old`, behind a flush.
         unsafe { self.map.set(block, to) }
-    }
-
-    /// First pass: makes the block lean if all of it belongs to the batch, or gives it a table.
-    pub(crate) fn split<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<Split, AllocError> {
-        let whole = work.mask == u64::MAX && work.frozen == u64::MAX;
-        match self.map.mapped(work.block) {
-            Mapped::Whole(old) => {
-                let old = Extent::block(old, Order::largest_within(ENTRIES as u64).unwrap_or(Order::ZERO));
-                if self.frames.node_of(old.base()).is_none() {
-                    return Ok(Split::NotOurs);
-                }
-                if whole && self.policy.swap && self.map.may_change_size() {
-                    let to = match work.heads {
-                        0 => Mapped::ReadOnly(self.tail_table(cx, work.node)?),
-                        _ => Mapped::Table(self.lean_table(cx, work, edit)?),
-                    };
-                    self.set(cx, work.block, to, edit);
-                    edit.old.push(self.frames, old);
-                    return Ok(Split::Swapped);
-                }
-                // The second pass must not need memory.
-                self.tail(cx, work.node)?;
-                let frame = self.alloc(cx, Order::ZERO, work.node)?;
-                let table = self.table_or_free(cx, frame)?;
-                for (index, pfn) in (old.base().number()..old.end().number()).enumerate() {
-                    table.set(index, self.map.encode(Leaf { frame: Pfn::new(pfn), writable: true }));
-                }
-                edit.allocated += 1;
-                self.set(cx, work.block, Mapped::Table(frame.base()), edit);
-                Ok(Split::Ready)
-            }
-            // A block that was divided before: 4 KiB frames, one extent if nobody has changed that.
-            Mapped::Table(frame) if whole && self.policy.swap && work.heads == u64::MAX => {
-                let former = self.table(frame)?;
-                let to = Mapped::Table(self.lean_table(cx, work, edit)?);
-                self.set(cx, work.block, to, edit);
-                self.owned_runs(former, |run| edit.old.push(self.frames, run));
-                edit.old.push(self.frames, one(frame));
-                Ok(Split::Swapped)
-            }
-            Mapped::Table(frame) => {
-                self.table(frame)?;
-                self.tail(cx, work.node)?;
-                Ok(Split::Ready)
-            }
-            // Descriptors that were never there: a pool made at boot.
-            Mapped::Absent if whole => {
-                let to = match work.heads {
-                    0 => Mapped::ReadOnly(self.tail_table(cx, work.node)?),
-                    _ => Mapped::Table(self.lean_table(cx, work, edit)?),
-                };
-                self.set(cx, work.block, to, edit);
-                Ok(Split::Swapped)
-            }
-            Mapped::ReadOnly(_) => Ok(Split::Swapped),
-            Mapped::Absent => Err(AllocError::OutOfMemory),
-        }
-    }
-
-    /// Second pass, after a flush: maps tails to the shared page. Allocates nothing and cannot fail.
-    pub(crate) fn remap(&self, work: &Work, edit: &mut Edit) {
-        let Mapped::Table(frame) = self.map.mapped(work.block) else { return };
-        let slot = self.tails.get(work.node.0 as usize).and_then(|slot| tail::published(&slot.page));
-        let (Some(page), Some(table)) = (slot, Table::at(self.map, frame)) else { return };
-        let entry = self.map.encode(Leaf { frame: page, writable: false });
-        let Edit { old, stored, .. } = edit;
-        let mut forget = |run: Extent| old.push(self.frames, run);
-        let mut run = Extent::default();
-        for group in each(work.mask) {
-            let first = group as usize * PAGES;
-            let kept = (work.heads >> group & 1) as usize;
-            for index in first + kept..first + PAGES {
-                if let Some(leaf) = self.map.decode(table.get(index)).filter(|leaf| leaf.writable) {
-                    run = extend(run, leaf.frame, &mut forget);
-                    table.set(index, entry);
-                    *stored = true;
-                }
-            }
-        }
-        each_unless_empty(run, &mut forget);
-    }
-
-    /// Gives every descriptor of `work.mask` a frame of its own again; returns which of the mask have theirs, all of it
-    /// unless memory ran out. Frames that hold nothing are mapped as they are.
-    pub(crate) fn restore<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        work: &Work,
-        source: &mut Source<'_>,
-        edit: &mut Edit,
-    ) -> u64 {
-        let (frame, shared) = match self.map.mapped(work.block) {
-            Mapped::Whole(_) => return work.mask,
-            Mapped::Table(frame) => (Some(frame), false),
-            Mapped::ReadOnly(_) => (None, true),
-            Mapped::Absent => (None, false),
-        };
-        if work.frozen == u64::MAX
-            && let Some(whole) = self.obtain(cx, 9, work.node, source, edit)
-        {
-            self.set(cx, work.block, Mapped::Whole(whole.base()), edit);
-            if let Some(frame) = frame
-                && let Ok(table) = self.table(frame)
-            {
-                self.owned_runs(table, |run| edit.old.push(self.frames, run));
-                edit.old.push(self.frames, one(frame));
-            }
-            return work.mask;
-        }
-        let frame = match frame {
-            Some(frame) => frame,
-            None if shared => match self.private_table(cx, work, source, edit) {
-                Some(frame) => frame,
-                None => return 0,
-            },
-            None => return 0,
-        };
-        let Ok(table) = self.table(frame) else { return 0 };
-        let mut done = 0;
-        for group in each(work.mask) {
-            if !self.restore_group(cx, work, table, group as usize * PAGES, source, edit) {
-                break;
-            }
-            done |= 1 << group;
-        }
-        done
-    }
-
-    /// The descriptor pages of one 2 MiB: all or none.
-    fn restore_group<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        work: &Work,
-        table: Table,
-        first: usize,
-        source: &mut Source<'_>,
-        edit: &mut Edit,
-    ) -> bool {
-        let missing = |index: &usize| self.map.decode(table.get(*index)).is_none_or(|leaf| !leaf.writable);
-        let mut indices = (first..first + PAGES).filter(missing);
-        let mut left = indices.clone().count() as u64;
-        let mut got = [Extent::default(); PAGES];
-        let mut most = 3;
-        for slot in &mut got {
-            let Some(fits) = Order::largest_within(left) else { break };
-            most = fits.get().min(most);
-            *slot = loop {
-                match self.obtain(cx, most, work.node, source, edit) {
-                    Some(extent) => break extent,
-                    None if most > 0 => most -= 1,
-                    None => {
-                        for extent in got.into_iter().filter(|extent| !extent.is_empty()) {
-                            self.give_back(cx, extent, source, edit);
-                        }
-                        return false;
-                    }
-                }
-            };
-            left -= slot.pages();
-        }
-        let frames = got.iter().flat_map(|extent| extent.base().number()..extent.end().number());
-        for (pfn, index) in frames.zip(&mut indices) {
-            table.set(index, self.map.encode(Leaf { frame: Pfn::new(pfn), writable: true }));
-            edit.stored = true;
-        }
-        true
-    }
-
-    /// A table of its own for a block that has the node's.
-    fn private_table<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        work: &Work,
-        source: &mut Source<'_>,
-        edit: &mut Edit,
-    ) -> Option<Pfn> {
-        let page = self.tail(cx, work.node).ok()?;
-        let frame = self.obtain(cx, 0, work.node, source, edit)?;
-        tail::fill_table(self.map, self.table(frame.base()).ok()?, page);
-        self.set(cx, work.block, Mapped::Table(frame.base()), edit);
-        Some(frame.base())
-    }
-
-    /// Gives a lean block heads where `work.heads` says, in a new table: the descriptors of a page that is being divided.
-    pub(crate) fn reshape<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<(), AllocError> {
-        let former = self.map.mapped(work.block);
-        let table = self.lean_table(cx, work, edit)?;
-        self.set(cx, work.block, Mapped::Table(table), edit);
-        if let Mapped::Table(frame) = former {
-            self.owned_runs(self.table(frame)?, |run| edit.old.push(self.frames, run));
-            edit.old.push(self.frames, one(frame));
-        }
-        Ok(())
-    }
-
-    fn obtain<P: Cpu>(
-        &self,
-        cx: &CpuCx<'_, P>,
-        order: u32,
-        node: NodeId,
-        source: &mut Source<'_>,
-        edit: &mut Edit,
-    ) -> Option<Extent> {
-        let order = Order::new(order).ok()?;
-        let got = match source {
-            Source::Allocator => self.alloc(cx, order, node).ok(),
-            Source::Donor(page) if page.pages() >= order.pages() => {
-                let (rest, end) = page.split_at(page.pages() - order.pages());
-                **page = rest;
-                Some(end)
-            }
-            Source::Donor(_) => None,
-        }?;
-        edit.allocated += got.pages();
-        Some(got)
-    }
-
-    fn give_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, source: &mut Source<'_>, edit: &mut Edit) {
-        edit.allocated -= extent.pages();
-        match source {
-            Source::Allocator => {
-                self.free(cx, extent);
-            }
-            // A donor gives from its end, last first; what does not fit there any more is only lost to the donor.
-            Source::Donor(page) => match page.join(extent) {
-                Some(longer) => **page = longer,
-                None => {
-                    self.free(cx, extent);
-                }
-            },
-        }
     }
 }
 

@@ -148,7 +148,6 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         let others = Others::new(m, 100);
-        let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
         // A counted page, so that walkers get some references.
         let counted = m.frames.alloc(&cx, hugemm_frames::Request::default()).expect("one");
         let counted = m.frames.count(counted).expect("frozen");
@@ -175,7 +174,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                         if m.frames.try_get(&cx, pfn) == Ok(true) {
                             assert_eq!((pfn, head.map(|(head, _)| head)), (counted, Some(counted)));
                             got.fetch_add(1, Ordering::Relaxed);
-                            m.frames.put(&cx, pfn).expect("ours");
+                            let _ = m.frames.put(&cx, pfn).expect("ours");
                         }
                         looked.fetch_add(1, Ordering::Relaxed);
                     }
@@ -194,11 +193,11 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                 }
                 m.economy.set_enabled(dice(5) != 0);
                 match dice(6) {
-                    0 => drop(m.set(&large, dice(3))),
-                    1 => drop(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1)),
+                    0 => _ = m.set(&large, dice(3)),
+                    1 => _ = large.demote(&mut cx, &m.economy, &small, Nodes::All, 1),
                     2 => {
                         if let Some((page, _)) = small.pages().nth(dice(64) as usize) {
-                            drop(small.dissolve(&mut cx, &m.economy, page));
+                            let _ = small.dissolve(&mut cx, &m.economy, page);
                         }
                     }
                     _ => {
@@ -225,7 +224,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         m.set(&large, 0);
         small.tidy(&mut cx, &m.economy).expect("idle");
         large.tidy(&mut cx, &m.economy).expect("idle");
-        m.frames.put(&cx, counted).expect("ours");
+        let _ = m.frames.put(&cx, counted).expect("ours");
         others.free(m);
         for cpu in 0..CPUS as u32 {
             Threads::run_as(cpu);

@@ -5,6 +5,8 @@
 //! |---|---|
 //! | [`cpu`] | threads as CPUs, memory as frames: the platform's traits |
 //! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
+//! | [`mmu`] | simulated CPUs with TLBs, and an oracle that sees stale translations |
+//! | [`ipi`] | real interrupts, for timing shootdowns |
 //! | [`pool`] | hugetlb pools, raised for a while and put back |
 //! | [`limits`] | how much may be taken: the machine, cgroups, the process |
 //! | [`sparse`] | memory of which only what is touched exists |
@@ -16,9 +18,11 @@
 pub mod cpu;
 pub mod environment;
 pub mod interrupt;
+pub mod ipi;
 pub mod limits;
 pub mod memory;
 mod mmap;
+pub mod mmu;
 mod model;
 pub mod pool;
 pub mod roots;

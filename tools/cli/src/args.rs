@@ -53,6 +53,8 @@ pub enum Bench {
     Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without descriptor economy (seed 004's workload).
     Pool(crate::pool_args::Pool),
+    /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
+    Shootdown(crate::shootdown_args::Shootdown),
 }
 
 /// The workloads of `perf bench mem`.

@@ -31,6 +31,8 @@ mod probe;
 mod profile_file;
 mod progress;
 mod replay;
+mod shootdown;
+mod shootdown_args;
 mod size;
 mod stats;
 mod table;
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),
+        Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

@@ -4,14 +4,15 @@
 use anyhow::{Context, Result};
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, TlbHw, VirtAddr, VirtRange};
+use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames};
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_host::memory::Region;
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
-    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Lost, Mapped, Policy, SoftMap, Tail, WalkCache,
+    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Mapped, Policy, SoftMap, Tail, WalkCache,
 };
+use hugemm_paging::Keep;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,20 +26,16 @@ const ORIGIN: u64 = 0x7000_0000_0000;
 #[derive(Debug, Default)]
 pub struct CountedFlushes(AtomicU64);
 
-// SAFETY: no CPU remembers walks, so there is nothing to invalidate.
-unsafe impl TlbHw for CountedFlushes {
-    fn flush_local(&self, _range: VirtRange) {}
-
-    fn flush_cpus(&self, _cpus: &[u64], _range: VirtRange) {
+// SAFETY: nothing is remembered.
+unsafe impl WalkCache for CountedFlushes {
+    fn flush(&self, _range: VirtRange) {
+        // Relaxed: a count.
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-// SAFETY: the provided methods remember nothing.
-unsafe impl WalkCache for CountedFlushes {}
-
 /// The tables.
-pub type Map<'m> = SoftMap<'m, CountedFlushes, Lost>;
+pub type Map<'m> = SoftMap<'m, CountedFlushes, Keep>;
 
 /// The allocator's surroundings.
 #[derive(Debug)]
@@ -120,7 +117,7 @@ impl Plan {
         let flat = unsafe { FlatMemory::new(memory.start(), self.all) };
         let spans = self.all.pages().div_ceil(SPAN);
         let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
-        let map = SoftMap::new(self.first(), &entries, flat, CountedFlushes::default(), &[u64::MAX], Lost);
+        let map = SoftMap::new(self.first(), &entries, flat, CountedFlushes::default(), Keep);
         let descriptors = self.all.slice(0, spans * (PageSize::Size2M.bytes() / PAGE_BYTES));
         for (block, first) in (0..spans).zip((descriptors.base().number()..).step_by(512)) {
             let at = VirtAddr::new(self.first().get() + block * PageSize::Size2M.bytes());

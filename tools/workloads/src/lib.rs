@@ -11,6 +11,7 @@
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
 //! | [`pool`] | growing and shrinking a huge page pool (seed 004's workload) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
+//! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
@@ -19,6 +20,7 @@ pub mod chase;
 pub mod faults;
 pub mod pool;
 pub mod replay;
+pub mod shootdown;
 pub mod sweep;
 
 use hugemm_base::{Clock, Dirty, Extent};

@@ -6,13 +6,15 @@ use hugemm_base::inject::{FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
 use hugemm_base::{
-    Counters, CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, TlbHw, VirtAddr, VirtRange,
+    Counters, CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange,
 };
 use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames, Frozen, Request};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
-    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Leaf, Lost, Mapped, Nodes, Policy, Report, SoftMap, Tail, WalkCache,
+    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Leaf, Mapped, Nodes, Policy, Report, SoftMap,
+    Tail, WalkCache,
 };
+use hugemm_paging::Keep;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -119,20 +121,6 @@ impl Tlbs {
     }
 }
 
-// SAFETY: every CPU's entries of the range are gone when a flush returns.
-unsafe impl TlbHw for Tlbs {
-    fn flush_local(&self, _range: VirtRange) {}
-
-    fn flush_cpus(&self, cpus: &[u64], range: VirtRange) {
-        self.flushes.fetch_add(1, Ordering::Relaxed);
-        for (cpu, slot) in self.cpus.iter().enumerate() {
-            if cpus[cpu / 64] >> (cpu % 64) & 1 == 1 {
-                slot.lock().unwrap().flush(range.first().get(), range.last().get());
-            }
-        }
-    }
-}
-
 // SAFETY: answers are walks' answers that no flush has removed.
 unsafe impl WalkCache for Tlbs {
     fn lookup(&self, at: VirtAddr, walk: impl Fn() -> Option<Leaf>) -> Option<Leaf> {
@@ -154,6 +142,13 @@ unsafe impl WalkCache for Tlbs {
         Some(leaf)
     }
 
+    fn flush(&self, range: VirtRange) {
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        for slot in &self.cpus {
+            slot.lock().unwrap().flush(range.first().get(), range.last().get());
+        }
+    }
+
     /// The oracle: nobody can reach what is freed.
     fn freed(&self, frames: Extent) {
         for (cpu, slot) in self.cpus.iter().enumerate() {
@@ -164,7 +159,7 @@ unsafe impl WalkCache for Tlbs {
     }
 }
 
-pub type Map<'m> = SoftMap<'m, Tlbs, Lost>;
+pub type Map<'m> = SoftMap<'m, Tlbs, Keep>;
 
 /// The allocator's surroundings: descriptors behind the map, faults of the test.
 pub struct Soft<'m, I> {
@@ -313,7 +308,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
     let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
     let first = VirtAddr::new(ORIGIN + BASE * 64);
-    let map: Map<'_> = SoftMap::new(first, &entries, flat, Tlbs::new(shape.stale), &[(1 << CPUS) - 1], Lost);
+    let map: Map<'_> = SoftMap::new(first, &entries, flat, Tlbs::new(shape.stale), Keep);
     let present = spans - shape.absent;
     for span in 0..present {
         // SAFETY: nothing is mapped or running yet.
@@ -336,7 +331,8 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Metadata::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
-    let frames = unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr, layout.size()) }.expect("valid");
+    let frames =
+        unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr, layout.size()) }.expect("valid");
     let threads = Threads::default();
     let descriptors = extent(BASE, present * 512);
     // SAFETY: once; the memory is the machine's.
@@ -422,12 +418,15 @@ impl<I: Inject> Machine<'_, I> {
             .map(|span| {
                 let block = VirtAddr::new(ORIGIN + BASE * 64 + (span << 21));
                 match self.map.mapped(block) {
-                    Mapped::Absent | Mapped::ReadOnly(_) => 0,
+                    Mapped::Absent => 0,
+                    Mapped::Table(table) if self.economy.shared().any(|shared| shared == table) => 0,
                     Mapped::Whole(_) => 512,
                     Mapped::Table(_) => {
                         1 + (0..512)
                             .filter(|page| {
-                                self.map.walk(VirtAddr::new(block.get() + page * 4096)).is_some_and(|leaf| leaf.writable)
+                                self.map
+                                    .walk(VirtAddr::new(block.get() + page * 4096))
+                                    .is_some_and(|leaf| leaf.writable)
                             })
                             .count() as u64
                     }

@@ -4,13 +4,14 @@
 //! place of what they had by one store each: 520 frames for 1 GiB, nothing restored and given back again. One flush for
 //! all pages. Where economy is off the descriptors are restored instead.
 
+use super::{Leaving, Report, Resize, add};
 use crate::mapping::DescriptorMap;
 use crate::pool::{HugePool, Nodes, PoolError};
-use crate::resize::{Leaving, Report, Resize};
-use crate::vmemmap::Economy;
+use crate::vmemmap::{Economy, Edit, Source, Split};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, Pfn};
 use hugemm_frames::{Env, Frozen, Mobility};
 
@@ -75,5 +76,69 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             }
             pages
         })
+    }
+}
+
+impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
+    /// Gives the staged pages' blocks a head for every 2 MiB, or (economy being off) all their descriptors; flushes once
+    /// and frees what that leaves. Pages whose descriptors could not be had stay lean as they were.
+    fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        self.ready.store(false, Ordering::Relaxed);
+        add(&self.tally.batches, 1);
+        for unit in 0..self.units() {
+            let Some((index, group, page)) = self.group_of(unit) else { continue };
+            let lean = group.lean.get() & page != 0;
+            let ready = match (lean, self.economy.is_enabled()) {
+                (true, false) => {
+                    let done = self.restore_from(cx, index, group, page, &mut Source::Allocator);
+                    group.lean.remove_shared(done);
+                    done == page
+                }
+                (false, false) => true,
+                (_, true) => {
+                    let mut all = true;
+                    for mut work in self.works(index, group, page) {
+                        work.heads = u64::MAX;
+                        let mut edit = Edit::default();
+                        all &= match lean {
+                            true => self.economy.reshape(cx, &work, &mut edit).is_ok(),
+                            false => self.economy.split(cx, &work, &mut edit) == Ok(Split::Swapped),
+                        };
+                        self.settle(cx, &work, edit);
+                        if !all {
+                            break;
+                        }
+                    }
+                    // Some blocks may be lean by now, so the page counts as lean; restoring skips those that are not.
+                    group.lean.add_shared(page);
+                    all
+                }
+            };
+            if ready {
+                group.demoting.add_shared(page);
+            }
+        }
+        self.flush(cx);
+        while self.free_some(cx) {}
+    }
+
+    /// Calls `each` with every prepared page, whether it is zero and lean; it is the callee's from then on.
+    fn each_demotable(&self, mut each_page: impl FnMut(Pfn, bool, bool)) {
+        for unit in 0..self.units() {
+            let Some((index, group, page)) = self.group_of(unit) else { continue };
+            let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
+            let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
+            for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
+                bits.remove_shared(page);
+            }
+            each_page(area.page(self.pool.size(), index, page.trailing_zeros().into()), zero, lean);
+        }
+    }
+
+    /// Puts what is still staged back and says what was done.
+    fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> Report {
+        self.enter(cx, false);
+        self.complete(|_| {});
+        *self.report.lock()
     }
 }

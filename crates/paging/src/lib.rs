@@ -1,0 +1,89 @@
+//! Page tables edited by the range, and shootdown batches that pay one TLB flush for all of it.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | [`span`] | page-aligned ranges of virtual addresses |
+//! | [`flags`] | what a mapping allows, in the same words everywhere |
+//! | [`format`] | what an entry is: the one trait behind which architectures differ |
+//! | [`x86_64`], [`aarch64`] | their entries, bit by bit |
+//! | [`memory`], `frames_memory.rs` | where tables come from |
+//! | `table.rs` | the only code that touches entries, and what is atomic |
+//! | `level.rs` | cutting a range at entry borders |
+//! | [`edit_lock`] | who may edit when |
+//! | `page_table.rs` | a page table, its guards, walking down |
+//! | `source.rs`, [`map`] | mapping: reserve, then commit |
+//! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
+//! | [`walk`], [`run`] | looking, by maximal runs |
+//! | [`protect`], [`stale`] | changing flags |
+//! | [`young`] | ageing without a flush |
+//! | [`remap`], [`split`] | other frames, other leaf sizes, in place |
+//! | `walker.rs` | the barrier before hardware walks |
+//! | [`shootdown`] | the protocol of shootdowns; batches, and when everything is flushed instead of ranges |
+//! | [`tlb_space`] | which CPUs may hold translations of a space; joining, leaving, laziness |
+//! | `tlbs.rs` | both ends of a shootdown: asking, serving, waiting |
+//! | `ipi.rs` | requests and acknowledgements between two CPUs |
+//! | [`deferred`] | unmapping now, flushing before I/O or before somebody relies on the entries |
+//! | [`broadcast`] | invalidation on all CPUs by one instruction |
+//! | [`invalidate`] | the instructions |
+//! | [`counting`] | hardware that only counts |
+#![cfg_attr(not(any(test, loom)), no_std)]
+
+pub mod aarch64;
+pub mod broadcast;
+pub mod counting;
+pub mod deferred;
+pub mod detach;
+pub mod edit_lock;
+pub mod error;
+pub mod flags;
+pub mod format;
+mod frames_memory;
+pub mod invalidate;
+mod ipi;
+mod level;
+pub mod map;
+pub mod memory;
+mod outstanding;
+mod page_table;
+pub mod protect;
+pub mod remap;
+pub mod run;
+pub mod shootdown;
+mod shootdown_counters;
+mod source;
+pub mod span;
+pub mod split;
+pub mod stale;
+mod table;
+pub mod tlb_space;
+mod tlbs;
+pub mod walk;
+mod walker;
+pub mod x86_64;
+pub mod young;
+
+pub use aarch64::Aarch64;
+pub use broadcast::Broadcast;
+pub use counting::Counting;
+pub use deferred::{Deferred, DeferredUnmap};
+pub use detach::{Detached, Harvest, Unhooked};
+pub use edit_lock::{EditLock, RawEditLock};
+pub use error::PagingError;
+pub use flags::Flags;
+pub use format::PageFormat;
+pub use frames_memory::FrameTables;
+pub use map::Mapping;
+pub use memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
+pub use page_table::{Editing, Exclusive, PageTable, Shared};
+pub use protect::Change;
+pub use run::{Leaf, Run};
+pub use shootdown::{ShootdownBatch, ShootdownPolicy};
+pub use shootdown_counters::ShootdownCounts;
+pub use span::{Span, SpanError};
+pub use stale::Stale;
+pub use table::publish_if_empty;
+pub use tlb_space::{Keep, Kernel, SpaceKind, TlbSpace, User};
+pub use tlbs::{TlbCpu, Tlbs, TlbsError};
+pub use walk::Lookup;
+pub use x86_64::{X86, X86_64, X86_64La57};
+pub use young::Young;
