@@ -85,7 +85,10 @@ pub unsafe trait DescriptorMap {
     /// Flushes a range on every CPU. Not with interrupts off.
     fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Self::Kind, Self::Held>;
 
-    /// Frames or tables that were mapped are about to be freed. For models that check that no CPU can still reach them.
+    /// Frames are about to become descriptors or tables. For models that check who may use which frame.
+    fn taken(&self, _frames: Extent) {}
+
+    /// Frames that were descriptors or tables are about to be freed. For the same models: no CPU may reach them any more.
     fn freed(&self, _frames: Extent) {}
 }
 

@@ -209,7 +209,9 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
     }
 
     fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, order: Order, node: NodeId) -> Result<Extent, AllocError> {
-        Ok(self.frames.alloc(cx, self.request(order, node))?.into_dirty().into_extent())
+        let extent = self.frames.alloc(cx, self.request(order, node))?.into_dirty().into_extent();
+        self.map.taken(extent);
+        Ok(extent)
     }
 
     /// Frees frames that nothing maps.

@@ -71,7 +71,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             group.staged.remove_shared(1 << bit);
             group.zero.remove_shared(1 << bit);
             group.bad.remove_shared(1 << bit);
-            self.economy.free(cx, donor);
+            // SAFETY: what is left of a page that was staged, and is not any more; its descriptors are restored and flushed.
+            self.economy.frames.free_extent(cx, unsafe { Dirty::assume_owned(donor) });
             add(&self.tally.gone, 1);
             add(&self.tally.carved, 1);
             return true;

@@ -87,7 +87,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
                     Some(extent) => break extent,
                     None if most > 0 => most -= 1,
                     None => {
-                        for extent in got.into_iter().filter(|extent| !extent.is_empty()) {
+                        for extent in got.into_iter().rev().filter(|extent| !extent.is_empty()) {
                             self.give_back(cx, extent, source, edit);
                         }
                         return false;
@@ -133,6 +133,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
             Source::Donor(page) if page.pages() >= order.pages() => {
                 let (rest, end) = page.split_at(page.pages() - order.pages());
                 **page = rest;
+                self.map.taken(end);
                 Some(end)
             }
             Source::Donor(_) => None,
