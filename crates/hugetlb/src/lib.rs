@@ -20,6 +20,7 @@
 //! | `vmemmap.rs` | which descriptors are kept, and the order of edits, flushes and frees |
 //! | `vmemmap/optimise.rs`, `vmemmap/restore.rs` | the edits |
 //! | `tail.rs` | the shared tail page of a node |
+//! | `zero.rs` | clearing pages before somebody waits for them |
 //! | `mapping.rs` | the seam to the page tables behind descriptors |
 //! | `paged_map.rs` | hardware's page tables behind it |
 //! | `soft_map.rs` | such tables walked in software |
@@ -39,6 +40,8 @@ mod group;
 mod mapping;
 mod ops;
 mod page;
+// Generic over the hardware's words, which loom does not have.
+#[cfg(not(loom))]
 mod paged_map;
 mod phases;
 mod pool;
@@ -46,11 +49,13 @@ mod resize;
 mod soft_map;
 mod tail;
 mod vmemmap;
+mod zero;
 
 pub use counts::Counts;
 pub use group::{Area, Group};
 pub use mapping::{DescriptorMap, ENTRIES, Leaf, Mapped};
 pub use page::HugePage;
+#[cfg(not(loom))]
 pub use paged_map::PagedMap;
 pub use pool::{HugePool, Nodes, PoolCounts, PoolError};
 pub use resize::{Report, Resize};

@@ -223,6 +223,47 @@ fn what_is_known_to_be_zero_stays_known() {
     });
 }
 
+/// A19, A20: a pool is filled with zeroed pages by clearing each once; what is zero already is left alone.
+#[test]
+fn a_pool_is_cleared_once() {
+    struct Count(std::cell::Cell<u64>, std::cell::Cell<u64>);
+    impl<P: hugemm_base::platform::Cpu> hugemm_frames::Zeroer<P> for Count {
+        fn zero(
+            &self,
+            _cx: &mut hugemm_base::CpuCx<'_, P>,
+            frames: hugemm_base::Dirty,
+        ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
+            if self.1.get() == 0 {
+                return Err(frames);
+            }
+            self.1.set(self.1.get() - 1);
+            self.0.set(self.0.get() + frames.extent().bytes());
+            // SAFETY: nobody reads these frames: a test of who is asked to clear what.
+            Ok(unsafe { hugemm_base::Zeroed::assume_owned(frames.into_extent()) })
+        }
+    }
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 100);
+        let zeroer = Count(0.into(), 90.into());
+        assert_eq!(pool.reserve(&cx, 20), Ok(()));
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 30), 30);
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 60, "then it could not clear any more");
+        assert_eq!((zeroer.0.get(), pool.counts(&cx).counts.free), (90 * PageSize::Size2M.bytes(), 100));
+        zeroer.1.set(u64::MAX);
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 10);
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 0);
+        assert!(pool.is_consistent(&cx));
+        let page = pool.take(&cx, Nodes::All, false).expect("free");
+        assert!(page.is_zero());
+        pool.put(&cx, page, false).expect("its own");
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 1, "only what was used");
+        pool.unreserve(&cx, 20).expect("20");
+        set(m, &pool, 0);
+    });
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     Resize(u64),
