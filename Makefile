@@ -34,7 +34,7 @@ test-release:
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-hugetlb --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
 
 # The crates build without std, without vector registers, on both architectures.
@@ -42,7 +42,7 @@ test-bare:
 	@for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then \
 	        echo "check $$target"; \
-	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-workloads || exit 1; \
+	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-hugetlb -p hugemm-workloads || exit 1; \
 	    else echo "skipped: $$target"; fi; \
 	done
 
@@ -65,7 +65,7 @@ lint:
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:
-	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
+	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-hugetlb --lib loom_tests
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
 	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames --target-dir target/miri

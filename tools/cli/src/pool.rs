@@ -33,6 +33,7 @@ impl Side {
             (Hvo::Off, _) => "off".to_owned(),
             (Hvo::On, Flush::Batch) => "on".to_owned(),
             (Hvo::On, Flush::Page) => "on, flush per page".to_owned(),
+            (Hvo::InPlace, _) => "on, in place".to_owned(),
         }
     }
 }
@@ -55,8 +56,8 @@ pub fn run(args: &Pool) -> Result<()> {
     for n in &counts {
         for threads in &args.threads {
             for hvo in &args.hvo {
-                // Without economy there is nothing to flush.
-                let ways: &[Flush] = if *hvo == Hvo::Off { &[Flush::Batch] } else { &args.flush };
+                // Without economy there is nothing to flush; page by page nothing can be swapped.
+                let ways: &[Flush] = if *hvo == Hvo::On { &args.flush } else { &[Flush::Batch] };
                 for flush in ways {
                     let (up, down, last) = (Samples::default(), Samples::default(), Cycle::default());
                     sides.push(Side { hvo: *hvo, flush: *flush, threads: *threads, n: *n, up, down, last });
@@ -102,11 +103,11 @@ pub fn run(args: &Pool) -> Result<()> {
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
 fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
     let policy = match side.flush {
-        Flush::Batch => Policy::default(),
+        Flush::Batch => Policy { swap: side.hvo != Hvo::InPlace, ..Policy::default() },
         Flush::Page => Policy { flush: FlushPolicy::Page, swap: false, carve: true },
     };
     let economy = ground.economy(policy);
-    economy.set_enabled(side.hvo == Hvo::On);
+    economy.set_enabled(side.hvo != Hvo::Off);
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| match side.threads {
             1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &economy, side.n))??),
@@ -182,7 +183,8 @@ fn print(args: &Pool, sides: &[Side], size: PageSize) {
 fn side_rows(args: &Pool, side: &Side, size: PageSize) -> Vec<Row> {
     let name = |what: &str| format!("bench.pool.{what}");
     let label = |row: Row| {
-        row.label("hvo", side.hvo == Hvo::On)
+        row.label("hvo", side.hvo != Hvo::Off)
+            .label("swap", side.hvo == Hvo::On && side.flush == Flush::Batch)
             .label("flush", if side.flush == Flush::Batch { "batch" } else { "page" })
             .label("page", size.to_string())
             .label("n", side.n)

@@ -27,8 +27,10 @@ impl From<HugeSize> for PageSize {
 /// Descriptor economy by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Hvo {
-    /// Redundant descriptors are given back.
+    /// Redundant descriptors are given back, whole blocks of them by one store.
     On,
+    /// The same, but every block is divided and its entries changed in place.
+    InPlace,
     /// They stay.
     Off,
 }
@@ -52,7 +54,7 @@ pub struct Pool {
     #[arg(short, long, value_enum, default_value_t = HugeSize::Size2M)]
     pub page: HugeSize,
     /// Descriptor economy.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on")]
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on,in-place")]
     pub hvo: Vec<Hvo>,
     /// How flushes are shared.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "page,batch")]
