@@ -5,6 +5,11 @@ HUGEMM = target/release/hugemm
 ARM = aarch64-unknown-linux-musl
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
+# What has no std; what of it has protocols that loom explores; what Miri can interpret.
+BARE = $(addprefix -p hugemm-,base clear frames paging hugetlb reclaim lz4 workloads)
+LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
+MIRI = $(addprefix -p hugemm-,base clear frames paging reclaim lz4)
+
 .PHONY: help run build test test-host test-release test-loom test-bare test-arm test-kernel lint deep clean
 
 help:
@@ -35,18 +40,16 @@ test-release:
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked $(LOOM_LIBS) --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-reclaim --lib loom_tests
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
 	@for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then \
 	        echo "check $$target"; \
-	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames \
-            -p hugemm-paging -p hugemm-reclaim -p hugemm-lz4 -p hugemm-workloads || exit 1; \
+	        $(CARGO) check --locked --target $$target $(BARE) || exit 1; \
 	    else echo "skipped: $$target"; fi; \
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
@@ -80,12 +83,11 @@ lint:
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:
-	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
+	$(LOOM) $(CARGO) test --release --locked $(LOOM_LIBS) --lib loom_tests
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
-	$(LOOM) $(CARGO) test --release --locked -p hugemm-reclaim --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
-	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-paging -p hugemm-reclaim -p hugemm-lz4 --target-dir target/miri
+	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim

@@ -9,6 +9,7 @@
 //! | [`ipi`] | real interrupts, for timing shootdowns |
 //! | [`pool`] | hugetlb pools, raised for a while and put back |
 //! | [`limits`] | how much may be taken: the machine, cgroups, the process |
+//! | [`sparse`] | memory of which only what is touched exists |
 //! | [`topology`] | CPUs, cores, NUMA nodes, caches, page sizes |
 //! | [`environment`] | all that a measurement depends on, to be saved beside it |
 //! | [`interrupt`] | Ctrl-C as a flag, so that everything is given back |
@@ -25,4 +26,5 @@ pub mod mmu;
 mod model;
 pub mod pool;
 pub mod roots;
+pub mod sparse;
 pub mod topology;

@@ -75,6 +75,8 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
+    /// A huge page pool grown and shrunk, with and without descriptor economy (seed 004's workload).
+    Pool(crate::pool_args::Pool),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::shootdown_args::Shootdown),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.

@@ -39,6 +39,10 @@ mod peer_adapters;
 mod peers;
 #[cfg(feature = "peers")]
 mod per_page;
+mod pool;
+mod pool_args;
+mod pool_machine;
+mod pool_projection;
 mod probe;
 mod profile_file;
 mod progress;
@@ -74,6 +78,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),
+        Command::Bench(Bench::Pool(args)) => pool::run(args),
         Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
         Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),

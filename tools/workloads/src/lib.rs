@@ -9,6 +9,7 @@
 //! | [`sweep`] | primitives, and the policy's choice, by chunk and region size (seed 003's tables) |
 //! | [`faults`] | clearing a region page by page as demand faults or prefault would (seed 000's workload) |
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
+//! | [`pool`] | growing and shrinking a huge page pool (seed 004's workload) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
@@ -19,6 +20,7 @@ pub mod alloc_free;
 pub mod chase;
 pub mod faults;
 pub mod mapping;
+pub mod pool;
 pub mod replay;
 pub mod shootdown;
 pub mod sweep;

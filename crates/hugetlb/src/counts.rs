@@ -1,0 +1,283 @@
+//! What a pool counts, and what each event does to the counts. No lock, no memory: pure arithmetic.
+//!
+//! The meanings are those that Linux documents for `nr_hugepages`, `nr_overcommit_hugepages`, `free_hugepages`,
+//! `resv_hugepages` and `surplus_hugepages` (Documentation/admin-guide/mm/hugetlbpage.rst), so that whoever knows those
+//! knows these:
+//!
+//! * a page of the pool is **free** or **active**;
+//! * free pages can be **reserved**: promised to somebody who has not taken them. Reserved ≤ free, always;
+//! * pages beyond the size that was asked for are **surplus**: they came because a reservation or an allocation was
+//!   allowed to overcommit, or because the pool shrank while they were in use. They go as soon as they are free and not
+//!   reserved. The others are **persistent**.
+//!
+//! Totals over nodes are not stored: they are summed.
+
+use core::iter::Sum;
+use core::ops::Add;
+
+/// Pages of one node, or of all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// All pages of the pool: `nr_hugepages` as sysfs shows it.
+    pub total: u64,
+    /// Not handed out: `free_hugepages`.
+    pub free: u64,
+    /// Beyond the size asked for: `surplus_hugepages`.
+    pub surplus: u64,
+}
+
+impl Counts {
+    /// Pages that stay when nobody uses the pool.
+    pub const fn persistent(self) -> u64 {
+        self.total - self.surplus
+    }
+
+    /// Pages that somebody has taken.
+    pub const fn active(self) -> u64 {
+        self.total - self.free
+    }
+
+    /// Whether the numbers can be those of a pool.
+    pub const fn is_consistent(self) -> bool {
+        self.free <= self.total && self.surplus <= self.total
+    }
+
+    /// `pages` new ones, free.
+    pub const fn enter(self, pages: u64, surplus: bool) -> Counts {
+        Counts {
+            total: self.total + pages,
+            free: self.free + pages,
+            surplus: self.surplus + if surplus { pages } else { 0 },
+        }
+    }
+
+    /// `pages` free ones leave the pool, surplus ones first. `None` if so many are not free.
+    pub const fn leave(self, pages: u64) -> Option<Counts> {
+        if self.free < pages {
+            return None;
+        }
+        let surplus = if self.surplus < pages { self.surplus } else { pages };
+        Some(Counts { total: self.total - pages, free: self.free - pages, surplus: self.surplus - surplus })
+    }
+
+    /// `pages` free persistent ones leave the pool; the surplus stays what it is.
+    pub const fn leave_persistent(self, pages: u64) -> Option<Counts> {
+        if self.free < pages || self.persistent() < pages {
+            return None;
+        }
+        Some(Counts { total: self.total - pages, free: self.free - pages, surplus: self.surplus })
+    }
+
+    /// A free one is handed out. `None` if none is free.
+    pub const fn take(self) -> Option<Counts> {
+        match self.free.checked_sub(1) {
+            Some(free) => Some(Counts { free, ..self }),
+            None => None,
+        }
+    }
+
+    /// An active one comes back. `None` if none is active.
+    pub const fn give(self) -> Option<Counts> {
+        if self.active() == 0 { None } else { Some(Counts { free: self.free + 1, ..self }) }
+    }
+
+    /// Up to `pages` surplus ones become persistent; how many.
+    pub const fn keep(self, pages: u64) -> (Counts, u64) {
+        let kept = if self.surplus < pages { self.surplus } else { pages };
+        (Counts { surplus: self.surplus - kept, ..self }, kept)
+    }
+
+    /// Up to `pages` persistent ones become surplus; how many.
+    pub const fn lend(self, pages: u64) -> (Counts, u64) {
+        let lent = if self.persistent() < pages { self.persistent() } else { pages };
+        (Counts { surplus: self.surplus + lent, ..self }, lent)
+    }
+
+    /// Free pages that may go because they are surplus and, with `available` pages not reserved in the whole pool,
+    /// nobody was promised them.
+    pub const fn trimmable(self, available: u64) -> u64 {
+        let free = if self.free < self.surplus { self.free } else { self.surplus };
+        if free < available { free } else { available }
+    }
+}
+
+impl Add for Counts {
+    type Output = Counts;
+
+    fn add(self, other: Counts) -> Counts {
+        Counts { total: self.total + other.total, free: self.free + other.free, surplus: self.surplus + other.surplus }
+    }
+}
+
+impl Sum for Counts {
+    fn sum<I: Iterator<Item = Counts>>(nodes: I) -> Counts {
+        nodes.fold(Counts::default(), Counts::add)
+    }
+}
+
+/// What has to be done to bring a pool to a size. At most one of `grow` and `remove` + `lend` is not zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Surplus pages to declare persistent.
+    pub keep: u64,
+    /// Pages to allocate.
+    pub grow: u64,
+    /// Free pages to give back.
+    pub remove: u64,
+    /// Pages that cannot go, being active or reserved, to declare surplus.
+    pub lend: u64,
+}
+
+/// The plan for a pool of `all` pages, `reserved` of them promised, to have `target` persistent ones. Only pages of the
+/// nodes whose sum is `allowed` may be changed; `remove` and `lend` are upper bounds there, because which node's pages
+/// are the promised ones is not decided before they are taken.
+pub fn plan(all: Counts, reserved: u64, allowed: Counts, target: u64) -> Plan {
+    let wanted = target.saturating_sub(all.persistent());
+    let keep = wanted.min(allowed.surplus);
+    let grow = wanted - keep;
+    // Nothing below what is in use or promised is removed.
+    let floor = target.max(all.active() + reserved);
+    let remove = all.persistent().saturating_sub(floor).min(allowed.free).min(allowed.persistent());
+    let lend = (all.persistent() - remove).saturating_sub(target).min(allowed.persistent() - remove);
+    Plan { keep, grow, remove, lend }
+}
+
+/// How many pages a reservation of `pages` is short of: they must come as surplus pages first. 0: it can be granted.
+pub const fn shortfall(all: Counts, reserved: u64, pages: u64) -> u64 {
+    reserved.saturating_add(pages).saturating_sub(all.free)
+}
+
+/// Whether `pages` more surplus pages are within the limit.
+pub const fn may_overcommit(all: Counts, overcommit: u64, pages: u64) -> bool {
+    match all.surplus.checked_add(pages) {
+        Some(surplus) => surplus <= overcommit,
+        None => false,
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    const MOST: u64 = 5;
+
+    fn every_state(mut check: impl FnMut(Counts)) {
+        for total in 0..=MOST {
+            for free in 0..=total {
+                for surplus in 0..=total {
+                    check(Counts { total, free, surplus });
+                }
+            }
+        }
+    }
+
+    /// The documented procedure, page by page.
+    fn step_by_step(mut all: Counts, reserved: u64, target: u64) -> (Plan, Counts) {
+        let mut plan = Plan::default();
+        while all.surplus > 0 && target > all.persistent() {
+            all.surplus -= 1;
+            plan.keep += 1;
+        }
+        while target > all.persistent() {
+            (all.total, all.free) = (all.total + 1, all.free + 1);
+            plan.grow += 1;
+        }
+        let floor = target.max(reserved + all.total - all.free);
+        while floor < all.persistent() && all.free > 0 {
+            (all.total, all.free) = (all.total - 1, all.free - 1);
+            plan.remove += 1;
+        }
+        while target < all.persistent() {
+            all.surplus += 1;
+            plan.lend += 1;
+        }
+        (plan, all)
+    }
+
+    #[test]
+    fn a_plan_does_what_the_documented_procedure_does_in_every_small_case() {
+        every_state(|all| {
+            for reserved in 0..=all.free {
+                for target in 0..=MOST + 2 {
+                    let (expected, end) = step_by_step(all, reserved, target);
+                    let plan = plan(all, reserved, all, target);
+                    assert_eq!(plan, expected, "{all:?} reserved {reserved} target {target}");
+                    let (after, kept) = all.keep(plan.keep);
+                    let after = after.enter(plan.grow, false).leave_persistent(plan.remove).expect("free");
+                    let (after, lent) = after.lend(plan.lend);
+                    assert_eq!((after, kept, lent), (end, plan.keep, plan.lend));
+                    assert!(after.is_consistent() && after.free >= reserved && after.persistent() == target);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_plan_for_some_nodes_touches_no_others() {
+        every_state(|mine| {
+            every_state(|theirs| {
+                let all = mine + theirs;
+                for reserved in 0..=all.free {
+                    for target in 0..=2 * MOST {
+                        let plan = plan(all, reserved, mine, target);
+                        assert!(plan.keep <= mine.surplus && plan.remove <= mine.free);
+                        let after = mine.keep(plan.keep).0.enter(plan.grow, false);
+                        let after = after.leave_persistent(plan.remove).expect("free");
+                        let (after, lent) = after.lend(plan.lend);
+                        assert_eq!(lent, plan.lend);
+                        assert!((after + theirs).is_consistent() && (after + theirs).free >= reserved);
+                    }
+                }
+            });
+        });
+    }
+
+    #[test]
+    fn events_keep_the_counts_consistent() {
+        every_state(|counts| {
+            assert_eq!(counts.take().is_some(), counts.free > 0);
+            assert_eq!(counts.give().is_some(), counts.active() > 0);
+            for pages in 0..=MOST + 1 {
+                assert_eq!(counts.leave(pages).is_some(), pages <= counts.free);
+                let results = [counts.leave(pages), counts.leave_persistent(pages), counts.take(), counts.give()];
+                for next in results.into_iter().flatten() {
+                    assert!(next.is_consistent());
+                }
+                for surplus in [false, true] {
+                    let entered = counts.enter(pages, surplus);
+                    assert!(entered.is_consistent());
+                    assert_eq!(entered.active(), counts.active());
+                }
+                let (kept, n) = counts.keep(pages);
+                assert!(kept.is_consistent() && kept.persistent() == counts.persistent() + n && n <= pages);
+                let (lent, n) = counts.lend(pages);
+                assert!(lent.is_consistent() && lent.persistent() == counts.persistent() - n && n <= pages);
+            }
+            for available in 0..=counts.free {
+                let trim = counts.trimmable(available);
+                let after = counts.leave(trim).expect("free");
+                assert_eq!(after.persistent(), counts.persistent());
+                assert!(after.surplus == 0 || after.free == 0 || trim == available);
+            }
+        });
+    }
+
+    #[test]
+    fn a_reservation_is_short_of_what_is_promised_beyond_what_is_free() {
+        every_state(|all| {
+            for reserved in 0..=all.free {
+                for pages in 0..=MOST + 2 {
+                    let short = shortfall(all, reserved, pages);
+                    let after = all.enter(short, true);
+                    assert!(reserved + pages <= after.free);
+                    assert!(short == 0 || reserved + pages == after.free);
+                    for overcommit in 0..=MOST {
+                        assert_eq!(may_overcommit(all, overcommit, short), all.surplus + short <= overcommit);
+                    }
+                }
+            }
+        });
+        assert!(!may_overcommit(Counts { total: 1, free: 1, surplus: 1 }, u64::MAX, u64::MAX));
+        assert_eq!(shortfall(Counts::default(), 1, u64::MAX), u64::MAX);
+    }
+}

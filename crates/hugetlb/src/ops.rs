@@ -1,0 +1,234 @@
+//! What a pool is asked to do: its size, surplus for whoever may overcommit, tidying up, dissolving, filling at boot.
+
+use crate::counts::{self, Plan};
+use crate::group::{GROUP, each};
+use crate::mapping::DescriptorMap;
+use crate::page::HugePage;
+use crate::pool::{HugePool, Nodes, PoolError};
+use crate::resize::{Direction, Leaving, Report, Resize, Stay};
+use crate::vmemmap::Economy;
+use hugemm_base::lock::RawLock;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Cancel, CpuCx, Extent, Never, Order, Pfn};
+use hugemm_frames::Env;
+
+/// How often somebody who may overcommit tries again when others take what came for him.
+const ATTEMPTS: u32 = 4;
+
+impl<'m, L: RawLock> HugePool<'m, L> {
+    /// Begins to bring the pool, or one node's part of it, to `target` persistent pages: a write to `nr_hugepages`. Any
+    /// number of CPUs then [`work`](Resize::work) on it. What needs no memory is done at once: surplus pages become
+    /// persistent, pages in use become surplus.
+    pub fn resize<'r, 'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &'r self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &'r Economy<'e, E, V>,
+        target: u64,
+        nodes: Nodes,
+    ) -> Result<Resize<'r, 'm, 'e, L, E, V>, PoolError> {
+        let alone = self.begin(cx)?;
+        let count = self.nodes(cx) as usize;
+        let mut resize = Resize::new(self, economy, alone, nodes, count);
+        let (plan, lent) = self.locked(cx, |state| {
+            let (all, allowed) = (state.all(), state.allowed(nodes));
+            // One node's target is the pool's, with the other nodes as they are.
+            let target = target.saturating_add(all.persistent() - allowed.persistent());
+            let plan: Plan = counts::plan(all, state.reserved, allowed, target);
+            let (mut keep, mut lend) = (plan.keep, plan.lend);
+            let removed = self
+                .dequeue(state.nodes, nodes, plan.remove, Leaving::Persistent, |index, bits| resize.stage(index, bits));
+            // What could not be found on the nodes allowed is lent instead.
+            lend += plan.remove - removed;
+            for (_, counts) in state.nodes.iter_mut().enumerate().filter(|(node, _)| nodes.include(*node)) {
+                let (kept, lent);
+                (*counts, kept) = counts.keep(keep);
+                (*counts, lent) = counts.lend(lend);
+                (keep, lend) = (keep - kept, lend - lent);
+            }
+            (plan, plan.lend + plan.remove - removed - lend)
+        });
+        resize.note(|report| (report.kept, report.lent) = (plan.keep, lent));
+        match plan.grow {
+            0 => resize.open_shrink(Stay::Surplus),
+            grow => resize.open_grow(Direction::Grow { surplus: false }, grow),
+        }
+        Ok(resize)
+    }
+
+    /// The same by the calling CPU alone, to its end. May sleep.
+    pub fn set_size<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        target: u64,
+        nodes: Nodes,
+        cancel: &impl Cancel,
+    ) -> Result<Report, PoolError> {
+        let resize = self.resize(cx, economy, target, nodes)?;
+        resize.work(cx, cancel);
+        Ok(resize.finish(cx))
+    }
+
+    /// [`take`](HugePool::take) without a reservation, which allocates a surplus page if none is free and as many are
+    /// allowed. May sleep.
+    pub fn take_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        nodes: Nodes,
+    ) -> Result<HugePage, PoolError> {
+        for _ in 0..ATTEMPTS {
+            match self.take(cx, nodes, false) {
+                Err(PoolError::Exhausted) => self.overcommit(cx, economy, nodes, 1)?,
+                decided => return decided,
+            }
+        }
+        self.take(cx, nodes, false)
+    }
+
+    /// [`reserve`](HugePool::reserve), which allocates surplus pages for what is missing if as many are allowed. All or
+    /// nothing. May sleep.
+    pub fn reserve_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        pages: u64,
+    ) -> Result<(), PoolError> {
+        for _ in 0..ATTEMPTS {
+            let Err(short) = self.reserve(cx, pages) else { return Ok(()) };
+            if let Err(error) = self.overcommit(cx, economy, Nodes::All, short) {
+                self.tidy(cx, economy)?;
+                return Err(error);
+            }
+        }
+        let reserved = self.reserve(cx, pages);
+        if reserved.is_err() {
+            self.tidy(cx, economy)?;
+        }
+        reserved.map_err(|_| PoolError::Exhausted)
+    }
+
+    /// Allocates surplus pages, within the limit.
+    fn overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        nodes: Nodes,
+        pages: u64,
+    ) -> Result<(), PoolError> {
+        let alone = self.begin(cx)?;
+        if !self.locked(cx, |state| counts::may_overcommit(state.all(), state.overcommit, pages)) {
+            return Err(PoolError::Exhausted);
+        }
+        let count = self.nodes(cx) as usize;
+        let mut resize = Resize::new(self, economy, alone, nodes, count);
+        resize.open_grow(Direction::Grow { surplus: true }, pages);
+        let report = resize.finish(cx);
+        if report.entered < pages { Err(PoolError::OutOfMemory) } else { Ok(()) }
+    }
+
+    /// Frees what has no business in the pool: surplus pages that are free and not promised, and free pages with a
+    /// poisoned frame. For whoever was told so by [`put`](HugePool::put) or [`unreserve`](HugePool::unreserve), or a
+    /// worker on behalf of callers that could not sleep.
+    pub fn tidy<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+    ) -> Result<Report, PoolError> {
+        let alone = self.begin(cx)?;
+        let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
+        self.locked(cx, |state| {
+            for area in self.areas() {
+                for index in area.range(self.size()) {
+                    let Some(group) = self.group(index) else { continue };
+                    for bit in each(group.bad.get() & group.free.get()) {
+                        let counts = &mut state.nodes[area.node().0 as usize];
+                        if let Some(after) = counts.leave(1) {
+                            let before = core::mem::replace(counts, after);
+                            if state.nodes.iter().map(|counts| counts.free).sum::<u64>() < state.reserved {
+                                // Promised: it stays until there is another for whoever was promised it.
+                                state.nodes[area.node().0 as usize] = before;
+                                return;
+                            }
+                            self.remove_free(index, group, 1 << bit);
+                            resize.stage(index, 1 << bit);
+                        }
+                    }
+                }
+            }
+            for node in 0..state.nodes.len() {
+                let pages = state.nodes[node].trimmable(state.available());
+                let only = Nodes::Only(hugemm_base::NodeId(node as u32));
+                self.dequeue(state.nodes, only, pages, Leaving::Surplus, |index, bits| resize.stage(index, bits));
+            }
+        });
+        resize.open_shrink(Stay::Surplus);
+        Ok(resize.finish(cx))
+    }
+
+    /// Takes one free page out of the pool for good and frees it. Errors leave everything as it was: `Busy` if it is in
+    /// use or all free pages are promised, `OutOfMemory` if there is no memory for its descriptors. May sleep.
+    pub fn dissolve<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        frame: Pfn,
+    ) -> Result<Report, PoolError> {
+        let head = Extent::block(frame, self.size().order()).base();
+        let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
+        let group = self.group(index).ok_or(PoolError::NotInPool)?;
+        let node = area.node().0 as usize;
+        let alone = self.begin(cx)?;
+        let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
+        let surplus = self.locked(cx, |state| {
+            if group.pool.get() & 1 << bit == 0 {
+                return Err(PoolError::NotInPool);
+            }
+            if group.free.get() & 1 << bit == 0 || state.available() == 0 {
+                return Err(PoolError::Busy);
+            }
+            let surplus = state.nodes[node].surplus != 0;
+            state.nodes[node] = state.nodes[node].leave(1).ok_or(PoolError::Busy)?;
+            self.remove_free(index, group, 1 << bit);
+            resize.stage(index, 1 << bit);
+            Ok(surplus)
+        })?;
+        resize.open_shrink(if surplus { Stay::Surplus } else { Stay::Persistent });
+        let report = resize.finish(cx);
+        if report.left == 0 { Err(PoolError::OutOfMemory) } else { Ok(report) }
+    }
+
+    /// Fills the pool from particular free memory whose descriptors have never been mapped, and maps only those that are
+    /// kept: no tail ever exists. `extent` is whole groups of 128 MiB (2 MiB pages) or whole 1 GiB pages, all of it free
+    /// and in one area; what is not is left out. For boot, with economy on.
+    pub fn fill_at_boot<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        extent: Extent,
+    ) -> Result<Report, PoolError> {
+        let alone = self.begin(cx)?;
+        let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
+        let step = if self.size().order() == Order::MAX { 1 } else { GROUP };
+        let mut at = extent.base().number().next_multiple_of(step * self.size().pages());
+        while at + step * self.size().pages() <= extent.end().number() {
+            for page in 0..step {
+                let pfn = Pfn::new(at + page * self.size().pages());
+                let Some((_, index, bit)) = self.find(pfn) else { break };
+                // Page by page: the blocks that the allocator knows are then the pages.
+                match economy.frames.claim_exact(cx, Extent::block(pfn, self.size().order())) {
+                    Ok(claimed) => {
+                        // The handle is the staged bit from here on.
+                        let _ = claimed.into_extent();
+                        resize.stage(index, 1 << bit);
+                    }
+                    Err(_) => break,
+                }
+            }
+            at += step * self.size().pages();
+        }
+        resize.open_staged(Direction::Boot);
+        resize.work(cx, &Never);
+        Ok(resize.finish(cx))
+    }
+}

@@ -1,0 +1,45 @@
+//! The handle on one page of a pool.
+
+use hugemm_base::{Dirty, Extent, PageSize, Pfn, Zeroed};
+
+/// One page of a pool; whoever has it owns its frames. It goes back with [`HugePool::put`].
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "dropping this loses the page: put it back"]
+pub struct HugePage {
+    pub(crate) pfn: Pfn,
+    pub(crate) size: PageSize,
+    pub(crate) zero: bool,
+}
+
+impl HugePage {
+    /// Which frames.
+    pub const fn extent(&self) -> Extent {
+        Extent::block(self.pfn, self.size.order())
+    }
+
+    /// Its size.
+    pub const fn size(&self) -> PageSize {
+        self.size
+    }
+
+    /// Whether all its bytes were known to be zero when it was handed out.
+    pub const fn is_zero(&self) -> bool {
+        self.zero
+    }
+
+    /// Gives up the handle for what is known of the content.
+    pub fn into_content(self) -> Result<Zeroed, Dirty> {
+        let (extent, zero) = (self.extent(), self.zero);
+        // SAFETY: the handle owned the frames, and the pool was told that they are zero.
+        if zero { Ok(unsafe { Zeroed::assume_owned(extent) }) } else { Err(unsafe { Dirty::assume_owned(extent) }) }
+    }
+
+    /// The handle again, for a page that was kept as a number. What was known of its content is forgotten.
+    ///
+    /// # Safety
+    ///
+    /// The caller owns the frames of a page that its pool handed out.
+    pub const unsafe fn assume_owned(pfn: Pfn, size: PageSize) -> Self {
+        HugePage { pfn, size, zero: false }
+    }
+}

@@ -1,0 +1,367 @@
+//! A pool: pages of one size on any number of nodes, what is promised of them, handing them out and taking them back.
+//!
+//! What a pool knows is in [`Group`]s, 64 pages to a cache line, and in [`Counts`] per node, under one lock that is held
+//! for a few words. Pages enter and leave through [`Resize`](crate::Resize), which works outside the lock.
+
+use crate::counts::{self, Counts};
+use crate::group::{Area, GROUP, Group, each};
+use crate::page::HugePage;
+use core::fmt;
+use hugemm_base::lock::{Lock, RawLock, SpinLock};
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::{AtomicBool, Ordering};
+use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn};
+
+/// Which nodes an operation is about.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Nodes {
+    /// All of them, evenly.
+    #[default]
+    All,
+    /// One.
+    Only(NodeId),
+}
+
+impl Nodes {
+    pub(crate) fn include(self, node: usize) -> bool {
+        match self {
+            Nodes::All => true,
+            Nodes::Only(only) => only.0 as usize == node,
+        }
+    }
+}
+
+/// Why a pool does not do what it is asked to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PoolError {
+    /// No page is free that is not promised to somebody else, and no surplus is allowed.
+    Exhausted,
+    /// Memory is out: the pages that the request needs, or the descriptors of those that it frees.
+    OutOfMemory,
+    /// The page is in use, or promised.
+    Busy,
+    /// A resize of the pool is under way, and the caller may not wait for it.
+    Resizing,
+    /// The frames are no page of this pool.
+    NotInPool,
+    /// The memory given for groups or nodes is too small.
+    TooSmall,
+    /// More reservations were returned than there are.
+    NotReserved,
+}
+
+impl fmt::Display for PoolError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            PoolError::Exhausted => "no free huge page; enlarge the pool, or allow surplus pages",
+            PoolError::OutOfMemory => "not enough memory; free some or ask for fewer pages",
+            PoolError::Busy => "the huge page is in use or reserved; release it first",
+            PoolError::Resizing => "the pool is being resized; try again from a context that may sleep",
+            PoolError::NotInPool => "not a huge page of this pool",
+            PoolError::TooSmall => "too few groups or nodes were given; HugePool::groups says how many are needed",
+            PoolError::NotReserved => "more reservations returned than taken",
+        })
+    }
+}
+
+impl core::error::Error for PoolError {}
+
+/// Everything a pool counts at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PoolCounts {
+    /// Over all nodes.
+    pub counts: Counts,
+    /// Free pages that are promised.
+    pub reserved: u64,
+    /// Most surplus pages: `nr_overcommit_hugepages`.
+    pub overcommit: u64,
+}
+
+pub(crate) struct State<'m> {
+    pub(crate) nodes: &'m mut [Counts],
+    pub(crate) reserved: u64,
+    pub(crate) overcommit: u64,
+}
+
+impl State<'_> {
+    pub(crate) fn all(&self) -> Counts {
+        self.nodes.iter().copied().sum()
+    }
+
+    pub(crate) fn allowed(&self, nodes: Nodes) -> Counts {
+        let included = self.nodes.iter().enumerate().filter(|(node, _)| nodes.include(*node));
+        included.map(|(_, counts)| *counts).sum()
+    }
+
+    /// Free pages that nobody was promised.
+    pub(crate) fn available(&self) -> u64 {
+        self.all().free - self.reserved
+    }
+}
+
+/// A pool of huge pages of one size.
+pub struct HugePool<'m, L: RawLock = SpinLock> {
+    size: PageSize,
+    areas: &'m [Area],
+    groups: &'m [Group],
+    state: Lock<L, State<'m>>,
+    resizing: AtomicBool,
+}
+
+impl<L: RawLock> fmt::Debug for HugePool<'_, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HugePool").field("size", &self.size).finish_non_exhaustive()
+    }
+}
+
+impl<'m, L: RawLock> HugePool<'m, L> {
+    /// How many groups a pool over these areas needs: one cache line per 64 pages.
+    pub fn groups(areas: &[Area], size: PageSize) -> usize {
+        areas.iter().map(|area| area.groups(size)).sum()
+    }
+
+    /// An empty pool. `nodes` has one element per node, zero; `groups` are fresh.
+    pub fn new(
+        size: PageSize,
+        areas: &'m mut [Area],
+        groups: &'m mut [Group],
+        nodes: &'m mut [Counts],
+    ) -> Result<Self, PoolError> {
+        let mut first = 0;
+        for area in &mut *areas {
+            area.place(first);
+            first += area.groups(size);
+            if area.node().0 as usize >= nodes.len() {
+                return Err(PoolError::TooSmall);
+            }
+        }
+        if groups.len() < first {
+            return Err(PoolError::TooSmall);
+        }
+        let state = Lock::new(State { nodes, reserved: 0, overcommit: 0 });
+        Ok(HugePool { size, areas, groups, state, resizing: AtomicBool::new(false) })
+    }
+
+    /// Page size.
+    pub fn size(&self) -> PageSize {
+        self.size
+    }
+
+    /// What the pool counts.
+    pub fn counts<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> PoolCounts {
+        self.locked(cx, |state| PoolCounts {
+            counts: state.all(),
+            reserved: state.reserved,
+            overcommit: state.overcommit,
+        })
+    }
+
+    /// What it counts on one node; zeroes if there is no such node.
+    pub fn node_counts<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> Counts {
+        self.locked(cx, |state| state.nodes.get(node.0 as usize).copied().unwrap_or_default())
+    }
+
+    /// How many nodes there are.
+    pub fn nodes<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u32 {
+        self.locked(cx, |state| state.nodes.len() as u32)
+    }
+
+    /// Sets how many surplus pages there may be: `nr_overcommit_hugepages`.
+    pub fn set_overcommit<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) {
+        self.locked(cx, |state| state.overcommit = pages);
+    }
+
+    /// How many pages of the pool have given their redundant descriptors back. O(groups).
+    pub fn lean_pages(&self) -> u64 {
+        self.groups.iter().map(|group| u64::from((group.lean.get() & group.pool.get()).count_ones())).sum()
+    }
+
+    /// Runs `f` under the lock. The caller is pinned meanwhile, so an interrupt cannot want the lock.
+    pub(crate) fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut State<'m>) -> R) -> R {
+        let _pin = cx.pin();
+        f(&mut self.state.lock())
+    }
+
+    pub(crate) fn areas(&self) -> &'m [Area] {
+        self.areas
+    }
+
+    pub(crate) fn group(&self, index: usize) -> Option<&'m Group> {
+        self.groups.get(index)
+    }
+
+    /// Area, group and bit of a page.
+    pub(crate) fn find(&self, pfn: Pfn) -> Option<(&'m Area, usize, u64)> {
+        self.areas.iter().find_map(|area| area.find(self.size, pfn).map(|(index, bit)| (area, index, bit)))
+    }
+
+    /// The area that a group belongs to.
+    pub(crate) fn area_of(&self, index: usize) -> Option<&'m Area> {
+        self.areas.iter().find(|area| area.range(self.size).contains(&index))
+    }
+
+    /// Corrects the summary of a group after its bits have changed. Lock.
+    pub(crate) fn summarise(&self, index: usize) {
+        let group = &self.groups[index];
+        self.groups[index & !(GROUP as usize - 1)].summary.put(1 << (index as u64 % GROUP), group.good() != 0);
+    }
+
+    /// The lowest page of an area that can be handed out. Lock.
+    fn lowest(&self, area: &Area) -> Option<(usize, u64)> {
+        let range = area.range(self.size);
+        let mut at = range.start;
+        while at < range.end {
+            let word = at & !(GROUP as usize - 1);
+            let rest = self.groups[word].summary.get() >> (at - word);
+            if rest == 0 {
+                at = word + GROUP as usize;
+                continue;
+            }
+            let index = at + rest.trailing_zeros() as usize;
+            if index >= range.end {
+                return None;
+            }
+            return Some((index, self.groups[index].good().trailing_zeros().into()));
+        }
+        None
+    }
+
+    /// Hands out a page, of `nodes` if possible there, lowest address first. `reserved` says that the caller has a
+    /// reservation, which is used up. Any context but NMI. One lock round; three cache lines.
+    pub fn take<P: Cpu>(&self, cx: &CpuCx<'_, P>, nodes: Nodes, reserved: bool) -> Result<HugePage, PoolError> {
+        self.locked(cx, |state| {
+            if if reserved { state.reserved == 0 } else { state.available() == 0 } {
+                return Err(PoolError::Exhausted);
+            }
+            let areas = self.areas.iter().filter(|area| nodes.include(area.node().0 as usize));
+            for area in areas {
+                let node = area.node().0 as usize;
+                let Some(counts) = state.nodes[node].take() else { continue };
+                let Some((index, bit)) = self.lowest(area) else { continue };
+                state.nodes[node] = counts;
+                state.reserved -= u64::from(reserved);
+                let (group, mask) = (&self.groups[index], 1 << bit);
+                group.free.remove(mask);
+                let zero = group.zero.get() & mask != 0;
+                if zero {
+                    group.zero.remove_shared(mask);
+                }
+                self.summarise(index);
+                return Ok(HugePage { pfn: area.page(self.size, index, bit), size: self.size, zero });
+            }
+            Err(PoolError::Exhausted)
+        })
+    }
+
+    /// Takes a page back, whose bytes are anything. `restore` makes the reservation that it was taken with good again.
+    /// True: there is something for [`tidy`](HugePool::tidy) to do, now or by a worker. Any context but NMI; one lock
+    /// round, two cache lines. An error hands the page back.
+    pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, page: HugePage, restore: bool) -> Result<bool, (HugePage, PoolError)> {
+        let Some((area, index, bit)) = self.find(page.pfn).filter(|_| page.size == self.size) else {
+            return Err((page, PoolError::NotInPool));
+        };
+        let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().0 as usize);
+        self.locked(cx, |state| {
+            if group.pool.get() & !group.free.get() & mask == 0 {
+                return Err((page, PoolError::NotInPool));
+            }
+            let Some(counts) = state.nodes[node].give() else { return Err((page, PoolError::NotInPool)) };
+            state.nodes[node] = counts;
+            state.reserved += u64::from(restore);
+            group.free.add(mask);
+            self.summarise(index);
+            Ok(counts.trimmable(state.available()) != 0 || group.bad.get() & mask != 0)
+        })
+    }
+
+    /// Promises `pages` to the caller; an error says how many are missing. Any context but NMI; one lock round.
+    pub fn reserve<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) -> Result<(), u64> {
+        self.locked(cx, |state| match counts::shortfall(state.all(), state.reserved, pages) {
+            0 => {
+                state.reserved += pages;
+                Ok(())
+            }
+            short => Err(short),
+        })
+    }
+
+    /// Takes promises back that were not used. True: as for [`put`](HugePool::put). Any context but NMI; one lock round.
+    pub fn unreserve<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) -> Result<bool, PoolError> {
+        self.locked(cx, |state| {
+            state.reserved = state.reserved.checked_sub(pages).ok_or(PoolError::NotReserved)?;
+            let available = state.available();
+            Ok(state.nodes.iter().any(|counts| counts.trimmable(available) != 0))
+        })
+    }
+
+    /// Notes that a page has a poisoned frame: it will not be handed out again, and leaves the pool when it is free (see
+    /// [`tidy`](HugePool::tidy)). The frame itself is marked with [`Frames::poison`](hugemm_frames::Frames::poison).
+    pub fn note_poison<P: Cpu>(&self, cx: &CpuCx<'_, P>, frame: Pfn) -> Result<(), PoolError> {
+        let head = Extent::block(frame, self.size.order()).base();
+        let (_, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
+        self.locked(cx, |_| {
+            let group = &self.groups[index];
+            if group.pool.get() & 1 << bit == 0 {
+                return Err(PoolError::NotInPool);
+            }
+            group.bad.add_shared(1 << bit);
+            self.summarise(index);
+            Ok(())
+        })
+    }
+
+    /// Makes the caller the only one who resizes, until the guard is dropped. Waits if the caller may sleep.
+    pub(crate) fn begin<P: Cpu>(&self, cx: &mut CpuCx<'_, P>) -> Result<Resizing<'_>, PoolError> {
+        // Acquire pairs with the Release in `Resizing::drop`: what the last resize left is seen.
+        while self.resizing.swap(true, Ordering::Acquire) {
+            if !cx.platform().may_sleep() {
+                return Err(PoolError::Resizing);
+            }
+            cx.reschedule();
+        }
+        Ok(Resizing(&self.resizing))
+    }
+
+    /// Checks that counts and bits agree; for tests and debugging. O(groups), under the lock.
+    pub fn is_consistent<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        self.locked(cx, |state| {
+            let mut sums_agree = true;
+            for (node, counts) in state.nodes.iter().enumerate() {
+                let areas = self.areas.iter().filter(|area| area.node().0 as usize == node);
+                let groups = areas.flat_map(|area| &self.groups[area.range(self.size)]);
+                let (total, free) = groups.fold((0, 0), |(total, free), group| {
+                    (total + u64::from(group.pool.get().count_ones()), free + u64::from(group.free.get().count_ones()))
+                });
+                sums_agree &= counts.is_consistent() && (total, free) == (counts.total, counts.free);
+            }
+            let groups_agree = self.groups.iter().enumerate().all(|(index, group)| {
+                let summary = self.groups[index & !(GROUP as usize - 1)].summary.get() >> (index as u64 % GROUP) & 1;
+                group.free.get() & !group.pool.get() == 0
+                    && group.zero.get() & !group.free.get() == 0
+                    && (group.good() != 0) == (summary == 1)
+            });
+            sums_agree && groups_agree && state.reserved <= state.all().free
+        })
+    }
+
+    /// Every page of the pool, by its first frame, and whether it is lean. O(groups); a guess while others resize.
+    pub fn pages(&self) -> impl Iterator<Item = (Pfn, bool)> {
+        self.areas.iter().flat_map(move |area| {
+            area.range(self.size).flat_map(move |index| {
+                let group = &self.groups[index];
+                let lean = group.lean.get();
+                each(group.pool.get()).map(move |bit| (area.page(self.size, index, bit), lean >> bit & 1 == 1))
+            })
+        })
+    }
+}
+
+/// The right to resize.
+pub(crate) struct Resizing<'a>(&'a AtomicBool);
+
+impl Drop for Resizing<'_> {
+    fn drop(&mut self) {
+        // Release pairs with the Acquire in `begin`.
+        self.0.store(false, Ordering::Release);
+    }
+}

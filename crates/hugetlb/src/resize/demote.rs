@@ -1,0 +1,144 @@
+//! Demoting: free 1 GiB pages become 2 MiB pages of another pool, without leaving memory in between.
+//!
+//! A lean 1 GiB page keeps one head; its 512 successors need one each. So its blocks get tables with 64 heads, put in
+//! place of what they had by one store each: 520 frames for 1 GiB, nothing restored and given back again. One flush for
+//! all pages. Where economy is off the descriptors are restored instead.
+
+use super::{Leaving, Report, Resize, add};
+use crate::mapping::DescriptorMap;
+use crate::pool::{HugePool, Nodes, PoolError};
+use crate::vmemmap::{Economy, Edit, Source, Split};
+use hugemm_base::PageSize;
+use hugemm_base::lock::RawLock;
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{CpuCx, Pfn};
+use hugemm_frames::{Env, Frozen, Mobility};
+
+impl<'m, L: RawLock> HugePool<'m, L> {
+    /// Makes up to `pages` free, unpromised pages of this pool of 1 GiB pages into 2 MiB pages of `into`, which must be
+    /// over the same areas. Pages for whose descriptors memory is missing stay what they are: `left` says how many went.
+    /// May sleep. Resizes of both pools are excluded, the larger pages' first.
+    pub fn demote<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &Economy<'e, E, V>,
+        into: &HugePool<'m, L>,
+        nodes: Nodes,
+        pages: u64,
+    ) -> Result<Report, PoolError> {
+        if self.size() != PageSize::Size1G || into.size() != PageSize::Size2M {
+            return Err(PoolError::NotInPool);
+        }
+        let alone = self.begin(cx)?;
+        let _small_alone = into.begin(cx)?;
+        let resize = Resize::new(self, economy, alone, nodes, 0);
+        let taken = self.locked(cx, |state| {
+            let pages = pages.min(state.available());
+            self.dequeue(state.nodes, nodes, pages, Leaving::Persistent, |index, bits| resize.stage(index, bits))
+        });
+        if taken == 0 {
+            return Err(PoolError::Busy);
+        }
+        let mut entered = 0;
+        resize.prepare_for_demotion(cx);
+        resize.each_demotable(|pfn, zero, lean| {
+            // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
+            let page = unsafe { Frozen::assume_owned(pfn, self.size().order(), Mobility::Movable) };
+            // Writes the new heads' descriptors, which exist and have been flushed.
+            let parts = economy.frames.split(page, into.size().order()).into_dirty().into_extent();
+            entered += into.adopt(cx, parts, zero, lean);
+        });
+        let mut report = resize.abandon_staged(cx);
+        (report.entered, report.left) = (entered, entered / (self.size().pages() / into.size().pages()));
+        Ok(report)
+    }
+
+    /// Takes pages over, which the caller owns: one lock round. How many.
+    fn adopt<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: hugemm_base::Extent, zero: bool, lean: bool) -> u64 {
+        let step = self.size().pages();
+        self.locked(cx, |state| {
+            let mut pages = 0;
+            for at in (extent.base().number()..extent.end().number()).step_by(step as usize) {
+                let Some((area, index, bit)) = self.find(Pfn::new(at)) else { continue };
+                let (Some(group), node) = (self.group(index), area.node().0 as usize) else { continue };
+                state.nodes[node] = state.nodes[node].enter(1, false);
+                group.pool.add(1 << bit);
+                group.free.add(1 << bit);
+                if zero {
+                    group.zero.add_shared(1 << bit);
+                }
+                if lean {
+                    group.lean.add_shared(1 << bit);
+                }
+                self.summarise(index);
+                pages += 1;
+            }
+            pages
+        })
+    }
+}
+
+impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
+    /// Gives the staged pages' blocks a head for every 2 MiB, or (economy being off) all their descriptors; flushes once
+    /// and frees what that leaves. Pages whose descriptors could not be had stay lean as they were.
+    fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        self.ready.store(false, Ordering::Relaxed);
+        add(&self.tally.batches, 1);
+        for unit in 0..self.units() {
+            let Some((index, group, page)) = self.group_of(unit) else { continue };
+            let lean = group.lean.get() & page != 0;
+            let ready = match (lean, self.economy.is_enabled()) {
+                (true, false) => {
+                    let done = self.restore_from(cx, index, group, page, &mut Source::Allocator);
+                    group.lean.remove_shared(done);
+                    done == page
+                }
+                (false, false) => true,
+                (_, true) => {
+                    let mut all = true;
+                    for mut work in self.works(index, group, page) {
+                        work.heads = u64::MAX;
+                        let mut edit = Edit::default();
+                        all &= match lean {
+                            true => self.economy.reshape(cx, &work, &mut edit).is_ok(),
+                            false => self.economy.split(cx, &work, &mut edit) == Ok(Split::Swapped),
+                        };
+                        self.settle(cx, &work, edit);
+                        if !all {
+                            break;
+                        }
+                    }
+                    // Some blocks may be lean by now, so the page counts as lean; restoring skips those that are not.
+                    group.lean.add_shared(page);
+                    all
+                }
+            };
+            if ready {
+                group.demoting.add_shared(page);
+            }
+        }
+        self.flush(cx);
+        while self.free_some(cx) {}
+    }
+
+    /// Calls `each` with every prepared page, whether it is zero and lean; it is the callee's from then on.
+    fn each_demotable(&self, mut each_page: impl FnMut(Pfn, bool, bool)) {
+        for unit in 0..self.units() {
+            let Some((index, group, page)) = self.group_of(unit) else { continue };
+            let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
+            let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
+            for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
+                bits.remove_shared(page);
+            }
+            each_page(area.page(self.pool.size(), index, page.trailing_zeros().into()), zero, lean);
+        }
+    }
+
+    /// Puts what is still staged back and says what was done.
+    fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> Report {
+        self.enter(cx, false);
+        self.complete(|_| {});
+        *self.report.lock()
+    }
+}

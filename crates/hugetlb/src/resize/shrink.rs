@@ -1,0 +1,175 @@
+//! Pages on their way out, and frames that a flush has released.
+
+use super::{Direction, FREES, Resize, Stay, add, get, phase};
+use crate::group::{Group, runs};
+use crate::mapping::DescriptorMap;
+use crate::vmemmap::{Edit, Source};
+use hugemm_base::lock::RawLock;
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{CpuCx, Dirty, Extent, Zeroed};
+use hugemm_frames::Env;
+
+impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
+    pub(super) fn restore<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, staged: u64) {
+        if self.stopped.load(Ordering::Relaxed) {
+            return;
+        }
+        let done = self.restore_from(cx, index, group, staged & group.lean.get(), &mut Source::Allocator);
+        if done != staged & group.lean.get() {
+            self.starved.store(true, Ordering::Relaxed);
+        }
+        group.lean.remove_shared(done);
+    }
+
+    /// Restores lean pages of a group; which.
+    pub(super) fn restore_from<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        index: usize,
+        group: &Group,
+        lean: u64,
+        source: &mut Source<'_>,
+    ) -> u64 {
+        if lean == 0 {
+            return 0;
+        }
+        let mut done = lean;
+        for work in self.works(index, group, lean) {
+            let mut edit = Edit::default();
+            let restored = self.economy.restore(cx, &work, source, &mut edit);
+            self.settle(cx, &work, edit);
+            if self.per_group() == 1 {
+                done &= restored;
+            } else if restored != work.mask {
+                done = 0;
+                break;
+            }
+        }
+        done
+    }
+
+    /// Memory is out: restores some pages with frames of one of them, which is freed without those.
+    pub(super) fn carve<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        for index in get(&self.low) as usize..=get(&self.high) as usize {
+            let Some(group) = self.pool.group(index) else { continue };
+            let lean = group.staged.get() & group.lean.get();
+            if lean == 0 {
+                continue;
+            }
+            let Some(area) = self.pool.area_of(index) else { continue };
+            // The donor's own descriptors come first.
+            let bit = u64::from(lean.trailing_zeros());
+            let mut donor = Extent::block(area.page(self.pool.size(), index, bit), self.pool.size().order());
+            let lean = if self.per_group() == 1 { lean } else { 1 << bit };
+            let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor));
+            group.lean.remove_shared(done);
+            self.flush(cx);
+            if done & 1 << bit == 0 {
+                return false;
+            }
+            group.staged.remove_shared(1 << bit);
+            group.zero.remove_shared(1 << bit);
+            group.bad.remove_shared(1 << bit);
+            // SAFETY: what is left of a page that was staged, and is not any more; its descriptors are restored and flushed.
+            self.economy.frames.free_extent(cx, unsafe { Dirty::assume_owned(donor) });
+            add(&self.tally.gone, 1);
+            add(&self.tally.carved, 1);
+            return true;
+        }
+        false
+    }
+
+    pub(super) fn chain_units(&self) -> u64 {
+        self.debts.lock().loose.len().div_ceil(FREES as u64)
+    }
+
+    pub(super) fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, unit: u64) {
+        self.free_some(cx);
+        if !self.direction.grows()
+            && let Some((index, group, staged)) = self.group_of(unit)
+        {
+            self.free_pages(cx, index, group, staged & !group.lean.get());
+        }
+    }
+
+    /// Frees extents that a flush has released; whether there were any.
+    pub(super) fn free_some<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
+        let mut batch = [Extent::default(); FREES];
+        let mut count = 0;
+        {
+            let _pin = cx.pin();
+            let mut debts = self.debts.lock();
+            while count < FREES
+                && let Some(extent) = debts.loose.pop(self.economy.frames)
+            {
+                batch[count] = extent;
+                count += 1;
+            }
+        }
+        let freed: u64 = batch[..count].iter().map(|extent| self.economy.free(cx, *extent)).sum();
+        add(&self.tally.freed_frames, freed);
+        count != 0
+    }
+
+    /// Frees pages whose descriptors are whole: a run at once.
+    pub(super) fn free_pages<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, pages: u64) {
+        let Some(area) = self.pool.area_of(index) else { return };
+        let size = self.pool.size();
+        let zero = group.zero.get() & pages;
+        group.zero.remove_shared(pages);
+        group.bad.remove_shared(pages);
+        group.staged.remove_shared(pages);
+        for (known, bits) in [(true, zero), (false, pages & !zero)] {
+            for (first, length) in runs(bits) {
+                let Ok(run) = Extent::new(area.page(size, index, first), length * size.pages()) else { continue };
+                if known {
+                    // SAFETY: the pages were staged, so they are the resize's, and are not any more; their descriptors are
+                    // restored and flushed; whoever staged them noted that they are zero.
+                    self.economy.frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(run) });
+                } else {
+                    // SAFETY: as above.
+                    self.economy.frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
+                }
+            }
+        }
+        add(&self.tally.gone, pages.count_ones().into());
+    }
+
+    /// The old way: everything for one page, with its own flushes.
+    pub(super) fn page_alone<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, page: u64) {
+        match self.direction {
+            Direction::Grow { .. } | Direction::Boot => {
+                self.starved.store(false, Ordering::Relaxed);
+                self.split(cx, index, group, page);
+                self.flush(cx);
+                self.remap(cx, index, group, page);
+                self.flush(cx);
+                while self.free_some(cx) {}
+            }
+            Direction::Shrink { .. } => {
+                self.restore(cx, index, group, page);
+                self.flush(cx);
+                self.free_pages(cx, index, group, page & !group.lean.get());
+                while self.free_some(cx) {}
+            }
+        }
+    }
+
+    pub(super) fn after_shrink<P: Cpu>(&self, cx: &CpuCx<'_, P>, stay: Stay) {
+        let left = self.staged();
+        let stopped = self.stopped.load(Ordering::Relaxed);
+        if left != 0 && !stopped {
+            let progress = self.progress() > get(&self.mark);
+            if (progress && !self.pagewise()) || (self.economy.policy.carve && self.carve(cx)) {
+                self.begin_batch();
+                let first = if self.pagewise() { phase::PAGEWISE } else { phase::RESTORE };
+                return self.phases.open(first, self.units());
+            }
+        }
+        // Whoever was asked to stop keeps what he has; what could not be freed is tried again when somebody tidies up.
+        let surplus = stay == Stay::Surplus && !stopped;
+        let (stayed, _) = if left != 0 { self.enter(cx, surplus) } else { (0, 0) };
+        self.complete(|report| report.lent += if surplus { stayed } else { 0 });
+    }
+}

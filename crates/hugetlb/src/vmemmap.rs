@@ -1,0 +1,334 @@
+//! Descriptor economy: giving back the frames of descriptors that say nothing.
+//!
+//! A 2 MiB page has 512 descriptors in 8 pages of descriptor memory, a 1 GiB page 262 144 in 4096. Only the head's means
+//! anything (see [`hugemm_frames::descriptor`]), so the first page is kept and the others are mapped to one shared
+//! read-only page per node. Source: the series "Batch hugetlb vmemmap modification operations" and what became of it.
+//!
+//! # Where descriptors are
+//!
+//! One 2 MiB **block** of the descriptor array describes 128 MiB of memory: 64 huge pages with 8 descriptor pages each,
+//! or an eighth of a 1 GiB page.
+//!
+//! ```text
+//! fat                        lean, in place                lean, swapped
+//! leaf ─► 512 frames         table ─► 64 × (1 own          table ─► 64 × (1 of a new extent
+//!                                      + 7 × tail, RO)                     + 7 × tail, RO)
+//!                            frees 64 × 7 frames           frees the 512 frames as one extent
+//! ```
+//!
+//! * **In place**: what is done where only some of the 64 pages are in the batch. Two passes: *split* the leaf into a
+//!   table that maps the same frames, flush, *remap* the tails, flush, free. The heads stay in their frames.
+//! * **Swapped**: where all 64 are. The table is built beside the leaf and put in its place by one store; flush; free. A
+//!   head must stay at its virtual address, 32 KiB from the next, so each needs a page of its own: the 64 head pages are
+//!   one extent where there is one. One entry store and one free instead of 448 and 64. Legal because all 64 pages are
+//!   frozen and belong to the batch, so nobody writes their descriptors; because no descriptor of theirs means anything,
+//!   the old and the new ones included; and because the mapping is not executable (design §4.9).
+//! * A block of a 1 GiB page without the head, seven of eight, is nothing but tails: its entry points to a **shared
+//!   table** of the node. A lean 1 GiB page keeps one head page and one table.
+//!
+//! # What is not here
+//!
+//! No copying of heads, and no flag in them: the head of a page that is entering or leaving a pool belongs to the pool,
+//! which keeps what it knows in [`Group`](crate::Group)s. So the window in which a head exists twice, which others must
+//! guard, does not exist. Restoring writes no tails: frames that need no content are mapped.
+//!
+//! # Order
+//!
+//! 1. the page is marked as lean (in its group) before any entry changes;
+//! 2. a table is filled, a barrier, the entry that points to it is stored (pairs with the table walkers of other CPUs);
+//! 3. frames and tables that are mapped no longer are put behind the next flush as [`Pending`], and freed after it;
+//! 4. between an edit and its flush nothing stores into the descriptors concerned: the pages are frozen, and speculative
+//!    readers only load.
+//!
+//! # Exhaustion
+//!
+//! Only splitting, swapping and restoring allocate, each before its first store. So an edit is whole or not made, there is
+//! nothing to roll back in the page tables, and what failed can be tried again when the batch's own frames have come back.
+
+mod optimise;
+mod restore;
+
+pub(crate) use restore::Source;
+
+use crate::mapping::{DescriptorMap, ENTRIES, Mapped, Table};
+use crate::tail::{self, Tail};
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
+use hugemm_base::{CpuCx, Dirty, Extent, ExtentChain, NodeId, Order, Pending, Pfn, TlbFlush, VirtAddr, VirtRange};
+use hugemm_frames::{AllocError, Env, Frames, From, Mobility, Request};
+
+/// Descriptor pages of a 2 MiB page.
+const PAGES: usize = 8;
+
+/// A block of descriptors and what a batch has to do with it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Work {
+    /// Where it is.
+    pub(crate) block: VirtAddr,
+    pub(crate) node: NodeId,
+    /// Which of its 64 × 8 pages to work on.
+    pub(crate) mask: u64,
+    /// Which of those begin with a head.
+    pub(crate) heads: u64,
+    /// Which belong to frozen pages of the batch.
+    pub(crate) frozen: u64,
+}
+
+impl Work {
+    pub(crate) fn range(&self) -> VirtRange {
+        VirtRange::new(self.block, 2 << 20).unwrap_or(VirtRange::ALL)
+    }
+}
+
+/// What an edit left for later.
+pub(crate) type Debt<'v, V> =
+    Pending<ExtentChain, TlbFlush<'v, <V as DescriptorMap>::Kind, <V as DescriptorMap>::Held>>;
+
+/// Frames that are mapped no longer, before they are put behind a flush; and what the edit cost.
+#[derive(Debug, Default)]
+pub(crate) struct Edit {
+    pub(crate) old: ExtentChain,
+    /// Frames allocated.
+    pub(crate) allocated: u64,
+    /// Whether an entry was stored that needs a flush.
+    pub(crate) stored: bool,
+}
+
+/// What the first pass did to a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Split {
+    /// All of it: the block is lean.
+    Swapped,
+    /// There is a table; the second pass can remap its entries.
+    Ready,
+    /// The frames behind the descriptors are not the allocator's, so they cannot be freed to it.
+    NotOurs,
+}
+
+/// How descriptors are economised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// How many pages share their flushes: all of a batch, or (the old way) none.
+    pub flush: FlushPolicy,
+    /// Whether whole blocks are swapped by one store.
+    pub swap: bool,
+    /// Whether restoring may take frames from the pages being freed when there are no others, so that shrinking cannot
+    /// fail. Otherwise pages that cannot be restored stay as surplus.
+    pub carve: bool,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Policy { flush: FlushPolicy::Batch, swap: true, carve: true }
+    }
+}
+
+/// How many flushes a batch takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FlushPolicy {
+    /// At most two up and one down.
+    Batch,
+    /// So many for each page: the old way.
+    Page,
+}
+
+/// Descriptor economy over one allocator and one mapping.
+pub struct Economy<'m, E: Env, V> {
+    pub(crate) frames: &'m Frames<'m, E>,
+    pub(crate) map: &'m V,
+    tails: &'m [Tail],
+    on: AtomicBool,
+    pub(crate) policy: Policy,
+    flushes: AtomicU64,
+}
+
+impl<E: Env, V> core::fmt::Debug for Economy<'_, E, V> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Economy").field("policy", &self.policy).finish_non_exhaustive()
+    }
+}
+
+impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
+    /// Economy, switched on. `tails` has one element per node; pages of nodes beyond are left fat. The frames behind the
+    /// descriptors must be the allocator's: released to it and in use (claimed, or allocated), because they are freed
+    /// to it.
+    pub fn new(frames: &'m Frames<'m, E>, map: &'m V, tails: &'m [Tail], policy: Policy) -> Self {
+        Economy { frames, map, tails, on: AtomicBool::new(true), policy, flushes: AtomicU64::new(0) }
+    }
+
+    /// Switches economy on or off for pages that enter a pool from here on; pages that are there stay what they are.
+    pub fn set_enabled(&self, on: bool) {
+        // Relaxed: pages say themselves what they are.
+        self.on.store(on, Ordering::Relaxed);
+    }
+
+    /// Whether pages that enter a pool are economised.
+    pub fn is_enabled(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    /// How it economises.
+    pub fn policy(&self) -> Policy {
+        self.policy
+    }
+
+    /// How many flushes there were.
+    pub fn flushes(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.flushes.load(Ordering::Relaxed)
+    }
+
+    /// Frames that are shared by everybody and stay for ever: tail pages and tables of them.
+    pub fn shared(&self) -> impl Iterator<Item = Pfn> {
+        self.tails.iter().flat_map(|tail| [&tail.page, &tail.table]).filter_map(tail::published)
+    }
+
+    /// How many they are.
+    pub fn shared_frames(&self) -> u64 {
+        self.shared().count() as u64
+    }
+
+    /// Whose descriptor a store to `at` was meant for, if it trapped because the descriptor is a shared read-only tail:
+    /// for a page fault handler's report. `base` is the address of frame 0's descriptor.
+    pub fn explain(&self, base: VirtAddr, at: VirtAddr) -> Option<(Pfn, Pfn)> {
+        let block = VirtAddr::new(at.get() & !0x1f_ffff);
+        let index = (at.get() >> 12) as usize % ENTRIES;
+        let table = match self.map.mapped(block) {
+            Mapped::Table(table) => Table::at(self.map, table)?,
+            Mapped::Absent | Mapped::Whole(_) => return None,
+        };
+        let leaf = self.map.decode(table.get(index))?;
+        let frame = Pfn::new(at.get().wrapping_sub(base.get()) / crate::group::DESCRIPTOR_BYTES);
+        (!leaf.writable).then(|| (frame, self.frames.head_of(frame).map_or(frame, |(head, _)| head)))
+    }
+
+    pub(crate) fn request(&self, order: Order, node: NodeId) -> Request {
+        // On one node the CPU's cache serves, without a lock.
+        let from = if self.frames.nodes() == 1 { From::Local } else { From::Prefer(node) };
+        Request { order, mobility: Mobility::Unmovable, from }
+    }
+
+    fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, order: Order, node: NodeId) -> Result<Extent, AllocError> {
+        let extent = self.frames.alloc(cx, self.request(order, node))?.into_dirty().into_extent();
+        self.map.taken(extent);
+        Ok(extent)
+    }
+
+    /// Frees frames that nothing maps.
+    pub(crate) fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
+        self.map.freed(extent);
+        // SAFETY: the callers own the frames: they were allocated here and never mapped, or came off a chain that a flush
+        // released.
+        self.frames.free_extent(cx, unsafe { Dirty::assume_owned(extent) })
+    }
+
+    fn table(&self, frame: Pfn) -> Result<Table, AllocError> {
+        Table::at(self.map, frame).ok_or(AllocError::OutOfMemory)
+    }
+
+    /// Flushes for all debts so far; the receipt releases them.
+    pub(crate) fn flush<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        range: VirtRange,
+    ) -> hugemm_base::Flushed<'m, V::Kind, V::Held> {
+        // Relaxed: a statistic.
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        self.map.flush(cx, range)
+    }
+
+    /// Puts what an edit left behind the next flush.
+    pub(crate) fn owe(&self, edit: &mut Edit, range: VirtRange) -> Debt<'m, V> {
+        // Tables are among them.
+        self.map.domain().unhooked_tables(core::mem::take(&mut edit.old), range)
+    }
+
+    /// The node's tail page.
+    fn tail<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> Result<Pfn, AllocError> {
+        let slot = self.tails.get(node.0 as usize).ok_or(AllocError::NoSuchNode)?;
+        if let Some(page) = tail::published(&slot.page) {
+            return Ok(page);
+        }
+        let mine = self.alloc(cx, Order::ZERO, node)?;
+        tail::fill_page(self.table_or_free(cx, mine)?);
+        Ok(self.publish_or_free(cx, &slot.page, mine))
+    }
+
+    /// The node's table of tails.
+    fn tail_table<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> Result<Pfn, AllocError> {
+        let slot = self.tails.get(node.0 as usize).ok_or(AllocError::NoSuchNode)?;
+        if let Some(table) = tail::published(&slot.table) {
+            return Ok(table);
+        }
+        let page = self.tail(cx, node)?;
+        let mine = self.alloc(cx, Order::ZERO, node)?;
+        tail::fill_table(self.map, self.table_or_free(cx, mine)?, page);
+        Ok(self.publish_or_free(cx, &slot.table, mine))
+    }
+
+    fn table_or_free<P: Cpu>(&self, cx: &CpuCx<'_, P>, frame: Extent) -> Result<Table, AllocError> {
+        let table = self.table(frame.base());
+        if table.is_err() {
+            self.free(cx, frame);
+        }
+        table
+    }
+
+    fn publish_or_free<P: Cpu>(&self, cx: &CpuCx<'_, P>, slot: &AtomicU64, mine: Extent) -> Pfn {
+        match tail::publish(slot, mine.base()) {
+            Ok(()) => mine.base(),
+            Err(theirs) => {
+                self.free(cx, mine);
+                theirs
+            }
+        }
+    }
+
+    fn is_shared(&self, table: Pfn) -> bool {
+        self.tails.iter().any(|tail| tail::published(&tail.table) == Some(table))
+    }
+
+    /// The runs of frames that a table maps writable, which are nobody else's.
+    fn owned_runs(&self, table: Table, mut each: impl FnMut(Extent)) {
+        let mut run = Extent::default();
+        for index in 0..ENTRIES {
+            if let Some(leaf) = self.map.decode(table.get(index)).filter(|leaf| leaf.writable) {
+                run = extend(run, leaf.frame, &mut each);
+            }
+        }
+        each_unless_empty(run, &mut each);
+    }
+
+    /// Stores the entry of a block. `to` was filled before.
+    fn set<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: VirtAddr, to: Mapped, edit: &mut Edit) {
+        // The table's content before the entry that points to it; pairs with the other CPUs' table walkers, which reach
+        // the content through the entry.
+        cx.platform().publish_barrier();
+        edit.stored = true;
+        // SAFETY: every caller passes a mapping under which each head of a block in use is where it was: a split maps the
+        // same frames, and all other edits are of blocks whose pages are frozen and the batch's. Frames that are mapped
+        // no longer go on `edit.old`, behind a flush.
+        unsafe { self.map.set(block, to) }
+    }
+}
+
+fn one(frame: Pfn) -> Extent {
+    Extent::new(frame, 1).unwrap_or_default()
+}
+
+/// A run with one more frame; a run that ends here is handed over.
+fn extend(run: Extent, frame: Pfn, each: &mut impl FnMut(Extent)) -> Extent {
+    if run.is_empty() {
+        return one(frame);
+    }
+    run.join(one(frame)).unwrap_or_else(|| {
+        each(run);
+        one(frame)
+    })
+}
+
+fn each_unless_empty(run: Extent, each: &mut impl FnMut(Extent)) {
+    if !run.is_empty() {
+        each(run);
+    }
+}

@@ -1,0 +1,145 @@
+//! Lean blocks: two passes in place, or one store.
+
+use super::{Economy, Edit, PAGES, Split, Work, each_unless_empty, extend, one};
+use crate::group::each;
+use crate::mapping::{DescriptorMap, ENTRIES, Leaf, Mapped, Table};
+use crate::tail;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Extent, Order, Pfn};
+use hugemm_frames::{AllocError, Env};
+
+impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
+    /// A table in which all is tail but the heads, which get frames of their own, contiguous where possible; without heads
+    /// it is the node's. Nothing is allocated if it fails.
+    pub(super) fn lean_table<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        work: &Work,
+        edit: &mut Edit,
+    ) -> Result<Pfn, AllocError> {
+        if work.heads == 0 {
+            return self.tail_table(cx, work.node);
+        }
+        let page = self.tail(cx, work.node)?;
+        let frame = self.alloc(cx, Order::ZERO, work.node)?;
+        let table = self.table_or_free(cx, frame)?;
+        tail::fill_table(self.map, table, page);
+        let mut heads = each(work.heads);
+        let mut left = u64::from(work.heads.count_ones());
+        edit.allocated += 1 + left;
+        let mut most = Order::MAX;
+        while let Some(fits) = Order::largest_within(left) {
+            let order = fits.min(most);
+            match self.alloc(cx, order, work.node) {
+                Ok(extent) => {
+                    for (pfn, head) in (extent.base().number()..extent.end().number()).zip(heads.by_ref()) {
+                        let leaf = Leaf { frame: Pfn::new(pfn), writable: true };
+                        table.set(head as usize * PAGES, self.map.encode(leaf));
+                    }
+                    left -= extent.pages();
+                }
+                // No block that large: smaller ones do.
+                Err(AllocError::OutOfMemory) if order > Order::ZERO => {
+                    most = Order::new(order.get() - 1).unwrap_or(Order::ZERO);
+                }
+                Err(error) => {
+                    edit.allocated -= 1 + u64::from(work.heads.count_ones());
+                    self.owned_runs(table, |run| {
+                        self.free(cx, run);
+                    });
+                    self.free(cx, frame);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(frame.base())
+    }
+
+    /// First pass: makes the block lean if all of it belongs to the batch, or gives it a table.
+    pub(crate) fn split<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<Split, AllocError> {
+        let whole = work.mask == u64::MAX && work.frozen == u64::MAX;
+        match self.map.mapped(work.block) {
+            Mapped::Whole(old) => {
+                let old = Extent::block(old, Order::largest_within(ENTRIES as u64).unwrap_or(Order::ZERO));
+                if self.frames.node_of(old.base()).is_none() {
+                    return Ok(Split::NotOurs);
+                }
+                if whole && self.policy.swap && self.map.may_change_size() {
+                    let table = self.lean_table(cx, work, edit)?;
+                    self.set(cx, work.block, Mapped::Table(table), edit);
+                    edit.old.push(self.frames, old);
+                    return Ok(Split::Swapped);
+                }
+                // The second pass must not need memory.
+                self.tail(cx, work.node)?;
+                let frame = self.alloc(cx, Order::ZERO, work.node)?;
+                let table = self.table_or_free(cx, frame)?;
+                for (index, pfn) in (old.base().number()..old.end().number()).enumerate() {
+                    table.set(index, self.map.encode(Leaf { frame: Pfn::new(pfn), writable: true }));
+                }
+                edit.allocated += 1;
+                self.set(cx, work.block, Mapped::Table(frame.base()), edit);
+                Ok(Split::Ready)
+            }
+            Mapped::Table(frame) if self.is_shared(frame) => Ok(Split::Swapped),
+            // A block that was divided before: 4 KiB frames, one extent if nobody has changed that.
+            Mapped::Table(frame) if whole && self.policy.swap && work.heads == u64::MAX => {
+                let former = self.table(frame)?;
+                let table = self.lean_table(cx, work, edit)?;
+                self.set(cx, work.block, Mapped::Table(table), edit);
+                self.owned_runs(former, |run| edit.old.push(self.frames, run));
+                edit.old.push(self.frames, one(frame));
+                Ok(Split::Swapped)
+            }
+            Mapped::Table(frame) => {
+                self.table(frame)?;
+                self.tail(cx, work.node)?;
+                Ok(Split::Ready)
+            }
+            // Descriptors that were never there: a pool made at boot.
+            Mapped::Absent if whole => {
+                let table = self.lean_table(cx, work, edit)?;
+                self.set(cx, work.block, Mapped::Table(table), edit);
+                Ok(Split::Swapped)
+            }
+            Mapped::Absent => Err(AllocError::OutOfMemory),
+        }
+    }
+
+    /// Second pass, after a flush: maps tails to the shared page. Allocates nothing and cannot fail.
+    pub(crate) fn remap(&self, work: &Work, edit: &mut Edit) {
+        let Mapped::Table(frame) = self.map.mapped(work.block) else { return };
+        let slot = self.tails.get(work.node.0 as usize).and_then(|slot| tail::published(&slot.page));
+        let (Some(page), Some(table)) = (slot, Table::at(self.map, frame)) else { return };
+        let entry = self.map.encode(Leaf { frame: page, writable: false });
+        let Edit { old, stored, .. } = edit;
+        let mut forget = |run: Extent| old.push(self.frames, run);
+        let mut run = Extent::default();
+        for group in each(work.mask) {
+            let first = group as usize * PAGES;
+            let kept = (work.heads >> group & 1) as usize;
+            for index in first + kept..first + PAGES {
+                if let Some(leaf) = self.map.decode(table.get(index)).filter(|leaf| leaf.writable) {
+                    run = extend(run, leaf.frame, &mut forget);
+                    table.set(index, entry);
+                    *stored = true;
+                }
+            }
+        }
+        each_unless_empty(run, &mut forget);
+    }
+
+    /// Gives a lean block heads where `work.heads` says, in a new table: the descriptors of a page that is being divided.
+    pub(crate) fn reshape<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<(), AllocError> {
+        let former = self.map.mapped(work.block);
+        let table = self.lean_table(cx, work, edit)?;
+        self.set(cx, work.block, Mapped::Table(table), edit);
+        if let Mapped::Table(frame) = former
+            && !self.is_shared(frame)
+        {
+            self.owned_runs(self.table(frame)?, |run| edit.old.push(self.frames, run));
+            edit.old.push(self.frames, one(frame));
+        }
+        Ok(())
+    }
+}

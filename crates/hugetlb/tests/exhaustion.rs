@@ -1,0 +1,245 @@
+//! Memory that runs out at every place where it can, and resizes at random while others look.
+
+mod support;
+
+use hugemm_base::{Never, PageSize, Pfn};
+use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, Policy};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, Threads, machine};
+
+const POLICIES: [Policy; 4] = [
+    Policy { flush: FlushPolicy::Batch, swap: true, carve: true },
+    Policy { flush: FlushPolicy::Batch, swap: true, carve: false },
+    Policy { flush: FlushPolicy::Batch, swap: false, carve: false },
+    Policy { flush: FlushPolicy::Page, swap: false, carve: true },
+];
+
+fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
+    assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames() + used, m.all.pages());
+}
+
+/// Sizes of a scenario's steps.
+fn run(
+    m: &Machine<'_, Faults>,
+    pool: &HugePool<'_>,
+    steps: &[u64],
+    mut armed: impl FnMut(usize),
+    mut after: impl FnMut(usize),
+) {
+    for (step, pages) in steps.iter().enumerate() {
+        armed(step);
+        let report = m.set(pool, *pages);
+        m.frames.env().inject.disarm();
+        // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
+        if m.economy.policy().flush == FlushPolicy::Batch {
+            let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
+            assert!(report.flushes <= most, "{report:?}");
+        }
+        after(step);
+    }
+}
+
+/// E5 to E8: every allocation of growing and shrinking fails, one after the other, then all from there on; every live
+/// descriptor keeps its content, and nothing is lost.
+#[test]
+fn every_allocation_of_a_resize_can_fail() {
+    let steps = [40, 130, 70, 0];
+    for policy in POLICIES {
+        for period in [0, 1] {
+            for target in 0..steps.len() {
+                let mut n = 0;
+                loop {
+                    let failed = machine(&Shape { policy, ..Shape::spans(5) }, Faults::default(), |m| {
+                        let mut memory = m.pool_memory(PageSize::Size2M);
+                        let (pool, cx) = (memory.pool(), m.threads.cx());
+                        let others = Others::new(m, 60);
+                        let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
+                        let faults = &m.frames.env().inject;
+                        let failed = AtomicU64::new(0);
+                        run(
+                            m,
+                            &pool,
+                            &steps,
+                            |step| {
+                                if step == target {
+                                    faults.arm(n, period);
+                                }
+                            },
+                            |step| {
+                                if step == target {
+                                    failed.store(faults.failed.load(Ordering::Relaxed), Ordering::Relaxed);
+                                }
+                                others.check(m);
+                                assert!(pool.is_consistent(&cx));
+                                everything_is_somewhere(m, used + pool.counts(&cx).counts.total * 512);
+                            },
+                        );
+                        pool.tidy(&mut m.threads.cx(), &m.economy).expect("idle");
+                        assert_eq!(pool.counts(&cx).counts.total, 0);
+                        others.free(m);
+                        everything_is_somewhere(m, 0);
+                        failed.load(Ordering::Relaxed)
+                    });
+                    if failed == 0 {
+                        break;
+                    }
+                    // Allocations of pages are all alike; those of descriptors are what differs.
+                    n += if target < 2 && n < 60 && n > 3 { 13 } else { 1 };
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
+    for policy in POLICIES {
+        let mut n = 0;
+        loop {
+            let failed = machine(&Shape { policy, ..Shape::spans(24) }, Faults::default(), |m| {
+                let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+                let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+                let others = Others::new(m, 40);
+                let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
+                let faults = &m.frames.env().inject;
+                let check = || {
+                    others.check(m);
+                    let cx = m.threads.cx();
+                    assert!(large.is_consistent(&cx) && small.is_consistent(&cx));
+                    let (huge, gigantic) = (small.counts(&cx).counts.total, large.counts(&cx).counts.total);
+                    everything_is_somewhere(m, used + huge * 512 + (gigantic << 18));
+                };
+                m.set(&large, 1);
+                faults.arm(n, 0);
+                m.set(&large, 2);
+                check();
+                let _ = large.demote(&mut cx, &m.economy, &small, Nodes::All, 1);
+                check();
+                if let Some((victim, _)) = small.pages().nth(100) {
+                    let _ = small.dissolve(&mut cx, &m.economy, victim);
+                    check();
+                }
+                m.set(&large, 0);
+                check();
+                let failed = faults.failed.load(Ordering::Relaxed);
+                faults.disarm();
+                m.set(&small, 0);
+                small.tidy(&mut cx, &m.economy).expect("idle");
+                large.tidy(&mut cx, &m.economy).expect("idle");
+                assert_eq!((small.counts(&cx).counts.total, large.counts(&cx).counts.total), (0, 0));
+                others.free(m);
+                everything_is_somewhere(m, 0);
+                failed
+            });
+            if failed == 0 {
+                break;
+            }
+            n += 1;
+        }
+        assert!(n > 10, "{n}");
+    }
+}
+
+/// E12, E13: 100 random resizes with faults, on several CPUs, while walkers look at any frame and try to get references.
+/// A store into a shared tail would end the process; a wrong reference would show as a frame that is freed twice.
+#[test]
+fn walkers_look_on_while_pools_are_resized_at_random() {
+    machine(&Shape::spans(24), Faults::default(), |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        let others = Others::new(m, 100);
+        // A counted page, so that walkers get some references.
+        let counted = m.frames.alloc(&cx, hugemm_frames::Request::default()).expect("one");
+        let counted = m.frames.count(counted).expect("frozen");
+        m.set(&small, 64);
+        m.set(&large, 1);
+        m.guard_tails();
+        let (stop, looked, got) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|s| {
+            for cpu in 5..CPUS as u32 {
+                let (stop, looked, got) = (&stop, &looked, &got);
+                s.spawn(move || {
+                    Threads::run_as(cpu);
+                    let cx = m.threads.cx();
+                    let mut seed = u64::from(cpu);
+                    while !stop.load(Ordering::Relaxed) {
+                        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        let pfn = match seed >> 60 {
+                            0 => counted,
+                            _ => Pfn::new(BASE + (seed >> 20) % m.all.pages()),
+                        };
+                        // What a PFN walker does: looks up the head, loads from the descriptor, tries to get it.
+                        let head = m.frames.head_of(pfn);
+                        std::hint::black_box(m.frames.descriptor(pfn).map(|tail| tail.load((seed >> 50) as usize)));
+                        if m.frames.try_get(&cx, pfn) == Ok(true) {
+                            assert_eq!((pfn, head.map(|(head, _)| head)), (counted, Some(counted)));
+                            got.fetch_add(1, Ordering::Relaxed);
+                            let _ = m.frames.put(&cx, pfn).expect("ours");
+                        }
+                        looked.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            let _stop = Stop(&stop);
+            let mut seed = 7_u64;
+            let mut dice = |sides: u64| {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (seed >> 33) % sides
+            };
+            for cycle in 0..100 {
+                let faults = &m.frames.env().inject;
+                if dice(3) == 0 {
+                    faults.arm(dice(300), dice(40));
+                }
+                m.economy.set_enabled(dice(5) != 0);
+                match dice(6) {
+                    0 => _ = m.set(&large, dice(3)),
+                    1 => _ = large.demote(&mut cx, &m.economy, &small, Nodes::All, 1),
+                    2 => {
+                        if let Some((page, _)) = small.pages().nth(dice(64) as usize) {
+                            let _ = small.dissolve(&mut cx, &m.economy, page);
+                        }
+                    }
+                    _ => {
+                        let resize = small.resize(&mut cx, &m.economy, dice(600), Nodes::All).expect("idle");
+                        std::thread::scope(|s| {
+                            for cpu in 1..3 {
+                                let resize = &resize;
+                                s.spawn(move || {
+                                    Threads::run_as(cpu);
+                                    resize.work(&mut m.threads.cx(), &Never);
+                                });
+                            }
+                            resize.work(&mut m.threads.cx(), &Never);
+                        });
+                        let _ = resize.finish(&mut cx);
+                    }
+                }
+                faults.disarm();
+                assert!(small.is_consistent(&cx) && large.is_consistent(&cx), "cycle {cycle}");
+                others.check(m);
+            }
+        });
+        m.set(&small, 0);
+        m.set(&large, 0);
+        small.tidy(&mut cx, &m.economy).expect("idle");
+        large.tidy(&mut cx, &m.economy).expect("idle");
+        let _ = m.frames.put(&cx, counted).expect("ours");
+        others.free(m);
+        for cpu in 0..CPUS as u32 {
+            Threads::run_as(cpu);
+            m.frames.drain(&m.threads.cx());
+        }
+        everything_is_somewhere(m, 0);
+        assert!(SPAN > 0 && looked.load(Ordering::Relaxed) > 10_000 && got.load(Ordering::Relaxed) > 0);
+    });
+}
+
+/// Lets the walkers go, also when a cycle fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}

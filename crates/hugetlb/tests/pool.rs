@@ -1,0 +1,459 @@
+//! What a pool does beyond its size: handing out, reservations, surplus, poison, dissolving, demoting.
+
+mod support;
+
+use hugemm_base::inject::{Inject, NoFaults};
+use hugemm_base::{Never, NodeId, Order, PageSize, Pfn};
+use hugemm_frames::Poisoned;
+use hugemm_hugetlb::{Counts, HugePage, HugePool, Nodes, PoolError};
+use proptest::prelude::*;
+use support::{BASE, Faults, Machine, SPAN, Shape, Threads, machine};
+
+fn set<I: Inject>(m: &Machine<'_, I>, pool: &HugePool<'_>, pages: u64) {
+    pool.set_size(&mut m.threads.cx(), &m.economy, pages, Nodes::All, &Never).expect("idle");
+}
+
+#[test]
+fn a_page_belongs_to_whoever_took_it() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, cx) = (memory.pool(), m.threads.cx());
+        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+        set(m, &pool, 5);
+        let mut held: Vec<HugePage> = (0..5).map(|_| pool.take(&cx, Nodes::All, false).expect("five")).collect();
+        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+        for pair in held.windows(2) {
+            assert!(pair[0].extent().end() <= pair[1].extent().base(), "lowest first");
+        }
+        let counts = pool.counts(&cx).counts;
+        assert_eq!(counts, Counts { total: 5, free: 0, surplus: 0 });
+        // Not what it never handed out, and not twice.
+        // SAFETY: refused, so nothing is done with the frames.
+        let foreign = unsafe { HugePage::assume_owned(Pfn::new(BASE + SPAN), PageSize::Size2M) };
+        assert_eq!(pool.put(&cx, foreign, false).map_err(|(_, error)| error), Err(PoolError::NotInPool));
+        let page = held.pop().expect("five");
+        let again = page.extent().base();
+        assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(false));
+        // SAFETY: refused, as above.
+        let twice = unsafe { HugePage::assume_owned(again, PageSize::Size2M) };
+        assert_eq!(pool.put(&cx, twice, false).map_err(|(_, error)| error), Err(PoolError::NotInPool));
+        // Pages in use become surplus when the pool shrinks, and go when they come back.
+        set(m, &pool, 0);
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 4, free: 0, surplus: 4 });
+        for page in held {
+            assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(true));
+        }
+        let mut cx = m.threads.cx();
+        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 4);
+        assert_eq!(pool.counts(&cx).counts, Counts::default());
+        assert!(pool.is_consistent(&cx));
+    });
+}
+
+#[test]
+fn promises_are_kept_and_surplus_stays_within_its_limit() {
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 3);
+        assert_eq!(pool.reserve(&cx, 2), Ok(()));
+        let first = pool.take(&cx, Nodes::All, false).expect("one is not promised");
+        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+        assert_eq!(pool.reserve(&cx, 2), Err(2));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 2), Err(PoolError::Exhausted));
+        pool.set_overcommit(&cx, 2);
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 2), Ok(()));
+        let counts = pool.counts(&cx);
+        assert_eq!((counts.reserved, counts.counts), (4, Counts { total: 5, free: 4, surplus: 2 }));
+        assert_eq!(pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All), Err(PoolError::Exhausted));
+        pool.set_overcommit(&cx, 3);
+        let sixth = pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All).expect("one more");
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 6, free: 4, surplus: 3 });
+        // A promise is taken up, and made good again.
+        let promised = pool.take(&cx, Nodes::All, true).expect("promised");
+        assert_eq!(pool.counts(&cx).reserved, 3);
+        pool.put(&cx, promised, true).expect("its own");
+        assert_eq!(pool.counts(&cx).reserved, 4);
+        // Shrinking leaves what is promised.
+        set(m, &pool, 0);
+        let counts = pool.counts(&cx);
+        assert_eq!((counts.reserved, counts.counts), (4, Counts { total: 6, free: 4, surplus: 6 }));
+        assert_eq!(pool.unreserve(&cx, 5), Err(PoolError::NotReserved));
+        assert_eq!(pool.unreserve(&cx, 4), Ok(true));
+        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 4);
+        for page in [first, sixth] {
+            pool.put(&cx, page, false).expect("its own");
+        }
+        pool.tidy(&mut cx, &m.economy).expect("idle");
+        assert_eq!(pool.counts(&cx).counts, Counts::default());
+    });
+}
+
+/// E22: a poisoned frame's page is not handed out again and leaves; the frame never comes back.
+#[test]
+fn poison_survives_economy() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 64);
+        let (head, lean) = pool.pages().next().expect("64");
+        assert!(lean);
+        // A tail, whose descriptor is the shared page.
+        let bad = Pfn::new(head.number() + 300);
+        assert_eq!(m.frames.poison(&cx, bad), Poisoned::InUse);
+        pool.note_poison(&cx, bad).expect("a page of the pool");
+        let held: Vec<_> = (0..63).map(|_| pool.take(&cx, Nodes::All, false).expect("good ones")).collect();
+        assert!(held.iter().all(|page| !page.extent().contains(bad)));
+        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+        for page in held {
+            pool.put(&cx, page, false).expect("its own");
+        }
+        assert!(pool.is_consistent(&cx));
+        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 1);
+        assert_eq!(pool.counts(&cx).counts.total, 63);
+        set(m, &pool, 0);
+        assert!(m.frames.is_poisoned(bad));
+        assert_eq!(m.frames.stats(&cx).refused, 1);
+        // One of the 64 that never becomes a page again.
+        set(m, &pool, 64);
+        assert!(pool.pages().all(|(pfn, _)| pfn != head));
+    });
+}
+
+/// E21: one page, or an error and everything as it was.
+#[test]
+fn a_page_dissolves_or_stays() {
+    machine(&Shape::spans(4), Faults::default(), |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 70);
+        let faults = &m.frames.env().inject;
+        let (victim, _) = pool.pages().nth(5).expect("70");
+        let taken = pool.take(&cx, Nodes::All, false).expect("free");
+        assert_eq!(pool.dissolve(&mut cx, &m.economy, taken.extent().base()), Err(PoolError::Busy));
+        assert_eq!(pool.dissolve(&mut cx, &m.economy, Pfn::new(3)), Err(PoolError::NotInPool));
+        assert_eq!(pool.reserve(&cx, 69), Ok(()));
+        assert_eq!(pool.dissolve(&mut cx, &m.economy, victim), Err(PoolError::Busy));
+        pool.unreserve(&cx, 69).expect("69");
+        // No allocation succeeds: the frames come from the page itself.
+        faults.arm(0, 1);
+        let report = pool.dissolve(&mut cx, &m.economy, Pfn::new(victim.number() + 77)).expect("carved");
+        faults.disarm();
+        assert_eq!((report.left, report.carved), (1, 1));
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 69, free: 68, surplus: 0 });
+        assert!(pool.is_consistent(&cx) && pool.pages().all(|(pfn, _)| pfn != victim));
+        pool.put(&cx, taken, false).expect("its own");
+    });
+    let policy = hugemm_hugetlb::Policy { carve: false, ..Default::default() };
+    machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 70);
+        let before: Vec<_> = pool.pages().collect();
+        let faults = &m.frames.env().inject;
+        faults.arm(0, 1);
+        let refused = pool.dissolve(&mut cx, &m.economy, before[5].0);
+        faults.disarm();
+        assert_eq!(refused, Err(PoolError::OutOfMemory));
+        assert_eq!(pool.pages().collect::<Vec<_>>(), before);
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 70, free: 70, surplus: 0 });
+        assert!(pool.is_consistent(&cx));
+        assert_eq!(pool.dissolve(&mut cx, &m.economy, before[5].0).expect("memory is back").left, 1);
+    });
+}
+
+/// E20: in every combination of what the page is and what economy does.
+#[test]
+fn a_1_gib_page_becomes_512_pages() {
+    for (lean, on) in [(true, true), (true, false), (false, true), (false, false)] {
+        machine(&Shape::spans(32), NoFaults, |m| {
+            let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+            let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+            m.economy.set_enabled(lean);
+            set(m, &large, 2);
+            let kept = large.take(&cx, Nodes::All, false).expect("two");
+            m.economy.set_enabled(on);
+            let report = large.demote(&mut cx, &m.economy, &small, Nodes::All, 2).expect("one is free");
+            assert_eq!((report.entered, report.left), (512, 1));
+            assert!(report.flushes <= 1, "{report:?}");
+            assert_eq!(small.lean_pages(), if on { 512 } else { 0 });
+            assert_eq!((large.counts(&cx).counts.total, small.counts(&cx).counts.free), (1, 512));
+            assert!(large.is_consistent(&cx) && small.is_consistent(&cx));
+            // Each has a head of its own that can be written, and is a block of its own.
+            for (pfn, _) in small.pages().collect::<Vec<_>>() {
+                m.frames.descriptor(pfn).expect("managed").store(0, pfn.number());
+                assert_eq!(m.frames.head_of(Pfn::new(pfn.number() + 511)), Some((pfn, Order::new(9).expect("valid"))));
+            }
+            for (pfn, _) in small.pages() {
+                assert_eq!(m.frames.descriptor(pfn).expect("managed").load(0), pfn.number());
+            }
+            assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1), Err(PoolError::Busy));
+            set(m, &small, 0);
+            large.put(&cx, kept, false).expect("its own");
+            set(m, &large, 0);
+            assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames(), m.all.pages());
+        });
+    }
+}
+
+/// A20, known-zero pages: what was allocated zero is handed out as zero, once, and freed as zero.
+#[test]
+fn what_is_known_to_be_zero_stays_known() {
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, cx) = (memory.pool(), m.threads.cx());
+        // The upper half of memory is known to be zero.
+        let half = support::extent(BASE + 2 * SPAN, 2 * SPAN);
+        let claimed = m.frames.claim_exact(&cx, half).expect("free");
+        // SAFETY: sparse memory that nobody has touched is zero, and it was claimed.
+        let zeroed = unsafe { hugemm_base::Zeroed::assume_owned(claimed.into_extent()) };
+        m.frames.free_zeroed(&cx, zeroed);
+        set(m, &pool, 240);
+        let held: Vec<_> = (0..240).map(|_| pool.take(&cx, Nodes::All, false).expect("240")).collect();
+        let known = held.iter().filter(|page| page.is_zero()).count();
+        assert!(known >= 110, "{known}");
+        assert!(held.iter().all(|page| page.is_zero() == half.covers(page.extent())));
+        for page in held {
+            pool.put(&cx, page, false).expect("its own");
+        }
+        let page = pool.take(&cx, Nodes::All, false).expect("free");
+        assert!(!page.is_zero(), "whoever had it may have written");
+        pool.put(&cx, page, false).expect("its own");
+        set(m, &pool, 0);
+    });
+}
+
+/// A19, A20: a pool is filled with zeroed pages by clearing each once; what is zero already is left alone.
+#[test]
+fn a_pool_is_cleared_once() {
+    struct Count(std::cell::Cell<u64>, std::cell::Cell<u64>);
+    impl<P: hugemm_base::platform::Cpu> hugemm_frames::Zeroer<P> for Count {
+        fn zero(
+            &self,
+            _cx: &mut hugemm_base::CpuCx<'_, P>,
+            frames: hugemm_base::Dirty,
+        ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
+            if self.1.get() == 0 {
+                return Err(frames);
+            }
+            self.1.set(self.1.get() - 1);
+            self.0.set(self.0.get() + frames.extent().bytes());
+            // SAFETY: nobody reads these frames: a test of who is asked to clear what.
+            Ok(unsafe { hugemm_base::Zeroed::assume_owned(frames.into_extent()) })
+        }
+    }
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 100);
+        let zeroer = Count(0.into(), 90.into());
+        assert_eq!(pool.reserve(&cx, 20), Ok(()));
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 30), 30);
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 60, "then it could not clear any more");
+        assert_eq!((zeroer.0.get(), pool.counts(&cx).counts.free), (90 * PageSize::Size2M.bytes(), 100));
+        zeroer.1.set(u64::MAX);
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 10);
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 0);
+        assert!(pool.is_consistent(&cx));
+        let page = pool.take(&cx, Nodes::All, false).expect("free");
+        assert!(page.is_zero());
+        pool.put(&cx, page, false).expect("its own");
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 1, "only what was used");
+        pool.unreserve(&cx, 20).expect("20");
+        set(m, &pool, 0);
+    });
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Resize(u64),
+    ResizeNode(u32, u64),
+    Take(bool),
+    Put(usize, bool),
+    Reserve(u64),
+    Unreserve(u64),
+    Overcommit(u64),
+    ReserveMore(u64),
+    TakeMore,
+    Economy(bool),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        (0u64..150).prop_map(Op::Resize),
+        (0u32..2, 0u64..80).prop_map(|(node, pages)| Op::ResizeNode(node, pages)),
+        any::<bool>().prop_map(Op::Take),
+        (any::<usize>(), any::<bool>()).prop_map(|(index, restore)| Op::Put(index, restore)),
+        (0u64..20).prop_map(Op::Reserve),
+        (0u64..20).prop_map(Op::Unreserve),
+        (0u64..30).prop_map(Op::Overcommit),
+        (0u64..40).prop_map(Op::ReserveMore),
+        Just(Op::TakeMore),
+        any::<bool>().prop_map(Op::Economy),
+    ]
+}
+
+/// The documented numbers, and nothing else.
+#[derive(Default)]
+struct Oracle {
+    total: u64,
+    free: u64,
+    surplus: u64,
+    reserved: u64,
+    overcommit: u64,
+}
+
+impl Oracle {
+    fn trim(&mut self) {
+        while self.surplus > 0 && self.free > self.reserved {
+            (self.total, self.free, self.surplus) = (self.total - 1, self.free - 1, self.surplus - 1);
+        }
+    }
+
+    fn resize(&mut self, target: u64) {
+        while self.total - self.surplus < target && self.surplus > 0 {
+            self.surplus -= 1;
+        }
+        while self.total - self.surplus < target {
+            (self.total, self.free) = (self.total + 1, self.free + 1);
+        }
+        while self.total - self.surplus > target && self.free > self.reserved {
+            (self.total, self.free) = (self.total - 1, self.free - 1);
+        }
+        while self.total - self.surplus > target {
+            self.surplus += 1;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_pool_counts_as_documented(ops in prop::collection::vec(op(), 1..60)) {
+        machine(&Shape { stale: false, ..Shape::spans(6) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(PageSize::Size2M);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let (mut oracle, mut held): (Oracle, Vec<HugePage>) = (Oracle::default(), Vec::new());
+            for op in ops {
+                match op {
+                    Op::Resize(target) | Op::ResizeNode(0, target) => {
+                        let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId(0)) };
+                        pool.set_size(&mut cx, &m.economy, target, nodes, &Never).expect("idle");
+                        oracle.resize(target);
+                    }
+                    // There is no such node.
+                    Op::ResizeNode(node, target) => {
+                        pool.set_size(&mut cx, &m.economy, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
+                    }
+                    Op::Take(reserved) => {
+                        let may = if reserved { oracle.reserved > 0 } else { oracle.free > oracle.reserved };
+                        let page = pool.take(&cx, Nodes::All, reserved);
+                        prop_assert_eq!(page.is_ok(), may);
+                        if may {
+                            oracle.free -= 1;
+                            oracle.reserved -= u64::from(reserved);
+                        }
+                        held.extend(page);
+                    }
+                    Op::Put(index, restore) if !held.is_empty() => {
+                        let page = held.swap_remove(index % held.len());
+                        let wants = pool.put(&cx, page, restore).expect("its own");
+                        oracle.free += 1;
+                        oracle.reserved += u64::from(restore);
+                        if wants {
+                            pool.tidy(&mut cx, &m.economy).expect("idle");
+                        }
+                        oracle.trim();
+                    }
+                    Op::Put(..) => {}
+                    Op::Reserve(pages) => {
+                        let may = oracle.reserved + pages <= oracle.free;
+                        prop_assert_eq!(pool.reserve(&cx, pages).is_ok(), may);
+                        oracle.reserved += if may { pages } else { 0 };
+                    }
+                    Op::Unreserve(pages) => {
+                        let pages = pages.min(oracle.reserved);
+                        if pool.unreserve(&cx, pages).expect("fewer") {
+                            pool.tidy(&mut cx, &m.economy).expect("idle");
+                        }
+                        oracle.reserved -= pages;
+                        oracle.trim();
+                    }
+                    Op::Overcommit(pages) => {
+                        pool.set_overcommit(&cx, pages);
+                        oracle.overcommit = pages;
+                    }
+                    Op::ReserveMore(pages) => {
+                        let short = (oracle.reserved + pages).saturating_sub(oracle.free);
+                        let may = short == 0 || oracle.surplus + short <= oracle.overcommit;
+                        let result = pool.reserve_or_overcommit(&mut cx, &m.economy, pages);
+                        prop_assert_eq!(result.is_ok(), may);
+                        if may {
+                            (oracle.total, oracle.free) = (oracle.total + short, oracle.free + short);
+                            (oracle.surplus, oracle.reserved) = (oracle.surplus + short, oracle.reserved + pages);
+                        } else {
+                            oracle.trim();
+                        }
+                    }
+                    Op::TakeMore => {
+                        let fresh = oracle.free == oracle.reserved;
+                        let may = !fresh || oracle.surplus < oracle.overcommit;
+                        let page = pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All);
+                        prop_assert_eq!(page.is_ok(), may);
+                        match (may, fresh) {
+                            (true, true) => (oracle.total, oracle.surplus) = (oracle.total + 1, oracle.surplus + 1),
+                            (true, false) => oracle.free -= 1,
+                            (false, _) => {}
+                        }
+                        held.extend(page);
+                    }
+                    Op::Economy(on) => m.economy.set_enabled(on),
+                }
+                let now = pool.counts(&cx);
+                let expected = Counts { total: oracle.total, free: oracle.free, surplus: oracle.surplus };
+                prop_assert_eq!((now.counts, now.reserved), (expected, oracle.reserved));
+                prop_assert_eq!(expected.active(), held.len() as u64);
+                prop_assert!(pool.is_consistent(&cx));
+            }
+            for page in held {
+                pool.put(&cx, page, false).expect("its own");
+            }
+            pool.unreserve(&cx, oracle.reserved).expect("as many");
+            set(m, &pool, 0);
+            pool.tidy(&mut cx, &m.economy).expect("idle");
+            let sum = m.free_frames() + m.descriptor_frames() + m.economy.shared_frames();
+            prop_assert_eq!(sum, m.all.pages());
+            Ok(())
+        })?;
+    }
+}
+
+/// E27: several CPUs grow and shrink one pool together; each phase's barrier is paid once.
+#[test]
+fn several_cpus_resize_together_with_the_same_number_of_flushes() {
+    machine(&Shape::spans(20), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let pool = memory.pool();
+        for round in 0..10 {
+            for target in [900 + round, round] {
+                let mut cx = m.threads.cx();
+                let resize = pool.resize(&mut cx, &m.economy, target, Nodes::All).expect("idle");
+                std::thread::scope(|s| {
+                    for cpu in 1..4 {
+                        let resize = &resize;
+                        s.spawn(move || {
+                            Threads::run_as(cpu);
+                            resize.work(&mut m.threads.cx(), &Never);
+                        });
+                    }
+                    resize.work(&mut m.threads.cx(), &Never);
+                });
+                let report = resize.finish(&mut cx);
+                assert!(report.flushes <= if target > 800 { 2 } else { 1 }, "{report:?}");
+                assert_eq!(pool.counts(&cx).counts.total, target, "{report:?}");
+                assert!(pool.is_consistent(&cx));
+            }
+        }
+    });
+}

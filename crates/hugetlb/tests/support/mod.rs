@@ -1,0 +1,443 @@
+//! A small machine: sparse physical memory, descriptors behind software tables, TLBs that keep stale entries and evict at
+//! random, and an allocator over all of it.
+#![allow(dead_code, unreachable_pub)]
+
+use hugemm_base::inject::{FaultPoint, Inject, NoFaults};
+use hugemm_base::lock::SpinLock;
+use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
+use hugemm_base::{
+    Counters, CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange,
+};
+use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames, Frozen, Request};
+use hugemm_host::sparse::Sparse;
+use hugemm_hugetlb::{
+    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Leaf, Mapped, Nodes, Policy, Report, SoftMap,
+    Tail, WalkCache,
+};
+use hugemm_paging::Keep;
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+thread_local! {
+    static CPU: Cell<u32> = const { Cell::new(0) };
+}
+
+pub const CPUS: usize = 8;
+
+/// Threads as CPUs.
+#[derive(Default)]
+pub struct Threads {
+    counters: [Counters; CPUS],
+}
+
+impl Threads {
+    pub fn run_as(cpu: u32) {
+        CPU.with(|slot| slot.set(cpu));
+    }
+
+    pub fn cx(&self) -> CpuCx<'_, Threads> {
+        // SAFETY: the tests have one context per thread at a time.
+        unsafe { CpuCx::new(self) }
+    }
+}
+
+// SAFETY: each test gives each of its threads a number of its own.
+unsafe impl CpuLocal for Threads {
+    fn current(&self) -> CpuId {
+        CpuId(CPU.with(Cell::get))
+    }
+
+    fn pin(&self) -> usize {
+        0
+    }
+
+    unsafe fn unpin(&self, _state: usize) {}
+}
+
+impl Preempt for Threads {
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::Full
+    }
+
+    fn reschedule(&self) {
+        std::thread::yield_now();
+    }
+}
+
+// SAFETY: the provided methods.
+unsafe impl StoreOrder for Threads {}
+
+impl VectorUnit for Threads {}
+
+impl Instrumented for Threads {
+    fn counters(&self) -> &Counters {
+        &self.counters[CPU.with(Cell::get) as usize % CPUS]
+    }
+}
+
+/// One CPU's: entries by page, their frames, and the state of the dice.
+#[derive(Default)]
+struct Tlb {
+    entries: BTreeMap<u64, Leaf>,
+    frames: BTreeSet<(u64, u64)>,
+    seed: u64,
+}
+
+impl Tlb {
+    fn remove(&mut self, page: u64) {
+        if let Some(leaf) = self.entries.remove(&page) {
+            self.frames.remove(&(leaf.frame.number(), page));
+        }
+    }
+
+    fn insert(&mut self, page: u64, leaf: Leaf) {
+        self.entries.insert(page, leaf);
+        self.frames.insert((leaf.frame.number(), page));
+    }
+
+    fn flush(&mut self, first: u64, last: u64) {
+        let pages: Vec<u64> = self.entries.range(first..=last).map(|(page, _)| *page).collect();
+        pages.into_iter().for_each(|page| self.remove(page));
+    }
+}
+
+/// TLBs of all CPUs: 4 KiB entries, kept until flushed or evicted at random.
+pub struct Tlbs {
+    cpus: Vec<Mutex<Tlb>>,
+    /// Off: nothing is remembered.
+    remember: bool,
+    pub flushes: AtomicU64,
+    pub hits: AtomicU64,
+}
+
+impl Tlbs {
+    pub fn new(remember: bool) -> Self {
+        let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { seed: 0x9e37_79b9 + cpu, ..Tlb::default() })).collect();
+        Tlbs { cpus, remember, flushes: AtomicU64::new(0), hits: AtomicU64::new(0) }
+    }
+}
+
+// SAFETY: answers are walks' answers that no flush has removed.
+unsafe impl WalkCache for Tlbs {
+    fn lookup(&self, at: VirtAddr, walk: impl Fn() -> Option<Leaf>) -> Option<Leaf> {
+        if !self.remember {
+            return walk();
+        }
+        let page = at.get() & !(PAGE_BYTES - 1);
+        let mut slot = self.cpus[CPU.with(Cell::get) as usize % CPUS].lock().unwrap();
+        slot.seed = slot.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        if (slot.seed >> 33).is_multiple_of(4) {
+            slot.remove(page);
+        }
+        if let Some(leaf) = slot.entries.get(&page) {
+            self.hits.fetch_add(1, Ordering::Relaxed);
+            return Some(*leaf);
+        }
+        let leaf = walk()?;
+        slot.insert(page, leaf);
+        Some(leaf)
+    }
+
+    fn flush(&self, range: VirtRange) {
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        for slot in &self.cpus {
+            slot.lock().unwrap().flush(range.first().get(), range.last().get());
+        }
+    }
+
+    /// The oracle: nobody can reach what is freed.
+    fn freed(&self, frames: Extent) {
+        for (cpu, slot) in self.cpus.iter().enumerate() {
+            let (first, end) = (frames.base().number(), frames.end().number());
+            let reached = slot.lock().unwrap().frames.range((first, 0)..(end, 0)).next().copied();
+            assert_eq!(reached, None, "cpu {cpu} reaches a freed frame: (frame, address)");
+        }
+    }
+}
+
+pub type Map<'m> = SoftMap<'m, Tlbs, Keep>;
+
+/// The allocator's surroundings: descriptors behind the map, faults of the test.
+pub struct Soft<'m, I> {
+    pub map: &'m Map<'m>,
+    pub inject: I,
+}
+
+impl<I: Inject> Inject for Soft<'_, I> {
+    fn fault(&self, point: FaultPoint) -> bool {
+        self.inject.fault(point)
+    }
+}
+
+// SAFETY: a mapped descriptor is 64 bytes of the machine's memory; what is not mapped panics. Which ones may be written is
+// what the tests are about: the shared tail page traps.
+unsafe impl<I: Inject> Env for Soft<'_, I> {
+    type Lock = SpinLock;
+
+    fn descriptor(&self, array: *mut Descriptor, index: usize) -> *mut Descriptor {
+        let at = VirtAddr::new(array.addr() as u64 + index as u64 * 64);
+        self.map.locate(at).unwrap_or_else(|| panic!("descriptor {index} is not mapped")).as_ptr().cast()
+    }
+}
+
+/// Faults that can be switched on when the machine stands, with the plan of the moment.
+#[derive(Default)]
+pub struct Faults {
+    countdown: AtomicU64,
+    pub period: AtomicU64,
+    pub failed: AtomicU64,
+}
+
+impl Faults {
+    /// Fails the `n`th allocation from now on, from 0; every `period`th after it, if that is not 0.
+    pub fn arm(&self, n: u64, period: u64) {
+        self.period.store(period, Ordering::Relaxed);
+        self.countdown.store(n + 1, Ordering::Relaxed);
+        self.failed.store(0, Ordering::Relaxed);
+    }
+
+    pub fn disarm(&self) {
+        self.countdown.store(0, Ordering::Relaxed);
+    }
+}
+
+impl Inject for Faults {
+    fn fault(&self, _point: FaultPoint) -> bool {
+        let period = self.period.load(Ordering::Relaxed);
+        let previous = self.countdown.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| match left {
+            0 => None,
+            1 => Some(period),
+            left => Some(left - 1),
+        });
+        let fails = previous == Ok(1);
+        self.failed.fetch_add(fails.into(), Ordering::Relaxed);
+        fails
+    }
+}
+
+pub const BASE: u64 = 1 << 18;
+/// Frames that one 2 MiB block of descriptors describes.
+pub const SPAN: u64 = 1 << 15;
+/// Address of frame 0's descriptor.
+pub const ORIGIN: u64 = 0x7000_0000_0000;
+
+pub struct Shape {
+    /// 128 MiB spans of each node, in ascending order.
+    pub nodes: Vec<u64>,
+    /// Spans, from the end, whose descriptors are not mapped.
+    pub absent: u64,
+    pub policy: Policy,
+    pub stale: bool,
+}
+
+impl Shape {
+    pub fn spans(spans: u64) -> Self {
+        Shape { nodes: vec![spans], absent: 0, policy: Policy::default(), stale: true }
+    }
+}
+
+pub struct Machine<'m, I: Inject> {
+    pub threads: Threads,
+    pub map: &'m Map<'m>,
+    pub frames: &'m Frames<'m, Soft<'m, I>>,
+    pub economy: Economy<'m, Soft<'m, I>, Map<'m>>,
+    pub memory: &'m Sparse,
+    pub areas: Vec<Area>,
+    pub nodes: usize,
+    /// All frames, and those that hold descriptors at first.
+    pub all: Extent,
+    pub descriptors: Extent,
+}
+
+pub fn extent(base: u64, pages: u64) -> Extent {
+    Extent::new(Pfn::new(base), pages).expect("in range")
+}
+
+/// Blocks of other owners, with something in their descriptors.
+pub struct Others(pub Vec<(Frozen, [u64; 8])>);
+
+impl Others {
+    /// Allocates blocks of several orders and fills their heads' descriptors; every third is freed again, so that they
+    /// are scattered.
+    pub fn new<I: Inject>(m: &Machine<'_, I>, blocks: u64) -> Self {
+        let cx = m.threads.cx();
+        let mut held = Vec::new();
+        for index in 0..blocks {
+            let order = Order::new([0, 0, 3, 1, 9, 0, 5, 2, 0, 9, 4, 0][index as usize % 12]).expect("valid");
+            let block = m.frames.alloc(&cx, Request::order(order)).expect("enough");
+            if index % 3 == 2 {
+                m.frames.free(&cx, block);
+                continue;
+            }
+            let words = core::array::from_fn(|word| block.pfn().number() << 8 | word as u64 | 0xabcd << 48);
+            let descriptor = m.frames.descriptor(block.pfn()).expect("managed");
+            words.iter().enumerate().for_each(|(word, value)| descriptor.store(word, *value));
+            held.push((block, words));
+        }
+        Others(held)
+    }
+
+    /// Every live descriptor can be read, has its content, and can be written.
+    pub fn check<I: Inject>(&self, m: &Machine<'_, I>) {
+        for (block, words) in &self.0 {
+            let descriptor = m.frames.descriptor(block.pfn()).expect("managed");
+            for (word, value) in words.iter().enumerate() {
+                assert_eq!(descriptor.load(word), *value, "{block:?} word {word}");
+                descriptor.store(word, *value);
+            }
+        }
+    }
+
+    pub fn free<I: Inject>(self, m: &Machine<'_, I>) {
+        self.check(m);
+        self.0.into_iter().for_each(|(block, _)| m.frames.free(&m.threads.cx(), block));
+    }
+}
+
+/// Builds a machine for `test`.
+pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machine<'_, I>) -> R) -> R {
+    Threads::run_as(0);
+    let spans: u64 = shape.nodes.iter().sum();
+    let all = extent(BASE, spans * SPAN);
+    let memory = Sparse::new(all.bytes() as usize).expect("addresses");
+    // SAFETY: the mapping outlives the machine, and its bytes are those of the frames.
+    let flat = unsafe { FlatMemory::new(memory.start(), all) };
+    let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
+    let first = VirtAddr::new(ORIGIN + BASE * 64);
+    let map: Map<'_> = SoftMap::new(first, &entries, flat, Tlbs::new(shape.stale), Keep);
+    let present = spans - shape.absent;
+    for span in 0..present {
+        // SAFETY: nothing is mapped or running yet.
+        unsafe {
+            map.set(VirtAddr::new(first.get() + (span << 21)), Mapped::Whole(Pfn::new(BASE + span * 512)));
+        }
+    }
+    let mut base = BASE;
+    let mut specs = Vec::new();
+    let mut areas = Vec::new();
+    for (node, spans) in shape.nodes.iter().enumerate() {
+        let part = extent(base, spans * SPAN);
+        let at = VirtAddr::new(ORIGIN + base * 64);
+        let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(at.get() as usize));
+        specs.push(ArenaSpec { extent: part, node: NodeId(node as u32), descriptors: array });
+        areas.push(Area::new(part, NodeId(node as u32), Some(at)));
+        base += spans * SPAN;
+    }
+    let config = Config { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
+    let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
+    let metadata = Metadata::new(layout);
+    // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
+    let frames =
+        unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr, layout.size()) }.expect("valid");
+    let threads = Threads::default();
+    let descriptors = extent(BASE, present * 512);
+    // SAFETY: once; the memory is the machine's.
+    unsafe { frames.release(Dirty::assume_owned(all)) };
+    let _ = frames.claim_exact(&threads.cx(), descriptors).expect("free").into_extent();
+    let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
+    let economy = Economy::new(&frames, &map, &tails, shape.policy);
+    test(&Machine {
+        threads,
+        map: &map,
+        frames: &frames,
+        economy,
+        memory: &memory,
+        areas,
+        nodes: shape.nodes.len(),
+        all,
+        descriptors,
+    })
+}
+
+struct Metadata {
+    ptr: *mut u8,
+    layout: Layout,
+}
+
+impl Metadata {
+    fn new(layout: Layout) -> Self {
+        // SAFETY: never empty.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        assert!(!ptr.is_null());
+        Metadata { ptr, layout }
+    }
+}
+
+impl Drop for Metadata {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; the manager is gone.
+        unsafe { dealloc(self.ptr, self.layout) };
+    }
+}
+
+/// A pool and the memory that it needs.
+pub struct PoolMemory {
+    size: PageSize,
+    areas: Vec<Area>,
+    groups: Vec<Group>,
+    nodes: Vec<Counts>,
+}
+
+impl<I: Inject> Machine<'_, I> {
+    pub fn pool_memory(&self, size: PageSize) -> PoolMemory {
+        let groups = HugePool::<SpinLock>::groups(&self.areas, size);
+        PoolMemory {
+            size,
+            areas: self.areas.clone(),
+            groups: (0..groups).map(|_| Group::default()).collect(),
+            nodes: vec![Counts::default(); self.nodes],
+        }
+    }
+
+    /// Brings a pool to a size, on this CPU.
+    pub fn set(&self, pool: &HugePool<'_>, pages: u64) -> Report {
+        pool.set_size(&mut self.threads.cx(), &self.economy, pages, Nodes::All, &Never).expect("idle")
+    }
+
+    /// From here on, writing to a shared tail page or table ends the process.
+    pub fn guard_tails(&self) {
+        for frame in self.economy.shared() {
+            let at = ((frame.number() - BASE) * PAGE_BYTES) as usize;
+            self.memory.forbid_writing(at..at + PAGE_BYTES as usize).expect("our memory");
+        }
+    }
+
+    pub fn free_frames(&self) -> u64 {
+        self.frames.drain(&self.threads.cx());
+        self.frames.stats(&self.threads.cx()).available()
+    }
+
+    /// Frames that are mapped as descriptors and owned, tables included.
+    pub fn descriptor_frames(&self) -> u64 {
+        let spans = self.all.pages() / SPAN;
+        (0..spans)
+            .map(|span| {
+                let block = VirtAddr::new(ORIGIN + BASE * 64 + (span << 21));
+                match self.map.mapped(block) {
+                    Mapped::Absent => 0,
+                    Mapped::Table(table) if self.economy.shared().any(|shared| shared == table) => 0,
+                    Mapped::Whole(_) => 512,
+                    Mapped::Table(_) => {
+                        1 + (0..512)
+                            .filter(|page| {
+                                self.map
+                                    .walk(VirtAddr::new(block.get() + page * 4096))
+                                    .is_some_and(|leaf| leaf.writable)
+                            })
+                            .count() as u64
+                    }
+                }
+            })
+            .sum()
+    }
+}
+
+impl PoolMemory {
+    pub fn pool(&mut self) -> HugePool<'_> {
+        HugePool::new(self.size, &mut self.areas, &mut self.groups, &mut self.nodes).expect("enough")
+    }
+}

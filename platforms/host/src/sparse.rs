@@ -1,0 +1,47 @@
+//! Memory of which only what is touched exists: physical memory for models of machines larger than this one.
+
+use crate::mmap::{Kind, Mapping};
+use rustix::mm::{MprotectFlags, mprotect};
+use std::ops::Range;
+use std::ptr::NonNull;
+
+/// Zeroed memory that takes room when it is touched, page by page.
+#[derive(Debug)]
+pub struct Sparse(Mapping);
+
+/// The system refused the addresses or the protection.
+#[derive(Debug, thiserror::Error)]
+#[error("{call}: {source}; ask for less, or allow overcommitting of memory")]
+pub struct SparseError {
+    call: &'static str,
+    source: std::io::Error,
+}
+
+impl Sparse {
+    /// `bytes`, a multiple of 4 KiB, at an address that is a multiple of 2 MiB.
+    pub fn new(bytes: usize) -> Result<Self, SparseError> {
+        let mapping = Mapping::new(bytes, 2 << 20, rustix::param::page_size(), Kind::Anonymous)
+            .map_err(|failed| SparseError { call: failed.call, source: failed.errno.into() })?;
+        // Otherwise the first byte of every 2 MiB may cost 2 MiB. A kernel without huge pages has nothing to switch off.
+        let _ = mapping.transparent_huge(false);
+        Ok(Sparse(mapping))
+    }
+
+    /// First byte. The bytes are initialised, and are whoever's who is told so.
+    pub fn start(&self) -> NonNull<u8> {
+        self.0.start()
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Makes a range (whole pages) trap on writing, for this process, from here on; for tests of what must not be written.
+    pub fn forbid_writing(&self, range: Range<usize>) -> Result<(), SparseError> {
+        assert!(range.start <= range.end && range.end <= self.0.len(), "a range of the mapping");
+        // SAFETY: the range is ours, and whoever writes to it nevertheless is what the caller wants to catch.
+        unsafe { mprotect(self.0.start().as_ptr().add(range.start).cast(), range.len(), MprotectFlags::READ) }
+            .map_err(|errno| SparseError { call: "mprotect", source: errno.into() })
+    }
+}
