@@ -43,6 +43,7 @@ pub fn start(apic_ids: &[u32]) {
         }
         cpu += 1;
         percpu::set_count(cpu);
+        percpu::beat();
     }
     RUNNING.store(true, Ordering::Relaxed);
 }
