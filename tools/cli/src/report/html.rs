@@ -27,8 +27,8 @@ summary{cursor:pointer;font-size:.85rem;color:var(--soft);padding:.3rem 0}\
 code{font:.85em ui-monospace,'SFMono-Regular',Menlo,monospace;overflow-wrap:anywhere}\
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem .8rem;margin:.4rem 0;font-size:.9rem}\
 dt{color:var(--soft)}dd{margin:0;min-width:0;overflow-wrap:anywhere}\
-@media (max-width:500px){body{padding:.6rem}figure{padding:.5rem}th,td{padding:.2rem .35rem}.goals td{white-space:normal}\
-.plot text{font-size:13.5px}.plot .small{font-size:13px}}\
+@media (max-width:500px){body{padding:.6rem}figure{padding:.5rem}th,td{padding:.2rem .35rem}.goals td:first-child{white-space:normal}.goals .source{display:none}\
+.plot text{font-size:13px}.plot .small{font-size:12px}}\
 @media print{body{max-width:none;padding:0;font-size:11pt}nav{display:none}\
 .plots{display:block}figure{display:grid;grid-template-columns:1fr 1fr;gap:0 .8rem;margin-bottom:.5rem}\
 figcaption,figure .note{grid-column:1/-1}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
@@ -107,12 +107,12 @@ fn goals(out: &mut String, goals: &[Goal]) {
         goals.len()
     ));
     let several = goals.iter().any(|goal| !goal.source.is_empty());
-    let more = if several { "<th>document</th>" } else { "" };
+    let more = if several { "<th class=\"source\">document</th>" } else { "" };
     out.push_str("<thead><tr><th>goal</th><th>met</th><th>measured</th><th>wanted</th>");
     out.push_str(&format!("{more}</tr></thead>\n<tbody>\n"));
     for goal in goals {
         let (class, word) = if goal.met { ("met", "✓ yes") } else { ("missed", "✗ no") };
-        let more = if several { format!("<td>{}</td>", escape(&goal.source)) } else { String::new() };
+        let more = if several { format!("<td class=\"source\">{}</td>", escape(&goal.source)) } else { String::new() };
         out.push_str(&format!(
             "<tr><td><code>{}</code></td><td class=\"{class}\">{word}</td><td>{}</td><td>{}</td>{more}</tr>\n",
             breakable(&goal.name),

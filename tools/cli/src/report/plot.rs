@@ -230,6 +230,7 @@ pub fn number(value: f64) -> String {
         s if s >= 100.0 => format!("{value:.0}"),
         s if s >= 10.0 => format!("{value:.1}"),
         s if s >= 0.01 => format!("{value:.2}"),
+        s if s >= 0.001 => format!("{value:.3}"),
         _ => format!("{value:.1e}"),
     }
 }
