@@ -2,9 +2,11 @@
 //!
 //! The block format, one block per page, by [`lz4_flex`] in its safe mode: bounds are checked on both sides, so damaged
 //! input is an error or a wrong page, never an access outside the buffers. The match table (4096 positions of 16 bits,
-//! cleared for every page) lives in the working memory that the store keeps per CPU; nothing is on the stack or a heap.
+//! cleared for every page) lives in the working memory that the store keeps per CPU, so that compressing takes little stack
+//! and no heap. Making that memory, once per CPU, takes 8 KiB of stack for a moment.
 #![no_std]
 
+use core::mem::MaybeUninit;
 use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
 use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size};
 
@@ -17,8 +19,10 @@ impl Compressor for Lz4 {
 
     const WORST: usize = get_maximum_output_size(size_of::<PageBytes>());
 
-    fn scratch(&self) -> CompressTable {
-        CompressTable::default()
+    // Not inlined: the library makes its table by value, 8 KiB that should be on the stack only while this runs.
+    #[inline(never)]
+    fn init<'a>(&self, place: &'a mut MaybeUninit<CompressTable>) -> &'a mut CompressTable {
+        place.write(CompressTable::default())
     }
 
     fn compress(&self, scratch: &mut CompressTable, from: &PageBytes, into: &mut [u8]) -> Option<usize> {

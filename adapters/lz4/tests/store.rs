@@ -10,6 +10,7 @@ use hugemm_frames::Request;
 use hugemm_lz4::Lz4;
 use hugemm_reclaim::{Compressed, Compressor, Swap};
 use proptest::prelude::*;
+use std::mem::MaybeUninit;
 use std::time::Instant;
 use support::{CPUS, Content, Machine, Rng, with_frames};
 
@@ -25,9 +26,10 @@ proptest! {
     fn pages_come_back(random in 0..4097_u16, seed: u32) {
         let mut page = [0; 4096];
         Content { random, seed }.write(&mut page);
-        let mut scratch = Lz4.scratch();
+        let mut place = MaybeUninit::uninit();
+        let scratch = Lz4.init(&mut place);
         let mut into = [0; Lz4::WORST];
-        match Lz4.compress(&mut scratch, &page, &mut into) {
+        match Lz4.compress(scratch, &page, &mut into) {
             Some(len) => {
                 prop_assert!(len < 4096);
                 let mut back = [1; 4096];
@@ -53,8 +55,9 @@ proptest! {
 fn damaged_blocks_do_not_panic() {
     let mut page = [0; 4096];
     Content { random: 300, seed: 5 }.write(&mut page);
-    let (mut scratch, mut into, mut back) = (Lz4.scratch(), [0; Lz4::WORST], [0; 4096]);
-    let len = Lz4.compress(&mut scratch, &page, &mut into).expect("compresses");
+    let (mut place, mut into, mut back) = (MaybeUninit::uninit(), [0; Lz4::WORST], [0; 4096]);
+    let scratch = Lz4.init(&mut place);
+    let len = Lz4.compress(scratch, &page, &mut into).expect("compresses");
     let mut errors = 0;
     for at in 0..len {
         for flip in [1, 0x10, 0x80, 0xff] {
@@ -103,7 +106,7 @@ fn throughput() {
             }
             let loaded = start.elapsed().as_secs_f64();
             let rate = |seconds: f64| 4096.0 * 1000.0 / 1e6 / seconds;
-            let bytes = data.checked_div(used).unwrap_or(taken * 4096 / 1000);
+            let bytes = u64::checked_div(data, used).unwrap_or(taken * 4096 / 1000);
             println!("  {random:12}   {bytes:12}   {:10.0}   {:9.0}   {taken:21}", rate(stored), rate(loaded));
             slots.into_iter().for_each(|slot| store.free(&cx, slot).expect("held"));
             pages.into_iter().chain([into]).for_each(|page| frames.free(&cx, page));

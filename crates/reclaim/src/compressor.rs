@@ -1,5 +1,6 @@
 //! The seam to a compression library.
 
+use core::mem::MaybeUninit;
 use hugemm_base::PAGE_BYTES;
 
 /// One page's bytes.
@@ -20,8 +21,8 @@ pub trait Compressor {
     /// Bytes that a page can grow to at worst; `into` is at least this long in [`compress`](Compressor::compress).
     const WORST: usize;
 
-    /// Working memory as it is before the first use.
-    fn scratch(&self) -> Self::Scratch;
+    /// Makes working memory as it is before the first use, in place: it may be too large for a kernel's stack.
+    fn init<'a>(&self, place: &'a mut MaybeUninit<Self::Scratch>) -> &'a mut Self::Scratch;
 
     /// Compresses a page and returns how many bytes of `into` it took; `None` if it cannot be made smaller.
     fn compress(&self, scratch: &mut Self::Scratch, from: &PageBytes, into: &mut [u8]) -> Option<usize>;

@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn every_length_gets_the_smallest_class() {
-        for bytes in 0..5000_usize {
+        for bytes in (0..5000_usize).step_by(if cfg!(miri) { 61 } else { 1 }) {
             match class_for(bytes) {
                 Some(index) => {
                     assert!(bytes + HEADER <= TABLE[index].piece as usize);

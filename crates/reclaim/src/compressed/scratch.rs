@@ -5,7 +5,7 @@
 use crate::compressed::classes::HEADER;
 use crate::compressor::Compressor;
 use core::marker::PhantomData;
-use core::mem::{align_of, size_of};
+use core::mem::{MaybeUninit, align_of, size_of};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, PhysMap, Window};
@@ -119,8 +119,7 @@ impl<C: Compressor> Scratch<C> {
         // large enough for the scratch and the output, whose bytes are set here so that they can be borrowed as bytes;
         // `table_order` made the table large enough for every CPU's entry.
         unsafe {
-            let scratch = at.cast::<C::Scratch>();
-            scratch.write(compressor.scratch());
+            let scratch = core::ptr::from_mut(compressor.init(&mut *at.cast::<MaybeUninit<C::Scratch>>()));
             let output = at.add(Self::OUTPUT);
             output.write_bytes(0, Self::ROOM);
             let area = Area { scratch: NonNull::new_unchecked(scratch), output: NonNull::new_unchecked(output), pfn };

@@ -10,6 +10,7 @@ use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Plain};
 use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::Cell;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub const CPUS: u32 = 4;
@@ -171,8 +172,8 @@ impl Compressor for Runs {
 
     const WORST: usize = 4096;
 
-    fn scratch(&self) -> [u64; 2100] {
-        [0; 2100]
+    fn init<'a>(&self, place: &'a mut MaybeUninit<[u64; 2100]>) -> &'a mut [u64; 2100] {
+        place.write([0; 2100])
     }
 
     fn compress(&self, scratch: &mut [u64; 2100], from: &PageBytes, into: &mut [u8]) -> Option<usize> {
