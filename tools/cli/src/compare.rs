@@ -36,15 +36,15 @@ impl std::error::Error for Regression {}
 
 /// Runs the command.
 pub fn run(args: &Compare) -> Result<()> {
-    let (a, b) = (read(&args.a)?, read(&args.b)?);
+    let (a, b) = (read(&args.a.0)?, read(&args.b.0)?);
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let Paired { pairs, missing, added } = pair(&a, &b);
     if pairs.is_empty() {
         bail!(
             "{} and {} have no figure in common (same metric and labels); compare documents of the same command and \
              options",
-            names(&args.a),
-            names(&args.b)
+            names(&args.a.0),
+            names(&args.b.0)
         );
     }
     let judged: Vec<(Pair, Judgement)> = pairs
@@ -62,8 +62,8 @@ pub fn run(args: &Compare) -> Result<()> {
         let mut document = serde_json::to_value(Document::new(Environment::read()?, rows(&judged)))?;
         // What belongs to the comparison as a whole; fields are only ever added.
         document["compare"] = json!({
-            "a": side(&args.a, &a),
-            "b": side(&args.b, &b),
+            "a": side(&args.a.0, &a),
+            "b": side(&args.b.0, &b),
             "threshold_percent": args.threshold,
             "environment": differences.iter().map(|d| json!({"what": d.what, "a": d.a, "b": d.b})).collect::<Vec<_>>(),
             "missing": missing,
@@ -98,7 +98,7 @@ fn print(
     added: &[String],
     differences: &[environments::Difference],
 ) {
-    println!("A  {}\nB  {}", names(&args.a), names(&args.b));
+    println!("A  {}\nB  {}", names(&args.a.0), names(&args.b.0));
     if !differences.is_empty() {
         let mut lines = table::new(["", "A", "B"]);
         for difference in differences {

@@ -3,6 +3,7 @@
 use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// How `hugemm compare` judges.
 pub const COMPARE_HELP: &str = "\
@@ -12,15 +13,32 @@ measured once are shown and not judged; counts have no noise, so any difference 
 
 Exit codes: 0 nothing is worse, 1 something is, 2 the documents cannot be compared.";
 
+/// The documents of one side.
+///
+/// A type of its own: as a list it would also take what belongs to the other side, when a third file is given by mistake.
+#[derive(Clone, Debug)]
+pub struct Files(pub Vec<PathBuf>);
+
+impl FromStr for Files {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.split(',').any(str::is_empty) {
+            return Err("a file name is empty; separate the names of several files by single commas".to_owned());
+        }
+        Ok(Files(text.split(',').map(PathBuf::from).collect()))
+    }
+}
+
 /// `hugemm compare`
 #[derive(Debug, Args)]
 pub struct Compare {
     /// What to compare with: a document saved with --json=FILE, or several of the same side, separated by commas.
-    #[arg(value_name = "A.json", required = true, value_delimiter = ',', num_args = 1, value_hint = ValueHint::FilePath)]
-    pub a: Vec<PathBuf>,
+    #[arg(value_name = "A.json", value_hint = ValueHint::FilePath)]
+    pub a: Files,
     /// What is judged.
-    #[arg(value_name = "B.json", required = true, value_delimiter = ',', num_args = 1, value_hint = ValueHint::FilePath)]
-    pub b: Vec<PathBuf>,
+    #[arg(value_name = "B.json", value_hint = ValueHint::FilePath)]
+    pub b: Files,
     /// Percent by which a figure may be worse.
     #[arg(short, long, default_value_t = 5.0, value_parser = percent)]
     pub threshold: f64,

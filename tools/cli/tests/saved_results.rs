@@ -145,6 +145,8 @@ fn files_that_are_no_documents_are_refused_in_a_line() {
     refused(&["report", &good, "--html", "/nonexistent/out.html"], &["cannot write /nonexistent/out.html"]);
     refused(&["report", &good, "--svg", "/proc/none"], &["cannot make the directory /proc/none"]);
     misused(&["compare", &good], "required");
+    misused(&["compare", &good, &good, &good], "unexpected argument");
+    misused(&["compare", &format!("{good},"), &good], "file name is empty");
     misused(&["compare", &good, &good, "-t", "-3"], "unexpected argument");
     misused(&["compare", &good, &good, "--threshold=x"], "no percentage");
     misused(&["report"], "required");

@@ -10,7 +10,7 @@ const WIDTH: f64 = 440.0;
 /// Height of the area of lines.
 const AREA: f64 = 250.0;
 
-/// Labels wider than this are cut into two lines.
+/// Labels of more letters than this are cut into lines.
 const LABEL: usize = 20;
 
 /// Height of a line of text.
@@ -39,17 +39,19 @@ fn hint(plot: &Plot, series: &Series, point: &Point) -> String {
     format!("{names}: {} ±{} {}", number(point.y), number(point.stdev), plot.unit)
 }
 
-/// A label in one line or two, cut where words end.
+/// A label in lines of at most [`LABEL`] letters where its words allow it.
 fn cut(label: &str) -> Vec<String> {
-    if label.chars().count() <= LABEL {
-        return vec![label.to_owned()];
+    let mut lines = vec![String::new()];
+    for word in label.split_inclusive([' ', '_', '-', '+']) {
+        let line = lines.last().map_or(0, |line| line.chars().count());
+        if line > 0 && line + word.trim_end().chars().count() > LABEL {
+            lines.push(String::new());
+        }
+        if let Some(line) = lines.last_mut() {
+            line.push_str(word);
+        }
     }
-    let ends = label.char_indices().filter(|(_, c)| matches!(c, ' ' | '_' | '-')).map(|(at, c)| at + c.len_utf8());
-    let middle = label.len() / 2;
-    match ends.min_by_key(|end| end.abs_diff(middle)) {
-        Some(end) if end < label.len() => vec![label[..end].trim_end().to_owned(), label[end..].to_owned()],
-        _ => vec![label.to_owned()],
-    }
+    lines.iter().map(|line| line.trim_end().to_owned()).collect()
 }
 
 fn lines(plot: &Plot, scale: Scale, title: &str) -> (Svg, f64) {
@@ -278,7 +280,8 @@ mod tests {
     #[test]
     fn long_labels_are_cut_where_words_end() {
         assert_eq!(cut("buddy_system_allocator"), ["buddy_system_", "allocator"]);
-        assert_eq!(cut("hugemm, calibrated policy"), ["hugemm,", "calibrated policy"]);
+        assert_eq!(cut("hugemm, calibrated policy"), ["hugemm, calibrated", "policy"]);
+        assert_eq!(cut("shrinking, 6.12.107+deb13-cloud-amd64"), ["shrinking, 6.12.107+", "deb13-cloud-amd64"]);
         assert_eq!(cut("short"), ["short"]);
         assert_eq!(cut("ÄÖÜäöüÄÖÜäöüÄÖÜäöüÄÖÜäöü").len(), 1);
     }
