@@ -14,6 +14,7 @@
 //! | [`pending`] | [`Pending`]: a value that cannot be reached before its barrier has been discharged |
 //! | [`store_fence`] | the barrier after weakly ordered stores |
 //! | [`tlb_flush`] | the barrier after page table changes |
+//! | [`tlb_ranges`] | [`RangeSet`], [`Invalidation`]: what one flush invalidates |
 //! | [`cpu`] | [`CpuCx`], [`CpuPin`], [`VectorCx`]: what the running task may do on its CPU |
 //! | [`platform`] | the traits that a platform implements |
 //! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
@@ -41,6 +42,7 @@ pub mod size;
 pub mod store_fence;
 pub mod sync;
 pub mod tlb_flush;
+pub mod tlb_ranges;
 
 pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 pub use cancel::{Cancel, CancelFlag, Never};
@@ -51,10 +53,11 @@ pub use cpu::{CpuCx, CpuPin, VectorCx};
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
 pub use platform::{
-    Clock, CpuId, CpuLocal, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder, TlbHw, Topology,
-    VectorUnit, Window,
+    Clock, CpuId, CpuLocal, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder, TlbHw, TlbScope,
+    Topology, VectorUnit, Window,
 };
 pub use pressure::{NoPressure, Pressure, Shortfall};
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};
-pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush, VirtRange};
+pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush};
+pub use tlb_ranges::{Invalidation, RangeSet, VirtRange};

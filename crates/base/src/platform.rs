@@ -8,16 +8,16 @@
 //! | [`StoreOrder`] | barriers after stores | clearing, table updates |
 //! | [`VectorUnit`] | use of vector registers | vector clearing primitives |
 //! | [`Topology`] | CPUs and NUMA nodes | parallel work, placement |
-//! | [`TlbHw`] | TLB invalidation on this and other CPUs | paging |
+//! | [`TlbHw`] | invalidating TLBs, interrupting CPUs, loading tables | paging |
 //! | [`Clock`] | time | calibration, budgets |
 //! | [`Instrumented`] | counters, traces | everything |
 //!
 //! Traits whose contract other code's memory safety rests on are `unsafe` to implement.
 
-use crate::addr::VirtAddr;
+use crate::addr::{PhysAddr, VirtAddr};
 use crate::counters::Counters;
 use crate::extent::Extent;
-use crate::tlb_flush::VirtRange;
+use crate::tlb_ranges::Invalidation;
 use core::fmt;
 
 macro_rules! id {
@@ -101,6 +101,25 @@ pub unsafe trait CpuLocal {
     ///
     /// `state` is what the latest not yet undone `pin` on this task returned.
     unsafe fn unpin(&self, state: usize);
+
+    /// Keeps the caller on its CPU, and other tasks off it, with interrupts on: preemption off in a kernel that has
+    /// preemption. Nests. Returns what `unstay` needs. The provided one does nothing, which is right only where a task
+    /// leaves its CPU at reschedule and migration points alone.
+    fn stay(&self) -> usize {
+        0
+    }
+
+    /// Undoes the matching `stay`.
+    ///
+    /// # Safety
+    ///
+    /// `state` is what the latest not yet undone `stay` on this task returned.
+    unsafe fn unstay(&self, _state: usize) {}
+
+    /// Whether the caller can be interrupted by other CPUs. Whoever waits for them asserts it in debug builds.
+    fn interrupts_on(&self) -> bool {
+        true
+    }
 }
 
 /// Preemption model, reschedule and migration points.
@@ -218,19 +237,53 @@ pub struct Window {
     pub pages: u64,
 }
 
-/// TLB invalidation on this and other CPUs.
+/// Whose translations an invalidation is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlbScope {
+    /// The address space whose tables the CPU has loaded.
+    Space,
+    /// The kernel's half: global entries, and those of its addresses under every address space's tag.
+    Kernel,
+}
+
+/// TLB hardware: invalidation here, a way to reach other CPUs, and the register with the tables' root.
+///
+/// Real CPUs know who they are; `cpu`, always the calling one, is for simulated ones.
 ///
 /// # Safety
 ///
-/// When a method returns, no CPU it names holds a translation, or an entry of a table cache, that was derived from
-/// entries of the range as they were before the call.
+/// * When [`invalidate`](TlbHw::invalidate) returns, the CPU holds no translation of the scope and addresses that was
+///   derived from entries as they were before the call, and, if `what.tables` is set, no entry of a table cache.
+/// * When [`broadcast`](TlbHw::broadcast) returns true, that is so on every CPU and under every tag.
+/// * After [`interrupt`](TlbHw::interrupt), each of the CPUs calls the shootdown's `serve` with a bounded delay once it
+///   has interrupts on (a CPU that waits for a shootdown of its own does so by itself).
+/// * After [`load`](TlbHw::load) the CPU walks `root` and uses only translations tagged with `tag`, and, unless `keep`,
+///   none made before. After [`unload`](TlbHw::unload) it walks no address space's tables but the kernel's own.
 pub unsafe trait TlbHw {
-    /// Invalidates on the calling CPU.
-    fn flush_local(&self, range: VirtRange);
+    /// Invalidates on the calling CPU. Called with interrupts off.
+    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
 
-    /// Invalidates on every CPU whose bit is set (bit `n` of word `n / 64` is CPU `n`) and returns when all have
-    /// acknowledged. Never called with interrupts off.
-    fn flush_cpus(&self, cpus: &[u64], range: VirtRange);
+    /// Invalidates on all CPUs by one instruction (INVLPGB, TLBI … IS) and waits until that is done; false if there is no
+    /// such instruction, and then nothing has happened. Interrupts are on.
+    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> bool {
+        false
+    }
+
+    /// Interrupts CPU `first + n` for each set bit `n`. Does not wait. Where CPUs are simulated or stand still, `serve`
+    /// does for the CPU it is given what its interrupt handler would do; hardware has no use for it.
+    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId));
+
+    /// How many address spaces' translations one CPU can tell apart; 1 without tags (PCID, ASID).
+    fn tags(&self) -> usize {
+        1
+    }
+
+    /// Makes `root` the tables that the calling CPU walks, under `tag` (less than [`tags`](TlbHw::tags)). `keep`: what the
+    /// TLB has under that tag is still right. Called with interrupts off.
+    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool);
+
+    /// Makes the calling CPU walk the kernel's tables only. Called with interrupts off.
+    fn unload(&self, cpu: CpuId);
 }
 
 /// A monotonic clock.

@@ -12,6 +12,68 @@ pub use loom::hint::spin_loop;
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
+/// The full fences of the shootdown protocol, by name: each has a loom test that fails without it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FencePoint {
+    /// Between unhooking and reading which flush comes next.
+    Unhooked,
+    /// Between the entry stores and counting the generation.
+    BeforeGeneration,
+    /// Between counting the generation and reading which CPUs use the domain.
+    AfterGeneration,
+    /// Between becoming a user of the domain and reading the generation.
+    AfterJoining,
+    /// Between leaving the lazy state and reading the generation.
+    AfterWaking,
+}
+
+/// A full fence: `mfence` or a locked instruction, `dmb ish`.
+#[inline]
+pub fn full_fence(point: FencePoint) {
+    #[cfg(loom)]
+    if removed::is(point) {
+        return;
+    }
+    #[cfg(not(loom))]
+    let _ = point;
+    fence(Ordering::SeqCst);
+}
+
+#[cfg(loom)]
+mod removed {
+    use super::FencePoint;
+    use std::cell::Cell;
+
+    std::thread_local! {
+        // loom runs all threads of a model on the thread of the test.
+        static REMOVED: Cell<Option<FencePoint>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn is(point: FencePoint) -> bool {
+        REMOVED.get() == Some(point)
+    }
+
+    impl FencePoint {
+        /// Leaves the fence out on this thread until the result is dropped: to show that a test misses it.
+        pub fn remove(self) -> Removed {
+            REMOVED.set(Some(self));
+            Removed(())
+        }
+    }
+
+    /// Puts the fence back when dropped.
+    #[derive(Debug)]
+    pub struct Removed(());
+
+    impl Drop for Removed {
+        fn drop(&mut self) {
+            REMOVED.set(None);
+        }
+    }
+}
+#[cfg(loom)]
+pub use removed::Removed;
+
 /// A 64-bit word that several CPUs change: what a protocol's transition function needs and no more.
 ///
 /// Protocols that are checked both by loom and inside structures that loom cannot build (an array in caller-supplied

@@ -1,15 +1,16 @@
 //! The barrier after page table changes.
 //!
 //! Order is unhook, flush, free; always. What was unhooked is a `Pending<T, TlbFlush>`, and only a [`Flushed`] receipt
-//! gets it out: of the same domain, of a flush that started after the change, over a range that covers it.
+//! gets it out: of the same domain, of a flush that started after the change, over a range that covers it, and that
+//! reached every CPU that walks page tables if tables were unhooked.
 //!
 //! A receipt cannot be made up:
 //!
 //! ```compile_fail,E0451
-//! # use hugemm_base::{FlushDomain, Flushed, VirtRange};
+//! # use hugemm_base::{FlushDomain, Flushed, RangeSet};
 //! # struct Kernel;
 //! fn rule<'d, Q>(domain: &'d FlushDomain<Kernel, Q>) -> Flushed<'d, Kernel, Q> {
-//!     Flushed { domain, generation: u64::MAX, range: VirtRange::ALL } // error: private fields
+//!     Flushed { domain, generation: u64::MAX, ranges: RangeSet::ALL, tables: true } // error: private fields
 //! }
 //! ```
 //!
@@ -37,62 +38,12 @@
 //! }
 //! ```
 
-use crate::addr::VirtAddr;
 use crate::counters::Counter;
 use crate::pending::{Barrier, Pending};
-use crate::platform::TlbHw;
-use crate::sync::{AtomicU64, Ordering, fence};
+use crate::sync::{AtomicU64, AtomicWord, FencePoint, Ordering, full_fence};
+use crate::tlb_ranges::{RangeSet, VirtRange};
 use core::fmt;
 use core::marker::PhantomData;
-
-/// A range of virtual addresses, by its first and last byte, so that the whole space can be said.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct VirtRange {
-    first: VirtAddr,
-    last: VirtAddr,
-}
-
-impl VirtRange {
-    /// Every address.
-    pub const ALL: VirtRange = VirtRange { first: VirtAddr::new(0), last: VirtAddr::new(u64::MAX) };
-
-    /// `bytes` bytes from `start` on; `None` if that is none or wraps.
-    pub const fn new(start: VirtAddr, bytes: u64) -> Option<Self> {
-        match bytes.checked_sub(1) {
-            Some(more) => match start.checked_add(more) {
-                Some(last) => Some(VirtRange { first: start, last }),
-                None => None,
-            },
-            None => None,
-        }
-    }
-
-    /// First address.
-    pub const fn first(self) -> VirtAddr {
-        self.first
-    }
-
-    /// Last address.
-    pub const fn last(self) -> VirtAddr {
-        self.last
-    }
-
-    /// Whether all of `other` is in it.
-    pub const fn covers(self, other: VirtRange) -> bool {
-        self.first.get() <= other.first.get() && other.last.get() <= self.last.get()
-    }
-
-    /// The smallest range that covers both.
-    pub fn hull(self, other: VirtRange) -> VirtRange {
-        VirtRange { first: self.first.min(other.first), last: self.last.max(other.last) }
-    }
-}
-
-impl fmt::Debug for VirtRange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "[{}, {}]", self.first, self.last)
-    }
-}
 
 /// Where a dropped debt's value goes: it waits there for a flush and is never freed early.
 pub trait Quarantine<T> {
@@ -105,8 +56,10 @@ pub trait Quarantine<T> {
 ///
 /// `K` names the kind at compile time; which one of its kind is compared at run time. `Q` is its [`Quarantine`].
 pub struct FlushDomain<K, Q> {
-    /// How many flushes have started.
+    /// How many flushes have started: the generation of the latest one.
     started: AtomicU64,
+    /// The largest generation of a completed flush of all addresses: of any, and of those that included page tables.
+    all_done: [AtomicU64; 2],
     dropped: Counter,
     quarantine: Q,
     kind: PhantomData<fn(K)>,
@@ -115,7 +68,13 @@ pub struct FlushDomain<K, Q> {
 impl<K, Q> FlushDomain<K, Q> {
     /// A domain in which nothing has been flushed.
     pub fn new(quarantine: Q) -> Self {
-        FlushDomain { started: AtomicU64::new(0), dropped: Counter::default(), quarantine, kind: PhantomData }
+        FlushDomain {
+            started: AtomicU64::new(0),
+            all_done: [AtomicU64::new(0), AtomicU64::new(0)],
+            dropped: Counter::default(),
+            quarantine,
+            kind: PhantomData,
+        }
     }
 
     /// The quarantine.
@@ -128,9 +87,12 @@ impl<K, Q> FlushDomain<K, Q> {
         self.dropped.get()
     }
 
-    /// How many flushes have started.
-    pub fn flushes(&self) -> u64 {
-        self.started.load(Ordering::Relaxed)
+    /// The current generation: how many flushes have started. Whoever invalidates everything of the domain on a CPU
+    /// after reading it has done there what all those flushes asked for.
+    pub fn generation(&self) -> u64 {
+        // Acquire pairs with the fence before the count in `advance`: walks after this read see the entry stores of
+        // every generation up to it.
+        self.started.load(Ordering::Acquire)
     }
 
     /// Puts `value`, which entries in `range` referred to until the caller's latest stores, behind the next flush.
@@ -140,30 +102,71 @@ impl<K, Q> FlushDomain<K, Q> {
     where
         Q: Quarantine<T>,
     {
-        // Pairs with the fence in `flush`: either the flush that we count as not yet started sees our entry stores, or
-        // we see that it has started and ask for the next one.
-        fence(Ordering::SeqCst);
-        let need = self.started.load(Ordering::Relaxed) + 1;
-        Pending::new(value, TlbFlush { domain: self, need, range })
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: false })
     }
 
-    /// Flushes `range` on `cpus` (as in [`TlbHw::flush_cpus`]) and returns the receipt. May not be called with
-    /// interrupts off.
+    /// The same where `value` is or includes page tables: only a flush that reaches every CPU that may walk them pays,
+    /// lazy ones included.
+    pub fn unhooked_tables<T>(&self, value: T, range: VirtRange) -> Pending<T, TlbFlush<'_, K, Q>>
+    where
+        Q: Quarantine<T>,
+    {
+        Pending::new(value, TlbFlush { domain: self, need: self.due(), range, tables: true })
+    }
+
+    /// The first generation whose flush is certain to see the caller's entry stores. One full fence.
+    pub fn due(&self) -> u64 {
+        // Pairs with the second fence in `advance`: either the flush that we count as not yet started sees our entry
+        // stores, or we see that it has started and ask for the next one.
+        full_fence(FencePoint::Unhooked);
+        // Relaxed: ordered by the fence.
+        self.started.load(Ordering::Relaxed) + 1
+    }
+
+    /// Starts a flush, has `invalidate` do it, and returns the receipt. `invalidate` is given the flush's generation. Any
+    /// context in which `invalidate` may run; one read-modify-write and two full fences, and up to two more
+    /// read-modify-writes for a flush of all addresses.
     ///
     /// # Safety
     ///
-    /// `cpus` names every CPU that may hold translations of this domain.
-    pub unsafe fn flush<H: TlbHw>(&self, hw: &H, cpus: &[u64], range: VirtRange) -> Flushed<'_, K, Q> {
-        let generation = self.start();
-        hw.flush_cpus(cpus, range);
-        Flushed { domain: self, generation, range }
+    /// When `invalidate` returns, no CPU can use a translation that was derived from entries of `ranges` as they were
+    /// before the call; if `tables`, no CPU walks a page table that was unhooked there before the call either. CPUs to
+    /// be asked must be looked up by `invalidate` and not before: one that becomes a user of the domain in between sees
+    /// the generation instead.
+    pub unsafe fn flush(&self, ranges: RangeSet, tables: bool, invalidate: impl FnOnce(u64)) -> Flushed<'_, K, Q> {
+        let generation = self.advance();
+        invalidate(generation);
+        if ranges.is_all() {
+            for done in &self.all_done[..=usize::from(tables)] {
+                // Release pairs with the Acquire in `latest`: whoever relies on this flush comes after its
+                // invalidations. The error is that a later flush has been completed: nothing to record.
+                let _ = AtomicWord::transition(done, Ordering::Release, Ordering::Relaxed, |done| {
+                    (done < generation).then_some(generation)
+                });
+            }
+        }
+        Flushed { domain: self, generation, ranges, tables }
     }
 
-    /// Counts a flush as started: debts that see the count need a later one.
-    fn start(&self) -> u64 {
+    /// The receipt of the latest completed flush of all addresses that anybody has made (or of none: it pays for
+    /// nothing); with `tables`, of those that included page tables. A debt that it pays needs no flush of its own: that
+    /// flush started after the debt's entry stores. One load.
+    pub fn latest(&self, tables: bool) -> Flushed<'_, K, Q> {
+        // Acquire pairs with the Release in `flush`.
+        let generation = self.all_done[usize::from(tables)].load(Ordering::Acquire);
+        Flushed { domain: self, generation, ranges: RangeSet::ALL, tables }
+    }
+
+    /// Starts a generation and returns it: changes made before are seen by every CPU that reads it. [`flush`]
+    /// (FlushDomain::flush) does this by itself; alone it is for changes whose flush comes later, by other means.
+    pub fn advance(&self) -> u64 {
+        // Pairs with the Acquire in `generation`: whoever sees the count sees our entry stores.
+        full_fence(FencePoint::BeforeGeneration);
+        // Relaxed: ordered by the fences on both sides.
         let generation = self.started.fetch_add(1, Ordering::Relaxed) + 1;
-        // Pairs with the fence in `unhooked`.
-        fence(Ordering::SeqCst);
+        // Pairs with the fences in `unhooked` and of whoever becomes a user of the domain and then reads the generation:
+        // either it sees the count, or we see it when we look up whom to ask.
+        full_fence(FencePoint::AfterGeneration);
         generation
     }
 }
@@ -173,12 +176,18 @@ pub struct TlbFlush<'d, K, Q> {
     domain: &'d FlushDomain<K, Q>,
     need: u64,
     range: VirtRange,
+    tables: bool,
 }
 
 impl<K, Q> TlbFlush<'_, K, Q> {
     /// What has to be flushed.
     pub fn range(&self) -> VirtRange {
         self.range
+    }
+
+    /// The generation from which on a flush pays.
+    pub fn need(&self) -> u64 {
+        self.need
     }
 }
 
@@ -202,7 +211,8 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
         let debt = self.barrier();
         let paid = core::ptr::eq(debt.domain, receipt.domain)
             && receipt.generation >= debt.need
-            && receipt.range.covers(debt.range);
+            && receipt.tables >= debt.tables
+            && receipt.ranges.covers(debt.range);
         if paid { Ok(self.into_parts().0) } else { Err(self) }
     }
 
@@ -215,8 +225,12 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
         }
         let (a, mine) = self.into_parts();
         let (b, theirs) = other.into_parts();
-        let barrier =
-            TlbFlush { domain: mine.domain, need: mine.need.max(theirs.need), range: mine.range.hull(theirs.range) };
+        let barrier = TlbFlush {
+            domain: mine.domain,
+            need: mine.need.max(theirs.need),
+            range: mine.range.hull(theirs.range),
+            tables: mine.tables || theirs.tables,
+        };
         Ok(Pending::new(join(a, b), barrier))
     }
 }
@@ -225,19 +239,27 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
 pub struct Flushed<'d, K, Q> {
     domain: &'d FlushDomain<K, Q>,
     generation: u64,
-    range: VirtRange,
+    ranges: RangeSet,
+    tables: bool,
+}
+
+impl<K, Q> Flushed<'_, K, Q> {
+    /// Which flush it was.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
 }
 
 impl<K, Q> fmt::Debug for Flushed<'_, K, Q> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Flushed {{ flush {} of {:?} }}", self.generation, self.range)
+        write!(f, "Flushed {{ flush {} of {:?} }}", self.generation, self.ranges)
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::addr::Pfn;
+    use crate::addr::{Pfn, VirtAddr};
     use crate::chain::{ExtentChain, ExtentLinks};
     use crate::extent::Extent;
     use std::cell::RefCell;
@@ -254,21 +276,13 @@ mod tests {
         }
     }
 
-    struct NoTlb;
-
-    // SAFETY: nothing in these tests is ever translated, so there is nothing to invalidate.
-    unsafe impl TlbHw for NoTlb {
-        fn flush_local(&self, _range: VirtRange) {}
-        fn flush_cpus(&self, _cpus: &[u64], _range: VirtRange) {}
-    }
-
     fn range(start: u64, bytes: u64) -> VirtRange {
         VirtRange::new(VirtAddr::new(start), bytes).expect("a range")
     }
 
     fn flush<Q>(domain: &FlushDomain<Kernel, Q>, range: VirtRange) -> Flushed<'_, Kernel, Q> {
         // SAFETY: no CPU holds any translation.
-        unsafe { domain.flush(&NoTlb, &[], range) }
+        unsafe { domain.flush(range.into(), false, |_| ()) }
     }
 
     #[test]
@@ -330,7 +344,7 @@ mod tests {
             });
         }
         let freed = all.expect("debts").release(&flush(&domain, range(0, 1000 << 12))).expect("paid");
-        assert_eq!((freed.len(), freed.pages(), domain.flushes()), (1000, 1000, 1));
+        assert_eq!((freed.len(), freed.pages(), domain.generation()), (1000, 1000, 1));
         drop(freed);
     }
 
@@ -344,12 +358,41 @@ mod tests {
     }
 
     #[test]
-    fn ranges() {
-        assert_eq!(VirtRange::new(VirtAddr::new(1), 0), None);
-        assert_eq!(VirtRange::new(VirtAddr::new(2), u64::MAX), None);
-        assert_eq!(VirtRange::new(VirtAddr::new(1), u64::MAX).expect("to the end").last(), VirtAddr::new(u64::MAX));
-        assert!(VirtRange::ALL.covers(range(5, 5)) && !range(5, 5).covers(VirtRange::ALL));
-        assert_eq!(range(5, 5).hull(range(20, 1)), range(5, 16));
+    fn a_late_comer_needs_no_flush_of_its_own() {
+        let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
+        let debt = domain.unhooked(1_u64, range(0x1000, 0x1000));
+        let debt = debt.release(&domain.latest(false)).expect_err("nobody has flushed");
+        flush(&domain, range(0x1000, 0x1000));
+        let debt = debt.release(&domain.latest(false)).expect_err("only flushes of everything are remembered");
+        flush(&domain, VirtRange::ALL);
+        assert_eq!(debt.release(&domain.latest(false)).expect("paid by somebody else's flush"), 1);
+        let late = domain.unhooked(2_u64, range(0x1000, 0x1000));
+        let late = late.release(&domain.latest(false)).expect_err("that flush started before the change");
+        flush(&domain, VirtRange::ALL);
+        late.release(&domain.latest(false)).expect("paid");
+    }
+
+    #[test]
+    fn tables_need_a_flush_that_reaches_lazy_cpus() {
+        let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
+        let debt = domain.unhooked_tables(1_u64, range(0x1000, 0x1000));
+        let debt = debt.release(&flush(&domain, VirtRange::ALL)).expect_err("lazy CPUs were skipped");
+        let debt = debt.release(&domain.latest(true)).expect_err("nor has anybody else reached them");
+        // SAFETY: no CPU holds any translation.
+        unsafe { domain.flush(RangeSet::ALL, true, |_| ()) };
+        assert_eq!(debt.release(&domain.latest(true)).expect("paid"), 1);
+    }
+
+    #[test]
+    fn a_receipt_does_not_pay_for_the_gap_between_its_ranges() {
+        let domain: FlushDomain<Kernel, Held> = FlushDomain::new(Held::default());
+        let debt = domain.unhooked(1_u64, range(0x5000, 0x1000));
+        let mut ranges = RangeSet::from(range(0x1000, 0x1000));
+        ranges.add(range(0x9000, 0x1000));
+        // SAFETY: no CPU holds any translation.
+        let receipt = unsafe { domain.flush(ranges, false, |_| ()) };
+        let debt = debt.release(&receipt).expect_err("not flushed");
+        debt.release(&flush(&domain, VirtRange::ALL)).expect("paid");
     }
 }
 
@@ -376,7 +419,7 @@ mod loom_tests {
             let flusher = {
                 let (domain, entry) = (domain.clone(), entry.clone());
                 loom::thread::spawn(move || {
-                    let generation = domain.start();
+                    let generation = domain.advance();
                     // The hardware's walk after the invalidation.
                     (generation, entry.load(Ordering::Relaxed))
                 })
@@ -387,8 +430,50 @@ mod loom_tests {
             if debt.barrier().need <= generation {
                 assert_eq!(refilled, 1, "freed while a TLB could still hold the old entry");
             }
-            let receipt = Flushed { domain: &domain, generation: domain.start(), range: VirtRange::ALL };
+            let receipt =
+                Flushed { domain: &domain, generation: domain.advance(), ranges: RangeSet::ALL, tables: false };
             debt.release(&receipt).expect("a flush of its own pays");
         });
+    }
+
+    /// A late comer that skips its own flush because of somebody else's: that one's walks saw the late comer's store.
+    fn a_late_comer() {
+        loom::model(|| {
+            let domain = Arc::new(FlushDomain::<Kernel, _>::new(Nowhere));
+            let (entry, refilled) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(2)));
+            let flusher = {
+                let (domain, entry, refilled) = (domain.clone(), entry.clone(), refilled.clone());
+                loom::thread::spawn(move || {
+                    let walk = |_| refilled.store(entry.load(Ordering::Relaxed), Ordering::Relaxed);
+                    // SAFETY: the only TLB is `refilled`, which the walk replaces.
+                    unsafe { domain.flush(RangeSet::ALL, false, walk) };
+                })
+            };
+            entry.store(1, Ordering::Relaxed);
+            let debt = domain.unhooked((), VirtRange::ALL);
+            if debt.release(&domain.latest(false)).is_ok() {
+                assert_eq!(refilled.load(Ordering::Relaxed), 1, "stale: freed under a translation");
+            }
+            flusher.join().expect("flusher");
+        });
+    }
+
+    #[test]
+    fn a_late_comer_skips_only_what_started_after_its_stores() {
+        a_late_comer();
+    }
+
+    #[test]
+    #[should_panic(expected = "stale")]
+    fn a_late_comer_without_its_fence() {
+        let _removed = FencePoint::Unhooked.remove();
+        a_late_comer();
+    }
+
+    #[test]
+    #[should_panic(expected = "stale")]
+    fn a_late_comer_without_the_flushers_fence() {
+        let _removed = FencePoint::AfterGeneration.remove();
+        a_late_comer();
     }
 }
