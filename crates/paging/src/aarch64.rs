@@ -1,0 +1,146 @@
+//! arm64 stage 1 entries, 4 KiB granule, 48-bit addresses, four levels (Arm ARM, D8.3).
+//!
+//! | bits | use |
+//! |---|---|
+//! | 0, 1 | valid; table or page (1), block (0) |
+//! | 2–4 | AttrIndx: 0 normal write-back, 1 device, 2 normal write-through; MAIR_EL1 has to say so |
+//! | 6, 7 | AP: user may reach it; read-only |
+//! | 8–9 | SH: inner shareable |
+//! | 10, 11 | AF: accessed; nG: not global |
+//! | 12–47 | frame |
+//! | 51 | DBM: writable. With AP read-only, a page that nobody has written: hardware (or the fault handler) clears AP |
+//! | 53, 54 | PXN, UXN |
+//! | 55 | written before it was made read-only |
+//! | 56, 57 | the owner's two |
+//! | 58, 63 | hidden: detached, reserved |
+//!
+//! Hardware caches no entry that is not valid and none without AF, and changes of size or address of a valid entry need
+//! break-before-make unless the CPU has FEAT_BBM level 2: see the operations that replace tables by leaves or leaves by
+//! tables.
+
+use crate::flags::Flags;
+use crate::format::{PageFormat, in_one_half};
+use hugemm_base::{Pfn, VirtAddr};
+
+const VALID: u64 = 1;
+const TABLE_OR_PAGE: u64 = 1 << 1;
+const ATTR_DEVICE: u64 = 1 << 2;
+const ATTR_WRITE_THROUGH: u64 = 2 << 2;
+const ATTR: u64 = 7 << 2;
+const USER: u64 = 1 << 6;
+const READ_ONLY: u64 = 1 << 7;
+const INNER_SHAREABLE: u64 = 3 << 8;
+const ACCESSED: u64 = 1 << 10;
+const NOT_GLOBAL: u64 = 1 << 11;
+const DBM: u64 = 1 << 51;
+const PXN: u64 = 1 << 53;
+const UXN: u64 = 1 << 54;
+const WAS_DIRTY: u64 = 1 << 55;
+const OWNER0: u64 = 1 << 56;
+const OWNER1: u64 = 1 << 57;
+const DETACHED: u64 = 1 << 58;
+const RESERVED: u64 = 1 << 63;
+
+/// arm64 entries of the 4 KiB granule. Each half of the address space has a root of its own (TTBR0, TTBR1).
+#[derive(Clone, Copy, Debug)]
+pub struct Aarch64;
+
+// SAFETY: bit 0 is the valid bit; 58 and 63 are ignored by hardware and set in no valid entry made here; frames are in
+// bits 12 to 47 at every level; `change` writes the same frame and kind back.
+unsafe impl PageFormat for Aarch64 {
+    const NAME: &'static str = "arm64, 4 KiB granule";
+    const LEVELS: u32 = 4;
+    const PHYS_BITS: u32 = 48;
+    const DETACHED: u64 = VALID | DETACHED;
+    const RESERVED: u64 = VALID | RESERVED;
+    const ACCESSED: u64 = ACCESSED;
+    const CLEAN: u64 = READ_ONLY;
+
+    #[inline]
+    fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
+        let kind = if level == 0 { TABLE_OR_PAGE } else { 0 };
+        let attr = if flags.contains(Flags::UNCACHED) {
+            ATTR_DEVICE
+        } else {
+            flags.select(Flags::WRITE_THROUGH, ATTR_WRITE_THROUGH)
+        };
+        let write = match (flags.contains(Flags::WRITE), flags.contains(Flags::DIRTY)) {
+            (true, true) => DBM,
+            (true, false) => DBM | READ_ONLY,
+            (false, true) => READ_ONLY | WAS_DIRTY,
+            (false, false) => READ_ONLY,
+        };
+        let exec = match (flags.contains(Flags::EXEC), flags.contains(Flags::USER)) {
+            (true, true) => PXN,
+            (true, false) => UXN,
+            (false, _) => PXN | UXN,
+        };
+        frame.start().get()
+            | VALID
+            | kind
+            | attr
+            | write
+            | exec
+            | INNER_SHAREABLE
+            | flags.select(Flags::USER, USER)
+            | flags.select(Flags::ACCESSED, ACCESSED)
+            | (NOT_GLOBAL & !flags.select(Flags::GLOBAL, NOT_GLOBAL))
+            | flags.select(Flags::OWNER0, OWNER0)
+            | flags.select(Flags::OWNER1, OWNER1)
+    }
+
+    #[inline]
+    fn table(frame: Pfn) -> u64 {
+        frame.start().get() | VALID | TABLE_OR_PAGE
+    }
+
+    #[inline]
+    fn is_leaf(entry: u64, level: u32) -> bool {
+        level == 0 || entry & TABLE_OR_PAGE == 0
+    }
+
+    fn flags(entry: u64) -> Flags {
+        let user = entry & USER != 0;
+        let no_exec = if user { UXN } else { PXN };
+        let writable = entry & DBM != 0;
+        Flags::WRITE.only_if(writable)
+            | Flags::EXEC.only_if(entry & no_exec == 0)
+            | Flags::USER.only_if(user)
+            | Flags::GLOBAL.only_if(entry & NOT_GLOBAL == 0)
+            | Flags::WRITE_THROUGH.only_if(entry & ATTR == ATTR_WRITE_THROUGH)
+            | Flags::UNCACHED.only_if(entry & ATTR == ATTR_DEVICE)
+            | Flags::ACCESSED.only_if(entry & ACCESSED != 0)
+            | Flags::DIRTY.only_if(writable && entry & READ_ONLY == 0 || entry & WAS_DIRTY != 0)
+            | Flags::OWNER0.only_if(entry & OWNER0 != 0)
+            | Flags::OWNER1.only_if(entry & OWNER1 != 0)
+    }
+
+    #[inline]
+    fn change(entry: u64, set: Flags, clear: Flags) -> u64 {
+        let level = if entry & TABLE_OR_PAGE != 0 { 0 } else { 1 };
+        Self::leaf(Self::frame(entry), level, Self::flags(entry).without(clear).with(set))
+    }
+
+    fn mask(flags: Flags) -> u64 {
+        let dirty = READ_ONLY | WAS_DIRTY;
+        flags.select(Flags::WRITE, DBM | dirty)
+            | flags.select(Flags::DIRTY, dirty)
+            | flags.select(Flags::EXEC, PXN | UXN)
+            | flags.select(Flags::USER, USER | PXN | UXN)
+            | flags.select(Flags::GLOBAL, NOT_GLOBAL)
+            | flags.select(Flags::WRITE_THROUGH, ATTR)
+            | flags.select(Flags::UNCACHED, ATTR)
+            | flags.select(Flags::ACCESSED, ACCESSED)
+            | flags.select(Flags::OWNER0, OWNER0)
+            | flags.select(Flags::OWNER1, OWNER1)
+    }
+
+    #[inline]
+    fn is_settled(entry: u64) -> bool {
+        entry & ACCESSED != 0 && entry & (DBM | READ_ONLY) != DBM | READ_ONLY
+    }
+
+    fn one_root(first: VirtAddr, last: VirtAddr) -> bool {
+        in_one_half(first, last, 48)
+    }
+}

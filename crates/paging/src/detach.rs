@@ -1,0 +1,213 @@
+//! Unmapping in two steps around the flush: detach, flush, harvest.
+//!
+//! There is no heap to remember unmapped frames in, and none is needed: they stay where they are. Detaching makes entries
+//! hidden and keeps everything else in them; an entry that refers to a table whose whole span is detached is hidden by
+//! one store, whatever hangs below it. CPUs may go on using what they have cached, and write accessed and dirty bits into
+//! tables that they still walk, until they are flushed. Only then, which the types enforce, are the runs read off with
+//! their final bits, the entries emptied and the tables freed.
+//!
+//! ```text
+//! detach ──► Unhooked ──behind(domain)──► Pending<Detached> ──release(receipt)──► Detached ──► harvest
+//! ```
+//!
+//! A `Pending` that is dropped leaves its addresses blocked and its frames in use, which is safe; the domain counts it.
+//! Nothing can be mapped at detached entries, and no range can be detached that meets one which is not yet harvested.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level::{self, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{Editing, Exclusive, Tree};
+use crate::run::{Run, Runs};
+use crate::span::Span;
+use crate::table::Table;
+use hugemm_base::{FlushDomain, Pending, Pfn, Quarantine, TlbFlush, VirtRange};
+
+/// What was detached, before its flush.
+#[derive(Debug)]
+#[must_use = "what is detached stays blocked until it is flushed and harvested"]
+pub struct Unhooked {
+    detached: Detached,
+    leaves: u64,
+    tables: u64,
+}
+
+impl Unhooked {
+    /// What to flush; `None` if nothing was mapped there, in which case there is nothing to harvest either.
+    pub fn flush(&self) -> Option<VirtRange> {
+        (self.leaves + self.tables > 0).then(|| self.detached.span.range())
+    }
+
+    /// Whether tables were unhooked: then CPUs that are lazily in the address space have to be flushed too, because they
+    /// may walk them.
+    pub fn tables(&self) -> bool {
+        self.tables > 0
+    }
+
+    /// Entries that were changed: leaves and tables.
+    pub fn entries(&self) -> u64 {
+        self.leaves + self.tables
+    }
+
+    /// Puts it behind a flush of the address space. `domain` is the one whose flushes reach every CPU that translates by
+    /// this table.
+    pub fn behind<K, Q: Quarantine<Detached>>(
+        self,
+        domain: &FlushDomain<K, Q>,
+    ) -> Pending<Detached, TlbFlush<'_, K, Q>> {
+        let range = self.detached.span.range();
+        domain.unhooked(self.detached, range)
+    }
+
+    /// Goes without the domain's flush.
+    ///
+    /// # Safety
+    ///
+    /// No CPU has entries of the range, or of tables that translate it, cached: all have been flushed since, or none ever
+    /// loaded the table.
+    pub unsafe fn assume_flushed(self) -> Detached {
+        self.detached
+    }
+}
+
+/// What was detached and, once it can be reached, flushed. [Harvest](Exclusive::harvest) it.
+#[derive(Debug)]
+#[must_use = "the frames stay in use and the addresses blocked until this is harvested"]
+pub struct Detached {
+    span: Span,
+    root: Pfn,
+    /// Whether anything was.
+    any: bool,
+}
+
+impl Detached {
+    /// Which addresses.
+    pub fn span(&self) -> Span {
+        self.span
+    }
+}
+
+/// What a harvest found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Harvest {
+    /// 4 KiB pages that had been mapped.
+    pub pages: u64,
+    /// Tables given back.
+    pub tables: u64,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// Makes the span inaccessible, holes and all; what was mapped stays known until the
+    /// [harvest](Exclusive::harvest). One store per entry, atomic only where hardware may still change a leaf; one for
+    /// everything below an entry that lies in the span as a whole.
+    pub fn detach(&mut self, span: Span, editing: Editing) -> Result<Unhooked, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        self.tree.check_ends(first, end)?;
+        if let Some(page) = self.outstanding().meets(span) {
+            return Err(PagingError::Busy { at: level::address(page) });
+        }
+        let nothing = Detached { span, root: self.tree.root, any: false };
+        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0 };
+        let root = self.tree.table(self.tree.root);
+        self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked);
+        if unhooked.entries() > 0 {
+            unhooked.detached.any = true;
+            self.outstanding().add(span);
+        }
+        Ok(unhooked)
+    }
+
+    /// Shows `visit` what had been mapped, by maximal [runs](Run) with the accessed and dirty bits of the last moment,
+    /// empties the entries and gives the tables back. Leaves that differ in those of `differ` that hardware changes make
+    /// one run nevertheless, which has them if any leaf has. The runs' frames are the caller's again.
+    ///
+    /// Reads 8 bytes per page, writes only entries of tables that stay.
+    pub fn harvest(
+        &mut self,
+        detached: Detached,
+        differ: Flags,
+        mut visit: impl FnMut(Run),
+    ) -> Result<Harvest, (PagingError, Detached)> {
+        if detached.root != self.tree.root {
+            return Err((PagingError::Foreign, detached));
+        }
+        let Detached { span, any: true, .. } = detached else { return Ok(Harvest::default()) };
+        let (first, end) = (span.first(), span.first() + span.pages());
+        let mut harvest = Harvest::default();
+        let mut count = |run: Run| {
+            harvest.pages += run.extent.pages();
+            visit(run);
+        };
+        let mut runs = Runs::new(differ, &mut count);
+        let root = self.tree.table(self.tree.root);
+        let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, first, end, &mut runs);
+        runs.flush();
+        harvest.tables = tables;
+        self.outstanding().remove(span);
+        Ok(harvest)
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    fn detach(&self, table: Table, level: u32, first: u64, end: u64, editing: Editing, unhooked: &mut Unhooked) {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Leaf => {
+                    if editing.plain::<F>(entry) {
+                        table.set(slot.index, entry ^ F::DETACHED);
+                    } else {
+                        table.flip(slot.index, F::DETACHED);
+                    }
+                    unhooked.leaves += 1;
+                }
+                Kind::Table if slot.whole => {
+                    // Hardware does not write to entries that refer to tables: see `PageFormat::table`.
+                    table.set(slot.index, entry ^ F::DETACHED);
+                    unhooked.tables += 1;
+                }
+                Kind::Table => self.detach(self.below(entry), level - 1, slot.first, slot.end, editing, unhooked),
+                Kind::Empty | Kind::Detached | Kind::Reserved => {}
+            }
+        }
+    }
+
+    fn harvest(&mut self, table: Table, level: u32, first: u64, end: u64, runs: &mut Runs<'_, F>) -> u64 {
+        if level == 0 {
+            let from = level::index(first, 0);
+            let to = from + (end - first) as usize;
+            runs.scan(table, from, to, 0, first, F::DETACHED);
+            for index in from..to {
+                if kind::<F>(table.get(index), 0) == Kind::Detached {
+                    table.set(index, 0);
+                }
+            }
+            return 0;
+        }
+        let mut tables = 0;
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Detached => {
+                    let entry = entry ^ F::DETACHED;
+                    table.set(slot.index, 0);
+                    if F::is_leaf(entry, level) {
+                        runs.push(slot.first, slot.end - slot.first, level, entry, entry ^ F::CLEAN);
+                    } else {
+                        // SAFETY: the entry was hidden before a flush that has taken place, so no CPU walks the table;
+                        // and it was the only one to refer to it.
+                        tables += unsafe { self.reap(entry, level - 1, slot.first, runs) };
+                    }
+                }
+                Kind::Table if !slot.whole => {
+                    tables += self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs);
+                }
+                // A whole table that is present was hooked in since.
+                _ => {}
+            }
+        }
+        tables
+    }
+}

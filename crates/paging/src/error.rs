@@ -1,0 +1,79 @@
+//! Why an operation on a page table was refused. Nothing has been changed then.
+
+use crate::memory::NoTable;
+use core::fmt;
+use hugemm_base::{Pfn, VirtAddr};
+
+/// Why an operation on a page table was refused; nothing has been changed then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PagingError {
+    /// The table does not translate this address.
+    OutOfBounds {
+        /// First address of the range.
+        at: VirtAddr,
+    },
+    /// Something is mapped there.
+    Overlap {
+        /// Where.
+        at: VirtAddr,
+    },
+    /// Something is being mapped or unmapped there, or near by and not yet flushed and harvested.
+    Busy {
+        /// Where.
+        at: VirtAddr,
+    },
+    /// A larger leaf reaches over the end of the range.
+    NeedsSplit {
+        /// The end that it reaches over.
+        at: VirtAddr,
+    },
+    /// Nothing of the kind is mapped there.
+    NotMapped {
+        /// Where.
+        at: VirtAddr,
+    },
+    /// What is mapped there does not make one larger leaf.
+    NotUniform {
+        /// Where the first entry is that does not fit.
+        at: VirtAddr,
+    },
+    /// The frames are fewer than the addresses.
+    OutOfFrames {
+        /// The first address that got none.
+        at: VirtAddr,
+    },
+    /// An entry cannot hold the frame's number, or the frame is not aligned to the leaf.
+    BadFrame {
+        /// Which.
+        frame: Pfn,
+    },
+    /// A table is needed and none can be had.
+    NoTable,
+    /// The value belongs to another page table.
+    Foreign,
+}
+
+impl fmt::Display for PagingError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PagingError::OutOfBounds { at } => write!(f, "the page table does not translate {at}; check the range"),
+            PagingError::Overlap { at } => write!(f, "{at} is mapped already; unmap it first"),
+            PagingError::Busy { at } => write!(f, "{at} is being mapped or unmapped; flush, harvest, and try again"),
+            PagingError::NeedsSplit { at } => write!(f, "a larger page reaches over {at}; split it first"),
+            PagingError::NotMapped { at } => write!(f, "{at} is not mapped that way"),
+            PagingError::NotUniform { at } => write!(f, "the entry at {at} does not continue one larger page"),
+            PagingError::OutOfFrames { at } => write!(f, "the frames given end before {at}; give as many as addresses"),
+            PagingError::BadFrame { frame } => write!(f, "an entry cannot hold frame {frame} there"),
+            PagingError::NoTable => NoTable.fmt(f),
+            PagingError::Foreign => f.write_str("the value belongs to another page table"),
+        }
+    }
+}
+
+impl core::error::Error for PagingError {}
+
+impl From<NoTable> for PagingError {
+    fn from(_: NoTable) -> Self {
+        PagingError::NoTable
+    }
+}

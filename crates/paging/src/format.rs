@@ -1,0 +1,114 @@
+//! What a page table entry is: the one trait behind which architectures differ.
+
+use crate::flags::Flags;
+use crate::span::Span;
+use hugemm_base::{PAGE_SHIFT, Pfn, VirtAddr};
+
+/// An entry format with a 4 KiB granule and 512 entries of 8 bytes per table.
+///
+/// An entry is *empty* (all zero), *present* (bit 0 set), or *hidden*: not present to hardware, and marked as one of
+///
+/// * **detached**: unhooked, waiting for a flush; the present entry with [`DETACHED`](PageFormat::DETACHED) flipped;
+/// * **reserved**: filled, but not yet to be seen; the present entry with [`RESERVED`](PageFormat::RESERVED) flipped.
+///
+/// Flipping the same bits again gives the present entry back, whatever it was, so either change is one atomic exclusive
+/// or, which loses no accessed or dirty bit that hardware sets at the same moment.
+///
+/// Levels count from the leaves: 0 is 4 KiB, 1 is 2 MiB, 2 is 1 GiB.
+///
+/// # Safety
+///
+/// * Bit 0 alone decides whether hardware uses an entry. `DETACHED` and `RESERVED` contain bit 0 and each a bit that is
+///   0 in every present entry, and no other of the two has.
+/// * [`leaf`](PageFormat::leaf) and [`table`](PageFormat::table) give present entries, from which
+///   [`frame`](PageFormat::frame), [`is_leaf`](PageFormat::is_leaf) and [`flags`](PageFormat::flags) read back what
+///   was put in. The frame number is in bits 12 and up: leaves of adjacent frames differ by the page size.
+/// * [`change`](PageFormat::change) keeps frame and kind.
+pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
+    /// Name, as printed.
+    const NAME: &'static str;
+    /// Levels of tables, root included: 4 or 5.
+    const LEVELS: u32;
+    /// Bits of a physical address that an entry can hold.
+    const PHYS_BITS: u32;
+    /// What to flip to detach an entry.
+    const DETACHED: u64;
+    /// What to flip to hide an entry that is not to be seen yet.
+    const RESERVED: u64;
+    /// Set in a leaf that was accessed; hardware sets it, clearing it is how pages are aged.
+    const ACCESSED: u64;
+    /// Of the bits that say whether a leaf is dirty, those that are 0 when it is.
+    const CLEAN: u64;
+
+    /// A leaf of `level` (at most 2) that maps the block at `frame`.
+    fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64;
+
+    /// An entry that refers to the table in `frame`. It allows everything (leaves decide) and hardware has no reason to
+    /// write to it.
+    fn table(frame: Pfn) -> u64;
+
+    /// Whether a present entry of `level` is a leaf.
+    fn is_leaf(entry: u64, level: u32) -> bool;
+
+    /// First frame of a present leaf, or the frame of the table.
+    #[inline]
+    fn frame(entry: u64) -> Pfn {
+        Pfn::new((entry & ((1 << Self::PHYS_BITS) - 1)) >> PAGE_SHIFT)
+    }
+
+    /// A present leaf's flags.
+    fn flags(entry: u64) -> Flags;
+
+    /// The leaf with `clear` removed and then `set` added. A page that was written stays known as written unless `clear`
+    /// says otherwise.
+    fn change(entry: u64, set: Flags, clear: Flags) -> u64;
+
+    /// Bits in which leaves may differ that differ in `flags` only.
+    fn mask(flags: Flags) -> u64;
+
+    /// Whether hardware can no longer change the present leaf: accessed, and dirty or read-only.
+    fn is_settled(entry: u64) -> bool;
+
+    /// Whether one root can translate all these addresses.
+    fn one_root(first: VirtAddr, last: VirtAddr) -> bool;
+}
+
+/// What an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Empty,
+    Leaf,
+    Table,
+    Detached,
+    /// Reserved, or nothing that hugemm wrote.
+    Reserved,
+}
+
+/// What an entry of `level` is.
+#[inline]
+pub(crate) fn kind<F: PageFormat>(entry: u64, level: u32) -> Kind {
+    if entry == 0 {
+        Kind::Empty
+    } else if entry & 1 != 0 {
+        if F::is_leaf(entry, level) { Kind::Leaf } else { Kind::Table }
+    } else if entry & F::DETACHED & !F::RESERVED != 0 {
+        Kind::Detached
+    } else {
+        Kind::Reserved
+    }
+}
+
+/// Whether addresses of `bits` bits, extended by their top bit or by zeroes and ones, reach all of a span: lower half or
+/// upper half, with `half` bits in each.
+pub(crate) const fn in_one_half(first: VirtAddr, last: VirtAddr, half: u32) -> bool {
+    let (first, last) = (first.get() >> half, last.get() >> half);
+    first == last && (first == 0 || first == u64::MAX >> half)
+}
+
+impl Span {
+    /// First and last address.
+    pub(crate) fn ends(self) -> (VirtAddr, VirtAddr) {
+        let range = self.range();
+        (range.first(), range.last())
+    }
+}

@@ -1,0 +1,75 @@
+//! Tables from the frame allocator.
+
+use crate::memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
+use core::ptr::NonNull;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Dirty, Extent, Order, PAGE_BYTES, Pfn, PhysMap, Zeroed};
+use hugemm_frames::{Env, Frames, Frozen, Mobility, Request, Zeroer};
+
+/// Tables from a manager's single frames, for the calling task. Frames that are known to be zero go where a table has to
+/// be zero. The platform's [`PhysMap`] is a direct map: what it opens stays open.
+pub struct FrameTables<'a, 'p, 'm, P, E: Env> {
+    frames: &'a Frames<'m, E>,
+    cx: &'a mut CpuCx<'p, P>,
+}
+
+impl<'a, 'p, 'm, P: Cpu + PhysMap, E: Env> FrameTables<'a, 'p, 'm, P, E> {
+    /// Tables from `frames`.
+    ///
+    /// # Safety
+    ///
+    /// Every frame of the manager can be opened by the platform's [`PhysMap`], whose windows stay valid without being
+    /// closed.
+    pub unsafe fn new(frames: &'a Frames<'m, E>, cx: &'a mut CpuCx<'p, P>) -> Self {
+        FrameTables { frames, cx }
+    }
+}
+
+/// Where a frame's bytes are, in a direct map.
+#[inline]
+fn reach(map: &impl PhysMap, frame: Pfn) -> Option<NonNull<u8>> {
+    let window = map.open(Extent::new(frame, 1).ok()?, None)?;
+    NonNull::new(window.ptr)
+}
+
+/// Clears one frame by plain stores: a table is about to be used.
+struct ClearTable;
+
+impl<P: Cpu + PhysMap> Zeroer<P> for ClearTable {
+    fn zero(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
+        let Some(bytes) = reach(cx.platform(), frames.extent().base()) else { return Err(frames) };
+        // SAFETY: the window spans the frame, which `frames` owns.
+        unsafe { bytes.write_bytes(0, PAGE_BYTES as usize) };
+        // SAFETY: it has just been cleared by ordinary stores.
+        Ok(unsafe { Zeroed::assume_owned(frames.into_extent()) })
+    }
+}
+
+// SAFETY: the manager hands a frame to one owner at a time; `alloc_zeroed` returns frames that are zero; `reach` answers
+// from the platform's direct map, which `new` requires to cover the manager's frames and to stay.
+unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for FrameTables<'_, '_, '_, P, E> {
+    #[inline]
+    fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        if self.frames.env().fault(FAULT_TABLE) {
+            return Err(NoTable);
+        }
+        let request = Request::order(Order::ZERO);
+        let frame = match content {
+            TableContent::Any => self.frames.alloc(self.cx, request),
+            TableContent::Zero => self.frames.alloc_zeroed(self.cx, request, &ClearTable),
+        };
+        frame.map(|frame| frame.pfn()).map_err(|_| NoTable)
+    }
+
+    #[inline]
+    unsafe fn free(&mut self, table: Pfn) {
+        // SAFETY: `alloc` took it as a single unmovable frame and gave its handle up; the caller gives it back once.
+        self.frames.free(self.cx, unsafe { Frozen::assume_owned(table, Order::ZERO, Mobility::Unmovable) });
+    }
+
+    #[inline]
+    fn reach(&self, table: Pfn) -> NonNull<u8> {
+        // A frame of the manager can be opened, so the fallback is never used; it faults rather than corrupts.
+        reach(self.cx.platform(), table).unwrap_or(NonNull::dangling())
+    }
+}

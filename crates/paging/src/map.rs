@@ -1,0 +1,260 @@
+//! Mapping a range: one walk that reserves, one short one that commits.
+//!
+//! Whatever can fail (no frame for a table, something mapped already, too few frames) is found while entries are still
+//! *reserved*, that is, hidden from hardware. So giving up needs no flush: the marks are taken back and the tables below
+//! them, which nothing ever walked, are freed. Where a whole subtree is missing it is built aside, its entries present
+//! from the start and its last-level tables written front to back without being cleared first, and hooked in by one
+//! entry. A commit therefore visits only what was there before.
+//!
+//! A call that needs a single entry of an existing table to change (a fault; a range under one missing entry) publishes
+//! it directly.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level::{self, Slot, slots};
+use crate::memory::{TableContent, TableMemory};
+use crate::page_table::{Exclusive, Shared, Tree};
+use crate::source::Source;
+use crate::span::Span;
+use crate::table::Table;
+use crate::walker;
+use hugemm_base::sync::{Ordering, fence};
+use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn};
+
+/// How to map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// What the leaves allow.
+    pub flags: Flags,
+    /// The largest leaf to use, where addresses and frames are aligned alike.
+    pub largest: PageSize,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
+    /// Maps all of `span` to the frames of `runs`, in order; frames that are left over stay with the iterator. Nothing of
+    /// the span may be mapped. Several CPUs may map at once; the same address only one of them.
+    ///
+    /// When it fails, nothing is mapped and every frame is given back, except that empty tables along the ends of the
+    /// span (at most two per level), which another CPU may have begun to use, stay for the next one.
+    ///
+    /// No flush is owed. Two atomics per entry of tables that exist, none per entry of those that do not.
+    pub fn map(&mut self, span: Span, runs: impl IntoIterator<Item = Extent>, how: Mapping) -> Result<(), PagingError> {
+        self.tree.map::<true>(span, runs, how)
+    }
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// As [`Shared::map`], by plain stores; when it fails, everything is as it was.
+    pub fn map(&mut self, span: Span, runs: impl IntoIterator<Item = Extent>, how: Mapping) -> Result<(), PagingError> {
+        self.tree.map::<false>(span, runs, how)
+    }
+}
+
+/// One call.
+struct Job<I> {
+    source: Source<I>,
+    flags: Flags,
+    /// Level of the largest leaf.
+    largest: u32,
+    first: u64,
+    end: u64,
+    /// Everything before this page has been reserved.
+    reserved: u64,
+    /// The single entry that had to change has been published.
+    published: bool,
+}
+
+impl<I: Iterator<Item = Extent>> Job<I> {
+    /// Frames for as many whole leaves of `level` as the current run has, at most `leaves` of them.
+    #[inline]
+    fn take<F: PageFormat>(&mut self, level: u32, leaves: u64) -> Result<Option<Extent>, PagingError> {
+        if level > self.largest {
+            return Ok(None);
+        }
+        let leaves = self.source.leaves(level::pages(level)).min(leaves);
+        if leaves == 0 {
+            return Ok(None);
+        }
+        let taken = self.source.take(leaves * level::pages(level)).unwrap_or_default();
+        if taken.end().number() > 1 << (F::PHYS_BITS - PAGE_SHIFT) {
+            return Err(PagingError::BadFrame { frame: taken.base() });
+        }
+        Ok(Some(taken))
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    fn map<const SHARED: bool>(
+        &mut self,
+        span: Span,
+        runs: impl IntoIterator<Item = Extent>,
+        how: Mapping,
+    ) -> Result<(), PagingError> {
+        let (first, end) = self.check(span)?;
+        let mut job = Job {
+            source: Source::new(runs.into_iter()),
+            flags: how.flags,
+            largest: level::of(how.largest),
+            first,
+            end,
+            reserved: first,
+            published: false,
+        };
+        let root = self.table(self.root);
+        let done = self.reserve::<SHARED, _>(root, Self::ROOT, first, end, &mut job);
+        if !job.published {
+            // Pairs with the Acquire in `Table::get`: what a committed entry refers to has been written.
+            fence(Ordering::Release);
+            self.resolve(root, Self::ROOT, first, job.reserved, done.is_ok());
+        }
+        walker::published();
+        done
+    }
+
+    /// Reserves `first..end`, which lies under one table.
+    fn reserve<const SHARED: bool, I: Iterator<Item = Extent>>(
+        &mut self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        job: &mut Job<I>,
+    ) -> Result<(), PagingError> {
+        let mut next = first;
+        while next < end {
+            let slot = Slot::of(next, end, level);
+            let seen = table.get(slot.index);
+            match kind::<F>(seen, level) {
+                Kind::Table => {
+                    self.reserve::<SHARED, I>(self.below(seen), level - 1, slot.first, slot.end, job)?;
+                }
+                // Others may need the same table, so it is published at once.
+                Kind::Empty if SHARED && !slot.whole => {
+                    self.hook_empty(table, slot.index)?;
+                    continue;
+                }
+                Kind::Empty => self.reserve_slot::<SHARED, I>(table, level, slot, job)?,
+                occupied => return Err(conflict(occupied, slot)),
+            }
+            job.reserved = slot.end;
+            next = slot.end;
+        }
+        Ok(())
+    }
+
+    /// Reserves what one empty entry spans, or publishes it if that is all there is to do.
+    fn reserve_slot<const SHARED: bool, I: Iterator<Item = Extent>>(
+        &mut self,
+        table: Table,
+        level: u32,
+        slot: Slot,
+        job: &mut Job<I>,
+    ) -> Result<(), PagingError> {
+        let entry = match job.take::<F>(level, u64::from(slot.whole))? {
+            Some(frames) => F::leaf(frames.base(), level, job.flags),
+            None if level == 0 => return Err(PagingError::OutOfFrames { at: level::address(slot.first) }),
+            None => F::table(self.build(level - 1, slot.first, slot.end, job)?),
+        };
+        job.published = slot.first == job.first && slot.end == job.end;
+        let hidden = if job.published { entry } else { entry ^ F::RESERVED };
+        if !SHARED {
+            table.publish(slot.index, hidden);
+        } else if let Err(seen) = table.publish_if_empty(slot.index, hidden) {
+            job.published = false;
+            self.drop_entry(entry, level, slot);
+            return Err(conflict(kind::<F>(seen, level), slot));
+        }
+        Ok(())
+    }
+
+    /// Puts an empty table below an empty entry, unless somebody else has filled the entry first.
+    fn hook_empty(&mut self, table: Table, index: usize) -> Result<(), PagingError> {
+        let frame = self.memory.alloc(TableContent::Zero)?;
+        if table.publish_if_empty(index, F::table(frame)).is_err() {
+            // SAFETY: never hooked in.
+            unsafe { self.memory.free(frame) };
+        }
+        Ok(())
+    }
+
+    /// A table of `level` for `first..end`, with everything below it, that hangs nowhere yet.
+    fn build<I: Iterator<Item = Extent>>(
+        &mut self,
+        level: u32,
+        first: u64,
+        end: u64,
+        job: &mut Job<I>,
+    ) -> Result<Pfn, PagingError> {
+        let whole = end - first == level::pages(level + 1);
+        let frame = self.memory.alloc(if whole { TableContent::Any } else { TableContent::Zero })?;
+        let table = self.table(frame);
+        let mut next = first;
+        let error = loop {
+            if next == end {
+                return Ok(frame);
+            }
+            let slot = Slot::of(next, end, level);
+            let whole_slots = if slot.whole { (end - next) >> level::shift(level) } else { 0 };
+            match job.take::<F>(level, whole_slots) {
+                Err(error) => break error,
+                Ok(Some(frames)) => {
+                    let leaves = (frames.pages() >> level::shift(level)) as usize;
+                    let entry = F::leaf(frames.base(), level, job.flags);
+                    let step = level::pages(level) << PAGE_SHIFT;
+                    // SAFETY: nobody else reaches a table that hangs nowhere; at most as many leaves as slots are left.
+                    unsafe { table.fill(slot.index, slot.index + leaves, entry, step) };
+                    next += frames.pages();
+                }
+                Ok(None) if level == 0 => break PagingError::OutOfFrames { at: level::address(next) },
+                Ok(None) => match self.build(level - 1, slot.first, slot.end, job) {
+                    Err(error) => break error,
+                    Ok(below) => {
+                        table.set(slot.index, F::table(below));
+                        next = slot.end;
+                    }
+                },
+            }
+        };
+        let built = ((next >> level::shift(level)) - (first >> level::shift(level))) as usize;
+        let from = level::index(first, level);
+        // SAFETY: it hangs nowhere, and entries from `from` on have been written up to the one that failed.
+        unsafe { self.discard(frame, level, from, from + built) };
+        Err(error)
+    }
+
+    /// Makes what was reserved in `first..end` present, or takes it back.
+    fn resolve(&mut self, table: Table, level: u32, first: u64, end: u64, commit: bool) {
+        for slot in slots(first, end, level) {
+            let seen = table.get(slot.index);
+            match kind::<F>(seen, level) {
+                Kind::Table => self.resolve(self.below(seen), level - 1, slot.first, slot.end, commit),
+                Kind::Reserved if commit => table.set(slot.index, seen ^ F::RESERVED),
+                Kind::Reserved => {
+                    table.set(slot.index, 0);
+                    self.drop_entry(seen ^ F::RESERVED, level, slot);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Gives back what hangs below an entry that was never present.
+    fn drop_entry(&mut self, entry: u64, level: u32, slot: Slot) {
+        if kind::<F>(entry, level) == Kind::Table {
+            let (from, to) = (level::index(slot.first, level - 1), level::index(slot.end - 1, level - 1) + 1);
+            // SAFETY: the entry has not been present, so nothing has walked the table; it is in no table any more.
+            unsafe { self.discard(F::frame(entry), level - 1, from, to) };
+        }
+    }
+}
+
+/// What stands in the way.
+fn conflict(kind: Kind, slot: Slot) -> PagingError {
+    let at = level::address(slot.first);
+    match kind {
+        Kind::Detached | Kind::Reserved => PagingError::Busy { at },
+        Kind::Empty | Kind::Leaf | Kind::Table => PagingError::Overlap { at },
+    }
+}

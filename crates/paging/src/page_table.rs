@@ -1,0 +1,231 @@
+//! A page table, and the two ways to hold it.
+
+use crate::edit_lock::{EditLock, RawEditLock};
+use crate::error::PagingError;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level;
+use crate::memory::{TableContent, TableMemory};
+use crate::outstanding::Outstanding;
+use crate::span::Span;
+use crate::table::Table;
+use core::cell::UnsafeCell;
+use core::fmt;
+use core::marker::PhantomData;
+use hugemm_base::Pfn;
+
+/// The tables that translate one range of addresses (an address space, or the kernel's half).
+///
+/// Everything goes through a guard: [`shared`](PageTable::shared) for what many CPUs may do at once,
+/// [`exclusive`](PageTable::exclusive) for what takes entries away. Where tables come from is said with each guard.
+pub struct PageTable<F, L = EditLock> {
+    root: Pfn,
+    bounds: Span,
+    lock: L,
+    outstanding: UnsafeCell<Outstanding>,
+    format: PhantomData<F>,
+}
+
+// SAFETY: `outstanding` is reached by exclusive guards only.
+unsafe impl<F: Sync, L: Sync> Sync for PageTable<F, L> {}
+
+impl<F, L> fmt::Debug for PageTable<F, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PageTable").field("root", &self.root).field("bounds", &self.bounds).finish_non_exhaustive()
+    }
+}
+
+impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
+    /// An empty table for the addresses of `bounds`: one half of the address space at most. One table is allocated.
+    ///
+    /// # Safety
+    ///
+    /// * Every memory that is given to a guard of this table is over the same frames as `memory`.
+    /// * Whoever lets CPUs translate by it sees to it that what [`detach`](Exclusive::detach) and
+    ///   [`collapse`](Exclusive::collapse) take away is flushed from all of them: see there.
+    pub unsafe fn new(memory: &mut impl TableMemory, bounds: Span) -> Result<Self, PagingError> {
+        let (first, last) = bounds.ends();
+        if !F::one_root(first, last) {
+            return Err(PagingError::OutOfBounds { at: first });
+        }
+        let root = memory.alloc(TableContent::Zero)?;
+        Ok(PageTable {
+            root,
+            bounds,
+            lock: L::new(),
+            outstanding: UnsafeCell::new(Outstanding::new()),
+            format: PhantomData,
+        })
+    }
+
+    /// The frame of the root table: what the CPU's base register takes.
+    pub fn root(&self) -> Pfn {
+        self.root
+    }
+
+    /// Which addresses it translates.
+    pub fn bounds(&self) -> Span {
+        self.bounds
+    }
+
+    /// Waits until nobody is alone inside, and keeps it so while the guard lives.
+    pub fn shared<M: TableMemory>(&self, memory: M) -> Shared<'_, F, L, M> {
+        self.lock.lock_shared();
+        Shared { table: self, tree: self.tree(memory) }
+    }
+
+    /// Waits until nobody is inside, and keeps everybody out while the guard lives.
+    pub fn exclusive<M: TableMemory>(&self, memory: M) -> Exclusive<'_, F, L, M> {
+        self.lock.lock_exclusive();
+        Exclusive { table: self, tree: self.tree(memory) }
+    }
+
+    fn tree<M>(&self, memory: M) -> Tree<F, M> {
+        Tree { root: self.root, bounds: self.bounds, memory, format: PhantomData }
+    }
+}
+
+/// The right to do what many may do at once. See the methods.
+pub struct Shared<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
+    table: &'t PageTable<F, L>,
+    pub(crate) tree: Tree<F, M>,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M> {
+    fn drop(&mut self) {
+        // SAFETY: the guard was made by whoever entered, and ends here.
+        unsafe { self.table.lock.unlock_shared() }
+    }
+}
+
+/// The right to do everything, alone. See the methods.
+pub struct Exclusive<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
+    table: &'t PageTable<F, L>,
+    pub(crate) tree: Tree<F, M>,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// What has been detached and not harvested.
+    pub(crate) fn outstanding(&mut self) -> &mut Outstanding {
+        // SAFETY: the lock is held exclusively, and the guard is borrowed exclusively.
+        unsafe { &mut *self.table.outstanding.get() }
+    }
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Exclusive<'_, F, L, M> {
+    fn drop(&mut self) {
+        // SAFETY: the guard was made by whoever entered, and ends here.
+        unsafe { self.table.lock.unlock_exclusive() }
+    }
+}
+
+/// Whether hardware may change entries while they are edited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Editing {
+    live: bool,
+}
+
+impl Editing {
+    /// CPUs may be translating by the table: edits are atomic where hardware could change the entry meanwhile.
+    pub const LIVE: Editing = Editing { live: true };
+
+    /// No CPU translates by the table, nor will while it is being edited: edits are plain stores.
+    ///
+    /// # Safety
+    ///
+    /// It is so: otherwise written pages are lost as clean.
+    pub const unsafe fn quiet() -> Editing {
+        Editing { live: false }
+    }
+
+    /// Whether this present leaf can be edited by plain loads and stores.
+    #[inline]
+    pub(crate) fn plain<F: PageFormat>(self, entry: u64) -> bool {
+        !self.live || F::is_settled(entry)
+    }
+}
+
+/// The tables below a guard, with what it takes to walk and grow them.
+pub(crate) struct Tree<F, M> {
+    pub(crate) root: Pfn,
+    bounds: Span,
+    pub(crate) memory: M,
+    format: PhantomData<F>,
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// The root's level.
+    pub(crate) const ROOT: u32 = F::LEVELS - 1;
+
+    /// A table of this tree.
+    #[inline]
+    pub(crate) fn table(&self, frame: Pfn) -> Table {
+        // SAFETY: the frame was read from an entry of this tree, or has just been allocated for it; tables are freed
+        // under an exclusive guard only, and handles do not outlive the guard that they were made under.
+        unsafe { Table::at(&self.memory, frame) }
+    }
+
+    /// The table that a present entry, which is not a leaf, refers to.
+    #[inline]
+    pub(crate) fn below(&self, entry: u64) -> Table {
+        self.table(F::frame(entry))
+    }
+
+    /// First page and the page after the last, if the table translates all of the span.
+    pub(crate) fn check(&self, span: Span) -> Result<(u64, u64), PagingError> {
+        let (first, end) = (span.first(), span.first() + span.pages());
+        if first < self.bounds.first() || end > self.bounds.first() + self.bounds.pages() {
+            return Err(PagingError::OutOfBounds { at: span.start() });
+        }
+        Ok((first, end))
+    }
+
+    /// Whether no leaf reaches over either end of the range. O(levels).
+    pub(crate) fn check_ends(&self, first: u64, end: u64) -> Result<(), PagingError> {
+        for page in [first, end] {
+            // A leaf that begins exactly here reaches over nothing. The end of the address space has no page.
+            if page >> level::shift(F::LEVELS) != first >> level::shift(F::LEVELS) {
+                continue;
+            }
+            let (entry, level, _) = self.descend(page);
+            if kind::<F>(entry, level) == Kind::Leaf && page & (level::pages(level) - 1) != 0 {
+                return Err(PagingError::NeedsSplit { at: level::address(page) });
+            }
+        }
+        Ok(())
+    }
+
+    /// The entry that ends the walk for `page` (anything but a present table), its level and its table.
+    #[inline]
+    pub(crate) fn descend(&self, page: u64) -> (u64, u32, Table) {
+        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+        loop {
+            let entry = table.get(level::index(page, level));
+            if level == 0 || kind::<F>(entry, level) != Kind::Table {
+                return (entry, level, table);
+            }
+            table = self.below(entry);
+            level -= 1;
+        }
+    }
+
+    /// Gives a table back that hangs nowhere, with those below entries `from..to` of it; other entries are not looked
+    /// at.
+    ///
+    /// # Safety
+    ///
+    /// Nobody can reach the table, and no CPU walks it.
+    pub(crate) unsafe fn discard(&mut self, frame: Pfn, level: u32, from: usize, to: usize) {
+        if level > 0 {
+            let table = self.table(frame);
+            for index in from..to {
+                let entry = table.get(index);
+                if kind::<F>(entry, level) == Kind::Table {
+                    // SAFETY: reached through this table only.
+                    unsafe { self.discard(F::frame(entry), level - 1, 0, level::ENTRIES) };
+                }
+            }
+        }
+        // SAFETY: nobody walks it, and nothing refers to it.
+        unsafe { self.memory.free(frame) };
+    }
+}

@@ -1,0 +1,151 @@
+//! What is mapped, by the run: one leaf, or as many adjacent ones as continue each other.
+
+use crate::flags::Flags;
+use crate::format::PageFormat;
+use crate::level;
+use crate::table::Table;
+use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+
+/// One leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Leaf {
+    /// Its first frame.
+    pub frame: Pfn,
+    /// Its size.
+    pub size: PageSize,
+    /// What it allows, and what is known of its use.
+    pub flags: Flags,
+}
+
+/// Adjacent addresses mapped to adjacent frames by leaves of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First address.
+    pub at: VirtAddr,
+    /// To which frames; as many bytes as addresses.
+    pub extent: Extent,
+    /// Size of the leaves. The first and the last may reach over the range that was asked for.
+    pub size: PageSize,
+    /// Flags of all of them; those that were allowed to differ are set if any leaf has them.
+    pub flags: Flags,
+}
+
+/// Puts runs together, across tables, and hands out maximal ones.
+pub(crate) struct Runs<'v, F> {
+    current: Option<Open>,
+    differ: u64,
+    visit: &'v mut dyn FnMut(Run),
+    format: core::marker::PhantomData<F>,
+}
+
+/// A run that may go on.
+#[derive(Clone, Copy)]
+struct Open {
+    /// First page number.
+    first: u64,
+    pages: u64,
+    level: u32,
+    /// Entry of the first leaf, less what the run leaves out of that leaf's beginning.
+    entry: u64,
+    /// Every bit that any leaf has; of [`PageFormat::CLEAN`], every bit that any leaf has not.
+    any: u64,
+}
+
+impl<'v, F: PageFormat> Runs<'v, F> {
+    /// Leaves make one run even if they differ in those of `differ` that [hardware changes](Flags::HARDWARE).
+    pub(crate) fn new(differ: Flags, visit: &'v mut dyn FnMut(Run)) -> Self {
+        Runs { current: None, differ: F::mask(differ & Flags::HARDWARE), visit, format: core::marker::PhantomData }
+    }
+
+    /// Adds `pages` pages from `first` on, mapped by leaves of `level`; `entry` is the first leaf with the frame of
+    /// `first` itself in it, `any` as in [`Open`].
+    #[inline]
+    pub(crate) fn push(&mut self, first: u64, pages: u64, level: u32, entry: u64, any: u64) {
+        if let Some(open) = &mut self.current
+            && open.first + open.pages == first
+            && open.level == level
+            && ((open.entry + (open.pages << PAGE_SHIFT)) ^ entry) & !self.differ == 0
+        {
+            open.pages += pages;
+            open.any |= any;
+            return;
+        }
+        self.flush();
+        self.current = Some(Open { first, pages, level, entry, any });
+    }
+
+    /// Hands out what has been put together.
+    pub(crate) fn flush(&mut self) {
+        let Some(open) = self.current.take() else { return };
+        // The frame is the first leaf's; of the bits that may differ, those that any leaf has.
+        let entry = open.entry & !self.differ | (open.any ^ F::CLEAN) & self.differ;
+        let Ok(extent) = Extent::new(F::frame(open.entry), open.pages) else { return };
+        (self.visit)(Run {
+            at: level::address(open.first),
+            extent,
+            size: level::size(open.level),
+            flags: F::flags(entry),
+        });
+    }
+
+    /// Adds what entries `from..to` of a table of `level` map, entry `from` beginning at page `first`. `hidden` is what
+    /// has to be flipped to see leaves; entries that are none then are passed over.
+    pub(crate) fn scan(&mut self, table: Table, from: usize, to: usize, level: u32, first: u64, hidden: u64) {
+        let step = level::pages(level) << PAGE_SHIFT;
+        let mut index = from;
+        while index < to {
+            let entry = table.get(index) ^ hidden;
+            // What was not hidden that way is not present after the flip, or still has the mark.
+            let leaf = entry & (1 | F::DETACHED & !F::RESERVED) == 1 && F::is_leaf(entry, level);
+            if !leaf {
+                index += 1;
+                continue;
+            }
+            let (more, any) = continues::<F>(table, index, to, entry, step, hidden, self.differ);
+            let at = first + ((index - from) as u64 * level::pages(level));
+            self.push(at, more as u64 * level::pages(level), level, entry, any);
+            index += more;
+        }
+    }
+}
+
+/// How many entries from `from` on continue a run, bits in `differ` aside, and `any` as in [`Open`]. Whole
+/// cache lines without a branch inside, the first one that does not continue entry by entry.
+#[inline]
+fn continues<F: PageFormat>(
+    table: Table,
+    from: usize,
+    to: usize,
+    entry: u64,
+    step: u64,
+    hidden: u64,
+    differ: u64,
+) -> (usize, u64) {
+    const LINE: usize = 8;
+    let (mut index, mut expected, mut all) = (from, entry, entry);
+    while index + LINE <= to {
+        let (mut wrong, mut any, mut next) = (0, 0, expected);
+        for place in index..index + LINE {
+            let seen = table.get(place) ^ hidden;
+            wrong |= seen ^ next;
+            any |= seen ^ F::CLEAN;
+            next = next.wrapping_add(step);
+        }
+        if wrong & !differ != 0 {
+            break;
+        }
+        all |= any;
+        expected = next;
+        index += LINE;
+    }
+    while index < to {
+        let seen = table.get(index) ^ hidden;
+        if (seen ^ expected) & !differ != 0 {
+            break;
+        }
+        all |= seen ^ F::CLEAN;
+        expected = expected.wrapping_add(step);
+        index += 1;
+    }
+    (index - from, all)
+}

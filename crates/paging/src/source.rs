@@ -1,0 +1,42 @@
+//! The frames to map: runs taken from an iterator, cut as the tables need them.
+
+use hugemm_base::Extent;
+
+/// Runs of frames with a place in them.
+pub(crate) struct Source<I> {
+    rest: I,
+    current: Extent,
+}
+
+impl<I: Iterator<Item = Extent>> Source<I> {
+    pub(crate) fn new(runs: I) -> Self {
+        Source { rest: runs, current: Extent::default() }
+    }
+
+    /// What is left of the current run; `None` when all are used up.
+    #[inline]
+    pub(crate) fn peek(&mut self) -> Option<Extent> {
+        while self.current.is_empty() {
+            self.current = self.rest.next()?;
+        }
+        Some(self.current)
+    }
+
+    /// Takes up to `pages` frames from the current run.
+    #[inline]
+    pub(crate) fn take(&mut self, pages: u64) -> Option<Extent> {
+        self.peek()?;
+        let (taken, left) = self.current.split_at(pages);
+        self.current = left;
+        Some(taken)
+    }
+
+    /// How many leaves of `pages` pages (a power of two) the current run can fill from here on: 0 if it is not aligned.
+    #[inline]
+    pub(crate) fn leaves(&mut self, pages: u64) -> u64 {
+        match self.peek() {
+            Some(run) if run.base().number() & (pages - 1) == 0 => run.pages() / pages,
+            _ => 0,
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! Larger leaves to smaller ones and back, and whole blocks replaced by one store.
+//!
+//! On x86-64 a leaf may be replaced by a table, and a table by a leaf, while CPUs translate by it, as long as both say
+//! the same (or nobody minds which): CPUs then use the one or the other until they are flushed. A few old ones had
+//! errata against having both cached (design rule 9). On arm64 it needs FEAT_BBM level 2; without it, detach, flush and
+//! map again.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level::{self, ENTRIES, slots};
+use crate::memory::{TableContent, TableMemory};
+use crate::page_table::{Editing, Exclusive, Tree};
+use crate::remap::check_leaf;
+use crate::run::Leaf;
+use crate::span::Span;
+use crate::stale::Stale;
+use crate::table::Table;
+use crate::walk::leaf;
+use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// Splits every leaf of the span (also one that only begins or ends in it) that is larger than `to`. What is mapped,
+    /// and what is known of it, stays; accessed and dirty are known of every part then.
+    ///
+    /// All tables are allocated before the first leaf is touched, so exhaustion changes nothing. One table per split.
+    pub fn split(&mut self, span: Span, to: PageSize, editing: Editing) -> Result<Stale, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        let root = self.tree.table(self.tree.root);
+        let to = level::of(to);
+        let need = self.tree.count_splits(root, Tree::<F, M>::ROOT, first, end, to);
+        let mut stock = Stock::fill(&mut self.tree, need)?;
+        let split = self.tree.split(root, Tree::<F, M>::ROOT, first, end, to, editing, &mut stock);
+        stock.empty(&mut self.tree);
+        Ok(Stale::new(span, split))
+    }
+
+    /// Replaces the leaf of 2 MiB or 1 GiB at `at` by 512 leaves of the next smaller size, chosen by `choose` from what
+    /// the plain split would put there: page size and frames change by one store. Old frames that go out of use must not
+    /// be used otherwise before the flush.
+    pub fn split_with(
+        &mut self,
+        at: VirtAddr,
+        editing: Editing,
+        mut choose: impl FnMut(VirtAddr, Leaf) -> Leaf,
+    ) -> Result<Stale, PagingError> {
+        let (page, entry, level, table) = self.tree.entry_at(at)?;
+        if kind::<F>(entry, level) != Kind::Leaf || level == 0 || page & (level::pages(level) - 1) != 0 {
+            return Err(PagingError::NotMapped { at });
+        }
+        let frame = self.tree.memory.alloc(TableContent::Any)?;
+        let below = self.tree.table(frame);
+        for index in 0..ENTRIES {
+            let offset = index as u64 * level::pages(level - 1);
+            let old = Leaf { frame: Pfn::new(F::frame(entry).number() + offset), ..leaf::<F>(entry, level) };
+            let new = choose(level::address(page + offset), Leaf { size: level::size(level - 1), ..old });
+            if let Err(error) = check_leaf::<F>(new, level - 1) {
+                // SAFETY: never hooked in.
+                unsafe { self.tree.memory.free(frame) };
+                return Err(error);
+            }
+            below.set(index, F::leaf(new.frame, level - 1, new.flags));
+        }
+        let late = |current: u64| F::flags(current).without(F::flags(entry)) & Flags::HARDWARE;
+        swap_in::<F>(table, level::index(page, level), entry, frame, editing, |current| {
+            for index in 0..ENTRIES {
+                below.set(index, F::change(below.get(index), late(current), Flags::NONE));
+            }
+        });
+        Ok(Stale::new(Span::pages_from(page, level::pages(level)).map_err(|_| PagingError::OutOfBounds { at })?, 1))
+    }
+
+    /// Replaces the table of 512 leaves at `at` by one leaf of `size` (2 MiB or 1 GiB), if they map one aligned block
+    /// with one set of flags; or, given a `frame`, by a leaf there, whatever frames they map. Accessed is set if any had
+    /// it, and dirty if they are writable: CPUs may still be setting those bits in the old table.
+    ///
+    /// Shows `old_table` the table's frame, which CPUs walk until the [`Stale`] range has been flushed, lazy ones
+    /// included: keep it on a chain behind that flush; then it can be [freed](crate::TableMemory::free).
+    pub fn collapse(
+        &mut self,
+        at: VirtAddr,
+        size: PageSize,
+        frame: Option<Pfn>,
+        old_table: impl FnOnce(Pfn),
+    ) -> Result<Stale, PagingError> {
+        let level = level::of(size);
+        let block = Span::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?;
+        let (page, _) = self.tree.check(block)?;
+        if level == 0 || page & (level::pages(level) - 1) != 0 {
+            return Err(PagingError::NotMapped { at });
+        }
+        let (table, entry) = self.tree.entry_of(page, level).ok_or(PagingError::NotMapped { at })?;
+        if kind::<F>(entry, level) != Kind::Table {
+            return Err(PagingError::NotMapped { at });
+        }
+        let below = self.tree.below(entry);
+        let (first, flags) = uniform::<F>(below, level - 1, page, frame.is_some())?;
+        let new = Leaf { frame: frame.unwrap_or(first), size, flags };
+        check_leaf::<F>(new, level).map_err(|error| match frame {
+            Some(_) => error,
+            None => PagingError::NotUniform { at },
+        })?;
+        // Hardware does not write to entries that refer to tables, so a plain store loses nothing.
+        table.publish(level::index(page, level), F::leaf(new.frame, level, new.flags));
+        old_table(F::frame(entry));
+        Ok(Stale::new(block, 1))
+    }
+}
+
+/// First frame and common flags of 512 leaves that make one, or where they do not.
+fn uniform<F: PageFormat>(table: Table, level: u32, page: u64, any_frame: bool) -> Result<(Pfn, Flags), PagingError> {
+    let first = table.get(0);
+    let differ = F::mask(Flags::HARDWARE) | if any_frame { ((1 << F::PHYS_BITS) - 1) & !0xfff } else { 0 };
+    let mut seen = Flags::NONE;
+    for index in 0..ENTRIES {
+        let entry = table.get(index);
+        let expected = first.wrapping_add((index as u64 * level::pages(level)) << PAGE_SHIFT);
+        let continues = kind::<F>(entry, level) == Kind::Leaf && (entry ^ expected) & !differ == 0;
+        if !continues {
+            return Err(PagingError::NotUniform { at: level::address(page + index as u64 * level::pages(level)) });
+        }
+        seen = seen | F::flags(entry);
+    }
+    if seen.contains(Flags::WRITE) {
+        seen = seen | Flags::DIRTY;
+    }
+    Ok((F::frame(first), seen))
+}
+
+/// Tables allocated ahead, linked through their first entries.
+struct Stock(Option<Pfn>);
+
+impl Stock {
+    fn fill<F: PageFormat, M: TableMemory>(tree: &mut Tree<F, M>, tables: u64) -> Result<Stock, PagingError> {
+        let mut stock = Stock(None);
+        for _ in 0..tables {
+            match tree.memory.alloc(TableContent::Any) {
+                Ok(frame) => {
+                    tree.table(frame).set(0, stock.0.map_or(0, |next| next.number() + 1));
+                    stock.0 = Some(frame);
+                }
+                Err(error) => {
+                    stock.empty(tree);
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(stock)
+    }
+
+    fn take<F: PageFormat, M: TableMemory>(&mut self, tree: &Tree<F, M>) -> Option<Pfn> {
+        let frame = self.0?;
+        self.0 = tree.table(frame).get(0).checked_sub(1).map(Pfn::new);
+        Some(frame)
+    }
+
+    fn empty<F: PageFormat, M: TableMemory>(mut self, tree: &mut Tree<F, M>) {
+        while let Some(frame) = self.take(tree) {
+            // SAFETY: never hooked in.
+            unsafe { tree.memory.free(frame) };
+        }
+    }
+}
+
+/// Puts the table in `frame` where `old` was. If hardware has set bits meanwhile, `changed` enters them first.
+fn swap_in<F: PageFormat>(
+    table: Table,
+    index: usize,
+    old: u64,
+    frame: Pfn,
+    editing: Editing,
+    mut changed: impl FnMut(u64),
+) {
+    let new = F::table(frame);
+    if editing.plain::<F>(old) {
+        return table.publish(index, new);
+    }
+    let mut seen = old;
+    while let Err(current) = table.replace(index, seen, new) {
+        changed(current);
+        seen = current;
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// The entry that ends the walk for an address.
+    fn entry_at(&self, at: VirtAddr) -> Result<(u64, u64, u32, Table), PagingError> {
+        let page = at.get() >> PAGE_SHIFT;
+        let span = Span::pages_from(page, 1).map_err(|_| PagingError::OutOfBounds { at })?;
+        self.check(span)?;
+        let (entry, level, table) = self.descend(page);
+        Ok((page, entry, level, table))
+    }
+
+    /// The entry of `level` for a page, and its table, if tables lead there.
+    fn entry_of(&self, page: u64, level: u32) -> Option<(Table, u64)> {
+        let mut table = self.table(self.root);
+        for above in (level + 1..F::LEVELS).rev() {
+            let entry = table.get(level::index(page, above));
+            if kind::<F>(entry, above) != Kind::Table {
+                return None;
+            }
+            table = self.below(entry);
+        }
+        Some((table, table.get(level::index(page, level))))
+    }
+
+    /// How many tables it takes to split everything in `first..end` down to level `to`.
+    fn count_splits(&self, table: Table, level: u32, first: u64, end: u64, to: u32) -> u64 {
+        if level <= to {
+            return 0;
+        }
+        let mut need = 0;
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            need += match kind::<F>(entry, level) {
+                Kind::Table => self.count_splits(self.below(entry), level - 1, slot.first, slot.end, to),
+                // Itself, and those of its parts that are in the range.
+                Kind::Leaf => {
+                    1 + if level - 1 > to { slots(slot.first, slot.end, level - 1).count() as u64 } else { 0 }
+                }
+                _ => 0,
+            };
+        }
+        need
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "a recursion's state")]
+    fn split(
+        &self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        to: u32,
+        editing: Editing,
+        stock: &mut Stock,
+    ) -> u64 {
+        if level <= to {
+            return 0;
+        }
+        let mut split = 0;
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            let below = match kind::<F>(entry, level) {
+                Kind::Table => self.below(entry),
+                Kind::Leaf => {
+                    let Some(frame) = stock.take(self) else { return split };
+                    let below = self.table(frame);
+                    fill_split::<F>(below, entry, level);
+                    swap_in::<F>(table, slot.index, entry, frame, editing, |now| fill_split::<F>(below, now, level));
+                    split += 1;
+                    below
+                }
+                _ => continue,
+            };
+            split += self.split(below, level - 1, slot.first, slot.end, to, editing, stock);
+        }
+        split
+    }
+}
+
+/// Fills a table that is not hooked in with the parts of a leaf of `level`.
+fn fill_split<F: PageFormat>(table: Table, entry: u64, level: u32) {
+    let first = F::leaf(F::frame(entry), level - 1, F::flags(entry));
+    // SAFETY: the table is not hooked in, so nobody else reaches it.
+    unsafe { table.fill(0, ENTRIES, first, level::pages(level - 1) << PAGE_SHIFT) };
+}

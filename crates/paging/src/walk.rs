@@ -1,0 +1,133 @@
+//! Looking: one address, or a range by runs.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level::{self, ENTRIES, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{Exclusive, Shared, Tree};
+use crate::run::{Leaf, Run, Runs};
+use crate::span::Span;
+use crate::table::Table;
+use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PhysAddr, VirtAddr};
+
+/// What there is at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lookup {
+    /// A leaf.
+    Mapped(Leaf),
+    /// Nothing.
+    Absent,
+    /// Something that is just being mapped or unmapped: a fault there is to be tried again after that.
+    Busy,
+}
+
+macro_rules! looking {
+    ($guard:ident) => {
+        impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
+            /// The leaf that translates an address. At most one table per level is read.
+            pub fn lookup(&self, at: VirtAddr) -> Lookup {
+                self.tree.lookup(at)
+            }
+
+            /// To which physical address an address is translated.
+            pub fn translate(&self, at: VirtAddr) -> Option<PhysAddr> {
+                match self.tree.lookup(at) {
+                    Lookup::Mapped(leaf) => {
+                        let offset = at.get() & (leaf.size.bytes() - 1);
+                        leaf.frame.start().checked_add(offset)
+                    }
+                    Lookup::Absent | Lookup::Busy => None,
+                }
+            }
+
+            /// Shows `visit` what is mapped in the span, in ascending order, by maximal [runs](Run); leaves that differ in
+            /// those of `differ` that hardware changes make one run nevertheless. What is hidden is left out. One walk;
+            /// 64 bytes read per eight entries.
+            pub fn walk(&self, span: Span, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
+                self.tree.walk(span, differ, &mut visit)
+            }
+        }
+    };
+}
+
+looking!(Shared);
+looking!(Exclusive);
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    #[inline]
+    fn lookup(&self, at: VirtAddr) -> Lookup {
+        let page = at.get() >> PAGE_SHIFT;
+        let within = Span::new(at.align_down(PAGE_BYTES), PAGE_BYTES).is_ok_and(|span| self.check(span).is_ok());
+        if !within {
+            return Lookup::Absent;
+        }
+        let (entry, level, _) = self.descend(page);
+        match kind::<F>(entry, level) {
+            Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
+            Kind::Empty | Kind::Table => Lookup::Absent,
+            Kind::Detached | Kind::Reserved => Lookup::Busy,
+        }
+    }
+
+    fn walk(&self, span: Span, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
+        let (first, end) = self.check(span)?;
+        let mut runs = Runs::<F>::new(differ, visit);
+        self.walk_table(self.table(self.root), Self::ROOT, first, end, &mut runs);
+        runs.flush();
+        Ok(())
+    }
+
+    fn walk_table(&self, table: Table, level: u32, first: u64, end: u64, runs: &mut Runs<'_, F>) {
+        if level == 0 {
+            let from = level::index(first, 0);
+            return runs.scan(table, from, from + (end - first) as usize, 0, first, 0);
+        }
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs),
+                Kind::Leaf => {
+                    // Only the part that is in the range.
+                    let skipped = slot.first & (level::pages(level) - 1);
+                    let begins = entry + (skipped << PAGE_SHIFT);
+                    runs.push(slot.first, slot.end - slot.first, level, begins, entry ^ F::CLEAN);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Shows the runs of a subtree that no CPU walks any more, and gives its tables back.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else can reach the table, and no CPU walks it.
+    pub(crate) unsafe fn reap(&mut self, entry: u64, level: u32, first: u64, runs: &mut Runs<'_, F>) -> u64 {
+        let (frame, table) = (F::frame(entry), self.below(entry));
+        let mut tables = 1;
+        if level == 0 {
+            runs.scan(table, 0, ENTRIES, 0, first, 0);
+        } else {
+            for slot in slots(first, first + level::pages(level + 1), level) {
+                let entry = table.get(slot.index);
+                match kind::<F>(entry, level) {
+                    // SAFETY: reached through this table only.
+                    Kind::Table => tables += unsafe { self.reap(entry, level - 1, slot.first, runs) },
+                    Kind::Leaf => runs.push(slot.first, level::pages(level), level, entry, entry ^ F::CLEAN),
+                    _ => {}
+                }
+            }
+        }
+        // SAFETY: nobody walks it; everything below it has been given back.
+        unsafe { self.memory.free(frame) };
+        tables
+    }
+}
+
+/// What a present leaf says.
+#[inline]
+pub(crate) fn leaf<F: PageFormat>(entry: u64, level: u32) -> Leaf {
+    Leaf { frame: F::frame(entry), size: level::size(level), flags: F::flags(entry) }
+}

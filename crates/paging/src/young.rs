@@ -1,0 +1,76 @@
+//! Ageing: test and clear accessed bits, by the range, without a flush.
+//!
+//! A CPU that has the translation cached does not set the bit again until it drops it, so a page in use can look old for
+//! a while. That is a worse guess about age, never a wrong access, and a flush per page costs more than it is worth
+//! (patch series "Don't flush TLB after checking PTE young"). Nothing here returns anything that could be flushed.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level::{self, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{Exclusive, Shared, Tree};
+use crate::run::{Run, Runs};
+use crate::span::Span;
+use crate::table::Table;
+use hugemm_base::PAGE_SHIFT;
+
+/// What was looked at and what of it had been accessed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Young {
+    /// Leaves looked at, of any size.
+    pub leaves: u64,
+    /// Leaves that had been accessed.
+    pub young: u64,
+    /// 4 KiB pages under those.
+    pub pages: u64,
+}
+
+macro_rules! ageing {
+    ($guard:ident) => {
+        impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
+            /// Clears the accessed bit of every leaf in the span, whole or in part, and shows `visit` those that had it,
+            /// by maximal [runs](Run). One atomic per young leaf, one load per old one.
+            pub fn clear_young(&mut self, span: Span, mut visit: impl FnMut(Run)) -> Result<Young, PagingError> {
+                self.tree.clear_young(span, &mut visit)
+            }
+        }
+    };
+}
+
+ageing!(Shared);
+ageing!(Exclusive);
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    fn clear_young(&mut self, span: Span, visit: &mut dyn FnMut(Run)) -> Result<Young, PagingError> {
+        let (first, end) = self.check(span)?;
+        let mut young = Young::default();
+        // Leaves that were written and leaves that were not are equally young.
+        let mut runs = Runs::<F>::new(Flags::DIRTY, visit);
+        self.age_table(self.table(self.root), Self::ROOT, first, end, &mut young, &mut runs);
+        runs.flush();
+        Ok(young)
+    }
+
+    fn age_table(&self, table: Table, level: u32, first: u64, end: u64, young: &mut Young, runs: &mut Runs<'_, F>) {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.age_table(self.below(entry), level - 1, slot.first, slot.end, young, runs),
+                Kind::Leaf => {
+                    young.leaves += 1;
+                    if entry & F::ACCESSED == 0 || table.clear(slot.index, F::ACCESSED) & F::ACCESSED == 0 {
+                        continue;
+                    }
+                    young.young += 1;
+                    young.pages += slot.end - slot.first;
+                    let skipped = slot.first & (level::pages(level) - 1);
+                    let begins = entry + (skipped << PAGE_SHIFT);
+                    runs.push(slot.first, slot.end - slot.first, level, begins, entry ^ F::CLEAN);
+                }
+                _ => {}
+            }
+        }
+    }
+}

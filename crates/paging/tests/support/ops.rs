@@ -1,0 +1,420 @@
+//! Sequences of operations on a page table and on a map of single pages, compared after every step.
+
+use super::{Heap, access, at, extent, lower, span};
+use hugemm_base::inject::FaultPlan;
+use hugemm_base::{PageSize, Pfn};
+use hugemm_paging::{
+    Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run,
+};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+/// The window: 4096 pages around a border of 512 GiB, so that every level takes part.
+const BASE: u64 = (1 << 27) - 2048;
+const PAGES: u64 = 4096;
+
+#[derive(Clone, Debug)]
+pub enum Op {
+    /// `fail`: which table allocation to fail, if there is one.
+    Map {
+        first: u64,
+        runs: Vec<(u64, u64)>,
+        flags: u8,
+        largest: PageSize,
+        shared: bool,
+        fail: Option<u64>,
+    },
+    Detach {
+        first: u64,
+        pages: u64,
+        live: bool,
+    },
+    Harvest {
+        which: usize,
+    },
+    Protect {
+        first: u64,
+        pages: u64,
+        set: u8,
+        clear: u8,
+        shared: bool,
+    },
+    Age {
+        first: u64,
+        pages: u64,
+    },
+    Access {
+        page: u64,
+        write: bool,
+    },
+    Split {
+        first: u64,
+        pages: u64,
+        fail: Option<u64>,
+    },
+    Collapse {
+        block: u64,
+    },
+    Remap {
+        first: u64,
+        pages: u64,
+        shift: u64,
+    },
+}
+
+fn range() -> impl Strategy<Value = (u64, u64)> {
+    let length = prop_oneof![1_u64..8, 1_u64..600, Just(512), Just(1024), Just(2048)];
+    (prop_oneof![0..PAGES, (0..8_u64).prop_map(|block| block * 512)], length)
+        .prop_map(|(first, pages)| (first, pages.min(PAGES - first)))
+}
+
+pub fn op() -> impl Strategy<Value = Op> {
+    let fail = prop_oneof![3 => Just(None), 1 => (0_u64..4).prop_map(Some)];
+    let size = prop_oneof![Just(PageSize::Size4K), Just(PageSize::Size2M), Just(PageSize::Size1G)];
+    let run = (
+        prop_oneof![0_u64..4096, (0_u64..8).prop_map(|block| block * 512)],
+        prop_oneof![1_u64..5, 1_u64..600, Just(512)],
+    );
+    let runs = prop::collection::vec(run, 1..5);
+    prop_oneof![
+        6 => (0..PAGES, prop::bool::ANY, runs, 0_u8..32, size, prop::bool::ANY, fail.clone()).prop_map(
+            |(first, aligned, runs, flags, largest, shared, fail)| {
+                let first = if aligned { first & !511 } else { first };
+                Op::Map { first, runs, flags, largest, shared, fail }
+            }
+        ),
+        4 => (range(), prop::bool::ANY).prop_map(|((first, pages), live)| Op::Detach { first, pages, live }),
+        3 => (0_usize..8).prop_map(|which| Op::Harvest { which }),
+        2 => (range(), 0_u8..32, 0_u8..32, prop::bool::ANY)
+            .prop_map(|((first, pages), set, clear, shared)| Op::Protect { first, pages, set, clear, shared }),
+        1 => range().prop_map(|(first, pages)| Op::Age { first, pages }),
+        3 => (0..PAGES, prop::bool::ANY).prop_map(|(page, write)| Op::Access { page, write }),
+        1 => (range(), fail).prop_map(|((first, pages), fail)| Op::Split { first, pages, fail }),
+        1 => (0..PAGES / 512).prop_map(|block| Op::Collapse { block }),
+        1 => (range(), 0_u64..4).prop_map(|((first, pages), shift)| Op::Remap { first, pages, shift }),
+    ]
+}
+
+/// Flags by number: write, exec, user, owner, dirty.
+fn flags(bits: u8) -> Flags {
+    let all = [Flags::WRITE, Flags::EXEC, Flags::USER, Flags::OWNER1, Flags::DIRTY];
+    all.into_iter().enumerate().filter(|(bit, _)| bits >> bit & 1 != 0).fold(Flags::NONE, |sum, (_, flag)| sum | flag)
+}
+
+/// One page of the oracle.
+type Page = (u64, Flags);
+
+struct Waiting {
+    detached: Detached,
+    pages: BTreeMap<u64, Page>,
+}
+
+/// Runs a sequence; panics where table and oracle disagree.
+pub fn check<F: PageFormat>(ops: Vec<Op>) {
+    let heap = Heap::new(SwitchedPlan::default());
+    // SAFETY: one heap; nobody translates by the table but `access`, which caches nothing.
+    let table = unsafe { PageTable::<F, EditLock>::new(&mut &heap, lower::<F>()) }.expect("a root");
+    let mut state = State { heap: &heap, table: &table, pages: BTreeMap::new(), waiting: Vec::new() };
+    for op in ops {
+        state.apply(&op);
+        state.compare();
+    }
+    state.finish();
+    assert_eq!(heap.live(), 1, "only the root is left");
+}
+
+/// A plan that can be set for one operation.
+#[derive(Default)]
+pub struct SwitchedPlan(std::cell::RefCell<Option<FaultPlan>>);
+
+impl hugemm_base::inject::Inject for SwitchedPlan {
+    fn fault(&self, point: hugemm_base::inject::FaultPoint) -> bool {
+        self.0.borrow().as_ref().is_some_and(|plan| plan.fault(point))
+    }
+}
+
+struct State<'a, F: PageFormat> {
+    heap: &'a Heap<SwitchedPlan>,
+    table: &'a PageTable<F, EditLock>,
+    /// What is mapped, by page number.
+    pages: BTreeMap<u64, Page>,
+    waiting: Vec<Waiting>,
+}
+
+impl<F: PageFormat> State<'_, F> {
+    fn failing<R>(&self, fail: Option<u64>, f: impl FnOnce() -> R) -> (R, bool) {
+        *self.heap.inject.0.borrow_mut() = fail.map(FaultPlan::nth);
+        let result = f();
+        let failed = self.heap.inject.0.take().is_some_and(|plan| plan.failed() > 0);
+        (result, failed)
+    }
+
+    fn waits(&self, page: u64) -> bool {
+        self.waiting.iter().any(|waiting| waiting.pages.contains_key(&page))
+    }
+
+    /// Whether the page is in a range that waits: perhaps under an entry that was detached as a whole.
+    fn is_blocked(&self, page: u64) -> bool {
+        self.waiting.iter().any(|waiting| {
+            let span = waiting.detached.span();
+            (span.first()..span.first() + span.pages()).contains(&page)
+        })
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Map { first, runs, flags: bits, largest, shared, fail } => {
+                self.map(BASE + first, runs, flags(*bits), *largest, *shared, *fail);
+            }
+            Op::Detach { first, pages, live } => self.detach(BASE + first, *pages, *live),
+            Op::Harvest { which } if !self.waiting.is_empty() => {
+                let waiting = self.waiting.remove(which % self.waiting.len());
+                self.harvest(waiting);
+            }
+            Op::Harvest { .. } => {}
+            Op::Protect { first, pages, set, clear, shared } => {
+                self.protect(BASE + first, *pages, flags(*set), flags(*clear), *shared);
+            }
+            Op::Age { first, pages } => self.age(BASE + first, *pages),
+            Op::Access { page, write } => self.access(BASE + page, *write),
+            Op::Split { first, pages, fail } => self.split(BASE + first, *pages, *fail),
+            Op::Collapse { block } => self.collapse(BASE + block * 512),
+            Op::Remap { first, pages, shift } => self.remap(BASE + first, *pages, *shift),
+        }
+    }
+
+    fn map(
+        &mut self,
+        first: u64,
+        runs: &[(u64, u64)],
+        flags: Flags,
+        largest: PageSize,
+        shared: bool,
+        fail: Option<u64>,
+    ) {
+        let wanted: u64 = runs.iter().map(|(_, pages)| pages).sum();
+        let pages = wanted.min(BASE + PAGES - first);
+        let extents: Vec<_> = runs.iter().map(|(base, pages)| extent(*base, *pages)).collect();
+        let before = self.heap.live();
+        let how = Mapping { flags, largest };
+        let (result, failed) = self.failing(fail, || {
+            if shared {
+                self.table.shared(self.heap).map(span(first, pages), extents, how)
+            } else {
+                self.table.exclusive(self.heap).map(span(first, pages), extents, how)
+            }
+        });
+        let occupied = (first..first + pages).find(|page| self.pages.contains_key(page) || self.waits(*page));
+        match result {
+            Ok(()) => {
+                assert!(occupied.is_none() && !failed);
+                let frames = runs.iter().flat_map(|(base, pages)| *base..base + pages);
+                self.pages.extend((first..first + pages).zip(frames.map(|frame| (frame, flags))));
+            }
+            Err(error) => {
+                match error {
+                    PagingError::NoTable => assert!(failed),
+                    PagingError::Overlap { .. } => assert!(occupied.is_some()),
+                    PagingError::Busy { .. } => assert!((first..first + pages).any(|page| self.is_blocked(page))),
+                    other => panic!("{other}"),
+                }
+                assert!(shared || self.heap.live() == before, "tables were not given back");
+            }
+        }
+    }
+
+    /// The first page at either end whose leaf reaches over that end.
+    fn straddled(&self, first: u64, pages: u64) -> bool {
+        let guard = self.table.shared(self.heap);
+        [first, first + pages].into_iter().any(|page| match guard.lookup(at(page)) {
+            Lookup::Mapped(leaf) => page & (leaf.size.pages() - 1) != 0,
+            _ => false,
+        })
+    }
+
+    fn detach(&mut self, first: u64, pages: u64, live: bool) {
+        let straddled = self.straddled(first, pages);
+        // SAFETY: nothing accesses pages while the table is edited.
+        let editing = if live { Editing::LIVE } else { unsafe { Editing::quiet() } };
+        let result = self.table.exclusive(self.heap).detach(span(first, pages), editing);
+        let unhooked = match result {
+            Ok(unhooked) => unhooked,
+            Err(PagingError::NeedsSplit { .. }) => return assert!(straddled),
+            // Cautious answers are allowed, so that nothing more can be said.
+            Err(PagingError::Busy { .. }) => return assert!(!self.waiting.is_empty()),
+            Err(other) => panic!("{other}"),
+        };
+        assert!(!straddled);
+        let mut rest = self.pages.split_off(&first);
+        self.pages.append(&mut rest.split_off(&(first + pages)));
+        assert!(unhooked.flush().is_some() || rest.is_empty());
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        self.waiting.push(Waiting { detached, pages: rest });
+    }
+
+    fn harvest(&mut self, waiting: Waiting) {
+        let mut seen = BTreeMap::new();
+        let mut last: Option<Run> = None;
+        let visit = |run: Run| {
+            if let Some(last) = last {
+                let adjacent = last.at.get() + last.extent.bytes() == run.at.get()
+                    && last.extent.end() == run.extent.base()
+                    && (last.size, last.flags) == (run.size, run.flags);
+                assert!(!adjacent, "two runs that are one: {last:?}, {run:?}");
+            }
+            last = Some(run);
+            add(&mut seen, run);
+        };
+        let harvest = self.table.exclusive(self.heap).harvest(waiting.detached, Flags::NONE, visit).expect("ours");
+        assert_eq!(seen, waiting.pages);
+        assert_eq!(harvest.pages, seen.len() as u64);
+    }
+
+    fn protect(&mut self, first: u64, pages: u64, set: Flags, clear: Flags, shared: bool) {
+        let straddled = self.straddled(first, pages);
+        let change = Change { set, clear };
+        let result = if shared {
+            self.table.shared(self.heap).protect(span(first, pages), change)
+        } else {
+            self.table.exclusive(self.heap).protect(span(first, pages), change, Editing::LIVE)
+        };
+        if straddled {
+            return assert!(matches!(result, Err(PagingError::NeedsSplit { .. })));
+        }
+        let stale = result.expect("in bounds");
+        let mut differ = false;
+        for (_, (_, flags)) in self.pages.range_mut(first..first + pages) {
+            let new = flags.without(clear) | set;
+            differ |= new != *flags;
+            *flags = new;
+        }
+        assert!(stale.flush().is_some() || !differ);
+    }
+
+    fn age(&mut self, first: u64, pages: u64) {
+        // The bit of a leaf that is only partly in the range goes too.
+        let mut first_hit = first;
+        let mut end = first + pages;
+        for page in [first, first + pages - 1] {
+            if let Lookup::Mapped(leaf) = self.table.shared(self.heap).lookup(at(page)) {
+                let start = page & !(leaf.size.pages() - 1);
+                first_hit = first_hit.min(start);
+                end = end.max(start + leaf.size.pages());
+            }
+        }
+        let mut seen = BTreeMap::new();
+        let young =
+            self.table.shared(self.heap).clear_young(span(first, pages), |run| add(&mut seen, run)).expect("in bounds");
+        let mut expected = 0;
+        for (page, (_, flags)) in self.pages.range_mut(first_hit..end) {
+            if flags.contains(Flags::ACCESSED) && (first..first + pages).contains(page) {
+                expected += 1;
+                assert!(seen.contains_key(page));
+            }
+            *flags = flags.without(Flags::ACCESSED);
+        }
+        assert_eq!((young.pages, seen.len()), (expected, expected as usize));
+    }
+
+    /// The pages of the leaf at `page`.
+    fn leaf_pages(&self, page: u64) -> (u64, u64) {
+        match self.table.shared(self.heap).lookup(at(page)) {
+            Lookup::Mapped(leaf) => (page & !(leaf.size.pages() - 1), leaf.size.pages()),
+            _ => (page, 1),
+        }
+    }
+
+    fn access(&mut self, page: u64, write: bool) {
+        let frame = access::<F, _>(self.heap, self.table.root(), at(page), write);
+        let expected = self.pages.get(&page).filter(|(_, flags)| !write || flags.contains(Flags::WRITE));
+        assert_eq!(frame.map(Pfn::number), expected.map(|(frame, _)| *frame));
+        if frame.is_some() {
+            let (first, pages) = self.leaf_pages(page);
+            for (_, (_, flags)) in self.pages.range_mut(first..first + pages) {
+                *flags = *flags | if write { Flags::HARDWARE } else { Flags::ACCESSED };
+            }
+        }
+    }
+
+    fn split(&mut self, first: u64, pages: u64, fail: Option<u64>) {
+        let before = self.heap.live();
+        let (result, failed) = self.failing(fail, || {
+            self.table.exclusive(self.heap).split(span(first, pages), PageSize::Size4K, Editing::LIVE)
+        });
+        match result {
+            Ok(stale) => assert_eq!(self.heap.live() as u64, before as u64 + stale.entries()),
+            Err(error) => {
+                assert_eq!(error, PagingError::NoTable);
+                assert!(failed && self.heap.live() == before);
+            }
+        }
+    }
+
+    fn collapse(&mut self, block: u64) {
+        let mut old = None;
+        let result =
+            self.table.exclusive(self.heap).collapse(at(block), PageSize::Size2M, None, |table| old = Some(table));
+        if result.is_err() {
+            return assert!(old.is_none());
+        }
+        let pages: Vec<_> = self.pages.range(block..block + 512).map(|(_, page)| *page).collect();
+        assert_eq!(pages.len(), 512);
+        assert!(pages[0].0 % 512 == 0 && pages.windows(2).all(|pair| pair[0].0 + 1 == pair[1].0));
+        let mut all = pages.iter().fold(Flags::NONE, |sum, (_, flags)| sum | *flags);
+        if all.contains(Flags::WRITE) {
+            all = all | Flags::DIRTY;
+        }
+        for (_, (_, flags)) in self.pages.range_mut(block..block + 512) {
+            *flags = all;
+        }
+        // SAFETY: nothing walks the table any more.
+        unsafe { hugemm_paging::TableMemory::free(&mut self.heap, old.expect("a table")) };
+    }
+
+    fn remap(&mut self, first: u64, pages: u64, shift: u64) {
+        let straddled = self.straddled(first, pages);
+        let result = self.table.exclusive(self.heap).remap(span(first, pages), Editing::LIVE, |_, leaf| {
+            let frame = Pfn::new(leaf.frame.number() + shift * 512);
+            (shift > 0).then_some(Leaf { frame, ..leaf })
+        });
+        if straddled {
+            return assert!(matches!(result, Err((PagingError::NeedsSplit { .. }, _))));
+        }
+        let stale = result.expect("aligned");
+        let mapped = self.pages.range_mut(first..first + pages).map(|(_, (frame, _))| *frame += shift * 512).count();
+        assert_eq!(stale.entries() > 0, shift > 0 && mapped > 0);
+    }
+
+    fn compare(&self) {
+        let guard = self.table.shared(self.heap);
+        let mut seen = BTreeMap::new();
+        guard.walk(span(BASE, PAGES), Flags::NONE, |run| add(&mut seen, run)).expect("in bounds");
+        assert_eq!(seen, self.pages);
+        for page in (BASE..BASE + PAGES).step_by(61) {
+            let frame = guard.translate(at(page)).map(|phys| phys.get() >> 12);
+            assert_eq!(frame, self.pages.get(&page).map(|(frame, _)| *frame));
+            if self.waits(page) {
+                assert_eq!(guard.lookup(at(page)), Lookup::Busy);
+            }
+        }
+    }
+
+    fn finish(&mut self) {
+        while let Some(waiting) = self.waiting.pop() {
+            self.harvest(waiting);
+        }
+        let unhooked = self.table.exclusive(self.heap).detach(lower::<F>(), Editing::LIVE).expect("everything");
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let pages = std::mem::take(&mut self.pages);
+        self.harvest(Waiting { detached, pages });
+    }
+}
+
+fn add(pages: &mut BTreeMap<u64, Page>, run: Run) {
+    for i in 0..run.extent.pages() {
+        let before = pages.insert((run.at.get() >> 12) + i, (run.extent.base().number() + i, run.flags));
+        assert!(before.is_none(), "shown twice");
+    }
+}
