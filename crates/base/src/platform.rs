@@ -286,6 +286,33 @@ pub unsafe trait TlbHw {
     fn unload(&self, cpu: CpuId);
 }
 
+// SAFETY: the same hardware.
+unsafe impl<H: TlbHw> TlbHw for &H {
+    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        (**self).invalidate(cpu, scope, what);
+    }
+
+    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
+        (**self).broadcast(cpu, scope, what)
+    }
+
+    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        (**self).interrupt(cpu, first, cpus, serve);
+    }
+
+    fn tags(&self) -> usize {
+        (**self).tags()
+    }
+
+    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        (**self).load(cpu, root, tag, keep);
+    }
+
+    fn unload(&self, cpu: CpuId) {
+        (**self).unload(cpu);
+    }
+}
+
 /// A monotonic clock.
 pub trait Clock {
     /// Nanoseconds since an arbitrary moment.

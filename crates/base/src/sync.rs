@@ -46,28 +46,33 @@ mod removed {
 
     std::thread_local! {
         // loom runs all threads of a model on the thread of the test.
-        static REMOVED: Cell<Option<FencePoint>> = const { Cell::new(None) };
+        static REMOVED: Cell<u32> = const { Cell::new(0) };
     }
 
     pub(super) fn is(point: FencePoint) -> bool {
-        REMOVED.get() == Some(point)
+        REMOVED.get() & (1 << point as u32) != 0
     }
 
     impl FencePoint {
         /// Leaves the fence out on this thread until the result is dropped: to show that a test misses it.
         pub fn remove(self) -> Removed {
-            REMOVED.set(Some(self));
+            Self::remove_all(&[self])
+        }
+
+        /// The same for several.
+        pub fn remove_all(points: &[FencePoint]) -> Removed {
+            REMOVED.set(points.iter().fold(0, |sum, point| sum | 1 << *point as u32));
             Removed(())
         }
     }
 
-    /// Puts the fence back when dropped.
+    /// Puts the fences back when dropped.
     #[derive(Debug)]
     pub struct Removed(());
 
     impl Drop for Removed {
         fn drop(&mut self) {
-            REMOVED.set(None);
+            REMOVED.set(0);
         }
     }
 }

@@ -58,7 +58,11 @@ impl Unhooked {
         domain: &FlushDomain<K, Q>,
     ) -> Pending<Detached, TlbFlush<'_, K, Q>> {
         let range = self.detached.span.range();
-        domain.unhooked(self.detached, range)
+        if self.tables > 0 {
+            domain.unhooked_tables(self.detached, range)
+        } else {
+            domain.unhooked(self.detached, range)
+        }
     }
 
     /// Goes without the domain's flush.

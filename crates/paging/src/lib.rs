@@ -18,15 +18,28 @@
 //! | [`young`] | ageing without a flush |
 //! | [`remap`], [`split`] | other frames, other leaf sizes, in place |
 //! | `walker.rs` | the barrier before hardware walks |
+//! | [`shootdown`] | the protocol of shootdowns; batches, and when everything is flushed instead of ranges |
+//! | [`tlb_space`] | which CPUs may hold translations of a space; joining, leaving, laziness |
+//! | `tlbs.rs` | both ends of a shootdown: asking, serving, waiting |
+//! | `ipi.rs` | requests and acknowledgements between two CPUs |
+//! | [`deferred`] | unmapping now, flushing before I/O or before somebody relies on the entries |
+//! | [`broadcast`] | invalidation on all CPUs by one instruction |
+//! | [`invalidate`] | the instructions |
+//! | [`counting`] | hardware that only counts |
 #![cfg_attr(not(any(test, loom)), no_std)]
 
 pub mod aarch64;
+pub mod broadcast;
+pub mod counting;
+pub mod deferred;
 pub mod detach;
 pub mod edit_lock;
 pub mod error;
 pub mod flags;
 pub mod format;
 mod frames_memory;
+pub mod invalidate;
+mod ipi;
 mod level;
 pub mod map;
 pub mod memory;
@@ -35,17 +48,24 @@ mod page_table;
 pub mod protect;
 pub mod remap;
 pub mod run;
+pub mod shootdown;
+mod shootdown_counters;
 mod source;
 pub mod span;
 pub mod split;
 pub mod stale;
 mod table;
+pub mod tlb_space;
+mod tlbs;
 pub mod walk;
 mod walker;
 pub mod x86_64;
 pub mod young;
 
 pub use aarch64::Aarch64;
+pub use broadcast::Broadcast;
+pub use counting::Counting;
+pub use deferred::{Deferred, DeferredUnmap};
 pub use detach::{Detached, Harvest, Unhooked};
 pub use edit_lock::{EditLock, RawEditLock};
 pub use error::PagingError;
@@ -57,9 +77,13 @@ pub use memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
 pub use page_table::{Editing, Exclusive, PageTable, Shared};
 pub use protect::Change;
 pub use run::{Leaf, Run};
+pub use shootdown::{ShootdownBatch, ShootdownPolicy};
+pub use shootdown_counters::ShootdownCounts;
 pub use span::{Span, SpanError};
 pub use stale::Stale;
 pub use table::publish_if_empty;
+pub use tlb_space::{Keep, Kernel, SpaceKind, TlbSpace, User};
+pub use tlbs::{TlbCpu, Tlbs, TlbsError};
 pub use walk::Lookup;
 pub use x86_64::{X86, X86_64, X86_64La57};
 pub use young::Young;

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`cpu`] | threads as CPUs, memory as frames: the platform's traits |
 //! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
+//! | [`mmu`] | simulated CPUs with TLBs, and an oracle that sees stale translations |
 //! | [`pool`] | hugetlb pools, raised for a while and put back |
 //! | [`limits`] | how much may be taken: the machine, cgroups, the process |
 //! | [`topology`] | CPUs, cores, NUMA nodes, caches, page sizes |
@@ -18,6 +19,7 @@ pub mod interrupt;
 pub mod limits;
 pub mod memory;
 mod mmap;
+pub mod mmu;
 mod model;
 pub mod pool;
 pub mod roots;

@@ -41,6 +41,15 @@ impl StoreModel {
         &self.cpus[cpu.0 as usize]
     }
 
+    /// Whether another CPU's buffer holds stores to any of these bytes. The CPU's own are drained: it sees them.
+    pub(crate) fn pending_elsewhere(&self, cpu: CpuId, at: usize, len: usize) -> bool {
+        self.drain(cpu);
+        self.cpus.iter().any(|buffer| {
+            let lines = buffer.0.lock().unwrap_or_else(PoisonError::into_inner);
+            lines.pending.iter().any(|&(start, run)| start < at + len && at < start + run)
+        })
+    }
+
     /// Drains a CPU's buffer.
     pub(crate) fn drain(&self, cpu: CpuId) {
         let mut lines = self.cpus[cpu.0 as usize].0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,0 +1,154 @@
+//! The instructions: invalidation on this CPU and by broadcast, and loading tables. All of them are privileged.
+//!
+//! [`here`] is what an x86-64 or arm64 platform's [`TlbHw::invalidate`](hugemm_base::TlbHw::invalidate) calls.
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use core::arch::asm;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use hugemm_base::{Invalidation, TlbScope};
+
+/// For architectures without instructions of ours.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub(crate) const NONE: () = ();
+
+/// Invalidates on the calling CPU: INVLPG per page, which also drops upper-level entries and global ones; all of a space
+/// by reloading CR3; all of the kernel's by switching global pages off and on.
+///
+/// # Safety
+///
+/// In ring 0 with interrupts off, CR4.PGE set, and CR3 holding the loaded space's tables (bit 63 is not kept by CR3, so
+/// that writing it back invalidates).
+#[cfg(target_arch = "x86_64")]
+pub unsafe fn here(scope: TlbScope, what: &Invalidation) {
+    /// CR4.PGE: global pages.
+    const GLOBAL_PAGES: u64 = 1 << 7;
+    if !what.ranges.is_all() {
+        let bytes = what.stride.bytes();
+        for range in what.ranges.as_slice() {
+            let first = range.first().align_down(bytes).get();
+            for page in 0..range.pages(what.stride) {
+                // SAFETY: invalidation changes no memory that the compiler knows of; no `nomem`, so that entry stores
+                // come before.
+                unsafe { asm!("invlpg [{}]", in(reg) first + page * bytes, options(nostack, preserves_flags)) };
+            }
+        }
+        return;
+    }
+    match scope {
+        // SAFETY: the register gets the value that it has.
+        TlbScope::Space => unsafe {
+            asm!("mov {0}, cr3", "mov cr3, {0}", out(reg) _, options(nostack, preserves_flags));
+        },
+        // SAFETY: the register ends with the value that it has; without global pages in between nothing is lost but
+        // translations.
+        TlbScope::Kernel => unsafe {
+            asm!(
+                "mov {0}, cr4",
+                "mov {1}, {0}",
+                "and {1}, {off}",
+                "mov cr4, {1}",
+                "mov cr4, {0}",
+                out(reg) _,
+                out(reg) _,
+                off = const !GLOBAL_PAGES as i32,
+                options(nostack)
+            );
+        },
+    }
+}
+
+/// Invalidates on the calling CPU, and waits for it.
+///
+/// # Safety
+///
+/// At EL1 with interrupts off.
+#[cfg(target_arch = "aarch64")]
+pub unsafe fn here(_scope: TlbScope, what: &Invalidation) {
+    // SAFETY: invalidation changes no memory that the compiler knows of; the first barrier puts entry stores before it,
+    // the others its end before whatever follows.
+    unsafe {
+        asm!("dsb nshst", options(nostack, preserves_flags));
+        if what.ranges.is_all() {
+            asm!("tlbi vmalle1", options(nostack, preserves_flags));
+        } else {
+            each_page(what, |page| asm!("tlbi vaae1, {}", in(reg) page, options(nostack, preserves_flags)));
+        }
+        asm!("dsb nsh", "isb", options(nostack, preserves_flags));
+    }
+}
+
+/// Invalidates on all CPUs of the inner-shareable domain, and waits for it.
+///
+/// # Safety
+///
+/// At EL1.
+#[cfg(target_arch = "aarch64")]
+pub(crate) unsafe fn inner_shareable(what: &Invalidation) {
+    // SAFETY: as in `here`, with barriers that reach as far as the invalidation.
+    unsafe {
+        asm!("dsb ishst", options(nostack, preserves_flags));
+        if what.ranges.is_all() {
+            asm!("tlbi vmalle1is", options(nostack, preserves_flags));
+        } else {
+            each_page(what, |page| asm!("tlbi vaae1is, {}", in(reg) page, options(nostack, preserves_flags)));
+        }
+        asm!("dsb ish", "isb", options(nostack, preserves_flags));
+    }
+}
+
+/// Calls `f` with the operand of TLBI by address, bits 55 to 12 of the address in bits 43 to 0, for each page.
+#[cfg(target_arch = "aarch64")]
+fn each_page(what: &Invalidation, f: impl Fn(u64)) {
+    let bytes = what.stride.bytes();
+    for range in what.ranges.as_slice() {
+        let first = range.first().align_down(bytes).get();
+        for page in 0..range.pages(what.stride) {
+            f((first + page * bytes) >> 12 & ((1 << 44) - 1));
+        }
+    }
+}
+
+/// INVLPGB, by its encoding, for assemblers that do not know it.
+///
+/// # Safety
+///
+/// In ring 0 on a CPU that has it.
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn invlpgb(operands: crate::broadcast::Invlpgb) {
+    // SAFETY: as in `here`.
+    unsafe {
+        asm!(
+            ".byte 0x0f, 0x01, 0xfe",
+            in("rax") operands.rax,
+            in("ecx") operands.ecx,
+            in("edx") operands.edx,
+            options(nostack, preserves_flags)
+        );
+    }
+}
+
+/// TLBSYNC, by its encoding.
+///
+/// # Safety
+///
+/// In ring 0 on a CPU that has it.
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn tlbsync() {
+    // SAFETY: waits; changes nothing.
+    unsafe { asm!(".byte 0x0f, 0x01, 0xff", options(nostack, preserves_flags)) };
+}
+
+/// Loads a table root: CR3 with PCID `tag` if `tagged` (CR4.PCIDE is set), keeping what is under the tag if `keep`.
+///
+/// # Safety
+///
+/// In ring 0 with interrupts off; the tables map the running code, its stack and all that it uses as the present ones do.
+#[cfg(target_arch = "x86_64")]
+pub unsafe fn load(root: hugemm_base::PhysAddr, tag: usize, tagged: bool, keep: bool) {
+    let mut cr3 = root.get();
+    if tagged {
+        cr3 |= tag as u64 & 0xfff | u64::from(keep) << 63;
+    }
+    // SAFETY: the caller's promise; no `nomem`, so that table stores come before.
+    unsafe { asm!("mov cr3, {}", in(reg) cr3, options(nostack, preserves_flags)) };
+}

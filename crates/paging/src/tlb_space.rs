@@ -1,0 +1,233 @@
+//! Who may hold translations of an address space: the CPUs that have it loaded, and which of them are lazy.
+
+use crate::ipi::Request;
+use crate::tlbs::{Tlbs, TlbsError, WORD};
+use core::fmt;
+use hugemm_base::platform::{Cpu, CpuId};
+use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, full_fence};
+use hugemm_base::{CpuCx, FlushDomain, Invalidation, PhysAddr, Quarantine, TlbHw, TlbScope, VirtRange};
+
+/// Kinds of domains.
+pub trait SpaceKind {
+    /// Which half of the translations.
+    const SCOPE: TlbScope;
+}
+
+/// An address space that CPUs load and leave.
+#[derive(Debug)]
+pub enum User {}
+
+/// The kernel's half, which every CPU uses.
+#[derive(Debug)]
+pub enum Kernel {}
+
+impl SpaceKind for User {
+    const SCOPE: TlbScope = TlbScope::Space;
+}
+
+impl SpaceKind for Kernel {
+    const SCOPE: TlbScope = TlbScope::Kernel;
+}
+
+/// The quarantine that keeps what it is given for ever: dropped debts stay unfreed, and their count
+/// ([`FlushDomain::dropped_debts`]) says so.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Keep;
+
+impl<T> Quarantine<T> for Keep {
+    fn take(&self, value: T, _range: VirtRange) {
+        core::mem::forget(value);
+    }
+}
+
+/// What one address space, or the kernel, needs for shootdowns: its flush domain and the CPUs that may hold its
+/// translations.
+///
+/// `M` is where the masks live: two for each 64 CPUs, in the space itself for up to 64 CPUs, or lent.
+pub struct TlbSpace<K, Q = Keep, M = [AtomicU64; 2]> {
+    pub(crate) domain: FlushDomain<K, Q>,
+    /// Never 0 and never used twice.
+    pub(crate) id: u64,
+    root: PhysAddr,
+    masks: M,
+    words: usize,
+    /// See [`deferred`](crate::deferred).
+    pub(crate) deferred: AtomicU64,
+}
+
+impl<K, Q, M> fmt::Debug for TlbSpace<K, Q, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TlbSpace").field("id", &self.id).field("root", &self.root).finish_non_exhaustive()
+    }
+}
+
+impl<K: SpaceKind> TlbSpace<K> {
+    /// A space on at most 64 CPUs; an error if there are more.
+    pub fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>, root: PhysAddr) -> Result<Self, TlbsError> {
+        Self::with_masks(tlbs, root, Keep, [AtomicU64::new(0), AtomicU64::new(0)])
+    }
+}
+
+impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
+    /// A space whose tables begin at `root`. `masks` has two words for each 64 CPUs, all 0. Nobody uses it yet.
+    pub fn with_masks<H: TlbHw>(
+        tlbs: &Tlbs<'_, H>,
+        root: PhysAddr,
+        quarantine: Q,
+        masks: M,
+    ) -> Result<Self, TlbsError> {
+        let words = Tlbs::<H>::mask_words(tlbs.cpus());
+        let (needed, given) = (2 * words, masks.as_ref().len());
+        if given < needed {
+            return Err(TlbsError::TooFewWords { needed, given });
+        }
+        // Relaxed: only the number counts, and a read-modify-write never gives one twice.
+        let id = tlbs.cpus[0].spaces.fetch_add(1, Ordering::Relaxed) + 1;
+        Ok(TlbSpace { domain: FlushDomain::new(quarantine), id, root, masks, words, deferred: AtomicU64::new(0) })
+    }
+
+    /// Its flush domain.
+    pub fn domain(&self) -> &FlushDomain<K, Q> {
+        &self.domain
+    }
+
+    /// Where its tables begin.
+    pub fn root(&self) -> PhysAddr {
+        self.root
+    }
+
+    pub(crate) fn users(&self) -> &[AtomicU64] {
+        &self.masks.as_ref()[..self.words]
+    }
+
+    pub(crate) fn lazy(&self) -> &[AtomicU64] {
+        &self.masks.as_ref()[self.words..2 * self.words]
+    }
+
+    /// Whether `cpu` may hold translations that it may use. A hint.
+    pub fn is_user(&self, cpu: CpuId) -> bool {
+        let (word, bit) = place(cpu);
+        // Relaxed: a hint.
+        self.users().get(word).is_some_and(|users| users.load(Ordering::Relaxed) & bit != 0)
+    }
+}
+
+impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
+    /// Loads the space on the calling CPU, or wakes the CPU if it has it loaded lazily. What was flushed while it was away
+    /// is caught up with. The space that was loaded before is to be given to [`switch_out`](TlbSpace::switch_out) after
+    /// this. Any context; pins. One atomic and one full fence; the invalidation only if a flush was missed.
+    pub fn switch_in<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        let cpu = pin.cpu();
+        let (word, bit) = place(cpu);
+        let own = &tlbs.cpus[cpu.0 as usize];
+        // Relaxed on `own`: only this CPU reads or writes it.
+        if own.loaded.load(Ordering::Relaxed) == self.id {
+            // Relaxed: ordered by the fence.
+            self.lazy()[word].fetch_and(!bit, Ordering::Relaxed);
+            // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees that we are not
+            // lazy and asks us, or we see its generation.
+            full_fence(FencePoint::AfterWaking);
+            let generation = self.domain.generation();
+            let tagged = &own.tags[own.tag.load(Ordering::Relaxed) as usize % own.tags.len()];
+            if tagged.seen.load(Ordering::Relaxed) < generation {
+                tlbs.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
+                tagged.seen.store(generation, Ordering::Relaxed);
+                own.counters.caught_up.add(1);
+            }
+            return;
+        }
+        // Relaxed: ordered by the fence.
+        self.users()[word].fetch_or(bit, Ordering::Relaxed);
+        // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees our bit and asks us,
+        // or we see its generation, and with it its entries.
+        full_fence(FencePoint::AfterJoining);
+        let generation = self.domain.generation();
+        let (tag, known) = own.tag_of(self.id, tlbs.hw.tags());
+        let keep = known && own.tags[tag].seen.load(Ordering::Relaxed) == generation;
+        own.counters.caught_up.add(u64::from(known && !keep));
+        tlbs.hw.load(cpu, self.root, tag, keep);
+        own.tags[tag].seen.store(generation, Ordering::Relaxed);
+        own.tag.store(tag as u64, Ordering::Relaxed);
+        own.loaded.store(self.id, Ordering::Relaxed);
+    }
+
+    /// Ends the calling CPU's use of the space: loads the kernel's tables if nothing else has been loaded meanwhile, and
+    /// is asked nothing more. Any context; pins. Two atomics.
+    pub fn switch_out<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        let cpu = pin.cpu();
+        let (word, bit) = place(cpu);
+        let own = &tlbs.cpus[cpu.0 as usize];
+        // Relaxed: only this CPU reads or writes it.
+        if own.loaded.load(Ordering::Relaxed) == self.id {
+            tlbs.hw.unload(cpu);
+            own.loaded.store(0, Ordering::Relaxed);
+        }
+        // Release pairs with the Acquire of an initiator that finds us gone: what we did through our translations has
+        // happened.
+        self.lazy()[word].fetch_and(!bit, Ordering::Release);
+        self.users()[word].fetch_and(!bit, Ordering::Release);
+    }
+
+    /// Promises that the calling CPU uses no address of the space until it switches in again, though its tables stay
+    /// loaded: an idle CPU, or a kernel task. It is then left out of shootdowns that free no tables. Any context; pins.
+    /// One atomic.
+    pub fn enter_lazy<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        let (word, bit) = place(pin.cpu());
+        // Relaxed: only this CPU reads or writes it.
+        if tlbs.cpus[pin.cpu().0 as usize].loaded.load(Ordering::Relaxed) == self.id {
+            // Release pairs with the Acquire of an initiator that leaves us out: what we did through our translations has
+            // happened.
+            self.lazy()[word].fetch_or(bit, Ordering::Release);
+        }
+    }
+
+    /// Makes every lazy CPU let go of the tables, so that all of them, the root included, can be freed. The space comes
+    /// back if some CPU uses it. May not be called with interrupts off.
+    pub fn retire<P: Cpu, H: TlbHw>(self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) -> Result<(), Self> {
+        // Acquire pairs with the Release in `enter_lazy` and `switch_out`. The space is ours alone, so nobody joins.
+        let busy = |(users, lazy): (&AtomicU64, &AtomicU64)| {
+            users.load(Ordering::Acquire) & !lazy.load(Ordering::Acquire) != 0
+        };
+        if self.users().iter().zip(self.lazy()).any(busy) {
+            return Err(self);
+        }
+        let request =
+            Request { space: self.id, generation: 0, scope: TlbScope::Space, unload: true, what: Invalidation::ALL };
+        if self.users().iter().any(|users| users.load(Ordering::Acquire) != 0) {
+            tlbs.shoot(cx, self.users(), None, &request);
+        }
+        Ok(())
+    }
+}
+
+impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<Kernel, Q, M> {
+    /// The calling CPU may from here on hold translations of the kernel's half. At start-up, before it uses memory whose
+    /// mapping may change; starts with a flush. Pins.
+    pub fn online<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        let (word, bit) = place(pin.cpu());
+        let own = &tlbs.cpus[pin.cpu().0 as usize];
+        // Orders as in `TlbSpace::switch_in`.
+        self.users()[word].fetch_or(bit, Ordering::Relaxed);
+        full_fence(FencePoint::AfterJoining);
+        let generation = self.domain.generation();
+        tlbs.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
+        own.kernel.seen.store(generation, Ordering::Relaxed);
+    }
+
+    /// The calling CPU uses no translation of the kernel's half that may change any more: it is about to stop. Pins.
+    pub fn offline<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        let pin = cx.pin();
+        let (word, bit) = place(pin.cpu());
+        // Release pairs with the Acquire of an initiator that finds us gone.
+        self.users()[word].fetch_and(!bit, Ordering::Release);
+    }
+}
+
+/// The mask word of a CPU, and its bit there.
+fn place(cpu: CpuId) -> (usize, u64) {
+    (cpu.0 as usize / WORD, 1 << (cpu.0 as usize % WORD))
+}

@@ -1,0 +1,497 @@
+//! loom runs the shipped shootdown protocol through every interleaving (bounded by `LOOM_MAX_PREEMPTIONS`):
+//! `RUSTFLAGS="--cfg loom" cargo test --release -p hugemm-paging --test loom_shootdown`.
+//!
+//! The TLB of a CPU is one remembered translation per entry, kept until invalidated. The rule is always the same: when a
+//! flush is over, no CPU uses an old translation any more. Each fence of the protocol has a test that shows the rule
+//! broken without it.
+#![cfg(loom)]
+
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::platform::{Instrumented, Preempt, StoreOrder, VectorUnit};
+use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, spin_loop};
+use hugemm_base::{
+    Counters, CpuCx, CpuId, CpuLocal, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr,
+    VirtRange,
+};
+use hugemm_paging::{DeferredUnmap, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbSpace, Tlbs, User};
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::thread;
+
+/// Entries' values. A remembered translation is the value; 0 is none.
+const OLD: u64 = 1;
+const NEW: u64 = 2;
+
+/// A CPU, which the thread that holds this plays.
+struct Cpu(CpuId, Counters);
+
+// SAFETY: each thread plays one CPU of its own.
+unsafe impl CpuLocal for Cpu {
+    fn current(&self) -> CpuId {
+        self.0
+    }
+
+    fn pin(&self) -> usize {
+        0
+    }
+
+    unsafe fn unpin(&self, _state: usize) {}
+}
+
+impl Preempt for Cpu {
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::None
+    }
+
+    fn reschedule(&self) {}
+}
+
+// SAFETY: the hardware's own barriers.
+unsafe impl StoreOrder for Cpu {}
+
+impl VectorUnit for Cpu {}
+
+impl Instrumented for Cpu {
+    fn counters(&self) -> &Counters {
+        &self.1
+    }
+}
+
+/// Two page table entries, and what each CPU remembers of them.
+struct Hw {
+    entries: [AtomicU64; 2],
+    remembered: Vec<[AtomicU64; 2]>,
+}
+
+impl Hw {
+    fn entry_range(entry: usize) -> VirtRange {
+        VirtRange::new(VirtAddr::new((entry as u64) << 12), 4096).expect("a page")
+    }
+
+    /// What an access through the entry uses: what is remembered, or what a walk finds and remembers.
+    fn translate(&self, cpu: CpuId, entry: usize) -> u64 {
+        let slot = &self.remembered[cpu.0 as usize][entry];
+        match slot.load(Ordering::Relaxed) {
+            0 => {
+                let found = self.entries[entry].load(Ordering::Relaxed);
+                slot.store(found, Ordering::Relaxed);
+                found
+            }
+            known => known,
+        }
+    }
+}
+
+// SAFETY: a remembered translation is gone when `invalidate` or `load` returns; interrupted CPUs poll.
+unsafe impl TlbHw for Hw {
+    fn invalidate(&self, cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
+        for entry in 0..2 {
+            if what.ranges.covers(Hw::entry_range(entry)) {
+                self.remembered[cpu.0 as usize][entry].store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {}
+
+    fn tags(&self) -> usize {
+        2
+    }
+
+    fn load(&self, cpu: CpuId, _root: PhysAddr, _tag: usize, keep: bool) {
+        if !keep {
+            self.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
+        }
+    }
+
+    fn unload(&self, _cpu: CpuId) {}
+}
+
+struct Machine {
+    cpus: Vec<TlbCpu>,
+    inboxes: Vec<AtomicU64>,
+    hw: Hw,
+    space: TlbSpace<User>,
+    deferred: DeferredUnmap,
+    /// CPUs that have nothing more to ask.
+    done: AtomicU64,
+    lock: Lock<SpinLock, ()>,
+}
+
+impl Machine {
+    fn new(cpus: usize) -> Arc<Self> {
+        let hw = Hw {
+            entries: [AtomicU64::new(OLD), AtomicU64::new(OLD)],
+            remembered: (0..cpus).map(|_| [AtomicU64::new(0), AtomicU64::new(0)]).collect(),
+        };
+        let (each, inboxes): (Vec<_>, Vec<_>) = (0..cpus).map(|_| (TlbCpu::default(), AtomicU64::new(0))).unzip();
+        // SAFETY: these are the CPUs of the tests' contexts.
+        let tlbs = unsafe { Tlbs::new(&each, &inboxes, &hw) }.expect("fits");
+        let space = TlbSpace::new(&tlbs, PhysAddr::new(0x1000)).expect("fits");
+        let deferred = DeferredUnmap::new(&tlbs).expect("fits");
+        let (done, lock) = (AtomicU64::new(0), Lock::new(()));
+        Arc::new(Machine { cpus: each, inboxes, hw, space, deferred, done, lock })
+    }
+
+    /// Runs `f` as a CPU.
+    fn on<R>(&self, cpu: u32, f: impl FnOnce(&Tlbs<'_, &Hw>, &CpuCx<'_, Cpu>) -> R) -> R {
+        let platform = Cpu(CpuId(cpu), Counters::default());
+        // SAFETY: the only context on this thread; and the slices belong together.
+        let (cx, tlbs) = unsafe { (CpuCx::new(&platform), Tlbs::new(&self.cpus, &self.inboxes, &self.hw)) };
+        f(&tlbs.expect("fits"), &cx)
+    }
+
+    /// Has a CPU load the space and use both entries.
+    fn warm(&self, cpu: u32) {
+        self.on(cpu, |tlbs, cx| {
+            self.space.switch_in(tlbs, cx);
+            for entry in 0..2 {
+                assert_eq!(self.hw.translate(CpuId(cpu), entry), OLD);
+            }
+        });
+    }
+
+    /// Changes an entry and flushes it.
+    fn change(&self, cpu: u32, entry: usize, tables: bool) {
+        self.on(cpu, |tlbs, cx| {
+            self.hw.entries[entry].store(NEW, Ordering::Relaxed);
+            let mut batch = ShootdownBatch::new(&self.space);
+            let debt = batch.unhooked((), Hw::entry_range(entry), PageSize::Size4K, tables);
+            let receipt = batch.flush(tlbs, cx, &ShootdownPolicy::BATCHED);
+            debt.release(&receipt).expect("paid");
+        });
+    }
+
+    fn finish(&self) {
+        self.done.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Serves until `asking` CPUs have nothing more to ask.
+    fn serve_until(&self, cpu: u32, asking: u64) {
+        self.on(cpu, |tlbs, cx| {
+            // A read-modify-write always sees the latest value; a load may see an old one for ever.
+            while self.done.fetch_add(0, Ordering::AcqRel) < asking {
+                tlbs.serve(cx);
+                spin_loop();
+            }
+        });
+    }
+
+    fn assert_not_stale(&self, cpu: u32, entry: usize) {
+        assert_ne!(self.hw.remembered[cpu as usize][entry].load(Ordering::Relaxed), OLD, "stale translation in use");
+    }
+}
+
+fn check(bound: usize, f: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = model.preemption_bound.or(Some(bound));
+    model.max_branches = 20_000;
+    model.check(f);
+}
+
+/// CPU 1 remembers the old entry under the space's tag and loads the space while CPU 0 changes the entry and flushes.
+fn joining() {
+    check(3, || {
+        let machine = Machine::new(2);
+        machine.warm(1);
+        machine.on(1, |tlbs, cx| machine.space.switch_out(tlbs, cx));
+        let other = Arc::clone(&machine);
+        let joiner = thread::spawn(move || {
+            other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
+            other.hw.translate(CpuId(1), 0);
+            other.serve_until(1, 1);
+            other.assert_not_stale(1, 0);
+        });
+        machine.change(0, 0, false);
+        machine.finish();
+        joiner.join().unwrap();
+    });
+}
+
+#[test]
+fn a_cpu_that_joins_is_asked_or_sees_the_generation() {
+    joining();
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn joining_without_the_fence_after_the_mask_bit() {
+    let _removed = FencePoint::AfterJoining.remove();
+    joining();
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn joining_without_the_fence_after_the_generation() {
+    let _removed = FencePoint::AfterGeneration.remove();
+    joining();
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn joining_without_the_fence_before_the_generation() {
+    // Both: that of `due` comes before the count as well, and would do its work.
+    let _removed = FencePoint::remove_all(&[FencePoint::BeforeGeneration, FencePoint::Unhooked]);
+    joining();
+}
+
+/// CPU 1 is lazy and wakes while CPU 0 changes the entry and flushes.
+fn waking() {
+    check(3, || {
+        let machine = Machine::new(2);
+        machine.warm(1);
+        machine.on(1, |tlbs, cx| machine.space.enter_lazy(tlbs, cx));
+        let other = Arc::clone(&machine);
+        let waker = thread::spawn(move || {
+            other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
+            other.hw.translate(CpuId(1), 0);
+            other.serve_until(1, 1);
+            other.assert_not_stale(1, 0);
+        });
+        machine.change(0, 0, false);
+        machine.finish();
+        waker.join().unwrap();
+    });
+}
+
+#[test]
+fn a_lazy_cpu_is_asked_or_catches_up() {
+    waking();
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn waking_without_its_fence() {
+    let _removed = FencePoint::AfterWaking.remove();
+    waking();
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn waking_without_the_fence_after_the_generation() {
+    let _removed = FencePoint::AfterGeneration.remove();
+    waking();
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn waking_without_the_fence_before_the_generation() {
+    let _removed = FencePoint::remove_all(&[FencePoint::BeforeGeneration, FencePoint::Unhooked]);
+    waking();
+}
+
+/// A lazy CPU still walks: a batch that frees tables asks it, and its answer comes before the table is used otherwise.
+#[test]
+fn tables_are_freed_after_lazy_cpus_have_answered() {
+    check(3, || {
+        let machine = Machine::new(2);
+        machine.warm(1);
+        machine.on(1, |tlbs, cx| machine.space.enter_lazy(tlbs, cx));
+        let table = Arc::new(UnsafeCell::new(0));
+        let (other, walked) = (Arc::clone(&machine), Arc::clone(&table));
+        let lazy = thread::spawn(move || {
+            // A speculative walk, while the table is remembered.
+            if other.hw.remembered[1][0].load(Ordering::Relaxed) == OLD {
+                walked.with(|_| ());
+            }
+            other.serve_until(1, 1);
+        });
+        machine.change(0, 0, true);
+        machine.assert_not_stale(1, 0);
+        // loom reports an access of the walker that is not ordered before this one.
+        table.with_mut(|_| ());
+        machine.finish();
+        lazy.join().unwrap();
+    });
+}
+
+/// What a CPU did through its translations before it became lazy, or left, comes before the frame is used otherwise.
+#[test]
+fn accesses_before_laziness_come_before_the_reuse() {
+    for leaves in [false, true] {
+        check(3, move || {
+            let machine = Machine::new(2);
+            machine.warm(1);
+            let frame = Arc::new(UnsafeCell::new(0));
+            let (other, used) = (Arc::clone(&machine), Arc::clone(&frame));
+            let user = thread::spawn(move || {
+                used.with_mut(|_| ());
+                other.on(1, |tlbs, cx| match leaves {
+                    true => other.space.switch_out(tlbs, cx),
+                    false => other.space.enter_lazy(tlbs, cx),
+                });
+                other.serve_until(1, 1);
+            });
+            machine.change(0, 0, false);
+            frame.with_mut(|_| ());
+            machine.finish();
+            user.join().unwrap();
+        });
+    }
+}
+
+/// All targets have answered, and have done so before the initiator goes on; its next request is another one.
+#[test]
+fn acknowledgements_are_complete() {
+    check(2, || {
+        let machine = Machine::new(2);
+        machine.warm(1);
+        let other = Arc::clone(&machine);
+        let target = thread::spawn(move || other.serve_until(1, 1));
+        for entry in 0..2 {
+            machine.change(0, entry, false);
+            machine.assert_not_stale(1, entry);
+        }
+        machine.finish();
+        target.join().unwrap();
+    });
+    check(2, || {
+        let machine = Machine::new(3);
+        let targets = [1, 2].map(|cpu| {
+            machine.warm(cpu);
+            let other = Arc::clone(&machine);
+            thread::spawn(move || other.serve_until(cpu, 1))
+        });
+        machine.change(0, 0, false);
+        machine.assert_not_stale(1, 0);
+        machine.assert_not_stale(2, 0);
+        machine.finish();
+        targets.map(|target| target.join().unwrap());
+    });
+}
+
+/// Two CPUs shoot at each other at the same time: each serves while it waits, so both get through.
+#[test]
+fn two_initiators_serve_each_other() {
+    check(3, || {
+        let machine = Machine::new(2);
+        machine.warm(0);
+        machine.warm(1);
+        let other = Arc::clone(&machine);
+        let peer = thread::spawn(move || {
+            other.change(1, 1, false);
+            other.assert_not_stale(0, 1);
+            other.finish();
+            other.serve_until(1, 2);
+        });
+        machine.change(0, 0, false);
+        machine.assert_not_stale(1, 0);
+        machine.finish();
+        machine.serve_until(0, 2);
+        peer.join().unwrap();
+    });
+}
+
+/// Requests of two initiators may reach a CPU in either order, the later generation first.
+#[test]
+fn overtaking_requests_leave_nothing_stale() {
+    check(2, || {
+        let machine = Machine::new(3);
+        machine.warm(2);
+        let (first, second) = (Arc::clone(&machine), Arc::clone(&machine));
+        let target = thread::spawn(move || first.serve_until(2, 2));
+        let initiator = thread::spawn(move || {
+            second.change(1, 1, false);
+            second.assert_not_stale(2, 1);
+            second.finish();
+        });
+        machine.change(0, 0, false);
+        machine.assert_not_stale(2, 0);
+        machine.finish();
+        initiator.join().unwrap();
+        target.join().unwrap();
+    });
+}
+
+/// Two reclaimers share a batch: whichever flush takes a CPU out of the mask has its answer before either page is freed.
+#[test]
+fn deferred_unmaps_are_flushed_before_their_pages_are_freed() {
+    check(2, || {
+        let machine = Machine::new(3);
+        machine.warm(2);
+        let reclaim = |machine: &Machine, cpu: u32, entry: usize| {
+            machine.on(cpu, |tlbs, cx| {
+                let debt = {
+                    let _locked = machine.lock.lock();
+                    machine.hw.entries[entry].store(NEW, Ordering::Relaxed);
+                    machine.deferred.unmapped(&machine.space, (), Hw::entry_range(entry))
+                };
+                let receipt = machine.deferred.flush(tlbs, cx);
+                debt.release(&receipt).expect("paid");
+            });
+            machine.assert_not_stale(2, entry);
+            machine.finish();
+        };
+        let (first, second) = (Arc::clone(&machine), Arc::clone(&machine));
+        let target = thread::spawn(move || first.serve_until(2, 2));
+        let other = thread::spawn(move || reclaim(&second, 1, 1));
+        reclaim(&machine, 0, 0);
+        other.join().unwrap();
+        target.join().unwrap();
+    });
+}
+
+/// A CPU loads the space while its page is unmapped and the flush deferred.
+#[test]
+fn a_cpu_that_joins_during_a_deferred_unmap_catches_up() {
+    check(3, || {
+        let machine = Machine::new(2);
+        machine.warm(1);
+        machine.on(1, |tlbs, cx| machine.space.switch_out(tlbs, cx));
+        let other = Arc::clone(&machine);
+        let joiner = thread::spawn(move || {
+            other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
+            other.hw.translate(CpuId(1), 0);
+            other.serve_until(1, 1);
+            other.assert_not_stale(1, 0);
+        });
+        machine.on(0, |tlbs, cx| {
+            machine.hw.entries[0].store(NEW, Ordering::Relaxed);
+            let debt = machine.deferred.unmapped(&machine.space, (), Hw::entry_range(0));
+            debt.release(&machine.deferred.flush(tlbs, cx)).expect("paid");
+        });
+        machine.finish();
+        joiner.join().unwrap();
+    });
+}
+
+/// Whoever finds an entry changed by a deferred unmap settles it before relying on it. `locked`: unmapping is done under
+/// the lock, as it must be.
+fn relying(locked: bool) {
+    check(3, move || {
+        let machine = Machine::new(2);
+        machine.warm(0);
+        let other = Arc::clone(&machine);
+        let relier = thread::spawn(move || {
+            other.on(1, |tlbs, cx| {
+                let _locked = other.lock.lock();
+                if other.hw.entries[0].load(Ordering::Relaxed) == NEW {
+                    other.space.settle(tlbs, cx);
+                    other.assert_not_stale(0, 0);
+                }
+            });
+            other.finish();
+        });
+        let debt = {
+            let guard = locked.then(|| machine.lock.lock());
+            machine.hw.entries[0].store(NEW, Ordering::Relaxed);
+            let debt = machine.deferred.unmapped(&machine.space, (), Hw::entry_range(0));
+            drop(guard);
+            debt
+        };
+        machine.serve_until(0, 1);
+        machine.on(0, |tlbs, cx| debt.release(&machine.deferred.flush(tlbs, cx)).expect("paid"));
+        relier.join().unwrap();
+    });
+}
+
+#[test]
+fn whoever_relies_on_an_entry_settles_it_first() {
+    relying(true);
+}
+
+#[test]
+#[should_panic(expected = "stale")]
+fn unmapping_outside_the_lock() {
+    relying(false);
+}

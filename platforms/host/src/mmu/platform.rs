@@ -1,0 +1,129 @@
+//! The platform's traits for simulated CPUs.
+
+use super::{Mmu, PLAYED, lock};
+use hugemm_base::platform::StoreBuffer;
+use hugemm_base::{
+    Clock, Counters, CpuId, CpuLocal, Extent, Instrumented, Invalidation, NodeId, PhysAddr, PhysMap, Preempt,
+    PreemptModel, StoreOrder, TlbHw, TlbScope, Topology, VectorUnit, VirtAddr, Window,
+};
+use std::sync::atomic::Ordering;
+
+// SAFETY: a simulated CPU is played by one thread at a time, and tasks on it are nested calls.
+unsafe impl CpuLocal for Mmu<'_, '_> {
+    fn current(&self) -> CpuId {
+        let (model, cpu) = PLAYED.get();
+        if model == self.identity() { cpu } else { CpuId(0) }
+    }
+
+    fn pin(&self) -> usize {
+        let cpu = self.current();
+        // Relaxed: written by the CPU's player; others take it as a hint.
+        self.cpus[cpu.0 as usize].pins.fetch_add(1, Ordering::Relaxed);
+        cpu.0 as usize
+    }
+
+    unsafe fn unpin(&self, state: usize) {
+        self.cpus[state].pins.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    fn interrupts_on(&self) -> bool {
+        self.cpus[self.current().0 as usize].pins.load(Ordering::Relaxed) == 0
+    }
+}
+
+// SAFETY: `CpuTlb` drops what it is told to; a CPU that nobody plays is served for, the others serve by themselves.
+unsafe impl TlbHw for Mmu<'_, '_> {
+    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        self.tlb(cpu).invalidate(scope, what);
+    }
+
+    fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        let mut targets: Vec<u32> = (0..64).filter(|bit| cpus >> bit & 1 != 0).collect();
+        while !targets.is_empty() {
+            self.meanwhile();
+            let next = lock(&self.random).below(targets.len());
+            let target = CpuId(first.0 + targets.swap_remove(next));
+            // One that another thread plays serves by itself.
+            if let Some(_played) = self.try_play(target) {
+                serve(target);
+            }
+        }
+        self.meanwhile();
+    }
+
+    fn tags(&self) -> usize {
+        self.tags
+    }
+
+    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        self.tlb(cpu).load(root, tag, keep);
+    }
+
+    fn unload(&self, cpu: CpuId) {
+        let kernel = self.kernel_root.load(Ordering::Relaxed);
+        let mut tlb = self.tlb(cpu);
+        tlb.root = (kernel != 0).then_some(PhysAddr::new(kernel));
+        tlb.recent.clear();
+    }
+}
+
+impl Preempt for Mmu<'_, '_> {
+    fn preempt_model(&self) -> PreemptModel {
+        self.host().preempt_model()
+    }
+
+    fn reschedule(&self) {
+        self.meanwhile();
+    }
+}
+
+// SAFETY: as for the host; each simulated CPU has a store buffer of its own.
+unsafe impl StoreOrder for Mmu<'_, '_> {
+    fn store_fence(&self) {
+        self.stores.drain(self.current());
+        hugemm_base::store_fence::hardware_store_fence();
+    }
+
+    fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
+        Some(self.stores.of(self.current()))
+    }
+}
+
+impl VectorUnit for Mmu<'_, '_> {
+    fn vector_begin(&self) -> bool {
+        true
+    }
+}
+
+impl Instrumented for Mmu<'_, '_> {
+    fn counters(&self) -> &Counters {
+        &self.cpus[self.current().0 as usize].counters
+    }
+}
+
+impl Clock for Mmu<'_, '_> {
+    fn now_ns(&self) -> u64 {
+        self.host().now_ns()
+    }
+}
+
+impl Topology for Mmu<'_, '_> {
+    fn cpus(&self) -> u32 {
+        self.cpus.len() as u32
+    }
+
+    fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
+        NodeId(0)
+    }
+
+    fn node_run(&self, extent: Extent) -> (NodeId, u64) {
+        self.host().node_run(extent)
+    }
+}
+
+// SAFETY: the host's.
+unsafe impl PhysMap for Mmu<'_, '_> {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        self.host().open(extent, user)
+    }
+}

@@ -1,0 +1,160 @@
+//! What one CPU remembers.
+
+use super::{Access, Random};
+use hugemm_base::{Invalidation, PAGE_SHIFT, Pfn, PhysAddr, TlbScope, VirtAddr};
+
+/// Translations that a CPU keeps before it has to evict.
+const CAPACITY: usize = 64;
+
+/// Accesses that a CPU's program repeats.
+const RECENT: usize = 16;
+
+/// One translation of a leaf.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Translation {
+    pub(super) tag: usize,
+    pub(super) global: bool,
+    /// Address of its first byte.
+    pub(super) base: u64,
+    /// 0: 4 KiB; 1: 2 MiB; 2: 1 GiB.
+    pub(super) level: u32,
+    pub(super) frame: Pfn,
+    pub(super) writable: bool,
+    pub(super) dirty: bool,
+    /// When it was read from the tables.
+    pub(super) seen: u64,
+}
+
+/// A table that a walk may start from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CachedTable {
+    pub(super) tag: usize,
+    /// First address that it translates.
+    pub(super) base: u64,
+    /// Level of its entries.
+    pub(super) level: u32,
+    pub(super) table: Pfn,
+    pub(super) writable: bool,
+    pub(super) seen: u64,
+}
+
+/// Bytes that an entry of a level translates.
+pub(super) const fn reach(level: u32) -> u64 {
+    1 << (PAGE_SHIFT + 9 * level)
+}
+
+/// One CPU's registers and TLB.
+pub(super) struct CpuTlb {
+    pub(super) root: Option<PhysAddr>,
+    pub(super) tag: usize,
+    pub(super) leaves: Vec<Translation>,
+    pub(super) tables: Vec<CachedTable>,
+    pub(super) random: Random,
+    pub(super) recent: Vec<(VirtAddr, Access)>,
+    pub(super) paused: bool,
+}
+
+impl CpuTlb {
+    pub(super) fn new(seed: u64) -> Self {
+        CpuTlb {
+            root: None,
+            tag: 0,
+            leaves: Vec::new(),
+            tables: Vec::new(),
+            random: Random::new(seed),
+            recent: Vec::new(),
+            paused: false,
+        }
+    }
+
+    /// Where the translations are that an access to `at` may use.
+    pub(super) fn matching(&self, at: VirtAddr) -> Vec<usize> {
+        let fits = |t: &Translation| (t.global || t.tag == self.tag) && at.get().wrapping_sub(t.base) < reach(t.level);
+        (0..self.leaves.len()).filter(|&i| fits(&self.leaves[i])).collect()
+    }
+
+    /// The tables that a walk for `at` may start from.
+    pub(super) fn starts(&self, at: VirtAddr) -> Vec<CachedTable> {
+        let fits = |t: &&CachedTable| t.tag == self.tag && at.get().wrapping_sub(t.base) < reach(t.level + 1);
+        self.tables.iter().filter(fits).copied().collect()
+    }
+
+    pub(super) fn insert(&mut self, translation: Translation) {
+        if self.leaves.len() >= CAPACITY {
+            let victim = self.random.below(CAPACITY);
+            self.leaves.swap_remove(victim);
+        }
+        self.leaves.push(translation);
+    }
+
+    pub(super) fn insert_table(&mut self, table: CachedTable) {
+        if self.tables.len() >= CAPACITY {
+            let victim = self.random.below(CAPACITY);
+            self.tables.swap_remove(victim);
+        }
+        self.tables.push(table);
+    }
+
+    /// Forgets something, now and then.
+    pub(super) fn evict(&mut self) {
+        if self.random.one_in(16) && !self.leaves.is_empty() {
+            let victim = self.random.below(self.leaves.len());
+            self.leaves.swap_remove(victim);
+        }
+        if self.random.one_in(32) && !self.tables.is_empty() {
+            let victim = self.random.below(self.tables.len());
+            self.tables.swap_remove(victim);
+        }
+    }
+
+    /// Remembers an access of the CPU's program, to be repeated.
+    pub(super) fn remember(&mut self, at: VirtAddr, access: Access) {
+        if self.recent.len() >= RECENT {
+            let victim = self.random.below(RECENT);
+            self.recent.swap_remove(victim);
+        }
+        self.recent.push((at, access));
+    }
+
+    /// Does exactly what is asked and no more.
+    pub(super) fn invalidate(&mut self, scope: TlbScope, what: &Invalidation) {
+        let tag = self.tag;
+        let all = what.ranges.is_all();
+        let named = |base: u64, bytes: u64| {
+            let stride = what.stride.bytes();
+            all || what.ranges.as_slice().iter().any(|range| {
+                // The first address named that is not below the entry.
+                let first = range.first().align_down(stride).get();
+                let steps = base.saturating_sub(first).div_ceil(stride);
+                let address = first.saturating_add(steps.saturating_mul(stride));
+                address <= range.last().get() && address - base.min(address) < bytes && address >= base
+            })
+        };
+        let mine = |entry_tag: usize, global: bool| match scope {
+            TlbScope::Space => entry_tag == tag && !global,
+            TlbScope::Kernel => global,
+        };
+        self.leaves.retain(|t| !(mine(t.tag, t.global) && named(t.base, reach(t.level))));
+        if what.tables {
+            let whole = |t: &CachedTable| {
+                all || what.ranges.as_slice().iter().any(|range| {
+                    range.first().get() < t.base.saturating_add(reach(t.level + 1)) && t.base <= range.last().get()
+                })
+            };
+            // Tables have no global mark: those of the kernel's half may be under any tag.
+            self.tables.retain(|t| !((scope == TlbScope::Kernel || t.tag == tag) && whole(t)));
+        }
+    }
+
+    /// Loads tables.
+    pub(super) fn load(&mut self, root: PhysAddr, tag: usize, keep: bool) {
+        if !keep {
+            self.leaves.retain(|t| t.global || t.tag != tag);
+            self.tables.retain(|t| t.tag != tag);
+        }
+        self.root = Some(root);
+        self.tag = tag;
+        // Another program.
+        self.recent.clear();
+    }
+}
