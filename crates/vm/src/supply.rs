@@ -188,9 +188,10 @@ impl<S: Setup> Vm<'_, S> {
         };
         let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
         match dirty.or_else(|dirty| fill.zero(cx, dirty)) {
-            // SAFETY: the pool handed the block out, which it took from the frame allocator.
             Ok(zeroed) => {
-                Ok(unsafe { Frozen::assume_owned(zeroed.into_extent().base(), want.page.order(), Mobility::Movable) })
+                let head = zeroed.into_extent().base();
+                // SAFETY: the pool handed the block out, which it took from the frame allocator.
+                Ok(unsafe { Frozen::assume_owned(head, want.page.order(), Mobility::Movable) })
             }
             Err(dirty) => {
                 self.pool.give_back(cx, dirty, want.page, want.reserved);
