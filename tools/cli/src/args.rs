@@ -55,6 +55,8 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
+    /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel (seed 003).
+    VmCreate(crate::vm_create_args::VmCreate),
 }
 
 /// The workloads of `perf bench mem`.

@@ -35,6 +35,8 @@ mod replay;
 mod size;
 mod stats;
 mod table;
+mod vm_create;
+mod vm_create_args;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames_alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
+        Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Explain(args) => explain::run(args),
     });

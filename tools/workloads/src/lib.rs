@@ -10,6 +10,7 @@
 //! | [`faults`] | clearing a region page by page as demand faults or prefault would (seed 000's workload) |
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
+//! | [`vm_create`] | creating a virtual machine: allocate, clear, map (seed 003) |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
@@ -18,6 +19,7 @@ pub mod chase;
 pub mod faults;
 pub mod replay;
 pub mod sweep;
+pub mod vm_create;
 
 use hugemm_base::{Clock, Dirty, Extent};
 use hugemm_clear::StopReason;
