@@ -79,7 +79,8 @@ impl<S: Setup> Vm<'_, S> {
         };
         let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
         let copy = self.copy_of(cx, from, &want, owner, false)?;
-        let served = self.replace(cx, space, area, page, from, copy);
+        // Followers are told before the lock is taken: they may have to wait for their own CPUs.
+        let served = space.changing(cx, page.range(), |cx| self.replace(cx, space, area, page, from, copy));
         if served != Ok(Served::Copied) {
             self.drop_pages(cx, copy, kind.page, kind.pooled);
         }
@@ -127,8 +128,6 @@ impl<S: Setup> Vm<'_, S> {
         from: Extent,
         copy: Extent,
     ) -> Result<Served, VmError> {
-        // Told before the lock is taken: a follower may have to wait for its own CPUs.
-        let _telling = space.tell(page.range());
         let areas = space.areas.shared();
         if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
             return Ok(Served::Meanwhile);

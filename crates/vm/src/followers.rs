@@ -48,28 +48,25 @@ pub struct Follower<S: Setup>(NonNull<Node<S>>);
 // SAFETY: it is the right to remove the node, which any task may do.
 unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
 
-/// A change under way: the space's followers have been told, and are told of its end when this is dropped.
-pub(crate) struct Telling<'s, S: Setup> {
-    space: &'s Space<S>,
-    range: VirtRange,
-}
-
 impl<S: Setup> Space<S> {
-    /// Tells all followers that a range is about to change.
-    pub(crate) fn tell(&self, range: VirtRange) -> Telling<'_, S> {
+    /// Makes a change in a range, telling all followers before and after.
+    pub(crate) fn changing<'p, R>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        range: VirtRange,
+        change: impl FnOnce(&mut Cx<'p, S>) -> R,
+    ) -> R {
+        {
+            let followers = self.followers.shared();
+            // Relaxed: read under the exclusive lock only.
+            followers.under_way.fetch_add(1, Ordering::Relaxed);
+            followers.list.iter().for_each(|node| node.notifier.begin(cx, range));
+        }
+        let result = change(cx);
         let followers = self.followers.shared();
-        // Relaxed: read under the exclusive lock only.
-        followers.under_way.fetch_add(1, Ordering::Relaxed);
-        followers.list.iter().for_each(|node| node.notifier.begin(range));
-        Telling { space: self, range }
-    }
-}
-
-impl<S: Setup> Drop for Telling<'_, S> {
-    fn drop(&mut self) {
-        let followers = self.space.followers.shared();
-        followers.list.iter().for_each(|node| node.notifier.end(self.range));
+        followers.list.iter().for_each(|node| node.notifier.end(cx, range));
         followers.under_way.fetch_sub(1, Ordering::Relaxed);
+        result
     }
 }
 

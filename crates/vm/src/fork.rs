@@ -33,7 +33,8 @@ impl<S: Setup> Vm<'_, S> {
     pub fn fork<'v>(&'v self, cx: &mut Cx<'_, S>, parent: &Space<S>) -> Result<SpaceRef<'v, S>, VmError> {
         for round in 0.. {
             let child = self.create(cx, parent.bounds)?;
-            let done = self.fork_into(cx, parent, &child);
+            let whole = parent.bounds.range();
+            let done = parent.changing(cx, whole, |cx| self.fork_into(cx, parent, &child));
             let Err(error) = done else { return Ok(child) };
             if let Err((_, child)) = self.destroy(cx, child) {
                 // Nobody has it loaded, so this cannot be; if it is, it is lost and not used.
@@ -47,7 +48,6 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &Space<S>, child: &Space<S>) -> Result<(), VmError> {
-        let _telling = parent.tell(parent.bounds.range());
         let areas = parent.areas.exclusive();
         let mut batch = ShootdownBatch::new(&parent.tlb);
         let mut done = Ok(());

@@ -19,6 +19,7 @@
 //! | [`unmap`] | one flush per call, then frees by runs |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
+//! | [`zeroing`] | clearing free memory ahead of need |
 //! | [`pool`] | what areas need of a huge page pool |
 //! | `guarded.rs`, `tables.rs` | locks and page tables' memory |
 //!
@@ -53,6 +54,7 @@ mod supply;
 mod tables;
 pub mod unmap;
 mod vm;
+pub mod zeroing;
 
 pub use area::{AreaInfo, AreaKind};
 pub use error::VmError;
@@ -70,3 +72,4 @@ pub use setup::{Cx, Setup};
 pub use space::{Space, SpaceCounters, SpaceRef};
 pub use unmap::Unmapped;
 pub use vm::{Parts, Vm};
+pub use zeroing::{ZeroWorker, Zeroed};

@@ -8,47 +8,34 @@
 //! A follower that looks an address up while a range is under way has to notice, and look again: see
 //! [`Following`].
 
-use hugemm_base::VirtRange;
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering, fence};
+use hugemm_base::{CpuCx, VirtRange};
 
-/// Is told what happens to an address space. Called by the task that changes it, with no lock that is needed for looking
-/// addresses up; must not follow or unfollow the space. May wait for other CPUs.
-pub trait Notifier {
+/// Is told what happens to an address space. Called by the task that changes it, with its context and with no lock that is
+/// needed for looking addresses up; must not follow or unfollow the space. May wait for other CPUs, but passes no reschedule
+/// point.
+pub trait Notifier<P: Cpu> {
     /// Translations in the range are about to be taken away or to lose rights.
-    fn begin(&self, range: VirtRange);
+    fn begin(&self, cx: &mut CpuCx<'_, P>, range: VirtRange);
 
     /// That is over.
-    fn end(&self, range: VirtRange);
+    fn end(&self, cx: &mut CpuCx<'_, P>, range: VirtRange);
 }
 
 /// Nobody follows.
-impl Notifier for () {
-    fn begin(&self, _range: VirtRange) {}
-    fn end(&self, _range: VirtRange) {}
+impl<P: Cpu> Notifier<P> for () {
+    fn begin(&self, _cx: &mut CpuCx<'_, P>, _range: VirtRange) {}
+    fn end(&self, _cx: &mut CpuCx<'_, P>, _range: VirtRange) {}
 }
 
-impl<N: Notifier + ?Sized> Notifier for &N {
-    fn begin(&self, range: VirtRange) {
-        (**self).begin(range);
+impl<P: Cpu, N: Notifier<P> + ?Sized> Notifier<P> for &N {
+    fn begin(&self, cx: &mut CpuCx<'_, P>, range: VirtRange) {
+        (**self).begin(cx, range);
     }
 
-    fn end(&self, range: VirtRange) {
-        (**self).end(range);
-    }
-}
-
-/// Perhaps somebody.
-impl<N: Notifier> Notifier for Option<N> {
-    fn begin(&self, range: VirtRange) {
-        if let Some(notifier) = self {
-            notifier.begin(range);
-        }
-    }
-
-    fn end(&self, range: VirtRange) {
-        if let Some(notifier) = self {
-            notifier.end(range);
-        }
+    fn end(&self, cx: &mut CpuCx<'_, P>, range: VirtRange) {
+        (**self).end(cx, range);
     }
 }
 

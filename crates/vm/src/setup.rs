@@ -26,7 +26,7 @@ pub trait Setup: Sized {
     /// Where areas of huge pages may come from.
     type Pool: HugePool<Self::Platform>;
     /// Who follows address spaces.
-    type Notifier: Notifier;
+    type Notifier: Notifier<Self::Platform>;
 }
 
 /// A task's context under a setup.

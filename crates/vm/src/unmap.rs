@@ -70,35 +70,11 @@ impl<S: Setup> Vm<'_, S> {
         spare: &mut Spare<S>,
     ) -> Result<Unmapped, VmError> {
         let (first, end) = (span.first(), span.first() + span.pages());
-        let telling = space.tell(span.range());
         let mut removed = Areas::new();
-        let unhooked = loop {
-            let busy = {
-                let task = RefCell::new(&mut *cx);
-                let mut areas = space.areas.exclusive();
-                let cuts = cuts(&areas, first, end)?;
-                if spare.count() >= cuts {
-                    match space.table.exclusive(self.tables(&task)).detach(span, Editing::LIVE) {
-                        Ok(unhooked) => {
-                            self.cut(&mut areas, first, end, &mut removed, spare);
-                            break unhooked;
-                        }
-                        Err(PagingError::Busy { .. }) => true,
-                        Err(error) => return Err(VmError::Paging(error)),
-                    }
-                } else {
-                    false
-                }
-            };
-            if busy {
-                // Another task is between its own detach and harvest near here.
-                self.breathe(cx);
-            } else {
-                spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);
-            }
-        };
-        let flushed = self.flush_unhooked(cx, space, unhooked, PageSize::Size4K);
-        drop(telling);
+        let flushed = space.changing(cx, span.range(), |cx| {
+            let unhooked = self.take_out(cx, space, span, &mut removed, spare)?;
+            Ok(self.flush_unhooked(cx, space, unhooked, PageSize::Size4K))
+        })?;
         let mut report = Unmapped::default();
         for area in removed.meeting(first, end) {
             report.areas += 1;
@@ -123,6 +99,43 @@ impl<S: Setup> Vm<'_, S> {
             self.put_object(cx, object);
         }
         Ok(report)
+    }
+
+    /// Detaches the entries and cuts the areas out.
+    fn take_out(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        span: Span,
+        removed: &mut Areas<S>,
+        spare: &mut Spare<S>,
+    ) -> Result<Unhooked, VmError> {
+        let (first, end) = (span.first(), span.first() + span.pages());
+        loop {
+            let busy = {
+                let task = RefCell::new(&mut *cx);
+                let mut areas = space.areas.exclusive();
+                let cuts = cuts(&areas, first, end)?;
+                if spare.count() >= cuts {
+                    match space.table.exclusive(self.tables(&task)).detach(span, Editing::LIVE) {
+                        Ok(unhooked) => {
+                            self.cut(&mut areas, first, end, removed, spare);
+                            return Ok(unhooked);
+                        }
+                        Err(PagingError::Busy { .. }) => true,
+                        Err(error) => return Err(VmError::Paging(error)),
+                    }
+                } else {
+                    false
+                }
+            };
+            if busy {
+                // Another task is between its own detach and harvest near here.
+                self.breathe(cx);
+            } else {
+                spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);
+            }
+        }
     }
 
     /// A reschedule point where the caller may sleep.

@@ -103,8 +103,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
     let mut region =
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
     environment.note_region("hugemm", &region);
-    let kernel_backing = kernel_backing(page, region.backing());
-    let (_pool, note) = kernel_pool(kernel_backing, bytes);
+    let (kernel_backing, _pool, note) = kernel_side_memory(page, region.backing(), bytes);
     let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;
 
@@ -121,7 +120,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
     let mut lines = Vec::new();
     for how in args.how.iter().copied() {
         for workers in workers.iter().copied() {
-            if how != How::Pin && note.is_none() {
+            if how != How::Pin && kernel_backing.is_some() {
                 lines.push(Line { how, workers, clear: None });
             }
             lines.extend(args.clear.iter().map(|clear| Line { how, workers, clear: Some(*clear) }));
@@ -160,24 +159,25 @@ impl Measured {
     }
 }
 
-/// What the kernel's mapping is to be made of.
-fn kernel_backing(page: PageSize, ours: Backing) -> Backing {
-    match page {
+/// What the kernel's mapping is made of, `None` if it cannot be measured; the pool it uses, which goes back when the guard
+/// is dropped; and what the user should know.
+fn kernel_side_memory(
+    page: PageSize,
+    ours: Backing,
+    bytes: u64,
+) -> (Option<Backing>, Option<impl Drop>, Option<String>) {
+    let backing = match page {
         PageSize::Size4K => Backing::Small,
         PageSize::Size2M => ours,
         PageSize::Size1G => Backing::Hugetlb(page),
-    }
-}
-
-/// The kernel's side needs a pool of its own where it uses one; it goes back when the guard is dropped. Or why it cannot
-/// be measured.
-fn kernel_pool(backing: Backing, bytes: u64) -> (Option<impl Drop>, Option<String>) {
-    match backing {
-        Backing::Hugetlb(size) => match HugetlbPool::new().ensure(size, bytes / size.bytes(), None) {
-            Ok(pool) => (Some(pool), None),
-            Err(error) => (None, Some(format!("this machine's kernel is not measured: {error}"))),
-        },
-        Backing::Thp | Backing::Small => (None, None),
+    };
+    let Backing::Hugetlb(size) = backing else { return (Some(backing), None, None) };
+    match HugetlbPool::new().ensure(size, bytes / size.bytes(), None) {
+        Ok(pool) => (Some(backing), Some(pool), None),
+        Err(error) if page == PageSize::Size2M => {
+            (Some(Backing::Thp), None, Some(format!("the kernel's side has transparent huge pages: {error}")))
+        }
+        Err(error) => (None, None, Some(format!("this machine's kernel is not measured: {error}"))),
     }
 }
 
@@ -189,7 +189,7 @@ struct Side<'a, 'h> {
     features: hugemm_clear::Features,
     page: PageSize,
     bytes: u64,
-    kernel_backing: Backing,
+    kernel_backing: Option<Backing>,
 }
 
 impl Side<'_, '_> {
@@ -205,6 +205,7 @@ impl Side<'_, '_> {
         let function = if line.how == How::Demand { Function::Demand } else { Function::Populate };
         let pages = self.bytes / self.page.bytes();
         let workers = u64::from(line.workers);
+        let Some(backing) = self.kernel_backing else { bail!("no memory for the kernel's side") };
         let start = Barrier::new(line.workers as usize);
         let times = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..workers)
@@ -215,7 +216,7 @@ impl Side<'_, '_> {
                         start.wait();
                         match share * self.page.bytes() {
                             0 => Ok(0),
-                            bytes => kernel_side::pass(bytes, self.page, self.kernel_backing, function, |_| 0),
+                            bytes => kernel_side::pass(bytes, self.page, backing, function, |_| 0),
                         }
                     })
                 })

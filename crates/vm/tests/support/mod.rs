@@ -3,7 +3,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
 use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Mobility, Plain, Request};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -14,8 +14,8 @@ use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::marker::PhantomData;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
 
@@ -30,7 +30,20 @@ impl<'h> Setup for Model<'h> {
     type Tlb = &'h Cpus<'h>;
     type Pressure = Relief;
     type Pool = TestPool<'h>;
-    type Notifier = Option<&'h (dyn Notifier + Sync)>;
+    type Notifier = Follower<'h>;
+}
+
+/// Whoever follows a space.
+pub struct Follower<'h>(pub Arc<dyn Notifier<Cpus<'h>> + Send + Sync + 'h>);
+
+impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
+    fn begin(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        self.0.begin(cx, range);
+    }
+
+    fn end(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        self.0.end(cx, range);
+    }
 }
 
 /// Counts how often it is asked, and has nothing to give.
