@@ -114,39 +114,49 @@ fn a_second_stage_follows() {
                     invalidated: AtomicU64::new(0),
                 });
                 let follower = rig.vm.follow(cx, &space, Follower(stage2.clone())).expect("memory");
-                stage2.guest_store(rig, cx, &space, 0x1230, 1).expect("served");
+                stage2.guest_store(rig, cx, &space, 0x230, 1).expect("served");
                 stage2.guest_store(rig, cx, &space, page.bytes() + 8, 2).expect("served");
                 rig.enter(cx, &space);
-                assert_eq!(rig.load(cx, &space, AT + 0x1230), Ok(1), "the guest's stores are the space's");
+                assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(1), "the guest's stores are the space's");
                 // A fork takes rights away: the guest's next store makes a copy, and the child does not see it.
                 let child = rig.vm.fork(cx, &space).expect("forked");
                 assert_eq!(stage2.invalidated.load(Ordering::Relaxed), 2 * page.pages());
-                stage2.guest_store(rig, cx, &space, 0x1230, 3).expect("served");
-                assert_eq!(rig.load(cx, &space, AT + 0x1230), Ok(3));
+                stage2.guest_store(rig, cx, &space, 0x230, 3).expect("served");
+                assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(3));
                 rig.enter(cx, &child);
-                assert_eq!(rig.load(cx, &child, AT + 0x1230), Ok(1));
+                assert_eq!(rig.load(cx, &child, AT + 0x230), Ok(1));
                 // The other way round: the space copies, and the guest is moved to the copy.
                 rig.enter(cx, &space);
                 rig.leave(cx, &child);
                 rig.vm.destroy(cx, child).expect("destroyed");
                 let child = rig.vm.fork(cx, &space).expect("forked");
                 stage2.guest_store(rig, cx, &space, page.bytes() + 8, 4).expect("served");
-                rig.store(cx, &space, AT + 0x1230, 5).expect("served");
-                stage2.guest_store(rig, cx, &space, 0x1238, 6).expect("served");
-                assert_eq!(rig.load(cx, &space, AT + 0x1238), Ok(6));
+                rig.store(cx, &space, AT + 0x230, 5).expect("served");
+                stage2.guest_store(rig, cx, &space, 0x238, 6).expect("served");
+                assert_eq!(rig.load(cx, &space, AT + 0x238), Ok(6));
                 assert_eq!(rig.load(cx, &space, AT + page.bytes() + 8), Ok(4));
                 rig.leave(cx, &space);
                 rig.vm.destroy(cx, child).expect("destroyed");
                 // What is unmapped is gone from the second stage before its frames are free.
                 rig.vm.unmap(cx, &space, span(AT, 8 << 20)).expect("unmapped");
-                let lost = stage2.guest_store(rig, cx, &space, 0x1230, 7);
-                assert_eq!(lost, Err(VmError::NoArea { at: VirtAddr::new(AT + 0x1230) }));
+                let lost = stage2.guest_store(rig, cx, &space, 0x230, 7);
+                assert_eq!(lost, Err(VmError::NoArea { at: VirtAddr::new(AT + 0x230) }));
                 let (error, space) = rig.vm.destroy(cx, space).expect_err("it is followed");
                 assert_eq!(error, VmError::InUse);
                 // SAFETY: it follows this space.
                 drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
                 rig.vm.destroy(cx, space).expect("destroyed");
-                // SAFETY: as above; the table is empty but for its root.
+                // What remains are the tables themselves.
+                {
+                    // SAFETY: as above.
+                    let mut table = stage2.table.exclusive(unsafe { FrameTables::new(frames, cx) });
+                    let unhooked = table.detach(stage2.table.bounds(), Editing::LIVE).expect("all of it");
+                    // SAFETY: as above.
+                    let detached = unsafe { unhooked.assume_flushed() };
+                    let harvest = table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error);
+                    assert_eq!(harvest.expect("harvested").pages, 0);
+                }
+                // SAFETY: as above; nothing hangs below the root.
                 unsafe { hugemm_paging::TableMemory::free(&mut FrameTables::new(frames, cx), stage2.table.root()) };
                 assert_eq!(cx.platform().counters().snapshot().fences_on_drop, 0);
             });
