@@ -34,17 +34,22 @@ test-release:
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
 	@for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then \
 	        echo "check $$target"; \
-	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-workloads || exit 1; \
+	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames \
+            -p hugemm-paging -p hugemm-workloads || exit 1; \
 	    else echo "skipped: $$target"; fi; \
 	done
+	@if scripts/need.sh target x86_64-unknown-none; then \
+	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64 -p hugemm-example-ring0; \
+	else echo "skipped: the ring-0 example"; fi
 
 # The arm64 primitives, bit for bit, under user-mode emulation.
 test-arm:
@@ -65,11 +70,13 @@ lint:
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:
-	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear --lib loom_tests
+	$(LOOM) $(CARGO) test --release --locked -p hugemm-base -p hugemm-clear -p hugemm-paging --lib loom_tests
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
-	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames --target-dir target/miri
+	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked -p hugemm-base -p hugemm-clear -p hugemm-frames -p hugemm-paging --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
+	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture
 
 clean:

@@ -157,8 +157,8 @@ impl<K, Q> FlushDomain<K, Q> {
         Flushed { domain: self, generation, ranges: RangeSet::ALL, tables }
     }
 
-    /// Starts a generation and returns it: changes made before are seen by every CPU that reads it. [`flush`]
-    /// (FlushDomain::flush) does this by itself; alone it is for changes whose flush comes later, by other means.
+    /// Starts a generation and returns it: changes made before are seen by every CPU that reads it.
+    /// [`flush`](FlushDomain::flush) does this by itself; alone it is for changes whose flush comes later, by other means.
     pub fn advance(&self) -> u64 {
         // Pairs with the Acquire in `generation`: whoever sees the count sees our entry stores.
         full_fence(FencePoint::BeforeGeneration);

@@ -3,7 +3,7 @@
 //! | bits | use |
 //! |---|---|
 //! | 0, 1 | valid; table or page (1), block (0) |
-//! | 2–4 | AttrIndx: 0 normal write-back, 1 device, 2 normal write-through; MAIR_EL1 has to say so |
+//! | 2–4 | AttrIndx: 0 normal write-back, 1 device nGnRE, 2 normal write-through, 3 device nGnRnE; MAIR_EL1 has to say so |
 //! | 6, 7 | AP: user may reach it; read-only |
 //! | 8–9 | SH: inner shareable |
 //! | 10, 11 | AF: accessed; nG: not global |
@@ -26,7 +26,6 @@ const VALID: u64 = 1;
 const TABLE_OR_PAGE: u64 = 1 << 1;
 const ATTR_DEVICE: u64 = 1 << 2;
 const ATTR_WRITE_THROUGH: u64 = 2 << 2;
-const ATTR: u64 = 7 << 2;
 const USER: u64 = 1 << 6;
 const READ_ONLY: u64 = 1 << 7;
 const INNER_SHAREABLE: u64 = 3 << 8;
@@ -59,11 +58,6 @@ unsafe impl PageFormat for Aarch64 {
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
         let kind = if level == 0 { TABLE_OR_PAGE } else { 0 };
-        let attr = if flags.contains(Flags::UNCACHED) {
-            ATTR_DEVICE
-        } else {
-            flags.select(Flags::WRITE_THROUGH, ATTR_WRITE_THROUGH)
-        };
         let write = match (flags.contains(Flags::WRITE), flags.contains(Flags::DIRTY)) {
             (true, true) => DBM,
             (true, false) => DBM | READ_ONLY,
@@ -78,7 +72,8 @@ unsafe impl PageFormat for Aarch64 {
         frame.start().get()
             | VALID
             | kind
-            | attr
+            | flags.select(Flags::UNCACHED, ATTR_DEVICE)
+            | flags.select(Flags::WRITE_THROUGH, ATTR_WRITE_THROUGH)
             | write
             | exec
             | INNER_SHAREABLE
@@ -107,8 +102,8 @@ unsafe impl PageFormat for Aarch64 {
             | Flags::EXEC.only_if(entry & no_exec == 0)
             | Flags::USER.only_if(user)
             | Flags::GLOBAL.only_if(entry & NOT_GLOBAL == 0)
-            | Flags::WRITE_THROUGH.only_if(entry & ATTR == ATTR_WRITE_THROUGH)
-            | Flags::UNCACHED.only_if(entry & ATTR == ATTR_DEVICE)
+            | Flags::WRITE_THROUGH.only_if(entry & ATTR_WRITE_THROUGH != 0)
+            | Flags::UNCACHED.only_if(entry & ATTR_DEVICE != 0)
             | Flags::ACCESSED.only_if(entry & ACCESSED != 0)
             | Flags::DIRTY.only_if(writable && entry & READ_ONLY == 0 || entry & WAS_DIRTY != 0)
             | Flags::OWNER0.only_if(entry & OWNER0 != 0)
@@ -128,8 +123,8 @@ unsafe impl PageFormat for Aarch64 {
             | flags.select(Flags::EXEC, PXN | UXN)
             | flags.select(Flags::USER, USER | PXN | UXN)
             | flags.select(Flags::GLOBAL, NOT_GLOBAL)
-            | flags.select(Flags::WRITE_THROUGH, ATTR)
-            | flags.select(Flags::UNCACHED, ATTR)
+            | flags.select(Flags::WRITE_THROUGH, ATTR_WRITE_THROUGH)
+            | flags.select(Flags::UNCACHED, ATTR_DEVICE)
             | flags.select(Flags::ACCESSED, ACCESSED)
             | flags.select(Flags::OWNER0, OWNER0)
             | flags.select(Flags::OWNER1, OWNER1)

@@ -126,7 +126,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     pub fn flush<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) -> Flushed<'_, Deferred, Q> {
         let need = self.domain.due();
         // Acquire pairs with the Release below: the flush before us has had its answers.
-        while self.flushing.swap(true, Ordering::Acquire) {
+        while self.flushing.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
             tlbs.serve(cx);
             spin_loop();
         }

@@ -167,7 +167,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     }
                     unhooked.leaves += 1;
                 }
-                Kind::Table if slot.whole => {
+                Kind::Table if slot.whole && self.may_unhook(level) => {
                     // Hardware does not write to entries that refer to tables: see `PageFormat::table`.
                     table.set(slot.index, entry ^ F::DETACHED);
                     unhooked.tables += 1;
@@ -197,15 +197,11 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 Kind::Detached => {
                     let entry = entry ^ F::DETACHED;
                     table.set(slot.index, 0);
-                    if F::is_leaf(entry, level) {
-                        runs.push(slot.first, slot.end - slot.first, level, entry, entry ^ F::CLEAN);
-                    } else {
-                        // SAFETY: the entry was hidden before a flush that has taken place, so no CPU walks the table;
-                        // and it was the only one to refer to it.
-                        tables += unsafe { self.reap(entry, level - 1, slot.first, runs) };
-                    }
+                    // SAFETY: the entry was hidden before a flush that has taken place, so no CPU walks what is below it;
+                    // and it was the only one to refer to it.
+                    tables += unsafe { self.reap(entry, level, slot.first, runs) };
                 }
-                Kind::Table if !slot.whole => {
+                Kind::Table if !slot.whole || !self.may_unhook(level) => {
                     tables += self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs);
                 }
                 // A whole table that is present was hooked in since.

@@ -30,7 +30,8 @@ members! {
     GLOBAL = 3,
     /// Stores go to memory at once.
     WRITE_THROUGH = 4,
-    /// Device memory: nothing is cached.
+    /// Device memory: nothing is cached; on x86-64 memory-type registers may still make it write-combining, and on arm64
+    /// the device may acknowledge writes early. With `WRITE_THROUGH` neither.
     UNCACHED = 5,
     /// Used since the bit was cleared last. Set by hardware, or given at map time to spare it the work.
     ACCESSED = 6,

@@ -2,7 +2,7 @@
 
 use crate::flags::Flags;
 use crate::span::Span;
-use hugemm_base::{PAGE_SHIFT, Pfn, VirtAddr};
+use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, Pfn, VirtAddr};
 
 /// An entry format with a 4 KiB granule and 512 entries of 8 bytes per table.
 ///
@@ -31,6 +31,8 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     const LEVELS: u32;
     /// Bits of a physical address that an entry can hold.
     const PHYS_BITS: u32;
+    /// The bits of the frame number.
+    const FRAME: u64 = ((1 << Self::PHYS_BITS) - 1) & !(PAGE_BYTES - 1);
     /// What to flip to detach an entry.
     const DETACHED: u64;
     /// What to flip to hide an entry that is not to be seen yet.
@@ -53,14 +55,14 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// First frame of a present leaf, or the frame of the table.
     #[inline]
     fn frame(entry: u64) -> Pfn {
-        Pfn::new((entry & ((1 << Self::PHYS_BITS) - 1)) >> PAGE_SHIFT)
+        Pfn::new((entry & Self::FRAME) >> PAGE_SHIFT)
     }
 
     /// A present leaf's flags.
     fn flags(entry: u64) -> Flags;
 
     /// The leaf with `clear` removed and then `set` added. A page that was written stays known as written unless `clear`
-    /// says otherwise.
+    /// says otherwise. Which bits become different depends on bits outside of [`FRAME`](PageFormat::FRAME) only.
     fn change(entry: u64, set: Flags, clear: Flags) -> u64;
 
     /// Bits in which leaves may differ that differ in `flags` only.
@@ -95,6 +97,16 @@ pub(crate) fn kind<F: PageFormat>(entry: u64, level: u32) -> Kind {
         Kind::Detached
     } else {
         Kind::Reserved
+    }
+}
+
+/// The present entry behind a hidden one; any other as it is.
+#[inline]
+pub(crate) fn unhidden<F: PageFormat>(entry: u64) -> u64 {
+    match kind::<F>(entry, 0) {
+        Kind::Detached => entry ^ F::DETACHED,
+        Kind::Reserved => entry ^ F::RESERVED,
+        Kind::Empty | Kind::Leaf | Kind::Table => entry,
     }
 }
 

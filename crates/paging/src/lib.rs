@@ -13,6 +13,7 @@
 //! | `page_table.rs` | a page table, its guards, walking down |
 //! | `source.rs`, [`map`] | mapping: reserve, then commit |
 //! | [`detach`], `outstanding.rs` | unmapping: detach, flush, harvest |
+//! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
 //! | [`protect`], [`stale`] | changing flags |
 //! | [`young`] | ageing without a flush |
@@ -46,6 +47,7 @@ pub mod memory;
 mod outstanding;
 mod page_table;
 pub mod protect;
+mod reap;
 pub mod remap;
 pub mod run;
 pub mod shootdown;

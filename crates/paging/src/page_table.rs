@@ -2,10 +2,12 @@
 
 use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
+use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, kind};
-use crate::level;
+use crate::level::{self, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
+use crate::run::{Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
 use core::cell::UnsafeCell;
@@ -20,6 +22,8 @@ use hugemm_base::Pfn;
 pub struct PageTable<F, L = EditLock> {
     root: Pfn,
     bounds: Span,
+    /// Other roots refer to the same tables, so the root's entries never change.
+    fixed_top: bool,
     lock: L,
     outstanding: UnsafeCell<Outstanding>,
     format: PhantomData<F>,
@@ -43,18 +47,97 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// * Whoever lets CPUs translate by it sees to it that what [`detach`](Exclusive::detach) and
     ///   [`collapse`](Exclusive::collapse) take away is flushed from all of them: see there.
     pub unsafe fn new(memory: &mut impl TableMemory, bounds: Span) -> Result<Self, PagingError> {
+        let root = memory.alloc(TableContent::Zero)?;
+        // SAFETY: an empty table; the rest is the caller's promise.
+        let new = unsafe { PageTable::adopt(root, bounds) };
+        if new.is_err() {
+            // SAFETY: no CPU has seen it.
+            unsafe { memory.free(root) };
+        }
+        new
+    }
+
+    /// The same for addresses that every address space has in common, such as the kernel's: the tables below the root are
+    /// allocated at once and stay, so that [other roots](PageTable::beside) see whatever is mapped there later. One table
+    /// per root entry (512 GiB with four levels).
+    ///
+    /// # Safety
+    ///
+    /// As [`new`](PageTable::new).
+    pub unsafe fn with_fixed_top(memory: &mut impl TableMemory, bounds: Span) -> Result<Self, PagingError> {
+        // SAFETY: the caller's promise, passed on.
+        let mut new: Self = unsafe { PageTable::new(memory, bounds) }?;
+        new.fixed_top = true;
+        let mut tree = new.tree(&mut *memory);
+        match tree.fill_top() {
+            Ok(()) => Ok(new),
+            Err(error) => {
+                // SAFETY: no CPU has seen it.
+                unsafe { new.retire(memory, |_| ()) };
+                Err(error)
+            }
+        }
+    }
+
+    /// As [`new`](PageTable::new), with the addresses of `common` in it too: what a user address space takes from the
+    /// kernel. `common` has a [fixed top](PageTable::with_fixed_top), is edited through its own handle only, outlives
+    /// this one, and shares no root entry with `bounds`.
+    ///
+    /// # Safety
+    ///
+    /// As [`new`](PageTable::new); `memory` is over the same frames as `common`'s.
+    pub unsafe fn beside(memory: &mut impl TableMemory, bounds: Span, common: &Self) -> Result<Self, PagingError> {
+        // SAFETY: the caller's promise, passed on.
+        let new: Self = unsafe { PageTable::new(memory, bounds) }?;
+        let theirs = common.tree(&mut *memory);
+        let (from, to) = (theirs.table(common.root), theirs.table(new.root));
+        let taken = |span: Span| slots(span.first(), span.first() + span.pages(), F::LEVELS - 1).map(|slot| slot.index);
+        let clash = !common.fixed_top || taken(bounds).any(|index| from.get(index) != 0);
+        if clash {
+            // SAFETY: no CPU has seen it.
+            unsafe { new.retire(memory, |_| ()) };
+            return Err(PagingError::Overlap { at: common.bounds.start() });
+        }
+        taken(common.bounds).for_each(|index| to.set(index, from.get(index)));
+        Ok(new)
+    }
+
+    /// A handle on tables that others have made in this format.
+    ///
+    /// # Safety
+    ///
+    /// As [`new`](PageTable::new), and: below `root` there are only entries as [`PageFormat`] makes them, none hidden;
+    /// every table is one that the memories given to this handle can reach and take back; while the handle is used,
+    /// nobody edits the entries for `bounds` in another way, and root entries outside of `bounds` stay as they are.
+    pub unsafe fn adopt(root: Pfn, bounds: Span) -> Result<Self, PagingError> {
         let (first, last) = bounds.ends();
         if !F::one_root(first, last) {
             return Err(PagingError::OutOfBounds { at: first });
         }
-        let root = memory.alloc(TableContent::Zero)?;
-        Ok(PageTable {
-            root,
-            bounds,
-            lock: L::new(),
-            outstanding: UnsafeCell::new(Outstanding::new()),
-            format: PhantomData,
-        })
+        let outstanding = UnsafeCell::new(Outstanding::new());
+        Ok(PageTable { root, bounds, fixed_top: false, lock: L::new(), outstanding, format: PhantomData })
+    }
+
+    /// Takes the table apart and gives every table of it back, the root included. Shows `visit` what is still mapped, by
+    /// runs, hidden entries that were never harvested included: all of it is the caller's again.
+    ///
+    /// # Safety
+    ///
+    /// No CPU has it loaded or has anything of it cached, nor will; nobody is [beside](PageTable::beside) it.
+    pub unsafe fn retire(self, memory: &mut impl TableMemory, mut visit: impl FnMut(Run)) {
+        let mut tree = self.tree(memory);
+        let mut runs = Runs::new(Flags::HARDWARE, &mut visit);
+        let root = tree.table(self.root);
+        let (first, end) = (self.bounds.first(), self.bounds.first() + self.bounds.pages());
+        // SAFETY: no CPU walks it, and this handle was the only one.
+        unsafe { tree.unhide(root, F::LEVELS - 1, first, end) };
+        for slot in slots(first, end, F::LEVELS - 1) {
+            // SAFETY: as above.
+            unsafe { tree.reap(root.get(slot.index), F::LEVELS - 1, slot.first, &mut runs) };
+        }
+        runs.flush();
+        // SAFETY: no CPU walks it, and nothing hangs below it any more but what belongs to others.
+        unsafe { tree.memory.free(self.root) };
     }
 
     /// The frame of the root table: what the CPU's base register takes.
@@ -80,7 +163,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     }
 
     fn tree<M>(&self, memory: M) -> Tree<F, M> {
-        Tree { root: self.root, bounds: self.bounds, memory, format: PhantomData }
+        Tree { root: self.root, bounds: self.bounds, fixed_top: self.fixed_top, memory, format: PhantomData }
     }
 }
 
@@ -148,6 +231,7 @@ impl Editing {
 pub(crate) struct Tree<F, M> {
     pub(crate) root: Pfn,
     bounds: Span,
+    fixed_top: bool,
     pub(crate) memory: M,
     format: PhantomData<F>,
 }
@@ -177,6 +261,22 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             return Err(PagingError::OutOfBounds { at: span.start() });
         }
         Ok((first, end))
+    }
+
+    /// Whether an entry of this level may be replaced as a whole: not where other roots refer to the same table.
+    #[inline]
+    pub(crate) fn may_unhook(&self, level: u32) -> bool {
+        !(self.fixed_top && level == Self::ROOT)
+    }
+
+    /// Gives every entry of the root within the bounds a table.
+    fn fill_top(&mut self) -> Result<(), PagingError> {
+        let root = self.table(self.root);
+        for slot in slots(self.bounds.first(), self.bounds.first() + self.bounds.pages(), Self::ROOT) {
+            let below = self.memory.alloc(TableContent::Zero)?;
+            root.publish(slot.index, F::table(below));
+        }
+        Ok(())
     }
 
     /// Whether no leaf reaches over either end of the range. O(levels).

@@ -9,7 +9,7 @@ use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Shared, Tree};
 use crate::span::Span;
 use crate::stale::Stale;
-use crate::table::Table;
+use crate::table::{LINE, Table};
 
 /// Which flags to change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,61 +50,97 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let (first, end) = self.check(span)?;
         self.check_ends(first, end)?;
         let root = self.table(self.root);
-        let changed = self.protect_table(root, Self::ROOT, first, end, change, way);
-        Ok(Stale::new(span, changed))
+        let mut edit = Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0 };
+        self.protect_table(root, Self::ROOT, first, end, &mut edit);
+        Ok(Stale::new(span, edit.changed))
     }
 
-    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, change: Change, way: Way) -> u64 {
+    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, edit: &mut Edit) {
         if level == 0 {
             let from = level::index(first, 0);
-            return protect_pages::<F>(table, from, from + (end - first) as usize, change, way);
+            return edit.pages::<F>(table, from, from + (end - first) as usize);
         }
-        let mut changed = 0;
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => {
-                    changed += self.protect_table(self.below(entry), level - 1, slot.first, slot.end, change, way);
-                }
-                Kind::Leaf => changed += protect_leaf::<F>(table, slot.index, entry, change, way),
+                Kind::Table => self.protect_table(self.below(entry), level - 1, slot.first, slot.end, edit),
+                Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
                 _ => {}
             }
         }
-        changed
     }
 }
 
-/// Changes entries `from..to` of a last-level table; how many became different.
-fn protect_pages<F: PageFormat>(table: Table, from: usize, to: usize, change: Change, way: Way) -> u64 {
-    let mut changed = 0;
-    for index in from..to {
-        let entry = table.get(index);
-        if entry & 1 != 0 {
-            changed += protect_leaf::<F>(table, index, entry, change, way);
-        }
-    }
-    changed
+/// One call. Leaves with the same flags become different in the same bits, so those are worked out once for all of them.
+struct Edit {
+    change: Change,
+    way: Way,
+    /// Entry bits, frame apart, that `delta` and `plain` are for; 0 is no leaf's.
+    bits: u64,
+    /// What becomes different.
+    delta: u64,
+    /// Whether plain stores will do.
+    plain: bool,
+    changed: u64,
 }
 
-/// Changes one leaf; 1 if it became different.
-#[inline]
-fn protect_leaf<F: PageFormat>(table: Table, index: usize, seen: u64, change: Change, way: Way) -> u64 {
-    let new = F::change(seen, change.set, change.clear);
-    let plain = matches!(way, Way::Alone(editing) if editing.plain::<F>(seen));
-    if plain {
-        table.set(index, new);
-        return u64::from(new != seen);
+impl Edit {
+    /// Makes `delta` and `plain` those of a present leaf.
+    #[inline]
+    fn prepare<F: PageFormat>(&mut self, entry: u64) {
+        let bits = entry & !F::FRAME;
+        if bits != self.bits {
+            self.bits = bits;
+            self.delta = entry ^ F::change(entry, self.change.set, self.change.clear);
+            self.plain = matches!(self.way, Way::Alone(editing) if editing.plain::<F>(entry));
+        }
     }
-    let mut seen = seen;
-    loop {
-        let new = F::change(seen, change.set, change.clear);
-        if new == seen {
-            return 0;
+
+    /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same.
+    fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize) {
+        let mut index = from;
+        while index < to {
+            if index.is_multiple_of(LINE) && index + LINE <= to {
+                let line = table.line(index);
+                let differ = line.iter().fold(0, |sum, entry| sum | entry ^ line[0]);
+                if differ & !F::FRAME == 0 && line[0] & 1 != 0 {
+                    self.prepare::<F>(line[0]);
+                    if self.plain {
+                        let delta = self.delta;
+                        line.iter().enumerate().for_each(|(place, entry)| table.set(index + place, entry ^ delta));
+                        self.changed += if delta != 0 { LINE as u64 } else { 0 };
+                        index += LINE;
+                        continue;
+                    }
+                }
+            }
+            let entry = table.get(index);
+            if entry & 1 != 0 {
+                self.leaf::<F>(table, index, entry);
+            }
+            index += 1;
         }
-        match table.replace(index, seen, new) {
-            Ok(()) => return 1,
-            // Hardware set a bit, or another CPU changed flags.
-            Err(current) => seen = current,
+    }
+
+    /// Changes one leaf.
+    #[inline]
+    fn leaf<F: PageFormat>(&mut self, table: Table, index: usize, entry: u64) {
+        let mut seen = entry;
+        loop {
+            self.prepare::<F>(seen);
+            if self.delta == 0 {
+                return;
+            }
+            if self.plain {
+                table.set(index, seen ^ self.delta);
+                break;
+            }
+            match table.replace(index, seen, seen ^ self.delta) {
+                Ok(()) => break,
+                // Hardware set a bit, or another CPU changed flags.
+                Err(current) => seen = current,
+            }
         }
+        self.changed += 1;
     }
 }

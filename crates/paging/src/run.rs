@@ -2,8 +2,8 @@
 
 use crate::flags::Flags;
 use crate::format::PageFormat;
-use crate::level;
-use crate::table::Table;
+use crate::level::{self, ENTRIES};
+use crate::table::{LINE, Table};
 use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 
 /// One leaf.
@@ -91,61 +91,75 @@ impl<'v, F: PageFormat> Runs<'v, F> {
     /// Adds what entries `from..to` of a table of `level` map, entry `from` beginning at page `first`. `hidden` is what
     /// has to be flipped to see leaves; entries that are none then are passed over.
     pub(crate) fn scan(&mut self, table: Table, from: usize, to: usize, level: u32, first: u64, hidden: u64) {
+        self.scan_lines(from, to, level, first, hidden, |index| table.get(index), |index| table.line(index));
+    }
+
+    /// Adds what a table of level 0 maps that nobody walks or writes any more. `next` is a table to be read soon.
+    ///
+    /// # Safety
+    ///
+    /// It is so.
+    pub(crate) unsafe fn scan_at_rest(&mut self, table: Table, first: u64, next: Option<Table>) {
+        let line = |index| {
+            if let Some(next) = next {
+                next.prefetch(index);
+            }
+            // SAFETY: the caller's promise.
+            unsafe { table.line_at_rest(index) }
+        };
+        self.scan_lines(0, ENTRIES, 0, first, 0, |index| table.get(index), line);
+    }
+
+    #[inline]
+    #[allow(clippy::too_many_arguments, reason = "two ways to read, and where to")]
+    fn scan_lines(
+        &mut self,
+        from: usize,
+        to: usize,
+        level: u32,
+        first: u64,
+        hidden: u64,
+        get: impl Fn(usize) -> u64,
+        line: impl Fn(usize) -> [u64; LINE],
+    ) {
         let step = level::pages(level) << PAGE_SHIFT;
         let mut index = from;
         while index < to {
-            let entry = table.get(index) ^ hidden;
+            let entry = get(index) ^ hidden;
             // What was not hidden that way is not present after the flip, or still has the mark.
             let leaf = entry & (1 | F::DETACHED & !F::RESERVED) == 1 && F::is_leaf(entry, level);
             if !leaf {
                 index += 1;
                 continue;
             }
-            let (more, any) = continues::<F>(table, index, to, entry, step, hidden, self.differ);
-            let at = first + ((index - from) as u64 * level::pages(level));
-            self.push(at, more as u64 * level::pages(level), level, entry, any);
-            index += more;
+            let (mut next, mut expected, mut any) = (index, entry, entry ^ F::CLEAN);
+            while next < to {
+                // Whole cache lines without a branch inside, what is before, after and between entry by entry.
+                if next.is_multiple_of(LINE) && next + LINE <= to {
+                    let (mut wrong, mut all) = (0, 0);
+                    for (place, seen) in line(next).into_iter().enumerate() {
+                        wrong |= (seen ^ hidden) ^ expected.wrapping_add(step * place as u64);
+                        all |= seen ^ hidden ^ F::CLEAN;
+                    }
+                    if wrong & !self.differ == 0 {
+                        any |= all;
+                        expected = expected.wrapping_add(step * LINE as u64);
+                        next += LINE;
+                        continue;
+                    }
+                }
+                let seen = get(next) ^ hidden;
+                if (seen ^ expected) & !self.differ != 0 {
+                    break;
+                }
+                any |= seen ^ F::CLEAN;
+                expected = expected.wrapping_add(step);
+                next += 1;
+            }
+            let (at, more) = (index - from, next - index);
+            let pages = level::pages(level);
+            self.push(first + at as u64 * pages, more as u64 * pages, level, entry, any);
+            index = next;
         }
     }
-}
-
-/// How many entries from `from` on continue a run, bits in `differ` aside, and `any` as in [`Open`]. Whole
-/// cache lines without a branch inside, the first one that does not continue entry by entry.
-#[inline]
-fn continues<F: PageFormat>(
-    table: Table,
-    from: usize,
-    to: usize,
-    entry: u64,
-    step: u64,
-    hidden: u64,
-    differ: u64,
-) -> (usize, u64) {
-    const LINE: usize = 8;
-    let (mut index, mut expected, mut all) = (from, entry, entry);
-    while index + LINE <= to {
-        let (mut wrong, mut any, mut next) = (0, 0, expected);
-        for place in index..index + LINE {
-            let seen = table.get(place) ^ hidden;
-            wrong |= seen ^ next;
-            any |= seen ^ F::CLEAN;
-            next = next.wrapping_add(step);
-        }
-        if wrong & !differ != 0 {
-            break;
-        }
-        all |= any;
-        expected = next;
-        index += LINE;
-    }
-    while index < to {
-        let seen = table.get(index) ^ hidden;
-        if (seen ^ expected) & !differ != 0 {
-            break;
-        }
-        all |= seen ^ F::CLEAN;
-        expected = expected.wrapping_add(step);
-        index += 1;
-    }
-    (index - from, all)
 }

@@ -111,7 +111,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 /// First frame and common flags of 512 leaves that make one, or where they do not.
 fn uniform<F: PageFormat>(table: Table, level: u32, page: u64, any_frame: bool) -> Result<(Pfn, Flags), PagingError> {
     let first = table.get(0);
-    let differ = F::mask(Flags::HARDWARE) | if any_frame { ((1 << F::PHYS_BITS) - 1) & !0xfff } else { 0 };
+    let differ = F::mask(Flags::HARDWARE) | if any_frame { F::FRAME } else { 0 };
     let mut seen = Flags::NONE;
     for index in 0..ENTRIES {
         let entry = table.get(index);

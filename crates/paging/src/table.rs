@@ -5,9 +5,13 @@
 
 use crate::level::ENTRIES;
 use crate::memory::TableMemory;
+use crate::walker;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+
+/// Entries in a cache line.
+pub(crate) const LINE: usize = 8;
 
 /// A handle on a table's entries. As good as the table: see [`Table::at`].
 #[derive(Clone, Copy)]
@@ -37,6 +41,30 @@ impl Table {
         // Acquire pairs with the Release of `publish` and `publish_if_empty`, and with the fence before `set` in a
         // commit: whoever sees a table's entry sees the table's content.
         self.entry(index).load(Ordering::Acquire)
+    }
+
+    /// Reads the eight entries of a cache line, the first of which is at `index`, a multiple of eight.
+    #[inline]
+    pub(crate) fn line(self, index: usize) -> [u64; LINE] {
+        core::array::from_fn(|place| self.get(index + place))
+    }
+
+    /// The same by plain loads, which the compiler may combine.
+    ///
+    /// # Safety
+    ///
+    /// Nobody writes to the table meanwhile, neither hardware nor software.
+    #[inline]
+    pub(crate) unsafe fn line_at_rest(self, index: usize) -> [u64; LINE] {
+        let line = (index & (ENTRIES - 1)) / LINE;
+        // SAFETY: 64 bytes within the table, aligned to 8; nobody writes to them.
+        unsafe { self.0.cast::<[u64; LINE]>().add(line).read() }
+    }
+
+    /// Asks for a cache line ahead of its use.
+    #[inline]
+    pub(crate) fn prefetch(self, index: usize) {
+        walker::prefetch(self.entry(index));
     }
 
     /// Writes an entry. What it publishes has been ordered by a fence, or needs no order.
@@ -103,4 +131,91 @@ pub fn publish_if_empty(slot: &impl AtomicWord, entry: u64) -> Result<(), u64> {
     // Release pairs with the Acquire of every load that follows an entry; Acquire on failure, because the caller then
     // follows the entry that it lost to.
     slot.transition(Ordering::Release, Ordering::Acquire, |seen| (seen == 0).then_some(entry)).map(|_| ())
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use hugemm_base::sync::fence;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    /// Two tables: an upper one, and a lower one that its first entry is to refer to.
+    struct Tables {
+        upper: Box<[AtomicU64; LINE]>,
+        lower: [Box<[AtomicU64; LINE]>; 2],
+    }
+
+    const PRESENT: u64 = 1;
+    const HIDDEN: u64 = 1 << 52 | PRESENT;
+
+    impl Tables {
+        fn new() -> Arc<Self> {
+            let entries = || Box::new(core::array::from_fn(|_| AtomicU64::new(0)));
+            Arc::new(Tables { upper: entries(), lower: [entries(), entries()] })
+        }
+
+        // The handles use their first entries only.
+        fn upper(&self) -> Table {
+            Table(NonNull::from(&self.upper[0]))
+        }
+
+        fn lower(&self, which: u64) -> Table {
+            Table(NonNull::from(&self.lower[which as usize][0]))
+        }
+    }
+
+    /// Hooks in table `mine`, filled, unless another is there; returns which one is.
+    fn hook(tables: &Tables, mine: u64) -> u64 {
+        tables.lower(mine).set(0, 7);
+        match tables.upper().publish_if_empty(0, mine << 12 | PRESENT) {
+            Ok(()) => mine,
+            Err(seen) => {
+                assert_eq!(tables.lower(seen >> 12).get(0), 7, "the loser walks the winner's table");
+                seen >> 12
+            }
+        }
+    }
+
+    /// Of two that hook in a table, both use the same one, and everybody who sees it sees it filled. Fails with the
+    /// orderings of `publish_if_empty` or of `get` weakened.
+    #[test]
+    fn one_table_is_hooked_in_and_seen_filled() {
+        loom::model(|| {
+            let tables = Tables::new();
+            let other = tables.clone();
+            let other = thread::spawn(move || hook(&other, 1));
+            let walker = tables.clone();
+            let walker = thread::spawn(move || {
+                let entry = walker.upper().get(0);
+                if entry != 0 {
+                    assert_eq!(walker.lower(entry >> 12).get(0), 7);
+                }
+            });
+            let mine = hook(&tables, 0);
+            assert_eq!(mine, other.join().expect("the other"));
+            walker.join().expect("the walker");
+        });
+    }
+
+    /// What was reserved is seen filled once it is committed. Fails without the fence before the commit.
+    #[test]
+    fn a_committed_entry_is_seen_filled() {
+        loom::model(|| {
+            let tables = Tables::new();
+            let walker = tables.clone();
+            let walker = thread::spawn(move || {
+                let entry = walker.upper().get(0);
+                if entry & PRESENT != 0 {
+                    assert_eq!(walker.lower(0).get(0), 7);
+                }
+            });
+            // As `map` does: reserve, fill what is below, then one fence, then the commit.
+            tables.upper().set(0, PRESENT ^ HIDDEN);
+            tables.lower(0).set(0, 7);
+            fence(Ordering::Release);
+            tables.upper().set(0, PRESENT);
+            walker.join().expect("the walker");
+        });
+    }
 }

@@ -4,7 +4,7 @@ use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, kind};
-use crate::level::{self, ENTRIES, slots};
+use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Exclusive, Shared, Tree};
 use crate::run::{Leaf, Run, Runs};
@@ -97,32 +97,6 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 _ => {}
             }
         }
-    }
-
-    /// Shows the runs of a subtree that no CPU walks any more, and gives its tables back.
-    ///
-    /// # Safety
-    ///
-    /// Nobody else can reach the table, and no CPU walks it.
-    pub(crate) unsafe fn reap(&mut self, entry: u64, level: u32, first: u64, runs: &mut Runs<'_, F>) -> u64 {
-        let (frame, table) = (F::frame(entry), self.below(entry));
-        let mut tables = 1;
-        if level == 0 {
-            runs.scan(table, 0, ENTRIES, 0, first, 0);
-        } else {
-            for slot in slots(first, first + level::pages(level + 1), level) {
-                let entry = table.get(slot.index);
-                match kind::<F>(entry, level) {
-                    // SAFETY: reached through this table only.
-                    Kind::Table => tables += unsafe { self.reap(entry, level - 1, slot.first, runs) },
-                    Kind::Leaf => runs.push(slot.first, level::pages(level), level, entry, entry ^ F::CLEAN),
-                    _ => {}
-                }
-            }
-        }
-        // SAFETY: nobody walks it; everything below it has been given back.
-        unsafe { self.memory.free(frame) };
-        tables
     }
 }
 

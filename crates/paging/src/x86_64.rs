@@ -47,7 +47,7 @@ const fn bits(flags: Flags) -> u64 {
         | flags.select(Flags::USER, USER)
         | flags.select(Flags::GLOBAL, GLOBAL)
         | flags.select(Flags::WRITE_THROUGH, PWT)
-        | flags.select(Flags::UNCACHED, PCD | PWT)
+        | flags.select(Flags::UNCACHED, PCD)
         | flags.select(Flags::ACCESSED, ACCESSED)
         | flags.select(Flags::DIRTY, DIRTY)
         | flags.select(Flags::OWNER0, OWNER0)
@@ -94,13 +94,12 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     }
 
     fn flags(entry: u64) -> Flags {
-        let cached = entry & PCD == 0;
         Flags::WRITE.only_if(entry & WRITE != 0)
             | Flags::EXEC.only_if(entry & NO_EXEC == 0)
             | Flags::USER.only_if(entry & USER != 0)
             | Flags::GLOBAL.only_if(entry & GLOBAL != 0)
-            | Flags::WRITE_THROUGH.only_if(cached && entry & PWT != 0)
-            | Flags::UNCACHED.only_if(!cached)
+            | Flags::WRITE_THROUGH.only_if(entry & PWT != 0)
+            | Flags::UNCACHED.only_if(entry & PCD != 0)
             | Flags::ACCESSED.only_if(entry & ACCESSED != 0)
             | Flags::DIRTY.only_if(entry & (DIRTY | WAS_DIRTY) != 0)
             | Flags::OWNER0.only_if(entry & OWNER0 != 0)

@@ -65,6 +65,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     }
                     young.young += 1;
                     young.pages += slot.end - slot.first;
+                    // Only the part that is in the range.
                     let skipped = slot.first & (level::pages(level) - 1);
                     let begins = entry + (skipped << PAGE_SHIFT);
                     runs.push(slot.first, slot.end - slot.first, level, begins, entry ^ F::CLEAN);

@@ -6,6 +6,7 @@
 //! | [`cpu`] | threads as CPUs, memory as frames: the platform's traits |
 //! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
 //! | [`mmu`] | simulated CPUs with TLBs, and an oracle that sees stale translations |
+//! | [`ipi`] | real interrupts, for timing shootdowns |
 //! | [`pool`] | hugetlb pools, raised for a while and put back |
 //! | [`limits`] | how much may be taken: the machine, cgroups, the process |
 //! | [`topology`] | CPUs, cores, NUMA nodes, caches, page sizes |
@@ -16,6 +17,7 @@
 pub mod cpu;
 pub mod environment;
 pub mod interrupt;
+pub mod ipi;
 pub mod limits;
 pub mod memory;
 mod mmap;

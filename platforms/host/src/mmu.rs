@@ -260,6 +260,11 @@ impl<'h, 'm> Mmu<'h, 'm> {
         self.oracle.take_written(frame)
     }
 
+    /// Marks a frame as stored to: the content of one that was has moved here.
+    pub fn mark_written(&self, frame: hugemm_base::Pfn) {
+        self.oracle.wrote(frame);
+    }
+
     /// The first thing that went wrong.
     pub fn check(&self) -> Result<(), Violation> {
         self.oracle.first().map_or(Ok(()), Err)

@@ -2,6 +2,7 @@
 
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
+use crate::paging_args as paging;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::{PageSize, PreemptModel};
@@ -57,6 +58,10 @@ pub enum Bench {
     Stress(frames::Stress),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel (seed 003).
     VmCreate(crate::vm_create_args::VmCreate),
+    /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
+    Shootdown(crate::shootdown_args::Shootdown),
+    /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
+    Map(paging::Map),
 }
 
 /// The workloads of `perf bench mem`.

@@ -24,14 +24,20 @@ mod machine;
 mod measure;
 mod memset;
 mod mmap;
+mod paging_args;
+mod paging_map;
 #[cfg(feature = "peers")]
 mod peer_adapters;
 mod peers;
+#[cfg(feature = "peers")]
+mod per_page;
 mod probe;
 mod profile_file;
 mod progress;
 mod qemu;
 mod replay;
+mod shootdown;
+mod shootdown_args;
 mod size;
 mod stats;
 mod table;
@@ -58,6 +64,8 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Linux(args) => linux::run(args),
+        Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
+        Command::Bench(Bench::Map(args)) => paging_map::run(args),
         Command::Explain(args) => explain::run(args),
     });
     match result {

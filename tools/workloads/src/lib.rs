@@ -11,13 +11,17 @@
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
 //! | [`vm_create`] | creating a virtual machine: allocate, clear, map (seed 003) |
+//! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
+//! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
 pub mod alloc_free;
 pub mod chase;
 pub mod faults;
+pub mod mapping;
 pub mod replay;
+pub mod shootdown;
 pub mod sweep;
 pub mod vm_create;
 

@@ -92,14 +92,13 @@ impl Mmu<'_, '_> {
         access: Access,
     ) -> Result<Translation, Fault> {
         let root = tlb.root.ok_or(Fault::NotPresent)?;
-        let seen = self.oracle.now();
         let top = CachedTable {
             tag: tlb.tag,
             base: 0,
             level: LEVELS - 1,
             table: Pfn::containing(root),
             writable: true,
-            seen,
+            seen: self.oracle.now(),
         };
         let starts = tlb.starts(at);
         let start =
@@ -140,6 +139,9 @@ impl Mmu<'_, '_> {
                     Err(now) => value = now,
                 }
             };
+            // After the entry was read: what it refers to may have been freed and used anew before, but not since, because
+            // that would have had to wait for this CPU.
+            let seen = self.oracle.now();
             writable &= value & WRITABLE != 0;
             let below = value & FRAME & !if leaf { reach(level) - 1 } else { 0 };
             let frame = Pfn::containing(PhysAddr::new(below));

@@ -1,0 +1,242 @@
+//! Range operations on that crate's page tables.
+
+use core::fmt;
+use core::ptr::NonNull;
+use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, PhysAddr};
+use hugemm_paging::{
+    Change, Detached, EditLock, Editing, Flags, Mapping, NoTable, PageFormat, PageTable, PagingError, Run, Span,
+    SpanError, Stale, TableContent, TableMemory, Unhooked, X86_64,
+};
+use x86_64::VirtAddr;
+use x86_64::structures::paging::frame::PhysFrameRange;
+use x86_64::structures::paging::page::PageRange;
+use x86_64::structures::paging::{FrameAllocator, FrameDeallocator, PageTableFlags, PhysFrame, Size4KiB};
+
+/// Why a range operation was refused; nothing has been changed then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RangeError {
+    /// The range of pages is empty.
+    Range(SpanError),
+    /// A flag that hugemm's entries have no place for.
+    Flags(PageTableFlags),
+    /// What the page table says.
+    Paging(PagingError),
+}
+
+impl fmt::Display for RangeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RangeError::Range(error) => error.fmt(f),
+            RangeError::Flags(flags) => write!(f, "no entry can have the flags {flags:?} here; leave them out"),
+            RangeError::Paging(error) => error.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for RangeError {}
+
+impl From<SpanError> for RangeError {
+    fn from(error: SpanError) -> Self {
+        RangeError::Range(error)
+    }
+}
+
+impl From<PagingError> for RangeError {
+    fn from(error: PagingError) -> Self {
+        RangeError::Paging(error)
+    }
+}
+
+/// Maps, unmaps and protects ranges of 4-level tables that lie in memory mapped at an offset: the tables that that
+/// crate's `OffsetPageTable` works on.
+///
+/// Entries are written as its `Mapper`s write them, except that tables refer to their children with every right (leaves
+/// decide) and with the accessed bit set. Bits 52, 53 and 58 of entries belong to hugemm.
+pub struct RangeMapper {
+    table: PageTable<X86_64, EditLock>,
+    offset: VirtAddr,
+}
+
+impl RangeMapper {
+    /// A mapper of the half of the address space that `half` lies in.
+    ///
+    /// # Safety
+    ///
+    /// * `root` and all tables below it are mapped writable at `offset` plus their physical address.
+    /// * While the mapper lives, nobody else edits entries of that half, nor root entries at all.
+    /// * Tables come from the allocators that are given to the methods, or may be freed to them.
+    pub unsafe fn new(root: PhysFrame, offset: VirtAddr, half: VirtAddr) -> Result<Self, RangeError> {
+        const HALF: u64 = 1 << 47;
+        let start = if half.as_u64() < HALF { 0 } else { HALF.wrapping_neg() };
+        let bounds = Span::new(hugemm_base::VirtAddr::new(start), HALF)?;
+        // SAFETY: the caller's promises, passed on.
+        let table = unsafe { PageTable::adopt(Pfn::containing(physical(root)), bounds) }?;
+        Ok(RangeMapper { table, offset })
+    }
+
+    /// Maps `pages` to `frames`, one after the other, by the largest leaves up to `largest` that the alignment of both
+    /// allows. Nothing of the range may be mapped. No flush is owed.
+    ///
+    /// # Safety
+    ///
+    /// As that crate's `Mapper::map_to` for every page.
+    pub unsafe fn map_range(
+        &mut self,
+        pages: PageRange<Size4KiB>,
+        frames: PhysFrameRange<Size4KiB>,
+        flags: PageTableFlags,
+        largest: PageSize,
+        allocator: &mut (impl FrameAllocator<Size4KiB> + FrameDeallocator<Size4KiB>),
+    ) -> Result<(), RangeError> {
+        let how = Mapping { flags: to_flags(flags)?, largest };
+        let count = frames.end.start_address().as_u64().saturating_sub(frames.start.start_address().as_u64());
+        let run = Extent::from_bytes(physical(frames.start), count).unwrap_or_default();
+        let tables = Tables { allocator, offset: self.offset };
+        Ok(self.table.exclusive(tables).map(span(pages)?, [run], how)?)
+    }
+
+    /// Makes `pages` inaccessible, holes and all. Flush, then [harvest](RangeMapper::harvest) what had been mapped.
+    ///
+    /// # Safety
+    ///
+    /// As that crate's `Mapper::unmap` for every page.
+    pub unsafe fn unmap_range(&mut self, pages: PageRange<Size4KiB>) -> Result<UnmapFlush, RangeError> {
+        let tables = Tables { allocator: &mut Nothing, offset: self.offset };
+        Ok(UnmapFlush(self.table.exclusive(tables).detach(span(pages)?, Editing::LIVE)?))
+    }
+
+    /// Shows `visit` what an unmapped range had been mapped to, by runs, and gives its tables back.
+    pub fn harvest(
+        &mut self,
+        detached: Detached,
+        allocator: &mut (impl FrameAllocator<Size4KiB> + FrameDeallocator<Size4KiB>),
+        visit: impl FnMut(Run),
+    ) -> Result<(), (PagingError, Detached)> {
+        let tables = Tables { allocator, offset: self.offset };
+        self.table.exclusive(tables).harvest(detached, Flags::HARDWARE, visit).map(|_| ())
+    }
+
+    /// Gives every page of the range that is mapped exactly `flags`, accessed and dirty bits apart, which stay.
+    ///
+    /// # Safety
+    ///
+    /// As that crate's `Mapper::update_flags` for every page.
+    pub unsafe fn update_flags_range(
+        &mut self,
+        pages: PageRange<Size4KiB>,
+        flags: PageTableFlags,
+    ) -> Result<Stale, RangeError> {
+        const ALL: Flags = Flags::WRITE
+            .with(Flags::EXEC)
+            .with(Flags::USER)
+            .with(Flags::GLOBAL)
+            .with(Flags::WRITE_THROUGH)
+            .with(Flags::UNCACHED)
+            .with(Flags::OWNER0)
+            .with(Flags::OWNER1);
+        let set = to_flags(flags)?;
+        let tables = Tables { allocator: &mut Nothing, offset: self.offset };
+        let change = Change { set, clear: ALL.without(set) };
+        Ok(self.table.exclusive(tables).protect(span(pages)?, change, Editing::LIVE)?)
+    }
+}
+
+/// Unmapped pages before their flush.
+#[derive(Debug)]
+#[must_use = "the pages stay blocked and their frames in use until this is flushed and harvested"]
+pub struct UnmapFlush(Unhooked);
+
+impl UnmapFlush {
+    /// What was unhooked: which range to flush, and whether by one that includes tables.
+    pub fn unhooked(self) -> Unhooked {
+        self.0
+    }
+
+    /// Flushes this CPU's TLB: all of it, global entries included, since that is one instruction or two.
+    ///
+    /// # Safety
+    ///
+    /// No other CPU has the tables loaded.
+    #[cfg(target_arch = "x86_64")]
+    pub unsafe fn flush_this_cpu(self) -> Detached {
+        use x86_64::registers::control::{Cr4, Cr4Flags};
+        if self.0.flush().is_some() {
+            let cr4 = Cr4::read();
+            if cr4.contains(Cr4Flags::PAGE_GLOBAL) {
+                // SAFETY: global pages off and on again flush everything and change nothing else (Intel SDM volume 3,
+                // 4.10.4.1).
+                unsafe {
+                    Cr4::write(cr4.difference(Cr4Flags::PAGE_GLOBAL));
+                    Cr4::write(cr4);
+                }
+            } else {
+                x86_64::instructions::tlb::flush_all();
+            }
+        }
+        // SAFETY: the only CPU that could have anything cached has just been flushed.
+        unsafe { self.0.assume_flushed() }
+    }
+}
+
+fn physical(frame: PhysFrame) -> PhysAddr {
+    PhysAddr::new(frame.start_address().as_u64())
+}
+
+fn span(pages: PageRange<Size4KiB>) -> Result<Span, SpanError> {
+    let (start, end) = (pages.start.start_address().as_u64(), pages.end.start_address().as_u64());
+    Span::new(hugemm_base::VirtAddr::new(start), end.saturating_sub(start))
+}
+
+/// That crate's flags as hugemm's; an error if any would be lost.
+fn to_flags(flags: PageTableFlags) -> Result<Flags, RangeError> {
+    let bits = flags.difference(PageTableFlags::HUGE_PAGE).union(PageTableFlags::PRESENT).bits();
+    let ours = X86_64::flags(bits);
+    let lost = X86_64::leaf(Pfn::new(0), 0, ours) ^ bits;
+    if lost == 0 { Ok(ours) } else { Err(RangeError::Flags(PageTableFlags::from_bits_retain(lost))) }
+}
+
+/// That crate's allocator as a source of tables.
+struct Tables<'a, A> {
+    allocator: &'a mut A,
+    offset: VirtAddr,
+}
+
+// SAFETY: the allocator's frames are unique by its contract; `RangeMapper::new` requires all tables, and so the frames
+// of the allocators given to it, to be mapped at the offset.
+unsafe impl<A: FrameAllocator<Size4KiB> + FrameDeallocator<Size4KiB>> TableMemory for Tables<'_, A> {
+    fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        let frame = self.allocator.allocate_frame().ok_or(NoTable)?;
+        let table = Pfn::containing(physical(frame));
+        if content == TableContent::Zero {
+            // SAFETY: the frame is mapped at the offset and nobody else's.
+            unsafe { self.reach(table).write_bytes(0, PAGE_BYTES as usize) };
+        }
+        Ok(table)
+    }
+
+    unsafe fn free(&mut self, table: Pfn) {
+        let frame = PhysFrame::containing_address(x86_64::PhysAddr::new(table.start().get()));
+        // SAFETY: the caller's promise: nobody uses it.
+        unsafe { self.allocator.deallocate_frame(frame) };
+    }
+
+    #[inline]
+    fn reach(&self, table: Pfn) -> NonNull<u8> {
+        let address = self.offset.as_u64().wrapping_add(table.start().get());
+        NonNull::new(core::ptr::with_exposed_provenance_mut(address as usize)).unwrap_or(NonNull::dangling())
+    }
+}
+
+/// For operations that neither make nor free tables.
+struct Nothing;
+
+// SAFETY: there are none.
+unsafe impl FrameAllocator<Size4KiB> for Nothing {
+    fn allocate_frame(&mut self) -> Option<PhysFrame> {
+        None
+    }
+}
+
+impl FrameDeallocator<Size4KiB> for Nothing {
+    unsafe fn deallocate_frame(&mut self, _frame: PhysFrame) {}
+}

@@ -1,0 +1,406 @@
+//! The rules one by one.
+
+mod support;
+
+use hugemm_base::inject::{NoFaults, every_fault};
+use hugemm_base::{Extent, FlushDomain, PageSize, Pfn, Quarantine, VirtRange};
+use hugemm_paging::{
+    Aarch64, Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError,
+    Run, Span, X86_64,
+};
+use std::sync::atomic::{AtomicBool, Ordering};
+use support::{Heap, access, at, extent, lower, span};
+
+const DATA: Mapping = Mapping { flags: Flags::WRITE, largest: PageSize::Size1G };
+const SMALL: Mapping = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+
+fn table<F: PageFormat, I: hugemm_base::inject::Inject>(heap: &Heap<I>) -> PageTable<F, EditLock> {
+    // SAFETY: one heap; whatever translates by the table in these tests caches nothing, unless it says so.
+    unsafe { PageTable::new(&mut &*heap, lower::<F>()) }.expect("a root")
+}
+
+fn runs<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: Span) -> Vec<(u64, Extent, PageSize)> {
+    let mut runs = Vec::new();
+    let guard = table.shared(heap);
+    guard.walk(span, Flags::NONE, |run| runs.push((run.at.get() >> 12, run.extent, run.size))).expect("in bounds");
+    runs
+}
+
+fn unmap<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: Span) -> Vec<Run> {
+    let unhooked = table.exclusive(heap).detach(span, Editing::LIVE).expect("detached");
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { unhooked.assume_flushed() };
+    let mut runs = Vec::new();
+    table.exclusive(heap).harvest(detached, Flags::NONE, |run| runs.push(run)).expect("its own");
+    runs
+}
+
+const GIB: u64 = 1 << 18;
+
+#[test]
+fn the_largest_leaf_that_fits_is_used() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    // From 512 pages below a border of 1 GiB to 3 pages past the next: 2 MiB, 1 GiB, three single pages.
+    let (first, pages) = (8 * GIB - 512, 512 + GIB + 3);
+    table.exclusive(&heap).map(span(first, pages), [extent(16 * GIB - 512, pages)], DATA).expect("mapped");
+    assert_eq!(
+        runs(&table, &heap, lower::<X86_64>()),
+        [
+            (first, extent(16 * GIB - 512, 512), PageSize::Size2M),
+            (first + 512, extent(16 * GIB, GIB), PageSize::Size1G),
+            (9 * GIB, extent(17 * GIB, 3), PageSize::Size4K),
+        ]
+    );
+    // Frames that are aligned otherwise take small leaves, and a cap is a cap.
+    table.exclusive(&heap).map(span(0, 1024), [extent(1, 1024)], DATA).expect("mapped");
+    assert_eq!(runs(&table, &heap, span(0, 1024)), [(0, extent(1, 1024), PageSize::Size4K)]);
+    let capped = Mapping { largest: PageSize::Size2M, ..DATA };
+    table.exclusive(&heap).map(span(GIB, GIB), [extent(GIB, GIB)], capped).expect("mapped");
+    assert_eq!(runs(&table, &heap, span(GIB, GIB)), [(GIB, extent(GIB, GIB), PageSize::Size2M)]);
+    let guard = table.shared(&heap);
+    assert_eq!(guard.translate(at(8 * GIB + 5)).map(|phys| phys.get()), Some((16 * GIB + 5) << 12));
+    assert!(matches!(guard.lookup(at(9 * GIB)), Lookup::Mapped(Leaf { size: PageSize::Size4K, .. })));
+}
+
+#[test]
+fn bad_requests_are_named_and_change_nothing() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<Aarch64, _>(&heap);
+    let mut guard = table.exclusive(&heap);
+    let outside = span(1 << 36, 1);
+    assert_eq!(guard.map(outside, [extent(0, 1)], DATA), Err(PagingError::OutOfBounds { at: at(1 << 36) }));
+    assert_eq!(guard.map(span(5, 3), [extent(0, 2)], DATA), Err(PagingError::OutOfFrames { at: at(7) }));
+    assert_eq!(
+        guard.map(span(5, 3), [extent(1 << 36, 3)], DATA),
+        Err(PagingError::BadFrame { frame: Pfn::new(1 << 36) })
+    );
+    guard.map(span(512, 512), [extent(512, 512)], DATA).expect("mapped");
+    assert_eq!(guard.map(span(500, 20), [extent(0, 20)], DATA), Err(PagingError::Overlap { at: at(512) }));
+    let half = guard.detach(span(512, 100), Editing::LIVE).err();
+    assert_eq!(half, Some(PagingError::NeedsSplit { at: at(612) }));
+    drop(guard);
+    assert_eq!(runs(&table, &heap, lower::<Aarch64>()), [(512, extent(512, 512), PageSize::Size2M)]);
+    // SAFETY: as in `table`.
+    let both = unsafe { PageTable::<X86_64>::new(&mut &heap, span(0, 1 << 36)) };
+    assert!(matches!(both, Err(PagingError::OutOfBounds { .. })), "not both halves");
+}
+
+/// Exhaustion at every point leaves everything as it was (design invariant 7), shared or exclusive.
+#[test]
+fn exhaustion_is_rolled_back_everywhere() {
+    for shared in [false, true] {
+        let steps = every_fault(|plan| {
+            let heap = Heap::new(plan);
+            // SAFETY: as in `table`.
+            let Ok(table) = (unsafe { PageTable::<X86_64>::new(&mut &heap, lower::<X86_64>()) }) else {
+                return assert_eq!(heap.live(), 0);
+            };
+            // A neighbour, and then a range that needs tables at every level on both sides of 512 GiB.
+            let neighbour = table.exclusive(&heap).map(span((1 << 27) - 3000, 1), [extent(9, 1)], SMALL);
+            let before = heap.live();
+            let range = span((1 << 27) - 1500, 3000);
+            let frames = [extent(100, 700), extent(5000, 2300)];
+            let done = match shared {
+                true => table.shared(&heap).map(range, frames, DATA),
+                false => table.exclusive(&heap).map(range, frames, DATA),
+            };
+            let mut seen = 0;
+            let guard = table.shared(&heap);
+            guard.walk(range, Flags::NONE, |run| seen += run.extent.pages()).expect("in bounds");
+            drop(guard);
+            match done {
+                Ok(()) => assert_eq!(seen, 3000),
+                Err(error) => {
+                    assert_eq!((error, seen), (PagingError::NoTable, 0));
+                    // Shared: empty tables along the ends may stay, two per level at most.
+                    let left = heap.live() - before;
+                    assert!(if shared { left <= 6 } else { left == 0 }, "{left} tables were not given back");
+                    // And it works when there is memory again.
+                    if neighbour.is_ok() {
+                        table.exclusive(&heap).map(range, frames, DATA).expect("room");
+                    }
+                }
+            }
+            // SAFETY: nobody translates by it.
+            unsafe { table.retire(&mut &heap, |_| ()) };
+            assert_eq!(heap.live(), 0);
+        });
+        assert!(steps > 8, "{steps} runs");
+    }
+}
+
+#[test]
+fn an_overlap_far_along_is_rolled_back() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(5 * GIB, 1), [extent(7, 1)], DATA).expect("mapped");
+    let before = heap.live();
+    let range = span(GIB - 5, 5 * GIB);
+    let done = table.exclusive(&heap).map(range, [extent(0, 5 * GIB)], SMALL);
+    assert_eq!(done, Err(PagingError::Overlap { at: at(5 * GIB) }));
+    assert_eq!((heap.live(), runs(&table, &heap, lower::<X86_64>()).len()), (before, 1));
+}
+
+/// Everything below an entry goes by one store, and what hardware writes into the unhooked tables is harvested.
+#[test]
+fn whole_tables_are_unhooked_by_one_store() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 3 * GIB), [extent(0, 3 * GIB)], SMALL).expect("mapped");
+    let tables = heap.live();
+    let unhooked = table.exclusive(&heap).detach(span(GIB, GIB), Editing::LIVE).expect("detached");
+    assert_eq!((unhooked.entries(), unhooked.tables()), (1, true));
+    assert_eq!(access::<X86_64, _>(&heap, table.root(), at(GIB), false), None, "hidden from walks");
+    assert_eq!(table.shared(&heap).lookup(at(GIB + 7)), Lookup::Busy);
+    let again = table.exclusive(&heap).detach(span(GIB + 5, 1), Editing::LIVE).err();
+    assert_eq!(again, Some(PagingError::Busy { at: at(GIB + 5) }), "not twice");
+    let mapped = table.exclusive(&heap).map(span(GIB + 5, 1), [extent(1, 1)], SMALL);
+    assert!(matches!(mapped, Err(PagingError::Busy { .. })), "not over it");
+    assert_eq!(heap.live(), tables, "nothing is freed before the flush");
+    // SAFETY: `access` caches nothing.
+    let detached = unsafe { unhooked.assume_flushed() };
+    let mut seen = Vec::new();
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |run| seen.push(run)).expect("its own");
+    assert_eq!((harvest.pages, harvest.tables), (GIB, 513));
+    assert_eq!((seen.len(), seen[0].extent), (1, extent(GIB, GIB)));
+    assert_eq!(heap.live(), tables - 513);
+    assert_eq!(unmap(&table, &heap, span(GIB, GIB)), [], "gone");
+}
+
+struct Space;
+
+#[derive(Default)]
+struct Kept(std::cell::RefCell<Vec<Detached>>);
+
+impl Quarantine<Detached> for Kept {
+    fn take(&self, value: Detached, _range: VirtRange) {
+        self.0.borrow_mut().push(value);
+    }
+}
+
+/// The ordinary way: behind a flush of the space's domain, out against its receipt.
+#[test]
+fn a_receipt_releases_what_was_detached() {
+    let (heap, domain) = (Heap::new(NoFaults), FlushDomain::<Space, _>::new(Kept::default()));
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(10, 10), [extent(70, 10)], SMALL).expect("mapped");
+    let unhooked = table.exclusive(&heap).detach(span(12, 3), Editing::LIVE).expect("detached");
+    assert!(!unhooked.tables());
+    let (range, pending) = (unhooked.flush().expect("something"), unhooked.behind(&domain));
+    // SAFETY: no CPU holds anything.
+    let receipt = unsafe { domain.flush(range.into(), false, |_| ()) };
+    let detached = pending.release(&receipt).expect("paid");
+    let other = crate::table::<X86_64, _>(&heap);
+    let (error, detached) = other.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another table's");
+    assert_eq!(error, PagingError::Foreign);
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    assert_eq!(harvest.pages, 3);
+
+    // A debt that is dropped blocks its addresses, and nothing is lost: it is still there in the end.
+    let unhooked = table.exclusive(&heap).detach(span(15, 3), Editing::LIVE).expect("detached");
+    drop(unhooked.behind(&domain));
+    assert_eq!((domain.dropped_debts(), domain.quarantine().0.borrow().len()), (1, 1));
+    assert_eq!(table.shared(&heap).lookup(at(15)), Lookup::Busy);
+    let mut left = 0;
+    // SAFETY: nothing is cached anywhere, and the quarantined token is not used any more.
+    unsafe { table.retire(&mut &heap, |run| left += run.extent.pages()) };
+    assert_eq!(left, 7);
+    // SAFETY: as above.
+    unsafe { other.retire(&mut &heap, |_| ()) };
+    assert_eq!(heap.live(), 0);
+}
+
+#[test]
+fn holes_of_a_detached_range_can_be_mapped_but_not_detached_again_before_the_harvest() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 4), [extent(0, 4)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(6, 4), [extent(6, 4)], SMALL).expect("mapped");
+    let first = table.exclusive(&heap).detach(span(0, 10), Editing::LIVE).expect("detached");
+    table.exclusive(&heap).map(span(4, 2), [extent(100, 2)], SMALL).expect("the hole is free");
+    let early = table.exclusive(&heap).detach(span(4, 2), Editing::LIVE).err();
+    assert_eq!(early, Some(PagingError::Busy { at: at(4) }), "the first harvest would take it unflushed");
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { first.assume_flushed() };
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    assert_eq!(harvest.pages, 8, "not the two that came later");
+    assert_eq!(unmap(&table, &heap, span(4, 2)).len(), 1);
+}
+
+#[test]
+fn ageing_clears_and_reports_once_at_every_leaf_size() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let pages = GIB + 512 + 3;
+    table.exclusive(&heap).map(span(0, pages), [extent(0, pages)], DATA).expect("mapped");
+    for (page, write) in [(7, false), (GIB + 100, true), (GIB + 512, false), (GIB + 513, true)] {
+        assert_eq!(access::<X86_64, _>(&heap, table.root(), at(page), write), Some(Pfn::new(page)));
+    }
+    let mut seen = Vec::new();
+    let young = table.shared(&heap).clear_young(span(0, pages), |run| seen.push(run.extent)).expect("in bounds");
+    assert_eq!((young.leaves, young.young, young.pages), (5, 4, GIB + 512 + 2));
+    assert_eq!(seen, [extent(0, GIB), extent(GIB, 512), extent(GIB + 512, 2)], "dirty and clean are equally young");
+    let young = table.shared(&heap).clear_young(span(0, pages), |_| ()).expect("in bounds");
+    assert_eq!((young.leaves, young.young), (5, 0));
+    let mut dirty = 0;
+    let guard = table.shared(&heap);
+    let count = |run: Run| dirty += if run.flags.contains(Flags::DIRTY) { run.extent.pages() } else { 0 };
+    guard.walk(span(0, pages), Flags::NONE, count).expect("in bounds");
+    assert_eq!(dirty, 512 + 1, "what was written stays known");
+}
+
+#[test]
+fn a_block_is_replaced_by_one_store_and_put_back() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 1024), [extent(0, 1024)], DATA).expect("mapped");
+    // Every seventh page keeps its frame, the others share one: what a descriptor economy does.
+    let shared = Leaf { frame: Pfn::new(7777), size: PageSize::Size4K, flags: Flags::NONE };
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| if (at.get() >> 12).is_multiple_of(7) { leaf } else { shared };
+    let stale = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
+    assert_eq!(stale.flush(), Some(span(512, 512).range()));
+    let guard = table.shared(&heap);
+    assert_eq!(guard.translate(at(514)).map(|phys| phys.get() >> 12), Some(7777));
+    assert_eq!(guard.translate(at(518)).map(|phys| phys.get() >> 12), Some(518));
+    drop(guard);
+    let mut old = None;
+    let error = table.exclusive(&heap).collapse(at(512), PageSize::Size2M, None, |_| ()).err();
+    assert_eq!(error, Some(PagingError::NotUniform { at: at(513) }));
+    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+    let stale = table.exclusive(&heap).protect(span(512, 512), change, Editing::LIVE).expect("in bounds");
+    assert_eq!(stale.entries(), 512 - 73, "those that kept their frames are writable already");
+    let target = Some(Pfn::new(4096));
+    let done = table.exclusive(&heap).collapse(at(512), PageSize::Size2M, target, |table| old = Some(table));
+    assert_eq!(done.map(|stale| stale.entries()), Ok(1));
+    assert_eq!(runs(&table, &heap, span(512, 512)), [(512, extent(4096, 512), PageSize::Size2M)]);
+    // SAFETY: nothing walks it any more.
+    unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
+}
+
+/// A user space beside the kernel's half sees what the kernel maps later, and takes nothing of it away.
+#[test]
+fn address_spaces_share_the_kernels_half() {
+    let heap = Heap::new(NoFaults);
+    let upper = Span::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 1 << 40).expect("two slots");
+    // SAFETY: as in `table`.
+    let kernel = unsafe { PageTable::<X86_64>::with_fixed_top(&mut &heap, upper) }.expect("tables");
+    // SAFETY: as in `table`.
+    let user = unsafe { PageTable::<X86_64>::beside(&mut &heap, lower::<X86_64>(), &kernel) }.expect("a root");
+    let tables = heap.live();
+    kernel.exclusive(&heap).map(upper, [extent(0, 1 << 28)], DATA).expect("mapped");
+    let seen = |at| access::<X86_64, _>(&heap, user.root(), at, false);
+    assert_eq!(seen(upper.start()), Some(Pfn::new(0)));
+    assert!(user.shared(&heap).translate(upper.start()).is_none(), "not its business");
+    assert_eq!(unmap(&kernel, &heap, upper).iter().map(|run| run.extent.pages()).sum::<u64>(), 1 << 28);
+    assert_eq!(seen(upper.start()), None);
+    assert_eq!(heap.live(), tables, "the tables at the top stay");
+    let clash = Span::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 4096).expect("a span");
+    // SAFETY: as in `table`.
+    let error = unsafe { PageTable::<X86_64>::beside(&mut &heap, clash, &kernel) }.err();
+    assert!(matches!(error, Some(PagingError::Overlap { .. })));
+    // SAFETY: nobody translates by them; the user's first.
+    unsafe {
+        user.retire(&mut &heap, |_| ());
+        kernel.retire(&mut &heap, |_| ());
+    }
+    assert_eq!(heap.live(), 0);
+}
+
+/// Several CPUs map neighbouring pages under tables that none of them has made yet.
+#[test]
+fn concurrent_mappers_share_tables() {
+    const THREADS: u64 = 4;
+    let rounds = if cfg!(miri) { 2 } else { 40 };
+    let pages = if cfg!(miri) { 20 } else { 700 };
+    for round in 0..rounds {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (heap, table) = (&heap, &table);
+                scope.spawn(move || {
+                    for i in 0..pages {
+                        // Interleaved single pages, and now and then a range of its own.
+                        let page = (1 << 27) - pages * THREADS / 2 + i * THREADS + thread;
+                        table.shared(heap).map(span(page, 1), [extent(page, 1)], DATA).expect("nobody else's");
+                        if i.is_multiple_of(64) {
+                            let range = span((thread + 1) * 64 * GIB + i * 1000, 900);
+                            table.shared(heap).map(range, [extent(i, 900)], DATA).expect("nobody else's");
+                        }
+                    }
+                });
+            }
+        });
+        let first = (1 << 27) - pages * THREADS / 2;
+        assert_eq!(
+            runs(&table, &heap, span(first, pages * THREADS)),
+            [(first, extent(first, pages * THREADS), PageSize::Size4K)],
+            "round {round}"
+        );
+        // SAFETY: nobody translates by it.
+        unsafe { table.retire(&mut &heap, |_| ()) };
+        assert_eq!(heap.live(), 0, "tables of losers were given back");
+    }
+}
+
+/// All CPUs want the same pages: each goes to one of them, and the others are told.
+#[test]
+fn of_several_mappers_of_one_page_one_wins() {
+    let pages = if cfg!(miri) { 10 } else { 2000 };
+    let heap = Heap::new(NoFaults);
+    let table = table::<Aarch64, _>(&heap);
+    let won: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3_u64)
+            .map(|thread| {
+                let (heap, table) = (&heap, &table);
+                scope.spawn(move || {
+                    let map = |page| table.shared(heap).map(span(page, 1), [extent(thread * 100_000 + page, 1)], DATA);
+                    (0..pages).filter(|page| map(*page).is_ok()).count() as u64
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("a mapper")).sum()
+    });
+    assert_eq!(won, pages);
+}
+
+/// No dirty bit is lost however an access falls between protecting and ageing: a page that was written is dirty.
+#[test]
+fn hardware_bits_survive_edits_of_live_entries() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    const PAGES: u64 = 64;
+    table.exclusive(&heap).map(span(0, PAGES), [extent(0, PAGES)], SMALL).expect("mapped");
+    let done = AtomicBool::new(false);
+    let rounds = if cfg!(miri) { 3 } else { 3000 };
+    std::thread::scope(|scope| {
+        let written = scope.spawn(|| {
+            let mut written = [0_u64; PAGES as usize];
+            let mut page = 0;
+            while !done.load(Ordering::Relaxed) {
+                if access::<X86_64, _>(&heap, table.root(), at(page), true).is_some() {
+                    written[page as usize] += 1;
+                }
+                page = (page + 1) % PAGES;
+            }
+            written
+        });
+        for round in 0..rounds {
+            let on = Change { set: Flags::WRITE, clear: Flags::NONE };
+            let off = Change { set: Flags::NONE, clear: Flags::WRITE };
+            let change = if round % 2 == 0 { off } else { on };
+            let stale = table.exclusive(&heap).protect(span(0, PAGES), change, Editing::LIVE).expect("in bounds");
+            assert!(stale.entries() <= PAGES);
+            table.shared(&heap).clear_young(span(0, PAGES), |_| ()).expect("in bounds");
+        }
+        done.store(true, Ordering::Relaxed);
+        let written = written.join().expect("the writer");
+        for run in unmap(&table, &heap, span(0, PAGES)) {
+            let dirty = run.flags.contains(Flags::DIRTY);
+            for page in run.extent.base().number()..run.extent.end().number() {
+                assert_eq!(dirty, written[page as usize] > 0, "page {page}");
+            }
+        }
+    });
+}

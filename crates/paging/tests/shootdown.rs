@@ -1,0 +1,396 @@
+//! Who is asked, what it costs, and what is refused.
+
+use hugemm_base::platform::{Instrumented, Preempt, StoreOrder, VectorUnit};
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{
+    Counters, CpuCx, CpuId, CpuLocal, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr,
+    VirtRange,
+};
+use hugemm_paging::{
+    Counting, DeferredUnmap, Keep, Kernel, ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu,
+    TlbSpace, Tlbs, TlbsError, User,
+};
+use std::cell::Cell;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// A CPU that the thread plays.
+struct Cpu {
+    number: Cell<u32>,
+    interrupts: Cell<bool>,
+    counters: Counters,
+}
+
+impl Cpu {
+    fn new(number: u32) -> Self {
+        Cpu { number: Cell::new(number), interrupts: Cell::new(true), counters: Counters::default() }
+    }
+
+    /// Runs `f` with a context of the CPU.
+    fn run<R>(&self, f: impl FnOnce(&CpuCx<'_, Cpu>) -> R) -> R {
+        // SAFETY: the only context in use on this thread.
+        f(&unsafe { CpuCx::new(self) })
+    }
+}
+
+// SAFETY: a thread plays one CPU at a time, and no other thread the same.
+unsafe impl CpuLocal for Cpu {
+    fn current(&self) -> CpuId {
+        CpuId(self.number.get())
+    }
+
+    fn pin(&self) -> usize {
+        usize::from(self.interrupts.replace(false))
+    }
+
+    unsafe fn unpin(&self, state: usize) {
+        self.interrupts.set(state != 0);
+    }
+
+    fn interrupts_on(&self) -> bool {
+        self.interrupts.get()
+    }
+}
+
+impl Preempt for Cpu {
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::None
+    }
+
+    fn reschedule(&self) {}
+}
+
+// SAFETY: the hardware's own barriers.
+unsafe impl StoreOrder for Cpu {}
+
+impl VectorUnit for Cpu {}
+
+impl Instrumented for Cpu {
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+}
+
+struct Parts {
+    cpus: Vec<TlbCpu>,
+    inboxes: Vec<AtomicU64>,
+}
+
+fn words(count: usize) -> Vec<AtomicU64> {
+    (0..count).map(|_| AtomicU64::new(0)).collect()
+}
+
+impl Parts {
+    fn new(cpus: usize) -> Self {
+        Parts { cpus: (0..cpus).map(|_| TlbCpu::default()).collect(), inboxes: words(cpus * cpus.div_ceil(64)) }
+    }
+
+    fn tlbs<H: TlbHw>(&self, hw: H) -> Tlbs<'_, H> {
+        // SAFETY: these CPUs are the tests'.
+        unsafe { Tlbs::new(&self.cpus, &self.inboxes, hw) }.expect("fits")
+    }
+
+    fn space<K: SpaceKind, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>) -> TlbSpace<K, Keep, Vec<AtomicU64>> {
+        let masks = words(2 * self.cpus.len().div_ceil(64));
+        TlbSpace::with_masks(tlbs, PhysAddr::new(0x1000), Keep, masks).expect("fits")
+    }
+}
+
+fn range(page: u64, pages: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(page << 12), pages << 12).expect("a range")
+}
+
+/// Changes `pages` pages and flushes them on CPU 0; what that cost.
+fn change<H: TlbHw>(
+    tlbs: &Tlbs<'_, H>,
+    cx: &CpuCx<'_, Cpu>,
+    space: &TlbSpace<User, Keep, Vec<AtomicU64>>,
+    pages: u64,
+    policy: &ShootdownPolicy,
+) -> ShootdownCounts {
+    let before = tlbs.counts();
+    for part in policy.batches(range(0x100, pages), PageSize::Size4K) {
+        let mut batch = ShootdownBatch::new(space);
+        batch.changed(part, PageSize::Size4K);
+        batch.flush(tlbs, cx, policy);
+    }
+    tlbs.counts().since(before)
+}
+
+#[test]
+fn a_batch_costs_the_same_for_any_number_of_pages_and_any_number_of_cpus_is_reached() {
+    for cpus in [1, 2, 63, 64, 65, 130, 200] {
+        let parts = Parts::new(cpus);
+        let tlbs = parts.tlbs(Counting);
+        let space = parts.space(&tlbs);
+        let cpu = Cpu::new(0);
+        for number in (0..cpus).rev() {
+            cpu.number.set(number as u32);
+            cpu.run(|cx| space.switch_in(&tlbs, cx));
+            assert!(space.is_user(CpuId(number as u32)));
+        }
+        let others = cpus as u64 - 1;
+        for pages in [1, 33, 34, 512, 1 << 18] {
+            let counts = cpu.run(|cx| change(&tlbs, cx, &space, pages, &ShootdownPolicy::BATCHED));
+            assert_eq!((counts.targets, counts.interrupts, counts.served), (others, others, others));
+            assert_eq!((counts.flushes_range, counts.flushes_all), if pages <= 33 { (1, 0) } else { (0, 1) });
+            assert_eq!((counts.pages, counts.caught_up), (if pages <= 33 { pages } else { 0 }, 0));
+        }
+        let counts = cpu.run(|cx| change(&tlbs, cx, &space, 100, &ShootdownPolicy::PER_PAGE));
+        assert_eq!((counts.flushes_range, counts.targets), (100, 100 * others));
+    }
+}
+
+#[test]
+fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
+    let parts = Parts::new(130);
+    let tlbs = parts.tlbs(Counting);
+    let (space, other) = (parts.space::<User, _>(&tlbs), parts.space::<User, _>(&tlbs));
+    let cpu = Cpu::new(0);
+    let on = |number: u32, f: &dyn Fn(&CpuCx<'_, Cpu>)| {
+        cpu.number.set(number);
+        cpu.run(|cx| f(cx));
+        cpu.number.set(0);
+    };
+    for number in [0, 1, 64, 129] {
+        on(number, &|cx| space.switch_in(&tlbs, cx));
+    }
+    on(64, &|cx| space.enter_lazy(&tlbs, cx));
+    on(129, &|cx| {
+        other.switch_in(&tlbs, cx);
+        space.switch_out(&tlbs, cx);
+    });
+    let counts = cpu.run(|cx| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
+    assert_eq!((counts.targets, counts.skipped_lazy), (1, 1));
+    // With tables, the lazy one is asked too, and has missed a flush.
+    let before = tlbs.counts();
+    cpu.run(|cx| {
+        let mut batch = ShootdownBatch::new(&space);
+        let debt = batch.unhooked((), range(0, 512), PageSize::Size4K, true);
+        debt.release(&batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED)).expect("paid");
+    });
+    let counts = tlbs.counts().since(before);
+    assert_eq!((counts.targets, counts.skipped_lazy, counts.caught_up), (2, 0, 1));
+    // Up to date, it wakes for nothing; after another flush it does not.
+    let before = tlbs.counts();
+    on(64, &|cx| space.switch_in(&tlbs, cx));
+    assert_eq!(tlbs.counts().since(before).caught_up, 0);
+    on(64, &|cx| space.enter_lazy(&tlbs, cx));
+    cpu.run(|cx| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
+    let before = tlbs.counts();
+    on(64, &|cx| space.switch_in(&tlbs, cx));
+    assert_eq!(tlbs.counts().since(before).caught_up, 1);
+}
+
+#[test]
+fn a_space_is_retired_when_only_lazy_cpus_are_left() {
+    let parts = Parts::new(3);
+    let tlbs = parts.tlbs(Counting);
+    let space = parts.space::<User, _>(&tlbs);
+    let cpu = Cpu::new(1);
+    cpu.run(|cx| space.switch_in(&tlbs, cx));
+    cpu.number.set(0);
+    let space = cpu.run(|cx| space.retire(&tlbs, cx)).expect_err("CPU 1 uses it");
+    cpu.number.set(1);
+    cpu.run(|cx| space.enter_lazy(&tlbs, cx));
+    cpu.number.set(0);
+    let before = tlbs.counts();
+    cpu.run(|cx| space.retire(&tlbs, cx)).expect("nobody uses it");
+    assert_eq!(tlbs.counts().since(before).targets, 1);
+}
+
+#[test]
+fn others_flushes_are_made_use_of_and_nothing_is_flushed_for_nothing() {
+    let parts = Parts::new(2);
+    let tlbs = parts.tlbs(Counting);
+    let space = parts.space::<User, _>(&tlbs);
+    let cpu = Cpu::new(0);
+    cpu.run(|cx| {
+        space.switch_in(&tlbs, cx);
+        ShootdownBatch::new(&space).flush(&tlbs, cx, &ShootdownPolicy::BATCHED);
+        assert_eq!(tlbs.counts(), ShootdownCounts::default());
+        let mut late = ShootdownBatch::new(&space);
+        let debt = late.unhooked(7, range(0, 1), PageSize::Size4K, false);
+        change(&tlbs, cx, &space, 1 << 10, &ShootdownPolicy::BATCHED);
+        let before = tlbs.counts();
+        let receipt = late.flush(&tlbs, cx, &ShootdownPolicy::BATCHED);
+        assert_eq!(debt.release(&receipt).expect("paid"), 7);
+        assert_eq!(tlbs.counts().since(before), ShootdownCounts { elided: 1, ..Default::default() });
+    });
+}
+
+#[test]
+fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
+    let parts = Parts::new(3);
+    let tlbs = parts.tlbs(Counting);
+    let spaces = [parts.space::<User, _>(&tlbs), parts.space(&tlbs)];
+    let deferred = DeferredUnmap::new(&tlbs).expect("fits");
+    let cpu = Cpu::new(0);
+    for number in [1, 2] {
+        cpu.number.set(number);
+        cpu.run(|cx| spaces[number as usize - 1].switch_in(&tlbs, cx));
+    }
+    cpu.number.set(0);
+    cpu.run(|cx| {
+        let debts: Vec<_> =
+            (0..100).map(|page| deferred.unmapped(&spaces[page as usize % 2], page, range(page, 1))).collect();
+        let before = tlbs.counts();
+        let receipt = deferred.flush(&tlbs, cx);
+        let counts = tlbs.counts().since(before);
+        assert_eq!((counts.flushes_all, counts.targets), (1, 2));
+        for (page, debt) in debts.into_iter().enumerate() {
+            assert_eq!(debt.release(&receipt).expect("paid"), page as u64);
+        }
+        // The spaces do not know of that flush: whoever relies on them flushes once.
+        assert!(spaces[0].is_unsettled());
+        spaces[0].settle(&tlbs, cx);
+        assert!(!spaces[0].is_unsettled() && spaces[1].is_unsettled());
+    });
+}
+
+/// Hardware with a broadcast instruction.
+struct Everywhere(Cell<u64>);
+
+// SAFETY: no CPU holds any translation.
+unsafe impl TlbHw for Everywhere {
+    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+
+    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> bool {
+        self.0.set(self.0.get() + 1);
+        true
+    }
+
+    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
+        panic!("nobody is to be interrupted");
+    }
+
+    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+
+    fn unload(&self, _cpu: CpuId) {}
+}
+
+#[test]
+fn a_broadcast_interrupts_nobody() {
+    let parts = Parts::new(4);
+    let tlbs = parts.tlbs(Everywhere(Cell::new(0)));
+    let (space, cpu) = (parts.space(&tlbs), Cpu::new(0));
+    for number in (0..4).rev() {
+        cpu.number.set(number);
+        cpu.run(|cx| space.switch_in(&tlbs, cx));
+    }
+    let counts = cpu.run(|cx| change(&tlbs, cx, &space, 5, &ShootdownPolicy::BATCHED));
+    assert_eq!((counts.broadcasts, counts.targets, tlbs.hw().0.get()), (1, 0, 1));
+}
+
+#[test]
+fn the_kernels_half_reaches_every_cpu_that_is_online() {
+    let parts = Parts::new(70);
+    let tlbs = parts.tlbs(Counting);
+    let (kernel, cpu) = (parts.space::<Kernel, _>(&tlbs), Cpu::new(0));
+    for number in (0..70).rev() {
+        cpu.number.set(number);
+        cpu.run(|cx| kernel.online(&tlbs, cx));
+    }
+    cpu.number.set(69);
+    cpu.run(|cx| kernel.offline(cx));
+    cpu.number.set(0);
+    cpu.run(|cx| {
+        let before = tlbs.counts();
+        let mut batch = ShootdownBatch::new(&kernel);
+        batch.changed(range(1 << 36, 8), PageSize::Size4K);
+        batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED);
+        assert_eq!(tlbs.counts().since(before).targets, 68);
+    });
+}
+
+#[test]
+#[cfg(debug_assertions)]
+#[should_panic(expected = "interrupts off")]
+fn a_shootdown_with_interrupts_off() {
+    let parts = Parts::new(2);
+    let tlbs = parts.tlbs(Counting);
+    let (space, cpu) = (parts.space(&tlbs), Cpu::new(0));
+    cpu.run(|cx| {
+        let _pin = cx.pin();
+        change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED);
+    });
+}
+
+#[test]
+fn parts_that_do_not_fit_are_refused() {
+    let parts = Parts::new(65);
+    // SAFETY: never used.
+    let error = unsafe { Tlbs::new(&parts.cpus, &parts.inboxes[..64], Counting) }.expect_err("too few");
+    assert_eq!(error, TlbsError::TooFewWords { needed: 130, given: 64 });
+    // SAFETY: never used.
+    assert_eq!(unsafe { Tlbs::new(&[], &[], Counting) }.expect_err("none"), TlbsError::NoCpus);
+    let tlbs = parts.tlbs(Counting);
+    let error = TlbSpace::<User>::new(&tlbs, PhysAddr::new(0)).expect_err("two masks of two words");
+    assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
+    assert_eq!(error.to_string(), "2 words are too few for the masks of these CPUs; give 4");
+}
+
+/// Interrupted CPUs poll.
+struct Polling;
+
+// SAFETY: no CPU holds any translation.
+unsafe impl TlbHw for Polling {
+    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
+
+    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {}
+
+    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+
+    fn unload(&self, _cpu: CpuId) {}
+}
+
+/// All CPUs shoot each other, some of them while they hold a lock for which the others queue with interrupts on. It ends.
+#[test]
+fn all_cpus_shoot_each_other_under_a_lock_convoy() {
+    const CPUS: u32 = 4;
+    let parts = Parts::new(CPUS as usize);
+    let tlbs = parts.tlbs(Polling);
+    let space = parts.space(&tlbs);
+    let (convoy, done, ready) = (Mutex::new(0_u32), AtomicU32::new(0), AtomicBool::new(false));
+    let (tlbs, space, convoy, done, ready) = (&tlbs, &space, &convoy, &done, &ready);
+    std::thread::scope(|scope| {
+        for number in 0..CPUS {
+            scope.spawn(move || {
+                let cpu = Cpu::new(number);
+                cpu.run(|cx| {
+                    space.switch_in(tlbs, cx);
+                    while !ready.load(Ordering::Acquire) && number != 0 {
+                        tlbs.serve(cx);
+                    }
+                    ready.store(true, Ordering::Release);
+                    for round in 0..30 {
+                        if round % 3 == number % 3 {
+                            // Waits as a CPU with interrupts on does.
+                            let mut held = loop {
+                                match convoy.try_lock() {
+                                    Ok(held) => break held,
+                                    Err(_) => {
+                                        tlbs.serve(cx);
+                                        std::thread::yield_now();
+                                    }
+                                }
+                            };
+                            *held += 1;
+                            change(tlbs, cx, space, 2, &ShootdownPolicy::PER_PAGE);
+                        } else {
+                            change(tlbs, cx, space, 1, &ShootdownPolicy::BATCHED);
+                        }
+                    }
+                    done.fetch_add(1, Ordering::AcqRel);
+                    while done.load(Ordering::Acquire) < CPUS {
+                        tlbs.serve(cx);
+                        std::thread::yield_now();
+                    }
+                });
+            });
+        }
+    });
+    let counts = tlbs.counts();
+    assert_eq!(counts.targets, counts.served);
+    assert!(*convoy.lock().expect("unpoisoned") > 0 && counts.targets > 0);
+}

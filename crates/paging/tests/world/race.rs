@@ -1,0 +1,87 @@
+//! CPUs as threads.
+
+use super::{World, at};
+use hugemm_base::platform::CpuId;
+use hugemm_base::{PAGE_BYTES, PageSize, Pfn};
+use hugemm_paging::{Editing, Flags, Mapping, ShootdownBatch, ShootdownPolicy, Span};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Rounds of mapping, ageing and unmapping.
+const ROUNDS: usize = 200;
+
+/// Pages that everybody uses.
+const PAGES: u64 = 16;
+
+/// The machine, for several threads: each plays other CPUs, and everything that they share here is made for that.
+struct Shared<'w>(&'w World);
+
+// SAFETY: threads use the model, the tables, the spaces and the pool, all of which are shareable; the workload's own state
+// (cells) is left alone.
+unsafe impl Sync for Shared<'_> {}
+
+impl World {
+    /// One CPU maps, ages and unmaps pages while the others store to them.
+    pub fn race(&self, manager: CpuId, users: [CpuId; 2]) {
+        let (shared, stop) = (Shared(self), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            for cpu in users {
+                let (shared, stop) = (&shared, &stop);
+                scope.spawn(move || shared.use_pages(cpu, stop));
+            }
+            shared.manage(manager);
+            stop.store(true, Ordering::SeqCst);
+        });
+    }
+}
+
+impl Shared<'_> {
+    fn use_pages(&self, cpu: CpuId, stop: &AtomicBool) {
+        let (world, space) = (self.0, &self.0.spaces[0]);
+        world.mmu.as_cpu(cpu, |cx| {
+            space.tlb.switch_in(&world.tlbs, cx);
+            let mut page = u64::from(cpu.0);
+            while !stop.load(Ordering::SeqCst) {
+                page = (page * 5 + 3) % PAGES;
+                let _ = world.mmu.store(cpu, at(page), page);
+                if page == 7 && world.is_hole(cpu, page) {
+                    std::thread::yield_now();
+                }
+                world.tlbs.serve(cx);
+            }
+            space.tlb.switch_out(&world.tlbs, cx);
+            world.tlbs.serve(cx);
+        });
+    }
+
+    fn manage(&self, cpu: CpuId) {
+        let (world, space) = (self.0, &self.0.spaces[0]);
+        let span = Span::new(at(0), PAGES * PAGE_BYTES).expect("a span");
+        let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
+        let mut written = 0;
+        world.mmu.as_cpu(cpu, |cx| {
+            for _ in 0..ROUNDS {
+                let frames = std::iter::from_fn(|| world.pool.take());
+                space.table.shared(&world.pool).map(span, frames.take(PAGES as usize), how).expect("room");
+                for _ in 0..20 {
+                    space.table.shared(&world.pool).clear_young(span, |_| ()).expect("mapped");
+                    std::thread::yield_now();
+                }
+                let unhooked = space.table.exclusive(&world.pool).detach(span, Editing::LIVE).expect("mapped");
+                let mut batch = ShootdownBatch::new(&space.tlb);
+                let debt = batch.detached(unhooked, PageSize::Size4K).expect("mapped");
+                let receipt = batch.flush(&world.tlbs, cx, &ShootdownPolicy::BATCHED);
+                let detached = debt.release(&receipt).expect("paid");
+                let done = space.table.exclusive(&world.pool).harvest(detached, Flags::NONE, |run| {
+                    for frame in (run.extent.base().number()..run.extent.end().number()).map(Pfn::new) {
+                        let wrote = world.mmu.take_written(frame);
+                        assert!(!wrote || run.flags.contains(Flags::DIRTY), "{frame}: a dirty bit was lost");
+                        written += u64::from(wrote);
+                    }
+                    world.pool.give(run.extent);
+                });
+                done.expect("harvested");
+            }
+        });
+        assert!(written > 0, "nobody met anybody");
+    }
+}

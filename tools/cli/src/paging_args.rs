@@ -1,0 +1,18 @@
+//! Options of the commands that measure page tables.
+
+use crate::frames_args::Measured;
+use crate::size::Size;
+use clap::Args;
+
+/// `hugemm bench map`
+#[derive(Debug, Args)]
+pub struct Map {
+    /// Sizes of the range of addresses. Tables take a 512th of the largest.
+    #[arg(short, long, value_delimiter = ',', default_value = "2MB,64MB,1GB,8GB,64GB")]
+    pub size: Vec<Size>,
+    /// How many bytes of the frames are contiguous [default: all]; each 4 KiB by itself is the worst that can happen.
+    #[arg(short, long)]
+    pub extent: Option<Size>,
+    #[command(flatten)]
+    pub measured: Measured,
+}

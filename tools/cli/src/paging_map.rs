@@ -1,0 +1,249 @@
+//! `hugemm bench map`: address space mapped, protected and unmapped by 4 KiB pages, as ranges and page by page.
+//!
+//! Both sides work on real x86-64 tables in verified huge pages, with tables from the same allocator; the frames that are
+//! mapped are numbers. Nobody translates by the tables, so neither side flushes. Unmapping a range includes giving its
+//! tables back; the per-page mapper leaves them, and cleaning up after it is not counted against it.
+
+use crate::document::Row;
+use crate::frames_area::{Columns, Side, alternate, cell, figure};
+use crate::goals::Goals;
+use crate::machine::Machine;
+use crate::paging_args::Map;
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::{environment_text, peers, progress, table};
+use anyhow::{Context, Result, anyhow, bail};
+use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_host::cpu::Host;
+use hugemm_host::environment::Environment;
+use hugemm_host::memory::Region;
+use hugemm_paging::{FrameTables, PageTable, Span, X86_64};
+use hugemm_workloads::mapping::{ByRange, Field, Times, pass};
+
+/// Where the range begins: a border of 512 GiB.
+const AT: VirtAddr = VirtAddr::new(2 << 40);
+
+/// Number of the first mapped frame. There is no memory behind it.
+const FRAMES: Pfn = Pfn::new(1 << 30);
+
+/// The addresses that a table may translate here: the lower half.
+const LOWER: u64 = 1 << 47;
+
+/// What is measured, in the order of the columns.
+const COLUMNS: [&str; 4] = ["map", "protect_settled", "protect_fresh", "unmap"];
+
+/// The size that the goals are stated for.
+const GOAL_SIZE: u64 = 64 << 30;
+
+/// Runs the command.
+pub fn run(args: &Map) -> Result<()> {
+    let machine = Machine::new(&args.measured.common)?;
+    let fields = args.size.iter().map(|size| field(&machine, args, *size)).collect::<Result<Vec<_>>>()?;
+    let largest = args.size.iter().map(|size| size.0).max().unwrap_or(0);
+    let mut environment = Environment::read()?;
+    let mut memory = table_memory(&machine, largest)?;
+    environment.note_region("tables", &memory);
+    let extent = Host::new(&machine.places(1)?, memory.as_mut_slice())?.frames();
+    let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let bytes = Frames::<Plain>::required_bytes(&config)?.size() as u64;
+    let mut metadata =
+        machine.memory(bytes.next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, crate::args::Kind::Thp)?;
+    let metadata = metadata.as_mut_slice();
+
+    let start = memory.as_mut_slice().as_mut_ptr().expose_provenance() as u64;
+    let host = Host::new(&machine.places(1)?, memory.as_mut_slice())?;
+    // SAFETY: the region is borrowed exclusively, initialised (populated), and used for nothing else; one host.
+    let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
+    // SAFETY: released once, here; the memory is the host's alone.
+    unsafe { frames.release(Dirty::assume_owned(extent)) };
+    let offset = VirtAddr::new(start.wrapping_sub(extent.start().get()));
+    let bench = Bench { host: &host, frames: &frames, offset };
+
+    let sides = if peers(args) { 2 } else { 1 };
+    let turns = fields.len() * sides * (args.measured.runs as usize + 1);
+    let bar = progress::bar(turns as u64, machine.quiet());
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        let extent = args.extent.map_or("all of the range".to_owned(), |extent| extent.to_string());
+        println!("\nmedian of {} runs; contiguous frames: {extent}", args.measured.runs);
+    }
+    let (mut rows, mut goals, mut lines) = (Vec::new(), Goals::new(), new_table(sides));
+    for (size, field) in args.size.iter().zip(fields) {
+        let mut sides = vec![bench.by_range(field)];
+        #[cfg(feature = "peers")]
+        if peers(args) {
+            sides.push(bench.per_page(field));
+        }
+        let columns = alternate(&mut sides, args.measured.runs, &bar)?;
+        let names: Vec<_> = sides.iter().map(|side| side.name).collect();
+        rows.extend(figures(*size, &names, &columns));
+        lines.add_row(line(*size, &columns));
+        if size.0 == GOAL_SIZE && args.extent.is_none() {
+            note_goals(&mut goals, &columns);
+        }
+    }
+    bar.finish_and_clear();
+    if !machine.quiet() {
+        table::print("4 KiB pages, ns per page", &lines);
+        goals.print();
+        if let Some(note) = peers::note(args.measured.no_peers) {
+            println!("\n  {note}");
+        }
+    }
+    rows.extend(goals.into_rows());
+    machine.report(&args.measured.common, environment, rows)
+}
+
+/// Whether the per-page mapper is measured too.
+fn peers(args: &Map) -> bool {
+    cfg!(feature = "peers") && !args.measured.no_peers
+}
+
+/// Checks the user's sizes.
+fn field(machine: &Machine, args: &Map, size: Size) -> Result<Field> {
+    let bytes = machine.whole_pages(size, PageSize::Size4K)?;
+    if bytes > LOWER - AT.get() {
+        bail!("{size} is more than the lower half of the address space has; use {} or less", Size(LOWER / 2));
+    }
+    let run = match args.extent {
+        None => bytes,
+        Some(extent) => machine.whole_pages(extent, PageSize::Size4K)?.min(bytes),
+    };
+    if !bytes.is_multiple_of(run) {
+        bail!("{} does not divide {size}; use powers of two", Size(run));
+    }
+    Ok(Field { at: AT, pages: bytes >> PAGE_SHIFT, frames: FRAMES, run: run >> PAGE_SHIFT })
+}
+
+/// Memory for the tables of one side at a time, both roots, and the allocator's caches.
+fn table_memory(machine: &Machine, largest: u64) -> Result<Region> {
+    let tables = largest / 512 + largest / (512 * 512) + (4 << 20);
+    let bytes = tables.next_multiple_of(PageSize::Size2M.bytes());
+    machine
+        .memory(bytes, PageSize::Size2M, crate::args::Kind::Thp)
+        .with_context(|| format!("the page tables of {} of addresses", Size(largest)))
+}
+
+/// What both sides run on.
+#[derive(Clone, Copy)]
+struct Bench<'b, 'm> {
+    host: &'b Host<'m>,
+    frames: &'b Frames<'m>,
+    #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "for the other side"))]
+    offset: VirtAddr,
+}
+
+impl<'b> Bench<'b, '_> {
+    fn by_range(self, field: Field) -> Side<'b>
+    where
+        Self: 'b,
+    {
+        let Bench { host, frames, .. } = self;
+        let run = move || {
+            host.run_on(CpuId(0), |cx| {
+                // SAFETY: the manager's frames are the host's memory, which stays reachable.
+                let mut memory = unsafe { FrameTables::new(frames, cx) };
+                let half = Span::new(VirtAddr::new(0), LOWER)?;
+                // SAFETY: one memory; no CPU translates by the table.
+                let table = unsafe { PageTable::<X86_64>::new(&mut memory, half) }?;
+                // SAFETY: as above.
+                let times = pass(host, &mut unsafe { ByRange::new(&table, &mut memory) }, field)?;
+                // SAFETY: as above.
+                unsafe { table.retire(&mut memory, |_| ()) };
+                Ok(columns(times))
+            })?
+        };
+        Side { name: "hugemm, by range", run: Box::new(run) }
+    }
+
+    #[cfg(feature = "peers")]
+    fn per_page(self, field: Field) -> Side<'b>
+    where
+        Self: 'b,
+    {
+        use crate::per_page::{NAME, PerPage};
+        let Bench { host, frames, offset } = self;
+        let run = move || {
+            host.run_on(CpuId(0), |cx| {
+                // SAFETY: the manager's frames are the host's memory, which begins at the offset plus its first frame.
+                let way = unsafe { PerPage::new(frames, cx, offset) };
+                let mut way = way.ok_or_else(|| anyhow!("no frame for a root table"))?;
+                let times = pass(host, &mut way, field)?;
+                way.end();
+                Ok(columns(times))
+            })?
+        };
+        Side { name: NAME, run: Box::new(run) }
+    }
+}
+
+fn columns(times: Times) -> Vec<Option<f64>> {
+    let Times { map, protect_settled, protect_fresh, unmap } = times;
+    [map, protect_settled, protect_fresh, unmap].into_iter().map(|spent| Some(spent.each())).collect()
+}
+
+/// The figures of a column, of the range mapper and of the other side if there is one.
+fn pair(columns: &[Columns], column: usize) -> (Option<&Samples>, Option<&Samples>) {
+    let get = |side: usize| columns.get(side).and_then(|c| c.get(column)).and_then(Option::as_ref);
+    (get(0), get(1))
+}
+
+/// How many times as long the other side takes.
+fn speedup(columns: &[Columns], column: usize) -> Option<Samples> {
+    let (own, other) = pair(columns, column);
+    Some(other?.per_run_ratio(own?))
+}
+
+fn figures(size: Size, names: &[&str], columns: &[Columns]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (index, what) in COLUMNS.iter().enumerate() {
+        for (name, columns) in names.iter().zip(columns) {
+            let Some(samples) = columns.get(index).and_then(Option::as_ref) else { continue };
+            let row = Row::median(format!("bench.map.{what}"), samples, "ns per page");
+            rows.push(row.label("side", *name).label("bytes", size.0));
+        }
+        if let Some(ratio) = speedup(columns, index) {
+            rows.push(Row::median(format!("bench.map.{what}_speedup"), &ratio, "ratio").label("bytes", size.0));
+        }
+    }
+    rows
+}
+
+fn new_table(sides: usize) -> comfy_table::Table {
+    let mut heads = vec!["addresses".to_owned()];
+    for what in ["map", "protect settled", "protect fresh", "unmap"] {
+        heads.push(what.to_owned());
+        if sides > 1 {
+            heads.extend(["per page".to_owned(), "speedup".to_owned()]);
+        }
+    }
+    table::new(heads)
+}
+
+fn line(size: Size, columns: &[Columns]) -> Vec<String> {
+    let mut cells = vec![size.to_string()];
+    for index in 0..COLUMNS.len() {
+        let (own, other) = pair(columns, index);
+        cells.push(cell(own));
+        if let (Some(other), Some(ratio)) = (other, speedup(columns, index)) {
+            cells.extend([cell(Some(other)), format!("{} ×", figure(ratio.median()))]);
+        }
+    }
+    cells
+}
+
+fn note_goals(goals: &mut Goals, columns: &[Columns]) {
+    let wanted = [
+        ("paging.map4k_speedup", 10.0),
+        ("paging.protect4k_speedup", 10.0),
+        ("paging.protect4k_live_speedup", 1.5),
+        ("paging.unmap4k_speedup", 10.0),
+    ];
+    for (index, (metric, goal)) in wanted.into_iter().enumerate() {
+        if let Some(ratio) = speedup(columns, index) {
+            goals.at_least(metric, &ratio, goal);
+        }
+    }
+}

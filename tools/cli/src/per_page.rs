@@ -1,0 +1,104 @@
+//! The `x86_64` crate's own mapper, page by page, as kernels use it today.
+
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, VirtAddr};
+use hugemm_frames::{Frames, Plain};
+use hugemm_workloads::mapping::{Field, State, Trouble, Way};
+use hugemm_x86_64::FrameSource;
+use std::ptr::NonNull;
+use x86_64::structures::paging::mapper::{CleanUp, MapperFlush};
+use x86_64::structures::paging::{
+    FrameAllocator, FrameDeallocator, Mapper, OffsetPageTable, Page, PageTable, PageTableFlags, PhysFrame, Size4KiB,
+};
+
+/// Its name on the crate registry, and what it does.
+pub const NAME: &str = "x86_64, per page";
+
+/// That mapper, with tables from hugemm's allocator.
+pub struct PerPage<'a, 'p, 'm, P> {
+    mapper: OffsetPageTable<'a>,
+    root: PhysFrame,
+    source: FrameSource<'a, 'p, 'm, P, Plain>,
+}
+
+impl<'a, 'p, 'm, P: Cpu> PerPage<'a, 'p, 'm, P> {
+    /// An empty table. `None` without a frame for it.
+    ///
+    /// # Safety
+    ///
+    /// Every frame of `frames` is mapped writable at `offset` plus its physical address.
+    pub unsafe fn new(frames: &'a Frames<'m>, cx: &'a CpuCx<'p, P>, offset: VirtAddr) -> Option<Self> {
+        let mut source = FrameSource::new(frames, cx);
+        let root: PhysFrame = source.allocate_frame()?;
+        let address = offset.get().wrapping_add(root.start_address().as_u64());
+        let table = NonNull::new(std::ptr::with_exposed_provenance_mut::<PageTable>(address as usize))?;
+        // SAFETY: the frame has just been allocated and is mapped there.
+        let mapper = unsafe {
+            table.write(PageTable::new());
+            OffsetPageTable::new(&mut *table.as_ptr(), x86_64::VirtAddr::new(offset.get()))
+        };
+        Some(PerPage { mapper, root, source })
+    }
+}
+
+impl<P: Cpu> PerPage<'_, '_, '_, P> {
+    /// Gives the root back.
+    pub fn end(mut self) {
+        // SAFETY: nothing hangs below it any more, and nobody uses it.
+        unsafe { self.source.deallocate_frame(self.root) };
+    }
+}
+
+fn page(field: Field, index: u64) -> Page<Size4KiB> {
+    Page::containing_address(x86_64::VirtAddr::new(field.at.get())) + index
+}
+
+fn flags(state: State) -> PageTableFlags {
+    let mut flags = PageTableFlags::PRESENT | PageTableFlags::NO_EXECUTE;
+    flags.set(PageTableFlags::WRITABLE, state.writable);
+    flags.set(PageTableFlags::ACCESSED | PageTableFlags::DIRTY, state.settled);
+    flags
+}
+
+impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
+    fn map(&mut self, field: Field) -> Result<(), Trouble> {
+        let flags = flags(State { writable: true, settled: true });
+        let mut index = 0;
+        for run in field.runs() {
+            for frame in 0..run.pages() {
+                let at = x86_64::PhysAddr::new(run.start().get()) + frame * 4096;
+                let frame = PhysFrame::containing_address(at);
+                // SAFETY: nobody translates by this table.
+                let done = unsafe { self.mapper.map_to(page(field, index), frame, flags, &mut self.source) };
+                done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
+                index += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
+        let flags = flags(to);
+        for index in 0..field.pages {
+            // SAFETY: as above.
+            let done = unsafe { self.mapper.update_flags(page(field, index), flags) };
+            done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
+        }
+        Ok(())
+    }
+
+    fn unmap(&mut self, field: Field) -> Result<u64, Trouble> {
+        for index in 0..field.pages {
+            let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| Trouble::Page(index))?;
+            flush.ignore();
+            std::hint::black_box(frame);
+        }
+        Ok(field.pages)
+    }
+
+    fn clean(&mut self, field: Field) {
+        let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
+        // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
+        unsafe { self.mapper.clean_up_addr_range(range, &mut self.source) };
+    }
+}

@@ -1,0 +1,341 @@
+//! `hugemm bench shootdown`: unmapping and protecting pages that other CPUs may have in their TLBs.
+//!
+//! Two parts. In the first, each CPU is a thread on a CPU of its own, interrupts are real (`membarrier`), and time is
+//! measured. In the second, any number of CPUs are served for by the initiator, and only what is asked of them is counted.
+//! Both run the shipped protocol over real page tables that no CPU walks.
+
+use crate::args::Kind;
+use crate::document::Row;
+use crate::frames_area::figure;
+use crate::machine::Machine;
+use crate::shootdown_args::Shootdown;
+use crate::stats::Samples;
+use crate::{environment_text, progress, table};
+use anyhow::{Context, Result, anyhow};
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{CpuCx, CpuId, Dirty, NodeId, PAGE_BYTES, PageSize, TlbHw, VirtAddr};
+use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::environment::Environment;
+use hugemm_host::interrupt;
+use hugemm_host::ipi::{MembarrierIpi, function_call_interrupts};
+use hugemm_paging::{
+    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, TlbSpace, Tlbs,
+    User, X86_64,
+};
+use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Memory for page tables of 2^18 pages, and the allocator's caches.
+const TABLES: u64 = 8 << 20;
+
+/// Where the pages are.
+const AT: VirtAddr = VirtAddr::new(1 << 40);
+
+/// A measurement that takes longer is run three times.
+const LONG: Duration = Duration::from_millis(100);
+
+/// The policies, by name.
+const POLICIES: [(&str, ShootdownPolicy); 2] =
+    [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
+
+/// What was measured of one operation under one policy.
+#[derive(Default)]
+struct Figures {
+    nanos: Samples,
+    counts: ShootdownCounts,
+    /// Interrupts per operation by the kernel's count, which includes others'.
+    taken: Option<Samples>,
+}
+
+/// Runs the command.
+pub fn run(args: &Shootdown) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let environment = Environment::read()?;
+    let mut real = Vec::new();
+    if !args.counted_only {
+        real = if args.cpus.is_empty() { doubling(machine.topology.cpus.len() as u32) } else { args.cpus.clone() };
+    }
+    let most = real.iter().max().copied().unwrap_or(1) as usize;
+    // Before anything is measured: whatever cannot be done is refused at once.
+    let interrupts = match real.is_empty() {
+        true => None,
+        false => Some(MembarrierIpi::register(most, machine.topology.cpus.len())?),
+    };
+    let steps = (real.len() + args.counted.len()) * args.pages.len() * 4;
+    let bar = progress::bar(steps as u64, machine.quiet());
+    let mut rows = Vec::new();
+    let heads = ["operation", "pages", "CPUs"];
+    let mut timed = table::new(heads.into_iter().chain([
+        "batched, ns",
+        "per page, ns",
+        "ratio",
+        "flushes",
+        "per page",
+        "IPIs",
+        "per page",
+    ]));
+    for &cpus in &real {
+        let Some(interrupts) = &interrupts else { break };
+        let all = on_machine(&machine, &machine.places(cpus as usize)?, interrupts, cpus, args, args.runs, &bar)?;
+        for (operation, pages, figures) in all {
+            rows.extend(rows_of(operation, pages, cpus, "membarrier", &figures));
+            timed.add_row(line(operation, pages, cpus, &figures, true));
+        }
+    }
+    let mut counted = table::new(heads.into_iter().chain(["flushes", "per page", "IPIs", "per page"]));
+    let place = machine.places(1)?;
+    for &cpus in &args.counted {
+        let all = on_machine(&machine, &place, &Counting, cpus, args, 1, &bar)?;
+        for (operation, pages, figures) in all {
+            rows.extend(rows_of(operation, pages, cpus, "counted", &figures));
+            counted.add_row(line(operation, pages, cpus, &figures, false));
+        }
+    }
+    bar.finish_and_clear();
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        if interrupts.is_some() {
+            println!(
+                "\nEach CPU is a thread that spins on a CPU of its own; interrupts are membarrier's. Median of runs."
+            );
+            table::print("Time, flushes and interrupts (IPIs) per operation; real interrupts", &timed);
+        }
+        table::print("Flushes and interrupts (IPIs) per operation, counted, not sent", &counted);
+    }
+    machine.report(&args.common, environment, rows)
+}
+
+/// 1, 2, 4, … and all.
+fn doubling(all: u32) -> Vec<u32> {
+    let mut numbers: Vec<u32> =
+        std::iter::successors(Some(1_u32), |n| n.checked_mul(2)).take_while(|n| *n < all).collect();
+    numbers.push(all.max(1));
+    numbers
+}
+
+type Measured = Vec<(Operation, u64, Vec<Figures>)>;
+
+/// Measures everything on `cpus` CPUs, of which the first `places.len()` are threads and the others are served for.
+fn on_machine<H: TlbHw + Sync>(
+    machine: &Machine,
+    places: &[CpuPlace],
+    hw: &H,
+    cpus: u32,
+    args: &Shootdown,
+    runs: u32,
+    bar: &indicatif::ProgressBar,
+) -> Result<Measured> {
+    let mut memory = machine.memory(TABLES, PageSize::Size2M, Kind::Thp)?;
+    let host = Host::new(places, memory.as_mut_slice())?;
+    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let nodes = vec![NodeId(0); places.len()];
+    let config = Config { arenas: &arenas, cpus: places.len() as u32, cpu_nodes: &nodes };
+    let bytes = (Frames::<Plain>::required_bytes(&config)?.size() as u64).next_multiple_of(PageSize::Size2M.bytes());
+    let mut metadata = machine.memory(bytes, PageSize::Size2M, Kind::Thp)?;
+    let metadata = metadata.as_mut_slice();
+    // SAFETY: the region is borrowed exclusively, initialised (populated), and used for nothing else; one host.
+    let frames: Frames<'_, Plain> =
+        unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
+    // SAFETY: released once, here; the memory is the host's alone.
+    unsafe { frames.release(Dirty::assume_owned(host.frames())) };
+
+    let tlb_cpus: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
+    let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
+    let inboxes = words(Tlbs::<&H>::inbox_words(tlb_cpus.len()));
+    // SAFETY: the host's CPUs are the first of these; the slices are used for nothing else.
+    let tlbs = unsafe { Tlbs::new(&tlb_cpus, &inboxes, hw) }?;
+    let table: PageTable<X86_64, EditLock> = host
+        .run_on(CpuId(0), |cx| {
+            // SAFETY: the host's memory is a direct map.
+            let mut memory = unsafe { FrameTables::new(&frames, cx) };
+            let bounds = Span::new(VirtAddr::new(0), 1 << 47)?;
+            // SAFETY: one allocator; no CPU ever translates by the table.
+            Ok::<_, anyhow::Error>(unsafe { PageTable::new(&mut memory, bounds) }?)
+        })?
+        .context("an empty page table")?;
+    let space: TlbSpace<User, Keep, Vec<AtomicU64>> =
+        TlbSpace::with_masks(&tlbs, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64)))?;
+    // SAFETY: the host's memory is a direct map.
+    let tables = unsafe { FromFrames::new(&frames) };
+    let frame = host.frames().base();
+    let setup = Setup { tlbs: &tlbs, space: &space, table: &table, tables: &tables, frame };
+
+    // CPUs without a thread have the space loaded too; somebody else does their part.
+    for cpu in places.len() as u32..cpus {
+        let alone = Host::new(&[places[0]], &mut [])?;
+        let standing_in = StandIn { host: &alone, cpu: CpuId(cpu) };
+        // SAFETY: the only context of this platform on this thread.
+        let cx = unsafe { CpuCx::new(&standing_in) };
+        space.switch_in(&tlbs, &cx);
+    }
+    let (stop, ready) = (AtomicBool::new(false), AtomicU32::new(0));
+    std::thread::scope(|scope| {
+        let _stop = StopOnDrop(&stop);
+        let peers: Vec<_> = (1..places.len() as u32)
+            .map(|cpu| {
+                let (host, tlbs, space, stop, ready) = (&host, &tlbs, &space, &stop, &ready);
+                scope.spawn(move || {
+                    host.run_on(CpuId(cpu), |cx| {
+                        space.switch_in(tlbs, cx);
+                        ready.fetch_add(1, Ordering::Release);
+                        while !stop.load(Ordering::Relaxed) {
+                            tlbs.serve(cx);
+                            std::hint::spin_loop();
+                        }
+                        space.switch_out(tlbs, cx);
+                    })
+                })
+            })
+            .collect();
+        let measured = host.run_on(CpuId(0), |cx| {
+            space.switch_in(&tlbs, cx);
+            while ready.load(Ordering::Acquire) < places.len() as u32 - 1 {
+                if peers.iter().any(|peer| peer.is_finished()) {
+                    return Err(anyhow!("a thread could not be bound to its CPU"));
+                }
+                std::thread::yield_now();
+            }
+            let mut all = Vec::new();
+            for &pages in &args.pages {
+                let span = Span::new(AT, pages * PAGE_BYTES)?;
+                for operation in Operation::ALL {
+                    bar.set_message(format!("{} {pages} pages, {cpus} CPUs", operation.name()));
+                    let once = |cx: &mut CpuCx<'_, _>, policy: &ShootdownPolicy| {
+                        shootdown::run(cx, &setup, span, operation, policy).context("page tables")
+                    };
+                    all.push((operation, pages, alternate(cx, runs, once)?));
+                    bar.inc(2);
+                }
+            }
+            Ok(all)
+        });
+        stop.store(true, Ordering::Relaxed);
+        for peer in peers {
+            peer.join().map_err(|_| anyhow!("a thread that played a CPU panicked"))??;
+        }
+        measured?
+    })
+}
+
+/// Ends the peers, however the measurement ends.
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Runs both policies once untimed and then `runs` times in turn.
+fn alternate<P>(
+    cx: &mut CpuCx<'_, P>,
+    runs: u32,
+    mut once: impl FnMut(&mut CpuCx<'_, P>, &ShootdownPolicy) -> Result<Shot>,
+) -> Result<Vec<Figures>> {
+    let mut all: Vec<Figures> = POLICIES.iter().map(|_| Figures::default()).collect();
+    let mut left = [runs; POLICIES.len()];
+    for run in 0..=runs {
+        for (index, (_, policy)) in POLICIES.iter().enumerate() {
+            interrupt::check()?;
+            if left[index] == 0 || runs == 1 && run == 0 {
+                continue;
+            }
+            let (before, start) = (function_call_interrupts(), Instant::now());
+            let shot = once(cx, policy)?;
+            if run == 0 {
+                left[index] = if start.elapsed() > LONG { runs.min(3) } else { runs };
+                continue;
+            }
+            let figures = &mut all[index];
+            left[index] -= 1;
+            figures.nanos.push(shot.nanos as f64);
+            figures.counts = shot.counts;
+            if let Some((before, after)) = before.zip(function_call_interrupts()) {
+                figures.taken.get_or_insert_default().push(after.saturating_sub(before) as f64);
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn flushes(counts: &ShootdownCounts) -> u64 {
+    counts.flushes_all + counts.flushes_range
+}
+
+/// One line: both policies.
+fn line(operation: Operation, pages: u64, cpus: u32, figures: &[Figures], timed: bool) -> Vec<String> {
+    let mut cells = vec![operation.name().to_owned(), pages.to_string(), cpus.to_string()];
+    if timed {
+        cells.extend(figures.iter().map(|f| figure(f.nanos.median())));
+        let ratio = figures[1].nanos.median() / figures[0].nanos.median().max(1.0);
+        cells.push(format!("{ratio:.1} ×"));
+    }
+    cells.extend(figures.iter().map(|f| flushes(&f.counts).to_string()));
+    cells.extend(figures.iter().map(|f| f.counts.interrupts.to_string()));
+    cells
+}
+
+fn rows_of(operation: Operation, pages: u64, cpus: u32, how: &str, figures: &[Figures]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for ((name, _), figures) in POLICIES.iter().zip(figures) {
+        let label = |row: Row| {
+            let row = row.label("operation", operation.name()).label("pages", pages).label("cpus", cpus);
+            row.label("policy", *name).label("interrupts", how)
+        };
+        if how != "counted" {
+            rows.push(label(Row::median("bench.shootdown.time", &figures.nanos, "ns")));
+            if let Some(taken) = &figures.taken {
+                rows.push(label(Row::median("bench.shootdown.interrupts_taken", taken, "count")));
+            }
+        }
+        let count = |metric: &str, value: u64| label(Row::single(metric, value as f64, "count"));
+        rows.push(count("bench.shootdown.flushes", flushes(&figures.counts)));
+        rows.push(count("bench.shootdown.ipis", figures.counts.interrupts));
+    }
+    rows
+}
+
+/// A CPU without a thread, for the time it takes to load a space.
+struct StandIn<'h, 'm> {
+    host: &'h Host<'m>,
+    cpu: CpuId,
+}
+
+mod stand_in {
+    use super::StandIn;
+    use hugemm_base::{Counters, CpuId, CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
+
+    // SAFETY: nobody else plays the CPU.
+    unsafe impl CpuLocal for StandIn<'_, '_> {
+        fn current(&self) -> CpuId {
+            self.cpu
+        }
+
+        fn pin(&self) -> usize {
+            0
+        }
+
+        unsafe fn unpin(&self, _state: usize) {}
+    }
+
+    impl Preempt for StandIn<'_, '_> {
+        fn preempt_model(&self) -> PreemptModel {
+            self.host.preempt_model()
+        }
+
+        fn reschedule(&self) {}
+    }
+
+    // SAFETY: the hardware's own barriers.
+    unsafe impl StoreOrder for StandIn<'_, '_> {}
+
+    impl VectorUnit for StandIn<'_, '_> {}
+
+    impl Instrumented for StandIn<'_, '_> {
+        fn counters(&self) -> &Counters {
+            self.host.counters()
+        }
+    }
+}

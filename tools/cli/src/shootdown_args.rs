@@ -1,0 +1,27 @@
+//! Options of `hugemm bench shootdown`.
+
+use crate::args::Common;
+use clap::Args;
+
+/// `hugemm bench shootdown`
+#[derive(Debug, Args)]
+pub struct Shootdown {
+    /// Pages per operation.
+    #[arg(short, long, value_delimiter = ',', default_value = "1,8,33,34,512,4096,32768,262144",
+          value_parser = clap::value_parser!(u64).range(1..=1 << 18))]
+    pub pages: Vec<u64>,
+    /// Numbers of CPUs to interrupt for real, each a thread on a CPU of its own [default: 1, 2, 4, … and all].
+    #[arg(short, long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub cpus: Vec<u32>,
+    /// Numbers of CPUs for which interrupts are only counted.
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32,64", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub counted: Vec<u32>,
+    /// Send no real interrupts.
+    #[arg(long)]
+    pub counted_only: bool,
+    /// Runs of each measurement; those that take long get three.
+    #[arg(short, long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    #[command(flatten)]
+    pub common: Common,
+}

@@ -1,0 +1,174 @@
+//! Changing mapped pages and flushing what CPUs remember of them: what a shootdown costs, by pages, CPUs and batching.
+//!
+//! One CPU maps pages, changes them under a [`ShootdownPolicy`] and flushes; the others have the address space loaded and
+//! serve. Only the change and the flushes are timed. Nothing accesses the pages, which all are one frame.
+
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw};
+use hugemm_frames::{Env, Frames};
+use hugemm_paging::{
+    Change, Editing, Flags, FrameTables, Keep, Mapping, PageFormat, PageTable, PagingError, RawEditLock,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, Span, TableMemory, TlbSpace, Tlbs, User,
+};
+
+/// Where tables come from, for the time of one operation.
+pub trait Tables<P> {
+    /// The source.
+    type Memory<'a, 'p>: TableMemory
+    where
+        Self: 'a,
+        P: 'p,
+        'p: 'a;
+
+    /// The source, for the calling task.
+    fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p>;
+}
+
+/// What is done to the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// They are unmapped, with whatever tables become unused.
+    Unmap,
+    /// They become read-only.
+    Protect,
+}
+
+impl Operation {
+    /// Both.
+    pub const ALL: [Operation; 2] = [Operation::Unmap, Operation::Protect];
+
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Operation::Unmap => "unmap",
+            Operation::Protect => "protect",
+        }
+    }
+}
+
+/// What one operation took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shot {
+    /// Nanoseconds for the change and all of its flushes.
+    pub nanos: u64,
+    /// What was asked of the CPUs.
+    pub counts: ShootdownCounts,
+}
+
+/// The machine as the workload uses it.
+pub struct Setup<'a, H, F, L, T, M> {
+    /// All TLBs.
+    pub tlbs: &'a Tlbs<'a, H>,
+    /// Whose users are flushed.
+    pub space: &'a TlbSpace<User, Keep, M>,
+    /// Its tables.
+    pub table: &'a PageTable<F, L>,
+    /// Where they come from.
+    pub tables: &'a T,
+    /// The frame that every page is mapped to.
+    pub frame: Pfn,
+}
+
+/// Maps `span`, changes it, flushes, and leaves it unmapped.
+pub fn run<P, H, F, L, T, M>(
+    cx: &mut CpuCx<'_, P>,
+    setup: &Setup<'_, H, F, L, T, M>,
+    span: Span,
+    operation: Operation,
+    policy: &ShootdownPolicy,
+) -> Result<Shot, PagingError>
+where
+    P: Cpu + Clock,
+    H: TlbHw,
+    F: PageFormat,
+    L: RawEditLock,
+    T: Tables<P>,
+    M: AsRef<[AtomicU64]>,
+{
+    let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
+    let frames = (0..span.pages()).filter_map(|_| Extent::new(setup.frame, 1).ok());
+    setup.table.shared(setup.tables.memory(cx)).map(span, frames, how)?;
+    let before = setup.tlbs.counts();
+    let start = cx.platform().now_ns();
+    change(cx, setup, span, operation, policy)?;
+    let nanos = cx.platform().now_ns().saturating_sub(start);
+    let counts = setup.tlbs.counts().since(before);
+    if operation == Operation::Protect {
+        change(cx, setup, span, Operation::Unmap, &ShootdownPolicy::BATCHED)?;
+    }
+    Ok(Shot { nanos, counts })
+}
+
+fn change<P, H, F, L, T, M>(
+    cx: &mut CpuCx<'_, P>,
+    setup: &Setup<'_, H, F, L, T, M>,
+    span: Span,
+    operation: Operation,
+    policy: &ShootdownPolicy,
+) -> Result<(), PagingError>
+where
+    P: Cpu + Clock,
+    H: TlbHw,
+    F: PageFormat,
+    L: RawEditLock,
+    T: Tables<P>,
+    M: AsRef<[AtomicU64]>,
+{
+    for part in policy.batches(span.range(), PageSize::Size4K) {
+        // A span of the same alignment; it cannot be refused.
+        let bytes = part.last().get() - part.first().get() + 1;
+        let Ok(part) = Span::new(part.first(), bytes) else { continue };
+        let mut batch = ShootdownBatch::new(setup.space);
+        match operation {
+            Operation::Protect => {
+                let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+                let stale = setup.table.shared(setup.tables.memory(cx)).protect(part, change)?;
+                if let Some(range) = stale.flush() {
+                    batch.changed(range, PageSize::Size4K);
+                }
+                batch.flush(setup.tlbs, cx, policy);
+            }
+            Operation::Unmap => {
+                let unhooked = setup.table.exclusive(setup.tables.memory(cx)).detach(part, Editing::LIVE)?;
+                let debt = batch.detached(unhooked, PageSize::Size4K);
+                let receipt = batch.flush(setup.tlbs, cx, policy);
+                // A debt that its own receipt does not pay is none of ours; the domain counts it.
+                if let Some(Ok(detached)) = debt.map(|debt| debt.release(&receipt)) {
+                    let mut table = setup.table.exclusive(setup.tables.memory(cx));
+                    table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Tables from the frame allocator.
+#[derive(Debug)]
+pub struct FromFrames<'a, 'm, E: Env>(&'a Frames<'m, E>);
+
+impl<'a, 'm, E: Env> FromFrames<'a, 'm, E> {
+    /// Tables from `frames`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`FrameTables::new`], with the platforms of the contexts that are passed to [`Tables::memory`].
+    pub unsafe fn new(frames: &'a Frames<'m, E>) -> Self {
+        FromFrames(frames)
+    }
+}
+
+impl<'f, 'm, P: Cpu + PhysMap, E: Env> Tables<P> for FromFrames<'f, 'm, E> {
+    type Memory<'a, 'p>
+        = FrameTables<'a, 'p, 'm, P, E>
+    where
+        Self: 'a,
+        P: 'p,
+        'p: 'a;
+
+    fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p> {
+        // SAFETY: the promise made to `new`.
+        unsafe { FrameTables::new(self.0, cx) }
+    }
+}
