@@ -18,9 +18,8 @@ use crate::memory::{TableContent, TableMemory};
 use crate::page_table::{Exclusive, Shared, Tree};
 use crate::source::Source;
 use crate::span::Span;
-use crate::table::Table;
+use crate::table::{Table, ready_to_commit};
 use crate::walker;
-use hugemm_base::sync::{Ordering, fence};
 use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn};
 
 /// How to map.
@@ -105,8 +104,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let root = self.table(self.root);
         let done = self.reserve::<SHARED, _>(root, Self::ROOT, first, end, &mut job);
         if !job.published {
-            // Pairs with the Acquire in `Table::get`: what a committed entry refers to has been written.
-            fence(Ordering::Release);
+            ready_to_commit();
             self.resolve(root, Self::ROOT, first, job.reserved, done.is_ok());
         }
         walker::published();

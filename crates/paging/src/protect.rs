@@ -51,19 +51,24 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         self.check_ends(first, end)?;
         let root = self.table(self.root);
         let mut edit = Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0 };
-        self.protect_table(root, Self::ROOT, first, end, &mut edit);
+        self.protect_table(root, Self::ROOT, first, end, None, &mut edit);
         Ok(Stale::new(span, edit.changed))
     }
 
-    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, edit: &mut Edit) {
+    /// Changes what `first..end` maps; `ahead` is the last-level table that comes after this one.
+    fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, ahead: Option<Table>, edit: &mut Edit) {
         if level == 0 {
             let from = level::index(first, 0);
-            return edit.pages::<F>(table, from, from + (end - first) as usize);
+            return edit.pages::<F>(table, from, from + (end - first) as usize, ahead);
         }
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.protect_table(self.below(entry), level - 1, slot.first, slot.end, edit),
+                Kind::Table => {
+                    let next = if level == 1 && slot.end < end { table.get(slot.index + 1) } else { 0 };
+                    let ahead = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
+                    self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ahead, edit);
+                }
                 Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
                 _ => {}
             }
@@ -97,10 +102,13 @@ impl Edit {
     }
 
     /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same.
-    fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize) {
+    fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ahead: Option<Table>) {
         let mut index = from;
         while index < to {
             if index.is_multiple_of(LINE) && index + LINE <= to {
+                if let Some(ahead) = ahead {
+                    ahead.prefetch(index);
+                }
                 let line = table.line(index);
                 let differ = line.iter().fold(0, |sum, entry| sum | entry ^ line[0]);
                 if differ & !F::FRAME == 0 && line[0] & 1 != 0 {

@@ -8,7 +8,7 @@ use crate::memory::TableMemory;
 use crate::walker;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
-use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
 
 /// Entries in a cache line.
 pub(crate) const LINE: usize = 8;
@@ -125,6 +125,12 @@ impl Table {
     }
 }
 
+/// Between the reserving stores of a range and the first [`Table::set`] that commits one of them.
+pub(crate) fn ready_to_commit() {
+    // Pairs with the Acquire in `Table::get`: whoever sees a committed entry sees what it refers to.
+    fence(Ordering::Release);
+}
+
 /// How a table that others can see gets an entry for a range that nobody has mapped: only one of several CPUs that try
 /// wins, and whoever finds the entry finds what it refers to.
 pub fn publish_if_empty(slot: &impl AtomicWord, entry: u64) -> Result<(), u64> {
@@ -136,7 +142,6 @@ pub fn publish_if_empty(slot: &impl AtomicWord, entry: u64) -> Result<(), u64> {
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
-    use hugemm_base::sync::fence;
     use loom::sync::Arc;
     use loom::thread;
 
@@ -213,7 +218,7 @@ mod loom_tests {
             // As `map` does: reserve, fill what is below, then one fence, then the commit.
             tables.upper().set(0, PRESENT ^ HIDDEN);
             tables.lower(0).set(0, 7);
-            fence(Ordering::Release);
+            ready_to_commit();
             tables.upper().set(0, PRESENT);
             walker.join().expect("the walker");
         });
