@@ -6,7 +6,7 @@ ARM = aarch64-unknown-linux-musl
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
-BARE = $(addprefix -p hugemm-,base clear frames paging hugetlb reclaim lz4 workloads)
+BARE = $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames paging reclaim lz4)
 

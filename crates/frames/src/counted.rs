@@ -93,6 +93,18 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Cost if it was: one atomic, 4 cache lines, and that of [`free`](Frames::free).
     #[inline]
     pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
+        Ok(match self.put_frozen(pfn)? {
+            Some(mine) => {
+                self.free(cx, mine);
+                Put::Last
+            }
+            None => Put::Kept,
+        })
+    }
+
+    /// Drops a reference; the page or folio is the caller's, frozen, if it was the last. For pages that go back to a pool.
+    #[inline]
+    pub fn put_frozen(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
@@ -102,10 +114,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let order = Order::new(order).unwrap_or(Order::ZERO);
         let mine = Frozen::make(pfn, order, block.mobility(), false);
         let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
-        if put == Put::Last {
-            self.free(cx, mine);
-        }
-        Ok(put)
+        Ok((put == Put::Last).then_some(mine))
     }
 
     /// How many references there are. A guess unless the caller holds the only one.

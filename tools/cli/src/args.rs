@@ -77,6 +77,8 @@ pub enum Bench {
     Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without descriptor economy (seed 004's workload).
     Pool(crate::pool_args::Pool),
+    /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel (seed 003).
+    VmCreate(crate::vm_create_args::VmCreate),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::shootdown_args::Shootdown),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.

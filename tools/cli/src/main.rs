@@ -57,6 +57,8 @@ mod stats;
 mod table;
 mod units;
 mod unmeasured_args;
+mod vm_create;
+mod vm_create_args;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
@@ -76,6 +78,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Alloc(args)) => frames_alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
+        Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),

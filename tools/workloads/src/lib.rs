@@ -11,6 +11,7 @@
 //! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
 //! | [`pool`] | growing and shrinking a huge page pool (seed 004's workload) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
+//! | [`vm_create`] | creating a virtual machine: allocate, clear, map (seed 003) |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
@@ -24,6 +25,7 @@ pub mod pool;
 pub mod replay;
 pub mod shootdown;
 pub mod sweep;
+pub mod vm_create;
 
 use hugemm_base::{Clock, Dirty, Extent};
 use hugemm_clear::StopReason;

@@ -1,0 +1,179 @@
+//! Areas: what an address space promises about a range of addresses.
+//!
+//! An area never changes. Taking a part out of one replaces it by what remains, so whoever has found an area may read it
+//! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its lists:
+//! the space's ordered tree, under the space's lock, and its object's list of areas, under the object's lock.
+
+use crate::object::Object;
+use crate::setup::Setup;
+use crate::space::Space;
+use core::ptr::NonNull;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_paging::{Flags, Span};
+use intrusive_collections::{
+    Bound, KeyAdapter, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
+};
+
+/// What an area is, wherever it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AreaKind {
+    /// Size of its pages; its addresses are aligned to it.
+    pub page: PageSize,
+    /// What its mappings allow.
+    pub flags: Flags,
+    /// Writes are seen through every area of the same object; otherwise only here, and fork copies on write.
+    pub shared: bool,
+    /// Pages come from the huge page pool and go back there.
+    pub pooled: bool,
+    /// Every page was reserved in the pool when the area was made.
+    pub reserved: bool,
+    /// Its pages are not to be reclaimed.
+    pub locked: bool,
+    /// Its pages' accessed bits say nothing about their use: read once, in order.
+    pub no_recency: bool,
+}
+
+impl AreaKind {
+    /// Private, readable and writable user data of this page size, from frames.
+    pub const fn private(page: PageSize) -> Self {
+        AreaKind {
+            page,
+            flags: Flags::WRITE.with(Flags::USER),
+            shared: false,
+            pooled: false,
+            reserved: false,
+            locked: false,
+            no_recency: false,
+        }
+    }
+
+    /// The same, from the pool.
+    pub const fn pooled(self) -> Self {
+        AreaKind { pooled: true, reserved: true, ..self }
+    }
+
+    /// The same with other rights.
+    pub const fn allowing(self, flags: Flags) -> Self {
+        AreaKind { flags, ..self }
+    }
+}
+
+/// An area as it was when it was looked up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AreaInfo {
+    /// Its addresses.
+    pub span: Span,
+    /// What it is.
+    pub kind: AreaKind,
+    /// The object's number: see [`object`](crate::object).
+    pub object: u64,
+    /// Which page of the object its first one is, in 4 KiB pages.
+    pub offset: u64,
+}
+
+impl AreaInfo {
+    /// The object's page at an address of the area.
+    pub(crate) fn offset_of(&self, page: u64) -> u64 {
+        self.offset + (page - self.span.first())
+    }
+
+    /// The area's page that holds an address.
+    pub(crate) fn page_at(&self, at: VirtAddr) -> Span {
+        let bytes = self.kind.page.bytes();
+        // An area is aligned to its pages, so the page lies in it.
+        Span::new(at.align_down(bytes), bytes).unwrap_or(self.span)
+    }
+
+    /// Whether the area promises the same about a page as `other` does.
+    pub(crate) fn same_at(&self, other: &AreaInfo, page: u64) -> bool {
+        self.kind == other.kind && self.object == other.object && self.offset_of(page) == other.offset_of(page)
+    }
+}
+
+/// One area.
+pub(crate) struct Area<S: Setup> {
+    tree: RBTreeAtomicLink,
+    peer: LinkedListAtomicLink,
+    pub(crate) space: NonNull<Space<S>>,
+    pub(crate) object: NonNull<Object<S>>,
+    pub(crate) info: AreaInfo,
+    /// 4 KiB pages that were found mapped when the area was unmapped. Only whoever unmaps it looks.
+    pub(crate) harvested: AtomicU64,
+}
+
+// SAFETY: the pointers are to a space that outlives its areas and to an object that the area holds a reference to; the
+// links are changed under the locks of their lists.
+unsafe impl<S: Setup> Send for Area<S> {}
+// SAFETY: as above; everything else is constant.
+unsafe impl<S: Setup> Sync for Area<S> {}
+
+impl<S: Setup> Area<S> {
+    pub(crate) fn new(space: NonNull<Space<S>>, object: NonNull<Object<S>>, info: AreaInfo) -> Self {
+        let (tree, peer) = (RBTreeAtomicLink::new(), LinkedListAtomicLink::new());
+        Area { tree, peer, space, object, info, harvested: AtomicU64::new(0) }
+    }
+
+    /// The address at which the area shows a page of its object, if it does.
+    pub(crate) fn address_of(&self, offset: u64) -> Option<VirtAddr> {
+        let into = offset.checked_sub(self.info.offset)?;
+        (into < self.info.span.pages()).then(|| VirtAddr::new((self.info.span.first() + into) << PAGE_SHIFT))
+    }
+}
+
+intrusive_adapter!(pub(crate) ByAddress<S> = UnsafeRef<Area<S>>: Area<S> { tree => RBTreeAtomicLink } where S: Setup);
+intrusive_adapter!(pub(crate) Peers<S> = UnsafeRef<Area<S>>: Area<S> { peer => LinkedListAtomicLink } where S: Setup);
+
+impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
+    type Key = u64;
+
+    fn get_key(&self, area: &'a Area<S>) -> u64 {
+        area.info.span.first()
+    }
+}
+
+/// The areas of a space, by address.
+pub(crate) struct Areas<S: Setup>(RBTree<ByAddress<S>>);
+
+// SAFETY: the tree refers to areas, which may be sent and shared.
+unsafe impl<S: Setup> Send for Areas<S> {}
+// SAFETY: as above; links are changed through `&mut` only.
+unsafe impl<S: Setup> Sync for Areas<S> {}
+
+impl<S: Setup> Areas<S> {
+    pub(crate) fn new() -> Self {
+        Areas(RBTree::new(ByAddress::NEW))
+    }
+
+    /// The area that holds a page. O(log areas).
+    pub(crate) fn find(&self, page: u64) -> Option<&Area<S>> {
+        let area = self.0.upper_bound(Bound::Included(&page)).get()?;
+        (page - area.info.span.first() < area.info.span.pages()).then_some(area)
+    }
+
+    /// The first area that ends after `page`.
+    pub(crate) fn first_after(&self, page: u64) -> Option<&Area<S>> {
+        self.find(page).or_else(|| self.0.lower_bound(Bound::Included(&page)).get())
+    }
+
+    /// Areas that meet a range of pages, in ascending order.
+    pub(crate) fn meeting(&self, first: u64, end: u64) -> impl Iterator<Item = &Area<S>> {
+        let mut next = first;
+        core::iter::from_fn(move || {
+            let area = self.first_after(next).filter(|area| next < end && area.info.span.first() < end)?;
+            next = area.info.span.first() + area.info.span.pages();
+            Some(area)
+        })
+    }
+
+    /// Adds an area that meets none of the others.
+    pub(crate) fn insert(&mut self, area: UnsafeRef<Area<S>>) {
+        self.0.insert(area);
+    }
+
+    /// Takes the first area that ends after `page` and begins before `end` out.
+    pub(crate) fn take(&mut self, page: u64, end: u64) -> Option<UnsafeRef<Area<S>>> {
+        let first = self.first_after(page).filter(|area| area.info.span.first() < end)?.info.span.first();
+        self.0.find_mut(&first).remove()
+    }
+}

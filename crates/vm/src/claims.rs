@@ -1,0 +1,67 @@
+//! Faults under way, so that CPUs which meet at one page do not all clear it.
+//!
+//! A claim saves work and decides nothing: which fault's page is mapped is decided by the page table. So a claim may be
+//! missed (two pages that fall into one place), and then a page is cleared in vain, nothing worse.
+
+use hugemm_base::CpuCx;
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
+
+/// Faults that are told apart: one cache line of them.
+const PLACES: usize = 8;
+
+/// Times that a waiting fault looks before it lets the task repeat its access.
+const PATIENCE: u32 = 1 << 12;
+
+/// The claims of one space or object: page number + 1, or 0.
+#[derive(Debug)]
+pub(crate) struct Claims([AtomicU64; PLACES]);
+
+/// A fault that is under way, until dropped.
+pub(crate) struct Claim<'c>(Option<&'c AtomicU64>);
+
+impl Claims {
+    pub(crate) fn new() -> Self {
+        Claims(core::array::from_fn(|_| AtomicU64::new(0)))
+    }
+
+    fn place(&self, page: u64) -> &AtomicU64 {
+        // Multiplicative: pages of all sizes spread over all places.
+        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 61) as usize]
+    }
+
+    /// Claims a page; `None` if another CPU is at it.
+    pub(crate) fn claim(&self, page: u64) -> Option<Claim<'_>> {
+        let place = self.place(page);
+        // Relaxed: a claim publishes nothing.
+        match place.compare_exchange(0, page + 1, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => Some(Claim(Some(place))),
+            Err(other) if other == page + 1 => None,
+            Err(_) => Some(Claim(None)),
+        }
+    }
+
+    /// Waits a little for another CPU that is at the page.
+    pub(crate) fn wait<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, page: u64) {
+        for look in 1..=PATIENCE {
+            // Relaxed: as above.
+            if self.place(page).load(Ordering::Relaxed) != page + 1 {
+                return;
+            }
+            if look % 64 == 0 && cx.platform().may_sleep() {
+                cx.reschedule();
+            } else {
+                spin_loop();
+            }
+        }
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        if let Some(place) = self.0 {
+            // Relaxed: as above.
+            place.store(0, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! Copying a page, by the extent, without spreading bad memory.
+
+use crate::error::VmError;
+use crate::setup::{Cx, Setup};
+use crate::vm::Vm;
+use hugemm_base::platform::Preempt;
+use hugemm_base::{Dirty, Extent, PAGE_SHIFT, PhysMap};
+use hugemm_clear::folio;
+
+/// Bytes copied between two reschedule points: at 5 GB/s, 0.4 ms.
+const UNIT: u64 = 2 << 20;
+
+impl<S: Setup> Vm<'_, S> {
+    /// Copies `from`, which nobody writes to meanwhile, to `to`: right of the touched page, left of it, and its
+    /// neighbourhood last, as pages are cleared. Stops at the first frame that is known to be bad; the copy is then
+    /// incomplete and must not be mapped. `locked`: the caller holds a lock, so no reschedule point is passed.
+    ///
+    /// The stores are ordinary ones: publishing the copy orders them.
+    pub(crate) fn copy_pages(
+        &self,
+        cx: &mut Cx<'_, S>,
+        from: Extent,
+        to: &Dirty,
+        touched: u64,
+        locked: bool,
+    ) -> Result<(), VmError> {
+        let whole = to.extent();
+        // SAFETY: the numbers order the copy; nothing is cleared or advanced through this value, and it is given up below.
+        let mut order = folio::begin_around(unsafe { Dirty::assume_owned(whole) }, touched);
+        let mut copied = Ok(());
+        while let Some((part, _)) = order.next_part() {
+            let (unit, _) = part.split_at(UNIT >> PAGE_SHIFT);
+            let into = unit.base().number() - whole.base().number();
+            copied = self.copy_unit(cx, from.slice(into, into + unit.pages()), unit);
+            if copied.is_err() {
+                break;
+            }
+            if !locked && cx.platform().may_sleep() {
+                cx.reschedule();
+            }
+            // SAFETY: this value stands for an order only; it is abandoned as dirty whatever has been recorded.
+            unsafe { order.advance(unit.pages()) };
+        }
+        let _ = order.abandon().into_extent();
+        copied
+    }
+
+    fn copy_unit(&self, cx: &Cx<'_, S>, from: Extent, to: Extent) -> Result<(), VmError> {
+        let bad = (from.base().number()..from.end().number())
+            .map(hugemm_base::Pfn::new)
+            .find(|frame| self.frames.is_poisoned(*frame));
+        if let Some(frame) = bad {
+            return Err(VmError::Poisoned { frame });
+        }
+        let map = cx.platform();
+        let (Some(source), Some(target)) = (map.open(from, None), map.open(to, None)) else {
+            return Err(VmError::Unreachable);
+        };
+        let bytes = (source.pages.min(target.pages).min(from.pages()) << PAGE_SHIFT) as usize;
+        if bytes as u64 != from.bytes() {
+            return Err(VmError::Unreachable);
+        }
+        // SAFETY: both windows span the extents; the caller owns `to`, and nobody writes to `from`.
+        unsafe {
+            core::ptr::copy_nonoverlapping(source.ptr, target.ptr, bytes);
+            map.close(source);
+            map.close(target);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,171 @@
+//! Writing to a page that fork has made read-only in several spaces.
+//!
+//! Whoever holds the only reference makes its entry writable again. Otherwise the page is copied, and the entry changes
+//! from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody finds the entry
+//! empty, and after it no CPU reads the old page here while another writes the copy.
+
+use crate::area::AreaInfo;
+use crate::error::VmError;
+use crate::fault::{Access, Served, fresh_flags, still};
+use crate::object::Owner;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::supply::Want;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use hugemm_base::{Extent, VirtAddr};
+use hugemm_clear::{Request, folio};
+use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PagingError, Span};
+
+impl<S: Setup> Vm<'_, S> {
+    /// Serves a store to a page that is mapped read-only in an area that allows stores.
+    pub(crate) fn write_to_shared_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        at: VirtAddr,
+    ) -> Result<Served, VmError> {
+        let page = area.page_at(at);
+        let Some(_claim) = space.claims.claim(page.first()) else {
+            space.claims.wait(cx, page.first());
+            return Ok(Served::Meanwhile);
+        };
+        let old = {
+            let task = RefCell::new(&mut *cx);
+            let areas = space.areas.shared();
+            if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
+                return Ok(Served::Meanwhile);
+            }
+            let mut table = space.table.shared(self.tables(&task));
+            let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
+            // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
+            // same page.
+            if area.kind.shared || self.frames.references(old.frame) == 1 {
+                let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
+                // More rights need no flush: a CPU that has the old entry faults, and finds this one.
+                return match table.protect(page, change) {
+                    Ok(_) => Ok(Served::Reused),
+                    Err(error) => Err(VmError::Paging(error)),
+                };
+            }
+            // It may lose its other users meanwhile; ours keeps it from becoming something else.
+            self.get_page(&mut task.borrow_mut(), old.frame)?;
+            old
+        };
+        let from = Extent::block(old.frame, old.size.order());
+        let copied = self.copy_and_replace(cx, space, area, at, from);
+        self.drop_pages(cx, from, area.kind.page, area.kind.pooled);
+        copied
+    }
+
+    /// The caller has a reference to the old page.
+    fn copy_and_replace(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        at: VirtAddr,
+        from: Extent,
+    ) -> Result<Served, VmError> {
+        let page = area.page_at(at);
+        let kind = area.kind;
+        let want = Want {
+            page: kind.page,
+            pooled: kind.pooled,
+            reserved: false,
+            clear: Request::fault(kind.page.bytes()),
+            touched: Some(folio::touched_page(at, kind.page.pages())),
+        };
+        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let copy = self.copy_of(cx, from, &want, owner, false)?;
+        // Followers are told before the lock is taken: they may have to wait for their own CPUs.
+        let served = space.changing(cx, page.range(), |cx| self.replace(cx, space, area, page, from, copy));
+        if served != Ok(Served::Copied) {
+            self.drop_pages(cx, copy, kind.page, kind.pooled);
+        }
+        served
+    }
+
+    /// A counted copy of a page, to which the caller has a reference. `locked`: the caller holds a lock, so nobody is asked
+    /// for relief and no reschedule point passed.
+    pub(crate) fn copy_of(
+        &self,
+        cx: &mut Cx<'_, S>,
+        from: Extent,
+        want: &Want,
+        owner: Owner,
+        locked: bool,
+    ) -> Result<Extent, VmError> {
+        let block = self.block_for_copy(cx, want, locked)?;
+        let (head, mobility) = (block.pfn(), block.mobility());
+        let dirty = block.into_dirty();
+        match self.copy_pages(cx, from, &dirty, want.touched.unwrap_or(0), locked) {
+            Ok(()) => {
+                let _ = dirty.into_extent();
+                // SAFETY: the block that was taken apart above.
+                let block = unsafe { hugemm_frames::Frozen::assume_owned(head, want.page.order(), mobility) };
+                self.adopt(cx, block, want, owner)
+            }
+            Err(error) => {
+                if want.pooled {
+                    crate::pool::HugePool::give_back(&self.pool, cx, dirty, want.page, want.reserved);
+                } else {
+                    self.frames.free_extent(cx, dirty);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Puts `copy` where `from` is mapped read-only; drops the mapping's reference to `from` then.
+    fn replace(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        page: Span,
+        from: Extent,
+        copy: Extent,
+    ) -> Result<Served, VmError> {
+        let areas = space.areas.shared();
+        if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
+            return Ok(Served::Meanwhile);
+        }
+        let unhooked = {
+            let task = RefCell::new(&mut *cx);
+            let mut table = space.table.exclusive(self.tables(&task));
+            if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != from.base()) {
+                return Ok(Served::Meanwhile);
+            }
+            match table.detach(page, Editing::LIVE) {
+                Ok(unhooked) => unhooked,
+                Err(PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
+                Err(error) => return Err(VmError::Paging(error)),
+            }
+        };
+        let Some(detached) = self.flush_unhooked(cx, space, unhooked, area.kind.page) else {
+            return Ok(Served::Meanwhile);
+        };
+        let task = RefCell::new(&mut *cx);
+        let mut table = space.table.exclusive(self.tables(&task));
+        let mut old = None;
+        let harvested = table.harvest(detached, Flags::HARDWARE, |run| old = Some(run.extent));
+        let how = Mapping { flags: fresh_flags(area, Access::Write), largest: area.kind.page };
+        // The table that held the old entry is there, so this takes no memory and meets nothing.
+        let mapped = harvested.map_err(|(error, _)| error).and_then(|_| table.map(page, [copy], how));
+        drop(table);
+        if let Some(old) = old {
+            self.drop_pages(&mut task.borrow_mut(), old, area.kind.page, area.kind.pooled);
+        }
+        mapped.map(|()| Served::Copied).map_err(VmError::Paging)
+    }
+}
+
+/// A leaf that does not allow stores.
+fn read_only(found: Lookup) -> Option<Leaf> {
+    match found {
+        Lookup::Mapped(leaf) if !leaf.flags.contains(Flags::WRITE) => Some(leaf),
+        _ => None,
+    }
+}

@@ -1,0 +1,76 @@
+//! Why an operation on an address space failed.
+
+use core::fmt;
+use hugemm_base::{Pfn, VirtAddr};
+use hugemm_paging::PagingError;
+
+/// Why an operation on an address space failed. Unless its documentation says otherwise, nothing has changed then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmError {
+    /// No frames, and whoever was asked to give some back could not.
+    NoMemory,
+    /// No huge page in the pool that is not promised to others.
+    NoPool,
+    /// No area there.
+    NoArea {
+        /// Where.
+        at: VirtAddr,
+    },
+    /// The area does not allow that access.
+    Denied {
+        /// Where.
+        at: VirtAddr,
+    },
+    /// There is an area already.
+    Overlap {
+        /// Where it begins.
+        at: VirtAddr,
+    },
+    /// Not a multiple of the page size, or not as the object's pages lie.
+    Misaligned {
+        /// The offending address or offset in bytes.
+        at: VirtAddr,
+    },
+    /// Outside the address space, or beyond the object's end.
+    OutOfBounds {
+        /// Where.
+        at: VirtAddr,
+    },
+    /// The object is of another kind (page size, pool) than the area asked for.
+    OtherKind,
+    /// The page's memory is bad.
+    Poisoned {
+        /// Which frame.
+        frame: Pfn,
+    },
+    /// The caller asked to stop. What was done stays done.
+    Cancelled,
+    /// The platform's map does not reach a frame.
+    Unreachable,
+    /// A CPU has the space loaded, or a handle or area is still there.
+    InUse,
+    /// The page table refused for a reason that cannot arise from an address space's own use of it.
+    Paging(PagingError),
+}
+
+impl fmt::Display for VmError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            VmError::NoMemory => f.write_str("out of memory: free some or use smaller pages"),
+            VmError::NoPool => f.write_str("the huge page pool has no page to spare: enlarge it or reserve less"),
+            VmError::NoArea { at } => write!(f, "there is no area at {at}"),
+            VmError::Denied { at } => write!(f, "the area at {at} does not allow this access"),
+            VmError::Overlap { at } => write!(f, "there is an area at {at} already; unmap it first"),
+            VmError::Misaligned { at } => write!(f, "{at} is not aligned to the area's pages"),
+            VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
+            VmError::OtherKind => f.write_str("the object has other pages than the area asks for"),
+            VmError::Poisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
+            VmError::Cancelled => f.write_str("cancelled; what was done stays done"),
+            VmError::Unreachable => f.write_str("the platform's map does not reach a frame"),
+            VmError::InUse => f.write_str("still in use: switch the CPUs out and unmap it first"),
+            VmError::Paging(error) => error.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for VmError {}

@@ -1,0 +1,376 @@
+//! Demand faults.
+//!
+//! 1. Find the area (shared lock on the area list, for the time of the search) and look at the entry.
+//! 2. With nothing locked: take a page and clear it, around the address that was touched.
+//! 3. With the area list shared again, and only if it still promises the same: enter the page. If another CPU's page is
+//!    there already, the page goes back.
+//!
+//! Between 1 and 3 areas may come and go and other CPUs may fault at the same page; a [claim](crate::claims) makes the
+//! latter wait instead of clearing too. What is published was cleared and fenced before, in step 2, and the page table
+//! publishes with a release.
+
+use crate::area::AreaInfo;
+use crate::error::VmError;
+use crate::object::{Object, Owner};
+use crate::phases::{Phase, Phases};
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::supply::Want;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::ptr::NonNull;
+use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr};
+use hugemm_clear::{Request, folio};
+use hugemm_paging::{Flags, Lookup, Mapping, PagingError, Span};
+
+/// What the access was that faulted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// A load.
+    Read,
+    /// A store.
+    Write,
+    /// An instruction fetch.
+    Execute,
+}
+
+impl Access {
+    /// What an area has to allow for it.
+    const fn needs(self) -> Flags {
+        match self {
+            Access::Read => Flags::NONE,
+            Access::Write => Flags::WRITE,
+            Access::Execute => Flags::EXEC,
+        }
+    }
+}
+
+/// How a fault was served. The access may be repeated in every case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// A page was entered.
+    Mapped,
+    /// A page shared by fork was replaced by a copy.
+    Copied,
+    /// A page that had been shared by fork is writable again.
+    Reused,
+    /// Somebody else is or was at the page: repeating the access tells.
+    Meanwhile,
+}
+
+/// What step 1 found.
+enum Found<S: Setup> {
+    /// Nothing is mapped. The object, with a reference, if it is a shared one.
+    Absent(Option<NonNull<Object<S>>>),
+    /// A page is mapped, but not for this access.
+    ReadOnly,
+    /// There is nothing to do, or not now.
+    Meanwhile,
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Serves a fault of the calling task at `at` in `space`. Interrupts are on; may sleep where the platform says so.
+    ///
+    /// An error means that this one access cannot be served; nothing has changed.
+    pub fn fault(&self, cx: &mut Cx<'_, S>, space: &Space<S>, at: VirtAddr, access: Access) -> Result<Served, VmError> {
+        self.fault_observed(cx, space, at, access, &())
+    }
+
+    /// [`fault`](Vm::fault), telling `phases` what it is doing.
+    pub fn fault_observed(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        at: VirtAddr,
+        access: Access,
+        phases: &impl Phases,
+    ) -> Result<Served, VmError> {
+        let served = self.serve_fault(cx, space, at, access, phases);
+        match served {
+            Ok(Served::Mapped) => space.counters.mapped.add(1),
+            Ok(Served::Copied) => space.counters.copied.add(1),
+            Ok(Served::Reused) => space.counters.reused.add(1),
+            Ok(Served::Meanwhile) => space.counters.waited.add(1),
+            Err(_) => space.counters.failed.add(1),
+        }
+        served
+    }
+
+    fn serve_fault(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        at: VirtAddr,
+        access: Access,
+        phases: &impl Phases,
+    ) -> Result<Served, VmError> {
+        let (area, found) = self.find_for_fault(cx, space, at, access)?;
+        let page = area.page_at(at);
+        match found {
+            Found::Meanwhile => Ok(Served::Meanwhile),
+            Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
+            Found::Absent(None) => self.fault_private(cx, space, &area, page, at, access, phases),
+            Found::Absent(Some(object)) => {
+                // SAFETY: `find_for_fault` took a reference.
+                let served = self.fault_shared(cx, space, &area, page, at, access, unsafe { object.as_ref() }, phases);
+                self.put_object(cx, object);
+                served
+            }
+        }
+    }
+
+    /// Step 1.
+    fn find_for_fault(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        at: VirtAddr,
+        access: Access,
+    ) -> Result<(AreaInfo, Found<S>), VmError> {
+        let areas = space.areas.shared();
+        let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
+        let info = area.info;
+        if !info.kind.flags.contains(access.needs()) {
+            return Err(VmError::Denied { at });
+        }
+        let task = RefCell::new(cx);
+        let found = match space.table.shared(self.tables(&task)).lookup(at) {
+            Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
+            Lookup::Mapped(_) => Found::ReadOnly,
+            Lookup::Busy => Found::Meanwhile,
+            Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
+                // SAFETY: the area holds a reference, and is there while the list is locked.
+                unsafe { area.object.as_ref() }.get();
+                area.object
+            })),
+        };
+        Ok((info, found))
+    }
+
+    /// The page that a fault at `at` wants.
+    fn want(&self, area: &AreaInfo, at: VirtAddr) -> Want {
+        let kind = &area.kind;
+        let request = Request::fault(kind.page.bytes()).seen_at(at.align_down(kind.page.bytes()));
+        let touched = Some(folio::touched_page(at, kind.page.pages()));
+        Want { page: kind.page, pooled: kind.pooled, reserved: kind.reserved, clear: request, touched }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "what a fault is")]
+    fn fault_private(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        page: Span,
+        at: VirtAddr,
+        access: Access,
+        phases: &impl Phases,
+    ) -> Result<Served, VmError> {
+        let Some(_claim) = space.claims.claim(page.first()) else {
+            space.claims.wait(cx, page.first());
+            return Ok(Served::Meanwhile);
+        };
+        phases.enter(Phase::Allocate);
+        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let extent = match self.new_page(cx, &self.want(area, at), owner, &Never, phases) {
+            Ok(extent) => extent,
+            // The last promised page may have gone to another CPU that faulted at the same address.
+            Err(_) if self.lookup(cx, space, at) != Lookup::Absent => return Ok(Served::Meanwhile),
+            Err(error) => return Err(error),
+        };
+        phases.enter(Phase::Map);
+        let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
+        phases.enter(Phase::Other);
+        if !matches!(entered, Ok(Served::Mapped)) {
+            space.counters.wasted.add(1);
+            self.return_page(cx, area, extent);
+        }
+        entered
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "what a fault is")]
+    fn fault_shared(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        page: Span,
+        at: VirtAddr,
+        access: Access,
+        object: &Object<S>,
+        phases: &impl Phases,
+    ) -> Result<Served, VmError> {
+        let offset = area.offset_of(page.first());
+        // Two rounds: a page that another CPU enters into the index meanwhile is found in the second.
+        for _ in 0..2 {
+            if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
+                return Ok(served);
+            }
+            self.fill_index(cx, object, offset, &self.want(area, at), phases)?;
+        }
+        Ok(Served::Meanwhile)
+    }
+
+    /// Makes the page at `offset` of a shared object exist; false if it did already.
+    pub(crate) fn fill_index(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        offset: u64,
+        want: &Want,
+        phases: &impl Phases,
+    ) -> Result<bool, VmError> {
+        let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+        let Ok(place) = Span::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
+            return Err(VmError::OtherKind);
+        };
+        let Some(_claim) = index.claims.claim(offset) else {
+            index.claims.wait(cx, offset);
+            return Ok(false);
+        };
+        // The pool has promised all pages of a shared object.
+        let want = Want { reserved: index.pooled, ..*want };
+        phases.enter(Phase::Allocate);
+        let extent = self.new_page(cx, &want, Owner { object: object.id, offset }, &Never, phases)?;
+        phases.enter(Phase::Map);
+        let how = Mapping { flags: Flags::NONE, largest: want.page };
+        let entered = self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how));
+        phases.enter(Phase::Other);
+        match entered {
+            Ok(()) => return Ok(true),
+            Err(VmError::Paging(PagingError::Overlap { .. } | PagingError::Busy { .. })) => {}
+            Err(error) => {
+                self.return_pages(cx, extent, want.page, want.pooled, want.reserved);
+                return Err(error);
+            }
+        }
+        self.return_pages(cx, extent, want.page, want.pooled, want.reserved);
+        Ok(false)
+    }
+
+    /// Maps a page of a shared object where the object has it; `None` if it has not.
+    pub(crate) fn enter_from_index(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        page: Span,
+        object: &Object<S>,
+        flags: Flags,
+    ) -> Result<Option<Served>, VmError> {
+        let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+        let at = VirtAddr::new(area.offset_of(page.first()) << PAGE_SHIFT);
+        for round in 0.. {
+            let task = RefCell::new(&mut *cx);
+            let areas = space.areas.shared();
+            if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
+                return Ok(Some(Served::Meanwhile));
+            }
+            // Held until the page is mapped: whoever takes it out of the index finds the mapping.
+            let pages = index.table.shared(self.tables(&task));
+            let extent = match pages.lookup(at) {
+                Lookup::Mapped(leaf) => Extent::block(leaf.frame, leaf.size.order()),
+                Lookup::Absent => return Ok(None),
+                Lookup::Busy => return Ok(Some(Served::Meanwhile)),
+            };
+            let how = Mapping { flags, largest: area.kind.page };
+            let mapped = space.table.shared(self.tables(&task)).map(page, [extent], how);
+            drop(pages);
+            drop(areas);
+            match mapped {
+                Ok(()) => return Ok(Some(Served::Mapped)),
+                Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => return Ok(Some(Served::Meanwhile)),
+                Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
+                Err(PagingError::NoTable) => return Err(VmError::NoMemory),
+                Err(error) => return Err(VmError::Paging(error)),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Step 3: maps frames at a span of an area that was found before, if the area is still there. Unless the answer is
+    /// [`Served::Mapped`], the frames are still the caller's.
+    pub(crate) fn enter<I>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        span: Span,
+        frames: I,
+        flags: Flags,
+    ) -> Result<Served, VmError>
+    where
+        I: IntoIterator<Item = Extent> + Clone,
+    {
+        let how = Mapping { flags, largest: area.kind.page };
+        let entered = self.try_map(cx, |task| {
+            let areas = space.areas.shared();
+            let there = areas.find(span.first()).map(|area| &area.info);
+            if !still(there, area, span) {
+                return Err(PagingError::Busy { at: span.start() });
+            }
+            space.table.shared(self.tables(task)).map(span, frames.clone(), how)
+        });
+        match entered {
+            Ok(()) => Ok(Served::Mapped),
+            Err(VmError::Paging(PagingError::Overlap { .. } | PagingError::Busy { .. })) => Ok(Served::Meanwhile),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Runs `map`, asking for relief while page tables have no memory.
+    pub(crate) fn try_map<'p>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        mut map: impl FnMut(&RefCell<&mut Cx<'p, S>>) -> Result<(), PagingError>,
+    ) -> Result<(), VmError> {
+        for round in 0.. {
+            let mapped = map(&RefCell::new(&mut *cx));
+            match mapped {
+                Ok(()) => return Ok(()),
+                Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
+                Err(PagingError::NoTable) => return Err(VmError::NoMemory),
+                Err(error) => return Err(VmError::Paging(error)),
+            }
+        }
+        Err(VmError::NoMemory)
+    }
+
+    /// Gives back a page that was not mapped.
+    pub(crate) fn return_page(&self, cx: &mut Cx<'_, S>, area: &AreaInfo, extent: Extent) {
+        self.return_pages(cx, extent, area.kind.page, area.kind.pooled, area.kind.reserved);
+    }
+
+    /// Gives back pages to which nobody else has come: promised ones are promised again.
+    pub(crate) fn return_pages(
+        &self,
+        cx: &mut Cx<'_, S>,
+        extent: Extent,
+        page: hugemm_base::PageSize,
+        pooled: bool,
+        reserved: bool,
+    ) {
+        if !pooled {
+            return self.drop_pages(cx, extent, page, false);
+        }
+        for (head, _) in extent.chunks(page.order()) {
+            if let Ok(Some(block)) = self.frames.put_frozen(head) {
+                crate::pool::HugePool::give_back(&self.pool, cx, block.into_dirty(), page, reserved);
+            }
+        }
+    }
+}
+
+/// Whether what is there now promises about `span` what `area` did.
+pub(crate) fn still(there: Option<&AreaInfo>, area: &AreaInfo, span: Span) -> bool {
+    there.is_some_and(|there| {
+        there.same_at(area, span.first()) && span.first() + span.pages() <= there.span.first() + there.span.pages()
+    })
+}
+
+/// The flags of a page that is entered because of an access: what the access will set is set, to spare hardware the
+/// write.
+pub(crate) fn fresh_flags(area: &AreaInfo, access: Access) -> Flags {
+    let used = if access == Access::Write { Flags::HARDWARE } else { Flags::ACCESSED };
+    area.kind.flags | used
+}

@@ -1,0 +1,115 @@
+//! A space's notifiers.
+
+use crate::error::VmError;
+use crate::notifier::Notifier;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::vm::Vm;
+use core::ptr::NonNull;
+use hugemm_base::VirtRange;
+use hugemm_base::sync::{AtomicU64, Ordering};
+use intrusive_collections::{LinkedList, LinkedListAtomicLink, UnsafeRef, intrusive_adapter};
+
+/// One notifier on its list.
+pub(crate) struct Node<S: Setup> {
+    link: LinkedListAtomicLink,
+    notifier: S::Notifier,
+}
+
+intrusive_adapter!(pub(crate) ByOrder<S> = UnsafeRef<Node<S>>: Node<S> { link => LinkedListAtomicLink } where S: Setup);
+
+/// The notifiers of a space.
+pub(crate) struct Followers<S: Setup> {
+    list: LinkedList<ByOrder<S>>,
+    /// Changes that have begun and not ended: everybody on the list has been told of their beginning.
+    under_way: AtomicU64,
+}
+
+// SAFETY: notifiers are told by any task; `follow` requires them to bear it. Links are changed through `&mut` only.
+unsafe impl<S: Setup> Send for Followers<S> {}
+// SAFETY: as above.
+unsafe impl<S: Setup> Sync for Followers<S> {}
+
+impl<S: Setup> Followers<S> {
+    pub(crate) fn new() -> Self {
+        Followers { list: LinkedList::new(ByOrder::NEW), under_way: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+}
+
+/// A notifier's place; to be given back with [`Vm::unfollow`].
+#[derive(Debug)]
+#[must_use = "the notifier stays until it is given to `unfollow`"]
+pub struct Follower<S: Setup>(NonNull<Node<S>>);
+
+// SAFETY: it is the right to remove the node, which any task may do.
+unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
+
+impl<S: Setup> Space<S> {
+    /// Makes a change in a range, telling all followers before and after.
+    pub(crate) fn changing<'p, R>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        range: VirtRange,
+        change: impl FnOnce(&mut Cx<'p, S>) -> R,
+    ) -> R {
+        {
+            let followers = self.followers.shared();
+            // Relaxed: read under the exclusive lock only.
+            followers.under_way.fetch_add(1, Ordering::Relaxed);
+            followers.list.iter().for_each(|node| node.notifier.begin(cx, range));
+        }
+        let result = change(cx);
+        let followers = self.followers.shared();
+        followers.list.iter().for_each(|node| node.notifier.end(cx, range));
+        followers.under_way.fetch_sub(1, Ordering::Relaxed);
+        result
+    }
+}
+
+impl<S: Setup> Vm<'_, S>
+where
+    S::Notifier: Send + Sync,
+{
+    /// Has a notifier told of everything that changes in the space from here on. One allocation.
+    pub fn follow(&self, cx: &mut Cx<'_, S>, space: &Space<S>, notifier: S::Notifier) -> Result<Follower<S>, VmError> {
+        let node = Node { link: LinkedListAtomicLink::new(), notifier };
+        let node = self.new_in(&self.follower_slab, cx, node)?;
+        self.between_changes(cx, space, |list| {
+            // SAFETY: the node lives until `unfollow`, which takes it off the list first.
+            list.push_back(unsafe { UnsafeRef::from_raw(node.as_ptr()) });
+        });
+        Ok(Follower(node))
+    }
+
+    /// Ends that. `follower` came from [`follow`](Vm::follow) on this space.
+    ///
+    /// # Safety
+    ///
+    /// It did.
+    pub unsafe fn unfollow(&self, cx: &mut Cx<'_, S>, space: &Space<S>, follower: Follower<S>) -> S::Notifier {
+        self.between_changes(cx, space, |list| {
+            // SAFETY: the caller's promise: the node is on this list.
+            unsafe { list.cursor_mut_from_ptr(follower.0.as_ptr()) }.remove();
+        });
+        // SAFETY: made by `follow` with this slab, and off the list.
+        unsafe { self.take_from(&self.follower_slab, cx, follower.0) }.notifier
+    }
+    /// Changes the list while nothing is under way, so that everybody is told of ends whose beginnings it was told of, and
+    /// of no others.
+    fn between_changes(&self, cx: &mut Cx<'_, S>, space: &Space<S>, change: impl FnOnce(&mut LinkedList<ByOrder<S>>)) {
+        loop {
+            {
+                let mut followers = space.followers.exclusive();
+                // Relaxed: ordered by the lock.
+                if followers.under_way.load(Ordering::Relaxed) == 0 {
+                    return change(&mut followers.list);
+                }
+            }
+            self.breathe(cx);
+        }
+    }
+}

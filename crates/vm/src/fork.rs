@@ -1,0 +1,203 @@
+//! Copy-on-write: a second address space with the same content.
+//!
+//! Private pages are shared by both until one of them writes. By the range: write-protect what the parent has, take a
+//! reference to each page, enter the runs in the child; one flush of the parent for all of it. The parent's area list is
+//! held alone throughout, and until the flush is over: otherwise one of the parent's threads could copy a page, while
+//! another still stores to the old one through its TLB.
+//!
+//! Pages that a device may be writing to are copied for the child instead, and stay the parent's as they are. What is
+//! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
+//! taken for it.
+
+use crate::area::{Area, AreaInfo, AreaKind};
+use crate::error::VmError;
+use crate::object::Owner;
+use crate::setup::{Cx, Setup, Task};
+use crate::space::{Space, SpaceRef};
+use crate::supply::Want;
+use crate::unmap::pages;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize};
+use hugemm_clear::Request;
+use hugemm_paging::{Change, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Span};
+use intrusive_collections::UnsafeRef;
+
+/// How often a fork is begun again after it ran out of memory and somebody gave some back.
+const ROUNDS: u32 = 3;
+
+impl<S: Setup> Vm<'_, S> {
+    /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. When memory
+    /// runs out, the parent is as it was, apart from write-protection that its next stores undo.
+    pub fn fork<'v>(&'v self, cx: &mut Cx<'_, S>, parent: &Space<S>) -> Result<SpaceRef<'v, S>, VmError> {
+        for round in 0.. {
+            let child = self.create(cx, parent.bounds)?;
+            let whole = parent.bounds.range();
+            let done = parent.changing(cx, whole, |cx| self.fork_into(cx, parent, &child));
+            let Err(error) = done else { return Ok(child) };
+            if let Err((_, child)) = self.destroy(cx, child) {
+                // Nobody has it loaded, so this cannot be; if it is, it is lost and not used.
+                debug_assert!(child.areas.shared().find(0).is_none());
+            }
+            if error != VmError::NoMemory || round == ROUNDS || !self.relieve(cx, Order::ZERO) {
+                return Err(error);
+            }
+        }
+        Err(VmError::NoMemory)
+    }
+
+    fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &Space<S>, child: &Space<S>) -> Result<(), VmError> {
+        let areas = parent.areas.exclusive();
+        let mut batch = ShootdownBatch::new(&parent.tlb);
+        let mut done = Ok(());
+        for area in areas.meeting(0, u64::MAX) {
+            done = self.inherit(cx, child, area);
+            if done.is_ok() && !area.info.kind.shared {
+                let task = RefCell::new(&mut *cx);
+                done = self.share_pages(&task, parent, child, &area.info, |span, page| {
+                    batch.changed(span.range(), page);
+                });
+            }
+            if done.is_err() {
+                break;
+            }
+        }
+        // Also after a failure: entries have lost rights, and a store through an old one must not go on.
+        if !batch.is_empty() {
+            batch.flush(self.tlbs, cx, &self.shootdown);
+        }
+        drop(areas);
+        done
+    }
+
+    /// Gives the child an area like the parent's.
+    fn inherit(&self, cx: &mut Cx<'_, S>, child: &Space<S>, area: &Area<S>) -> Result<(), VmError> {
+        // What the pool has promised, it has promised to the parent.
+        let info = AreaInfo { kind: AreaKind { reserved: false, ..area.info.kind }, ..area.info };
+        let own = Area::new(core::ptr::NonNull::from(child), area.object, info);
+        let own = self.try_new_in(&self.area_slab, cx, own)?;
+        // SAFETY: the parent's area holds a reference.
+        unsafe { area.object.as_ref() }.get();
+        // SAFETY: never moved, and freed after it has left all lists.
+        let own = unsafe { UnsafeRef::from_raw(own.as_ptr()) };
+        self.enlist(&own);
+        child.areas.exclusive().insert(own);
+        Ok(())
+    }
+
+    /// Shows the child what the parent has in one private area. Under the parent's area list, held alone.
+    fn share_pages(
+        &self,
+        task: &Task<'_, '_, S>,
+        parent: &Space<S>,
+        child: &Space<S>,
+        area: &AreaInfo,
+        mut changed: impl FnMut(Span, PageSize),
+    ) -> Result<(), VmError> {
+        // SeqCst: pairs with `pin_batch`; nobody takes references for pins while the area list is held alone.
+        let pinned = parent.pins.load(Ordering::SeqCst) > 0;
+        if pinned {
+            return self.share_one_by_one(task, parent, child, area, &mut changed);
+        }
+        let mut table = parent.table.shared(self.tables(task));
+        let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+        if table.protect(area.span, change).map_err(VmError::Paging)?.flush().is_some() {
+            changed(area.span, area.kind.page);
+        }
+        let mut done = Ok(());
+        let walked = table.walk(area.span, Flags::HARDWARE, |run| {
+            if done.is_ok() {
+                done = self.share_run(task, child, area, run.at.get() >> PAGE_SHIFT, run.extent, run.flags);
+            }
+        });
+        done.and(walked.map_err(VmError::Paging))
+    }
+
+    /// Enters a run of the parent's pages in the child, read-only, with a reference for each.
+    fn share_run(
+        &self,
+        task: &Task<'_, '_, S>,
+        child: &Space<S>,
+        area: &AreaInfo,
+        page: u64,
+        extent: Extent,
+        flags: Flags,
+    ) -> Result<(), VmError> {
+        let kind = area.kind;
+        let mut taken = 0;
+        let mut done = Ok(());
+        for (head, _) in extent.chunks(kind.page.order()) {
+            done = self.get_page(&mut task.borrow_mut(), head);
+            if done.is_err() {
+                break;
+            }
+            taken += kind.page.pages();
+        }
+        if done.is_ok() {
+            let flags = flags.without(Flags::WRITE | Flags::DIRTY);
+            done = self.enter_in_child(task, child, page, extent, Mapping { flags, largest: kind.page });
+        }
+        if done.is_err() {
+            // The parent's references are left.
+            self.drop_pages(&mut task.borrow_mut(), extent.split_at(taken).0, kind.page, kind.pooled);
+        }
+        done
+    }
+
+    fn enter_in_child(
+        &self,
+        task: &Task<'_, '_, S>,
+        child: &Space<S>,
+        page: u64,
+        extent: Extent,
+        how: Mapping,
+    ) -> Result<(), VmError> {
+        let Some(span) = pages(page, page + extent.pages()) else { return Err(VmError::Unreachable) };
+        match child.table.shared(self.tables(task)).map(span, [extent], how) {
+            Ok(()) => Ok(()),
+            Err(PagingError::NoTable) => Err(VmError::NoMemory),
+            Err(error) => Err(VmError::Paging(error)),
+        }
+    }
+
+    /// The same where some pages may be pinned: those are copied.
+    fn share_one_by_one(
+        &self,
+        task: &Task<'_, '_, S>,
+        parent: &Space<S>,
+        child: &Space<S>,
+        area: &AreaInfo,
+        changed: &mut impl FnMut(Span, PageSize),
+    ) -> Result<(), VmError> {
+        let kind = area.kind;
+        let size = kind.page.pages();
+        for page in (area.span.first()..area.span.first() + area.span.pages()).step_by(size as usize) {
+            let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
+            // One lock at a time: a page table's must not be taken by whoever has it.
+            let found = parent.table.shared(self.tables(task)).lookup(span.start());
+            let Lookup::Mapped(leaf) = found else { continue };
+            let extent = Extent::block(leaf.frame, leaf.size.order());
+            if self.frames.references(leaf.frame) > 1 {
+                let clear = Request::fault(kind.page.bytes());
+                let want = Want { page: kind.page, pooled: kind.pooled, reserved: false, clear, touched: None };
+                let owner = Owner { object: area.object, offset: area.offset_of(page) };
+                let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
+                let how = Mapping { flags: kind.flags, largest: kind.page };
+                let entered = self.enter_in_child(task, child, page, copy, how);
+                if entered.is_err() {
+                    self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
+                }
+                entered?;
+                continue;
+            }
+            let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+            let stale = parent.table.shared(self.tables(task)).protect(span, change).map_err(VmError::Paging)?;
+            if stale.flush().is_some() {
+                changed(span, kind.page);
+            }
+            self.share_run(task, child, area, page, extent, leaf.flags)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,79 @@
+//! A value that many may look at or one may change.
+
+use core::cell::UnsafeCell;
+use core::ops::{Deref, DerefMut};
+use hugemm_paging::RawEditLock;
+
+/// A `T` behind a reader-writer lock of the platform's choice.
+pub(crate) struct Guarded<L, T> {
+    raw: L,
+    value: UnsafeCell<T>,
+}
+
+// SAFETY: `&T` is given to many threads at once and `&mut T` to one, under the lock.
+unsafe impl<L: RawEditLock + Sync, T: Send + Sync> Sync for Guarded<L, T> {}
+// SAFETY: it is the value and a lock that nobody holds.
+unsafe impl<L: Send, T: Send> Send for Guarded<L, T> {}
+
+impl<L: RawEditLock, T> Guarded<L, T> {
+    pub(crate) fn new(value: T) -> Self {
+        Guarded { raw: L::new(), value: UnsafeCell::new(value) }
+    }
+
+    /// Waits until nobody changes it.
+    pub(crate) fn shared(&self) -> Reading<'_, L, T> {
+        self.raw.lock_shared();
+        Reading(self)
+    }
+
+    /// Waits until nobody looks at it.
+    pub(crate) fn exclusive(&self) -> Changing<'_, L, T> {
+        self.raw.lock_exclusive();
+        Changing(self)
+    }
+}
+
+/// Holds a [`Guarded`] shared.
+pub(crate) struct Reading<'g, L: RawEditLock, T>(&'g Guarded<L, T>);
+
+impl<L: RawEditLock, T> Deref for Reading<'_, L, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: the lock is held shared, so nobody has a mutable reference.
+        unsafe { &*self.0.value.get() }
+    }
+}
+
+impl<L: RawEditLock, T> Drop for Reading<'_, L, T> {
+    fn drop(&mut self) {
+        // SAFETY: made by whoever locked.
+        unsafe { self.0.raw.unlock_shared() }
+    }
+}
+
+/// Holds a [`Guarded`] alone.
+pub(crate) struct Changing<'g, L: RawEditLock, T>(&'g Guarded<L, T>);
+
+impl<L: RawEditLock, T> Deref for Changing<'_, L, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: the lock is held alone.
+        unsafe { &*self.0.value.get() }
+    }
+}
+
+impl<L: RawEditLock, T> DerefMut for Changing<'_, L, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: the lock is held alone, and the guard is borrowed mutably.
+        unsafe { &mut *self.0.value.get() }
+    }
+}
+
+impl<L: RawEditLock, T> Drop for Changing<'_, L, T> {
+    fn drop(&mut self) {
+        // SAFETY: made by whoever locked.
+        unsafe { self.0.raw.unlock_exclusive() }
+    }
+}

@@ -1,0 +1,75 @@
+//! Address spaces whose cost is that of clearing their memory.
+//!
+//! A [`Vm`] makes address [spaces](Space) of areas of 4 KiB, 2 MiB and 1 GiB pages, private and shared, over the frame
+//! allocator, the page tables and the shootdowns of the crates below. It needs no heap, keeps no global state and never
+//! panics on exhaustion: every operation that can run out of memory asks for [relief](hugemm_base::Pressure) and then
+//! says so.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | [`setup`] | which types an embedder chooses |
+//! | `vm.rs` | what all spaces share; asking for relief |
+//! | [`area`] | areas never change; finding them |
+//! | [`object`] | what a page belongs to; the reverse map; who holds references |
+//! | `rmap.rs` | reverse-map walks |
+//! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
+//! | [`fault`], `claims.rs` | demand faults, and CPUs that meet at one page |
+//! | `supply.rs` | taking, clearing, counting and dropping pages |
+//! | [`prefault`], [`pin`] | filling by any number of CPUs; keeping pages for devices |
+//! | [`unmap`] | one flush per call, then frees by runs |
+//! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
+//! | [`notifier`], `followers.rs` | whoever follows a space |
+//! | [`zeroing`] | clearing free memory ahead of need |
+//! | [`pool`] | what areas need of a huge page pool |
+//! | `guarded.rs`, `tables.rs` | locks and page tables' memory |
+//!
+//! # Order of locks
+//!
+//! A space's area list, then an object's area list, then an object's index, then a space's page table; the registry of
+//! objects and the slabs come last and alone. None is taken with interrupts off, and nothing sleeps or reschedules under
+//! one. The area list is held while other CPUs are flushed by copy-on-write and fork; they serve such requests while they
+//! wait for it, because they wait with interrupts on.
+#![cfg_attr(not(test), no_std)]
+
+pub mod area;
+mod claims;
+mod copy;
+mod cow;
+mod error;
+pub mod fault;
+mod followers;
+pub mod fork;
+mod guarded;
+mod mapping;
+pub mod notifier;
+pub mod object;
+mod phases;
+pub mod pin;
+pub mod pool;
+pub mod prefault;
+mod rmap;
+pub mod setup;
+mod space;
+mod supply;
+mod tables;
+pub mod unmap;
+mod vm;
+pub mod zeroing;
+
+pub use area::{AreaInfo, AreaKind};
+pub use error::VmError;
+pub use fault::{Access, Served};
+pub use followers::Follower;
+pub use mapping::{Backing, SharedRef};
+pub use notifier::{Following, Notifier};
+pub use object::Owner;
+pub use phases::{Phase, Phases};
+pub use pin::{PinError, Pinned};
+pub use pool::{HugePool, NoPool, OutOfPool};
+pub use prefault::Prefault;
+pub use rmap::Place;
+pub use setup::{Cx, Setup};
+pub use space::{Space, SpaceCounters, SpaceRef};
+pub use unmap::Unmapped;
+pub use vm::{Parts, Vm};
+pub use zeroing::{ZeroWorker, Zeroed};

@@ -1,0 +1,247 @@
+//! Making areas, and shared objects that exist without one.
+
+use crate::area::{Area, AreaInfo, AreaKind};
+use crate::claims::Claims;
+use crate::error::VmError;
+use crate::object::{Index, Object};
+use crate::pool::HugePool;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::fmt;
+use core::marker::PhantomData;
+use core::ptr::NonNull;
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_paging::{Editing, Flags, Span};
+use intrusive_collections::UnsafeRef;
+
+/// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
+/// this has been given to [`Vm::close`] and the last of its areas is gone.
+#[must_use = "dropping this loses the object's memory: close it"]
+pub struct SharedRef<'v, S: Setup>(pub(crate) NonNull<Object<S>>, PhantomData<&'v ()>);
+
+// SAFETY: it owns a reference to the object, all of whose parts may be sent and shared.
+unsafe impl<S: Setup> Send for SharedRef<'_, S> {}
+// SAFETY: as above.
+unsafe impl<S: Setup> Sync for SharedRef<'_, S> {}
+
+impl<S: Setup> fmt::Debug for SharedRef<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedRef").field("object", &self.object().id).finish_non_exhaustive()
+    }
+}
+
+impl<S: Setup> SharedRef<'_, S> {
+    pub(crate) fn object(&self) -> &Object<S> {
+        // SAFETY: the handle holds a reference.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Length in 4 KiB pages.
+    pub fn pages(&self) -> u64 {
+        self.object().index.as_ref().map_or(0, |index| index.pages)
+    }
+}
+
+/// Where an area's pages come from.
+#[derive(Debug)]
+pub enum Backing<'a, 'v, S: Setup> {
+    /// Pages of its own.
+    Private,
+    /// A shared object, from this offset in 4 KiB pages on.
+    Shared(&'a SharedRef<'v, S>, u64),
+}
+
+impl<'m, S: Setup> Vm<'m, S> {
+    /// A shared object of `pages` 4 KiB pages, in pages of size `page`, none of which exists yet. From the pool, all of
+    /// them are promised now. Two allocations.
+    pub fn create_shared<'v>(
+        &'v self,
+        cx: &mut Cx<'_, S>,
+        pages: u64,
+        page: PageSize,
+        pooled: bool,
+    ) -> Result<SharedRef<'v, S>, VmError> {
+        let misaligned = VmError::Misaligned { at: VirtAddr::new(pages << PAGE_SHIFT) };
+        if !pages.is_multiple_of(page.pages()) {
+            return Err(misaligned);
+        }
+        let bounds = Span::new(VirtAddr::new(0), pages << PAGE_SHIFT).map_err(|_| misaligned)?;
+        if pooled {
+            self.pool.reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
+        }
+        let made = self.new_table(cx, bounds).and_then(|table| {
+            let root = table.root();
+            let index = Index { table, pages, page, pooled, claims: Claims::new() };
+            self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))
+        });
+        match made {
+            Ok(object) => Ok(SharedRef(object, PhantomData)),
+            Err(error) => {
+                if pooled {
+                    self.pool.unreserve(cx, page, pages / page.pages());
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Lets go of an object: its memory is freed with its last area.
+    pub fn close(&self, cx: &mut Cx<'_, S>, object: SharedRef<'_, S>) {
+        self.put_object(cx, object.0);
+    }
+
+    /// Makes an area at `span`, which is aligned to the kind's pages and meets no other area. Nothing is mapped yet;
+    /// pages from the pool are promised. Two allocations.
+    pub fn map(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        span: Span,
+        kind: AreaKind,
+        backing: Backing<'_, '_, S>,
+    ) -> Result<AreaInfo, VmError> {
+        let bytes = kind.page.bytes();
+        if !span.start().is_aligned(bytes) || !span.pages().is_multiple_of(kind.page.pages()) {
+            return Err(VmError::Misaligned { at: span.start() });
+        }
+        let (first, end) = (span.first(), span.first() + span.pages());
+        let bounds = space.bounds;
+        if first < bounds.first() || end > bounds.first() + bounds.pages() {
+            return Err(VmError::OutOfBounds { at: span.start() });
+        }
+        let (object, offset, kind) = match backing {
+            Backing::Private => {
+                let kind = AreaKind { shared: false, reserved: kind.pooled, ..kind };
+                if kind.pooled {
+                    let pages = span.pages() / kind.page.pages();
+                    self.pool.reserve(cx, kind.page, pages).map_err(|_| VmError::NoPool)?;
+                }
+                let object = self.new_object(cx, None).inspect_err(|_| self.unreserve(cx, &kind, span.pages()))?;
+                (object, 0, kind)
+            }
+            Backing::Shared(shared, offset) => {
+                let object = shared.object();
+                let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+                let at = VirtAddr::new(offset << PAGE_SHIFT);
+                if index.page != kind.page || index.pooled != kind.pooled {
+                    return Err(VmError::OtherKind);
+                }
+                if !offset.is_multiple_of(kind.page.pages()) {
+                    return Err(VmError::Misaligned { at });
+                }
+                if offset.checked_add(span.pages()).is_none_or(|end| end > index.pages) {
+                    return Err(VmError::OutOfBounds { at });
+                }
+                object.get();
+                (shared.0, offset, AreaKind { shared: true, reserved: false, ..kind })
+            }
+        };
+        // SAFETY: the reference taken above keeps the object.
+        let id = unsafe { object.as_ref() }.id;
+        let info = AreaInfo { span, kind, object: id, offset };
+        let added = self.new_area(cx, space, object, info).and_then(|area| {
+            let mut areas = space.areas.exclusive();
+            let met = areas.meeting(first, end).next().map(|area| area.info.span.start());
+            match met {
+                None => {
+                    self.enlist(&area);
+                    areas.insert(area);
+                    Ok(info)
+                }
+                Some(at) => {
+                    drop(areas);
+                    // SAFETY: it is on no list.
+                    unsafe { self.free_area(cx, area) };
+                    Err(VmError::Overlap { at })
+                }
+            }
+        });
+        if added.is_err() {
+            self.unreserve(cx, &kind, span.pages());
+            self.put_object(cx, object);
+        }
+        added
+    }
+
+    /// Takes back what the pool promised for `pages` 4 KiB pages of an area.
+    pub(crate) fn unreserve(&self, cx: &Cx<'_, S>, kind: &AreaKind, pages: u64) {
+        if kind.reserved {
+            self.pool.unreserve(cx, kind.page, pages / kind.page.pages());
+        }
+    }
+
+    /// An area on no list. It does not take a reference to its object.
+    pub(crate) fn new_area(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        object: NonNull<Object<S>>,
+        info: AreaInfo,
+    ) -> Result<UnsafeRef<Area<S>>, VmError> {
+        let area = self.new_in(&self.area_slab, cx, Area::new(NonNull::from(space), object, info))?;
+        // SAFETY: the area is never moved, and freed only after it has left all lists.
+        Ok(unsafe { UnsafeRef::from_raw(area.as_ptr()) })
+    }
+
+    /// # Safety
+    ///
+    /// The area is on no list.
+    pub(crate) unsafe fn free_area(&self, cx: &Cx<'_, S>, area: UnsafeRef<Area<S>>) {
+        if let Some(area) = NonNull::new(UnsafeRef::into_raw(area)) {
+            // SAFETY: made by `new_area` with this slab; nobody refers to it.
+            let _: Area<S> = unsafe { self.take_from(&self.area_slab, cx, area) };
+        }
+    }
+
+    /// Puts an area on its object's list.
+    pub(crate) fn enlist(&self, area: &UnsafeRef<Area<S>>) {
+        // SAFETY: the area holds a reference to its object.
+        unsafe { area.object.as_ref() }.areas.exclusive().add(area.clone());
+    }
+
+    /// A registered object with one reference.
+    pub(crate) fn new_object(
+        &self,
+        cx: &mut Cx<'_, S>,
+        index: Option<Index<S>>,
+    ) -> Result<NonNull<Object<S>>, VmError> {
+        let object = self.new_in(&self.object_slab, cx, Object::new(self.next_object(), index))?;
+        // SAFETY: the object is never moved, and freed only after it has left the registry.
+        self.registry.exclusive().insert(unsafe { UnsafeRef::from_raw(object.as_ptr()) });
+        Ok(object)
+    }
+
+    /// Drops a reference; frees the object and all its pages if it was the last.
+    pub(crate) fn put_object(&self, cx: &mut Cx<'_, S>, object: NonNull<Object<S>>) {
+        // SAFETY: the caller's reference keeps it.
+        let (id, last) = unsafe { (object.as_ref().id, object.as_ref().put()) };
+        if !last {
+            return;
+        }
+        self.registry.exclusive().remove(id);
+        // SAFETY: nobody has a reference, and nobody can find it any more.
+        let object = unsafe { self.take_from(&self.object_slab, cx, object) };
+        let Some(index) = object.index else { return };
+        let whole = index.table.bounds();
+        let mut found = 0;
+        {
+            let task = RefCell::new(&mut *cx);
+            let mut table = index.table.exclusive(self.tables(&task));
+            // SAFETY: no hardware walks an index, and no other task can reach it.
+            if let Ok(unhooked) = table.detach(whole, unsafe { Editing::quiet() }) {
+                // SAFETY: as above.
+                let detached = unsafe { unhooked.assume_flushed() };
+                let harvested = table.harvest(detached, Flags::HARDWARE, |run| {
+                    self.drop_pages(&mut task.borrow_mut(), run.extent, index.page, index.pooled);
+                });
+                found = harvested.map_or(0, |harvest| harvest.pages);
+            }
+        }
+        self.free_root(cx, index.table.root());
+        if index.pooled {
+            self.pool.unreserve(cx, index.page, (index.pages - found) / index.page.pages());
+        }
+    }
+}

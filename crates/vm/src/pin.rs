@@ -1,0 +1,188 @@
+//! Keeping pages where they are, for devices that store to memory behind the page tables' back.
+//!
+//! A pinned page has a reference more, so it is neither freed nor moved nor copied away from under its device: a fork gives
+//! the child a copy of it instead. The request is filled first, with the size of all of it as the hint (what a hypervisor's
+//! attachment of a device to a whole guest is), and every page is made the space's own, so that what the device writes is
+//! what the space reads.
+
+use crate::area::AreaInfo;
+use crate::error::VmError;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::unmap::pages;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::fmt;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{Cancel, Extent, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_paging::{Flags, Run, Span};
+
+/// Pages that are pinned under one look at the page table.
+const BATCH: usize = 64;
+
+/// How often a batch is filled again because somebody unmaps it meanwhile.
+const ATTEMPTS: u32 = 16;
+
+/// A pinned run of frames: given back with [`Vm::unpin`].
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "dropping this keeps the pages for ever: unpin them"]
+pub struct Pinned {
+    at: VirtAddr,
+    extent: Extent,
+    page: PageSize,
+    pooled: bool,
+}
+
+impl Pinned {
+    /// Where it was mapped.
+    pub fn at(&self) -> VirtAddr {
+        self.at
+    }
+
+    /// Which frames.
+    pub fn extent(&self) -> Extent {
+        self.extent
+    }
+}
+
+/// A pin that ended early. What had been handed to the visitor until then is pinned, and the visitor's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PinError {
+    /// 4 KiB pages that have been pinned.
+    pub pinned: u64,
+    /// Why not more.
+    pub cause: VmError,
+}
+
+impl fmt::Display for PinError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} after {} pages had been pinned", self.cause, self.pinned)
+    }
+}
+
+impl core::error::Error for PinError {}
+
+/// Runs of one batch.
+struct Found {
+    runs: [Option<Run>; BATCH],
+    count: usize,
+    /// 4 KiB pages to which a reference has been taken.
+    pages: u64,
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Fills `span`, which lies in areas throughout and at whole pages of them, and pins every page. `total` is as for
+    /// [`prefault`](Vm::prefault), on which several CPUs may have worked before. `visit` is given each run, in ascending
+    /// order, with nothing locked. Returns how many 4 KiB pages there are. Passes reschedule points; may sleep.
+    pub fn pin(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        span: Span,
+        total: Option<u64>,
+        cancel: &impl Cancel,
+        mut visit: impl FnMut(Pinned),
+    ) -> Result<u64, PinError> {
+        let (first, end) = (span.first(), span.first() + span.pages());
+        let total = Some(total.unwrap_or(span.bytes()).max(span.bytes()));
+        let mut next = first;
+        while next < end {
+            let stopped = |cause| PinError { pinned: next - first, cause };
+            let at = VirtAddr::new(next << PAGE_SHIFT);
+            let area = space.area_at(at).map_err(stopped)?;
+            let size = area.kind.page.pages();
+            let ends = (area.span.first() + area.span.pages()).min(end);
+            if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {
+                return Err(stopped(VmError::Misaligned { at }));
+            }
+            let to = ends.min(next + BATCH as u64 * size);
+            self.pin_batch(cx, space, &area, next, to, total, cancel, &mut visit).map_err(stopped)?;
+            next = to;
+        }
+        Ok(end - first)
+    }
+
+    /// Pins `from..to`, at most [`BATCH`] pages of one area: all or none.
+    #[allow(clippy::too_many_arguments, reason = "what a pin is")]
+    fn pin_batch(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        from: u64,
+        to: u64,
+        total: Option<u64>,
+        cancel: &impl Cancel,
+        visit: &mut impl FnMut(Pinned),
+    ) -> Result<(), VmError> {
+        let at = VirtAddr::new(from << PAGE_SHIFT);
+        let Some(span) = pages(from, to) else { return Err(VmError::NoArea { at }) };
+        let kind = area.kind;
+        for _ in 0..ATTEMPTS {
+            self.prefault(space, span, total).writable().work(cx, cancel)?;
+            // Counted before the pages are looked at, so that a fork which shares one of them has been or will be seen.
+            // SeqCst: pairs with the load in `fork`, under whose exclusive lock of the area list nothing is pinned.
+            space.pins.fetch_add(to - from, Ordering::SeqCst);
+            let (found, error) = self.take_references(cx, space, area, span);
+            if error.is_none() && found.pages == to - from {
+                for run in found.runs.into_iter().flatten() {
+                    visit(Pinned { at: run.at, extent: run.extent, page: kind.page, pooled: kind.pooled });
+                }
+                return Ok(());
+            }
+            for run in found.runs.into_iter().flatten() {
+                self.drop_pages(cx, run.extent, kind.page, kind.pooled);
+            }
+            space.pins.fetch_sub(to - from, Ordering::SeqCst);
+            if let Some(error) = error {
+                return Err(error);
+            }
+        }
+        Err(VmError::InUse)
+    }
+
+    /// Takes a reference to every page of the span that is mapped as it has to be.
+    fn take_references(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        area: &AreaInfo,
+        span: Span,
+    ) -> (Found, Option<VmError>) {
+        let mut found = Found { runs: [None; BATCH], count: 0, pages: 0 };
+        let mut error = None;
+        let task = RefCell::new(cx);
+        // No fork meanwhile.
+        let areas = space.areas.shared();
+        if !crate::fault::still(areas.find(span.first()).map(|area| &area.info), area, span) {
+            return (found, Some(VmError::NoArea { at: span.start() }));
+        }
+        let needs = area.kind.flags & Flags::WRITE;
+        let table = space.table.shared(self.tables(&task));
+        let walked = table.walk(span, Flags::HARDWARE, |run| {
+            if error.is_some() || !run.flags.contains(needs) || found.count == BATCH {
+                return;
+            }
+            let mut taken = 0;
+            for (head, _) in run.extent.chunks(area.kind.page.order()) {
+                if let Err(lack) = self.get_page(&mut task.borrow_mut(), head) {
+                    error = Some(lack);
+                    break;
+                }
+                taken += area.kind.page.pages();
+            }
+            let (extent, _) = run.extent.split_at(taken);
+            found.runs[found.count] = Some(Run { extent, ..run });
+            found.count += 1;
+            found.pages += taken;
+        });
+        (found, error.or(walked.err().map(VmError::Paging)))
+    }
+
+    /// Gives pinned pages back; those that have been unmapped meanwhile are freed. `space` is the one that they were pinned
+    /// in.
+    pub fn unpin(&self, cx: &mut Cx<'_, S>, space: &Space<S>, pinned: Pinned) {
+        self.drop_pages(cx, pinned.extent, pinned.page, pinned.pooled);
+        space.pins.fetch_sub(pinned.extent.pages(), Ordering::SeqCst);
+    }
+}

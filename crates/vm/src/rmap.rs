@@ -1,0 +1,76 @@
+//! Reverse-map walks: where is this page mapped?
+
+use crate::area::AreaInfo;
+use crate::object::Owner;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::fmt;
+use hugemm_base::{Pfn, VirtAddr};
+use hugemm_paging::{Leaf, Lookup};
+
+/// One place where a page is mapped.
+pub struct Place<'s, S: Setup> {
+    /// In which space.
+    pub space: &'s Space<S>,
+    /// At which address its first byte is.
+    pub at: VirtAddr,
+    /// The entry when it was looked at.
+    pub leaf: Leaf,
+    /// The area.
+    pub area: AreaInfo,
+}
+
+impl<S: Setup> fmt::Debug for Place<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Place").field("at", &self.at).field("leaf", &self.leaf).finish_non_exhaustive()
+    }
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// What a page belongs to: right for whoever has a reference to it or keeps it from being freed.
+    pub fn owner(&self, head: Pfn) -> Option<Owner> {
+        let owner = Owner::load(self.frames.descriptor(head)?);
+        (owner.object != 0).then_some(owner)
+    }
+
+    /// Shows `visit` every place where a page is mapped, by its head. The caller has a reference to it. Each place was
+    /// true when it was found; a page can be mapped elsewhere meanwhile only by a fork, or if it is shared.
+    ///
+    /// `visit` is called with the lock of the object's areas shared, so that none of the places goes away: it may edit
+    /// entries, but neither flush, nor sleep, nor call anything that adds or removes areas. Returns how many places there
+    /// were. O(log objects + areas of the object); nothing is written.
+    pub fn walk_mappings(
+        &self,
+        cx: &mut Cx<'_, S>,
+        head: Pfn,
+        mut visit: impl FnMut(&mut Cx<'_, S>, Place<'_, S>),
+    ) -> u64 {
+        let Some(owner) = self.owner(head) else { return 0 };
+        let Some(object) = self.registry.shared().get(owner.object) else { return 0 };
+        let mut places = 0;
+        {
+            // SAFETY: `Registry::get` took a reference.
+            let areas = unsafe { object.as_ref() }.areas.shared();
+            for area in areas.iter() {
+                let Some(at) = area.address_of(owner.offset) else { continue };
+                // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+                let space = unsafe { area.space.as_ref() };
+                let found = {
+                    let task = RefCell::new(&mut *cx);
+                    space.table.shared(self.tables(&task)).lookup(at)
+                };
+                match found {
+                    Lookup::Mapped(leaf) if leaf.frame == head => {
+                        places += 1;
+                        visit(cx, Place { space, at, leaf, area: area.info });
+                    }
+                    _ => {}
+                }
+            }
+        }
+        self.put_object(cx, object);
+        places
+    }
+}

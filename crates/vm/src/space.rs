@@ -1,0 +1,200 @@
+//! Address spaces: making and ending them, and finding areas.
+
+use crate::area::{AreaInfo, Areas};
+use crate::claims::Claims;
+use crate::error::VmError;
+use crate::followers::Followers;
+use crate::guarded::Guarded;
+use crate::setup::{Cx, Setup, Task};
+use crate::unmap::pages;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::fmt;
+use core::marker::PhantomData;
+use core::ops::Deref;
+use core::ptr::NonNull;
+use hugemm_base::counters::Counter;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
+use hugemm_paging::{Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace, User};
+
+/// One address space. Reached through its [`SpaceRef`].
+pub struct Space<S: Setup> {
+    pub(crate) bounds: Span,
+    pub(crate) table: PageTable<S::Format, S::Lock>,
+    pub(crate) tlb: TlbSpace<User>,
+    pub(crate) areas: Guarded<S::Lock, Areas<S>>,
+    pub(crate) followers: Guarded<S::Lock, Followers<S>>,
+    pub(crate) claims: Claims,
+    /// References that [`Vm::pin`] has taken and nobody has given back.
+    pub(crate) pins: AtomicU64,
+    pub(crate) counters: SpaceCounters,
+}
+
+/// What has happened in one address space.
+#[derive(Debug, Default)]
+pub struct SpaceCounters {
+    /// Faults that mapped a page.
+    pub mapped: Counter,
+    /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
+    pub waited: Counter,
+    /// Pages that were cleared in vain, because another CPU's fault got ahead.
+    pub wasted: Counter,
+    /// Faults that copied a page that was shared by fork.
+    pub copied: Counter,
+    /// Faults that found themselves the only user of such a page.
+    pub reused: Counter,
+    /// Faults that could not be served.
+    pub failed: Counter,
+}
+
+impl<S: Setup> fmt::Debug for Space<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Space").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+impl<S: Setup> Space<S> {
+    /// Which CPUs use it: to be switched in and out.
+    pub fn tlb(&self) -> &TlbSpace<User> {
+        &self.tlb
+    }
+
+    /// Where its tables begin.
+    pub fn root(&self) -> PhysAddr {
+        self.table.root().start()
+    }
+
+    /// What has happened.
+    pub fn counters(&self) -> &SpaceCounters {
+        &self.counters
+    }
+
+    /// The area at an address. O(log areas).
+    pub fn area_at(&self, at: VirtAddr) -> Result<AreaInfo, VmError> {
+        let areas = self.areas.shared();
+        areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
+    }
+
+    /// Every area, in ascending order. `visit` is called under the area list's lock.
+    pub fn for_each_area(&self, mut visit: impl FnMut(&AreaInfo)) {
+        self.areas.shared().meeting(0, u64::MAX).for_each(|area| visit(&area.info));
+    }
+}
+
+/// The owner of an address space. It ends with [`Vm::destroy`]; dropping this loses the space and all that is mapped.
+#[must_use = "dropping this loses the space's memory: destroy it"]
+pub struct SpaceRef<'v, S: Setup>(pub(crate) NonNull<Space<S>>, PhantomData<&'v ()>);
+
+// SAFETY: it owns the space, all of whose parts may be sent and shared.
+unsafe impl<S: Setup> Send for SpaceRef<'_, S> {}
+// SAFETY: as above.
+unsafe impl<S: Setup> Sync for SpaceRef<'_, S> {}
+
+impl<S: Setup> Deref for SpaceRef<'_, S> {
+    type Target = Space<S>;
+
+    fn deref(&self) -> &Space<S> {
+        // SAFETY: the space lives until it is destroyed, which takes this value.
+        unsafe { self.0.as_ref() }
+    }
+}
+
+impl<S: Setup> fmt::Debug for SpaceRef<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (**self).fmt(f)
+    }
+}
+
+impl<'m, S: Setup> Vm<'m, S> {
+    /// An empty address space for the addresses of `bounds`, one half of what the format translates at most. Two
+    /// allocations: the root table and the space itself.
+    pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<SpaceRef<'v, S>, VmError> {
+        let table = self.new_table(cx, bounds)?;
+        let root = table.root();
+        let Ok(tlb) = TlbSpace::new(self.tlbs, root.start()) else {
+            self.free_root(cx, root);
+            return Err(VmError::OutOfBounds { at: bounds.start() });
+        };
+        let space = Space {
+            bounds,
+            table,
+            tlb,
+            areas: Guarded::new(Areas::new()),
+            followers: Guarded::new(Followers::new()),
+            claims: Claims::new(),
+            pins: AtomicU64::new(0),
+            counters: SpaceCounters::default(),
+        };
+        match self.new_in(&self.space_slab, cx, space) {
+            Ok(space) => Ok(SpaceRef(space, PhantomData)),
+            Err(error) => {
+                self.free_root(cx, root);
+                Err(error)
+            }
+        }
+    }
+
+    /// Ends a space: everything is unmapped with one flush, and all memory given back. No CPU may have it loaded, except
+    /// lazily; if one has, or if memory is pinned, the space comes back.
+    pub fn destroy<'v>(&'v self, cx: &mut Cx<'_, S>, space: SpaceRef<'v, S>) -> Result<(), (VmError, SpaceRef<'v, S>)> {
+        let bounds = space.table.bounds();
+        if let Err(error) = self.unmap(cx, &space, bounds) {
+            return Err((error, space));
+        }
+        if !space.followers.shared().is_empty() {
+            return Err((VmError::InUse, space));
+        }
+        let handle = space.0;
+        // SAFETY: this task owns the space; no area is left through which others could reach it. If it is put back
+        // below, the value read here is forgotten by being written.
+        let mut owned = unsafe { handle.read() };
+        match owned.tlb.retire(self.tlbs, cx) {
+            Ok(()) => {}
+            Err(tlb) => {
+                owned.tlb = tlb;
+                // SAFETY: as above; the memory holds what was moved out of it.
+                unsafe { handle.write(owned) };
+                return Err((VmError::InUse, space));
+            }
+        }
+        // No CPU walks the tables any more, and nothing hangs below the root.
+        self.free_root(cx, owned.table.root());
+        // SAFETY: made by `create` with this slab; the contents were moved out above and are taken apart.
+        unsafe { self.space_slab.free(self.frames, cx, cx.platform(), handle.cast()) };
+        Ok(())
+    }
+
+    /// What an address is mapped to. For tests, tools and followers; right only while nothing changes.
+    pub fn lookup(&self, cx: &mut Cx<'_, S>, space: &Space<S>, at: VirtAddr) -> Lookup {
+        let task = RefCell::new(cx);
+        space.table.shared(self.tables(&task)).lookup(at)
+    }
+
+    /// A page table, for a space or for a shared object's index. It translates whole entries of its root, so that nothing
+    /// remains below the root when all of it has been unmapped.
+    pub(crate) fn new_table(&self, cx: &mut Cx<'_, S>, span: Span) -> Result<PageTable<S::Format, S::Lock>, VmError> {
+        let entry = 1_u64 << (9 * (S::Format::LEVELS - 1));
+        let (first, end) = (span.first() / entry * entry, (span.first() + span.pages()).next_multiple_of(entry));
+        let bounds = pages(first, end).ok_or(VmError::OutOfBounds { at: span.start() })?;
+        for round in 0.. {
+            let task: Task<'_, '_, S> = RefCell::new(cx);
+            // SAFETY: all guards get memory over the manager's frames; everything that is detached in a space is flushed
+            // through its `TlbSpace` (see `unmap.rs`, `cow.rs`), and no CPU walks an index.
+            match unsafe { PageTable::new(&mut self.tables(&task), bounds) } {
+                Ok(table) => return Ok(table),
+                Err(hugemm_paging::PagingError::NoTable) if self.may_retry(cx, round) => {}
+                Err(hugemm_paging::PagingError::NoTable) => return Err(VmError::NoMemory),
+                Err(error) => return Err(VmError::Paging(error)),
+            }
+        }
+        Err(VmError::NoMemory)
+    }
+
+    /// Frees the root of a table that is empty and that nobody walks.
+    pub(crate) fn free_root(&self, cx: &mut Cx<'_, S>, root: Pfn) {
+        let task = RefCell::new(cx);
+        // SAFETY: by the contract; the root came from `PageTable::new` over the same memory.
+        unsafe { self.tables(&task).free(root) };
+    }
+}

@@ -1,0 +1,288 @@
+//! Pages for objects: taking, clearing, making them somebody's, and dropping them.
+//!
+//! A page is cleared by the policy of the whole request that it is a part of, around the address that will be touched
+//! if one is known; memory that is known to be zero is not cleared. It becomes counted, with one reference, after its
+//! descriptor says whose it is. All of that before any lock is taken.
+
+use crate::error::VmError;
+use crate::object::Owner;
+use crate::phases::{Phase, Phases};
+use crate::pool::HugePool;
+use crate::setup::{Cx, Setup};
+use crate::vm::Vm;
+use core::cell::Cell;
+use core::ptr::NonNull;
+use hugemm_base::platform::{Cpu, Instrumented};
+use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, Zeroed};
+use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
+use hugemm_frames::{AllocError, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
+
+/// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
+/// table's lock.
+const DROP_PAGES: u64 = 1 << 16;
+
+/// What page is wanted, and why.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Want {
+    pub(crate) page: PageSize,
+    pub(crate) pooled: bool,
+    /// It was promised by the pool.
+    pub(crate) reserved: bool,
+    /// How to clear it.
+    pub(crate) clear: clear::Request,
+    /// Which of its 4 KiB pages is touched first, if that is known.
+    pub(crate) touched: Option<u64>,
+}
+
+/// Clears what the allocator hands out, as wanted.
+struct Fill<'a, C, O> {
+    clearer: &'a Clearer,
+    want: &'a Want,
+    cancel: &'a C,
+    phases: &'a O,
+    stopped: Cell<Option<StopReason>>,
+}
+
+impl<P: Cpu + PhysMap, C: Cancel, O: Phases> Zeroer<P> for Fill<'_, C, O> {
+    fn zero(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
+        self.phases.enter(Phase::Clear);
+        let done = if cx.platform().may_sleep() {
+            let clearing = match self.want.touched {
+                Some(page) => folio::begin_around(frames, page),
+                None => frames.begin(),
+            };
+            self.clearer.clear(cx, clearing, &self.want.clear, self.cancel)
+        } else {
+            self.clearer.clear_now(cx, frames, &self.want.clear).fence()
+        };
+        self.phases.enter(Phase::Allocate);
+        done.map_err(|stopped| {
+            self.stopped.set(Some(stopped.reason));
+            stopped.clearing.abandon()
+        })
+    }
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// One zeroed page, counted, with the caller's reference.
+    pub(crate) fn new_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        want: &Want,
+        owner: Owner,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Extent, VmError> {
+        let order = want.page.order();
+        let block = if want.pooled {
+            self.pool_block(cx, want, cancel, phases)?
+        } else {
+            self.zeroed_block(cx, want, order, cancel, phases)?
+        };
+        self.adopt(cx, block, want, owner)
+    }
+
+    /// Zeroed 4 KiB pages that adjoin, counted, with the caller's references: as many as a block of `most` has, or fewer
+    /// if none is free.
+    pub(crate) fn new_small_pages(
+        &self,
+        cx: &mut Cx<'_, S>,
+        want: &Want,
+        most: Order,
+        owner: Owner,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Extent, VmError> {
+        // 2 MiB, 32 KiB (what the per-CPU caches keep), 4 KiB.
+        for order in [9, 3, 0].into_iter().filter_map(|order| Order::new(order).ok()) {
+            if order > most {
+                continue;
+            }
+            let last = order == Order::ZERO;
+            let block = if last {
+                self.zeroed_block(cx, want, order, cancel, phases)?
+            } else {
+                match self.try_zeroed(cx, want, order, cancel, phases)? {
+                    Ok(block) => block,
+                    Err(_) => continue,
+                }
+            };
+            return self.adopt_pages(block, owner);
+        }
+        Err(VmError::NoMemory)
+    }
+
+    /// A block to be overwritten: for a copy. `locked`: the caller holds a lock, so nobody is asked for relief.
+    pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, locked: bool) -> Result<Frozen, VmError> {
+        let order = want.page.order();
+        if want.pooled {
+            let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+            let extent = match content {
+                Content::Dirty(dirty) => dirty.into_extent(),
+                Content::Clearing(clearing) => clearing.abandon().into_extent(),
+                Content::Zeroed(zeroed) => zeroed.into_extent(),
+            };
+            // SAFETY: the pool handed the block out, which it took from the frame allocator.
+            return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
+        }
+        let request = Request::order(order).movable();
+        if locked {
+            return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
+        }
+        self.relieved(cx, order, |cx| self.frames.alloc(cx, request))
+    }
+
+    fn zeroed_block(
+        &self,
+        cx: &mut Cx<'_, S>,
+        want: &Want,
+        order: Order,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Frozen, VmError> {
+        // A clear that was stopped is final; only exhaustion is worth asking for relief.
+        let mut stopped = None;
+        let block = self.relieved(cx, order, |cx| match self.try_zeroed(cx, want, order, cancel, phases) {
+            Ok(block) => block,
+            Err(reason) => {
+                stopped = Some(reason);
+                Err(AllocError::WouldWait)
+            }
+        });
+        block.map_err(|error| stopped.unwrap_or(error))
+    }
+
+    /// One attempt. The outer error is that clearing was stopped.
+    fn try_zeroed(
+        &self,
+        cx: &mut Cx<'_, S>,
+        want: &Want,
+        order: Order,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Result<Frozen, AllocError>, VmError> {
+        let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
+        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable(), &fill);
+        match fill.stopped.get() {
+            Some(StopReason::Cancelled) => Err(VmError::Cancelled),
+            Some(_) => Err(VmError::Unreachable),
+            None => Ok(block),
+        }
+    }
+
+    fn pool_block(
+        &self,
+        cx: &mut Cx<'_, S>,
+        want: &Want,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Frozen, VmError> {
+        let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+        let dirty = match content {
+            Content::Dirty(dirty) => Err(dirty),
+            Content::Clearing(clearing) => Err(clearing.abandon()),
+            Content::Zeroed(zeroed) => {
+                cx.platform().counters().clears_skipped.add(1);
+                Ok(zeroed)
+            }
+        };
+        let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
+        match dirty.or_else(|dirty| fill.zero(cx, dirty)) {
+            Ok(zeroed) => {
+                let head = zeroed.into_extent().base();
+                // SAFETY: the pool handed the block out, which it took from the frame allocator.
+                Ok(unsafe { Frozen::assume_owned(head, want.page.order(), Mobility::Movable) })
+            }
+            Err(dirty) => {
+                self.pool.give_back(cx, dirty, want.page, want.reserved);
+                Err(match fill.stopped.get() {
+                    Some(StopReason::Cancelled) => VmError::Cancelled,
+                    _ => VmError::Unreachable,
+                })
+            }
+        }
+    }
+
+    /// Makes a block a counted page of its object.
+    pub(crate) fn adopt(
+        &self,
+        cx: &mut Cx<'_, S>,
+        block: Frozen,
+        want: &Want,
+        owner: Owner,
+    ) -> Result<Extent, VmError> {
+        let extent = block.extent();
+        let Some(desc) = self.frames.descriptor(block.pfn()) else {
+            // Only a pool could hand out what the frame allocator does not know.
+            self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
+            return Err(VmError::Unreachable);
+        };
+        owner.store(desc);
+        // It was frozen, so it can be counted.
+        self.frames.count(block).map_err(|_| VmError::Unreachable)?;
+        Ok(extent)
+    }
+
+    /// Makes a block counted 4 KiB pages of their object.
+    fn adopt_pages(&self, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
+        let run = self.frames.split(block, Order::ZERO);
+        for (index, frame) in (run.extent().base().number()..run.extent().end().number()).enumerate() {
+            if let Some(desc) = self.frames.descriptor(Pfn::new(frame)) {
+                Owner { object: owner.object, offset: owner.offset + index as u64 }.store(desc);
+            }
+        }
+        self.frames.count_run(run).map_err(|_| VmError::Unreachable)
+    }
+
+    /// Another reference to a page, for whoever has one. May take a frame for a counter: the first time that any page of
+    /// its 2 MiB has more than fifteen.
+    pub(crate) fn get_page(&self, cx: &mut Cx<'_, S>, head: Pfn) -> Result<(), VmError> {
+        loop {
+            match self.frames.get(head) {
+                Ok(()) => return Ok(()),
+                Err(RefError::Saturated) => {
+                    let block = self.frames.alloc(cx, Request::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
+                    let Some(window) = cx.platform().open(block.extent(), None) else {
+                        self.frames.free(cx, block);
+                        return Err(VmError::Unreachable);
+                    };
+                    let counts = window.ptr.cast::<WideCounts>();
+                    // SAFETY: the frame is this task's, and as large and aligned as the counters.
+                    unsafe { counts.write(WideCounts::new()) };
+                    let Some(counts) = NonNull::new(counts) else { return Err(VmError::Unreachable) };
+                    // SAFETY: just initialised; if it is accepted, the frame is never used for anything else again.
+                    match unsafe { self.frames.widen(head, counts) } {
+                        // The counters keep the frame.
+                        Ok(true) => {
+                            let _ = block.into_dirty().into_extent();
+                        }
+                        _ => self.frames.free(cx, block),
+                    }
+                }
+                Err(_) => return Err(VmError::Unreachable),
+            }
+        }
+    }
+
+    /// Drops one reference of each page of a run, and frees those that lose their last. `page` is the pages' size.
+    /// Passes no reschedule point.
+    pub(crate) fn drop_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, page: PageSize, pooled: bool) {
+        if page == PageSize::Size4K && !pooled {
+            let mut rest = extent;
+            while !rest.is_empty() {
+                let (part, more) = rest.split_at(DROP_PAGES);
+                self.frames.free_range(cx, part);
+                rest = more;
+            }
+            return;
+        }
+        for (head, _) in extent.chunks(page.order()) {
+            if !pooled {
+                // The error is that it has no reference: then it is not ours to drop.
+                let _ = self.frames.put(cx, head);
+            } else if let Ok(Some(block)) = self.frames.put_frozen(head) {
+                self.pool.give_back(cx, block.into_dirty(), page, false);
+            }
+        }
+    }
+}

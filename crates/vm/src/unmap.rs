@@ -1,0 +1,240 @@
+//! Unmapping by the range: however many pages and areas, one flush.
+//!
+//! Under the area list's lock the entries are detached and the areas cut out, so that from then on no fault maps there.
+//! Then one shootdown. Then, and only then, areas leave their objects' lists (whoever takes a page out of a shared object
+//! has found them until here), the detached entries are read off, and their frames are dropped by runs.
+
+use crate::area::{Area, AreaInfo, Areas};
+use crate::error::VmError;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::mem::MaybeUninit;
+use core::ptr::NonNull;
+use hugemm_base::platform::Preempt;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{PageSize, VirtAddr};
+use hugemm_paging::{Detached, Editing, Flags, PagingError, ShootdownBatch, Span, Unhooked};
+use intrusive_collections::UnsafeRef;
+
+/// What was unmapped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unmapped {
+    /// Areas that were taken out, whole or in part.
+    pub areas: u64,
+    /// 4 KiB pages that had been mapped.
+    pub pages: u64,
+}
+
+/// Memory for the two areas that can remain of one that is cut.
+struct Spare<S: Setup>([Option<NonNull<MaybeUninit<Area<S>>>>; 2]);
+
+impl<S: Setup> Spare<S> {
+    fn count(&self) -> usize {
+        self.0.iter().flatten().count()
+    }
+
+    fn take(&mut self) -> Option<NonNull<MaybeUninit<Area<S>>>> {
+        self.0.iter_mut().find_map(Option::take)
+    }
+
+    fn put(&mut self, memory: NonNull<MaybeUninit<Area<S>>>) {
+        if let Some(place) = self.0.iter_mut().find(|place| place.is_none()) {
+            *place = Some(memory);
+        }
+    }
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Unmaps everything in `span`, holes and all. Both ends have to lie at pages of the areas that they cut. One flush,
+    /// or none if nothing was mapped.
+    ///
+    /// Allocates only where an area is cut, which is the only way in which it can run out of memory; nothing has changed
+    /// then. Interrupts are on; may sleep.
+    pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &Space<S>, span: Span) -> Result<Unmapped, VmError> {
+        let mut spare = Spare([None, None]);
+        let result = self.unmap_with(cx, space, span, &mut spare);
+        while let Some(memory) = spare.take() {
+            // SAFETY: taken from this slab below and never used.
+            let _ = unsafe { self.take_from(&self.area_slab, cx, memory) };
+        }
+        result
+    }
+
+    fn unmap_with(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        span: Span,
+        spare: &mut Spare<S>,
+    ) -> Result<Unmapped, VmError> {
+        let (first, end) = (span.first(), span.first() + span.pages());
+        let mut removed = Areas::new();
+        let flushed = space.changing(cx, span.range(), |cx| {
+            let unhooked = self.take_out(cx, space, span, &mut removed, spare)?;
+            Ok(self.flush_unhooked(cx, space, unhooked, PageSize::Size4K))
+        })?;
+        let mut report = Unmapped::default();
+        for area in removed.meeting(first, end) {
+            report.areas += 1;
+            // SAFETY: the area holds a reference to its object, on whose list it is until here.
+            unsafe {
+                let area = UnsafeRef::from_raw(area);
+                area.object.as_ref().areas.exclusive().remove(&area);
+            }
+        }
+        if let Some(detached) = flushed {
+            report.pages = self.harvest_areas(cx, space, detached, &removed);
+        }
+        while let Some(area) = removed.take(0, u64::MAX) {
+            let (object, info) = (area.object, area.info);
+            // Relaxed: counted by this task.
+            let mapped = area.harvested.load(Ordering::Relaxed);
+            // SAFETY: it is on no list any more, and nobody has found it since it was taken off.
+            unsafe { self.free_area(cx, area) };
+            let (from, to) = part(&info, first, end);
+            // What was mapped has had its promise kept.
+            self.unreserve(cx, &info.kind, to - from - mapped);
+            self.put_object(cx, object);
+        }
+        Ok(report)
+    }
+
+    /// Detaches the entries and cuts the areas out.
+    fn take_out(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        span: Span,
+        removed: &mut Areas<S>,
+        spare: &mut Spare<S>,
+    ) -> Result<Unhooked, VmError> {
+        let (first, end) = (span.first(), span.first() + span.pages());
+        loop {
+            let busy = {
+                let task = RefCell::new(&mut *cx);
+                let mut areas = space.areas.exclusive();
+                let cuts = cuts(&areas, first, end)?;
+                if spare.count() >= cuts {
+                    match space.table.exclusive(self.tables(&task)).detach(span, Editing::LIVE) {
+                        Ok(unhooked) => {
+                            self.cut(&mut areas, first, end, removed, spare);
+                            return Ok(unhooked);
+                        }
+                        Err(PagingError::Busy { .. }) => true,
+                        Err(error) => return Err(VmError::Paging(error)),
+                    }
+                } else {
+                    false
+                }
+            };
+            if busy {
+                // Another task is between its own detach and harvest near here.
+                self.breathe(cx);
+            } else {
+                spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);
+            }
+        }
+    }
+
+    /// A reschedule point where the caller may sleep.
+    pub(crate) fn breathe(&self, cx: &mut Cx<'_, S>) {
+        self.tlbs.serve(cx);
+        if cx.platform().may_sleep() {
+            cx.reschedule();
+        } else {
+            hugemm_base::sync::spin_loop();
+        }
+    }
+
+    /// Flushes what was detached, if anything was.
+    pub(crate) fn flush_unhooked(
+        &self,
+        cx: &Cx<'_, S>,
+        space: &Space<S>,
+        unhooked: Unhooked,
+        stride: PageSize,
+    ) -> Option<Detached> {
+        let mut batch = ShootdownBatch::new(&space.tlb);
+        let debt = batch.detached(unhooked, stride)?;
+        let receipt = batch.flush(self.tlbs, cx, &self.shootdown);
+        // The receipt is of this batch, so it pays. If it did not, the addresses would stay blocked, and be counted.
+        debt.release(&receipt).ok()
+    }
+
+    /// Reads off what was detached and flushed, and drops it as each area's kind wants it. Returns how many pages there
+    /// were.
+    fn harvest_areas(&self, cx: &mut Cx<'_, S>, space: &Space<S>, detached: Detached, removed: &Areas<S>) -> u64 {
+        let task = RefCell::new(cx);
+        let mut table = space.table.exclusive(self.tables(&task));
+        let harvested = table.harvest(detached, Flags::HARDWARE, |run| {
+            let mut at = run.at.get() >> hugemm_base::PAGE_SHIFT;
+            let mut rest = run.extent;
+            // A run of frames may go on across the border of two areas.
+            while let Some(area) = removed.find(at).filter(|_| !rest.is_empty()) {
+                let ends = area.info.span.first() + area.info.span.pages();
+                let (mine, others) = rest.split_at(ends - at);
+                // Relaxed: read by this task only.
+                area.harvested.fetch_add(mine.pages(), Ordering::Relaxed);
+                if !area.info.kind.shared {
+                    let kind = area.info.kind;
+                    self.drop_pages(&mut task.borrow_mut(), mine, kind.page, kind.pooled);
+                }
+                at = ends;
+                rest = others;
+            }
+        });
+        harvested.map_or(0, |harvest| harvest.pages)
+    }
+
+    /// Takes the areas that meet `first..end` out; what remains of those at the ends is put back.
+    fn cut(&self, areas: &mut Areas<S>, first: u64, end: u64, removed: &mut Areas<S>, spare: &mut Spare<S>) {
+        while let Some(old) = areas.take(first, end) {
+            let info = old.info;
+            let (begins, ends) = (info.span.first(), info.span.first() + info.span.pages());
+            for (from, to) in [(begins, first.max(begins)), (end.min(ends), ends)] {
+                if from >= to {
+                    continue;
+                }
+                let (Some(memory), Some(span)) = (spare.take(), pages(from, to)) else { continue };
+                let offset = info.offset_of(from);
+                // SAFETY: the old area holds a reference.
+                unsafe { old.object.as_ref() }.get();
+                let memory = memory.cast::<Area<S>>();
+                // SAFETY: memory for an area, nobody else's; it is never moved, and freed after it has left all lists.
+                let area = unsafe {
+                    memory.write(Area::new(old.space, old.object, AreaInfo { span, offset, ..info }));
+                    UnsafeRef::from_raw(memory.as_ptr())
+                };
+                self.enlist(&area);
+                areas.insert(area);
+            }
+            removed.insert(old);
+        }
+    }
+}
+
+/// How many areas remain of those that the ends of a range cut; an error if an end is inside a page.
+fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmError> {
+    let mut cuts = 0;
+    for at in [first, end] {
+        let Some(area) = areas.find(at).filter(|area| area.info.span.first() != at) else { continue };
+        if !at.is_multiple_of(area.info.kind.page.pages()) {
+            return Err(VmError::Misaligned { at: VirtAddr::new(at << hugemm_base::PAGE_SHIFT) });
+        }
+        cuts += 1;
+    }
+    Ok(cuts)
+}
+
+/// The part of an area that lies in a range.
+fn part(area: &AreaInfo, first: u64, end: u64) -> (u64, u64) {
+    let (begins, ends) = (area.span.first(), area.span.first() + area.span.pages());
+    (begins.max(first), ends.min(end))
+}
+
+/// The span from page `from` to page `to`.
+pub(crate) fn pages(from: u64, to: u64) -> Option<Span> {
+    Span::new(VirtAddr::new(from << hugemm_base::PAGE_SHIFT), (to - from) << hugemm_base::PAGE_SHIFT).ok()
+}

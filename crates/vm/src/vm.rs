@@ -1,0 +1,190 @@
+//! The manager of address spaces: what all spaces of a system share.
+
+use crate::area::Area;
+use crate::error::VmError;
+use crate::followers::Node;
+use crate::guarded::Guarded;
+use crate::object::{Object, Registry};
+use crate::setup::{Cx, Setup, Task};
+use crate::space::Space;
+use crate::tables::Tables;
+use core::fmt;
+use core::ptr::NonNull;
+use hugemm_base::platform::Preempt;
+use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{Order, Pressure, Shortfall};
+use hugemm_clear::Clearer;
+use hugemm_frames::{AllocError, Env, Frames, Slab};
+use hugemm_paging::{ShootdownPolicy, Tlbs};
+
+/// How often exhaustion asks for relief before it is final.
+const RELIEF_ROUNDS: u32 = 3;
+
+/// What a manager is made of.
+pub struct Parts<'m, S: Setup> {
+    /// Where pages and tables come from.
+    pub frames: &'m Frames<'m, S::Env>,
+    /// The TLBs of all CPUs.
+    pub tlbs: &'m Tlbs<'m, S::Tlb>,
+    /// What clears pages, by which policy.
+    pub clearer: Clearer,
+    /// How batches are flushed.
+    pub shootdown: ShootdownPolicy,
+    /// Who is asked when memory is short.
+    pub pressure: S::Pressure,
+    /// Where pages of pooled areas come from.
+    pub pool: S::Pool,
+}
+
+/// Small objects of one type.
+pub(crate) type SlabOf<S> = Slab<<<S as Setup>::Env as Env>::Lock>;
+
+/// See the [crate's documentation](crate). Everything takes `&self`; several can exist side by side over different frames.
+pub struct Vm<'m, S: Setup> {
+    pub(crate) frames: &'m Frames<'m, S::Env>,
+    pub(crate) tlbs: &'m Tlbs<'m, S::Tlb>,
+    pub(crate) clearer: Clearer,
+    pub(crate) shootdown: ShootdownPolicy,
+    pressure: S::Pressure,
+    pub(crate) pool: S::Pool,
+    pub(crate) space_slab: SlabOf<S>,
+    pub(crate) area_slab: SlabOf<S>,
+    pub(crate) object_slab: SlabOf<S>,
+    pub(crate) follower_slab: SlabOf<S>,
+    pub(crate) registry: Guarded<S::Lock, Registry<S>>,
+    objects_made: AtomicU64,
+}
+
+impl<S: Setup> fmt::Debug for Vm<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vm").finish_non_exhaustive()
+    }
+}
+
+impl<'m, S: Setup> Vm<'m, S> {
+    /// A manager without spaces. `None` if one of its own objects does not fit in a frame, which depends on the size of
+    /// [`Setup::Lock`].
+    ///
+    /// # Safety
+    ///
+    /// * The platform's [`PhysMap`](hugemm_base::PhysMap) is a direct map of all frames of `frames`: windows stay valid
+    ///   without being closed, and one on a whole block spans it.
+    /// * All contexts that are passed to the manager come from one platform, whose TLBs `tlbs` are.
+    /// * The clearer's policy uses no primitive that needs more than the platform gives.
+    pub unsafe fn new(parts: Parts<'m, S>) -> Option<Self> {
+        Some(Vm {
+            frames: parts.frames,
+            tlbs: parts.tlbs,
+            clearer: parts.clearer,
+            shootdown: parts.shootdown,
+            pressure: parts.pressure,
+            pool: parts.pool,
+            space_slab: Slab::of::<Space<S>>()?,
+            area_slab: Slab::of::<Area<S>>()?,
+            object_slab: Slab::of::<Object<S>>()?,
+            follower_slab: Slab::of::<Node<S>>()?,
+            registry: Guarded::new(Registry::new()),
+            objects_made: AtomicU64::new(0),
+        })
+    }
+
+    /// The frame allocator.
+    pub fn frames(&self) -> &'m Frames<'m, S::Env> {
+        self.frames
+    }
+
+    /// The TLBs.
+    pub fn tlbs(&self) -> &'m Tlbs<'m, S::Tlb> {
+        self.tlbs
+    }
+
+    /// What clears.
+    pub fn clearer(&self) -> &Clearer {
+        &self.clearer
+    }
+
+    /// The pool.
+    pub fn pool(&self) -> &S::Pool {
+        &self.pool
+    }
+
+    /// Gives back the frames that the manager keeps for its own small objects.
+    pub fn trim(&self, cx: &Cx<'_, S>) {
+        for slab in [&self.space_slab, &self.area_slab, &self.object_slab, &self.follower_slab] {
+            // SAFETY: each slab is used with these frames and this platform's map only.
+            unsafe { slab.trim(self.frames, cx, cx.platform()) };
+        }
+    }
+
+    /// A number that no object has had.
+    pub(crate) fn next_object(&self) -> u64 {
+        // Relaxed: only the number counts.
+        self.objects_made.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Page tables' memory for the calling task.
+    pub(crate) fn tables<'a, 't, 'p>(&'a self, task: &'a Task<'t, 'p, S>) -> Tables<'a, 't, 'p, 'm, S> {
+        // SAFETY: `new` requires a direct map of all frames.
+        unsafe { Tables::new(self.frames, task) }
+    }
+
+    /// Tries until it succeeds, or nobody can give memory back. Called with nothing locked.
+    pub(crate) fn relieved<'p, T>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        order: Order,
+        mut attempt: impl FnMut(&mut Cx<'p, S>) -> Result<T, AllocError>,
+    ) -> Result<T, VmError> {
+        for _ in 0..RELIEF_ROUNDS {
+            match attempt(cx) {
+                Ok(done) => return Ok(done),
+                Err(AllocError::OutOfMemory) => {}
+                Err(_) => return Err(VmError::NoMemory),
+            }
+            if !self.relieve(cx, order) {
+                return Err(VmError::NoMemory);
+            }
+        }
+        attempt(cx).map_err(|_| VmError::NoMemory)
+    }
+
+    /// Asks for a block of `order`; whether it may have helped.
+    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
+        let may_sleep = cx.platform().may_sleep();
+        self.pressure.relieve(Shortfall { order, pages: order.pages(), node: None, may_sleep }) != 0
+    }
+
+    /// After a page table had no memory for the `round`th time: whether to try again.
+    pub(crate) fn may_retry(&self, cx: &mut Cx<'_, S>, round: u32) -> bool {
+        round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO)
+    }
+
+    /// Puts a value into memory of its own.
+    pub(crate) fn new_in<T>(&self, slab: &SlabOf<S>, cx: &mut Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
+        let memory = self.relieved(cx, Order::ZERO, |cx| slab.alloc(self.frames, cx, cx.platform()))?.cast::<T>();
+        // SAFETY: the slab was made for this type, nobody else's.
+        unsafe { memory.write(value) };
+        Ok(memory)
+    }
+
+    /// The same without asking anybody for relief: for those who hold a lock.
+    pub(crate) fn try_new_in<T>(&self, slab: &SlabOf<S>, cx: &Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
+        let memory = slab.alloc(self.frames, cx, cx.platform()).map_err(|_| VmError::NoMemory)?.cast::<T>();
+        // SAFETY: the slab was made for this type, and the object is nobody else's.
+        unsafe { memory.write(value) };
+        Ok(memory)
+    }
+
+    /// Takes a value out of its memory and frees that.
+    ///
+    /// # Safety
+    ///
+    /// The object came from [`new_in`](Vm::new_in) with this slab, and nobody refers to it any more.
+    pub(crate) unsafe fn take_from<T>(&self, slab: &SlabOf<S>, cx: &Cx<'_, S>, object: NonNull<T>) -> T {
+        // SAFETY: the caller's promise: initialised, nobody else's, and not read again.
+        let value = unsafe { object.read() };
+        // SAFETY: as above.
+        unsafe { slab.free(self.frames, cx, cx.platform(), object.cast()) };
+        value
+    }
+}

@@ -1,0 +1,299 @@
+//! Random sequences of everything, by several CPUs, against what every byte has to be.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_vm::{AreaKind, Backing, SharedRef, VmError};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use support::{Handle, Model, Rig, bounds, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+const SPACES: usize = 3;
+/// Addresses are 64 KiB apart in units; huge areas lie at multiples of 2 MiB.
+const UNIT: u64 = 0x1_0000;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Map { space: usize, at: u64, units: u64, huge: bool, shared: bool, pooled: bool },
+    Unmap { space: usize, at: u64, units: u64 },
+    Store { space: usize, at: u64, cpu: u32 },
+    Load { space: usize, at: u64, cpu: u32 },
+    Prefault { space: usize, at: u64, units: u64 },
+    Fork { from: usize, into: usize },
+    Switch { space: usize, cpu: u32 },
+    Lazy { cpu: u32 },
+    Pin { space: usize, at: u64, units: u64 },
+    Unpin,
+}
+
+/// What a space has at each word that was stored, and which areas it has, by 4 KiB page: which backing.
+#[derive(Clone, Default)]
+struct Known {
+    /// Page number to whether it is shared, at which page of the object.
+    pages: BTreeMap<u64, Option<u64>>,
+    words: BTreeMap<u64, u64>,
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let space = 0..SPACES;
+    let at = 0u64..128;
+    let op = prop_oneof![
+        3 => (space.clone(), 0u64..128, 1u64..40, any::<bool>(), any::<bool>(), any::<bool>()).prop_map(
+            |(space, at, units, huge, shared, pooled)| Op::Map { space, at, units, huge, shared, pooled }),
+        2 => (space.clone(), at.clone(), 1u64..64).prop_map(|(space, at, units)| Op::Unmap { space, at, units }),
+        12 => (space.clone(), 0u64..128 * 16, 0u32..3).prop_map(|(space, at, cpu)| Op::Store { space, at, cpu }),
+        8 => (space.clone(), 0u64..128 * 16, 0u32..3).prop_map(|(space, at, cpu)| Op::Load { space, at, cpu }),
+        1 => (space.clone(), at.clone(), 1u64..40).prop_map(|(space, at, units)| Op::Prefault { space, at, units }),
+        2 => (space.clone(), space.clone()).prop_map(|(from, into)| Op::Fork { from, into }),
+        2 => (space.clone(), 0u32..3).prop_map(|(space, cpu)| Op::Switch { space, cpu }),
+        1 => (0u32..3).prop_map(|cpu| Op::Lazy { cpu }),
+        1 => (space, at, 1u64..8).prop_map(|(space, at, units)| Op::Pin { space, at, units }),
+        1 => Just(Op::Unpin),
+    ];
+    proptest::collection::vec(op, 1..120)
+}
+
+struct World<'r, 'h> {
+    rig: &'r Rig<'h>,
+    spaces: Vec<Option<Handle<'r, 'h>>>,
+    known: Vec<Known>,
+    object: SharedRef<'r, Model<'h>>,
+    /// Of the shared object, by word.
+    shared: BTreeMap<u64, u64>,
+    loaded: [Option<usize>; 3],
+    pinned: Vec<(usize, hugemm_vm::Pinned)>,
+    stamp: u64,
+}
+
+impl<'r, 'h> World<'r, 'h> {
+    fn space(&self, index: usize) -> &Handle<'r, 'h> {
+        self.spaces[index].as_ref().expect("a space")
+    }
+
+    fn switch(&mut self, cpu: u32, to: Option<usize>) {
+        let from = std::mem::replace(&mut self.loaded[cpu as usize], to);
+        if from == to {
+            return;
+        }
+        self.rig.mmu.as_cpu(CpuId(cpu), |cx| {
+            if let Some(to) = to {
+                self.rig.enter(cx, self.space(to));
+            }
+            if let Some(from) = from {
+                self.rig.leave(cx, self.space(from));
+            }
+        });
+    }
+
+    /// What the word at an address has to be; `None` without an area.
+    fn expected(&self, space: usize, at: u64) -> Option<u64> {
+        let known = &self.known[space];
+        Some(match known.pages.get(&(at >> 12))? {
+            Some(page) => self.shared.get(&(page << 12 | at & 0xfff)).copied().unwrap_or(0),
+            None => known.words.get(&at).copied().unwrap_or(0),
+        })
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Map { space, at, units, huge, shared, pooled } => self.map(space, at, units, huge, shared, pooled),
+            Op::Unmap { space, at, units } => {
+                let range = span(AT + at * UNIT, units * UNIT);
+                let done = self.rig.mmu.as_cpu(CpuId(1), |cx| self.rig.vm.unmap(cx, self.space(space), range));
+                match done {
+                    Ok(_) => {
+                        let known = &mut self.known[space];
+                        known.pages.retain(|page, _| *page < range.first() || *page >= range.first() + range.pages());
+                        let (from, to) = (range.start().get(), range.start().get() + range.bytes());
+                        known.words.retain(|at, _| *at < from || *at >= to);
+                    }
+                    Err(error) => assert!(matches!(error, VmError::Misaligned { .. }), "{error}"),
+                }
+            }
+            Op::Store { space, at, cpu } => {
+                let at = AT + at * 4096 + ((at * 40) & 0xff8);
+                self.switch(cpu, Some(space));
+                self.stamp += 1;
+                let stamp = self.stamp;
+                let done = self.rig.mmu.as_cpu(CpuId(cpu), |cx| self.rig.store(cx, self.space(space), at, stamp));
+                match (done, self.known[space].pages.get(&(at >> 12)).copied()) {
+                    (Ok(()), Some(Some(page))) => {
+                        self.shared.insert(page << 12 | at & 0xfff, stamp);
+                    }
+                    (Ok(()), Some(None)) => {
+                        self.known[space].words.insert(at, stamp);
+                    }
+                    (Err(VmError::NoArea { .. }), None) | (Err(VmError::NoMemory | VmError::NoPool), Some(_)) => {}
+                    (done, area) => panic!("{done:?} where {area:?} at {at:#x}"),
+                }
+            }
+            Op::Load { space, at, cpu } => {
+                let at = AT + at * 4096 + ((at * 40) & 0xff8);
+                self.switch(cpu, Some(space));
+                let found = self.rig.mmu.as_cpu(CpuId(cpu), |cx| self.rig.load(cx, self.space(space), at));
+                match (found, self.expected(space, at)) {
+                    (Ok(found), Some(expected)) => assert_eq!(found, expected, "at {at:#x} of space {space}"),
+                    (Err(VmError::NoArea { .. }), None) | (Err(VmError::NoMemory | VmError::NoPool), Some(_)) => {}
+                    (found, expected) => panic!("{found:?} instead of {expected:?} at {at:#x}"),
+                }
+            }
+            Op::Prefault { space, at, units } => {
+                let range = span(AT + at * UNIT, units * UNIT);
+                let done = self
+                    .rig
+                    .mmu
+                    .as_cpu(CpuId(2), |cx| self.rig.vm.prefault(self.space(space), range, None).work(cx, &Never));
+                let expected =
+                    matches!(done, Ok(()) | Err(VmError::NoArea { .. } | VmError::NoMemory | VmError::NoPool));
+                assert!(expected, "{done:?}");
+            }
+            Op::Fork { from, into } if from != into => self.fork(from, into),
+            Op::Fork { .. } => {}
+            Op::Switch { space, cpu } => self.switch(cpu, Some(space)),
+            Op::Lazy { cpu } => {
+                if let Some(space) = self.loaded[cpu as usize].take() {
+                    self.rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                        self.rig.mmu.pause(CpuId(cpu), true);
+                        self.space(space).tlb().enter_lazy(self.rig.vm.tlbs(), cx);
+                        self.rig.mmu.meanwhile();
+                        self.space(space).tlb().switch_in(self.rig.vm.tlbs(), cx);
+                        self.rig.mmu.pause(CpuId(cpu), false);
+                    });
+                    self.loaded[cpu as usize] = Some(space);
+                }
+            }
+            Op::Pin { space, at, units } => {
+                let range = span(AT + at * UNIT, units * UNIT);
+                let pinned = &mut self.pinned;
+                let handle = self.spaces[space].as_ref().expect("a space");
+                let _ = self.rig.mmu.as_cpu(CpuId(0), |cx| {
+                    self.rig.vm.pin(cx, handle, range, None, &Never, |run| pinned.push((space, run)))
+                });
+            }
+            Op::Unpin => self.unpin(|_| true),
+        }
+        self.rig.mmu.meanwhile();
+        self.rig.mmu.check().expect("the oracle");
+    }
+
+    fn unpin(&mut self, which: impl Fn(usize) -> bool) {
+        for (space, run) in std::mem::take(&mut self.pinned) {
+            if which(space) {
+                self.rig.mmu.as_cpu(CpuId(0), |cx| self.rig.vm.unpin(cx, self.space(space), run));
+            } else {
+                self.pinned.push((space, run));
+            }
+        }
+    }
+
+    fn map(&mut self, space: usize, at: u64, units: u64, huge: bool, shared: bool, pooled: bool) {
+        let (start, bytes) = (AT + at * UNIT, units * UNIT);
+        let (start, bytes) = if huge { (start & !0x1f_ffff, (bytes + 0x1f_ffff) & !0x1f_ffff) } else { (start, bytes) };
+        let range = span(start, bytes);
+        let page = if huge { PageSize::Size2M } else { PageSize::Size4K };
+        let kind = AreaKind::private(page);
+        let kind = if huge && pooled { kind.pooled() } else { kind };
+        let backing = if shared && !huge { Backing::Shared(&self.object, at) } else { Backing::Private };
+        let shared = matches!(backing, Backing::Shared(..));
+        let done = self.rig.mmu.as_cpu(CpuId(0), |cx| self.rig.vm.map(cx, self.space(space), range, kind, backing));
+        let pages = range.first()..range.first() + range.pages();
+        match done {
+            Ok(area) => {
+                assert_eq!(self.known[space].pages.range(pages.clone()).count(), 0);
+                for page in pages {
+                    let offset = shared.then(|| at + page - range.first());
+                    self.known[space].pages.insert(page, offset);
+                }
+                assert_eq!(area.span, range);
+            }
+            Err(VmError::Overlap { .. }) => assert!(self.known[space].pages.range(pages).count() > 0),
+            Err(error) => assert!(matches!(error, VmError::NoPool | VmError::NoMemory), "{error}"),
+        }
+    }
+
+    fn fork(&mut self, from: usize, into: usize) {
+        self.unpin(|space| space == into);
+        for cpu in 0..3 {
+            if self.loaded[cpu as usize] == Some(into) {
+                self.switch(cpu, None);
+            }
+        }
+        let old = self.spaces[into].take().expect("a space");
+        let forked = self.rig.mmu.as_cpu(CpuId(0), |cx| {
+            self.rig.vm.destroy(cx, old).map_err(|(error, _)| error).expect("nobody uses it");
+            match self.rig.vm.fork(cx, self.space(from)) {
+                Ok(child) => (child, true),
+                Err(VmError::NoMemory | VmError::NoPool) => (self.rig.vm.create(cx, bounds()).expect("a space"), false),
+                Err(error) => panic!("{error}"),
+            }
+        });
+        self.spaces[into] = Some(forked.0);
+        self.known[into] = if forked.1 { self.known[from].clone() } else { Known::default() };
+    }
+}
+
+fn play(rig: &Rig<'_>, ops: &[Op]) {
+    let mut world = rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 6);
+        World {
+            rig,
+            spaces: (0..SPACES).map(|_| Some(rig.vm.create(cx, bounds()).expect("a space"))).collect(),
+            known: vec![Known::default(); SPACES],
+            object: rig.vm.create_shared(cx, 1024, PageSize::Size4K, false).expect("an object"),
+            shared: BTreeMap::new(),
+            loaded: [None; 3],
+            pinned: Vec::new(),
+            stamp: 0,
+        }
+    });
+    for op in ops {
+        world.apply(op);
+    }
+    // Everything once more.
+    for space in 0..SPACES {
+        world.switch(0, Some(space));
+        let words: Vec<u64> = world.known[space].words.keys().copied().collect();
+        for at in words {
+            let found = rig.mmu.as_cpu(CpuId(0), |cx| rig.load(cx, world.space(space), at));
+            assert_eq!(Some(found.expect("it is mapped")), world.expected(space, at), "at {at:#x} of space {space}");
+        }
+        // The reverse map finds what the page table has.
+        for at in world.known[space].pages.keys().map(|page| page << 12) {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let found = rig.vm.lookup(cx, world.space(space), VirtAddr::new(at));
+                let hugemm_paging::Lookup::Mapped(leaf) = found else { return };
+                let mut here = 0;
+                rig.vm.walk_mappings(cx, leaf.frame, |_, place| {
+                    let same = std::ptr::eq(place.space, &raw const **world.space(space));
+                    here += u64::from(same && place.at.get() == at & !(leaf.size.bytes() - 1));
+                });
+                assert_eq!(here, 1, "{at:#x} of space {space}");
+            });
+        }
+    }
+    world.unpin(|_| true);
+    for cpu in 0..3 {
+        world.switch(cpu, None);
+    }
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        for space in world.spaces.into_iter().flatten() {
+            rig.vm.destroy(cx, space).map_err(|(error, _)| error).expect("nobody uses it");
+        }
+        rig.vm.close(cx, world.object);
+        assert_eq!(rig.vm.pool().available(), 6);
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Every load finds what was stored, whoever forked, unmapped or pinned in between, through TLBs that forget nothing
+    /// by themselves.
+    #[test]
+    fn memory_holds_what_was_stored(ops in ops(), seed in any::<u64>()) {
+        with_rig(48, 3, seed, &no_faults(), |rig| play(rig, &ops));
+    }
+}

@@ -1,0 +1,185 @@
+//! Several CPUs at once: one page is cleared once, none is lost, and bad memory does not spread.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
+use hugemm_vm::{Access, AreaKind, Backing, VmError, ZeroWorker, Zeroed};
+use std::sync::Barrier;
+use support::{bounds, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+
+/// Four CPUs fault at the same pages in the same order: every page is entered once, and the pages that were cleared in
+/// vain went back.
+#[test]
+fn cpus_that_meet_at_a_page_enter_it_once() {
+    for (page, pages) in [(PageSize::Size4K, 512_u64), (PageSize::Size2M, 16)] {
+        with_rig(64, 4, 41, &no_faults(), |rig| {
+            let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, pages * page.bytes());
+                rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+                space
+            });
+            let start = Barrier::new(4);
+            std::thread::scope(|scope| {
+                for cpu in 0..4 {
+                    let (start, space) = (&start, &space);
+                    scope.spawn(move || {
+                        rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                            rig.enter(cx, space);
+                            start.wait();
+                            for index in 0..pages {
+                                let at = AT + index * page.bytes() + u64::from(cpu) * 8;
+                                rig.store(cx, space, at, index + 1).expect("memory");
+                                assert_eq!(rig.load(cx, space, at), Ok(index + 1));
+                                rig.vm.tlbs().serve(cx);
+                            }
+                            rig.leave(cx, space);
+                        });
+                    });
+                }
+            });
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let counters = space.counters();
+                assert_eq!(counters.mapped.get(), pages);
+                assert!(counters.wasted.get() <= pages / 8, "{counters:?}");
+                rig.enter(cx, &space);
+                for index in 0..pages {
+                    for cpu in 0..4 {
+                        assert_eq!(rig.load(cx, &space, AT + index * page.bytes() + cpu * 8), Ok(index + 1));
+                    }
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// CPUs store to their own pages of one area while another forks the space, over and over: no store is lost, neither to
+/// the child nor by a copy that is made beside it.
+#[test]
+fn no_store_is_lost_while_others_fork() {
+    with_rig(64, 3, 42, &no_faults(), |rig| {
+        let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
+            space
+        });
+        let done = CancelFlag::new();
+        std::thread::scope(|scope| {
+            for cpu in 1..3_u32 {
+                let (space, done) = (&space, &done);
+                scope.spawn(move || {
+                    rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                        rig.enter(cx, space);
+                        let mut round = 0;
+                        while round < 40 || !hugemm_base::Cancel::requested(done) {
+                            round += 1;
+                            for word in 0..16 {
+                                // Both CPUs store to the same pages, at words of their own.
+                                let at = AT + word * 4096 + u64::from(cpu) * 8;
+                                rig.store(cx, space, at, round).expect("memory");
+                                rig.vm.tlbs().serve(cx);
+                                assert_eq!(rig.load(cx, space, at), Ok(round), "a store was lost");
+                                rig.vm.tlbs().serve(cx);
+                            }
+                        }
+                        rig.leave(cx, space);
+                    });
+                });
+            }
+            scope.spawn(|| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    for _ in 0..20 {
+                        let child = rig.vm.fork(cx, &space).expect("forked");
+                        rig.enter(cx, &child);
+                        for word in 0..16 {
+                            let at = AT + word * 4096 + 8;
+                            let first = rig.load(cx, &child, at).expect("there");
+                            rig.store(cx, &child, at + 64, 1).expect("memory");
+                            assert_eq!(rig.load(cx, &child, at), Ok(first), "the parent stored into its child");
+                        }
+                        rig.leave(cx, &child);
+                        rig.vm.destroy(cx, child).expect("destroyed");
+                    }
+                    done.raise();
+                });
+            });
+        });
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A22: a copy that meets bad memory is reported, and is not mapped; the page can still be read where it is.
+#[test]
+fn poison_stops_a_copy() {
+    with_rig(32, 1, 43, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let parent = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M);
+            rig.vm.map(cx, &parent, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &parent);
+            rig.store(cx, &parent, AT, 1).expect("a page");
+            let child = rig.vm.fork(cx, &parent).expect("forked");
+            let hugemm_paging::Lookup::Mapped(leaf) = rig.vm.lookup(cx, &parent, VirtAddr::new(AT)) else { panic!() };
+            let bad = leaf.frame.checked_add(77).expect("inside");
+            rig.vm.frames().poison(cx, bad);
+            let used = rig.used(cx);
+            let error = rig.vm.fault(cx, &parent, VirtAddr::new(AT), Access::Write).expect_err("bad memory");
+            assert_eq!(error, VmError::Poisoned { frame: bad });
+            assert_eq!(rig.used(cx), used, "the copy went back");
+            assert_eq!(rig.vm.lookup(cx, &parent, VirtAddr::new(AT)), {
+                let flags = leaf.flags;
+                hugemm_paging::Lookup::Mapped(hugemm_paging::Leaf { flags, ..leaf })
+            });
+            assert_eq!(rig.load(cx, &parent, AT), Ok(1));
+            rig.leave(cx, &parent);
+            rig.vm.destroy(cx, child).expect("destroyed");
+            rig.vm.destroy(cx, parent).expect("destroyed");
+        });
+    });
+}
+
+/// B15: a background worker's blocks are handed out without being cleared again; it stops when asked and loses nothing.
+#[test]
+fn memory_zeroed_ahead_is_not_cleared_again() {
+    use hugemm_base::Instrumented;
+    with_rig(64, 1, 44, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size2M, 25);
+            let stop = CancelFlag::new();
+            stop.raise();
+            assert_eq!(rig.vm.zero_ahead(cx, &worker, &stop), Zeroed::Stopped);
+            let mut bytes = 0;
+            loop {
+                match rig.vm.zero_ahead(cx, &worker, &Never) {
+                    Zeroed::Cleared { bytes: more, .. } => bytes += more,
+                    Zeroed::Nothing => break,
+                    Zeroed::Stopped => panic!("nobody asked"),
+                }
+            }
+            assert_eq!(bytes, 64 << 20, "all of it");
+            let before = cx.platform().counters().snapshot();
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M);
+            rig.vm.map(cx, &space, span(AT, 32 << 20), kind, Backing::Private).expect("an area");
+            rig.vm.prefault(&space, span(AT, 16 << 20), None).work(cx, &Never).expect("memory");
+            rig.enter(cx, &space);
+            for page in 0..16 {
+                assert_eq!(rig.load(cx, &space, AT + page * (2 << 20) + 0x1_0000), Ok(0));
+            }
+            let after = cx.platform().counters().snapshot().since(before);
+            assert_eq!(after.units, 0, "cleared again");
+            assert!(after.clears_skipped >= 16);
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}

@@ -1,0 +1,382 @@
+//! Areas, faults, unmapping, the reverse map: one rule per test, on the model MMU.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, Instrumented, Never, PageSize, VirtAddr};
+use hugemm_paging::Lookup;
+use hugemm_vm::{Access, AreaKind, Backing, Served, VmError};
+use support::{bounds, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+
+/// A store faults once, the memory around it reads as zero, and everything is back at the end.
+#[test]
+fn a_page_is_cleared_before_it_is_seen() {
+    for page in [PageSize::Size4K, PageSize::Size2M] {
+        with_rig(16, 2, 1, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                rig.vm.map(cx, &space, span(AT, 4 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.enter(cx, &space);
+                let touched = AT + 0x12_3458;
+                rig.store(cx, &space, touched, 7).expect("a page");
+                for word in (0..page.bytes()).step_by(8) {
+                    let at = (touched & !(page.bytes() - 1)) + word;
+                    assert_eq!(rig.load(cx, &space, at).expect("mapped"), if at == touched { 7 } else { 0 });
+                }
+                assert_eq!((space.counters().mapped.get(), space.counters().wasted.get()), (1, 0));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+#[test]
+fn what_an_area_does_not_allow_is_denied() {
+    with_rig(8, 1, 2, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let at = VirtAddr::new(AT);
+            let fault = |cx: &mut _, access| rig.vm.fault(cx, &space, at, access);
+            assert_eq!(fault(cx, Access::Read), Err(VmError::NoArea { at }));
+            let kind = AreaKind::private(PageSize::Size4K).allowing(hugemm_paging::Flags::USER);
+            rig.vm.map(cx, &space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
+            assert_eq!(fault(cx, Access::Write), Err(VmError::Denied { at }));
+            assert_eq!(fault(cx, Access::Execute), Err(VmError::Denied { at }));
+            assert_eq!(fault(cx, Access::Read), Ok(Served::Mapped));
+            assert_eq!(fault(cx, Access::Read), Ok(Served::Meanwhile), "it is there");
+            let overlapping = rig.vm.map(cx, &space, span(AT + 0x3000, 0x2000), kind, Backing::Private);
+            assert_eq!(overlapping, Err(VmError::Overlap { at }));
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Unmapping the middle of an area leaves its ends with their content, costs one flush however many pages, and the
+/// addresses can be used again.
+#[test]
+fn a_hole_leaves_both_ends() {
+    with_rig(16, 2, 3, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 0x40_0000), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            for page in 0..1024 {
+                rig.store(cx, &space, AT + page * 4096, page + 1).expect("a page");
+            }
+            let before = rig.vm.tlbs().counts();
+            let unmapped = rig.vm.unmap(cx, &space, span(AT + 0x10_0000, 0x20_0000)).expect("unmapped");
+            assert_eq!((unmapped.areas, unmapped.pages), (1, 512));
+            let after = rig.vm.tlbs().counts();
+            assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
+            let mut areas = Vec::new();
+            space.for_each_area(|area| areas.push((area.span, area.offset)));
+            assert_eq!(areas, [(span(AT, 0x10_0000), 0), (span(AT + 0x30_0000, 0x10_0000), 768)]);
+            for page in 0..1024 {
+                let found = rig.load(cx, &space, AT + page * 4096);
+                match page {
+                    256..768 => assert_eq!(found, Err(VmError::NoArea { at: VirtAddr::new(AT + page * 4096) })),
+                    _ => assert_eq!(found, Ok(page + 1)),
+                }
+            }
+            rig.vm.map(cx, &space, span(AT + 0x20_0000, 0x1000), kind, Backing::Private).expect("there is room");
+            assert_eq!(rig.load(cx, &space, AT + 0x20_0000), Ok(0));
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+#[test]
+fn holes_in_the_middle_of_a_page_are_refused() {
+    with_rig(16, 1, 4, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M);
+            let at = VirtAddr::new(AT + 0x1000);
+            let misaligned = rig.vm.map(cx, &space, span(AT + 0x1000, 2 << 20), kind, Backing::Private);
+            assert_eq!(misaligned, Err(VmError::Misaligned { at }));
+            rig.vm.map(cx, &space, span(AT, 4 << 20), kind, Backing::Private).expect("an area");
+            assert_eq!(rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)), Err(VmError::Misaligned { at }));
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Two spaces show one shared object; its memory outlives either, and goes with the last.
+#[test]
+fn shared_memory_is_shared_and_freed_with_its_last_user() {
+    with_rig(16, 2, 5, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.create_shared(cx, 1024, PageSize::Size4K, false).expect("an object");
+            let kind = AreaKind::private(PageSize::Size4K);
+            let spaces = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
+            let [first, second] = spaces;
+            rig.vm.map(cx, &first, span(AT, 0x10_0000), kind, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.map(cx, &second, span(2 * AT, 0x8_0000), kind, Backing::Shared(&object, 0x40)).expect("an area");
+            let beyond = rig.vm.map(cx, &second, span(3 * AT, 0x10_0000), kind, Backing::Shared(&object, 1000));
+            assert!(matches!(beyond, Err(VmError::OutOfBounds { .. })));
+            rig.enter(cx, &first);
+            rig.store(cx, &first, AT + 0x4_2000, 5).expect("a page");
+            rig.enter(cx, &second);
+            rig.leave(cx, &first);
+            assert_eq!(rig.load(cx, &second, 2 * AT + 0x2000), Ok(5), "page 0x42 of the object");
+            rig.store(cx, &second, 2 * AT + 0x3000, 6).expect("a page");
+            rig.leave(cx, &second);
+            // The reverse map finds both.
+            let frame = rig.vm.lookup(cx, &second, VirtAddr::new(2 * AT + 0x2000));
+            let hugemm_paging::Lookup::Mapped(leaf) = frame else { panic!("mapped") };
+            let mut places = Vec::new();
+            assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, place| places.push(place.at.get())), 2);
+            assert_eq!(places, [AT + 0x4_2000, 2 * AT + 0x2000]);
+            rig.vm.destroy(cx, second).expect("destroyed");
+            rig.vm.close(cx, object);
+            rig.enter(cx, &first);
+            assert_eq!(rig.load(cx, &first, AT + 0x4_3000), Ok(6), "what the other wrote is there");
+            rig.leave(cx, &first);
+            rig.vm.destroy(cx, first).expect("destroyed");
+        });
+    });
+}
+
+/// Promised pages are there when they are faulted in, nobody else gets them, and what was never used is given back.
+#[test]
+fn pools_keep_their_promises() {
+    with_rig(32, 1, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 4);
+            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            rig.vm.map(cx, &space, span(AT, 6 << 20), kind, Backing::Private).expect("three pages");
+            let more = rig.vm.map(cx, &space, span(2 * AT, 4 << 20), kind, Backing::Private);
+            assert_eq!(more, Err(VmError::NoPool), "one page is left");
+            assert_eq!(rig.vm.pool().available(), 1);
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("promised");
+            rig.store(cx, &space, AT + (4 << 20), 1).expect("promised");
+            assert_eq!(rig.vm.pool().available(), 1);
+            rig.vm.unmap(cx, &space, span(AT + (2 << 20), 4 << 20)).expect("unmapped");
+            assert_eq!(rig.vm.pool().available(), 3, "one page came back, one promise was never used");
+            let object = rig.vm.create_shared(cx, 3 * 512, PageSize::Size2M, true).expect("three pages");
+            let shared = AreaKind { shared: true, ..kind };
+            rig.vm.map(cx, &space, span(2 * AT, 6 << 20), shared, Backing::Shared(&object, 0)).expect("an area");
+            rig.store(cx, &space, 2 * AT, 1).expect("promised");
+            rig.vm.close(cx, object);
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            assert_eq!(rig.vm.pool().available(), 4);
+        });
+    });
+}
+
+/// A fault that cannot be served asks for relief, then fails that one access; the space goes on.
+#[test]
+fn out_of_memory_fails_one_access() {
+    with_rig(8, 1, 7, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M);
+            rig.vm.map(cx, &space, span(AT, 16 << 20), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            let mut stored = 0;
+            let error = loop {
+                match rig.store(cx, &space, AT + (stored << 21), stored) {
+                    Ok(()) => stored += 1,
+                    Err(error) => break error,
+                }
+            };
+            assert_eq!(error, VmError::NoMemory);
+            assert!((2..4).contains(&stored), "{stored} pages of 8 MiB");
+            for page in 0..stored {
+                assert_eq!(rig.load(cx, &space, AT + (page << 21)), Ok(page));
+            }
+            rig.vm.unmap(cx, &space, span(AT, 2 << 20)).expect("unmapped");
+            rig.store(cx, &space, AT + (stored << 21), 9).expect("there is memory again");
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Parent and child see the same until one writes; each then sees its own; one flush, and no copy for the last user.
+#[test]
+fn forks_share_until_somebody_writes() {
+    for page in [PageSize::Size4K, PageSize::Size2M] {
+        with_rig(48, 2, 8, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let parent = rig.vm.create(cx, bounds()).expect("a space");
+                rig.vm.map(cx, &parent, span(AT, 8 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.enter(cx, &parent);
+                let at = |index: u64| AT + index * page.bytes();
+                for index in 0..4 {
+                    rig.store(cx, &parent, at(index), 100 + index).expect("a page");
+                }
+                let before = rig.vm.tlbs().counts();
+                let child = rig.vm.fork(cx, &parent).expect("forked");
+                let after = rig.vm.tlbs().counts();
+                assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
+                rig.store(cx, &parent, at(0), 1).expect("a copy");
+                assert_eq!(parent.counters().copied.get(), 1);
+                rig.enter(cx, &child);
+                rig.leave(cx, &parent);
+                for index in 0..4 {
+                    assert_eq!(rig.load(cx, &child, at(index)), Ok(100 + index));
+                }
+                rig.store(cx, &child, at(1), 2).expect("a copy");
+                rig.store(cx, &child, at(0), 3).expect("the only user");
+                assert_eq!((child.counters().copied.get(), child.counters().reused.get()), (1, 1));
+                rig.enter(cx, &parent);
+                rig.leave(cx, &child);
+                assert_eq!(
+                    [0, 1, 2, 3].map(|index| rig.load(cx, &parent, at(index)).expect("there")),
+                    [1, 101, 102, 103]
+                );
+                rig.vm.destroy(cx, child).expect("destroyed");
+                rig.store(cx, &parent, at(2), 4).expect("the only user");
+                assert_eq!(parent.counters().reused.get(), 1);
+                rig.leave(cx, &parent);
+                rig.vm.destroy(cx, parent).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Sixteen children share a page: more references than its packed count holds.
+#[test]
+fn many_children_share_a_page() {
+    with_rig(16, 1, 9, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let parent = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &parent, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &parent);
+            rig.store(cx, &parent, AT, 42).expect("a page");
+            rig.leave(cx, &parent);
+            let children: Vec<_> = (0..20).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
+            for child in children {
+                rig.enter(cx, &child);
+                assert_eq!(rig.load(cx, &child, AT), Ok(42));
+                rig.leave(cx, &child);
+                rig.vm.destroy(cx, child).expect("destroyed");
+            }
+            // The counters' frame stays.
+            rig.keep(1);
+            rig.vm.destroy(cx, parent).expect("destroyed");
+        });
+    });
+}
+
+/// What a device writes to is what the space sees, across forks; the child gets a copy.
+#[test]
+fn pinned_pages_stay_where_they_are() {
+    for page in [PageSize::Size4K, PageSize::Size2M] {
+        with_rig(48, 1, 10, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let parent = rig.vm.create(cx, bounds()).expect("a space");
+                rig.vm.map(cx, &parent, span(AT, 8 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.enter(cx, &parent);
+                rig.store(cx, &parent, AT, 1).expect("a page");
+                // Shared by a fork before: the pin makes it the parent's own.
+                let early = rig.vm.fork(cx, &parent).expect("forked");
+                let mut pinned = Vec::new();
+                let count = rig.vm.pin(cx, &parent, span(AT, 4 << 20), None, &Never, |run| pinned.push(run));
+                assert_eq!(count, Ok(1024));
+                assert_eq!(pinned.iter().map(|run| run.extent().pages()).sum::<u64>(), 1024);
+                let late = rig.vm.fork(cx, &parent).expect("forked");
+                // The device.
+                let first = rig.mmu.host().address(pinned[0].extent().base()).expect("memory");
+                // SAFETY: the first word of a pinned page, which is nobody else's.
+                unsafe { first.cast::<u64>().write(77) };
+                assert_eq!(rig.load(cx, &parent, AT), Ok(77));
+                rig.store(cx, &parent, AT, 78).expect("mapped");
+                // SAFETY: as above.
+                assert_eq!(unsafe { first.cast::<u64>().read() }, 78);
+                for child in [early, late] {
+                    rig.enter(cx, &child);
+                    assert_eq!(rig.load(cx, &child, AT), Ok(1));
+                    rig.leave(cx, &child);
+                    rig.vm.destroy(cx, child).expect("destroyed");
+                }
+                rig.enter(cx, &parent);
+                rig.leave(cx, &parent);
+                rig.vm.unmap(cx, &parent, span(AT, 8 << 20)).expect("unmapped");
+                assert!(rig.used(cx) >= 1024, "pinned pages outlive their mapping");
+                for run in pinned {
+                    rig.vm.unpin(cx, &parent, run);
+                }
+                rig.vm.destroy(cx, parent).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Every page of a range is filled once, whatever was there, by several CPUs; huge requests are cleared past the cache.
+#[test]
+fn prefault_fills_what_is_missing() {
+    for page in [PageSize::Size4K, PageSize::Size2M] {
+        with_rig(64, 4, 11, &no_faults(), |rig| {
+            let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = AreaKind::private(page);
+                rig.vm.map(cx, &space, span(AT, 20 << 20), kind, Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, span(AT + (20 << 20), 16 << 20), kind, Backing::Private).expect("an area");
+                rig.enter(cx, &space);
+                rig.store(cx, &space, AT + 0x70_1230, 5).expect("a page");
+                rig.leave(cx, &space);
+                space
+            });
+            let range = span(AT + (2 << 20), 32 << 20);
+            let prefault = rig.vm.prefault(&space, range, None);
+            std::thread::scope(|scope| {
+                for cpu in 0..4 {
+                    let prefault = &prefault;
+                    scope.spawn(move || rig.mmu.as_cpu(CpuId(cpu), |cx| prefault.work(cx, &Never)).expect("memory"));
+                }
+            });
+            assert_eq!(prefault.done(), range.pages());
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                for at in (0..32 << 20).step_by(4096) {
+                    let at = VirtAddr::new(range.start().get() + at);
+                    assert!(matches!(rig.vm.lookup(cx, &space, at), Lookup::Mapped(_)), "{at}");
+                }
+                let beyond = rig.vm.lookup(cx, &space, VirtAddr::new(AT));
+                assert_eq!(beyond, Lookup::Absent, "only the range");
+                rig.enter(cx, &space);
+                assert_eq!(rig.load(cx, &space, AT + 0x70_1230), Ok(5), "what was there stays");
+                assert_eq!(rig.load(cx, &space, AT + 0x70_2230), Ok(0));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// The fallocate path: an object that is mapped nowhere is filled, and faults find its pages.
+#[test]
+fn objects_are_filled_without_being_mapped() {
+    with_rig(32, 2, 12, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.create_shared(cx, 4096, PageSize::Size2M, false).expect("an object");
+            let used = rig.used(cx);
+            let prefault = rig.vm.prefault_shared(&object, 1024, 3072);
+            prefault.work(cx, &Never).expect("memory");
+            assert_eq!(prefault.done(), 2048);
+            assert!((2048..2052).contains(&(rig.used(cx) - used)));
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M);
+            rig.vm.map(cx, &space, span(AT, 16 << 20), kind, Backing::Shared(&object, 0)).expect("an area");
+            let cleared = rig.mmu.as_cpu(CpuId(0), |cx| cx.platform().counters().snapshot());
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, AT + (4 << 20) + 8), Ok(0));
+            let after = rig.mmu.as_cpu(CpuId(0), |cx| cx.platform().counters().snapshot());
+            assert_eq!(after.since(cleared).units, 0, "nothing was cleared again");
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object);
+        });
+    });
+}

@@ -1,0 +1,165 @@
+//! A hypervisor's second stage that follows an address space, over a page table of its own: the example of a notifier, and
+//! the proof that no store of a guest goes to a page that the space no longer has.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::platform::Instrumented;
+use hugemm_base::{CpuCx, CpuId, Extent, PageSize, VirtAddr, VirtRange};
+use hugemm_frames::{Frames, Plain};
+use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, PageTable, Span, X86_64};
+use hugemm_vm::{Access, AreaKind, Backing, Following, Notifier, VmError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use support::{Cpus, Cx, Follower, Handle, Rig, bounds, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+
+/// Guest address 0 is address `AT` of the space.
+struct Stage2<'h> {
+    frames: &'h Frames<'h, Plain<&'h hugemm_base::inject::FaultPlan>>,
+    table: PageTable<X86_64, EditLock>,
+    following: Following,
+    guest: Span,
+    invalidated: AtomicU64,
+}
+
+impl<'h> Notifier<Cpus<'h>> for Stage2<'h> {
+    fn begin(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        // SAFETY: the model's memory is a direct map.
+        let mut table = self.table.exclusive(unsafe { FrameTables::new(self.frames, cx) });
+        self.following.begin();
+        // The part of the range that the guest sees.
+        let (first, last) = (range.first().get().max(AT), range.last().get().min(AT + self.guest.bytes() - 1));
+        if first > last {
+            return;
+        }
+        let part = span(first - AT, last + 1 - first);
+        let unhooked = table.detach(part, Editing::LIVE).expect("whole pages");
+        // SAFETY: guests run on no CPU here: their accesses below walk the table anew each time.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let harvest = table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error).expect("harvested");
+        self.invalidated.fetch_add(harvest.pages, Ordering::Relaxed);
+    }
+
+    fn end(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {
+        self.following.end();
+    }
+}
+
+impl<'h> Stage2<'h> {
+    /// Where a guest's store to a guest address goes; its faults are served from the space.
+    fn guest_store(
+        &self,
+        rig: &Rig<'h>,
+        cx: &mut Cx<'_, 'h>,
+        space: &Handle<'_, 'h>,
+        at: u64,
+        value: u64,
+    ) -> Result<(), VmError> {
+        loop {
+            let found = {
+                // SAFETY: as above.
+                let table = self.table.shared(unsafe { FrameTables::new(self.frames, cx) });
+                table.translate(VirtAddr::new(at))
+            };
+            if let Some(phys) = found {
+                let page = rig.mmu.host().address(hugemm_base::Pfn::containing(phys)).expect("memory");
+                // SAFETY: a word of a page that the space maps, as the notifier guarantees.
+                unsafe { page.add((phys.get() & 0xfff) as usize).cast::<u64>().write(value) };
+                return Ok(());
+            }
+            self.fill(rig, cx, space, at)?;
+        }
+    }
+
+    /// Copies the translation of one page, unless it changes meanwhile.
+    fn fill(&self, rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, at: u64) -> Result<(), VmError> {
+        let state = self.following.state();
+        let primary = VirtAddr::new(AT + at);
+        match rig.vm.lookup(cx, space, primary) {
+            Lookup::Mapped(leaf) if leaf.flags.contains(Flags::WRITE) => {
+                let extent = Extent::block(leaf.frame, leaf.size.order());
+                let page = span(at & !(leaf.size.bytes() - 1), leaf.size.bytes());
+                // SAFETY: as above.
+                let mut table = self.table.shared(unsafe { FrameTables::new(self.frames, cx) });
+                if self.following.is_unchanged(state) {
+                    let how = Mapping { flags: Flags::WRITE, largest: leaf.size };
+                    table.map(page, [extent], how).expect("memory for a table");
+                }
+                Ok(())
+            }
+            _ => rig.vm.fault(cx, space, primary, Access::Write).map(|_| ()),
+        }
+    }
+}
+
+#[test]
+fn a_second_stage_follows() {
+    for page in [PageSize::Size4K, PageSize::Size2M] {
+        with_rig(64, 2, 31, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let guest = span(0, 8 << 20);
+                rig.vm.map(cx, &space, span(AT, 8 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                let frames = rig.vm.frames();
+                // SAFETY: the model's memory is a direct map; no CPU walks this table.
+                let table = unsafe { PageTable::new(&mut FrameTables::new(frames, cx), span(0, 1 << 39)) };
+                let stage2 = Arc::new(Stage2 {
+                    frames,
+                    table: table.expect("a root"),
+                    following: Following::new(),
+                    guest,
+                    invalidated: AtomicU64::new(0),
+                });
+                let follower = rig.vm.follow(cx, &space, Follower(stage2.clone())).expect("memory");
+                stage2.guest_store(rig, cx, &space, 0x230, 1).expect("served");
+                stage2.guest_store(rig, cx, &space, page.bytes() + 8, 2).expect("served");
+                rig.enter(cx, &space);
+                assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(1), "the guest's stores are the space's");
+                // A fork takes rights away: the guest's next store makes a copy, and the child does not see it.
+                let child = rig.vm.fork(cx, &space).expect("forked");
+                assert_eq!(stage2.invalidated.load(Ordering::Relaxed), 2 * page.pages());
+                stage2.guest_store(rig, cx, &space, 0x230, 3).expect("served");
+                assert_eq!(rig.load(cx, &space, AT + 0x230), Ok(3));
+                rig.enter(cx, &child);
+                assert_eq!(rig.load(cx, &child, AT + 0x230), Ok(1));
+                // The other way round: the space copies, and the guest is moved to the copy.
+                rig.enter(cx, &space);
+                rig.leave(cx, &child);
+                rig.vm.destroy(cx, child).expect("destroyed");
+                let child = rig.vm.fork(cx, &space).expect("forked");
+                stage2.guest_store(rig, cx, &space, page.bytes() + 8, 4).expect("served");
+                rig.store(cx, &space, AT + 0x230, 5).expect("served");
+                stage2.guest_store(rig, cx, &space, 0x238, 6).expect("served");
+                assert_eq!(rig.load(cx, &space, AT + 0x238), Ok(6));
+                assert_eq!(rig.load(cx, &space, AT + page.bytes() + 8), Ok(4));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, child).expect("destroyed");
+                // What is unmapped is gone from the second stage before its frames are free.
+                rig.vm.unmap(cx, &space, span(AT, 8 << 20)).expect("unmapped");
+                let lost = stage2.guest_store(rig, cx, &space, 0x230, 7);
+                assert_eq!(lost, Err(VmError::NoArea { at: VirtAddr::new(AT + 0x230) }));
+                let (error, space) = rig.vm.destroy(cx, space).expect_err("it is followed");
+                assert_eq!(error, VmError::InUse);
+                // SAFETY: it follows this space.
+                drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
+                rig.vm.destroy(cx, space).expect("destroyed");
+                // What remains are the tables themselves.
+                {
+                    // SAFETY: as above.
+                    let mut table = stage2.table.exclusive(unsafe { FrameTables::new(frames, cx) });
+                    let unhooked = table.detach(stage2.table.bounds(), Editing::LIVE).expect("all of it");
+                    // SAFETY: as above.
+                    let detached = unsafe { unhooked.assume_flushed() };
+                    let harvest = table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error);
+                    assert_eq!(harvest.expect("harvested").pages, 0);
+                }
+                // SAFETY: as above; nothing hangs below the root.
+                unsafe { hugemm_paging::TableMemory::free(&mut FrameTables::new(frames, cx), stage2.table.root()) };
+                assert_eq!(cx.platform().counters().snapshot().fences_on_drop, 0);
+            });
+        });
+    }
+}

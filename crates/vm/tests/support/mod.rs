@@ -1,0 +1,277 @@
+//! What the tests run on: a manager over the model MMU, whose TLBs keep what they may, and a program that accesses memory
+//! as a task does: translate, fault, repeat.
+#![allow(dead_code, unreachable_pub)]
+
+use hugemm_base::inject::FaultPlan;
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
+use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
+use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Mobility, Plain, Request};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
+use hugemm_host::mmu::{Fault, Mmu};
+use hugemm_host::topology::MachineTopology;
+use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+pub type Cpus<'h> = Mmu<'h, 'h>;
+
+/// The setup of every test.
+pub struct Model<'h>(PhantomData<&'h ()>);
+
+impl<'h> Setup for Model<'h> {
+    type Platform = Cpus<'h>;
+    type Env = Plain<&'h FaultPlan>;
+    type Format = X86_64;
+    type Lock = EditLock;
+    type Tlb = &'h Cpus<'h>;
+    type Pressure = Relief;
+    type Pool = TestPool<'h>;
+    type Notifier = Follower<'h>;
+}
+
+/// Whoever follows a space.
+pub struct Follower<'h>(pub Arc<dyn Notifier<Cpus<'h>> + Send + Sync + 'h>);
+
+impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
+    fn begin(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        self.0.begin(cx, range);
+    }
+
+    fn end(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        self.0.end(cx, range);
+    }
+}
+
+/// Counts how often it is asked, and has nothing to give.
+#[derive(Default)]
+pub struct Relief {
+    pub asked: AtomicU64,
+}
+
+impl Pressure for Relief {
+    fn relieve(&self, _need: Shortfall) -> u64 {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        0
+    }
+}
+
+/// A pool of pages of any size that were taken from the allocator up front; tells the model's oracle when pages come and
+/// go.
+pub struct TestPool<'h> {
+    pub mmu: &'h Cpus<'h>,
+    pub free: Mutex<Vec<Dirty>>,
+    pub reserved: AtomicI64,
+}
+
+impl<'h> TestPool<'h> {
+    pub fn fill(&self, cx: &mut CpuCx<'_, Cpus<'h>>, frames: &Frames<'_, Plain<&FaultPlan>>, size: PageSize, n: u64) {
+        for _ in 0..n {
+            let block = frames.alloc(cx, Request::order(size.order()).movable()).expect("a page for the pool");
+            self.mmu.freed(block.extent());
+            self.free.lock().expect("pool").push(block.into_dirty());
+        }
+    }
+
+    pub fn empty(&self, cx: &mut CpuCx<'_, Cpus<'h>>, frames: &Frames<'_, Plain<&FaultPlan>>) -> usize {
+        let pages = std::mem::take(&mut *self.free.lock().expect("pool"));
+        let count = pages.len();
+        for page in pages {
+            let (pfn, order) = (page.extent().base(), page.extent().as_block().expect("a block"));
+            let _ = page.into_extent();
+            // SAFETY: taken from this allocator by `fill`.
+            frames.free(cx, unsafe { Frozen::assume_owned(pfn, order, Mobility::Movable) });
+        }
+        count
+    }
+
+    pub fn available(&self) -> i64 {
+        self.free.lock().expect("pool").len() as i64 - self.reserved.load(Ordering::SeqCst)
+    }
+}
+
+impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
+    fn reserve(&self, _cx: &CpuCx<'_, Cpus<'h>>, _size: PageSize, pages: u64) -> Result<(), OutOfPool> {
+        let free = self.free.lock().expect("pool");
+        if (free.len() as i64) < self.reserved.load(Ordering::SeqCst) + pages as i64 {
+            return Err(OutOfPool);
+        }
+        self.reserved.fetch_add(pages as i64, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn unreserve(&self, _cx: &CpuCx<'_, Cpus<'h>>, _size: PageSize, pages: u64) {
+        let left = self.reserved.fetch_sub(pages as i64, Ordering::SeqCst) - pages as i64;
+        assert!(left >= 0, "more unreserved than reserved");
+    }
+
+    fn take(&self, _cx: &CpuCx<'_, Cpus<'h>>, size: PageSize, reserved: bool) -> Result<Content, OutOfPool> {
+        let mut free = self.free.lock().expect("pool");
+        if !reserved && free.len() as i64 <= self.reserved.load(Ordering::SeqCst) {
+            return Err(OutOfPool);
+        }
+        let page = free.pop().ok_or(OutOfPool)?;
+        assert_eq!(page.extent().pages(), size.pages());
+        if reserved {
+            self.reserved.fetch_sub(1, Ordering::SeqCst);
+        }
+        self.mmu.allocated(page.extent());
+        Ok(Content::Dirty(page))
+    }
+
+    fn give_back(&self, _cx: &CpuCx<'_, Cpus<'h>>, page: Dirty, _size: PageSize, reserved: bool) {
+        self.mmu.freed(page.extent());
+        self.free.lock().expect("pool").push(page);
+        self.reserved.fetch_add(i64::from(reserved), Ordering::SeqCst);
+    }
+}
+
+/// Memory for a manager's metadata.
+struct Memory(*mut u8, Layout);
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; the manager borrowed it and is gone.
+        unsafe { dealloc(self.0, self.1) };
+    }
+}
+
+/// Everything a test needs.
+pub struct Rig<'h> {
+    pub mmu: &'h Cpus<'h>,
+    pub vm: Vm<'h, Model<'h>>,
+    /// Frames that stay in use: wide reference counters.
+    kept: AtomicU64,
+}
+
+pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
+pub type Handle<'v, 'h> = SpaceRef<'v, Model<'h>>;
+
+pub fn span(start: u64, bytes: u64) -> Span {
+    Span::new(VirtAddr::new(start), bytes).expect("a span")
+}
+
+/// The lower half.
+pub fn bounds() -> Span {
+    span(0, 1 << 47)
+}
+
+/// Runs `test` on `mib` MiB of memory and `cpus` simulated CPUs with two tags each, and checks afterwards that nothing
+/// went wrong in the model and that every frame is back.
+pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+    let request = RegionRequest { bytes: mib << 20, backing: HostBacking::Small, ..RegionRequest::default() };
+    let mut region = Region::allocate(&request).expect("memory");
+    // What is not cleared is seen.
+    region.as_mut_slice().fill(0xa5);
+    let os_cpu = MachineTopology::read().expect("sysfs").cpus[0].id;
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.as_mut_slice()).expect("a machine");
+    let host: &Host<'_> = &host;
+    let mmu = Mmu::new(host, cpus, 2, seed);
+    run(&mmu, host.frames(), cpus, inject, test);
+}
+
+fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+    let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
+    let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
+    let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
+    // SAFETY: the layout is not empty.
+    let metadata = Memory(unsafe { alloc_zeroed(layout) }, layout);
+    // SAFETY: zeroed, of this size, used once; one platform.
+    let frames = unsafe { Frames::new(&config, Plain(inject), metadata.0, layout.size()) }.expect("large enough");
+    // SAFETY: the only owner of the host's frames, released once.
+    unsafe { frames.release(Dirty::assume_owned(memory)) };
+    let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
+    let words = Tlbs::<&Cpus<'_>>::inbox_words(cpus as usize);
+    let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
+    // SAFETY: the model's CPUs, and one view of the slices.
+    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, mmu) }.expect("enough words");
+    // Stores of zeroes sit in a buffer until they are fenced.
+    let features = Features::detect();
+    let model = hugemm_clear::Primitive::Model;
+    let policy = Policy { force: Some(model), ..Policy::new(Profile::uncalibrated(&features, None)) };
+    // SAFETY: the model MMU intercepts it.
+    let features = unsafe { features.with(model) };
+    let clearer = Clearer::new(features, policy).expect("the model primitive");
+    let parts = Parts {
+        frames: &frames,
+        tlbs: &tlbs,
+        clearer,
+        shootdown: ShootdownPolicy::BATCHED,
+        pressure: Relief::default(),
+        pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0) },
+    };
+    // SAFETY: the host's memory is a direct map; all contexts are the model's.
+    let vm = unsafe { Vm::new(parts) }.expect("small objects");
+    let rig = Rig { mmu, vm, kept: AtomicU64::new(0) };
+    test(&rig);
+    mmu.check().expect("the oracle");
+    mmu.as_cpu(CpuId(0), |cx| {
+        rig.vm.pool().empty(cx, &frames);
+        assert_eq!(rig.vm.pool().reserved.load(Ordering::SeqCst), 0, "promises left");
+        rig.vm.trim(cx);
+    });
+    for cpu in 0..cpus {
+        mmu.as_cpu(CpuId(cpu), |cx| frames.drain(cx));
+    }
+    mmu.as_cpu(CpuId(0), |cx| {
+        let stats = frames.stats(cx);
+        let kept = rig.kept.load(Ordering::Relaxed);
+        assert_eq!(stats.free + stats.refused + kept, frames.managed(), "frames lost: {stats:?}");
+    });
+}
+
+impl<'h> Rig<'h> {
+    /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
+    pub fn store(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, value: u64) -> Result<(), VmError> {
+        let cpu = hugemm_base::CpuLocal::current(cx.platform());
+        loop {
+            match self.mmu.store(cpu, VirtAddr::new(at), value) {
+                Ok(()) => return Ok(()),
+                Err(Fault::NotPresent | Fault::Protection) => {
+                    self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
+                }
+            }
+        }
+    }
+
+    /// Loads 8 bytes the same way.
+    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64) -> Result<u64, VmError> {
+        let cpu = hugemm_base::CpuLocal::current(cx.platform());
+        loop {
+            match self.mmu.load(cpu, VirtAddr::new(at)) {
+                Ok(value) => return Ok(value),
+                Err(_) => {
+                    self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
+                }
+            }
+        }
+    }
+
+    /// So many frames are not expected back at the end.
+    pub fn keep(&self, frames: u64) {
+        self.kept.fetch_add(frames, Ordering::Relaxed);
+    }
+
+    /// Makes the CPU use a space.
+    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+        space.tlb().switch_in(self.vm.tlbs(), cx);
+    }
+
+    /// Ends that.
+    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+        space.tlb().switch_out(self.vm.tlbs(), cx);
+    }
+
+    /// 4 KiB frames that are in use, cached ones not counted.
+    pub fn used(&self, cx: &Cx<'_, 'h>) -> u64 {
+        self.vm.frames().managed() - self.vm.frames().stats(cx).available()
+    }
+}
+
+/// Nothing fails.
+pub fn no_faults() -> FaultPlan {
+    FaultPlan::nth(u64::MAX)
+}

@@ -1,0 +1,383 @@
+//! `hugemm bench vm-create`: seed 003's virtual machine creation on two sides, alternating, on memory that was touched
+//! before.
+//!
+//! Both sides allocate, clear and enter page tables; the kernel by `MADV_POPULATE_WRITE` (or a touch of each page) on a
+//! fresh mapping, hugemm in frames that it manages, with real x86-64 tables that no hardware walks. hugemm's demand faults
+//! are function calls, *software faults*, and are not set against the kernel's.
+
+use crate::args::Function;
+use crate::document::Row;
+use crate::goals::Goals;
+use crate::machine::{GIB, Machine};
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::vm_create_args::{Clearing, How, VmCreate};
+use crate::{environment_text, kernel_side, progress, table};
+use anyhow::{Result, anyhow, bail};
+use hugemm_base::{Cancel, CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_clear::{Clearer, Policy};
+use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_host::cpu::Host;
+use hugemm_host::environment::Environment;
+use hugemm_host::interrupt;
+use hugemm_host::memory::Backing;
+use hugemm_host::pool::HugetlbPool;
+use hugemm_paging::{Counting, EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_vm::{AreaKind, Backing as From, NoPool, Parts, Pinned, Setup, Vm};
+use hugemm_workloads::vm_create::{Creation, Split};
+use std::marker::PhantomData;
+use std::sync::{Barrier, Mutex, PoisonError};
+
+/// Where the virtual machine's memory begins in its address space.
+const AT: VirtAddr = VirtAddr::new(1 << 40);
+
+/// Address spaces on the host: nobody translates by them, so TLBs only count.
+struct OnHost<'h>(PhantomData<&'h ()>);
+
+impl<'h> Setup for OnHost<'h> {
+    type Platform = Host<'h>;
+    type Env = Plain;
+    type Format = X86_64;
+    type Lock = EditLock;
+    type Tlb = Counting;
+    type Pressure = NoPressure;
+    type Pool = NoPool;
+    type Notifier = ();
+}
+
+/// Stops a pass when the user does, at the next page or piece; units are not cut for it.
+struct UserStops;
+
+impl Cancel for UserStops {
+    fn possible(&self) -> bool {
+        false
+    }
+
+    fn requested(&self) -> bool {
+        interrupt::requested()
+    }
+}
+
+/// One line of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Line {
+    how: How,
+    workers: u32,
+    /// `None` is this machine's kernel.
+    clear: Option<Clearing>,
+}
+
+/// What one pass took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pass {
+    nanos: u64,
+    split: Option<Split>,
+}
+
+#[derive(Default)]
+struct Measured {
+    gbps: Samples,
+    clear: Samples,
+    allocate: Samples,
+    map: Samples,
+    outside: Samples,
+}
+
+/// Runs the command.
+pub fn run(args: &VmCreate) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let page = PageSize::from(args.page);
+    let bytes = match args.size {
+        Some(size) => machine.whole_pages(size, page)?,
+        None => machine.default_size(4, page.bytes(), 8 * GIB)?,
+    };
+    let cpus = machine.topology.cpus.len() as u32;
+    let workers = if args.workers.is_empty() { vec![1, cpus] } else { args.workers.clone() };
+    let most = workers.iter().copied().max().unwrap_or(1);
+    let places = machine.places(most as usize)?;
+    let mut environment = Environment::read()?;
+    // Tables and small objects besides the memory itself.
+    let slack = (bytes / 256).next_multiple_of(2 << 20).max(32 << 20);
+    let total = (bytes + slack).next_multiple_of(PageSize::Size2M.bytes());
+    // A hugemm page of 1 GiB is so many frames, whatever the kernel made them of.
+    let mut region =
+        machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
+    environment.note_region("hugemm", &region);
+    let (kernel_backing, _pool, note) = kernel_side_memory(page, region.backing(), bytes);
+    let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
+    let host = Host::new(&places, region.as_mut_slice())?;
+
+    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let config = Config { arenas: &arenas, cpus: most, cpu_nodes: &[] };
+    let metadata = Frames::<Plain>::required_bytes(&config)?.size() as u64;
+    let mut metadata = machine.memory(metadata.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
+    let metadata = metadata.as_mut_slice();
+    // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
+    let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
+    // SAFETY: the only owner of the host's frames, released once.
+    unsafe { frames.release(host.own_frames()) };
+
+    let mut lines = Vec::new();
+    for how in args.how.iter().copied() {
+        for workers in workers.iter().copied() {
+            if how != How::Pin && kernel_backing.is_some() {
+                lines.push(Line { how, workers, clear: None });
+            }
+            lines.extend(args.clear.iter().map(|clear| Line { how, workers, clear: Some(*clear) }));
+        }
+    }
+    lines.dedup();
+    let bar = progress::bar(lines.len() as u64 * u64::from(args.runs + 1), machine.quiet());
+    let side = Side { host: &host, frames: &frames, policy, features: machine.features, page, bytes, kernel_backing };
+    let mut measured: Vec<Measured> = lines.iter().map(|_| Measured::default()).collect();
+    for turn in 0..=args.runs as usize {
+        for i in 0..lines.len() {
+            interrupt::check()?;
+            let index = (i + turn) % lines.len();
+            bar.set_message(title(&lines[index]));
+            let pass = side.pass(&lines[index])?;
+            bar.inc(1);
+            // The first turn touches memory that may be new to the machine below a virtual one.
+            if turn > 0 {
+                measured[index].push(&pass, bytes);
+            }
+        }
+    }
+    bar.finish_and_clear();
+    report(args, &machine, environment, &lines, &measured, page, bytes, note.as_deref())
+}
+
+impl Measured {
+    fn push(&mut self, pass: &Pass, bytes: u64) {
+        self.gbps.push(bytes as f64 / pass.nanos.max(1) as f64);
+        let Some(split) = pass.split else { return };
+        let percent = |part: u64| 100.0 * part as f64 / split.total().max(1) as f64;
+        self.allocate.push(percent(split.allocate));
+        self.clear.push(percent(split.clear));
+        self.map.push(percent(split.map));
+        self.outside.push(100.0 - percent(split.clear));
+    }
+}
+
+/// What the kernel's mapping is made of, `None` if it cannot be measured; the pool it uses, which goes back when the guard
+/// is dropped; and what the user should know.
+fn kernel_side_memory(
+    page: PageSize,
+    ours: Backing,
+    bytes: u64,
+) -> (Option<Backing>, Option<impl Drop>, Option<String>) {
+    let backing = match page {
+        PageSize::Size4K => Backing::Small,
+        PageSize::Size2M => ours,
+        PageSize::Size1G => Backing::Hugetlb(page),
+    };
+    let Backing::Hugetlb(size) = backing else { return (Some(backing), None, None) };
+    match HugetlbPool::new().ensure(size, bytes / size.bytes(), None) {
+        Ok(pool) => (Some(backing), Some(pool), None),
+        Err(error) if page == PageSize::Size2M => {
+            (Some(Backing::Thp), None, Some(format!("the kernel's side has transparent huge pages: {error}")))
+        }
+        Err(error) => (None, None, Some(format!("this machine's kernel is not measured: {error}"))),
+    }
+}
+
+/// Everything about a pass but its line.
+struct Side<'a, 'h> {
+    host: &'a Host<'h>,
+    frames: &'a Frames<'a, Plain>,
+    policy: Policy,
+    features: hugemm_clear::Features,
+    page: PageSize,
+    bytes: u64,
+    kernel_backing: Option<Backing>,
+}
+
+impl Side<'_, '_> {
+    fn pass(&self, line: &Line) -> Result<Pass> {
+        match line.clear {
+            None => Ok(Pass { nanos: self.kernel(line)?, split: None }),
+            Some(clear) => self.hugemm(line, clear),
+        }
+    }
+
+    /// The time of the slowest thread.
+    fn kernel(&self, line: &Line) -> Result<u64> {
+        let function = if line.how == How::Demand { Function::Demand } else { Function::Populate };
+        let pages = self.bytes / self.page.bytes();
+        let workers = u64::from(line.workers);
+        let Some(backing) = self.kernel_backing else { bail!("no memory for the kernel's side") };
+        let start = Barrier::new(line.workers as usize);
+        let times = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..workers)
+                .map(|worker| {
+                    let start = &start;
+                    scope.spawn(move || {
+                        let share = pages * (worker + 1) / workers - pages * worker / workers;
+                        start.wait();
+                        match share * self.page.bytes() {
+                            0 => Ok(0),
+                            bytes => kernel_side::pass(bytes, self.page, backing, function, |_| 0),
+                        }
+                    })
+                })
+                .collect();
+            let joined = threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            joined.collect::<Result<Vec<u64>>>()
+        })?;
+        Ok(times.into_iter().max().unwrap_or(0))
+    }
+
+    fn hugemm(&self, line: &Line, clear: Clearing) -> Result<Pass> {
+        let cached = Policy { threshold: Some(u64::MAX), ..self.policy };
+        let (model, policy) = match clear {
+            Clearing::Page => (PreemptModel::None, Policy { unit: Some(4096), ..cached }),
+            Clearing::Extent => (PreemptModel::Full, cached),
+            Clearing::Bulk => (PreemptModel::Full, self.policy),
+        };
+        self.host.set_preempt_model(model);
+        let slots: Vec<TlbCpu> = (0..line.workers).map(|_| TlbCpu::default()).collect();
+        let words = Tlbs::<Counting>::inbox_words(slots.len());
+        let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
+        // SAFETY: this view only; no CPU translates by any of the tables.
+        let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }?;
+        let parts = Parts {
+            frames: self.frames,
+            tlbs: &tlbs,
+            clearer: Clearer::new(self.features, policy)?,
+            shootdown: ShootdownPolicy::BATCHED,
+            pressure: NoPressure,
+            pool: NoPool,
+        };
+        // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
+        let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
+        let lower = Span::new(VirtAddr::new(0), 1 << 47)?;
+        let span = Span::new(AT, self.bytes)?;
+        let (space, area) = self.host.run_on(CpuId(0), |cx| {
+            let space = vm.create(cx, lower)?;
+            let area = vm.map(cx, &space, span, AreaKind::private(self.page), From::Private)?;
+            anyhow::Ok((space, area))
+        })??;
+        let creation = Creation::new(&vm, &space, area, line.how.into(), u64::from(line.workers));
+        let start = Barrier::new(line.workers as usize);
+        let pins: Mutex<Vec<Pinned>> = Mutex::default();
+        let results = self.host.run_on_each((0..line.workers).map(CpuId), |cx| {
+            let worker = u64::from(cx.platform().current().0);
+            let mut mine = Vec::with_capacity(if line.how == How::Pin { 4096 } else { 0 });
+            start.wait();
+            let split = creation.work(cx, worker, &UserStops, |run| mine.push(run));
+            pins.lock().unwrap_or_else(PoisonError::into_inner).append(&mut mine);
+            split
+        })?;
+        let splits: Vec<_> = results.into_iter().collect::<Result<_, _>>()?;
+        let nanos = splits.iter().map(Split::total).max().unwrap_or(0);
+        let split = splits.into_iter().fold(Split::default(), Split::plus);
+        self.host.run_on(CpuId(0), |cx| {
+            for run in pins.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                vm.unpin(cx, &space, run);
+            }
+            if vm.destroy(cx, space).is_err() {
+                bail!("the address space is in use");
+            }
+            vm.trim(cx);
+            Ok(())
+        })??;
+        Ok(Pass { nanos, split: Some(split) })
+    }
+}
+
+fn title(line: &Line) -> String {
+    let side = match line.clear {
+        None => "this machine's kernel",
+        Some(Clearing::Page) => "hugemm, page at a time",
+        Some(Clearing::Extent) => "hugemm, extents, cached",
+        Some(Clearing::Bulk) => "hugemm, calibrated",
+    };
+    side.to_owned()
+}
+
+fn how_name(how: How) -> String {
+    format!("{how:?}").to_lowercase()
+}
+
+#[allow(clippy::too_many_arguments, reason = "what was measured")]
+fn report(
+    args: &VmCreate,
+    machine: &Machine,
+    environment: Environment,
+    lines: &[Line],
+    measured: &[Measured],
+    page: PageSize,
+    bytes: u64,
+    note: Option<&str>,
+) -> Result<()> {
+    let mut rows = Vec::new();
+    let mut out = table::new(["how", "workers", "", "time", "GB/s", "± stdev", "allocate", "clear", "map"]);
+    for (line, measured) in lines.iter().zip(measured) {
+        let percent = |samples: &Samples| match samples.runs() {
+            0 => "–".to_owned(),
+            _ => format!("{:.2}%", samples.median()),
+        };
+        let seconds = bytes as f64 / measured.gbps.median().max(f64::MIN_POSITIVE) / 1e9;
+        out.add_row([
+            how_name(line.how),
+            line.workers.to_string(),
+            title(line),
+            format!("{:.1} ms", seconds * 1e3),
+            format!("{:.2}", measured.gbps.median()),
+            format!("{:.1}%", measured.gbps.stdev_percent()),
+            percent(&measured.allocate),
+            percent(&measured.clear),
+            percent(&measured.map),
+        ]);
+        let label = |row: Row| {
+            let side = line.clear.map_or("kernel".to_owned(), |clear| format!("hugemm-{clear:?}").to_lowercase());
+            row.label("side", side)
+                .label("how", how_name(line.how))
+                .label("workers", line.workers)
+                .label("page", page.to_string())
+                .label("size", bytes)
+                .label("software_fault", line.clear.is_some() && line.how == How::Demand)
+        };
+        rows.push(label(Row::median("bench.vm_create", &measured.gbps, "GB/s")));
+        if measured.clear.runs() > 0 {
+            rows.push(label(Row::median("bench.vm_create.allocate", &measured.allocate, "percent")));
+            rows.push(label(Row::median("bench.vm_create.clear", &measured.clear, "percent")));
+            rows.push(label(Row::median("bench.vm_create.map", &measured.map, "percent")));
+        }
+    }
+    let goals = goals(lines, measured, page);
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        let title = format!("vm-create --size {} --page {page}, median of {} runs, GB = 10^9", Size(bytes), args.runs);
+        table::print(&title, &out);
+        goals.print();
+        println!(
+            "\n  Both sides allocate, clear and enter page tables. A hugemm demand fault is a software fault: a function \
+             call, without a trap."
+        );
+        if let Some(note) = note {
+            println!("  {note}");
+        }
+    }
+    rows.extend(goals.into_rows());
+    machine.report(&args.common, environment, rows)
+}
+
+fn goals(lines: &[Line], measured: &[Measured], page: PageSize) -> Goals {
+    let mut goals = Goals::new();
+    let find = |how, workers, clear| {
+        let wanted = Line { how, workers, clear };
+        lines.iter().position(|line| *line == wanted).map(|index| &measured[index])
+    };
+    if page != PageSize::Size2M {
+        return goals;
+    }
+    if let Some(faults) = find(How::Demand, 1, Some(Clearing::Bulk)) {
+        goals.at_most("fault.outside_clear_pct", &faults.outside, "percent", 2.0);
+    }
+    let (ours, theirs) = (find(How::Prefault, 1, Some(Clearing::Bulk)), find(How::Prefault, 1, None));
+    if let (Some(ours), Some(theirs)) = (ours, theirs) {
+        goals.at_least("vm.create_vs_host_kernel", &ours.gbps.per_run_ratio(&theirs.gbps), 2.2);
+    }
+    goals
+}

@@ -1,0 +1,160 @@
+//! Creating a virtual machine: its memory allocated, cleared and mapped (seed 003's workload).
+//!
+//! One pass fills an area of a fresh address space, by demand faults, by prefault, or by pinning as a device's attachment
+//! does, with any number of workers. What the time went into is measured by a stopwatch that the fault path tells what it
+//! is doing; it reads the clock four times per page or batch, and its own time counts as mapping and allocating.
+
+use core::cell::Cell;
+use hugemm_base::{Cancel, Clock, PAGE_SHIFT};
+use hugemm_vm::{Access, AreaInfo, Cx, Phase, Phases, Pinned, Prefault, Served, Setup, Space, Vm, VmError};
+
+/// Who asks for the pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// A task that touches each page in turn: a fault each. A software fault here, where nothing traps.
+    Demand,
+    /// One request for all of it.
+    Prefault,
+    /// One request for all of it, and every page pinned.
+    Pin,
+}
+
+/// Where the time went, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Split {
+    /// Taking frames and counting them.
+    pub allocate: u64,
+    /// Clearing them.
+    pub clear: u64,
+    /// Page tables.
+    pub map: u64,
+    /// The rest.
+    pub other: u64,
+}
+
+impl Split {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.allocate + self.clear + self.map + self.other
+    }
+
+    /// Both added up.
+    pub fn plus(self, more: Split) -> Split {
+        Split {
+            allocate: self.allocate + more.allocate,
+            clear: self.clear + more.clear,
+            map: self.map + more.map,
+            other: self.other + more.other,
+        }
+    }
+}
+
+/// Adds up the time between phases.
+struct Stopwatch<'c, C> {
+    clock: &'c C,
+    since: Cell<u64>,
+    phase: Cell<Phase>,
+    split: Cell<Split>,
+}
+
+impl<'c, C: Clock> Stopwatch<'c, C> {
+    fn new(clock: &'c C) -> Self {
+        let (phase, split) = (Cell::new(Phase::Other), Cell::new(Split::default()));
+        Stopwatch { clock, since: Cell::new(clock.now_ns()), phase, split }
+    }
+
+    fn stop(self) -> Split {
+        self.enter(Phase::Other);
+        self.split.get()
+    }
+}
+
+impl<C: Clock> Phases for Stopwatch<'_, C> {
+    fn enter(&self, phase: Phase) {
+        let now = self.clock.now_ns();
+        let spent = now.saturating_sub(self.since.replace(now));
+        let mut split = self.split.get();
+        match self.phase.replace(phase) {
+            Phase::Allocate => split.allocate += spent,
+            Phase::Clear => split.clear += spent,
+            Phase::Map => split.map += spent,
+            Phase::Other => split.other += spent,
+        }
+        self.split.set(split);
+    }
+}
+
+/// One pass.
+pub struct Creation<'a, 'v, 'm, S: Setup> {
+    vm: &'v Vm<'m, S>,
+    space: &'a Space<S>,
+    area: AreaInfo,
+    how: How,
+    workers: u64,
+    prefault: Prefault<'a, 'v, 'm, S>,
+}
+
+impl<'a, 'v, 'm, S: Setup> Creation<'a, 'v, 'm, S>
+where
+    S::Platform: Clock,
+{
+    /// To fill `area`, of which nothing is mapped yet, by `workers` workers.
+    pub fn new(vm: &'v Vm<'m, S>, space: &'a Space<S>, area: AreaInfo, how: How, workers: u64) -> Self {
+        Creation { vm, space, area, how, workers: workers.max(1), prefault: vm.prefault(space, area.span, None) }
+    }
+
+    /// What worker number `worker` does, once. Pinned pages are `pinned`'s. Returns where its time went.
+    pub fn work(
+        &self,
+        cx: &mut Cx<'_, S>,
+        worker: u64,
+        cancel: &impl Cancel,
+        mut pinned: impl FnMut(Pinned),
+    ) -> Result<Split, VmError> {
+        let watch = Stopwatch::new(cx.platform());
+        match self.how {
+            How::Demand => self.touch_share(cx, worker, cancel, &watch)?,
+            How::Prefault => self.prefault.work_observed(cx, cancel, &watch)?,
+            How::Pin => {
+                self.prefault.work_observed(cx, cancel, &watch)?;
+                // References, once everything is there; those who come early find less to do in their share.
+                let (from, to) = self.share(worker);
+                if let Ok(share) = span(from, to) {
+                    let total = Some(self.area.span.bytes());
+                    self.vm.pin(cx, self.space, share, total, cancel, &mut pinned).map_err(|error| error.cause)?;
+                }
+            }
+        }
+        Ok(watch.stop())
+    }
+
+    /// The pages that are one worker's, where each has its own.
+    fn share(&self, worker: u64) -> (u64, u64) {
+        let size = self.area.kind.page.pages();
+        let (first, pages) = (self.area.span.first(), self.area.span.pages() / size);
+        (first + pages * worker / self.workers * size, first + pages * (worker + 1) / self.workers * size)
+    }
+
+    fn touch_share(
+        &self,
+        cx: &mut Cx<'_, S>,
+        worker: u64,
+        cancel: &impl Cancel,
+        watch: &impl Phases,
+    ) -> Result<(), VmError> {
+        let (from, to) = self.share(worker);
+        for page in (from..to).step_by(self.area.kind.page.pages() as usize) {
+            if cancel.requested() {
+                return Err(VmError::Cancelled);
+            }
+            let at = hugemm_base::VirtAddr::new(page << PAGE_SHIFT);
+            while self.vm.fault_observed(cx, self.space, at, Access::Write, watch)? == Served::Meanwhile {}
+        }
+        Ok(())
+    }
+}
+
+fn span(from: u64, to: u64) -> Result<hugemm_paging::Span, hugemm_paging::SpanError> {
+    let at = hugemm_base::VirtAddr::new(from << PAGE_SHIFT);
+    hugemm_paging::Span::new(at, to.saturating_sub(from) << PAGE_SHIFT)
+}
