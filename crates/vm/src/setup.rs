@@ -22,7 +22,7 @@ pub trait Setup: Sized {
     /// TLBs.
     type Tlb: TlbHw;
     /// Who gives memory back: reclaim.
-    type Pressure: Pressure;
+    type Pressure: Pressure<Self::Platform>;
     /// Where areas of huge pages may come from.
     type Pool: HugePool<Self::Platform>;
     /// Who follows address spaces.

@@ -151,7 +151,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Asks for a block of `order`; whether it may have helped.
     pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
         let may_sleep = cx.platform().may_sleep();
-        self.pressure.relieve(Shortfall { order, pages: order.pages(), node: None, may_sleep }) != 0
+        self.pressure.relieve(cx, Shortfall { order, pages: order.pages(), node: None, may_sleep }) != 0
     }
 
     /// After a page table had no memory for the `round`th time: whether to try again.

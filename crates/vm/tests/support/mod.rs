@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 use hugemm_base::inject::FaultPlan;
+use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
 use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Mobility, Plain, Request};
@@ -52,8 +53,8 @@ pub struct Relief {
     pub asked: AtomicU64,
 }
 
-impl Pressure for Relief {
-    fn relieve(&self, _need: Shortfall) -> u64 {
+impl<P: Cpu> Pressure<P> for Relief {
+    fn relieve(&self, _cx: &mut CpuCx<'_, P>, _need: Shortfall) -> u64 {
         self.asked.fetch_add(1, Ordering::Relaxed);
         0
     }
