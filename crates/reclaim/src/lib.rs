@@ -8,7 +8,7 @@
 //! | [`lru`] | which folios have not been used for long; two policies as values |
 //! | [`watermark`] | how much should be free; when a worker is woken and when it rests |
 //! | [`reclaimer`] | the seam to reverse map and page tables |
-//! | [`shrink`](mod@shrink) | one pass: isolate, age, unmap, flush, write out, put back, free |
+//! | [`shrink`](mod@shrink) | one pass: isolate, age, unmap, put back what stays, flush, write out, free |
 //! | [`worker`] | a worker's turn; direct reclaim |
 //! | `words.rs`, `links.rs` | which descriptor words are used, and lists through them |
 //!

@@ -170,11 +170,20 @@ fn named<T: std::str::FromStr>(text: &str) -> Result<T, String> {
 pub fn request(command: &[String]) -> Result<Request> {
     let line = match KernelLine::try_parse_from(command) {
         Ok(line) => line.command,
-        Err(error) if matches!(error.kind(), ErrorKind::InvalidSubcommand | ErrorKind::MissingSubcommand) => bail!(
-            "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench alloc, \
-             bench shootdown and selftest",
-            command.join(" ")
-        ),
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::InvalidSubcommand
+                    | ErrorKind::MissingSubcommand
+                    | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+            ) =>
+        {
+            bail!(
+                "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench \
+                 alloc, bench shootdown and selftest",
+                command.join(" ")
+            )
+        }
         Err(error) => {
             let text = error.to_string();
             let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
