@@ -101,8 +101,8 @@ pub(crate) enum Split {
     Swapped,
     /// There is a table; the second pass can remap its entries.
     Ready,
-    /// The frames behind the descriptors are not the allocator's, so they cannot be freed to it.
-    NotOurs,
+    /// Nothing: the frames behind the descriptors are not the allocator's, or the CPUs do not allow the edit.
+    Refused,
 }
 
 /// How descriptors are economised.

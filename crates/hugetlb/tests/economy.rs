@@ -343,3 +343,20 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
         assert_nothing_is_lost(m, 0);
     });
 }
+
+/// E32: where live entries may not change, pools made at boot are lean and stay; others stay fat.
+#[test]
+fn without_live_edits_only_boot_pools_are_lean() {
+    machine(&Shape { absent: 4, edit_live: false, ..Shape::spans(8) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let boot = extent(BASE + 4 * SPAN, 4 * SPAN);
+        let up = pool.fill_at_boot(&mut cx, &m.economy, boot).expect("idle");
+        assert_eq!((up.entered, up.lean), (256, 256));
+        let up = pool.set_size(&mut cx, &m.economy, 300, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes), (44, 0, 0));
+        let down = pool.set_size(&mut cx, &m.economy, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.lent, down.flushes), (44, 256, 0));
+        assert!(pool.is_consistent(&cx));
+    });
+}

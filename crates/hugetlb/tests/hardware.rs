@@ -5,16 +5,16 @@ use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, CpuId, CpuLocal, Dirty, Extent, FlushDomain, Flushed, Never, NodeId, Order, PageSize, Pfn,
-    RangeSet, VirtAddr, VirtRange,
+    CpuCx, CpuId, CpuLocal, Dirty, Extent, FlushDomain, Flushed, Never, NodeId, Order, PageSize, Pfn, RangeSet,
+    VirtAddr, VirtRange,
 };
 use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames, Frozen, Request};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
 use hugemm_host::mmu::{Access, Mmu};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
-    Area, Counts, DescriptorMap, Economy, FlatMemory, FlushPolicy, Group, HugePool, Leaf, Mapped, Nodes, PagedMap, Policy,
-    Tail,
+    Area, Counts, DescriptorMap, Economy, FlatMemory, FlushPolicy, Group, HugePool, Leaf, Mapped, Nodes, PagedMap,
+    Policy, Tail,
 };
 use hugemm_paging::tlb_space::Kernel;
 use hugemm_paging::{Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbSpace, Tlbs, X86_64};
@@ -216,11 +216,9 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
 #[test]
 fn no_cpu_uses_anything_stale_whatever_is_resized() {
     for seed in 1..4 {
-        for (flush, swap, carve) in [
-            (FlushPolicy::Batch, true, true),
-            (FlushPolicy::Batch, false, true),
-            (FlushPolicy::Page, false, false),
-        ] {
+        for (flush, swap, carve) in
+            [(FlushPolicy::Batch, true, true), (FlushPolicy::Batch, false, true), (FlushPolicy::Page, false, false)]
+        {
             assert_eq!(cycles(seed, Policy { flush, swap, carve }, false), Ok(()), "seed {seed}");
         }
     }

@@ -108,7 +108,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     any = true;
                     self.ready.store(true, Ordering::Relaxed);
                 }
-                Ok(Split::NotOurs) => {}
+                Ok(Split::Refused) => {}
                 // The first one stops the pass; what has been split goes on.
                 Err(_) => self.starved.store(true, Ordering::Relaxed),
             }

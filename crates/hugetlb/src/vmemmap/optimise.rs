@@ -59,12 +59,13 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
     pub(crate) fn split<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<Split, AllocError> {
         let whole = work.mask == u64::MAX && work.frozen == u64::MAX;
         match self.map.mapped(work.block) {
+            Mapped::Whole(_) | Mapped::Table(_) if !self.map.may_edit_live() => Ok(Split::Refused),
             Mapped::Whole(old) => {
                 let old = Extent::block(old, Order::largest_within(ENTRIES as u64).unwrap_or(Order::ZERO));
                 if self.frames.node_of(old.base()).is_none() {
-                    return Ok(Split::NotOurs);
+                    return Ok(Split::Refused);
                 }
-                if whole && self.policy.swap && self.map.may_change_size() {
+                if whole && self.policy.swap {
                     let table = self.lean_table(cx, work, edit)?;
                     self.set(cx, work.block, Mapped::Table(table), edit);
                     edit.old.push(self.frames, old);
