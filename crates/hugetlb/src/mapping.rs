@@ -73,9 +73,10 @@ pub unsafe trait DescriptorMap {
     /// The reverse; `None` for an entry that maps nothing.
     fn decode(&self, entry: u64) -> Option<Leaf>;
 
-    /// Whether the CPUs allow the page size of live, supervisor-only, not executable, unwritten memory to change by one
-    /// store. Every x86-64 CPU does; arm64 ones need FEAT_BBM level 2.
-    fn may_change_size(&self) -> bool {
+    /// Whether the CPUs allow frame and page size of live, supervisor-only, not executable, unwritten memory to change by
+    /// one store. Every x86-64 CPU does. Arm64 ones demand break-before-make, for which nobody may use the descriptors
+    /// meanwhile: there only blocks that have never been mapped are made lean, and they stay so.
+    fn may_edit_live(&self) -> bool {
         true
     }
 

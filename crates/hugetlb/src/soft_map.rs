@@ -29,6 +29,11 @@ pub unsafe trait WalkCache {
     /// Forgets a range, on all CPUs.
     fn flush(&self, _range: VirtRange) {}
 
+    /// See [`DescriptorMap::may_edit_live`].
+    fn may_edit_live(&self) -> bool {
+        true
+    }
+
     /// Frames are about to be freed.
     fn freed(&self, _frames: Extent) {}
 }
@@ -196,6 +201,10 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
         ranges.add(range);
         // SAFETY: `hw` is all that remembers walks, on any CPU, and forgets the range; nothing remembers tables.
         unsafe { self.domain.flush(ranges, true, |_| self.hw.flush(range)) }
+    }
+
+    fn may_edit_live(&self) -> bool {
+        self.hw.may_edit_live()
     }
 
     fn freed(&self, frames: Extent) {

@@ -13,11 +13,12 @@
 //! fat                        lean, in place                lean, swapped
 //! leaf ─► 512 frames         table ─► 64 × (1 own          table ─► 64 × (1 of a new extent
 //!                                      + 7 × tail, RO)                     + 7 × tail, RO)
-//!                            frees 64 × 7 frames           frees the 512 frames as one extent
+//!                            frees runs of 8 frames each   frees the 512 frames as one extent
 //! ```
 //!
 //! * **In place**: what is done where only some of the 64 pages are in the batch. Two passes: *split* the leaf into a
-//!   table that maps the same frames, flush, *remap* the tails, flush, free. The heads stay in their frames.
+//!   table that maps the same frames, flush, *remap* tails to the shared page and heads to frames of a new extent, flush,
+//!   free: neighbours' frames as one run. Without memory for that the heads stay in their frames.
 //! * **Swapped**: where all 64 are. The table is built beside the leaf and put in its place by one store; flush; free. A
 //!   head must stay at its virtual address, 32 KiB from the next, so each needs a page of its own: the 64 head pages are
 //!   one extent where there is one. One entry store and one free instead of 448 and 64. Legal because all 64 pages are
@@ -42,8 +43,8 @@
 //!
 //! # Exhaustion
 //!
-//! Only splitting, swapping and restoring allocate, each before its first store. So an edit is whole or not made, there is
-//! nothing to roll back in the page tables, and what failed can be tried again when the batch's own frames have come back.
+//! Splitting, swapping and restoring allocate before their first store, and remapping can do without. So an edit is whole or
+//! not made, there is nothing to roll back in the page tables, and what failed can be tried again when the batch's own frames have come back.
 
 mod optimise;
 mod restore;
@@ -101,8 +102,8 @@ pub(crate) enum Split {
     Swapped,
     /// There is a table; the second pass can remap its entries.
     Ready,
-    /// The frames behind the descriptors are not the allocator's, so they cannot be freed to it.
-    NotOurs,
+    /// Nothing: the frames behind the descriptors are not the allocator's, or the CPUs do not allow the edit.
+    Refused,
 }
 
 /// How descriptors are economised.

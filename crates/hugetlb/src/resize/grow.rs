@@ -108,7 +108,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                     any = true;
                     self.ready.store(true, Ordering::Relaxed);
                 }
-                Ok(Split::NotOurs) => {}
+                Ok(Split::Refused) => {}
                 // The first one stops the pass; what has been split goes on.
                 Err(_) => self.starved.store(true, Ordering::Relaxed),
             }
@@ -122,7 +122,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     pub(super) fn remap<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, staged: u64) {
         for work in self.works(index, group, staged & group.lean.get()) {
             let mut edit = Edit::default();
-            self.economy.remap(&work, &mut edit);
+            self.economy.remap(cx, &work, &mut edit);
             self.settle(cx, &work, edit);
         }
     }

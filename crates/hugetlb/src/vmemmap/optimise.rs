@@ -8,6 +8,12 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_frames::{AllocError, Env};
 
+/// Frames for the heads of one block.
+struct Heads {
+    left: u64,
+    spare: Extent,
+}
+
 impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
     /// A table in which all is tail but the heads, which get frames of their own, contiguous where possible; without heads
     /// it is the node's. Nothing is allocated if it fails.
@@ -59,12 +65,13 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
     pub(crate) fn split<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<Split, AllocError> {
         let whole = work.mask == u64::MAX && work.frozen == u64::MAX;
         match self.map.mapped(work.block) {
+            Mapped::Whole(_) | Mapped::Table(_) if !self.map.may_edit_live() => Ok(Split::Refused),
             Mapped::Whole(old) => {
                 let old = Extent::block(old, Order::largest_within(ENTRIES as u64).unwrap_or(Order::ZERO));
                 if self.frames.node_of(old.base()).is_none() {
-                    return Ok(Split::NotOurs);
+                    return Ok(Split::Refused);
                 }
-                if whole && self.policy.swap && self.map.may_change_size() {
+                if whole && self.policy.swap {
                     let table = self.lean_table(cx, work, edit)?;
                     self.set(cx, work.block, Mapped::Table(table), edit);
                     edit.old.push(self.frames, old);
@@ -106,27 +113,56 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
         }
     }
 
-    /// Second pass, after a flush: maps tails to the shared page. Allocates nothing and cannot fail.
-    pub(crate) fn remap(&self, work: &Work, edit: &mut Edit) {
+    /// Second pass, after a flush: maps tails to the shared page, and heads to frames elsewhere, so that what is freed is
+    /// whole runs. Where there are no such frames heads stay where they are: it cannot fail.
+    pub(crate) fn remap<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) {
         let Mapped::Table(frame) = self.map.mapped(work.block) else { return };
         let slot = self.tails.get(work.node.0 as usize).and_then(|slot| tail::published(&slot.page));
         let (Some(page), Some(table)) = (slot, Table::at(self.map, frame)) else { return };
-        let entry = self.map.encode(Leaf { frame: page, writable: false });
-        let Edit { old, stored, .. } = edit;
-        let mut forget = |run: Extent| old.push(self.frames, run);
+        let shared = self.map.encode(Leaf { frame: page, writable: false });
+        let fat = |index: usize| self.map.decode(table.get(index)).filter(|leaf| leaf.writable);
+        let mut heads = Heads { left: (work.mask & work.heads).count_ones().into(), spare: Extent::default() };
         let mut run = Extent::default();
         for group in each(work.mask) {
             let first = group as usize * PAGES;
-            let kept = (work.heads >> group & 1) as usize;
-            for index in first + kept..first + PAGES {
-                if let Some(leaf) = self.map.decode(table.get(index)).filter(|leaf| leaf.writable) {
-                    run = extend(run, leaf.frame, &mut forget);
+            if fat(first + PAGES - 1).is_none() {
+                continue;
+            }
+            let head = (work.heads >> group & 1 != 0).then(|| self.next_head(cx, work, &mut heads, edit));
+            for index in first..first + PAGES {
+                let entry = match head {
+                    Some(None) if index == first => continue,
+                    Some(Some(frame)) if index == first => self.map.encode(Leaf { frame, writable: true }),
+                    _ => shared,
+                };
+                if let Some(leaf) = fat(index) {
+                    run = extend(run, leaf.frame, &mut |run| edit.old.push(self.frames, run));
                     table.set(index, entry);
-                    *stored = true;
+                    edit.stored = true;
                 }
             }
         }
-        each_unless_empty(run, &mut forget);
+        each_unless_empty(run, &mut |run| edit.old.push(self.frames, run));
+        if !heads.spare.is_empty() {
+            edit.allocated -= self.free(cx, heads.spare);
+        }
+    }
+
+    /// A frame for a head, of extents as large as there are.
+    fn next_head<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, heads: &mut Heads, edit: &mut Edit) -> Option<Pfn> {
+        let mut order = Order::largest_within(heads.left)?;
+        while heads.spare.is_empty() {
+            match self.alloc(cx, order, work.node) {
+                Ok(extent) => {
+                    edit.allocated += extent.pages();
+                    heads.spare = extent;
+                }
+                Err(_) => order = Order::new(order.get().checked_sub(1)?).ok()?,
+            }
+        }
+        let (frame, rest) = heads.spare.split_at(1);
+        (heads.spare, heads.left) = (rest, heads.left - 1);
+        Some(frame.base())
     }
 
     /// Gives a lean block heads where `work.heads` says, in a new table: the descriptors of a page that is being divided.

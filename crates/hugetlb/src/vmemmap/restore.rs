@@ -29,6 +29,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
     ) -> u64 {
         let (frame, shared) = match self.map.mapped(work.block) {
             Mapped::Whole(_) => return work.mask,
+            _ if !self.map.may_edit_live() => return 0,
             Mapped::Table(frame) if self.is_shared(frame) => (None, true),
             Mapped::Table(frame) => (Some(frame), false),
             Mapped::Absent => (None, false),

@@ -110,6 +110,7 @@ pub struct Tlbs {
     cpus: Vec<Mutex<Tlb>>,
     /// Off: nothing is remembered.
     remember: bool,
+    edit_live: bool,
     pub flushes: AtomicU64,
     pub hits: AtomicU64,
 }
@@ -117,7 +118,7 @@ pub struct Tlbs {
 impl Tlbs {
     pub fn new(remember: bool) -> Self {
         let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { seed: 0x9e37_79b9 + cpu, ..Tlb::default() })).collect();
-        Tlbs { cpus, remember, flushes: AtomicU64::new(0), hits: AtomicU64::new(0) }
+        Tlbs { cpus, remember, edit_live: true, flushes: AtomicU64::new(0), hits: AtomicU64::new(0) }
     }
 }
 
@@ -140,6 +141,10 @@ unsafe impl WalkCache for Tlbs {
         let leaf = walk()?;
         slot.insert(page, leaf);
         Some(leaf)
+    }
+
+    fn may_edit_live(&self) -> bool {
+        self.edit_live
     }
 
     fn flush(&self, range: VirtRange) {
@@ -232,11 +237,13 @@ pub struct Shape {
     pub absent: u64,
     pub policy: Policy,
     pub stale: bool,
+    /// Whether the CPUs allow live entries to change.
+    pub edit_live: bool,
 }
 
 impl Shape {
     pub fn spans(spans: u64) -> Self {
-        Shape { nodes: vec![spans], absent: 0, policy: Policy::default(), stale: true }
+        Shape { nodes: vec![spans], absent: 0, policy: Policy::default(), stale: true, edit_live: true }
     }
 }
 
@@ -308,7 +315,8 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
     let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
     let first = VirtAddr::new(ORIGIN + BASE * 64);
-    let map: Map<'_> = SoftMap::new(first, &entries, flat, Tlbs::new(shape.stale), Keep);
+    let map: Map<'_> =
+        SoftMap::new(first, &entries, flat, Tlbs { edit_live: shape.edit_live, ..Tlbs::new(shape.stale) }, Keep);
     let present = spans - shape.absent;
     for span in 0..present {
         // SAFETY: nothing is mapped or running yet.
