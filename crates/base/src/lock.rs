@@ -64,7 +64,11 @@ unsafe impl RawLock for SpinLock {
     #[inline]
     unsafe fn unlock(&self) {
         // Release pairs with the Acquire in `try_lock`.
+        #[cfg(not(loom))]
         self.0.store(false, Ordering::Release);
+        // loom may order a plain store before a failed exchange that had read an older value, as no machine does.
+        #[cfg(loom)]
+        self.0.swap(false, Ordering::Release);
     }
 }
 

@@ -393,7 +393,8 @@ impl<'a, 'm> Places<'a, 'm> {
             }
             List::Big(known) => {
                 let log = order - BLOCK_ORDER;
-                let whole = region.free.snapshot();
+                // Isolated ones are free as well, but not to be had.
+                let whole = region.free.both(&region.isolated, false);
                 region.starts.first_block(&whole, log, |index| region.known(index, log) == known)? << BLOCK_ORDER
             }
             List::Isolated => return None,

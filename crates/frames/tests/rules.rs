@@ -603,3 +603,35 @@ fn a_count_keeps_the_mobility() {
         }
     });
 }
+
+/// What a claim has isolated is free and yet not to be had, though it lies lowest and other blocks of its kind are free.
+#[test]
+fn isolated_blocks_are_not_allocated() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let cx = threads.cx();
+        let held: Vec<Frozen> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
+        // The first of the two that are claimed is free, the second in use until it is migrated.
+        let mut left: Vec<Option<Frozen>> = held.into_iter().map(Some).collect();
+        left.sort_by_key(|block| block.as_ref().map(|block| block.pfn()));
+        frames.free(&cx, left[0].take().expect("held"));
+        frames.free(&cx, left[3].take().expect("held"));
+        frames.drain(&cx);
+        let mut claimer = threads.cx();
+        let mut got = None;
+        let mut migrate = |_: Extent| {
+            // Twice: one is free elsewhere, and the isolated one is not given instead of the other.
+            got = frames.alloc(&cx, request(9)).ok();
+            assert_eq!(frames.alloc(&cx, request(9)), Err(AllocError::OutOfMemory));
+            frames.free(&cx, left[1].take().expect("in use"));
+            true
+        };
+        let claimed = frames.claim(&mut claimer, extent(0, 1024), &mut migrate).expect("emptied");
+        assert_eq!(got.as_ref().map(|block| block.pfn()), Some(Pfn::new(1536)));
+        frames.free_extent(&cx, claimed);
+        for block in [got, left[2].take()].into_iter().flatten() {
+            frames.free(&cx, block);
+        }
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).extents(order(11)), 1);
+    });
+}
