@@ -2,7 +2,7 @@
 
 use hugemm_base::{Dirty, Extent, PageSize, Pfn, Zeroed};
 
-/// One page of a pool; whoever has it owns its frames. It goes back with [`HugePool::put`].
+/// One page of a pool; whoever has it owns its frames. It goes back with [`put`](crate::HugePool::put).
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "dropping this loses the page: put it back"]
 pub struct HugePage {
