@@ -44,7 +44,7 @@ test-bare:
 	    if scripts/need.sh target $$target; then \
 	        echo "check $$target"; \
 	        $(CARGO) check --locked --target $$target -p hugemm-base -p hugemm-clear -p hugemm-frames \
-            -p hugemm-paging -p hugemm-workloads || exit 1; \
+            -p hugemm-paging -p hugemm-vm -p hugemm-workloads || exit 1; \
 	    else echo "skipped: $$target"; fi; \
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
