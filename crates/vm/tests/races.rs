@@ -28,7 +28,7 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
                 for cpu in 0..4 {
                     let (start, space) = (&start, &space);
                     scope.spawn(move || {
-                        rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                        rig.beside_others(cpu, |cx| {
                             rig.enter(cx, space);
                             start.wait();
                             for index in 0..pages {
@@ -75,7 +75,7 @@ fn no_store_is_lost_while_others_fork() {
             for cpu in 1..3_u32 {
                 let (space, done) = (&space, &done);
                 scope.spawn(move || {
-                    rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                    rig.beside_others(cpu, |cx| {
                         rig.enter(cx, space);
                         let mut round = 0;
                         while round < 40 || !hugemm_base::Cancel::requested(done) {
@@ -94,7 +94,7 @@ fn no_store_is_lost_while_others_fork() {
                 });
             }
             scope.spawn(|| {
-                rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.beside_others(0, |cx| {
                     for _ in 0..20 {
                         let child = rig.vm.fork(cx, &space).expect("forked");
                         rig.enter(cx, &child);

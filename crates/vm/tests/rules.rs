@@ -334,7 +334,7 @@ fn prefault_fills_what_is_missing() {
             std::thread::scope(|scope| {
                 for cpu in 0..4 {
                     let prefault = &prefault;
-                    scope.spawn(move || rig.mmu.as_cpu(CpuId(cpu), |cx| prefault.work(cx, &Never)).expect("memory"));
+                    scope.spawn(move || rig.beside_others(cpu, |cx| prefault.work(cx, &Never)).expect("memory"));
                 }
             });
             assert_eq!(prefault.done(), range.pages());

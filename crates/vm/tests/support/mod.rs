@@ -11,9 +11,10 @@ use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_paging::{RawEditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -27,11 +28,55 @@ impl<'h> Setup for Model<'h> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
     type Format = X86_64;
-    type Lock = EditLock;
+    type Lock = ServingLock;
     type Tlb = &'h Cpus<'h>;
     type Pressure = Relief;
     type Pool = TestPool<'h>;
     type Notifier = Follower<'h>;
+}
+
+thread_local! {
+    /// What this thread does while it waits for a lock, as a CPU with interrupts on would.
+    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+}
+
+/// A lock whose waiters take interrupts: they serve shootdowns. Readers in the low half, bit 32 for a writer.
+pub struct ServingLock(AtomicU64);
+
+impl ServingLock {
+    fn wait(&self, take: impl Fn(u64) -> Option<u64>) {
+        while self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, &take).is_err() {
+            if let Some(serve) = SERVE.get() {
+                serve();
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+const WRITER: u64 = 1 << 32;
+
+// SAFETY: while the writer's bit is set nobody else gets in, and it is set only when nobody is.
+unsafe impl RawEditLock for ServingLock {
+    fn new() -> Self {
+        ServingLock(AtomicU64::new(0))
+    }
+
+    fn lock_shared(&self) {
+        self.wait(|word| (word & WRITER == 0).then_some(word + 1));
+    }
+
+    unsafe fn unlock_shared(&self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn lock_exclusive(&self) {
+        self.wait(|word| (word == 0).then_some(WRITER));
+    }
+
+    unsafe fn unlock_exclusive(&self) {
+        self.0.store(0, Ordering::SeqCst);
+    }
 }
 
 /// Whoever follows a space.
@@ -249,6 +294,17 @@ impl<'h> Rig<'h> {
                 }
             }
         }
+    }
+
+    /// Plays a CPU beside others: while it waits for a lock it serves their shootdowns.
+    pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
+        let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
+        let serve: &dyn Fn() = &serve;
+        // SAFETY: taken out again before the closure ends.
+        SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
+        let result = self.mmu.as_cpu(CpuId(cpu), f);
+        SERVE.set(None);
+        result
     }
 
     /// So many frames are not expected back at the end.
