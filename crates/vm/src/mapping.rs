@@ -13,7 +13,7 @@ use core::fmt;
 use core::marker::PhantomData;
 use core::ptr::NonNull;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_paging::{Editing, Flags, Span};
+use hugemm_paging::{Editing, Flags, PagingError, Span};
 use intrusive_collections::UnsafeRef;
 
 /// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
@@ -141,21 +141,12 @@ impl<'m, S: Setup> Vm<'m, S> {
         // SAFETY: the reference taken above keeps the object.
         let id = unsafe { object.as_ref() }.id;
         let info = AreaInfo { span, kind, object: id, offset };
-        let added = self.new_area(cx, space, object, info).and_then(|area| {
-            let mut areas = space.areas.exclusive();
-            let met = areas.meeting(first, end).next().map(|area| area.info.span.start());
-            match met {
-                None => {
-                    self.enlist(&area);
-                    areas.insert(area);
-                    Ok(info)
-                }
-                Some(at) => {
-                    drop(areas);
-                    // SAFETY: it is on no list.
-                    unsafe { self.free_area(cx, area) };
-                    Err(VmError::Overlap { at })
-                }
+        let added = self.new_area(cx, space, object, info).and_then(|area| match self.hook_in(cx, space, &area) {
+            Ok(()) => Ok(info),
+            Err(error) => {
+                // SAFETY: it is on no list.
+                unsafe { self.free_area(cx, area) };
+                Err(error)
             }
         });
         if added.is_err() {
@@ -163,6 +154,45 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.put_object(cx, object);
         }
         added
+    }
+
+    /// Puts an area on its lists, unless it meets another.
+    ///
+    /// Tables that smaller pages have left behind under an area of huge pages are freed: a huge page is always one entry.
+    fn hook_in(&self, cx: &mut Cx<'_, S>, space: &Space<S>, area: &UnsafeRef<Area<S>>) -> Result<(), VmError> {
+        let span = area.info.span;
+        let unhooked = loop {
+            {
+                let task = RefCell::new(&mut *cx);
+                let mut areas = space.areas.exclusive();
+                let met = areas.meeting(span.first(), span.first() + span.pages()).next();
+                if let Some(met) = met {
+                    return Err(VmError::Overlap { at: met.info.span.start() });
+                }
+                let emptied = match area.info.kind.page {
+                    PageSize::Size4K => Ok(None),
+                    _ => space.table.exclusive(self.tables(&task)).detach(span, Editing::LIVE).map(Some),
+                };
+                match emptied {
+                    Ok(unhooked) => {
+                        self.enlist(area);
+                        areas.insert(area.clone());
+                        break unhooked;
+                    }
+                    // Another task is between its own detach and harvest near here.
+                    Err(PagingError::Busy { .. }) => {}
+                    Err(error) => return Err(VmError::Paging(error)),
+                }
+            }
+            self.breathe(cx);
+        };
+        let detached = unhooked.and_then(|unhooked| self.flush_unhooked(cx, space, unhooked, PageSize::Size4K));
+        if let Some(detached) = detached {
+            let task = RefCell::new(cx);
+            let harvested = space.table.exclusive(self.tables(&task)).harvest(detached, Flags::HARDWARE, |_| ());
+            debug_assert!(harvested.is_ok_and(|harvest| harvest.pages == 0), "something was mapped without an area");
+        }
+        Ok(())
     }
 
     /// Takes back what the pool promised for `pages` 4 KiB pages of an area.

@@ -117,6 +117,54 @@ fn no_store_is_lost_while_others_fork() {
     });
 }
 
+/// CPUs fault in an area that another takes away and makes anew: no page is entered where there is no area any more, none is
+/// lost, and a new area shows nothing of an old one.
+#[test]
+fn faults_meet_unmapping() {
+    with_rig(32, 3, 45, &no_faults(), |rig| {
+        let kind = AreaKind::private(PageSize::Size4K);
+        let area = span(AT, 16 << 12);
+        let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.create(cx, bounds()).expect("a space"));
+        let done = CancelFlag::new();
+        std::thread::scope(|scope| {
+            for cpu in 1..3_u32 {
+                let (space, done) = (&space, &done);
+                scope.spawn(move || {
+                    rig.beside_others(cpu, |cx| {
+                        rig.enter(cx, space);
+                        let mut page = 0;
+                        while !hugemm_base::Cancel::requested(done) {
+                            page = (page + 5) % 16;
+                            match rig.store(cx, space, AT + page * 4096 + u64::from(cpu) * 8, page) {
+                                Ok(()) | Err(VmError::NoArea { .. }) => {}
+                                Err(error) => panic!("{error}"),
+                            }
+                            rig.vm.tlbs().serve(cx);
+                        }
+                        rig.leave(cx, space);
+                    });
+                });
+            }
+            scope.spawn(|| {
+                rig.beside_others(0, |cx| {
+                    rig.enter(cx, &space);
+                    for _ in 0..200 {
+                        rig.vm.map(cx, &space, area, kind, Backing::Private).expect("there is room");
+                        for page in 0..16 {
+                            let found = rig.load(cx, &space, AT + page * 4096 + 512).expect("memory");
+                            assert_eq!(found, 0, "nobody stores there");
+                        }
+                        rig.vm.unmap(cx, &space, area).expect("nothing is cut");
+                    }
+                    rig.leave(cx, &space);
+                    done.raise();
+                });
+            });
+        });
+        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+    });
+}
+
 /// A22: a copy that meets bad memory is reported, and is not mapped; the page can still be read where it is.
 #[test]
 fn poison_stops_a_copy() {

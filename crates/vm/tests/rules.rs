@@ -380,3 +380,25 @@ fn objects_are_filled_without_being_mapped() {
         });
     });
 }
+
+/// Tables that small pages leave behind do not break up the huge pages that come after them.
+#[test]
+fn a_huge_page_is_one_entry() {
+    with_rig(16, 1, 13, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let small = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 0x10_0000), small, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("a page");
+            rig.vm.unmap(cx, &space, span(AT, 0x10_0000)).expect("unmapped");
+            let large = AreaKind::private(PageSize::Size2M);
+            rig.vm.map(cx, &space, span(AT, 2 << 20), large, Backing::Private).expect("an area");
+            rig.store(cx, &space, AT + 0x1000, 2).expect("a page");
+            let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x1000));
+            assert!(matches!(found, Lookup::Mapped(leaf) if leaf.size == PageSize::Size2M), "{found:?}");
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
