@@ -6,6 +6,7 @@
 //! | `layout.rs` | what is where in virtual memory |
 //! | `tables.rs` | the kernel's half of all address spaces |
 //! | `memory.rs` | frames and descriptors come up |
+//! | `vmemmap.rs` | the descriptor area, as huge page pools give parts of it back |
 //! | `space.rs` | address spaces whose pages come when they are touched |
 //! | `tlb.rs` | invalidating, interrupting, loading tables; shootdowns |
 //! | `percpu.rs` | what each CPU has for itself, by GS |
@@ -40,6 +41,7 @@ mod space;
 mod tables;
 mod tlb;
 mod traps;
+mod vmemmap;
 mod watchdog;
 
 use hugemm_base::CpuCx;
@@ -113,6 +115,7 @@ extern "C" fn kernel_run() -> ! {
     // SAFETY: the boot CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
     tlb::kernel_half().online(tlb::tlbs(), &cx);
+    vmemmap::init(&cx, &found.map);
     apic::start_timer();
     smp::start(found.cpus.apic_ids());
     x86_64::instructions::interrupts::enable();

@@ -33,6 +33,8 @@ pub enum Value<'a> {
     Int(u64),
     /// Any number; what JSON cannot say (not finite) becomes `null`.
     Float(f64),
+    /// Yes or no.
+    Bool(bool),
     /// Text, as it prints.
     Text(&'a dyn TextValue),
 }
@@ -51,6 +53,12 @@ impl From<u64> for Value<'_> {
 impl From<u32> for Value<'_> {
     fn from(value: u32) -> Self {
         Value::Int(value.into())
+    }
+}
+
+impl From<bool> for Value<'_> {
+    fn from(value: bool) -> Self {
+        Value::Bool(value)
     }
 }
 
@@ -92,6 +100,7 @@ fn fields(out: &mut impl Write, fields: Fields<'_>) -> fmt::Result {
         write!(out, "{comma}\"{name}\":")?;
         match value {
             Value::Int(value) => write!(out, "{value}")?,
+            Value::Bool(value) => write!(out, "{value}")?,
             Value::Float(value) if value.is_finite() => write!(out, "{value:?}")?,
             Value::Float(_) => out.write_str("null")?,
             Value::Text(value) => {
@@ -133,12 +142,19 @@ mod tests {
     fn lines_are_json() {
         let mut out = String::new();
         let text = "a \"quoted\"\\\n\u{1} µ";
-        let own = [("metric", Value::from(&text)), ("value", 1.5.into()), ("n", 7_u64.into()), ("x", f64::NAN.into())];
+        let own = [
+            ("metric", Value::from(&text)),
+            ("value", 1.5.into()),
+            ("n", 7_u64.into()),
+            ("x", f64::NAN.into()),
+            ("on", true.into()),
+        ];
         line(&mut out, 3, "sample", &own, Some(&[("order", 9_u32.into())])).expect("a string");
         assert!(out.ends_with("}\n") && out.lines().count() == 1, "{out}");
         let read: Json = serde_json::from_str(&out).expect("JSON");
         let expected = json!({
-            "seq": 3, "kind": "sample", "metric": text, "value": 1.5, "n": 7, "x": null, "labels": {"order": 9}
+            "seq": 3, "kind": "sample", "metric": text, "value": 1.5, "n": 7, "x": null, "on": true,
+            "labels": {"order": 9}
         });
         assert_eq!(read, expected);
     }

@@ -257,6 +257,23 @@ requests! {
         /// Runs.
         runs: u32,
     }
+    /// A huge page pool grown from nothing and shrunk to nothing.
+    "pool" Pool {
+        /// Pages.
+        n: List,
+        /// Order of a page: 9 or 18.
+        order: u32,
+        /// Without descriptor economy.
+        off: bool,
+        /// With it, flushes per batch, whole blocks swapped.
+        on: bool,
+        /// With it, flushes per batch, every block divided.
+        in_place: bool,
+        /// With it, flushes per page.
+        per_page: bool,
+        /// Runs.
+        runs: u32,
+    }
     /// Every system's stress.
     "selftest" Selftest {
         /// Seconds in all.
@@ -283,6 +300,15 @@ mod tests {
             Request::Alloc(Alloc { order, millis: 20, runs: 7 }),
             Request::Memset(Memset { size: 1 << 30, chunk: List::new([4096, 1 << 21]).expect("short"), runs: 3 }),
             Request::Mmap(Mmap { size: 1 << 30, order: 9, runs: 3 }),
+            Request::Pool(Pool {
+                n: List::new([100, 2000]).expect("short"),
+                order: 9,
+                off: true,
+                on: true,
+                in_place: false,
+                per_page: true,
+                runs: 5,
+            }),
             Request::Selftest(Selftest { seconds: 60, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Shootdown(Shootdown { pages: 1 << 18, each: 4096, runs: 3 }),

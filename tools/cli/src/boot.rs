@@ -1,22 +1,24 @@
 //! `hugemm boot`: a command in the reference kernel, its result as if it had run here.
 
 use crate::boot_args::{self, Boot};
-use crate::boot_lines::Transcript;
+use crate::boot_lines::{Boot as BootLine, Transcript};
 use crate::boot_symbols::Symbols;
 use crate::document::Document;
 use crate::image::Image;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::size::Size;
-use crate::{environment_text, progress, table};
+use crate::{environment_text, pool_kernel, progress, table};
 use anyhow::{Result, bail};
 use hugemm_host::environment::{Environment, GuestInfo};
 use hugemm_kernel::report::EXIT_BROKEN;
+use hugemm_kernel::request::Request;
 use hugemm_kernel::{MAX_CPUS, MIN_MEMORY};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
-const KERNEL: Image = Image { package: "hugemm-kernel", target: "x86_64-unknown-none" };
+/// The kernel's image.
+pub const KERNEL: Image = Image { package: "hugemm-kernel", target: "x86_64-unknown-none" };
 
 /// The kernel says something every few seconds while any of its CPUs takes interrupts.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -24,63 +26,106 @@ const SILENCE: Duration = Duration::from_secs(30);
 /// CPU model under emulation: all that it can do.
 const CPU_MODEL: &str = "max";
 
+/// A virtual machine for the kernel.
+pub struct Machine<'a> {
+    pub image: &'a Path,
+    pub accel: Accel,
+    pub cpu_model: &'a str,
+    pub cpus: u32,
+    pub memory: Size,
+    /// Seconds that it may take.
+    pub timeout: u64,
+}
+
+/// A command that the kernel has carried out.
+pub struct Done {
+    pub boot: BootLine,
+    pub transcript: Transcript,
+    /// What executed it.
+    pub accel: Accel,
+}
+
+impl Machine<'_> {
+    /// Whether the kernel runs on such a machine.
+    pub fn check(&self) -> Result<()> {
+        if self.cpus == 0 || self.cpus > MAX_CPUS {
+            bail!("the kernel runs on 1 to {MAX_CPUS} CPUs, not on {}; use --cpus {MAX_CPUS} or less", self.cpus);
+        }
+        if self.memory.0 < MIN_MEMORY {
+            bail!(
+                "the kernel needs {} of memory at least, not {}; use a larger --memory",
+                Size(MIN_MEMORY),
+                self.memory
+            );
+        }
+        Ok(())
+    }
+
+    /// Boots the kernel and lets it do what is asked; `progress` hears how far it is.
+    pub fn run(&self, request: &Request, mut progress: impl FnMut(u64, u64, String)) -> Result<Done> {
+        let guest = Guest {
+            accel: self.accel,
+            cpu_model: self.cpu_model.to_owned(),
+            cpus: self.cpus,
+            memory: self.memory,
+            kernel: self.image.to_owned(),
+            initrd: None,
+            append: request.to_string(),
+            options: ["-device", "isa-debug-exit,iobase=0xf4,iosize=0x4"].map(Into::into).to_vec(),
+            deadline: Duration::from_secs(self.timeout),
+            silence: SILENCE,
+        };
+        let mut transcript = Transcript::default();
+        let ended = guest.run(|line| {
+            if let Some((done, of, what)) = transcript.take(line)? {
+                progress(done, of, what);
+            }
+            Ok(ControlFlow::Continue(()))
+        })?;
+        let Some(boot) = transcript.boot.clone().filter(|_| transcript.report.is_empty()) else {
+            return Err(broken(self, &transcript, &ended));
+        };
+        match &transcript.result {
+            Some(Ok(())) => Ok(Done { boot, transcript, accel: ended.accel }),
+            Some(Err(why)) => bail!("{why}"),
+            None => Err(broken(self, &transcript, &ended)),
+        }
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &Boot) -> Result<()> {
     let request = boot_args::request(&args.command)?;
     let mut environment = Environment::read()?;
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
-    if cpus == 0 || cpus > MAX_CPUS {
-        bail!("the kernel runs on 1 to {MAX_CPUS} CPUs, not on {cpus}; use --cpus {MAX_CPUS} or less");
-    }
-    if args.memory.0 < MIN_MEMORY {
-        bail!("the kernel needs {} of memory at least, not {}; use a larger --memory", Size(MIN_MEMORY), args.memory);
-    }
+    let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
+    Machine { image: Path::new(""), accel, cpu_model: CPU_MODEL, cpus, memory, timeout }.check()?;
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let bar = progress::bar(0, quiet);
     bar.set_message("finding or building the kernel");
     let image = KERNEL.find(args.image.as_deref())?;
-    let guest = Guest {
-        accel: args.accel,
-        cpu_model: CPU_MODEL.to_owned(),
-        cpus,
-        memory: args.memory,
-        kernel: image.clone(),
-        initrd: None,
-        append: request.to_string(),
-        options: ["-device", "isa-debug-exit,iobase=0xf4,iosize=0x4"].map(Into::into).to_vec(),
-        deadline: Duration::from_secs(args.timeout),
-        silence: SILENCE,
-    };
     bar.set_message("booting");
-    let mut transcript = Transcript::default();
-    let ended = guest.run(|line| {
-        if let Some((done, of, what)) = transcript.take(line)? {
-            bar.set_length(of);
-            bar.set_position(done);
-            bar.set_message(what);
-        }
-        Ok(ControlFlow::Continue(()))
-    })?;
+    let machine = Machine { image: &image, accel, cpu_model: CPU_MODEL, cpus, memory, timeout };
+    let done = machine.run(&request, |done, of, what| {
+        bar.set_length(of);
+        bar.set_position(done);
+        bar.set_message(what);
+    });
     bar.finish_and_clear();
-    let Some(boot) = transcript.boot.clone().filter(|_| transcript.report.is_empty()) else {
-        return Err(broken(args, &image, &transcript, &ended));
-    };
-    match &transcript.result {
-        Some(Ok(())) => {}
-        Some(Err(why)) => bail!("{why}"),
-        None => return Err(broken(args, &image, &transcript, &ended)),
-    }
+    let Done { boot, transcript, accel } = done?;
     environment.guest = Some(GuestInfo {
         kernel: "hugemm reference kernel".to_owned(),
-        machine: machine(ended.accel),
+        machine: format!("QEMU {}", accel.name().to_uppercase()),
         cpus: boot.cpus,
         memory_bytes: args.memory.0,
         interrupt_controller: boot.apic,
         managed_bytes: boot.memory,
     });
+    let mut rows = transcript.rows();
+    let goals = pool_kernel::goals(&rows);
     if !quiet {
         environment_text::print(&environment);
-        if ended.accel == Accel::Tcg {
+        if accel == Accel::Tcg {
             println!("  note      instructions are emulated: only ratios and counts mean something");
         }
         for note in &transcript.notes {
@@ -89,17 +134,17 @@ pub fn run(args: &Boot) -> Result<()> {
         for (title, lines) in transcript.tables() {
             table::print(&title, &lines);
         }
+        if !goals.is_empty() {
+            goals.print();
+        }
     }
-    Document::new(environment, transcript.rows()).write(args.json.as_deref())
-}
-
-fn machine(accel: Accel) -> String {
-    format!("QEMU {}", accel.name().to_uppercase())
+    rows.extend(goals.into_rows());
+    Document::new(environment, rows).write(args.json.as_deref())
 }
 
 /// Why there is no result: the guest's report with names for its addresses on standard error, and one line for all.
-fn broken(args: &Boot, image: &Path, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
-    let symbols = Symbols::read(image);
+fn broken(machine: &Machine<'_>, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
+    let symbols = Symbols::read(machine.image);
     for line in transcript.report.iter().skip(1) {
         eprintln!("{}", symbols.line(line));
     }
@@ -112,7 +157,7 @@ fn broken(args: &Boot, image: &Path, transcript: &Transcript, ended: &Ended) -> 
         None if ended.timed_out => {
             format!(
                 "the guest had not finished after {} s; use a larger --timeout; its last words: {last}",
-                args.timeout
+                machine.timeout
             )
         }
         None => format!(

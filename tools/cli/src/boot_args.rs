@@ -1,6 +1,7 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
 use crate::args::Page;
+use crate::pool_args::{Flush, HugeSize, Hvo};
 use crate::qemu::Accel;
 use crate::size::Size;
 use anyhow::{Result, bail};
@@ -17,6 +18,7 @@ COMMAND is one of
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-l LOOPS]
   bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
+  bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
   selftest         [--seconds S] [--plant free-before-flush|missed-cpu|lazy-cpu|double-free]
 
@@ -80,6 +82,8 @@ enum KernelBench {
     Free(Free),
     /// Pairs on one to all CPUs.
     Alloc(Alloc),
+    /// A huge page pool grown and shrunk.
+    Pool(Pool),
     /// Ranges taken away from one to all CPUs.
     Shootdown(Shootdown),
 }
@@ -133,6 +137,21 @@ struct Alloc {
 }
 
 #[derive(Debug, Args)]
+struct Pool {
+    /// Pages.
+    #[arg(short, long, value_delimiter = ',', default_value = "200", value_parser = clap::value_parser!(u64).range(1..=1 << 22))]
+    n: Vec<u64>,
+    #[arg(short, long, value_enum, default_value_t = HugeSize::Size2M)]
+    page: HugeSize,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on")]
+    hvo: Vec<Hvo>,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "batch,page")]
+    flush: Vec<Flush>,
+    #[arg(short, long, default_value_t = 5, value_parser = runs())]
+    runs: u32,
+}
+
+#[derive(Debug, Args)]
 struct Shootdown {
     /// Largest range.
     #[arg(long, default_value_t = 1 << 18, value_parser = clap::value_parser!(u64).range(1..=1 << 24))]
@@ -180,7 +199,7 @@ pub fn request(command: &[String]) -> Result<Request> {
         {
             bail!(
                 "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench \
-                 alloc, bench shootdown and selftest",
+                 alloc, bench pool, bench shootdown and selftest",
                 command.join(" ")
             )
         }
@@ -208,6 +227,18 @@ pub fn request(command: &[String]) -> Result<Request> {
         KernelCommand::Bench(KernelBench::Alloc(args)) => {
             Request::Alloc(request::Alloc { order: orders(&args.orders)?, millis: args.millis, runs: args.runs })
         }
+        KernelCommand::Bench(KernelBench::Pool(args)) => {
+            let (on, flush) = (args.hvo.contains(&Hvo::On), |flush| args.flush.contains(&flush));
+            Request::Pool(request::Pool {
+                n: List::new(args.n.iter().copied())?,
+                order: PageSize::from(args.page).order().get(),
+                off: args.hvo.contains(&Hvo::Off),
+                on: on && flush(Flush::Batch),
+                in_place: args.hvo.contains(&Hvo::InPlace),
+                per_page: on && flush(Flush::Page),
+                runs: args.runs,
+            })
+        }
         KernelCommand::Bench(KernelBench::Shootdown(args)) => {
             Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
@@ -231,6 +262,10 @@ mod tests {
     fn commands_become_requests() {
         assert_eq!(line("bench free -n 7 -o 0,9").expect("valid"), "free n=7 order=0,9 runs=5");
         assert_eq!(line("bench mem mmap -p 1GB -s 2GB").expect("valid"), "mmap size=2147483648 order=18 runs=3");
+        assert_eq!(
+            line("bench pool -n 7,9 --hvo off,on --flush page").expect("valid"),
+            "pool n=7,9 order=9 off=true on=false in_place=false per_page=true runs=5"
+        );
         assert_eq!(
             line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
             "selftest seconds=3 plant=missed-cpu"

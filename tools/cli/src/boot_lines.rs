@@ -128,6 +128,11 @@ impl Transcript {
         }
     }
 
+    /// Every metric with its labels and its runs.
+    pub fn samples(&self) -> impl Iterator<Item = (&str, &Map<String, Value>, &Samples)> {
+        self.rows.iter().map(|(sample, samples)| (sample.metric.as_str(), &sample.labels, samples))
+    }
+
     /// The results: medians over runs.
     pub fn rows(&self) -> Vec<Row> {
         let row = |(sample, samples): &(Sample, Samples)| {

@@ -73,6 +73,11 @@ impl Goals {
         self.add(row, Bound::AtMost, goal, met);
     }
 
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Prints goal, measured, met or not.
     pub fn print(&self) {
         let mut lines = table::new(["goal", "wanted", "measured", "met"]);

@@ -5,6 +5,7 @@ use crate::document::{Document, Row};
 use crate::image::Image;
 use crate::linux_args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestMmap, GuestPool, Linux};
 use crate::linux_image::{Initramfs, LinuxImage};
+use crate::linux_reference::{self as reference, Reference};
 use crate::qemu::{Ended, Guest};
 use crate::size::Size;
 use crate::stats::Samples;
@@ -30,7 +31,9 @@ pub fn run(args: &Linux) -> Result<()> {
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let environment = Environment::read()?;
     let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
-    let bar = progress::bar((images.len() * args.cpus.len()) as u64, quiet);
+    let reference = if args.reference { Some(Reference::new(args, &work)?) } else { None };
+    let kernels = images.len() + usize::from(reference.is_some());
+    let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
     let mut cells = Vec::new();
     for image in &images {
         for &cpus in &args.cpus {
@@ -40,15 +43,27 @@ pub fn run(args: &Linux) -> Result<()> {
             bar.inc(1);
         }
     }
+    if let Some(reference) = &reference {
+        for &cpus in &args.cpus {
+            bar.set_message(format!("{} on {cpus} CPUs", reference::NAME));
+            let events = reference.boot(args, cpus)?;
+            cells.push(Cell { kernel: reference::NAME.to_owned(), cpus, events });
+            bar.inc(1);
+        }
+    }
     bar.finish_and_clear();
     if !quiet {
         environment_text::print(&environment);
         println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, args.accel.name(), args.cpu_model);
     }
-    let rows = match &work {
+    let mut rows = match &work {
         GuestBench::Pool(pool) => report_pool(pool, &cells, quiet),
         GuestBench::Mem(GuestMem::Mmap(mmap)) => report_faults(mmap, &cells, quiet),
     };
+    // A side that clears its pages does more.
+    if reference.is_some() && !args.init_on_alloc {
+        rows.extend(reference::compare(&rows, quiet));
+    }
     for cell in &cells {
         if let Err(why) = &cell.events {
             eprintln!("hugemm: {} on {} CPUs: {why}", cell.kernel, cell.cpus);

@@ -41,6 +41,9 @@ pub struct Linux {
     /// Let the kernels clear pages when they are allocated, as some distributions do.
     #[arg(long)]
     pub init_on_alloc: bool,
+    /// Add hugemm's reference kernel on the same virtual machines; with `bench pool`.
+    #[arg(long)]
+    pub reference: bool,
     /// Seconds that a guest may take.
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub timeout: u64,

@@ -158,8 +158,7 @@ fn ipis(flushes: u64, cpus: u32) -> u64 {
 }
 
 fn saved_kib(side: &Side) -> f64 {
-    let report = &side.last.up.report;
-    (report.freed_frames as f64 - report.taken_frames as f64) * 4.0 / side.n as f64
+    side.last.up.saved_kib()
 }
 
 fn print(args: &Pool, sides: &[Side], size: PageSize) {
@@ -198,6 +197,7 @@ fn side_rows(args: &Pool, side: &Side, size: PageSize) -> Vec<Row> {
     for (direction, timed) in [("up", &side.last.up), ("down", &side.last.down)] {
         let flushes = timed.report.flushes;
         rows.push(Row::single(name(&format!("flushes_{direction}")), flushes as f64, "flushes"));
+        rows.push(Row::single(name(&format!("batches_{direction}")), timed.report.batches as f64, "batches"));
         for cpus in &args.cpus {
             let modelled = ipis(flushes, *cpus) as f64;
             rows.push(Row::single(name(&format!("ipis_{direction}")), modelled, "modelled IPIs").label("cpus", *cpus));

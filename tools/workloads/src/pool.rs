@@ -20,6 +20,12 @@ pub struct Timed {
 }
 
 impl Timed {
+    /// KiB of descriptors given back for each page that entered; 0 if none did.
+    pub fn saved_kib(&self) -> f64 {
+        let frames = self.report.freed_frames as f64 - self.report.taken_frames as f64;
+        if self.report.entered == 0 { 0.0 } else { frames * 4.0 / self.report.entered as f64 }
+    }
+
     /// Nanoseconds for one page; 0 if none moved.
     pub fn each(&self) -> f64 {
         let pages = self.report.entered + self.report.left;
@@ -36,6 +42,18 @@ pub struct Cycle {
     pub down: Timed,
 }
 
+/// Brings a pool to `pages` on one CPU. Fewer pages than asked for are in the report.
+pub fn resize<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
+    cx: &mut CpuCx<'_, P>,
+    pool: &HugePool<'_, L>,
+    economy: &Economy<'e, E, V>,
+    pages: u64,
+) -> Result<Timed, PoolError> {
+    let clock = cx.platform();
+    let (report, nanos) = timed(clock, || pool.set_size(cx, economy, pages, Nodes::All, &Never));
+    Ok(Timed { report: report?, nanos })
+}
+
 /// Brings an empty pool to `pages` and back to none, on one CPU. Fewer pages than asked for are in the report.
 pub fn cycle<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     cx: &mut CpuCx<'_, P>,
@@ -43,8 +61,6 @@ pub fn cycle<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     economy: &Economy<'e, E, V>,
     pages: u64,
 ) -> Result<Cycle, PoolError> {
-    let clock = cx.platform();
-    let (up, up_ns) = timed(clock, || pool.set_size(cx, economy, pages, Nodes::All, &Never));
-    let (down, down_ns) = timed(clock, || pool.set_size(cx, economy, 0, Nodes::All, &Never));
-    Ok(Cycle { up: Timed { report: up?, nanos: up_ns }, down: Timed { report: down?, nanos: down_ns } })
+    let up = resize(cx, pool, economy, pages)?;
+    Ok(Cycle { up, down: resize(cx, pool, economy, 0)? })
 }

@@ -5,6 +5,7 @@ mod crash;
 mod free;
 mod memset;
 mod mmap;
+mod pool;
 mod selftest;
 mod shootdown;
 
@@ -13,6 +14,7 @@ use core::fmt;
 use hugemm_base::CpuCx;
 use hugemm_clear::{CalibrateError, ProfileError};
 use hugemm_frames::AllocError;
+use hugemm_hugetlb::PoolError;
 use hugemm_kernel::request::{Request, RequestError};
 use hugemm_paging::PagingError;
 use hugemm_workloads::Reason;
@@ -41,6 +43,8 @@ pub enum Failure {
     Policy(ProfileError),
     /// A page table refused what a command asked of it.
     Paging(PagingError),
+    /// A huge page pool refused what a command asked of it.
+    Pool(PoolError),
     /// The self-test found something.
     Found(selftest::Finding),
 }
@@ -80,6 +84,7 @@ from! {
     Calibrate(CalibrateError),
     Policy(ProfileError),
     Paging(PagingError),
+    Pool(PoolError),
     Found(selftest::Finding),
 }
 
@@ -91,6 +96,7 @@ pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Free(args) => free::run(cx, args),
         Request::Alloc(args) => alloc::run(cx, args),
         Request::Shootdown(args) => shootdown::run(cx, args),
+        Request::Pool(args) => pool::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }

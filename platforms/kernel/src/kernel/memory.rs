@@ -9,7 +9,7 @@ use acpi::{AcpiHandler, PhysicalMapping};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::Inject;
-use hugemm_base::{CpuCx, Dirty, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
 use hugemm_frames::{AllocError, ArenaSpec, Config, Env, Frames, Frozen, Request};
 use hugemm_kernel::memory_map::{MOST, MemoryMap};
 use hugemm_paging::{TlbCpu, Tlbs};
@@ -61,17 +61,21 @@ pub fn end() -> Pfn {
     Pfn::new(END.load(Ordering::Relaxed))
 }
 
-/// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. Smaller pieces than 2 MiB are left
-/// out. The boot CPU, once, alone.
+/// The pieces of the memory map that are arenas, in ascending order. Smaller ones than 2 MiB are left out.
+pub fn arenas(map: &MemoryMap) -> impl Iterator<Item = Extent> {
+    map.pieces().iter().copied().filter(|piece| piece.bytes() >= PageSize::Size2M.bytes())
+}
+
+/// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. The boot CPU, once, alone.
 pub fn init(map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
     let none = ArenaSpec { extent: Default::default(), node: NodeId(0), descriptors: None };
     let mut specs = [none; MOST];
     let mut count = 0;
     let mut mapped = 0;
-    for piece in map.pieces().iter().filter(|piece| piece.bytes() >= PageSize::Size2M.bytes()) {
-        mapped = tables::map_descriptors(&mut free, *piece, mapped);
+    for piece in arenas(map) {
+        mapped = tables::map_descriptors(&mut free, piece, mapped);
         let first = layout::DESCRIPTORS + piece.base().number() * layout::DESCRIPTOR_BYTES;
-        specs[count] = ArenaSpec { extent: *piece, node: NodeId(0), descriptors: NonNull::new(first as *mut _) };
+        specs[count] = ArenaSpec { extent: piece, node: NodeId(0), descriptors: NonNull::new(first as *mut _) };
         count += 1;
         END.store(piece.end().number(), Ordering::Relaxed);
     }

@@ -1,0 +1,129 @@
+//! hugemm's own kernel among the Linux guests: the same machine, the same work, the same table, and the goal between them.
+
+use crate::boot::{KERNEL, Machine};
+use crate::document::Row;
+use crate::goals::Goals;
+use crate::linux_args::{GuestBench, Linux};
+use crate::stats::Samples;
+use crate::{pool_kernel, table};
+use anyhow::{Result, bail};
+use hugemm_host::interrupt;
+use hugemm_kernel::request::Request;
+use serde_json::Value;
+use std::path::PathBuf;
+
+/// Its name in the column of kernels.
+pub const NAME: &str = "hugemm";
+
+/// The reference kernel and what it is to do.
+pub struct Reference {
+    image: PathBuf,
+    request: Request,
+}
+
+impl Reference {
+    /// Finds or builds the image.
+    pub fn new(args: &Linux, work: &GuestBench) -> Result<Self> {
+        let GuestBench::Pool(pool) = work else {
+            bail!("--reference goes with 'bench pool'; for other work use 'hugemm boot'");
+        };
+        let request = Request::Pool(pool_kernel::request(pool, args.runs)?);
+        let reference = Reference { image: KERNEL.find(None)?, request };
+        args.cpus.iter().try_for_each(|cpus| reference.machine(args, *cpus).check())?;
+        Ok(reference)
+    }
+
+    fn machine<'a>(&'a self, args: &'a Linux, cpus: u32) -> Machine<'a> {
+        let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
+        Machine { image: &self.image, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
+    }
+
+    /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.
+    pub fn boot(&self, args: &Linux, cpus: u32) -> Result<Result<Vec<Value>, String>> {
+        let done = self.machine(args, cpus).run(&self.request, |_, _, _| {});
+        interrupt::check()?;
+        Ok(done.map(|done| pool_kernel::events(&done.transcript)).map_err(|error| format!("{error:#}")))
+    }
+}
+
+/// hugemm with economy on against each Linux with economy off: a table, the goal, and their rows.
+pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
+    let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
+    let mut lines = table::new(["Linux", "CPUs", "up", "down"]);
+    let (mut ratios, mut worst) = (Vec::new(), f64::NEG_INFINITY);
+    for row in rows.iter().filter(|row| row.metric() == "linux.pool.up_ns" && label(row, "economy") == "off") {
+        let (kernel, cpus) = (label(row, "kernel"), label(row, "cpus"));
+        if kernel == NAME {
+            continue;
+        }
+        let ratio = |metric: &str| {
+            let value = |kernel: &Value, economy: &str| {
+                let is = |row: &&Row| {
+                    row.metric() == metric
+                        && label(row, "kernel") == *kernel
+                        && label(row, "cpus") == cpus
+                        && label(row, "economy") == economy
+                };
+                rows.iter().find(is).map(Row::value).filter(|value| *value > 0.0)
+            };
+            Some(value(&NAME.into(), "on")? / value(&kernel, "off")?)
+        };
+        let (Some(up), Some(down)) = (ratio("linux.pool.up_ns"), ratio("linux.pool.down_ns")) else { continue };
+        worst = worst.max(up).max(down);
+        let name = kernel.as_str().unwrap_or_default().to_owned();
+        lines.add_row([name, cpus.to_string(), format!("{up:.3}"), format!("{down:.3}")]);
+        for (direction, value) in [("up", up), ("down", down)] {
+            let row = Row::single("linux.pool.on_vs_off", value, "ratio").label("kernel", kernel.clone());
+            ratios.push(row.label("cpus", cpus.clone()).label("direction", direction));
+        }
+    }
+    if ratios.is_empty() {
+        return ratios;
+    }
+    let (mut samples, mut goals) = (Samples::default(), Goals::new());
+    samples.push(worst);
+    goals.at_most("pool.on_vs_linux_off", &samples, "ratio", 1.0);
+    if !quiet {
+        table::print("hugemm with descriptor economy / Linux without, time per page", &lines);
+        goals.print();
+    }
+    ratios.extend(goals.into_rows());
+    ratios
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(kernel: &str, economy: &str, direction: &str, value: f64) -> Row {
+        let row = Row::single(format!("linux.pool.{direction}_ns"), value, "ns per page").label("kernel", kernel);
+        row.label("cpus", 2).label("economy", economy)
+    }
+
+    fn table_of(down: f64) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for (kernel, economy, up, down) in
+            [("6.1", "off", 4.0, 2.0), ("6.1", "on", 8.0, 9.0), (NAME, "off", 1.0, 1.0), (NAME, "on", 2.0, down)]
+        {
+            rows.extend([row(kernel, economy, "up", up), row(kernel, economy, "down", down)]);
+        }
+        compare(&rows, true)
+    }
+
+    #[test]
+    fn the_goal_is_the_worst_of_all() {
+        for (down, worst, met) in [(0.5, 0.5, true), (3.0, 1.5, false)] {
+            let rows = table_of(down);
+            let goal = rows.last().expect("a goal");
+            assert_eq!((goal.metric(), goal.value()), ("pool.on_vs_linux_off", worst));
+            assert_eq!(goal.labels()["met"], met);
+            assert_eq!(rows.len(), 3, "one machine, two directions, one goal");
+        }
+    }
+
+    #[test]
+    fn without_both_there_is_no_goal() {
+        assert!(compare(&[row(NAME, "on", "up", 1.0)], true).is_empty());
+        assert!(compare(&[row("6.1", "off", "up", 1.0), row("6.1", "off", "down", 1.0)], true).is_empty());
+    }
+}
