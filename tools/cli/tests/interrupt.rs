@@ -1,5 +1,6 @@
 //! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back.
 
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -20,12 +21,17 @@ fn wait_until(patience: Duration, done: impl Fn() -> bool) {
 #[test]
 fn the_pool_is_put_back_on_interrupt() {
     let before = pool();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
-        .args(["bench", "mem", "mmap", "-s", "128MB", "-l", "1000"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the command starts");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hugemm"));
+    command.args(["bench", "mem", "mmap", "-s", "128MB", "-l", "1000"]).stdout(Stdio::null()).stderr(Stdio::piped());
+    // Tests that run in the background of a script inherit an ignored SIGINT, which the command respects.
+    // SAFETY: between fork and exec only `signal` is called, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            Ok(())
+        })
+    };
+    let mut child = command.spawn().expect("the command starts");
     // Without the right to raise the pool the command runs on transparent huge pages, and there is nothing to wait for.
     wait_until(Duration::from_secs(3), || pool() != before);
     std::thread::sleep(Duration::from_millis(300));
