@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::{CpuId, Instrumented, Never, PageSize, VirtAddr};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, AreaKind, Backing, Served, VmError};
+use hugemm_vm::{Access, AreaKind, Backing, Phase, Served, VmError};
 use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -398,6 +398,29 @@ fn a_huge_page_is_one_entry() {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x1000));
             assert!(matches!(found, Lookup::Mapped(leaf) if leaf.size == PageSize::Size2M), "{found:?}");
             rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// An area that is taken away while a fault clears a page for it gets no page.
+#[test]
+fn a_fault_looks_again_before_it_maps() {
+    with_rig(16, 2, 14, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, 0x1000);
+            rig.vm.map(cx, &space, area, AreaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+            let meanwhile = |phase| {
+                if phase == Phase::Map {
+                    rig.mmu.as_cpu(CpuId(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
+                }
+            };
+            let at = VirtAddr::new(AT);
+            let served = rig.vm.fault_observed(cx, &space, at, Access::Write, &meanwhile);
+            assert_eq!(served, Ok(Served::Meanwhile));
+            assert_eq!(rig.vm.lookup(cx, &space, at), Lookup::Absent);
+            assert_eq!(space.counters().wasted.get(), 1);
             rig.vm.destroy(cx, space).expect("destroyed");
         });
     });
