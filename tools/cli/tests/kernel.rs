@@ -37,7 +37,9 @@ fn selftest(cpus: u32) {
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
     assert_eq!(document["environment"]["guest"]["machine"], "QEMU TCG");
     let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    assert!(value("selftest.rounds") >= 1.0 && value("selftest.unmaps") >= 1.0);
+    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes"] {
+        assert!(value(metric) >= 1.0, "{metric}");
+    }
     let shootdowns = rows(&document, "selftest.shootdowns");
     let count = |what| {
         let row = shootdowns.iter().find(|row| row["what"] == what).expect("counted");
@@ -100,6 +102,35 @@ fn flushes_do_not_grow_with_pages() {
             assert_eq!(number(row, "value"), flushes * each, "{row}");
         }
     }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn pools_flush_once_or_twice_and_save_descriptors() {
+    let args = ["boot", "--accel", "tcg", "--memory", "1GB", "--cpus", "4", "--json", "--", "bench", "pool"];
+    let document = document(&[&args[..], &["-n", "200", "--hvo", "off,on,in-place", "--runs", "2"]].concat());
+    let number = |row: &serde_json::Value, name: &str| row[name].as_f64().expect("a number");
+    for (direction, most) in [("up", 2.0), ("down", 1.0)] {
+        let flushes = rows(&document, &format!("bench.pool.flushes_{direction}"));
+        let ipis = rows(&document, &format!("bench.pool.ipis_{direction}"));
+        assert_eq!((flushes.len(), ipis.len()), (4, 4), "off, on, in place, per page");
+        for (flushes, ipis) in flushes.iter().zip(&ipis) {
+            let count = number(flushes, "value");
+            let wanted = match (flushes["hvo"].as_bool(), flushes["flush"].as_str()) {
+                (Some(false), _) => 0.0..=0.0,
+                (_, Some("page")) => 200.0..=500.0,
+                _ => 1.0..=most,
+            };
+            assert!(wanted.contains(&count), "{flushes}");
+            assert_eq!(number(ipis, "value"), 3.0 * count, "each flush interrupts the other CPUs once: {ipis}");
+        }
+    }
+    for row in rows(&document, "bench.pool.saved_kib") {
+        let saved = number(row, "value");
+        assert!(if row["hvo"] == true { (27.0..=28.1).contains(&saved) } else { saved == 0.0 }, "{row}");
+    }
+    let met: Vec<_> = rows(&document, "pool.flushes_up").iter().map(|row| row["met"].as_bool()).collect();
+    assert_eq!(met, [Some(true)]);
 }
 
 #[test]

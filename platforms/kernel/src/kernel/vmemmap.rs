@@ -8,11 +8,15 @@ use super::once::Once;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::{Hardware, kernel_half, tlbs};
 use super::{layout, tables};
+use core::sync::atomic::Ordering;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, PageSize, VirtAddr};
-use hugemm_hugetlb::{Area, DescriptorMap, Economy, Mapped, PagedMap, Policy, Tail};
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, PageSize, Pfn, VirtAddr};
+use hugemm_hugetlb::{Area, DescriptorMap, ENTRIES, Economy, Leaf, Mapped, PagedMap, Policy, Tail};
 use hugemm_kernel::memory_map::{MOST, MemoryMap};
 use hugemm_paging::{ShootdownPolicy, X86_64};
+
+/// What one entry maps.
+const BLOCK: PageSize = PageSize::Size2M;
 
 /// The entries of the descriptor area.
 pub type KernelMap = PagedMap<'static, X86_64, Kernel, Hardware, [AtomicU64; 2]>;
@@ -42,9 +46,16 @@ pub fn economy(policy: Policy) -> KernelEconomy {
     Economy::new(frames(), &vmemmap.map, &vmemmap.tails, policy)
 }
 
-/// Address of a frame's descriptor.
-fn descriptor_at(frame: u64) -> u64 {
-    layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES
+/// The blocks of the descriptors of areas in ascending order, each once.
+fn blocks(areas: &[Area]) -> impl Iterator<Item = VirtAddr> {
+    let at = |frame: u64| layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES;
+    let mut from = 0;
+    areas.iter().flat_map(move |area| {
+        let first = (at(area.extent().base().number()) & !(BLOCK.bytes() - 1)).max(from);
+        let end = at(area.extent().end().number());
+        from = end.next_multiple_of(BLOCK.bytes()).max(from);
+        (first..end).step_by(BLOCK.bytes() as usize).map(VirtAddr::new)
+    })
 }
 
 /// Hands the frames behind the descriptors of `memory`'s arenas to the allocator, as frames in use. The boot CPU, once,
@@ -56,21 +67,15 @@ pub fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
     // work. The platform's windows are the direct map. Space and TLBs are the kernel's.
     let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), tlbs(), policy) };
     let (mut areas, mut count) = ([Area::new(Extent::default(), NodeId(0), None); MOST], 0);
-    let block = PageSize::Size2M;
-    let mut from = 0;
     for arena in memory::arenas(memory) {
-        let first = descriptor_at(arena.base().number());
+        let first = layout::DESCRIPTORS + arena.base().number() * layout::DESCRIPTOR_BYTES;
         areas[count] = Area::new(arena, NodeId(0), Some(VirtAddr::new(first)));
         count += 1;
-        let end = descriptor_at(arena.end().number());
-        let mut at = (first & !(block.bytes() - 1)).max(from);
-        while at < end {
-            if let Mapped::Whole(base) = map.mapped(VirtAddr::new(at)) {
-                own(cx, Extent::new(base, block.pages()).unwrap_or_default());
-            }
-            at += block.bytes();
+    }
+    for block in blocks(&areas[..count]) {
+        if let Mapped::Whole(base) = map.mapped(block) {
+            own(cx, Extent::new(base, BLOCK.pages()).unwrap_or_default());
         }
-        from = at;
     }
     // SAFETY: alone, and nobody has asked for it.
     unsafe { VMEMMAP.set(Vmemmap { map, tails: [Tail::default()], areas, count }) };
@@ -85,4 +90,50 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
     // Theirs until economy frees them.
     let _ = claimed.into_extent();
+}
+
+/// Whether the block at an address is mapped by one leaf.
+pub fn is_whole(block: VirtAddr) -> bool {
+    matches!(VMEMMAP.get().map.mapped(block), Mapped::Whole(_))
+}
+
+/// What the entries of a table map.
+fn leaves(map: &KernelMap, table: Pfn) -> impl Iterator<Item = Leaf> {
+    let words = map.table(table);
+    (0..ENTRIES).filter_map(move |index| {
+        // SAFETY: 4 KiB that are valid for atomic access, by `DescriptorMap`; the index is below 512.
+        let entry = unsafe { core::sync::atomic::AtomicU64::from_ptr(words?.add(index).as_ptr()) };
+        // Relaxed: no resize runs.
+        map.decode(entry.load(Ordering::Relaxed))
+    })
+}
+
+/// How the descriptors are mapped while no resize runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Audit {
+    /// Frames behind descriptors, tables and what all share included.
+    pub frames: u64,
+    /// The first block some of whose descriptors have no frame of their own.
+    pub lean: Option<VirtAddr>,
+}
+
+/// Looks at every entry of the descriptor area.
+pub fn audit() -> Audit {
+    let vmemmap = VMEMMAP.get();
+    let economy = economy(Policy::default());
+    let mut audit = Audit { frames: economy.shared_frames(), lean: None };
+    for block in blocks(&vmemmap.areas[..vmemmap.count]) {
+        audit.frames += match vmemmap.map.mapped(block) {
+            Mapped::Whole(_) => BLOCK.pages(),
+            Mapped::Absent => 0,
+            Mapped::Table(table) => {
+                let own = leaves(&vmemmap.map, table).filter(|leaf| leaf.writable).count();
+                if own < ENTRIES {
+                    audit.lean.get_or_insert(block);
+                }
+                own as u64 + u64::from(!economy.shared().any(|shared| shared == table))
+            }
+        };
+    }
+    audit
 }

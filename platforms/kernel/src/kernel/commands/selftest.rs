@@ -4,11 +4,12 @@
 mod convoy;
 mod descriptors;
 mod frames_stress;
+mod pools;
 mod translations;
 
 use super::{Cx, Failure};
 use crate::kernel::output::{progress, sample};
-use crate::kernel::tlb;
+use crate::kernel::{tlb, vmemmap};
 use core::fmt;
 use hugemm_base::Clock;
 use hugemm_kernel::request::{Plant, Selftest};
@@ -41,6 +42,11 @@ pub enum Finding {
         /// Who wrote and looked.
         cpu: u32,
     },
+    /// No page is in a pool, and yet not every descriptor has a frame of its own.
+    Lean {
+        /// The block of descriptors.
+        at: u64,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -71,8 +77,11 @@ impl fmt::Display for Finding {
                     "self-test, descriptors: that of frame {frame:#x} contains {found:#x}, not what cpu{cpu} wrote"
                 )
             }
+            Finding::Lean { at } => {
+                write!(f, "self-test, pools: descriptors at {at:#x} have no frames of their own with all pools empty")
+            }
             Finding::Lost { expected, found } => {
-                write!(f, "self-test: {found} frames are free at the end instead of {expected}")
+                write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")
             }
         }
     }
@@ -86,7 +95,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let mut unmaps = 0;
+    let (mut unmaps, mut resizes) = (0, 0);
     let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
@@ -95,8 +104,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if rounds > 0 && spent >= of && (unmaps > 0 || args.plant != Plant::None) {
             break;
         }
-        let free = frames_stress::free_pages(cx);
-        let slice = ((of - spent.min(of)) / 4).clamp(SLICE_LEAST, SLICE_MOST);
+        let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
+        let slice = ((of - spent.min(of)) / 5).clamp(SLICE_LEAST, SLICE_MOST);
         let clock = cx.platform();
         // A planted bug has the time to itself.
         if matches!(args.plant, Plant::None | Plant::DoubleFree) {
@@ -108,8 +117,10 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if args.plant == Plant::None {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
             convoy::round(cx, clock.now_ns() + slice)?;
+            resizes += pools::round(cx, seed, clock.now_ns() + slice)?;
         }
-        let found = frames_stress::free_pages(cx);
+        // Blocks of descriptors that pools have left divided keep a table each.
+        let found = frames_stress::free_pages(cx) + vmemmap::audit().frames;
         if found != free {
             return Err(Finding::Lost { expected: free, found }.into());
         }
@@ -117,6 +128,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
+    sample("selftest.resizes", resizes as f64, "resizes", &[]);
     for (name, count) in tlb::tlbs().counts().since(before).iter() {
         sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
     }

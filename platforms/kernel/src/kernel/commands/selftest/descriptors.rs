@@ -8,7 +8,7 @@
 use super::{Cx, Failure, Finding};
 use crate::kernel::memory::{self, frames};
 use crate::kernel::tlb::{kernel_half, tlbs};
-use crate::kernel::{layout, percpu, smp, space, tables};
+use crate::kernel::{layout, percpu, smp, space, tables, vmemmap};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Order, PageSize, VirtAddr};
@@ -21,7 +21,7 @@ const TURNS: u64 = 20;
 /// Frames that a CPU holds.
 const HELD: usize = 16;
 /// The descriptor's word that gets the stamp: the owner's, like all of a head's.
-const WORD: usize = 5;
+pub const WORD: usize = 5;
 
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
@@ -67,7 +67,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
 }
 
 /// Takes frames, stamps their descriptors, looks again, and gives them back.
-fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(), Finding> {
+pub fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(), Finding> {
     percpu::beat();
     let mut held: [Option<Frozen>; HELD] = [const { None }; HELD];
     let value = |frame: &Frozen| frame.pfn().number() << 32 | u64::from(cpu) << 24 | turn & 0xff_ffff;
@@ -97,8 +97,8 @@ fn divide_and_join(cx: Cx<'_>, random: &mut Random) -> Result<(), PagingError> {
     let leaves = memory::end().number() * layout::DESCRIPTOR_BYTES / LEAF.bytes();
     let at = VirtAddr::new(layout::DESCRIPTORS + random.below(leaves.max(1)) * LEAF.bytes());
     let span = Span::new(at, LEAF.bytes()).map_err(|_| PagingError::OutOfBounds { at })?;
-    if tables::kernel().shared(space::memory(cx)).translate(at).is_none() {
-        // No memory there, hence no descriptors.
+    if !vmemmap::is_whole(at) {
+        // No memory there, hence no descriptors; or a pool has left the block divided.
         return Ok(());
     }
     let policy = ShootdownPolicy::BATCHED;
