@@ -122,7 +122,7 @@ pub fn run(args: &Boot) -> Result<()> {
         managed_bytes: boot.memory,
     });
     let mut rows = transcript.rows();
-    let goals = pool_kernel::goals(&rows);
+    let (goals, unjudged) = pool_kernel::goals(&rows, accel == Accel::Tcg);
     if !quiet {
         environment_text::print(&environment);
         if accel == Accel::Tcg {
@@ -137,8 +137,11 @@ pub fn run(args: &Boot) -> Result<()> {
         if !goals.is_empty() {
             goals.print();
         }
+        for row in &unjudged {
+            println!("  {} is {:.0} {}, not judged under emulation", row.metric(), row.value(), row.unit());
+        }
     }
-    rows.extend(goals.into_rows());
+    rows.extend(goals.into_rows().chain(unjudged));
     Document::new(environment, rows).write(args.json.as_deref())
 }
 
