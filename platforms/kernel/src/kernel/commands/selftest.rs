@@ -39,7 +39,7 @@ pub enum Finding {
         frame: u64,
         /// What is there.
         found: u64,
-        /// Who wrote and looked.
+        /// Who looked.
         cpu: u32,
     },
     /// No page is in a pool, and yet not every descriptor has a frame of its own.
@@ -74,7 +74,7 @@ impl fmt::Display for Finding {
             Finding::Descriptor { frame, found, cpu } => {
                 write!(
                     f,
-                    "self-test, descriptors: that of frame {frame:#x} contains {found:#x}, not what cpu{cpu} wrote"
+                    "self-test, descriptors: cpu{cpu} found {found:#x} in that of frame {frame:#x}, not what was written"
                 )
             }
             Finding::Lean { at } => {

@@ -137,7 +137,8 @@ fn out_of_memory_is_no_error(result: Result<Report, PoolError>) -> Result<(), Po
     }
 }
 
-/// Takes all free memory by 2 MiB, writes into every descriptor of it, and looks again: two that share a frame are found.
+/// Takes all free memory by 2 MiB, writes into every descriptor of it, and lets every CPU look: two that share a frame are
+/// found, and a CPU that missed a flush.
 fn write_all(cx: Cx<'_>) -> Result<(), Failure> {
     let most = memory::managed_bytes() / PageSize::Size2M.bytes();
     let held = Scratch::new(cx, most as usize, || None::<Frozen>)?;
@@ -152,17 +153,27 @@ fn write_all(cx: Cx<'_>) -> Result<(), Failure> {
         }
         *place = Some(block);
     }
-    let mut result = Ok(());
-    for block in held.items.iter_mut().map_while(Option::take) {
-        percpu::beat();
-        for frame in block.extent().base().number()..block.extent().end().number() {
-            let found = frames().descriptor(Pfn::new(frame)).map_or(0, |descriptor| descriptor.load(WORD));
-            if found != !frame {
-                result = Err(Finding::Descriptor { frame, found, cpu: percpu::current() }.into());
+    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
+    let blocks = &*held.items;
+    // By every CPU: one that missed a flush finds something else.
+    smp::on_cpus(cx, percpu::count(), &|_, cpu| {
+        for block in blocks.iter().map_while(Option::as_ref) {
+            percpu::beat();
+            for frame in block.extent().base().number()..block.extent().end().number() {
+                let found = frames().descriptor(Pfn::new(frame)).map_or(0, |descriptor| descriptor.load(WORD));
+                if found != !frame {
+                    *wrong.lock() = Some(Finding::Descriptor { frame, found, cpu });
+                    return;
+                }
             }
         }
+    });
+    for block in held.items.iter_mut().map_while(Option::take) {
         frames().free(cx, block);
     }
     held.free(cx);
-    result
+    match wrong.lock().take() {
+        Some(finding) => Err(finding.into()),
+        None => Ok(()),
+    }
 }
