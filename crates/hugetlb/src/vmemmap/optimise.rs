@@ -165,9 +165,13 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
         Some(frame.base())
     }
 
-    /// Gives a lean block heads where `work.heads` says, in a new table: the descriptors of a page that is being divided.
+    /// Gives a lean block heads where `work.heads` says, in a new table: the descriptors of a page that is being divided. A
+    /// block that has all its descriptors (memory ran out before it could be made lean) has those heads already.
     pub(crate) fn reshape<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<(), AllocError> {
         let former = self.map.mapped(work.block);
+        if let Mapped::Whole(_) = former {
+            return Ok(());
+        }
         let table = self.lean_table(cx, work, edit)?;
         self.set(cx, work.block, Mapped::Table(table), edit);
         if let Mapped::Table(frame) = former
