@@ -5,7 +5,7 @@
 //! 3. With the area list shared again, and only if it still promises the same: enter the page. If another CPU's page is
 //!    there already, the page goes back.
 //!
-//! Between 1 and 3 areas may come and go and other CPUs may fault at the same page; a [claim](crate::claims) makes the
+//! Between 1 and 3 areas may come and go and other CPUs may fault at the same page; a claim makes the
 //! latter wait instead of clearing too. What is published was cleared and fenced before, in step 2, and the page table
 //! publishes with a release.
 
