@@ -16,6 +16,7 @@
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
 //! | [`protect`], [`stale`] | changing flags |
+//! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
 //! | [`remap`], [`split`] | other frames, other leaf sizes, in place |
 //! | `walker.rs` | the barrier before hardware walks |
@@ -61,6 +62,7 @@ pub mod tlb_space;
 mod tlbs;
 pub mod walk;
 mod walker;
+pub mod write_protect;
 pub mod x86_64;
 pub mod young;
 

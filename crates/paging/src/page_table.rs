@@ -3,7 +3,7 @@
 use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
-use crate::format::{Kind, PageFormat, kind};
+use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
@@ -294,15 +294,17 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
-    /// The entry that ends the walk for `page` (anything but a present table), its level and its table.
+    /// The entry that ends the walk for `page` (anything but a present table), its level, and whether a table on the way
+    /// allows no stores.
     #[inline]
-    pub(crate) fn descend(&self, page: u64) -> (u64, u32, Table) {
-        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+    pub(crate) fn descend(&self, page: u64) -> (u64, u32, bool) {
+        let (mut table, mut level, mut read_only) = (self.table(self.root), Self::ROOT, false);
         loop {
             let entry = table.get(level::index(page, level));
             if level == 0 || kind::<F>(entry, level) != Kind::Table {
-                return (entry, level, table);
+                return (entry, level, read_only);
             }
+            read_only |= is_read_only::<F>(entry);
             table = self.below(entry);
             level -= 1;
         }

@@ -8,7 +8,7 @@ use crate::memory::TableMemory;
 use crate::walker;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
-use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
+use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence, spin_loop};
 
 /// Entries in a cache line.
 pub(crate) const LINE: usize = 8;
@@ -105,6 +105,40 @@ impl Table {
     pub(crate) fn replace(self, index: usize, old: u64, new: u64) -> Result<(), u64> {
         // Release pairs with the Acquire in `get`: `new` may refer to a table that was just filled.
         self.entry(index).compare_exchange(old, new, Ordering::Release, Ordering::Relaxed).map(|_| ())
+    }
+
+    /// While an entry `needs` work that one CPU has to do and the others to wait for: sets `claim` in it, which nobody else
+    /// has then, does the work, and puts what that returns in its place. Returns the entry that needs none. Spins.
+    pub(crate) fn claimed(
+        self,
+        index: usize,
+        claim: u64,
+        needs: impl Fn(u64) -> bool,
+        work: impl FnOnce(u64) -> u64,
+    ) -> u64 {
+        loop {
+            let entry = self.get(index);
+            if !needs(entry) {
+                return entry;
+            }
+            // Relaxed: the work is on what `get` has acquired; nobody waits for the claim itself.
+            let free = entry & claim == 0;
+            if free
+                && self
+                    .entry(index)
+                    .compare_exchange(entry, entry | claim, Ordering::Relaxed, Ordering::Relaxed)
+                    .is_ok()
+            {
+                let done = work(entry);
+                // Release pairs with the Acquire in `get`: who finds no need finds the work done.
+                self.publish(index, done);
+                return done;
+            }
+            spin_loop();
+            // loom may answer a plain load with an old value for ever; a read-modify-write always sees the latest.
+            #[cfg(loom)]
+            self.entry(index).fetch_add(0, Ordering::Relaxed);
+        }
     }
 
     /// Fills `from..to` with `first`, `first + step`, …: plain stores, one after the other.

@@ -63,8 +63,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if !within {
             return Lookup::Absent;
         }
-        let (entry, level, _) = self.descend(page);
+        let (entry, level, read_only) = self.descend(page);
         match kind::<F>(entry, level) {
+            Kind::Leaf if read_only => {
+                let leaf = leaf::<F>(entry, level);
+                Lookup::Mapped(Leaf { flags: leaf.flags.without(Flags::WRITE), ..leaf })
+            }
             Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
             Kind::Empty | Kind::Table => Lookup::Absent,
             Kind::Detached | Kind::Reserved => Lookup::Busy,
@@ -87,7 +91,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs),
+                Kind::Table => runs.below(entry, |runs| {
+                    self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs);
+                }),
                 Kind::Leaf => {
                     // Only the part that is in the range.
                     let skipped = slot.first & (level::pages(level) - 1);

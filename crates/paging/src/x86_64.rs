@@ -6,6 +6,7 @@
 //! | 12–51 | frame; flipped in hidden entries, so that speculation past a cleared present bit (L1TF) finds no cached address |
 //! | 52, 53 | hidden: detached, reserved |
 //! | 54, 55 | the owner's two |
+//! | 57 | of an entry that refers to a table: claimed |
 //! | 58 | written before it was made read-only: read-only and dirty means shadow stack where CET is on |
 
 use crate::flags::Flags;
@@ -27,6 +28,7 @@ const DETACHED: u64 = 1 << 52;
 const RESERVED: u64 = 1 << 53;
 const OWNER0: u64 = 1 << 54;
 const OWNER1: u64 = 1 << 55;
+const CLAIMED: u64 = 1 << 57;
 const WAS_DIRTY_SHIFT: u32 = 58;
 const WAS_DIRTY: u64 = 1 << WAS_DIRTY_SHIFT;
 const NO_EXEC: u64 = 1 << 63;
@@ -75,6 +77,8 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     const RESERVED: u64 = PRESENT | FRAME | RESERVED;
     const ACCESSED: u64 = ACCESSED;
     const CLEAN: u64 = 0;
+    const READ_ONLY_TABLE: u64 = WRITE;
+    const CLAIMED: u64 = CLAIMED;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
