@@ -200,7 +200,11 @@ mod loom_tests {
         }
 
         fn lower(&self, which: u64) -> Table {
-            Table(NonNull::from(&self.lower[which as usize][0]))
+            Table(NonNull::from(&*self.lower[which as usize]).cast())
+        }
+
+        fn lower_leaf(&self, index: usize) -> &AtomicU64 {
+            &self.lower[0][index]
         }
     }
 
@@ -234,6 +238,37 @@ mod loom_tests {
             let mine = hook(&tables, 0);
             assert_eq!(mine, other.join().expect("the other"));
             walker.join().expect("the walker");
+        });
+    }
+
+    /// Of two that need the same work done, one does it, once, and neither goes on before it is done. Fails with the
+    /// orderings of `publish` or of `get` weakened, and without the claim.
+    #[test]
+    fn work_is_done_once_and_seen_by_all() {
+        const CLAIMED: u64 = 1 << 57;
+        const NEEDED: u64 = 2;
+        fn share(tables: &Tables, leaf: usize) {
+            tables.upper().claimed(
+                0,
+                CLAIMED,
+                |entry| entry & NEEDED != 0,
+                |entry| {
+                    // As handing down does: every leaf loses the right that whoever is through may give back.
+                    (1..3).for_each(|leaf| drop(tables.lower_leaf(leaf).fetch_and(!PRESENT, Ordering::Relaxed)));
+                    entry ^ NEEDED
+                },
+            );
+            assert_eq!(tables.lower_leaf(leaf).fetch_or(PRESENT, Ordering::Relaxed) & PRESENT, 0);
+        }
+        loom::model(|| {
+            let tables = Tables::new();
+            tables.upper().set(0, PRESENT | NEEDED);
+            (1..3).for_each(|leaf| tables.lower(0).set(leaf, PRESENT));
+            let other = tables.clone();
+            let other = thread::spawn(move || share(&other, 1));
+            share(&tables, 2);
+            other.join().expect("the other");
+            assert_eq!((tables.lower(0).get(1), tables.lower(0).get(2)), (PRESENT, PRESENT));
         });
     }
 
