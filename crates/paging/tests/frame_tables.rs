@@ -1,6 +1,8 @@
 //! Tables from the frame allocator, in host memory, with every allocation failing once: [`FrameTables`]' own point, and
 //! those of the allocator below it.
 
+#![cfg(not(miri))] // The whole manager, 46 times: hours.
+
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Dirty, Extent, NodeId, PAGE_BYTES, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
