@@ -4,6 +4,7 @@
 //! if one is known; memory that is known to be zero is not cleared. It becomes counted, with one reference, after its
 //! descriptor says whose it is. All of that before any lock is taken.
 
+use crate::area::{AreaInfo, AreaKind};
 use crate::error::VmError;
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
@@ -13,7 +14,7 @@ use crate::vm::Vm;
 use core::cell::Cell;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, Instrumented};
-use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, Zeroed};
+use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
 use hugemm_frames::{AllocError, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
 
@@ -32,6 +33,15 @@ pub(crate) struct Want {
     pub(crate) clear: clear::Request,
     /// Which of its 4 KiB pages is touched first, if that is known.
     pub(crate) touched: Option<u64>,
+}
+
+impl Want {
+    /// The page at `at` of an area, cleared as a part of this request.
+    pub(crate) fn of(area: &AreaInfo, request: clear::Request, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
+        let AreaKind { page, pooled, reserved, .. } = area.kind;
+        let clear = request.seen_at(at.align_down(page.bytes()));
+        Want { page, pooled, reserved, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
+    }
 }
 
 /// Clears what the allocator hands out, as wanted.
@@ -260,6 +270,18 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 }
                 Err(_) => return Err(VmError::Unreachable),
+            }
+        }
+    }
+
+    /// Gives back pages that nobody else has come to: promised ones are promised again.
+    pub(crate) fn return_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, want: &Want) {
+        if !want.pooled {
+            return self.drop_pages(cx, extent, want.page, false);
+        }
+        for (head, _) in extent.chunks(want.page.order()) {
+            if let Ok(Some(block)) = self.frames.put_frozen(head) {
+                self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
             }
         }
     }

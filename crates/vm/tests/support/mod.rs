@@ -278,6 +278,8 @@ impl<'h> Rig<'h> {
                 Ok(()) => return Ok(()),
                 Err(Fault::NotPresent | Fault::Protection) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
+                    // Interrupts are on between two accesses: whoever keeps the entry busy may be waiting for this CPU.
+                    self.vm.tlbs().serve(cx);
                 }
             }
         }
@@ -291,6 +293,7 @@ impl<'h> Rig<'h> {
                 Ok(value) => return Ok(value),
                 Err(_) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
+                    self.vm.tlbs().serve(cx);
                 }
             }
         }
