@@ -23,6 +23,7 @@ use hugemm_base::platform::Preempt;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_clear::Request;
+use hugemm_frames::From;
 use hugemm_paging::{Flags, Lookup, Span};
 
 /// 4 KiB pages that a worker takes at a time, at least one page of the area: 16 MiB.
@@ -204,7 +205,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         }
         let (mut next, end) = self.own_part(from, self.first, self.end, size);
         let clear = Request::bulk(self.total);
-        let want = Want { page: size, pooled: index.pooled, reserved: index.pooled, clear, touched: None };
+        let from = From::Local;
+        let want = Want { page: size, pooled: index.pooled, reserved: index.pooled, from, clear, touched: None };
         while next < end {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

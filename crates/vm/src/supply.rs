@@ -16,7 +16,7 @@ use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, Instrumented};
 use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
-use hugemm_frames::{AllocError, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
+use hugemm_frames::{AllocError, From, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
@@ -29,6 +29,8 @@ pub(crate) struct Want {
     pub(crate) pooled: bool,
     /// It was promised by the pool.
     pub(crate) reserved: bool,
+    /// Which node it is to come from.
+    pub(crate) from: From,
     /// How to clear it.
     pub(crate) clear: clear::Request,
     /// Which of its 4 KiB pages is touched first, if that is known.
@@ -38,9 +40,9 @@ pub(crate) struct Want {
 impl Want {
     /// The page at `at` of an area, cleared as a part of this request.
     pub(crate) fn of(area: &AreaInfo, request: clear::Request, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
-        let AreaKind { page, pooled, reserved, .. } = area.kind;
+        let AreaKind { page, pooled, reserved, from, .. } = area.kind;
         let clear = request.seen_at(at.align_down(page.bytes()));
-        Want { page, pooled, reserved, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
+        Want { page, pooled, reserved, from, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
     }
 }
 
@@ -126,7 +128,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, locked: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+            let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
             let extent = match content {
                 Content::Dirty(dirty) => dirty.into_extent(),
                 Content::Clearing(clearing) => clearing.abandon().into_extent(),
@@ -135,7 +137,7 @@ impl<S: Setup> Vm<'_, S> {
             // SAFETY: the pool handed the block out, which it took from the frame allocator.
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
         }
-        let request = Request::order(order).movable();
+        let request = Request::order(order).movable().from(want.from);
         if locked {
             return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
         }
@@ -172,7 +174,7 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<Result<Frozen, AllocError>, VmError> {
         let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
-        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable(), &fill);
+        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable().from(want.from), &fill);
         match fill.stopped.get() {
             Some(StopReason::Cancelled) => Err(VmError::Cancelled),
             Some(_) => Err(VmError::Unreachable),
@@ -187,7 +189,7 @@ impl<S: Setup> Vm<'_, S> {
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Frozen, VmError> {
-        let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+        let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
         let dirty = match content {
             Content::Dirty(dirty) => Err(dirty),
             Content::Clearing(clearing) => Err(clearing.abandon()),
