@@ -211,11 +211,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             if cancel.requested() {
                 return Err(VmError::Cancelled);
             }
-            let there = {
-                let task = RefCell::new(&mut *cx);
-                index.table.shared(self.vm.tables(&task)).lookup(VirtAddr::new(next << PAGE_SHIFT))
-            };
-            if there == Lookup::Absent && !self.vm.fill_index(cx, object, next, &want, phases)? {
+            let there = self.vm.is_in_index(cx, index, VirtAddr::new(next << PAGE_SHIFT));
+            if !there && !self.vm.fill_index(cx, object, next, &want, phases)? {
                 continue;
             }
             self.done.fetch_add(size.pages(), Ordering::Relaxed);
@@ -357,7 +354,10 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             }
         }
         if batch.count == 0 {
-            return Err(lack.unwrap_or(VmError::NoMemory));
+            // Another CPU that has entered this page meanwhile had what was missing.
+            let there = lack == Some(VmError::NoPool)
+                && self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT)) != Lookup::Absent;
+            return if there { Ok(0) } else { Err(lack.unwrap_or(VmError::NoMemory)) };
         }
         phases.enter(Phase::Map);
         let entered = match pages(from, from + batch.pages) {
