@@ -61,6 +61,7 @@ mod units;
 mod unmeasured_args;
 mod vm_create;
 mod vm_create_args;
+mod vm_pool;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
