@@ -26,6 +26,7 @@ mod interference;
 mod kernel_side;
 mod linux;
 mod linux_args;
+mod linux_faults;
 mod linux_image;
 mod linux_reference;
 mod machine;
