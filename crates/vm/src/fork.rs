@@ -179,8 +179,8 @@ impl<S: Setup> Vm<'_, S> {
             let Lookup::Mapped(leaf) = found else { continue };
             let extent = Extent::block(leaf.frame, leaf.size.order());
             if self.frames.references(leaf.frame) > 1 {
-                let clear = Request::fault(kind.page.bytes());
-                let want = Want { page: kind.page, pooled: kind.pooled, reserved: false, clear, touched: None };
+                let request = Request::fault(kind.page.bytes());
+                let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
                 let owner = Owner { object: area.object, offset: area.offset_of(page) };
                 let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
                 let how = Mapping { flags: kind.flags, largest: kind.page };

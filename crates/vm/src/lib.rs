@@ -20,7 +20,7 @@
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
-//! | [`pool`] | what areas need of a huge page pool |
+//! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
 //! | `guarded.rs`, `tables.rs` | locks and page tables' memory |
 //!
 //! # Order of locks
@@ -65,7 +65,7 @@ pub use notifier::{Following, Notifier};
 pub use object::Owner;
 pub use phases::{Phase, Phases};
 pub use pin::{PinError, Pinned};
-pub use pool::{HugePool, NoPool, OutOfPool};
+pub use pool::{HugePool, NoPool, OutOfPool, Pools};
 pub use prefault::Prefault;
 pub use rmap::Place;
 pub use setup::{Cx, Setup};

@@ -4,6 +4,7 @@
 //! if one is known; memory that is known to be zero is not cleared. It becomes counted, with one reference, after its
 //! descriptor says whose it is. All of that before any lock is taken.
 
+use crate::area::{AreaInfo, AreaKind};
 use crate::error::VmError;
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
@@ -13,9 +14,9 @@ use crate::vm::Vm;
 use core::cell::Cell;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, Instrumented};
-use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, Zeroed};
+use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
-use hugemm_frames::{AllocError, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
+use hugemm_frames::{AllocError, From, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
@@ -28,10 +29,21 @@ pub(crate) struct Want {
     pub(crate) pooled: bool,
     /// It was promised by the pool.
     pub(crate) reserved: bool,
+    /// Which node it is to come from.
+    pub(crate) from: From,
     /// How to clear it.
     pub(crate) clear: clear::Request,
     /// Which of its 4 KiB pages is touched first, if that is known.
     pub(crate) touched: Option<u64>,
+}
+
+impl Want {
+    /// The page at `at` of an area, cleared as a part of this request.
+    pub(crate) fn of(area: &AreaInfo, request: clear::Request, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
+        let AreaKind { page, pooled, reserved, from, .. } = area.kind;
+        let clear = request.seen_at(at.align_down(page.bytes()));
+        Want { page, pooled, reserved, from, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
+    }
 }
 
 /// Clears what the allocator hands out, as wanted.
@@ -116,7 +128,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, locked: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+            let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
             let extent = match content {
                 Content::Dirty(dirty) => dirty.into_extent(),
                 Content::Clearing(clearing) => clearing.abandon().into_extent(),
@@ -125,7 +137,7 @@ impl<S: Setup> Vm<'_, S> {
             // SAFETY: the pool handed the block out, which it took from the frame allocator.
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
         }
-        let request = Request::order(order).movable();
+        let request = Request::order(order).movable().from(want.from);
         if locked {
             return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
         }
@@ -162,7 +174,7 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<Result<Frozen, AllocError>, VmError> {
         let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
-        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable(), &fill);
+        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable().from(want.from), &fill);
         match fill.stopped.get() {
             Some(StopReason::Cancelled) => Err(VmError::Cancelled),
             Some(_) => Err(VmError::Unreachable),
@@ -177,7 +189,7 @@ impl<S: Setup> Vm<'_, S> {
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Frozen, VmError> {
-        let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+        let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
         let dirty = match content {
             Content::Dirty(dirty) => Err(dirty),
             Content::Clearing(clearing) => Err(clearing.abandon()),
@@ -260,6 +272,18 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 }
                 Err(_) => return Err(VmError::Unreachable),
+            }
+        }
+    }
+
+    /// Gives back pages that nobody else has come to: promised ones are promised again.
+    pub(crate) fn return_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, want: &Want) {
+        if !want.pooled {
+            return self.drop_pages(cx, extent, want.page, false);
+        }
+        for (head, _) in extent.chunks(want.page.order()) {
+            if let Ok(Some(block)) = self.frames.put_frozen(head) {
+                self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
             }
         }
     }
