@@ -117,7 +117,8 @@ impl<S: Setup> Vm<'_, S> {
                 if space.is_followed() {
                     for offset in (first..last).step_by(size as usize) {
                         let at = VirtAddr::new((area.info.span.first() + (offset - area.info.offset)) << 12);
-                        let young = Span::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span.range()));
+                        let young =
+                            Span::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span.range()));
                         found[index(offset)].young |= young;
                     }
                 }

@@ -57,9 +57,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn share_away(&self, cx: &mut Cx<'_, S>, word: u64) -> Result<u64, VmError> {
         match Away::of(word) {
             Away::Moving(_) => Err(VmError::InUse),
-            Away::Slot(slot) => {
-                self.pager.share(cx, slot).map(|slot| Away::Slot(slot).word()).ok_or(VmError::NoMemory)
-            }
+            Away::Slot(slot) => self.pager.share(cx, slot).map(|slot| Away::Slot(slot).word()).ok_or(VmError::NoMemory),
             Away::Slots(frame) => self.get_page(cx, frame).map(|()| word),
         }
     }
@@ -130,9 +128,10 @@ mod tests {
     #[test]
     fn words_keep_what_is_put_in() {
         let large = (1 << SLOT_BITS) - 1;
-        for away in [0, 1, 512, large].into_iter().flat_map(|number| {
-            [Away::Moving(Pfn::new(number)), Away::Slot(number), Away::Slots(Pfn::new(number))]
-        }) {
+        for away in [0, 1, 512, large]
+            .into_iter()
+            .flat_map(|number| [Away::Moving(Pfn::new(number)), Away::Slot(number), Away::Slots(Pfn::new(number))])
+        {
             assert_eq!(Away::of(away.word()), away);
             assert!(away.word() < 1 << hugemm_paging::OWNER_BITS);
         }

@@ -24,9 +24,7 @@ use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, PAGE_SHIFT, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtAddr};
 use hugemm_frames::{Frozen, Request};
-use hugemm_paging::{
-    Deferred, DeferredUnmap, Flags, Leaf, Lookup, OwnerNext, PageTable, Span,
-};
+use hugemm_paging::{Deferred, DeferredUnmap, Flags, Leaf, Lookup, OwnerNext, PageTable, Span};
 
 /// What was unhooked and not flushed: dropping it keeps nothing from being used.
 pub type Debt<'d, Q> = Pending<(), TlbFlush<'d, Deferred, Q>>;
@@ -209,7 +207,7 @@ impl<S: Setup> Vm<'_, S> {
         // SAFETY: `Registry::get` took a reference.
         let object = unsafe { handle.as_ref() };
         let said = match &object.index {
-            Some(index) => self.replace(cx, &index.table, offset_at(owner), moving, OwnerNext::Owner(word)),
+            Some(index) => self.exchange(cx, &index.table, offset_at(owner), moving, OwnerNext::Owner(word)),
             None => {
                 let mut last: Option<(NonNull<Space<S>>, VirtAddr)> = None;
                 let mut shared_out = true;
@@ -229,7 +227,7 @@ impl<S: Setup> Vm<'_, S> {
                         };
                         // SAFETY: as above.
                         let table = unsafe { &space.as_ref().table };
-                        if !self.replace(cx, table, at, moving, OwnerNext::Owner(share)) {
+                        if !self.exchange(cx, table, at, moving, OwnerNext::Owner(share)) {
                             self.drop_away(cx, share);
                         }
                     }
@@ -237,7 +235,7 @@ impl<S: Setup> Vm<'_, S> {
                 debug_assert!(shared_out, "unhooked from more places than can share a slot");
                 last.is_some_and(|(space, at)| {
                     // SAFETY: as above.
-                    self.replace(cx, unsafe { &space.as_ref().table }, at, moving, OwnerNext::Owner(word))
+                    self.exchange(cx, unsafe { &space.as_ref().table }, at, moving, OwnerNext::Owner(word))
                 })
             }
         };
@@ -255,12 +253,12 @@ impl<S: Setup> Vm<'_, S> {
     fn put_back_in(&self, cx: &mut Cx<'_, S>, object: &Object<S>, owner: Owner, head: Pfn, order: Order) {
         let moving = Away::Moving(head).word();
         let size = if order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
-        let mut back = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at: VirtAddr, flags: Flags| {
+        let back = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at: VirtAddr, flags: Flags| {
             if self.get_page(cx, head).is_err() {
                 return;
             }
             let leaf = Leaf { frame: head, size, flags };
-            if !self.replace(cx, table, at, moving, OwnerNext::Leaf(leaf)) {
+            if !self.exchange(cx, table, at, moving, OwnerNext::Leaf(leaf)) {
                 let _ = self.frames.put_frozen(head);
             }
         };
@@ -277,7 +275,8 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 
-    fn replace(
+    /// Replaces the word at an address; false if something else is there.
+    pub(crate) fn exchange(
         &self,
         cx: &mut Cx<'_, S>,
         table: &PageTable<S::Format, S::Lock>,

@@ -54,6 +54,8 @@ pub enum Served {
     Copied,
     /// A page that had been shared by fork is writable again.
     Reused,
+    /// A page that reclaim had taken away is back.
+    Refaulted,
     /// Somebody else is or was at the page: repeating the access tells.
     Meanwhile,
 }
@@ -62,6 +64,8 @@ pub enum Served {
 enum Found<S: Setup> {
     /// Nothing is mapped. The object, with a reference, if it is a shared one.
     Absent(Option<NonNull<Object<S>>>),
+    /// A private page is away: the owner's word.
+    Away(u64),
     /// A page is mapped, but not for this access.
     ReadOnly,
     /// There is nothing to do, or not now.
@@ -90,6 +94,7 @@ impl<S: Setup> Vm<'_, S> {
             Ok(Served::Mapped) => space.counters.mapped.add(1),
             Ok(Served::Copied) => space.counters.copied.add(1),
             Ok(Served::Reused) => space.counters.reused.add(1),
+            Ok(Served::Refaulted) => space.counters.refaulted.add(1),
             Ok(Served::Meanwhile) => space.counters.waited.add(1),
             Err(_) => space.counters.failed.add(1),
         }
@@ -109,6 +114,10 @@ impl<S: Setup> Vm<'_, S> {
         match found {
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
+            Found::Away(word) => {
+                let want = self.want(&area, at);
+                self.refault_private(cx, space, &area, page, &want, access, word)
+            }
             Found::Absent(None) => self.fault_private(cx, space, &area, page, at, access, phases),
             Found::Absent(Some(object)) => {
                 // SAFETY: `find_for_fault` took a reference.
@@ -138,6 +147,7 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Meanwhile,
+            Lookup::Owner(word) => Found::Away(word),
             Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
                 // SAFETY: the area holds a reference, and is there while the list is locked.
                 unsafe { area.object.as_ref() }.get();
@@ -206,9 +216,29 @@ impl<S: Setup> Vm<'_, S> {
             if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
                 return Ok(served);
             }
-            self.fill_index(cx, object, offset, &self.want(area, at), phases)?;
+            self.supply_index(cx, object, offset, &self.want(area, at), phases)?;
         }
         Ok(Served::Meanwhile)
+    }
+
+    /// Makes the page at `offset` of a shared object present: new, or brought back. False if somebody else is at it.
+    pub(crate) fn supply_index(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        offset: u64,
+        want: &Want,
+        phases: &impl Phases,
+    ) -> Result<bool, VmError> {
+        let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+        let found = {
+            let task = RefCell::new(&mut *cx);
+            index.table.shared(self.tables(&task)).lookup(VirtAddr::new(offset << PAGE_SHIFT))
+        };
+        match found {
+            Lookup::Owner(word) => self.refault_index(cx, object, offset, want, word),
+            _ => self.fill_index(cx, object, offset, want, phases),
+        }
     }
 
     /// Makes the page at `offset` of a shared object exist; false if it did already.
@@ -270,7 +300,7 @@ impl<S: Setup> Vm<'_, S> {
             let pages = index.table.shared(self.tables(&task));
             let extent = match pages.lookup(at) {
                 Lookup::Mapped(leaf) => Extent::block(leaf.frame, leaf.size.order()),
-                Lookup::Absent => return Ok(None),
+                Lookup::Absent | Lookup::Owner(_) => return Ok(None),
                 Lookup::Busy => return Ok(Some(Served::Meanwhile)),
             };
             let how = Mapping { flags, largest: area.kind.page };

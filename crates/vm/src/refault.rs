@@ -129,8 +129,7 @@ impl<S: Setup> Vm<'_, S> {
         want: &Want,
         flags: Flags,
     ) -> bool {
-        let task = RefCell::new(cx);
         let leaf = Leaf { frame: extent.base(), size: want.page, flags };
-        table.shared(self.tables(&task)).replace_owner(at, word, OwnerNext::Leaf(leaf)).is_ok()
+        self.exchange(cx, table, at, word, OwnerNext::Leaf(leaf))
     }
 }
