@@ -5,15 +5,14 @@
 //! pages of the same 64 entries can be looked at for nothing (look-around).
 
 use crate::area::Area;
-use crate::object::Owner;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use core::cell::RefCell;
-use hugemm_base::{Order, Pfn, VirtAddr};
-use hugemm_paging::Span;
+use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr};
+use hugemm_paging::{Span, TlbSpace, User};
 
-/// Pages that one look-around reaches over, itself included: the entries of 8 cache lines.
-const AROUND: u64 = 64;
+/// 4 KiB pages that one look-around reaches over, itself included: the entries of 8 cache lines.
+pub const AROUND: u64 = 64;
 
 /// What the mappings of a page say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,50 +21,43 @@ pub struct Recency {
     pub young: bool,
     /// One keeps it in memory: it is locked, or all of them are in spaces that go away by themselves.
     pub keep: bool,
-    /// How many mappings say so: `folio_referenced`'s count.
-    pub mappings: u32,
+    /// How many mappings have used it.
+    pub users: u32,
 }
 
-/// Which pages are aged together.
+/// Pages of one object that are aged together: offset and head of each, in ascending order and not empty.
 #[derive(Clone, Copy, Debug)]
 pub struct AgeRun<'a> {
-    /// Their heads, in the order of their offsets.
-    pub heads: &'a [Pfn],
+    /// The object's number.
+    pub object: u64,
+    /// The pages.
+    pub pages: &'a [(u64, Pfn)],
     /// Their order.
     pub order: Order,
-    /// What the first belongs to; the others are the pages after it.
-    pub first: Owner,
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// How many of `heads` adjoin from the first on, as one run: pages of one object at ascending offsets. At least 1 of
-    /// them, or none if the first is nobody's. O(run); reads two words of each descriptor.
-    pub fn age_run<'a>(&self, heads: &'a [Pfn], order: Order) -> Option<AgeRun<'a>> {
-        let first = self.owner(*heads.first()?)?;
-        let follows = |(index, head): (u64, &Pfn)| {
-            let offset = first.offset + index * order.pages();
-            self.owner(*head) == Some(Owner { object: first.object, offset })
-        };
-        let count = (0_u64..).zip(heads).take_while(|next| follows(*next)).count();
-        Some(AgeRun { heads: &heads[..count.max(1)], order, first })
-    }
-
     /// Tests and clears the accessed bits of every mapping of the run's pages, and asks secondary MMUs; no TLB is touched.
-    /// `found[i]` is what was found of `heads[i]`. Mappings without recency and those of spaces that go away do not count.
+    /// `found[i]` is what was found of page `i`. Mappings without recency and those of spaces that go away do not count.
     ///
-    /// Other pages nearby that have been used are shown to `neighbour`, which says whether it wants them: then they count
-    /// as looked at and are old afterwards. It is called under a page table's lock, so what is mapped there can be held.
-    /// One lock round of the object, and two per mapping.
+    /// Other 4 KiB pages in the run's range, and in the [64 entries](AROUND) that its ends lie in, that have been used are
+    /// shown to `neighbour`, which says whether it wants them: then they count as looked at and are old afterwards. It is
+    /// called under a page table's lock, so what is mapped there can be held.
+    ///
+    /// One lock round of the object and two per mapping; one walk per mapping over the run's range.
     pub fn age(
         &self,
         cx: &mut Cx<'_, S>,
         run: &AgeRun<'_>,
         found: &mut [Recency],
-        mut neighbour: impl FnMut(Pfn) -> bool,
+        mut neighbour: Option<&mut dyn FnMut(Pfn) -> bool>,
     ) {
-        let Some(object) = self.registry.shared().get(run.first.object) else { return };
-        let (pages, size) = (run.heads.len() as u64 * run.order.pages(), run.order.pages());
-        let (from, to) = (run.first.offset, run.first.offset + pages);
+        let (Some((from, _)), Some((last, _))) = (run.pages.first().copied(), run.pages.last().copied()) else {
+            return;
+        };
+        let Some(object) = self.registry.shared().get(run.object) else { return };
+        let size = run.order.pages();
+        let to = last + size;
         let mut mapped = false;
         let mut going = false;
         {
@@ -73,9 +65,10 @@ impl<S: Setup> Vm<'_, S> {
             let areas = unsafe { object.as_ref() }.areas.shared();
             for area in areas.iter() {
                 let Some((first, last)) = part(area, from, to) else { continue };
-                let index = |offset: u64| ((offset - from) / size) as usize;
+                let here = |offset: u64| (first..last).contains(&offset);
                 if area.info.kind.locked {
-                    found[index(first)..index(last - 1) + 1].iter_mut().for_each(|page| page.keep = true);
+                    let pages = run.pages.iter().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
+                    pages.for_each(|(_, page)| page.keep = true);
                     continue;
                 }
                 // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
@@ -88,38 +81,40 @@ impl<S: Setup> Vm<'_, S> {
                 if area.info.kind.no_recency {
                     continue;
                 }
-                // Look-around: not for large pages, whose neighbours are in other cache lines or tables.
-                let (wide_first, wide_last) = match size {
-                    1 => part(area, from & !(AROUND - 1), to.next_multiple_of(AROUND)).unwrap_or((first, last)),
-                    _ => (first, last),
-                };
-                let start = area.info.span.first() + (wide_first - area.info.offset);
-                let Some(span) = crate::unmap::pages(start, start + (wide_last - wide_first)) else { continue };
+                let (first, last) = match &neighbour {
+                    Some(_) if size == 1 => part(area, from & !(AROUND - 1), to.next_multiple_of(AROUND)),
+                    _ => None,
+                }
+                .unwrap_or((first, last));
+                let start = area.info.span.first() + (first - area.info.offset);
+                let Some(span) = crate::unmap::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table.shared(self.tables(&task));
                 let choose = |page: u64, frame: Pfn| {
-                    let offset = wide_first + (page - start);
-                    if (from..to).contains(&offset) {
-                        let place = index(offset);
-                        let mine = run.heads.get(place) == Some(&frame);
-                        if mine {
+                    let offset = first + (page - start);
+                    match run.pages.binary_search_by_key(&offset, |page| page.0) {
+                        Ok(place) if run.pages[place].1 == frame => {
                             found[place].young = true;
-                            found[place].mappings += 1;
+                            found[place].users += 1;
+                            true
                         }
-                        mine
-                    } else {
-                        neighbour(frame)
+                        // Another page of the object at the same offset: a process's own copy.
+                        Ok(_) => false,
+                        Err(_) => neighbour.as_mut().is_some_and(|wants| wants(frame)),
                     }
                 };
                 // In bounds: the area is.
                 let _ = table.clear_young_of(span, choose, |_| ());
                 drop(table);
                 if space.is_followed() {
-                    for offset in (first..last).step_by(size as usize) {
-                        let at = VirtAddr::new((area.info.span.first() + (offset - area.info.offset)) << 12);
+                    for ((offset, _), page) in
+                        run.pages.iter().zip(&mut *found).filter(|((offset, _), _)| here(*offset))
+                    {
+                        let at = VirtAddr::new((area.info.span.first() + (offset - area.info.offset)) << PAGE_SHIFT);
                         let young =
                             Span::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span.range()));
-                        found[index(offset)].young |= young;
+                        page.young |= young;
+                        page.users += u32::from(young);
                     }
                 }
             }
@@ -128,6 +123,44 @@ impl<S: Setup> Vm<'_, S> {
             found.iter_mut().for_each(|page| page.keep = true);
         }
         self.put_object(cx, object);
+    }
+
+    /// The old way, one page at a time: a reverse-map walk, and for each mapping that has used the page `stale` is told
+    /// where: whether and how to flush there is its business. For comparison with [`age`](Vm::age).
+    pub fn age_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        head: Pfn,
+        order: Order,
+        mut stale: impl FnMut(&mut Cx<'_, S>, &TlbSpace<User>, Span),
+    ) -> Recency {
+        let mut found = Recency::default();
+        let mut counted = false;
+        let mut going = false;
+        self.walk_mappings(cx, head, |cx, place| {
+            found.keep |= place.area.kind.locked;
+            let exits = Self::is_exiting(place.space);
+            going |= exits;
+            counted |= !exits;
+            let Ok(span) = Span::new(place.at, order.bytes()) else { return };
+            if exits || place.area.kind.no_recency {
+                return;
+            }
+            let young = {
+                let task = RefCell::new(&mut *cx);
+                let mut table = place.space.table.shared(self.tables(&task));
+                table.clear_young_of(span, |_, frame| frame == head, |_| ())
+            };
+            let young = young.is_ok_and(|young| young.young > 0);
+            if young {
+                stale(cx, &place.space.tlb, span);
+            }
+            let young = young | (place.space.is_followed() && place.space.followers_age(span.range()));
+            found.young |= young;
+            found.users += u32::from(young);
+        });
+        found.keep |= going && !counted;
+        found
     }
 }
 
