@@ -19,6 +19,8 @@ pub enum Lookup {
     Mapped(Leaf),
     /// Nothing.
     Absent,
+    /// The owner's word: not mapped.
+    Owner(u64),
     /// Something that is just being mapped or unmapped: a fault there is to be tried again after that.
     Busy,
 }
@@ -38,7 +40,7 @@ macro_rules! looking {
                         let offset = at.get() & (leaf.size.bytes() - 1);
                         leaf.frame.start().checked_add(offset)
                     }
-                    Lookup::Absent | Lookup::Busy => None,
+                    Lookup::Absent | Lookup::Owner(_) | Lookup::Busy => None,
                 }
             }
 
@@ -64,11 +66,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             return Lookup::Absent;
         }
         let (entry, level, _) = self.descend(page);
-        match kind::<F>(entry, level) {
-            Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
-            Kind::Empty | Kind::Table => Lookup::Absent,
-            Kind::Detached | Kind::Reserved => Lookup::Busy,
-        }
+        found::<F>(entry, level)
     }
 
     fn walk(&self, span: Span, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
@@ -97,6 +95,17 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 _ => {}
             }
         }
+    }
+}
+
+/// What an entry that ends a walk says.
+#[inline]
+pub(crate) fn found<F: PageFormat>(entry: u64, level: u32) -> Lookup {
+    match kind::<F>(entry, level) {
+        Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
+        Kind::Empty | Kind::Table => Lookup::Absent,
+        Kind::Owner => Lookup::Owner(F::word(entry)),
+        Kind::Detached | Kind::Reserved => Lookup::Busy,
     }
 }
 

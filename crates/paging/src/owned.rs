@@ -1,0 +1,171 @@
+//! Entries for what is not there: the owner's word in a non-present entry, such as a page's place in swap.
+//!
+//! An owner entry takes a leaf's place by one compare-exchange: accessed and dirty bits that hardware sets meanwhile are
+//! seen. What CPUs have cached of the leaf is the caller's to
+//! flush. Nothing can be mapped over an owner entry, and no operation on ranges touches one: whoever takes addresses away
+//! [takes](Exclusive::take_owners) them first, under the same guard.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::format::{Kind, OWNER_BITS, PageFormat, kind};
+use crate::level::{self, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{Exclusive, Shared, Tree};
+use crate::remap::check_leaf;
+use crate::run::Leaf;
+use crate::span::Span;
+use crate::table::Table;
+use crate::walk::{Lookup, found, leaf};
+use crate::walker;
+use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+
+/// What takes an owner entry's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnerNext {
+    /// Another word, below `1 << 52`.
+    Owner(u64),
+    /// A leaf, of the entry's size.
+    Leaf(Leaf),
+    /// Nothing.
+    Empty,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
+    /// Replaces the owner's word `word` at `at`; what is there instead if it is not that. A leaf publishes what was stored
+    /// before, and must fit: its size is the entry's. Owes no flush.
+    pub fn replace_owner(&mut self, at: VirtAddr, word: u64, next: OwnerNext) -> Result<(), Lookup> {
+        let (entry, level, table) = self.tree.descend_at(at).ok_or(Lookup::Absent)?;
+        if kind::<F>(entry, level) != Kind::Owner || F::word(entry) != word {
+            return Err(found::<F>(entry, level));
+        }
+        let next = match next {
+            OwnerNext::Owner(word) => F::owner(word),
+            OwnerNext::Empty => 0,
+            OwnerNext::Leaf(new) if check_leaf::<F>(new, level).is_ok() => F::leaf(new.frame, level, new.flags),
+            OwnerNext::Leaf(_) => return Err(Lookup::Owner(word)),
+        };
+        let replaced = table.replace(level::index(at.get() >> PAGE_SHIFT, level), entry, next);
+        walker::published();
+        replaced.map_err(|seen| found::<F>(seen, level))
+    }
+
+    /// Puts the owner's word where nothing is, for a page of `size`. May allocate tables.
+    pub fn enter_owner(&mut self, at: VirtAddr, size: PageSize, word: u64) -> Result<(), PagingError> {
+        debug_assert!(word >> OWNER_BITS == 0);
+        let (first, _) = self.tree.check(Span::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
+        loop {
+            let (entry, level, table) = self.tree.descend_to(first, level::of(size));
+            let index = level::index(first, level);
+            if kind::<F>(entry, level) != Kind::Empty {
+                return Err(PagingError::Overlap { at });
+            }
+            if level > level::of(size) {
+                self.tree.hook_empty(table, index)?;
+            } else {
+                return table.publish_if_empty(index, F::owner(word)).map_err(|_| PagingError::Overlap { at });
+            }
+        }
+    }
+}
+
+macro_rules! looking {
+    ($guard:ident) => {
+        impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
+            /// Shows `visit` every owner entry of the span: address, size and word. Reads 8 bytes per entry of tables
+            /// that exist.
+            pub fn walk_owners(
+                &self,
+                span: Span,
+                mut visit: impl FnMut(VirtAddr, PageSize, u64),
+            ) -> Result<(), PagingError> {
+                self.tree.owners(span, &mut |_, _, at, size, word| visit(at, size, word))
+            }
+        }
+    };
+}
+
+looking!(Shared);
+looking!(Exclusive);
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// Takes the leaf that maps `at` to `frame` (its first one) away: puts the owner's word there, or nothing. Returns the
+    /// leaf with the accessed and dirty bits of the last moment; what is there instead if it is not that leaf.
+    ///
+    /// Alone, so that whoever holds the table shared may take a reference to what it finds mapped. CPUs go on using what they have cached until they are flushed. Until then the address must not be mapped to
+    /// another frame. One compare-exchange, more if hardware sets a bit meanwhile.
+    pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: Option<u64>) -> Result<Leaf, Lookup> {
+        let (mut entry, level, table) = self.tree.descend_at(at).ok_or(Lookup::Absent)?;
+        let next = word.map_or(0, F::owner);
+        loop {
+            if kind::<F>(entry, level) != Kind::Leaf || F::frame(entry) != frame {
+                return Err(found::<F>(entry, level));
+            }
+            match table.replace(level::index(at.get() >> PAGE_SHIFT, level), entry, next) {
+                Ok(()) => return Ok(leaf::<F>(entry, level)),
+                Err(seen) => entry = seen,
+            }
+        }
+    }
+
+    /// Empties every owner entry of the span and shows `visit` what was there. Owes no flush. Refuses, with
+    /// nothing changed, what [`detach`](Exclusive::detach) would refuse.
+    pub fn take_owners(
+        &mut self,
+        span: Span,
+        mut visit: impl FnMut(VirtAddr, PageSize, u64),
+    ) -> Result<(), PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        self.tree.check_ends(first, end)?;
+        if let Some(page) = self.outstanding().meets(span) {
+            return Err(PagingError::Busy { at: level::address(page) });
+        }
+        self.tree.owners(span, &mut |table, index, at, size, word| {
+            table.set(index, 0);
+            visit(at, size, word);
+        })
+    }
+}
+
+type Visit<'a> = dyn FnMut(Table, usize, VirtAddr, PageSize, u64) + 'a;
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// [`descend`](Tree::descend) for an address, if the table translates it.
+    fn descend_at(&self, at: VirtAddr) -> Option<(u64, u32, Table)> {
+        let page = Span::new(VirtAddr::new(at.get() >> PAGE_SHIFT << PAGE_SHIFT), 1 << PAGE_SHIFT).ok()?;
+        let (first, _) = self.check(page).ok()?;
+        Some(self.descend(first))
+    }
+
+    /// The entry for `page` at `level`, or above it if the walk ends there.
+    fn descend_to(&self, page: u64, lowest: u32) -> (u64, u32, Table) {
+        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+        loop {
+            let entry = table.get(level::index(page, level));
+            if level == lowest || kind::<F>(entry, level) != Kind::Table {
+                return (entry, level, table);
+            }
+            table = self.below(entry);
+            level -= 1;
+        }
+    }
+
+    fn owners(&self, span: Span, visit: &mut Visit<'_>) -> Result<(), PagingError> {
+        let (first, end) = self.check(span)?;
+        self.owners_below(self.table(self.root), Self::ROOT, first, end, visit);
+        Ok(())
+    }
+
+    fn owners_below(&self, table: Table, level: u32, first: u64, end: u64, visit: &mut Visit<'_>) {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.owners_below(self.below(entry), level - 1, slot.first, slot.end, visit),
+                Kind::Owner => {
+                    let begins = slot.first & !(level::pages(level) - 1);
+                    visit(table, slot.index, level::address(begins), level::size(level), F::word(entry));
+                }
+                _ => {}
+            }
+        }
+    }
+}
