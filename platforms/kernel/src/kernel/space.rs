@@ -1,5 +1,7 @@
 //! Address spaces: a page table that every CPU may load, whose pages come when they are touched.
 
+pub mod rights;
+
 use super::memory::{KernelFrames, frames};
 use super::platform::{KERNEL, Kernel};
 use super::tlb::tlbs;
@@ -205,12 +207,14 @@ impl<'a> Space<'a> {
     }
 }
 
-/// A page fault at `at`, with interrupts as they were before it: whether the access can be tried again.
-pub fn fault(at: u64) -> bool {
+/// A page fault at `at`, where no page is (`absent`) or one that may not be written, with interrupts as they were before it:
+/// whether the access can be tried again.
+pub fn fault(at: u64, absent: bool) -> bool {
     let space: *const Space<'_> = percpu::own().space.load(Ordering::Relaxed).cast();
     // SAFETY: `with` stores a space that lives until it has taken it back, on this CPU.
     let Some(space) = (unsafe { space.as_ref() }) else { return false };
     // SAFETY: the interrupted task waits for this handler, which neither reschedules nor leaves debts behind.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
-    space.fault(&mut cx, VirtAddr::new(at))
+    let at = VirtAddr::new(at);
+    if absent { space.fault(&mut cx, at) } else { space.waits_for_rights(at) }
 }

@@ -186,18 +186,20 @@ extern "C" fn trap_entry(frame: &mut Frame) {
     }
 }
 
-/// A page fault: a page that is to come now, or a bug. Interrupts are as they were before it, so that a CPU which waits
+/// A page fault: a page that is to come now, a store to one that may not be written now, or a bug. Interrupts are as they were before it, so that a CPU which waits
 /// for a table's lock here answers shootdowns.
 fn page_fault(frame: &Frame) {
     const INTERRUPTS: u64 = 1 << 9;
     const PROTECTION: u64 = 1;
+    const STORE: u64 = 1 << 1;
     let at = Cr2::read_raw();
-    if at < layout::DIRECT && frame.error & PROTECTION == 0 {
+    let absent = frame.error & PROTECTION == 0;
+    if at < layout::DIRECT && (absent || frame.error == PROTECTION | STORE) {
         let were_on = frame.rflags & INTERRUPTS != 0;
         if were_on {
             interrupts::enable();
         }
-        let resolved = space::fault(at);
+        let resolved = space::fault(at, absent);
         interrupts::disable();
         if resolved {
             return;
