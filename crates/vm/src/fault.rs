@@ -186,7 +186,7 @@ impl<S: Setup> Vm<'_, S> {
             entered
         });
         match served {
-            // The last promised page may have gone to another CPU that faulted at the same address.
+            // Another CPU that faulted at the same address had what was missing.
             Err(_) if self.lookup(cx, space, at) != Lookup::Absent => Ok(Served::Meanwhile),
             served => served,
         }
@@ -273,7 +273,10 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(Served::Meanwhile);
         };
         phases.enter(Phase::Allocate);
-        let extent = self.new_page(cx, want, owner, &Never, phases)?;
+        let holding = claims.hold();
+        let Some(extent) = self.promised_page(cx, &holding, want, owner, &Never, phases)? else {
+            return Ok(Served::Meanwhile);
+        };
         phases.enter(Phase::Map);
         let entered = enter(cx, extent);
         phases.enter(Phase::Other);

@@ -23,7 +23,7 @@ pub trait HugePool<P: Cpu> {
     fn unreserve(&self, cx: &CpuCx<'_, P>, size: PageSize, pages: u64);
 
     /// Hands a page out, from where it is wanted: a promised one, which is then no longer promised, or one that is
-    /// promised to nobody.
+    /// promised to nobody. A promise is kept from elsewhere rather than not at all.
     fn take(&self, cx: &CpuCx<'_, P>, size: PageSize, reserved: bool, from: From) -> Result<Content, OutOfPool>;
 
     /// Takes a page back; it is promised again if `reserved`.
@@ -117,7 +117,8 @@ impl<P: Cpu + Topology, L: RawLock> HugePool<P> for Pools<'_, '_, L> {
         let (first, then) = match from {
             From::Local => (Nodes::Only(cx.platform().node_of_cpu(cx.platform().current())), Some(Nodes::All)),
             From::Prefer(node) => (Nodes::Only(node), Some(Nodes::All)),
-            From::Only(node) => (Nodes::Only(node), None),
+            // A promise was made of any node's page, and outranks where it should be.
+            From::Only(node) => (Nodes::Only(node), reserved.then_some(Nodes::All)),
         };
         let page = match (pool.take(cx, first, reserved), then) {
             (Err(_), Some(nodes)) => pool.take(cx, nodes, reserved),

@@ -335,6 +335,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         let size = area.kind.page;
         let mut batch = Batch::new();
         let mut lack = None;
+        let holding = space.claims.hold();
         phases.enter(Phase::Allocate);
         while batch.count < BATCH && from + batch.pages < end {
             let at = from + batch.pages;
@@ -346,7 +347,12 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 let most = Order::largest_within(room).unwrap_or(Order::ZERO);
                 self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
             } else {
-                self.vm.new_page(cx, &want, owner, cancel, phases)
+                match self.vm.promised_page(cx, &holding, &want, owner, cancel, phases) {
+                    Ok(Some(page)) => Ok(page),
+                    Ok(None) if batch.count == 0 => return Ok(0),
+                    Ok(None) => break,
+                    Err(error) => Err(error),
+                }
             };
             match block {
                 Ok(block) => batch.push(block),

@@ -5,6 +5,7 @@
 //! descriptor says whose it is. All of that before any lock is taken.
 
 use crate::area::{AreaInfo, AreaKind};
+use crate::claims::Holding;
 use crate::error::VmError;
 use crate::object::Owner;
 use crate::pager::Pager;
@@ -22,6 +23,10 @@ use hugemm_frames::{AllocError, From, Frozen, Mobility, RefError, Request, WideC
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
 const DROP_PAGES: u64 = 1 << 16;
+
+/// How often a promised page is asked for while nobody else holds any: more than once, for those who return theirs just
+/// then.
+const LOOKS: u32 = 3;
 
 /// What page is wanted, and why.
 #[derive(Clone, Copy, Debug)]
@@ -98,6 +103,28 @@ impl<S: Setup> Vm<'_, S> {
             self.zeroed_block(cx, want, order, cancel, phases)?
         };
         self.adopt(cx, block, want, owner)
+    }
+
+    /// [`new_page`](Vm::new_page); `None` if the pool cannot keep its promise because others hold what they have not
+    /// entered yet: looking again helps.
+    pub(crate) fn promised_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        holding: &Holding<'_>,
+        want: &Want,
+        owner: Owner,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Option<Extent>, VmError> {
+        for round in 0.. {
+            match self.new_page(cx, want, owner, cancel, phases) {
+                Err(VmError::NoPool) if want.reserved && holding.others() => return Ok(None),
+                // The others have returned what they had between the attempt and the look.
+                Err(VmError::NoPool) if want.reserved && round < LOOKS => {}
+                page => return page.map(Some),
+            }
+        }
+        Err(VmError::NoPool)
     }
 
     /// Zeroed 4 KiB pages that adjoin, counted, with the caller's references: as many as a block of `most` has, or fewer
