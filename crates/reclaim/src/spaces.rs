@@ -68,8 +68,10 @@ pub enum Step {
     UnmapFlush,
     /// Storing pages and freeing them.
     Write,
-    /// Anything else: choosing, the LRU.
+    /// Anything else that reclaim does: choosing, the LRU.
     Other,
+    /// No longer reclaiming.
+    Outside,
 }
 
 /// Is told when a reclaiming task turns to something else. `()` is told nothing and costs nothing.
@@ -155,6 +157,11 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         self.lrus.get(node.0 as usize)
     }
 
+    /// Who is told what reclaiming tasks do.
+    pub fn steps(&self) -> &O {
+        &self.steps
+    }
+
     /// The marks.
     pub fn marks(&self) -> Watermarks {
         self.marks
@@ -201,12 +208,13 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         // More CPUs than a mask on the stack has bits.
         let deferred = DeferredUnmap::new(vm.tlbs()).ok()?;
         let side = Side { vm, pager: self, deferred: &deferred, debt: RefCell::new(None), freed: Cell::new(0) };
+        self.steps.enter(Step::Other);
         let result = f(cx, &side);
         // What was unhooked in vain.
         if side.debt.borrow().is_some() {
             let _ = Reclaimer::flush(&side, cx);
         }
-        self.steps.enter(Step::Other);
+        self.steps.enter(Step::Outside);
         Some(result)
     }
 

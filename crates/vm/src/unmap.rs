@@ -119,9 +119,14 @@ impl<S: Setup> Vm<'_, S> {
                 let mut areas = space.areas.exclusive();
                 let cuts = cuts(&areas, first, end)?;
                 if spare.count() >= cuts {
-                    let mut table = space.table.exclusive(self.tables(&task));
-                    let ready = if S::Pager::ACTIVE { self.take_away(&task, space, &mut table, span) } else { Ok(()) };
-                    match ready.and_then(|()| table.detach(span, Editing::LIVE)) {
+                    let detached = {
+                        let mut table = space.table.exclusive(self.tables(&task));
+                        let ready =
+                            if S::Pager::ACTIVE { self.take_away(&task, space, &mut table, span) } else { Ok(()) };
+                        ready.and_then(|()| table.detach(span, Editing::LIVE))
+                    };
+                    // The table is unlocked: areas' locks come before it.
+                    match detached {
                         Ok(unhooked) => {
                             self.cut(&mut areas, first, end, removed, spare);
                             return Ok(unhooked);
