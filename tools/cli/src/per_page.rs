@@ -101,8 +101,11 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
         Ok(())
     }
 
-    fn write_protect(&mut self, field: Field) -> Result<(), Trouble> {
-        self.change(field, State { writable: false, settled: true })
+    fn write_protect(&mut self, field: Field, live: bool) -> Result<(), Trouble> {
+        match live {
+            true => self.protect_live(field),
+            false => self.change(field, State { writable: false, settled: true }),
+        }
     }
 
     fn write_again(&mut self, field: Field) -> Result<(), Trouble> {

@@ -92,13 +92,14 @@ impl From<PagingError> for Trouble {
 pub trait Way {
     /// Maps the field, writable and settled.
     fn map(&mut self, field: Field) -> Result<(), Trouble>;
-    /// Makes the field read-only in the fewest stores that this way has for it.
-    fn write_protect(&mut self, field: Field) -> Result<(), Trouble>;
+    /// Makes the field read-only in the fewest stores that this way has for it; where it is `live`, what hardware sets in an
+    /// entry at the same moment is not lost.
+    fn write_protect(&mut self, field: Field, live: bool) -> Result<(), Trouble>;
     /// Makes [one page in each 2 MiB](Field::written) writable again.
     fn write_again(&mut self, field: Field) -> Result<(), Trouble>;
-    /// Changes every leaf of the field, as if nobody else did meanwhile where its hardware bits are not [settled](State).
+    /// Changes every leaf of the field.
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble>;
-    /// Makes every leaf of the field read-only; what hardware sets in it at the same moment is not lost.
+    /// Makes every leaf of the field read-only, where it is live.
     fn protect_live(&mut self, field: Field) -> Result<(), Trouble>;
     /// Unmaps the field and gives its tables back; returns how many pages had been mapped.
     fn unmap(&mut self, field: Field) -> Result<u64, Trouble>;
@@ -111,13 +112,13 @@ pub struct Times {
     pub map: Spent,
     /// Making settled mappings read-only in the fewest stores.
     pub write_protect: Spent,
+    /// Making fresh mappings read-only in the fewest stores.
+    pub write_protect_live: Spent,
     /// Making one page in each 2 MiB writable after that; an operation is one such page.
     pub write_again: Spent,
     /// Making settled mappings read-only leaf by leaf.
     pub protect_settled: Spent,
-    /// Making fresh mappings read-only leaf by leaf: where nobody translates by them, if there is a difference.
-    pub protect_fresh: Spent,
-    /// The same where CPUs may be translating by them.
+    /// Making fresh mappings read-only leaf by leaf, where CPUs may be translating by them.
     pub protect_live: Spent,
     /// Unmapping, with what that gives back.
     pub unmap: Spent,
@@ -130,15 +131,14 @@ pub fn pass(clock: &impl Clock, way: &mut impl Way, field: Field) -> Result<Time
         done.map(|()| Spent { operations, nanos })
     };
     let (pages, tables) = (field.pages, field.pages.div_ceil(TABLE));
-    let read_only = |settled| State { writable: false, settled };
     let writable = |settled| State { writable: true, settled };
     let map = once(way, pages, &|way| Way::map(way, field))?;
-    let write_protect = once(way, pages, &|way| way.write_protect(field))?;
+    let write_protect = once(way, pages, &|way| way.write_protect(field, false))?;
     let write_again = once(way, tables, &|way| way.write_again(field))?;
     way.change(field, writable(true))?;
-    let protect_settled = once(way, pages, &|way| way.change(field, read_only(true)))?;
+    let protect_settled = once(way, pages, &|way| way.change(field, State { writable: false, settled: true }))?;
     way.change(field, writable(false))?;
-    let protect_fresh = once(way, pages, &|way| way.change(field, read_only(false)))?;
+    let write_protect_live = once(way, pages, &|way| way.write_protect(field, true))?;
     way.change(field, writable(false))?;
     let protect_live = once(way, pages, &|way| way.protect_live(field))?;
     let (found, nanos) = timed(clock, || way.unmap(field));
@@ -146,7 +146,7 @@ pub fn pass(clock: &impl Clock, way: &mut impl Way, field: Field) -> Result<Time
     if found != field.pages {
         return Err(Trouble::Lost { wanted: field.pages, found });
     }
-    Ok(Times { map, write_protect, write_again, protect_settled, protect_fresh, protect_live, unmap })
+    Ok(Times { map, write_protect, write_protect_live, write_again, protect_settled, protect_live, unmap })
 }
 
 /// hugemm's range mapper, edits as on a table that CPUs translate by.
@@ -176,7 +176,7 @@ impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
         Ok(self.table.exclusive(&mut self.memory).map(span(field)?, field.runs(), how)?)
     }
 
-    fn write_protect(&mut self, field: Field) -> Result<(), Trouble> {
+    fn write_protect(&mut self, field: Field, _live: bool) -> Result<(), Trouble> {
         let stale = self.table.exclusive(&mut self.memory).write_protect(span(field)?)?;
         // No CPU translates by the table, so there is nothing to flush.
         core::hint::black_box(stale.entries());

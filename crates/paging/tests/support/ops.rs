@@ -444,7 +444,7 @@ impl<F: PageFormat> State<'_, F> {
         for (page, (_, flags)) in self.pages.range_mut(first_hit..end) {
             if flags.contains(Flags::ACCESSED) && (first..first + pages).contains(page) {
                 expected += 1;
-                assert!(seen.contains_key(page));
+                assert_eq!(seen.get(page).map(|(_, shown)| *shown & Flags::WRITE), Some(*flags & Flags::WRITE));
             }
             *flags = flags.without(Flags::ACCESSED);
         }

@@ -28,6 +28,8 @@ const PAGES: u64 = 24;
 const APART: u64 = 53;
 /// Turns of a round, at most.
 const TURNS: u64 = 60;
+/// Looks at a page that somebody is about to write, at most.
+const PATIENCE: u64 = 1_000_000;
 /// Loops between two looks.
 const WAIT: u64 = 3000;
 
@@ -90,10 +92,9 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
         space.with(cx, |cx| {
             if cpu == 0 {
                 let judged = judge(cx, &space, &mut Random::new(seed), plant, until);
-                // Nobody is left waiting in a page fault.
-                let judged =
-                    judged.and_then(|seals| Ok(all().and_then(|all| space.unseal(cx, all)).map(|()| seals)?));
-                *outcome.lock() = Some(judged);
+                // Whatever was found, nobody is left waiting in a page fault.
+                let unsealed = all().and_then(|all| space.unseal(cx, all));
+                *outcome.lock() = Some(judged.and_then(|seals| Ok(unsealed.map(|()| seals)?)));
                 // Relaxed: only to end.
                 stop.store(true, Ordering::Relaxed);
             } else {
@@ -159,10 +160,14 @@ fn judge(cx: Cx<'_>, space: &Space<'_>, random: &mut Random, plant: Plant, until
         space.clean(cx, all)?;
         let chosen = random.below(PAGES);
         space.unseal(cx, span(page(chosen), PAGE_BYTES)?)?;
-        match plant {
-            Plant::LostDirty => space.age_plainly(VirtAddr::new(page(chosen)), || wait(WAIT)),
-            _ => space.age(cx, all)?,
+        if plant == Plant::LostDirty {
+            space.age_plainly(VirtAddr::new(page(chosen)), || {
+                let unsealed = space.unseal(cx, all);
+                (0..PATIENCE).take_while(|_| unsealed.is_ok() && !moved(&chosen)).for_each(|_| wait(1));
+            });
+            continue;
         }
+        space.age(cx, all)?;
         if let Some(number) = (0..PAGES).filter(|number| *number != chosen).find(moved) {
             return Err(Finding::Rights(Broken::Stored(page(number))).into());
         }
