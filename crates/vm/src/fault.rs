@@ -21,7 +21,6 @@ use crate::vm::Vm;
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr};
-use hugemm_clear::Request;
 use hugemm_paging::{Flags, Lookup, Mapping, PagingError, Span};
 
 /// What the access was that faulted.
@@ -55,6 +54,8 @@ pub enum Served {
     Copied,
     /// A page that had been shared by fork is writable again.
     Reused,
+    /// A page that reclaim had taken away is back.
+    Refaulted,
     /// Somebody else is or was at the page: repeating the access tells.
     Meanwhile,
 }
@@ -63,6 +64,8 @@ pub enum Served {
 enum Found<S: Setup> {
     /// Nothing is mapped. The object, with a reference, if it is a shared one.
     Absent(Option<NonNull<Object<S>>>),
+    /// A private page is away: the owner's word.
+    Away(u64),
     /// A page is mapped, but not for this access.
     ReadOnly,
     /// There is nothing to do, or not now.
@@ -106,6 +109,7 @@ impl<S: Setup> Vm<'_, S> {
             Ok(Served::Mapped) => space.counters.mapped.add(1),
             Ok(Served::Copied) => space.counters.copied.add(1),
             Ok(Served::Reused) => space.counters.reused.add(1),
+            Ok(Served::Refaulted) => space.counters.refaulted.add(1),
             Ok(Served::Meanwhile) => space.counters.waited.add(1),
             Err(_) => space.counters.failed.add(1),
         }
@@ -125,6 +129,7 @@ impl<S: Setup> Vm<'_, S> {
         match found {
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
+            Found::Away(word) => self.refault_private(cx, site, at, access, word),
             Found::Absent(None) => self.fault_private(cx, site, at, access),
             Found::Absent(Some(object)) => {
                 // SAFETY: `find_for_fault` took a reference.
@@ -154,6 +159,7 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Meanwhile,
+            Lookup::Owner(word) => Found::Away(word),
             Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
                 // SAFETY: the area holds a reference, and is there while the list is locked.
                 unsafe { area.object.as_ref() }.get();
@@ -173,7 +179,7 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
         let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
-        let want = Want::of(area, Request::fault(area.kind.page.bytes()), at, Some(at));
+        let want = Want::of_fault(area, at);
         let served = self.make_page(cx, (&space.claims, page.first()), &want, owner, phases, |cx, extent| {
             let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
             space.counters.wasted.add(u64::from(entered != Ok(Served::Mapped)));
@@ -196,15 +202,35 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
-        let want = Want::of(area, Request::fault(area.kind.page.bytes()), at, Some(at));
+        let want = Want::of_fault(area, at);
         // Two rounds: a page that another CPU enters into the index meanwhile is found in the second.
         for _ in 0..2 {
             if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
                 return Ok(served);
             }
-            self.fill_index(cx, object, area.offset_of(page.first()), &want, phases)?;
+            self.supply_index(cx, object, area.offset_of(page.first()), &want, phases)?;
         }
         Ok(Served::Meanwhile)
+    }
+
+    /// Makes the page at `offset` of a shared object present: new, or brought back. False if somebody else is at it.
+    pub(crate) fn supply_index(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        offset: u64,
+        want: &Want,
+        phases: &impl Phases,
+    ) -> Result<bool, VmError> {
+        let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+        let found = {
+            let task = RefCell::new(&mut *cx);
+            index.table.shared(self.tables(&task)).lookup(VirtAddr::new(offset << PAGE_SHIFT))
+        };
+        match found {
+            Lookup::Owner(word) => self.refault_index(cx, object, offset, want, word),
+            _ => self.fill_index(cx, object, offset, want, phases),
+        }
     }
 
     /// Makes the page at `offset` of a shared object exist; false if it did already.
@@ -294,7 +320,7 @@ impl<S: Setup> Vm<'_, S> {
             let extent = match pages.lookup(at) {
                 Lookup::Mapped(leaf) => Extent::block(leaf.frame, leaf.size.order()),
                 found => {
-                    there = found != Lookup::Absent;
+                    there = !matches!(found, Lookup::Absent | Lookup::Owner(_));
                     return busy;
                 }
             };

@@ -4,6 +4,7 @@ use crate::area::{Area, AreaInfo, AreaKind};
 use crate::claims::Claims;
 use crate::error::VmError;
 use crate::object::{Index, Object};
+use crate::pager::Pager;
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
@@ -259,6 +260,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         {
             let task = RefCell::new(&mut *cx);
             let mut table = index.table.exclusive(self.tables(&task));
+            if S::Pager::ACTIVE {
+                let _ = table.take_owners(whole, |_, _, word| self.drop_away(&task.borrow(), word));
+            }
             // SAFETY: no hardware walks an index, and no other task can reach it.
             if let Ok(unhooked) = table.detach(whole, unsafe { Editing::quiet() }) {
                 // SAFETY: as above.

@@ -211,8 +211,16 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             if cancel.requested() {
                 return Err(VmError::Cancelled);
             }
-            let there = self.vm.is_in_index(cx, index, VirtAddr::new(next << PAGE_SHIFT));
-            if !there && !self.vm.fill_index(cx, object, next, &want, phases)? {
+            let there = {
+                let task = RefCell::new(&mut *cx);
+                index.table.shared(self.vm.tables(&task)).lookup(VirtAddr::new(next << PAGE_SHIFT))
+            };
+            let filled = match there {
+                Lookup::Absent => self.vm.fill_index(cx, object, next, &want, phases)?,
+                Lookup::Owner(word) => self.vm.refault_index(cx, object, next, &want, word)?,
+                _ => true,
+            };
+            if !filled {
                 continue;
             }
             self.done.fetch_add(size.pages(), Ordering::Relaxed);
@@ -282,6 +290,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 Ok(size)
             }
             Absent::Busy => Ok(0),
+            Absent::Away => self.vm.fault(cx, space, at, crate::fault::Access::Read).map(|_| 0),
             Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
             Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
         }
@@ -302,7 +311,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         let filled = match self.vm.enter_from_index(cx, space, area, page, filled, flags) {
             Ok(Some(Served::Mapped)) => Ok(size),
             Ok(Some(_)) => Ok(0),
-            Ok(None) => self.vm.fill_index(cx, filled, area.offset_of(from), &want, phases).map(|_| 0),
+            Ok(None) => self.vm.supply_index(cx, filled, area.offset_of(from), &want, phases).map(|_| 0),
             Err(error) => Err(error),
         };
         self.vm.put_object(cx, object);
@@ -390,6 +399,8 @@ pub(crate) enum Absent {
     Mapped(Flags),
     /// A page that is being mapped or unmapped.
     Busy,
+    /// A page that reclaim has taken away.
+    Away,
     /// Nothing, for so many 4 KiB pages.
     Pages(u64),
 }
@@ -409,6 +420,7 @@ impl<S: Setup> Vm<'_, S> {
                 _ if found > 0 => break,
                 Lookup::Mapped(leaf) => return Absent::Mapped(leaf.flags),
                 Lookup::Busy => return Absent::Busy,
+                Lookup::Owner(_) => return Absent::Away,
             }
             at += size;
         }

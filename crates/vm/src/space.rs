@@ -14,7 +14,7 @@ use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::sync::AtomicU64;
+use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 use hugemm_paging::{Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace, User};
 
@@ -28,6 +28,8 @@ pub struct Space<S: Setup> {
     pub(crate) claims: Claims,
     /// References that [`Vm::pin`] has taken and nobody has given back.
     pub(crate) pins: AtomicU64,
+    /// Not 0 once the space is being taken apart: its pages go away by themselves.
+    pub(crate) exiting: AtomicU64,
     pub(crate) counters: SpaceCounters,
 }
 
@@ -38,6 +40,8 @@ pub struct SpaceCounters {
     pub mapped: Counter,
     /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
     pub waited: Counter,
+    /// Faults that brought a page back that reclaim had taken away.
+    pub refaulted: Counter,
     /// Pages that were cleared in vain, because another CPU's fault got ahead.
     pub wasted: Counter,
     /// Faults that copied a page that was shared by fork.
@@ -124,6 +128,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             followers: Guarded::new(Followers::new()),
             claims: Claims::new(),
             pins: AtomicU64::new(0),
+            exiting: AtomicU64::new(0),
             counters: SpaceCounters::default(),
         };
         match self.new_in(&self.space_slab, cx, space) {
@@ -139,7 +144,10 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// lazily; if one has, or if memory is pinned, the space comes back.
     pub fn destroy<'v>(&'v self, cx: &mut Cx<'_, S>, space: SpaceRef<'v, S>) -> Result<(), (VmError, SpaceRef<'v, S>)> {
         let bounds = space.table.bounds();
+        // Relaxed: a hint to reclaim.
+        space.exiting.store(1, Ordering::Relaxed);
         if let Err(error) = self.unmap(cx, &space, bounds) {
+            space.exiting.store(0, Ordering::Relaxed);
             return Err((error, space));
         }
         if !space.followers.shared().is_empty() {

@@ -8,6 +8,7 @@ use crate::area::{AreaInfo, AreaKind};
 use crate::claims::Holding;
 use crate::error::VmError;
 use crate::object::Owner;
+use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
@@ -48,6 +49,11 @@ impl Want {
         let AreaKind { page, pooled, reserved, from, .. } = area.kind;
         let clear = request.seen_at(at.align_down(page.bytes()));
         Want { page, pooled, reserved, from, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
+    }
+
+    /// The page that was touched at `at`.
+    pub(crate) fn of_fault(area: &AreaInfo, at: VirtAddr) -> Want {
+        Want::of(area, clear::Request::fault(area.kind.page.bytes()), at, Some(at))
     }
 }
 
@@ -146,7 +152,7 @@ impl<S: Setup> Vm<'_, S> {
                     Err(_) => continue,
                 }
             };
-            return self.adopt_pages(block, owner);
+            return self.adopt_pages(cx, block, owner);
         }
         Err(VmError::NoMemory)
     }
@@ -257,20 +263,26 @@ impl<S: Setup> Vm<'_, S> {
             return Err(VmError::Unreachable);
         };
         owner.store(desc);
+        let order = block.order();
         // It was frozen, so it can be counted.
         self.frames.count(block).map_err(|_| VmError::Unreachable)?;
+        if !want.pooled {
+            self.pager.enlist(self.frames, cx, extent, order);
+        }
         Ok(extent)
     }
 
     /// Makes a block counted 4 KiB pages of their object.
-    fn adopt_pages(&self, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
+    fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
         let run = self.frames.split(block, Order::ZERO);
         for (index, frame) in (run.extent().base().number()..run.extent().end().number()).enumerate() {
             if let Some(desc) = self.frames.descriptor(Pfn::new(frame)) {
                 Owner { object: owner.object, offset: owner.offset + index as u64 }.store(desc);
             }
         }
-        self.frames.count_run(run).map_err(|_| VmError::Unreachable)
+        let extent = self.frames.count_run(run).map_err(|_| VmError::Unreachable)?;
+        self.pager.enlist(self.frames, cx, extent, Order::ZERO);
+        Ok(extent)
     }
 
     /// Another reference to a page, for whoever has one. May take a frame for a counter: the first time that any page of
@@ -318,6 +330,9 @@ impl<S: Setup> Vm<'_, S> {
     /// Drops one reference of each page of a run, and frees those that lose their last. `page` is the pages' size.
     /// Passes no reschedule point.
     pub(crate) fn drop_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, page: PageSize, pooled: bool) {
+        if S::Pager::ACTIVE && !pooled {
+            return self.pager.drop_references(self.frames, cx, extent, page.order());
+        }
         if page == PageSize::Size4K && !pooled {
             let mut rest = extent;
             while !rest.is_empty() {

@@ -186,6 +186,10 @@ named! {
         MissedCpu = "missed-cpu",
         /// A CPU that said it would be lazy uses the space without saying that it has woken.
         LazyCpu = "lazy-cpu",
+        /// Pages become read-only and no CPU is told.
+        UnflushedProtect = "unflushed-protect",
+        /// An accessed bit is cleared by a load and a store, while hardware sets the dirty bit.
+        LostDirty = "lost-dirty",
         /// A frame is handed out twice.
         DoubleFree = "double-free",
     }

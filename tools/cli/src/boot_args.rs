@@ -23,7 +23,8 @@ COMMAND is one of
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--plant free-before-flush|missed-cpu|lazy-cpu|double-free]
+  selftest         [--seconds S] [--plant BUG]
+                   BUG: free-before-flush, missed-cpu, lazy-cpu, unflushed-protect, lost-dirty, double-free
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
 

@@ -25,7 +25,7 @@ use hugemm_host::memory::Backing;
 use hugemm_host::pool::HugetlbPool;
 use hugemm_hugetlb::HugePool;
 use hugemm_paging::{Counting, EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_vm::{AreaKind, Backing as From, Parts, Pinned, Pools, Setup, Vm};
+use hugemm_vm::{AreaKind, Backing as From, NoPager, Parts, Pinned, Pools, Setup, Vm};
 use hugemm_workloads::vm_create::{Creation, Split, software_faults};
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
@@ -43,6 +43,7 @@ impl<'h, 'a, 'm: 'a> Setup for OnHost<'h, 'a, 'm> {
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Counting;
+    type Pager = NoPager;
     type Pressure = NoPressure;
     type Pool = Pools<'a, 'm>;
     type Notifier = ();
@@ -270,6 +271,7 @@ impl<'m> Side<'_, '_, 'm> {
             tlbs: &tlbs,
             clearer: Clearer::new(self.features, policy)?,
             shootdown: ShootdownPolicy::BATCHED,
+            pager: NoPager,
             pressure: NoPressure,
             pool: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
         };

@@ -30,6 +30,7 @@ impl<'h> Setup for Model<'h> {
     type Format = X86_64;
     type Lock = ServingLock;
     type Tlb = &'h Cpus<'h>;
+    type Pager = hugemm_vm::NoPager;
     type Pressure = Relief;
     type Pool = TestPool<'h>;
     type Notifier = Follower<'h>;
@@ -252,6 +253,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: i
         tlbs: &tlbs,
         clearer,
         shootdown: ShootdownPolicy::BATCHED,
+        pager: hugemm_vm::NoPager,
         pressure: Relief::default(),
         pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0) },
     };

@@ -1,6 +1,8 @@
 //! A bare page table that every CPU may load, whose pages come when they are touched: for what is tested and measured
 //! below the level of address spaces ([`vm`](super::vm)).
 
+pub mod rights;
+
 use super::memory::{KernelFrames, frames};
 use super::platform::Kernel;
 use super::tlb::tlbs;
@@ -8,9 +10,10 @@ use super::{layout, page_fault, tables};
 use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr};
 use hugemm_frames::Request;
 use hugemm_paging::{
-    Editing, Flags, FrameTables, Harvest, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy, Span,
-    TlbSpace, User, X86_64,
+    Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
+    ShootdownPolicy, Span, TlbSpace, User, X86_64,
 };
+use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
 
 /// What is to be found at the addresses of a space.
@@ -53,7 +56,7 @@ impl<'a> Space<'a> {
     /// Runs `f` with the space loaded on the calling CPU.
     pub fn with<R>(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R) -> R {
         // What is mapped allows everything.
-        page_fault::with(cx, &self.tlb, &|cx, at, _access| self.fault(cx, at), f)
+        page_fault::with(cx, &self.tlb, &|cx, at, access| self.serve(cx, at, access), f)
     }
 
     /// Runs `f` while the calling CPU, in [`with`](Space::with), is lazy: it uses no address of the space.
@@ -149,6 +152,12 @@ impl<'a> Space<'a> {
         }
         // SAFETY: no CPU has it loaded, and without tags none keeps anything of a space that it has left.
         unsafe { table.retire(&mut memory(cx), visit) };
+    }
+
+    /// Serves a fault of a CPU that has the space loaded.
+    fn serve(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access) -> bool {
+        let mapped = matches!(self.table.shared(memory(cx)).lookup(at), Lookup::Mapped(_));
+        if mapped && access == Access::Write { self.waits_for_rights(at) } else { self.fault(cx, at) }
     }
 
     /// Maps the page at `at`, if there may be one; whether the access can be tried again.

@@ -186,8 +186,8 @@ extern "C" fn trap_entry(frame: &mut Frame) {
     }
 }
 
-/// A page fault: a page that is to come now, or a bug. Interrupts are as they were before it, so that a CPU which waits
-/// for a table's lock here answers shootdowns.
+/// A page fault: a page that is to come now, a store to one that may not be written now, or a bug. Interrupts are as they
+/// were before it, so that a CPU which waits for a table's lock here answers shootdowns.
 fn page_fault(frame: &mut Frame) {
     const INTERRUPTS: u64 = 1 << 9;
     let at = Cr2::read_raw();

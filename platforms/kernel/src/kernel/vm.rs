@@ -10,7 +10,7 @@ use core::marker::PhantomData;
 use hugemm_base::{CpuCx, NoPressure, Pressure, VirtAddr};
 use hugemm_clear::Clearer;
 use hugemm_paging::{EditLock, ShootdownPolicy, Span, X86_64};
-use hugemm_vm::{Access, Parts, Phases, Pools, Setup, Space, Vm, VmError};
+use hugemm_vm::{Access, NoPager, Parts, Phases, Pools, Setup, Space, Vm, VmError};
 
 /// The types of address spaces here. Who gives memory back when it is short is whoever makes the manager's choice.
 pub struct OnKernel<'a, 'm, R>(PhantomData<(&'a (), &'m (), R)>);
@@ -21,6 +21,7 @@ impl<'a, 'm: 'a, R: Pressure<Kernel>> Setup for OnKernel<'a, 'm, R> {
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Hardware;
+    type Pager = NoPager;
     type Pressure = R;
     type Pool = Pools<'a, 'm, IrqLock>;
     type Notifier = ();
@@ -39,7 +40,7 @@ pub fn manager<'a, 'm: 'a, R: Pressure<Kernel>>(
     pool: Pools<'a, 'm, IrqLock>,
 ) -> Result<KernelVm<'a, 'm, R>, VmError> {
     let shootdown = ShootdownPolicy::BATCHED;
-    let parts = Parts { frames: frames(), tlbs: tlbs(), clearer, shootdown, pressure, pool };
+    let parts = Parts { frames: frames(), tlbs: tlbs(), clearer, shootdown, pager: NoPager, pressure, pool };
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
     // are; clearers here are made from what `Features::detect` finds without vector registers. The kernel's half is in
     // frames of the direct map, and edited through its own handle only.

@@ -6,6 +6,7 @@ mod convoy;
 mod descriptors;
 mod frames_stress;
 mod pools;
+mod rights;
 mod translations;
 
 use super::{Cx, Failure};
@@ -38,6 +39,8 @@ pub enum Finding {
         /// Who looked.
         cpu: u32,
     },
+    /// A store went through that should not have, or was forgotten.
+    Rights(rights::Broken),
     /// The convoy's lock did not exclude.
     Convoy {
         /// How often it was taken.
@@ -83,6 +86,7 @@ impl fmt::Display for Finding {
             Finding::Content { at, expected, found, cpu } => {
                 write!(f, "self-test, address spaces: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
             }
+            Finding::Rights(broken) => write!(f, "self-test, rights: {broken}"),
             Finding::Convoy { expected, found } => {
                 write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
             }
@@ -110,7 +114,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut resizes, mut steps) = (0, 0, 0);
+    let (mut unmaps, mut seals, mut resizes, mut steps) = (0, 0, 0, 0);
     let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
@@ -126,7 +130,10 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if matches!(args.plant, Plant::None | Plant::DoubleFree) {
             frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
-        if args.plant != Plant::DoubleFree {
+        if matches!(args.plant, Plant::None | Plant::UnflushedProtect | Plant::LostDirty) {
+            seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
+        if !matches!(args.plant, Plant::DoubleFree | Plant::UnflushedProtect | Plant::LostDirty) {
             unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if args.plant == Plant::None {
@@ -145,6 +152,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
+    sample("selftest.seals", seals as f64, "ranges", &[]);
     sample("selftest.resizes", resizes as f64, "resizes", &[]);
     for (name, count) in tlb::tlbs().counts().since(before).iter() {
         sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
