@@ -124,7 +124,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             break;
         }
         let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
-        let slice = ((of - spent.min(of)) / 6).clamp(SLICE_LEAST, SLICE_MOST);
+        let slice = ((of - spent.min(of)) / 7).clamp(SLICE_LEAST, SLICE_MOST);
         let clock = cx.platform();
         // A planted bug has the time to itself.
         if matches!(args.plant, Plant::None | Plant::DoubleFree) {
