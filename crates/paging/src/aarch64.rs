@@ -14,7 +14,9 @@
 //! | 56, 57 | the owner's two |
 //! | 2–53 | of an owner's entry: its word |
 //! | 59 | an owner's entry |
+//! | 57 | of an entry that refers to a table: claimed |
 //! | 58, 63 | hidden: detached, reserved |
+//! | 62 | APTable, of an entry that refers to a table: nothing below it can be written; TCR_EL1.HPDn has to be 0 |
 //!
 //! Hardware caches no entry that is not valid and none without AF, and changes of size or address of a valid entry need
 //! break-before-make unless the CPU has FEAT_BBM level 2: see the operations that replace tables by leaves or leaves by
@@ -39,8 +41,10 @@ const UXN: u64 = 1 << 54;
 const WAS_DIRTY: u64 = 1 << 55;
 const OWNER0: u64 = 1 << 56;
 const OWNER1: u64 = 1 << 57;
+const CLAIMED: u64 = 1 << 57;
 const DETACHED: u64 = 1 << 58;
 const OWNER_ENTRY: u64 = 1 << 59;
+const NO_WRITE_BELOW: u64 = 1 << 62;
 const RESERVED: u64 = 1 << 63;
 
 /// arm64 entries of the 4 KiB granule. Each half of the address space has a root of its own (TTBR0, TTBR1).
@@ -58,6 +62,8 @@ unsafe impl PageFormat for Aarch64 {
     const OWNER: u64 = OWNER_ENTRY;
     const ACCESSED: u64 = ACCESSED;
     const CLEAN: u64 = READ_ONLY;
+    const READ_ONLY_TABLE: u64 = NO_WRITE_BELOW;
+    const CLAIMED: u64 = CLAIMED;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {

@@ -203,7 +203,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     tables += unsafe { self.reap(entry, level, slot.first, runs) };
                 }
                 Kind::Table if !slot.whole || !self.may_unhook(level) => {
-                    tables += self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs);
+                    tables += runs
+                        .below(entry, |runs| self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs));
                 }
                 // A whole table that is present was hooked in since.
                 _ => {}

@@ -27,7 +27,8 @@ use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, Pfn, VirtAddr};
 /// * [`leaf`](PageFormat::leaf) and [`table`](PageFormat::table) give present entries, from which
 ///   [`frame`](PageFormat::frame), [`is_leaf`](PageFormat::is_leaf) and [`flags`](PageFormat::flags) read back what
 ///   was put in. The frame number is in bits 12 and up: leaves of adjacent frames differ by the page size.
-/// * [`change`](PageFormat::change) keeps frame and kind.
+/// * [`change`](PageFormat::change) keeps frame and kind. `READ_ONLY_TABLE` and `CLAIMED` have no bit in common with each
+///   other, the frame, `DETACHED` and `RESERVED`.
 pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// Name, as printed.
     const NAME: &'static str;
@@ -47,6 +48,12 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     const ACCESSED: u64;
     /// Of the bits that say whether a leaf is dirty, those that are 0 when it is.
     const CLEAN: u64;
+    /// What to flip in an entry that refers to a table, so that nothing below it can be written, whatever leaves allow:
+    /// hardware takes what all levels allow. See [`write_protect`](crate::write_protect).
+    const READ_ONLY_TABLE: u64;
+    /// A bit that hardware ignores in an entry that refers to a table, and that [`table`](PageFormat::table) leaves 0:
+    /// a CPU is at work on what is below it.
+    const CLAIMED: u64;
 
     /// A leaf of `level` (at most 2) that maps the block at `frame`.
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64;
@@ -116,6 +123,12 @@ pub(crate) fn kind<F: PageFormat>(entry: u64, level: u32) -> Kind {
     } else {
         Kind::Reserved
     }
+}
+
+/// Whether a present entry that refers to a table allows no store below it.
+#[inline]
+pub(crate) fn is_read_only<F: PageFormat>(entry: u64) -> bool {
+    (entry ^ F::table(Pfn::new(0))) & F::READ_ONLY_TABLE != 0
 }
 
 /// The present entry behind a hidden one; any other as it is.

@@ -16,6 +16,7 @@
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
 //! | [`protect`], [`stale`] | changing flags |
+//! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
 //! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
 //! | [`remap`], [`split`] | other frames, other leaf sizes, in place |
@@ -63,6 +64,7 @@ pub mod tlb_space;
 mod tlbs;
 pub mod walk;
 mod walker;
+pub mod write_protect;
 pub mod x86_64;
 pub mod young;
 

@@ -126,6 +126,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let seen = table.get(slot.index);
             match kind::<F>(seen, level) {
                 Kind::Table => {
+                    if job.flags.contains(Flags::WRITE) {
+                        self.hand_down(table, slot.index, level);
+                    }
                     self.reserve::<SHARED, I>(self.below(seen), level - 1, slot.first, slot.end, job)?;
                 }
                 // Others may need the same table, so it is published at once.

@@ -7,17 +7,18 @@
 
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
+use crate::flags::Flags;
 use crate::format::{Kind, OWNER_BITS, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
-use crate::page_table::{Exclusive, Shared, Tree};
+use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::remap::check_leaf;
 use crate::run::Leaf;
 use crate::span::Span;
 use crate::table::Table;
-use crate::walk::{Lookup, found, leaf};
+use crate::walk::{Lookup, found};
 use crate::walker;
-use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{PAGE_BYTES, PageSize, Pfn, VirtAddr};
 
 /// What takes an owner entry's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,9 +35,14 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// Replaces the owner's word `word` at `at`; what is there instead if it is not that. A leaf publishes what was stored
     /// before, and must fit: its size is the entry's. Owes no flush.
     pub fn replace_owner(&mut self, at: VirtAddr, word: u64, next: OwnerNext) -> Result<(), Lookup> {
-        let (entry, level, table) = self.tree.descend_at(at).ok_or(Lookup::Absent)?;
+        let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
+        let end = match next {
+            OwnerNext::Leaf(new) if new.flags.contains(Flags::WRITE) => self.tree.descend_to_write(page),
+            _ => self.tree.descend(page),
+        };
+        let End { entry, level, table, .. } = end;
         if kind::<F>(entry, level) != Kind::Owner || F::word(entry) != word {
-            return Err(found::<F>(entry, level));
+            return Err(found::<F>(&end));
         }
         let next = match next {
             OwnerNext::Owner(word) => F::owner(word),
@@ -44,9 +50,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
             OwnerNext::Leaf(new) if check_leaf::<F>(new, level).is_ok() => F::leaf(new.frame, level, new.flags),
             OwnerNext::Leaf(_) => return Err(Lookup::Owner(word)),
         };
-        let replaced = table.replace(level::index(at.get() >> PAGE_SHIFT, level), entry, next);
+        let replaced = table.replace(level::index(page, level), entry, next);
         walker::published();
-        replaced.map_err(|seen| found::<F>(seen, level))
+        replaced.map_err(|seen| found::<F>(&End { entry: seen, ..end }))
     }
 
     /// Puts the owner's word where nothing is, for a page of `size`. May allocate tables.
@@ -94,15 +100,17 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Alone, so that whoever holds the table shared may take a reference to what it finds mapped. CPUs go on using what they have cached until they are flushed. Until then the address must not be mapped to
     /// another frame. One compare-exchange, more if hardware sets a bit meanwhile.
     pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: Option<u64>) -> Result<Leaf, Lookup> {
-        let (mut entry, level, table) = self.tree.descend_at(at).ok_or(Lookup::Absent)?;
+        let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
+        let mut end = self.tree.descend(page);
         let next = word.map_or(0, F::owner);
         loop {
-            if kind::<F>(entry, level) != Kind::Leaf || F::frame(entry) != frame {
-                return Err(found::<F>(entry, level));
-            }
-            match table.replace(level::index(at.get() >> PAGE_SHIFT, level), entry, next) {
-                Ok(()) => return Ok(leaf::<F>(entry, level)),
-                Err(seen) => entry = seen,
+            let leaf = match found::<F>(&end) {
+                Lookup::Mapped(leaf) if F::frame(end.entry) == frame => leaf,
+                other => return Err(other),
+            };
+            match end.table.replace(level::index(page, end.level), end.entry, next) {
+                Ok(()) => return Ok(leaf),
+                Err(seen) => end.entry = seen,
             }
         }
     }
@@ -129,11 +137,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 type Visit<'a> = dyn FnMut(Table, usize, VirtAddr, PageSize, u64) + 'a;
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    /// [`descend`](Tree::descend) for an address, if the table translates it.
-    fn descend_at(&self, at: VirtAddr) -> Option<(u64, u32, Table)> {
-        let page = Span::new(VirtAddr::new(at.get() >> PAGE_SHIFT << PAGE_SHIFT), 1 << PAGE_SHIFT).ok()?;
-        let (first, _) = self.check(page).ok()?;
-        Some(self.descend(first))
+    /// The number of the page at an address, if the table translates it.
+    fn page_of(&self, at: VirtAddr) -> Option<u64> {
+        let page = Span::new(at.align_down(PAGE_BYTES), PAGE_BYTES).ok()?;
+        self.check(page).ok().map(|(first, _)| first)
     }
 
     /// The entry for `page` at `level`, or above it if the walk ends there.

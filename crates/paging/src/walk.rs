@@ -6,7 +6,7 @@ use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
-use crate::page_table::{Exclusive, Shared, Tree};
+use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::run::{Leaf, Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
@@ -65,8 +65,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if !within {
             return Lookup::Absent;
         }
-        let (entry, level, _) = self.descend(page);
-        found::<F>(entry, level)
+        found::<F>(&self.descend(page))
     }
 
     fn walk(&self, span: Span, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
@@ -85,7 +84,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs),
+                Kind::Table => runs.below(entry, |runs| {
+                    self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs);
+                }),
                 Kind::Leaf => {
                     // Only the part that is in the range.
                     let skipped = slot.first & (level::pages(level) - 1);
@@ -98,10 +99,15 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 }
 
-/// What an entry that ends a walk says.
+/// What the entry that ends a walk says.
 #[inline]
-pub(crate) fn found<F: PageFormat>(entry: u64, level: u32) -> Lookup {
+pub(crate) fn found<F: PageFormat>(end: &End) -> Lookup {
+    let End { entry, level, read_only, .. } = *end;
     match kind::<F>(entry, level) {
+        Kind::Leaf if read_only => {
+            let leaf = leaf::<F>(entry, level);
+            Lookup::Mapped(Leaf { flags: leaf.flags.without(Flags::WRITE), ..leaf })
+        }
         Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
         Kind::Empty | Kind::Table => Lookup::Absent,
         Kind::Owner => Lookup::Owner(F::word(entry)),

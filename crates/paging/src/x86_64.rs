@@ -9,6 +9,7 @@
 //! | 1–8, 12–51, 54–57 | of an owner's entry: its word, the low 40 bits inverted in the frame's place, so that small words
 //!   stand for addresses that no memory has (L1TF) |
 //! | 59 | an owner's entry |
+//! | 57 | of an entry that refers to a table: claimed |
 //! | 58 | written before it was made read-only: read-only and dirty means shadow stack where CET is on |
 
 use crate::flags::Flags;
@@ -30,6 +31,7 @@ const DETACHED: u64 = 1 << 52;
 const RESERVED: u64 = 1 << 53;
 const OWNER0: u64 = 1 << 54;
 const OWNER1: u64 = 1 << 55;
+const CLAIMED: u64 = 1 << 57;
 const WAS_DIRTY_SHIFT: u32 = 58;
 const WAS_DIRTY: u64 = 1 << WAS_DIRTY_SHIFT;
 const OWNER_ENTRY: u64 = 1 << 59;
@@ -84,6 +86,8 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     const OWNER: u64 = OWNER_ENTRY;
     const ACCESSED: u64 = ACCESSED;
     const CLEAN: u64 = 0;
+    const READ_ONLY_TABLE: u64 = WRITE;
+    const CLAIMED: u64 = CLAIMED;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {

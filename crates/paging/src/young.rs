@@ -83,7 +83,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.age_table(self.below(entry), level - 1, slot.first, slot.end, choose, young, runs),
+                Kind::Table => runs.below(entry, |runs| {
+                    self.age_table(self.below(entry), level - 1, slot.first, slot.end, choose, young, runs);
+                }),
                 Kind::Leaf => {
                     young.leaves += 1;
                     if entry & F::ACCESSED == 0 || !choose(slot.first, F::frame(entry)) {

@@ -23,7 +23,7 @@
 //! | [`evict`], [`ageing`] | what reclaim does to pages, through the reverse map |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
-//! | [`pool`] | what areas need of a huge page pool |
+//! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
 //! | `guarded.rs`, `tables.rs` | locks and page tables' memory |
 //!
 //! # Order of locks
@@ -76,7 +76,7 @@ pub use object::Owner;
 pub use pager::{LostPage, NoPager, Pager};
 pub use phases::{Phase, Phases};
 pub use pin::{PinError, Pinned};
-pub use pool::{HugePool, NoPool, OutOfPool};
+pub use pool::{HugePool, NoPool, OutOfPool, Pools};
 pub use prefault::Prefault;
 pub use rmap::Place;
 pub use setup::{Cx, Setup};

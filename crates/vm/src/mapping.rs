@@ -72,7 +72,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if pooled {
             self.pool.reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
         }
-        let made = self.new_table(cx, bounds).and_then(|table| {
+        let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
             let index = Index { table, pages, page, pooled, claims: Claims::new() };
             self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))

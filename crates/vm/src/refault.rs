@@ -5,32 +5,31 @@
 //! is waited for. A shared object's page comes back into the index, once, wherever the fault was; the pages of a process
 //! and of those that it forked come back one by one, each to its own.
 
-use crate::area::AreaInfo;
 use crate::away::Away;
 use crate::error::VmError;
-use crate::fault::{Access, Served, fresh_flags, still};
+use crate::fault::{Access, Served, Site, fresh_flags, still};
 use crate::object::{Object, Owner};
+use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
 use crate::supply::Want;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::{Extent, PAGE_SHIFT, VirtAddr};
-use hugemm_paging::{Flags, Leaf, Lookup, OwnerNext, PageTable, Span};
+use hugemm_paging::{Flags, Leaf, Lookup, OwnerNext, PageTable};
 
 impl<S: Setup> Vm<'_, S> {
     /// Serves a fault at a private page that is away.
-    #[allow(clippy::too_many_arguments, reason = "what a fault is")]
     pub(crate) fn refault_private(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
-        page: Span,
-        want: &Want,
+        site: Site<'_, S, impl Phases>,
+        at: VirtAddr,
         access: Access,
         word: u64,
     ) -> Result<Served, VmError> {
+        let Site { space, area, .. } = site;
+        let page = area.page_at(at);
+        let want = &Want::of_fault(area, at);
         let Some(_claim) = space.claims.claim(page.first()) else {
             space.claims.wait(cx, page.first());
             return Ok(Served::Meanwhile);

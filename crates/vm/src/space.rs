@@ -114,7 +114,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// An empty address space for the addresses of `bounds`, one half of what the format translates at most. Two
     /// allocations: the root table and the space itself.
     pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<SpaceRef<'v, S>, VmError> {
-        let table = self.new_table(cx, bounds)?;
+        let table = self.new_table(cx, bounds, self.common)?;
         let root = table.root();
         let Ok(tlb) = TlbSpace::new(self.tlbs, root.start()) else {
             self.free_root(cx, root);
@@ -179,17 +179,30 @@ impl<'m, S: Setup> Vm<'m, S> {
         space.table.shared(self.tables(&task)).lookup(at)
     }
 
-    /// A page table, for a space or for a shared object's index. It translates whole entries of its root, so that nothing
-    /// remains below the root when all of it has been unmapped.
-    pub(crate) fn new_table(&self, cx: &mut Cx<'_, S>, span: Span) -> Result<PageTable<S::Format, S::Lock>, VmError> {
+    /// A page table, for a space, or for a shared object's index, which has no addresses `beside` its own. It translates
+    /// whole entries of its root, so that nothing remains below the root when all of it has been unmapped.
+    pub(crate) fn new_table(
+        &self,
+        cx: &mut Cx<'_, S>,
+        span: Span,
+        beside: Option<&PageTable<S::Format, S::Lock>>,
+    ) -> Result<PageTable<S::Format, S::Lock>, VmError> {
         let entry = 1_u64 << (9 * (S::Format::LEVELS - 1));
         let (first, end) = (span.first() / entry * entry, (span.first() + span.pages()).next_multiple_of(entry));
         let bounds = pages(first, end).ok_or(VmError::OutOfBounds { at: span.start() })?;
         for round in 0.. {
             let task: Task<'_, '_, S> = RefCell::new(cx);
+            let mut memory = self.tables(&task);
             // SAFETY: all guards get memory over the manager's frames; everything that is detached in a space is flushed
-            // through its `TlbSpace` (see `unmap.rs`, `cow.rs`), and no CPU walks an index.
-            match unsafe { PageTable::new(&mut self.tables(&task), bounds) } {
+            // through its `TlbSpace` (see `unmap.rs`, `cow.rs`), and no CPU walks an index. What `Vm::beside` was given is
+            // over the same frames.
+            let made = unsafe {
+                match beside {
+                    Some(common) => PageTable::beside(&mut memory, bounds, common),
+                    None => PageTable::new(&mut memory, bounds),
+                }
+            };
+            match made {
                 Ok(table) => return Ok(table),
                 Err(hugemm_paging::PagingError::NoTable) if self.may_retry(cx, round) => {}
                 Err(hugemm_paging::PagingError::NoTable) => return Err(VmError::NoMemory),

@@ -16,7 +16,7 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, Pressure, Shortfall};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocError, Env, Frames, Slab};
-use hugemm_paging::{ShootdownPolicy, Tlbs};
+use hugemm_paging::{PageTable, ShootdownPolicy, Tlbs};
 
 /// How often exhaustion asks for relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
@@ -51,6 +51,8 @@ pub struct Vm<'m, S: Setup> {
     pub(crate) pager: S::Pager,
     pressure: S::Pressure,
     pub(crate) pool: S::Pool,
+    /// What every space has besides its own addresses.
+    pub(crate) common: Option<&'m PageTable<S::Format, S::Lock>>,
     pub(crate) space_slab: SlabOf<S>,
     pub(crate) area_slab: SlabOf<S>,
     pub(crate) object_slab: SlabOf<S>,
@@ -84,6 +86,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             pager: parts.pager,
             pressure: parts.pressure,
             pool: parts.pool,
+            common: None,
             space_slab: Slab::of::<Space<S>>()?,
             area_slab: Slab::of::<Area<S>>()?,
             object_slab: Slab::of::<Object<S>>()?,
@@ -91,6 +94,17 @@ impl<'m, S: Setup> Vm<'m, S> {
             registry: Guarded::new(Registry::new()),
             objects_made: AtomicU64::new(0),
         })
+    }
+
+    /// The same, with the addresses of `common` in every space that is made from here on: a kernel's half. See
+    /// [`PageTable::beside`].
+    ///
+    /// # Safety
+    ///
+    /// The tables of `common` are in frames that the manager's platform reaches as its own, and it is edited through its
+    /// own handle only.
+    pub unsafe fn beside(self, common: &'m PageTable<S::Format, S::Lock>) -> Self {
+        Vm { common: Some(common), ..self }
     }
 
     /// The frame allocator.

@@ -8,7 +8,7 @@ use hugemm_paging::{
     Run,
 };
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The window: 4096 pages around a border of 512 GiB, so that every level takes part.
 const BASE: u64 = (1 << 27) - 2048;
@@ -39,6 +39,10 @@ pub enum Op {
         set: u8,
         clear: u8,
         shared: bool,
+    },
+    WriteProtect {
+        first: u64,
+        pages: u64,
     },
     Age {
         first: u64,
@@ -104,6 +108,7 @@ pub fn op() -> impl Strategy<Value = Op> {
         3 => (0_usize..8).prop_map(|which| Op::Harvest { which }),
         2 => (range(), 0_u8..32, 0_u8..32, prop::bool::ANY)
             .prop_map(|((first, pages), set, clear, shared)| Op::Protect { first, pages, set, clear, shared }),
+        2 => range().prop_map(|(first, pages)| Op::WriteProtect { first, pages }),
         1 => range().prop_map(|(first, pages)| Op::Age { first, pages }),
         3 => (0..PAGES, prop::bool::ANY).prop_map(|(page, write)| Op::Access { page, write }),
         1 => (range(), fail).prop_map(|((first, pages), fail)| Op::Split { first, pages, fail }),
@@ -128,6 +133,8 @@ type Page = (u64, Flags);
 struct Waiting {
     detached: Detached,
     pages: BTreeMap<u64, Page>,
+    /// Those of them whose right to store is not certain any more.
+    blurred: BTreeSet<u64>,
 }
 
 /// Runs a sequence; panics where table and oracle disagree.
@@ -199,6 +206,7 @@ impl<F: PageFormat> State<'_, F> {
             Op::Protect { first, pages, set, clear, shared } => {
                 self.protect(BASE + first, *pages, flags(*set), flags(*clear), *shared);
             }
+            Op::WriteProtect { first, pages } => self.write_protect(BASE + first, *pages),
             Op::Age { first, pages } => self.age(BASE + first, *pages),
             Op::Access { page, write } => self.access(BASE + page, *write),
             Op::Split { first, pages, fail } => self.split(BASE + first, *pages, *fail),
@@ -350,10 +358,10 @@ impl<F: PageFormat> State<'_, F> {
         assert!(unhooked.flush().is_some() || rest.is_empty());
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
-        self.waiting.push(Waiting { detached, pages: rest });
+        self.waiting.push(Waiting { detached, pages: rest, blurred: BTreeSet::new() });
     }
 
-    fn harvest(&mut self, waiting: Waiting) {
+    fn harvest(&mut self, mut waiting: Waiting) {
         let mut seen = BTreeMap::new();
         let mut last: Option<Run> = None;
         let visit = |run: Run| {
@@ -367,6 +375,13 @@ impl<F: PageFormat> State<'_, F> {
             add(&mut seen, run);
         };
         let harvest = self.table.exclusive(self.heap).harvest(waiting.detached, Flags::NONE, visit).expect("ours");
+        for page in &waiting.blurred {
+            for pages in [&mut seen, &mut waiting.pages] {
+                if let Some((_, flags)) = pages.get_mut(page) {
+                    *flags = flags.without(Flags::WRITE);
+                }
+            }
+        }
         assert_eq!(seen, waiting.pages);
         assert_eq!(harvest.pages, seen.len() as u64);
     }
@@ -392,6 +407,25 @@ impl<F: PageFormat> State<'_, F> {
         assert!(stale.flush().is_some() || !differ);
     }
 
+    fn write_protect(&mut self, first: u64, pages: u64) {
+        let straddled = self.straddled(first, pages);
+        let result = self.table.exclusive(self.heap).write_protect(span(first, pages));
+        if straddled {
+            return assert!(matches!(result, Err(PagingError::NeedsSplit { .. })));
+        }
+        let stale = result.expect("in bounds");
+        let mut differ = false;
+        for (_, (_, flags)) in self.pages.range_mut(first..first + pages) {
+            differ |= flags.contains(Flags::WRITE);
+            *flags = flags.without(Flags::WRITE);
+        }
+        assert!(stale.flush().is_some() || !differ);
+        // What waits under a table that became read-only may be shown either way.
+        for waiting in &mut self.waiting {
+            waiting.blurred.extend(waiting.pages.range(first..first + pages).map(|(page, _)| *page));
+        }
+    }
+
     fn age(&mut self, first: u64, pages: u64) {
         // The bit of a leaf that is only partly in the range goes too.
         let mut first_hit = first;
@@ -410,7 +444,7 @@ impl<F: PageFormat> State<'_, F> {
         for (page, (_, flags)) in self.pages.range_mut(first_hit..end) {
             if flags.contains(Flags::ACCESSED) && (first..first + pages).contains(page) {
                 expected += 1;
-                assert!(seen.contains_key(page));
+                assert_eq!(seen.get(page).map(|(_, shown)| *shown & Flags::WRITE), Some(*flags & Flags::WRITE));
             }
             *flags = flags.without(Flags::ACCESSED);
         }
@@ -514,7 +548,7 @@ impl<F: PageFormat> State<'_, F> {
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
         let pages = std::mem::take(&mut self.pages);
-        self.harvest(Waiting { detached, pages });
+        self.harvest(Waiting { detached, pages, blurred: BTreeSet::new() });
     }
 }
 

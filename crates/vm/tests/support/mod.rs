@@ -6,7 +6,7 @@ use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
 use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
-use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Mobility, Plain, Request};
+use hugemm_frames::{ArenaSpec, Config, Frames, From, Frozen, Mobility, Plain, Request};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
@@ -155,7 +155,13 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
         assert!(left >= 0, "more unreserved than reserved");
     }
 
-    fn take(&self, _cx: &CpuCx<'_, Cpus<'h>>, size: PageSize, reserved: bool) -> Result<Content, OutOfPool> {
+    fn take(
+        &self,
+        _cx: &CpuCx<'_, Cpus<'h>>,
+        size: PageSize,
+        reserved: bool,
+        _from: From,
+    ) -> Result<Content, OutOfPool> {
         let mut free = self.free.lock().expect("pool");
         if !reserved && free.len() as i64 <= self.reserved.load(Ordering::SeqCst) {
             return Err(OutOfPool);
@@ -280,6 +286,8 @@ impl<'h> Rig<'h> {
                 Ok(()) => return Ok(()),
                 Err(Fault::NotPresent | Fault::Protection) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
+                    // Interrupts are on between two accesses: whoever keeps the entry busy may be waiting for this CPU.
+                    self.vm.tlbs().serve(cx);
                 }
             }
         }
@@ -293,6 +301,7 @@ impl<'h> Rig<'h> {
                 Ok(value) => return Ok(value),
                 Err(_) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
+                    self.vm.tlbs().serve(cx);
                 }
             }
         }
