@@ -12,6 +12,8 @@
 //! | 53, 54 | PXN, UXN |
 //! | 55 | written before it was made read-only |
 //! | 56, 57 | the owner's two |
+//! | 2–53 | of an owner's entry: its word |
+//! | 59 | an owner's entry |
 //! | 57 | of an entry that refers to a table: claimed |
 //! | 58, 63 | hidden: detached, reserved |
 //! | 62 | APTable, of an entry that refers to a table: nothing below it can be written; TCR_EL1.HPDn has to be 0 |
@@ -21,7 +23,7 @@
 //! tables.
 
 use crate::flags::Flags;
-use crate::format::{PageFormat, in_one_half};
+use crate::format::{OWNER_BITS, PageFormat, in_one_half};
 use hugemm_base::{Pfn, VirtAddr};
 
 const VALID: u64 = 1;
@@ -41,6 +43,7 @@ const OWNER0: u64 = 1 << 56;
 const OWNER1: u64 = 1 << 57;
 const CLAIMED: u64 = 1 << 57;
 const DETACHED: u64 = 1 << 58;
+const OWNER_ENTRY: u64 = 1 << 59;
 const NO_WRITE_BELOW: u64 = 1 << 62;
 const RESERVED: u64 = 1 << 63;
 
@@ -48,7 +51,7 @@ const RESERVED: u64 = 1 << 63;
 #[derive(Clone, Copy, Debug)]
 pub struct Aarch64;
 
-// SAFETY: bit 0 is the valid bit; 58 and 63 are ignored by hardware and set in no valid entry made here; frames are in
+// SAFETY: bit 0 is the valid bit; 58 and 63 are ignored by hardware and set in no valid or owner's entry made here; frames are in
 // bits 12 to 47 at every level; `change` writes the same frame and kind back.
 unsafe impl PageFormat for Aarch64 {
     const NAME: &'static str = "arm64, 4 KiB granule";
@@ -56,6 +59,7 @@ unsafe impl PageFormat for Aarch64 {
     const PHYS_BITS: u32 = 48;
     const DETACHED: u64 = VALID | DETACHED;
     const RESERVED: u64 = VALID | RESERVED;
+    const OWNER: u64 = OWNER_ENTRY;
     const ACCESSED: u64 = ACCESSED;
     const CLEAN: u64 = READ_ONLY;
     const READ_ONLY_TABLE: u64 = NO_WRITE_BELOW;
@@ -134,6 +138,16 @@ unsafe impl PageFormat for Aarch64 {
             | flags.select(Flags::ACCESSED, ACCESSED)
             | flags.select(Flags::OWNER0, OWNER0)
             | flags.select(Flags::OWNER1, OWNER1)
+    }
+
+    #[inline]
+    fn owner(word: u64) -> u64 {
+        OWNER_ENTRY | (word & ((1 << OWNER_BITS) - 1)) << 2
+    }
+
+    #[inline]
+    fn word(entry: u64) -> u64 {
+        entry >> 2 & ((1 << OWNER_BITS) - 1)
     }
 
     #[inline]

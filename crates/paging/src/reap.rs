@@ -46,7 +46,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 return 0;
             }
             Kind::Table => {}
-            Kind::Empty | Kind::Detached | Kind::Reserved => return 0,
+            Kind::Empty | Kind::Owner | Kind::Detached | Kind::Reserved => return 0,
         }
         let (frame, table) = (F::frame(entry), self.below(entry));
         let mut tables = 1;

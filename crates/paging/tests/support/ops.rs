@@ -2,9 +2,10 @@
 
 use super::{Heap, access, at, extent, lower, span};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{PageSize, Pfn};
+use hugemm_base::{PageSize, Pfn, VirtAddr};
 use hugemm_paging::{
-    Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run,
+    Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, PageFormat, PageTable, PagingError,
+    Run,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,6 +65,22 @@ pub enum Op {
         pages: u64,
         shift: u64,
     },
+    /// The leaf gives way to the owner's word.
+    Away {
+        page: u64,
+        word: u64,
+    },
+    /// It comes back, or its word changes or goes.
+    Back {
+        which: usize,
+        next: u8,
+    },
+    /// A word where nothing is.
+    Enter {
+        page: u64,
+        size: PageSize,
+        word: u64,
+    },
 }
 
 fn range() -> impl Strategy<Value = (u64, u64)> {
@@ -97,6 +114,10 @@ pub fn op() -> impl Strategy<Value = Op> {
         1 => (range(), fail).prop_map(|((first, pages), fail)| Op::Split { first, pages, fail }),
         1 => (0..PAGES / 512).prop_map(|block| Op::Collapse { block }),
         1 => (range(), 0_u64..4).prop_map(|((first, pages), shift)| Op::Remap { first, pages, shift }),
+        3 => (0..PAGES, 0_u64..1 << 52).prop_map(|(page, word)| Op::Away { page, word }),
+        2 => (0_usize..64, 0_u8..3).prop_map(|(which, next)| Op::Back { which, next }),
+        1 => (0..PAGES, prop_oneof![Just(PageSize::Size4K), Just(PageSize::Size2M)], 0_u64..1 << 52)
+            .prop_map(|(page, size, word)| Op::Enter { page: page & !(size.pages() - 1), size, word }),
     ]
 }
 
@@ -121,7 +142,8 @@ pub fn check<F: PageFormat>(ops: Vec<Op>) {
     let heap = Heap::new(SwitchedPlan::default());
     // SAFETY: one heap; nobody translates by the table but `access`, which caches nothing.
     let table = unsafe { PageTable::<F, EditLock>::new(&mut &heap, lower::<F>()) }.expect("a root");
-    let mut state = State { heap: &heap, table: &table, pages: BTreeMap::new(), waiting: Vec::new() };
+    let mut state =
+        State { heap: &heap, table: &table, pages: BTreeMap::new(), waiting: Vec::new(), away: BTreeMap::new() };
     for op in ops {
         state.apply(&op);
         state.compare();
@@ -146,6 +168,8 @@ struct State<'a, F: PageFormat> {
     /// What is mapped, by page number.
     pages: BTreeMap<u64, Page>,
     waiting: Vec<Waiting>,
+    /// Owner's entries: first page; word, and the leaf that was there or would fit.
+    away: BTreeMap<u64, (u64, Leaf)>,
 }
 
 impl<F: PageFormat> State<'_, F> {
@@ -188,6 +212,70 @@ impl<F: PageFormat> State<'_, F> {
             Op::Split { first, pages, fail } => self.split(BASE + first, *pages, *fail),
             Op::Collapse { block } => self.collapse(BASE + block * 512),
             Op::Remap { first, pages, shift } => self.remap(BASE + first, *pages, *shift),
+            Op::Away { page, word } => self.take_away(BASE + page, *word),
+            Op::Back { which, next } => self.bring_back(*which, *next),
+            Op::Enter { page, size, word } => self.enter(BASE + page, *size, *word),
+        }
+    }
+
+    /// The owner's entry over a page.
+    fn is_away(&self, page: u64) -> bool {
+        let before = self.away.range(..=page).next_back();
+        before.is_some_and(|(first, (_, leaf))| page < first + leaf.size.pages())
+    }
+
+    fn take_away(&mut self, page: u64, word: u64) {
+        let Lookup::Mapped(before) = self.table.shared(self.heap).lookup(at(page)) else { return };
+        let mut guard = self.table.exclusive(self.heap);
+        let other = Pfn::new(before.frame.number() + 512);
+        assert_eq!(
+            guard.take_leaf(at(page), other, Some(word)),
+            Err(Lookup::Mapped(before)),
+            "another frame's leaf stays"
+        );
+        let first = page & !(before.size.pages() - 1);
+        assert_eq!(guard.take_leaf(at(page), before.frame, Some(word)), Ok(before));
+        assert_eq!(guard.lookup(at(page)), Lookup::Owner(word));
+        assert_eq!(guard.take_leaf(at(page), before.frame, None), Err(Lookup::Owner(word)));
+        drop(guard);
+        (first..first + before.size.pages()).for_each(|page| _ = self.pages.remove(&page));
+        self.away.insert(first, (word, before));
+    }
+
+    fn bring_back(&mut self, which: usize, next: u8) {
+        let Some((&first, &(word, leaf))) = self.away.iter().nth(which % self.away.len().max(1)) else { return };
+        let mut guard = self.table.shared(self.heap);
+        let wrong = guard.replace_owner(at(first), word ^ 1, OwnerNext::Empty);
+        assert_eq!(wrong, Err(Lookup::Owner(word)), "another word stays");
+        let (next, now) = match next {
+            0 => (OwnerNext::Leaf(leaf), Lookup::Mapped(leaf)),
+            1 => (OwnerNext::Owner(word ^ 5), Lookup::Owner(word ^ 5)),
+            _ => (OwnerNext::Empty, Lookup::Absent),
+        };
+        guard.replace_owner(at(first), word, next).expect("it is there");
+        assert_eq!(guard.lookup(at(first)), now);
+        self.away.remove(&first);
+        match next {
+            OwnerNext::Leaf(leaf) => {
+                let page = |i: u64| (first + i, (leaf.frame.number() + i, leaf.flags));
+                self.pages.extend((0..leaf.size.pages()).map(page));
+            }
+            OwnerNext::Owner(word) => _ = self.away.insert(first, (word, leaf)),
+            OwnerNext::Empty => {}
+        }
+    }
+
+    fn enter(&mut self, first: u64, size: PageSize, word: u64) {
+        let pages = first..first + size.pages();
+        let taken = pages.clone().any(|page| self.pages.contains_key(&page) || self.is_away(page));
+        match self.table.shared(self.heap).enter_owner(at(first), size, word) {
+            Ok(()) => {
+                assert!(!taken && !pages.clone().any(|page| self.waits(page)));
+                let flags = Flags::WRITE | Flags::ACCESSED;
+                self.away.insert(first, (word, Leaf { frame: Pfn::new(first & 0xffff), size, flags }));
+            }
+            // A table that was left behind is in the way of a large page's entry.
+            Err(error) => assert!(matches!(error, PagingError::Overlap { .. }), "{error}"),
         }
     }
 
@@ -212,7 +300,8 @@ impl<F: PageFormat> State<'_, F> {
                 self.table.exclusive(self.heap).map(span(first, pages), extents, how)
             }
         });
-        let occupied = (first..first + pages).find(|page| self.pages.contains_key(page) || self.waits(*page));
+        let occupied = (first..first + pages)
+            .find(|page| self.pages.contains_key(page) || self.waits(*page) || self.is_away(*page));
         match result {
             Ok(()) => {
                 assert!(occupied.is_none() && !failed);
@@ -244,7 +333,17 @@ impl<F: PageFormat> State<'_, F> {
         let straddled = self.straddled(first, pages);
         // SAFETY: nothing accesses pages while the table is edited.
         let editing = if live { Editing::LIVE } else { unsafe { Editing::quiet() } };
-        let result = self.table.exclusive(self.heap).detach(span(first, pages), editing);
+        let mut taken = BTreeMap::new();
+        let result = {
+            let mut guard = self.table.exclusive(self.heap);
+            // What is not there goes at once.
+            let take = |at: VirtAddr, size: PageSize, word| _ = taken.insert(at.get() >> 12, (size, word));
+            guard.take_owners(span(first, pages), take).and_then(|()| guard.detach(span(first, pages), editing))
+        };
+        for (at, (size, word)) in &taken {
+            let (known, leaf) = self.away.remove(at).expect("known");
+            assert_eq!((*size, *word), (leaf.size, known));
+        }
         let unhooked = match result {
             Ok(unhooked) => unhooked,
             Err(PagingError::NeedsSplit { .. }) => return assert!(straddled),
@@ -253,6 +352,7 @@ impl<F: PageFormat> State<'_, F> {
             Err(other) => panic!("{other}"),
         };
         assert!(!straddled);
+        assert!((first..first + pages).all(|page| !self.is_away(page)), "left behind");
         let mut rest = self.pages.split_off(&first);
         self.pages.append(&mut rest.split_off(&(first + pages)));
         assert!(unhooked.flush().is_some() || rest.is_empty());
@@ -425,6 +525,11 @@ impl<F: PageFormat> State<'_, F> {
         let mut seen = BTreeMap::new();
         guard.walk(span(BASE, PAGES), Flags::NONE, |run| add(&mut seen, run)).expect("in bounds");
         assert_eq!(seen, self.pages);
+        let mut away = BTreeMap::new();
+        let visit = |at: VirtAddr, size, word| _ = away.insert(at.get() >> 12, (size, word));
+        guard.walk_owners(span(BASE, PAGES), visit).expect("in bounds");
+        let known: BTreeMap<_, _> = self.away.iter().map(|(at, (word, leaf))| (*at, (leaf.size, *word))).collect();
+        assert_eq!(away, known);
         for page in (BASE..BASE + PAGES).step_by(61) {
             let frame = guard.translate(at(page)).map(|phys| phys.get() >> 12);
             assert_eq!(frame, self.pages.get(&page).map(|(frame, _)| *frame));
@@ -438,6 +543,7 @@ impl<F: PageFormat> State<'_, F> {
         while let Some(waiting) = self.waiting.pop() {
             self.harvest(waiting);
         }
+        self.table.exclusive(self.heap).take_owners(lower::<F>(), |_, _, _| ()).expect("everything");
         let unhooked = self.table.exclusive(self.heap).detach(lower::<F>(), Editing::LIVE).expect("everything");
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };

@@ -66,7 +66,7 @@ impl Space<'_> {
     pub fn is_dirty(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr) -> Option<bool> {
         match self.table.shared(memory(cx)).lookup(at) {
             Lookup::Mapped(leaf) => Some(leaf.flags.contains(Flags::DIRTY)),
-            Lookup::Absent | Lookup::Busy => None,
+            Lookup::Absent | Lookup::Owner(_) | Lookup::Busy => None,
         }
     }
 
