@@ -72,6 +72,10 @@ const STEPS: &[Step] = &[
         ],
     },
     Step {
+        command: "bench age --young batch --lru classic --seconds 1",
+        goals: &["age.flushes", "age.flush_share_pct", "age.speedup_4k"],
+    },
+    Step {
         command: "bench vm-create --how demand,prefault --workers 1 --clear bulk",
         goals: &["fault.outside_clear_pct", "vm.create_vs_host_kernel"],
     },

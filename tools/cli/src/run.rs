@@ -179,6 +179,11 @@ fn rows(log: &Log, sides: &[Side], bytes: u64, books: &Books) -> Vec<Row> {
                 rows.push(label(Row::single("run.flushes", figures.flushes as f64, "flushes")));
                 rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, "modelled IPIs")));
             }
+            if phase == Phase::Pressure && *side != Side::Kernel {
+                let counts = figures.reclaimed;
+                let all = [("stored", counts.stored), ("loaded", counts.loaded), ("age_flushes", counts.age_flushes)];
+                rows.extend(all.map(|(name, count)| label(Row::single(format!("run.{name}"), count as f64, "count"))));
+            }
             if figures.saved != 0 {
                 rows.push(label(Row::single("run.saved", figures.saved as f64 / f64::from(1 << 20), "MiB")));
             }

@@ -23,8 +23,8 @@ use hugemm_host::interrupt;
 use hugemm_host::memory::Backing;
 use hugemm_host::pool::HugetlbPool;
 use hugemm_paging::{Counting, EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_vm::{AreaKind, Backing as From, NoPool, Parts, Pinned, Setup, Vm};
-use hugemm_workloads::vm_create::{Creation, Split};
+use hugemm_vm::{AreaKind, Backing as From, NoPager, NoPool, Parts, Pinned, Setup, Vm};
+use hugemm_workloads::vm_create::{Creation, Split, software_faults};
 use std::marker::PhantomData;
 use std::sync::{Barrier, Mutex, PoisonError};
 
@@ -40,6 +40,7 @@ impl<'h> Setup for OnHost<'h> {
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Counting;
+    type Pager = NoPager;
     type Pressure = NoPressure;
     type Pool = NoPool;
     type Notifier = ();
@@ -245,6 +246,7 @@ impl Side<'_, '_> {
             tlbs: &tlbs,
             clearer: Clearer::new(self.features, policy)?,
             shootdown: ShootdownPolicy::BATCHED,
+            pager: NoPager,
             pressure: NoPressure,
             pool: NoPool,
         };
@@ -264,7 +266,7 @@ impl Side<'_, '_> {
             let worker = u64::from(cx.platform().current().0);
             let mut mine = Vec::with_capacity(if line.how == How::Pin { 4096 } else { 0 });
             start.wait();
-            let split = creation.work(cx, worker, &UserStops, |run| mine.push(run));
+            let split = creation.work(cx, worker, &UserStops, |run| mine.push(run), software_faults(&vm, &space));
             pins.lock().unwrap_or_else(PoisonError::into_inner).append(&mut mine);
             split
         })?;

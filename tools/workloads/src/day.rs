@@ -8,7 +8,7 @@
 
 pub mod books;
 pub mod guest;
-pub mod pooled;
+mod walk;
 
 use crate::vm_create::{Creation, How};
 use books::{Books, Wrong};
@@ -18,7 +18,7 @@ use hugemm_base::lock::RawLock;
 use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 use hugemm_frames::Poisoned;
 use hugemm_hugetlb::{DescriptorMap, Economy, HugePool, Nodes, PoolError};
-use hugemm_paging::{Lookup, Span, SpanError};
+use hugemm_paging::{Lookup, Span, SpanError, X86_64};
 use hugemm_vm::{AreaKind, Backing, Cx, Pinned, Setup, SharedRef, SpaceRef, Vm, VmError};
 
 /// Small guests.
@@ -47,6 +47,8 @@ pub enum Phase {
     Pin,
     /// Guests of 4 KiB pages get their memory, shared and own, and write to all of it.
     Guests,
+    /// One more guest wants as much as there is: pages that nobody uses go to swap and come back.
+    Pressure,
     /// More is asked for than there is, and memory goes bad.
     Mishaps,
     /// Everything is unmapped and freed.
@@ -67,6 +69,7 @@ impl Phase {
             Phase::Prefault => "prefault VM",
             Phase::Pin => "pin VM",
             Phase::Guests => "4 KiB guests",
+            Phase::Pressure => "pressure",
             Phase::Mishaps => "mishaps",
             Phase::Destroy => "destroy",
             Phase::Shrink => "shrink pool",
@@ -87,6 +90,32 @@ pub struct Figures {
     pub interrupts: u64,
     /// Bytes of descriptors given back, less those taken.
     pub saved: i64,
+    /// What reclaim did.
+    pub reclaimed: Reclaimed,
+}
+
+/// What reclaim has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reclaimed {
+    /// Pages that went to swap.
+    pub stored: u64,
+    /// Pages that came back.
+    pub loaded: u64,
+    /// Pages whose accessed bits were looked at.
+    pub aged: u64,
+    /// Flushes because of that.
+    pub age_flushes: u64,
+}
+
+impl Reclaimed {
+    fn since(self, earlier: Self) -> Self {
+        Reclaimed {
+            stored: self.stored - earlier.stored,
+            loaded: self.loaded - earlier.loaded,
+            aged: self.aged - earlier.aged,
+            age_flushes: self.age_flushes - earlier.age_flushes,
+        }
+    }
 }
 
 /// What flushes have cost so far.
@@ -98,28 +127,40 @@ pub struct Barriers {
     pub interrupts: u64,
 }
 
-/// What a platform adds.
-pub trait Site<'m, S: Setup> {
-    /// Has all CPUs of the site work on a creation, the calling one among them, and keeps what was pinned. Returns the
-    /// nanoseconds that it took.
-    fn create(&mut self, cx: &mut Cx<'_, S>, creation: &Creation<'_, '_, 'm, S>) -> Result<u64, VmError>
+/// What a platform adds, for tasks whose contexts borrow the platform for `'c`.
+pub trait Site<'c, 'm, S: Setup> {
+    /// Has all CPUs of the site work on a creation, the calling one among them. Returns the nanoseconds that it took.
+    fn create(&mut self, cx: &mut Cx<'c, S>, creation: &Creation<'_, '_, 'm, S>) -> Result<u64, VmError>
     where
         S::Platform: Clock;
 
     /// On how many CPUs.
     fn workers(&self) -> u64;
 
-    /// One of the runs that were pinned, until there is none.
+    /// Keeps a run that was pinned.
+    fn keep(&mut self, run: Pinned);
+
+    /// One of the runs that were kept, until there is none.
     fn pinned(&mut self) -> Option<Pinned>;
 
     /// Has the guests' CPUs load a space, so that flushes have to reach them, or leave it.
-    fn load(&mut self, cx: &mut Cx<'_, S>, space: &SpaceRef<'_, S>, on: bool);
+    fn load(&mut self, cx: &mut Cx<'c, S>, space: &SpaceRef<'_, S>, on: bool);
 
     /// What flushes have cost so far.
     fn barriers(&self) -> Barriers;
 
     /// The sum of all CPUs' counters.
     fn counters(&self) -> CounterSnapshot;
+
+    /// What reclaim has done so far; `None` if nothing goes to swap here.
+    fn reclaimed(&self, _cx: &Cx<'c, S>) -> Option<Reclaimed> {
+        None
+    }
+
+    /// Frames that swap has now, for its pages and for itself.
+    fn swap_frames(&self, _cx: &Cx<'c, S>) -> u64 {
+        0
+    }
 }
 
 /// How large everything is.
@@ -136,13 +177,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For a machine with so many free frames: 5/8 of them in the pool, and of the rest a quarter shared and half the
-    /// guests' own. `None` if that is too little to show anything.
-    pub const fn of(free: u64) -> Option<Plan> {
-        let pool = (free / 8 * 5 / 512) & !3;
-        let Some(rest) = free.checked_sub(pool * 512) else { return None };
-        let plan = Plan { pool, own: rest / 8 & !511, shared: rest / 4 & !511, greedy: rest };
-        if pool < 4 || plan.own == 0 { None } else { Some(plan) }
+    /// For a machine with so many free frames: 5/8 of them in the pool, all but 512 MiB of a large one; and of the rest a
+    /// quarter shared and half the guests' own. `None` if that is too little to show anything.
+    pub fn of(free: u64) -> Option<Plan> {
+        let rest = (free / 8 * 3).min(1 << 17);
+        let pool = ((free - rest) / 512) & !3;
+        let rest = free - pool * 512;
+        let plan = Plan { pool, own: (rest / 8) & !511, shared: (rest / 4) & !511, greedy: rest };
+        (pool >= 4 && plan.own > 0).then_some(plan)
     }
 }
 
@@ -219,17 +261,17 @@ struct Cast<'v, S: Setup> {
 
 impl<'m, S, L, V> Day<'_, 'm, '_, '_, S, L, V>
 where
-    S: Setup,
+    S: Setup<Format = X86_64>,
     S::Platform: Clock,
     L: RawLock,
     V: DescriptorMap,
 {
     /// Lives it. `tell` is told of each phase when it is over. An error leaves everything as it is: the caller's memory is
     /// then not to be used any more.
-    pub fn live(
+    pub fn live<'c>(
         &self,
-        cx: &mut Cx<'_, S>,
-        site: &mut impl Site<'m, S>,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
         tell: &mut impl FnMut(Phase, &Figures),
     ) -> Result<Books, Trouble> {
         let mut books = Books::open(cx, self, site);
@@ -246,6 +288,11 @@ where
         let cast = Cast { prefaulted, pinned, shared, guests };
         for guest in &cast.guests {
             guest.check(cx, self.vm)?;
+        }
+        if site.reclaimed(cx).is_some() {
+            self.phase(cx, site, Phase::Pressure, tell, |cx, _, figures| {
+                self.pressure(cx, &cast, &mut books, figures)
+            })?;
         }
         self.phase(cx, site, Phase::Mishaps, tell, |cx, _, figures| self.mishaps(cx, &cast, &mut books, figures))?;
         for guest in &cast.guests {
@@ -267,15 +314,15 @@ where
     }
 
     /// Times a phase, counts its flushes, and tells of it.
-    fn phase<T, P: Site<'m, S>>(
+    fn phase<'c, T, P: Site<'c, 'm, S>>(
         &self,
-        cx: &mut Cx<'_, S>,
+        cx: &mut Cx<'c, S>,
         site: &mut P,
         phase: Phase,
         tell: &mut impl FnMut(Phase, &Figures),
-        run: impl FnOnce(&mut Cx<'_, S>, &mut P, &mut Figures) -> Result<T, Trouble>,
+        run: impl FnOnce(&mut Cx<'c, S>, &mut P, &mut Figures) -> Result<T, Trouble>,
     ) -> Result<T, Trouble> {
-        let (mut figures, before) = (Figures::default(), site.barriers());
+        let (mut figures, before, reclaimed) = (Figures::default(), site.barriers(), site.reclaimed(cx));
         let start = cx.platform().now_ns();
         let result = run(cx, site, &mut figures)?;
         let whole = cx.platform().now_ns().saturating_sub(start);
@@ -286,6 +333,9 @@ where
         let after = site.barriers();
         figures.flushes = after.flushes - before.flushes;
         figures.interrupts = after.interrupts - before.interrupts;
+        if let (Some(before), Some(after)) = (reclaimed, site.reclaimed(cx)) {
+            figures.reclaimed = after.since(before);
+        }
         tell(phase, &figures);
         Ok(result)
     }
@@ -298,10 +348,10 @@ where
     }
 
     /// A machine of `pages` pages of the pool.
-    fn machine<'v>(
+    fn machine<'c, 'v>(
         &'v self,
-        cx: &mut Cx<'_, S>,
-        site: &mut impl Site<'m, S>,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
         tell: &mut impl FnMut(Phase, &Figures),
         phase: Phase,
         pages: u64,
@@ -312,19 +362,24 @@ where
             let span = Span::new(VirtAddr::new(AT), figures.bytes)?;
             let kind = AreaKind::private(PageSize::Size2M).pooled();
             let area = self.vm.map(cx, &space, span, kind, Backing::Private)?;
-            let how = if phase == Phase::Pin { How::Pin } else { How::Prefault };
-            let creation = Creation::new(self.vm, &space, area, how, site.workers());
+            let creation = Creation::new(self.vm, &space, area, How::Prefault, site.workers());
             figures.nanos = site.create(cx, &creation)?;
             drop(creation);
+            if phase == Phase::Pin {
+                let start = cx.platform().now_ns();
+                let pinned = self.vm.pin(cx, &space, span, Some(figures.bytes), &Never, |run| site.keep(run));
+                pinned.map_err(|error| error.cause)?;
+                figures.nanos += cx.platform().now_ns().saturating_sub(start);
+            }
             Ok(space)
         })
     }
 
     #[allow(clippy::type_complexity, reason = "the object and its guests")]
-    fn guests<'v>(
+    fn guests<'c, 'v>(
         &'v self,
-        cx: &mut Cx<'_, S>,
-        site: &mut impl Site<'m, S>,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
     ) -> Result<(SharedRef<'v, S>, [Guest<'v, S>; GUESTS]), Trouble> {
         let shared = self.vm.create_shared(cx, self.plan.shared, PageSize::Size4K, false)?;
         if self.by == By::Extent {
@@ -348,6 +403,27 @@ where
         }
     }
 
+    /// A guest writes to as much memory as all have together, and then everybody looks for what they wrote.
+    fn pressure(
+        &self,
+        cx: &mut Cx<'_, S>,
+        cast: &Cast<'_, S>,
+        books: &mut Books,
+        figures: &mut Figures,
+    ) -> Result<(), Trouble> {
+        let greedy = Guest::greedy(cx, self.vm, self.plan.greedy)?;
+        greedy.write(cx, self.vm)?;
+        for guest in &cast.guests {
+            guest.check(cx, self.vm)?;
+        }
+        greedy.check(cx, self.vm)?;
+        let pages = self.plan.greedy + self.plan.shared + GUESTS as u64 * self.plan.own;
+        figures.bytes = pages << PAGE_SHIFT;
+        books.given += self.plan.greedy << PAGE_SHIFT;
+        books.end_guest(&greedy);
+        self.vm.destroy(cx, greedy.space).map_err(|(error, _)| error.into())
+    }
+
     fn mishaps(
         &self,
         cx: &mut Cx<'_, S>,
@@ -368,7 +444,7 @@ where
         self.vm.destroy(cx, space).map_err(|(error, _)| error)?;
 
         // A guest that takes all there is: accesses fail one by one, and nobody else loses anything.
-        let greedy = Guest::greedy(cx, self.vm, self.plan.greedy)?;
+        let greedy = Guest::greedy(cx, self.vm, 2 * self.plan.greedy)?;
         let got = greedy.take_all(cx, self.vm, books)?;
         figures.bytes = got << PAGE_SHIFT;
         books.given += got << PAGE_SHIFT;
@@ -383,6 +459,7 @@ where
             };
         let in_pool = at(&cast.prefaulted, cx, AT)?.checked_add(77).unwrap_or(Pfn::new(0));
         self.pool.note_poison(cx, in_pool)?;
+        cast.guests[0].touch(cx, self.vm)?;
         for frame in [in_pool, at(&cast.guests[0].space, cx, AT)?] {
             match self.vm.frames().poison(cx, frame) {
                 Poisoned::InUse => books.poisoned += 1,
@@ -392,10 +469,10 @@ where
         Ok(())
     }
 
-    fn destroy(
+    fn destroy<'c>(
         &self,
-        cx: &mut Cx<'_, S>,
-        site: &mut impl Site<'m, S>,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
         cast: Cast<'_, S>,
         books: &mut Books,
     ) -> Result<(), Trouble> {

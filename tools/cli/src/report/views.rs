@@ -50,10 +50,11 @@ const CLEARING: &str = "Clearing";
 const POPULATING: &str = "Populating";
 const ALLOCATING: &str = "Allocating and freeing";
 const MACHINES: &str = "Virtual machines";
+const AGEING: &str = "Ageing";
 const POOLS: &str = "Huge page pools";
 
 /// All views, in the order of the page.
-pub const VIEWS: [View; 26] = [
+pub const VIEWS: [View; 28] = [
     View {
         section: DAY,
         title: "Time of each part of the day",
@@ -174,10 +175,30 @@ pub const VIEWS: [View; 26] = [
         ..PLAIN
     },
     View {
-        section: MACHINES,
-        title: "Pages aged per second",
-        metrics: &[("bench.age.pages_per_second", "")],
+        section: AGEING,
+        title: "Share of reclaim's time spent in flushing because of ageing",
+        metrics: &[("bench.age.ageing_flush_share", "")],
+        groups: &["lru"],
         split: &["page"],
+        note: "Linux on x86-64 flushes nothing when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages, \
+               and on arm64.",
+        ..PLAIN
+    },
+    View {
+        section: AGEING,
+        title: "Flushes caused by ageing",
+        metrics: &[("bench.age.flushes_by_ageing", "")],
+        groups: &["lru"],
+        split: &["page"],
+        ..PLAIN
+    },
+    View {
+        section: AGEING,
+        title: "Windows of memory touched",
+        metrics: &[("bench.age.loops", "")],
+        groups: &["lru"],
+        split: &["page"],
+        note: "More is better: the same processes on the same memory.",
         ..PLAIN
     },
     View {

@@ -2,7 +2,7 @@
 
 use crate::pool_machine::{Ground, Plan, Soft};
 use crate::stand_in::StandIn;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Cancel, CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
@@ -11,15 +11,16 @@ use hugemm_host::cpu::Host;
 use hugemm_host::interrupt;
 use hugemm_host::memory::Region;
 use hugemm_hugetlb::{Economy, FlushPolicy, Policy as EconomyPolicy};
+use hugemm_lz4::Lz4;
 use hugemm_paging::{Counting, EditLock, ShootdownPolicy, TlbCpu, Tlbs, X86_64};
-use hugemm_vm::{Cx, Parts, Pinned, Setup, SpaceRef, Vm, VmError};
+use hugemm_reclaim::{Ageing, Compressed, Lru, Policy as LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_vm::{Cx, Parts, Pinned, Pools, Setup, SpaceRef, Vm, VmError};
 use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::pooled::Pooled;
-use hugemm_workloads::day::{self, Barriers, By, Day, Figures, GUESTS, Phase, Site};
+use hugemm_workloads::day::{self, Barriers, By, Day, Figures, GUESTS, Phase, Reclaimed, Site};
 use hugemm_workloads::vm_create::{Creation, Split};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::Barrier;
 
 /// How a day is lived.
 pub struct Setting {
@@ -37,17 +38,24 @@ pub struct Setting {
     pub vcpus: u32,
 }
 
-/// Address spaces on this machine.
-struct OnHost<'h, 'e, 'p, 'g>(PhantomData<(&'h (), &'e (), &'p &'g ())>);
+/// Swap in memory.
+type Store<'e> = Compressed<'e, 'e, Soft<'e>, Lz4>;
 
-impl<'h, 'e, 'p, 'g> Setup for OnHost<'h, 'e, 'p, 'g> {
+/// Who takes pages away and brings them back.
+type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>>;
+
+/// Address spaces on this machine.
+struct OnHost<'h, 'e, 'p, 'g, 'r>(PhantomData<(&'h (), &'r &'e (), &'p &'g ())>);
+
+impl<'h, 'e, 'p, 'g, 'r> Setup for OnHost<'h, 'e, 'p, 'g, 'r> {
     type Platform = Host<'h>;
     type Env = Soft<'e>;
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Counting;
+    type Pager = Pages<'r, 'e, Self>;
     type Pressure = NoPressure;
-    type Pool = Pooled<'p, 'g, SpinLock>;
+    type Pool = Pools<'p, 'g, SpinLock>;
     type Notifier = ();
 }
 
@@ -74,12 +82,15 @@ fn on_ground(
     ground: &Ground<'_>,
     tell: &mut impl FnMut(Phase, &Figures),
 ) -> Result<Books> {
-    let (economy, clear, shootdown, model) = match setting.by {
-        By::Extent => (EconomyPolicy::default(), setting.policy, ShootdownPolicy::BATCHED, PreemptModel::Full),
+    let (economy, clear, shootdown, ageing, model) = match setting.by {
+        By::Extent => {
+            (EconomyPolicy::default(), setting.policy, ShootdownPolicy::BATCHED, Ageing::Batch, PreemptModel::Full)
+        }
         By::Page => (
             EconomyPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
             Policy { threshold: Some(u64::MAX), unit: Some(4096), ..setting.policy },
             ShootdownPolicy::PER_PAGE,
+            Ageing::Flush,
             PreemptModel::None,
         ),
     };
@@ -90,25 +101,40 @@ fn on_ground(
     let inboxes: Vec<_> = (0..Tlbs::<Counting>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: this view only; no CPU translates by any of the tables.
     let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }?;
-    ground.with_pool(PageSize::Size2M, |pool| {
+    let lrus = [Lru::new(ground.frames, LruPolicy::TwoList)];
+    // What is stored compresses to about a tenth, so that this is enough for the pressure, and not for the greed after it.
+    let limit = setting.sizes.greedy / 8;
+    let store = host.run_on(CpuId(0), |cx| Compressed::new(ground.frames, cx, Lz4, setting.workers, limit))?;
+    let store: Store<'_> = store.context("no memory for the compressor; use a larger --size")?;
+    let books = ground.with_pool(PageSize::Size2M, |pool| {
+        let marks = Watermarks::for_node(setting.sizes.greedy);
+        let pager = Reclaim::new(&lrus, &store, marks, ());
+        pager.set_ageing(ageing);
         let parts = Parts {
             frames: ground.frames,
             tlbs: &tlbs,
             clearer: Clearer::new(setting.features, clear)?,
             shootdown,
             pressure: NoPressure,
-            pool: Pooled(pool),
+            pager,
+            pool: Pools::default().with(pool),
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
-        let vm: Vm<'_, OnHost<'_, '_, '_, '_>> = unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
+        let vm: Vm<'_, OnHost<'_, '_, '_, '_, '_>> =
+            unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
         let day = Day { vm: &vm, pool, economy: &economy, by: setting.by, plan: setting.sizes };
-        let mut site = ThisSite { host, tlbs: &tlbs, economy: &economy, setting, loaded: 0, pins: Vec::new() };
+        let (loaded, pins) = (0, Vec::new());
+        let mut site = ThisSite { vm: &vm, store: &store, host, tlbs: &tlbs, economy: &economy, setting, loaded, pins };
         Ok(host.run_on(CpuId(0), |cx| day.live(cx, &mut site, tell))??)
-    })
+    })?;
+    let closed = host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
+    if closed { Ok(books) } else { bail!("pages were left in swap") }
 }
 
 /// This machine, as the day sees it.
-struct ThisSite<'a, 'h, 'e> {
+struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
+    vm: &'a Vm<'m, OnHost<'h, 'e, 'p, 'g, 'r>>,
+    store: &'a Store<'e>,
     host: &'a Host<'h>,
     tlbs: &'a Tlbs<'a, Counting>,
     economy: &'a Economy<'e, Soft<'e>, crate::pool_machine::Map<'e>>,
@@ -131,20 +157,16 @@ impl Cancel for UserStops {
     }
 }
 
-impl<'h, 'm, 'e, 'p, 'g> Site<'m, OnHost<'h, 'e, 'p, 'g>> for ThisSite<'_, 'h, 'e> {
+impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for ThisSite<'_, 'm, 'h, 'e, 'p, 'g, 'r> {
     fn create(
         &mut self,
-        cx: &mut Cx<'_, OnHost<'h, 'e, 'p, 'g>>,
-        creation: &Creation<'_, '_, 'm, OnHost<'h, 'e, 'p, 'g>>,
+        cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        creation: &Creation<'_, '_, 'm, OnHost<'h, 'e, 'p, 'g, 'r>>,
     ) -> Result<u64, VmError> {
         let start = Barrier::new(self.setting.workers as usize);
-        let pins: Mutex<Vec<Pinned>> = Mutex::default();
         let work = |cx: &mut CpuCx<'_, Host<'h>>, worker: u32| {
-            let mut mine = Vec::with_capacity(4096);
             start.wait();
-            let split = creation.work(cx, u64::from(worker), &UserStops, |run| mine.push(run));
-            pins.lock().unwrap_or_else(PoisonError::into_inner).append(&mut mine);
-            split
+            creation.work(cx, u64::from(worker), &UserStops, |_| (), |_, _, _| Ok(()))
         };
         let splits = std::thread::scope(|scope| {
             let others: Vec<_> = (1..self.setting.workers)
@@ -162,7 +184,6 @@ impl<'h, 'm, 'e, 'p, 'g> Site<'m, OnHost<'h, 'e, 'p, 'g>> for ThisSite<'_, 'h, '
             });
             std::iter::once(mine).chain(others).collect::<Vec<_>>()
         });
-        self.pins.append(&mut pins.into_inner().unwrap_or_else(PoisonError::into_inner));
         let mut slowest = 0;
         for split in splits {
             slowest = slowest.max(split?.total());
@@ -174,14 +195,18 @@ impl<'h, 'm, 'e, 'p, 'g> Site<'m, OnHost<'h, 'e, 'p, 'g>> for ThisSite<'_, 'h, '
         self.setting.workers.into()
     }
 
+    fn keep(&mut self, run: Pinned) {
+        self.pins.push(run);
+    }
+
     fn pinned(&mut self) -> Option<Pinned> {
         self.pins.pop()
     }
 
     fn load(
         &mut self,
-        _cx: &mut Cx<'_, OnHost<'h, 'e, 'p, 'g>>,
-        space: &SpaceRef<'_, OnHost<'h, 'e, 'p, 'g>>,
+        _cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        space: &SpaceRef<'_, OnHost<'h, 'e, 'p, 'g, 'r>>,
         on: bool,
     ) {
         let first = self.setting.workers + self.loaded % GUESTS as u32 * self.setting.vcpus;
@@ -208,5 +233,15 @@ impl<'h, 'm, 'e, 'p, 'g> Site<'m, OnHost<'h, 'e, 'p, 'g>> for ThisSite<'_, 'h, '
 
     fn counters(&self) -> CounterSnapshot {
         self.host.counters_sum()
+    }
+
+    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<Reclaimed> {
+        let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
+        let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
+        Some(Reclaimed { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+    }
+
+    fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> u64 {
+        self.store.stats(cx).frames
     }
 }

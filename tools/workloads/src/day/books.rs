@@ -6,6 +6,7 @@ use core::fmt;
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Clock, CounterSnapshot, PAGE_SHIFT};
 use hugemm_hugetlb::{DescriptorMap, Report};
+use hugemm_paging::X86_64;
 use hugemm_vm::{Cx, Setup, Space};
 
 /// Something is not what it should be.
@@ -60,17 +61,17 @@ pub struct Books {
 }
 
 impl Books {
-    pub(crate) fn open<'m, S, L, V>(
-        cx: &mut Cx<'_, S>,
+    pub(crate) fn open<'c, 'm, S, L, V>(
+        cx: &mut Cx<'c, S>,
         day: &Day<'_, 'm, '_, '_, S, L, V>,
-        site: &impl Site<'m, S>,
+        site: &impl Site<'c, 'm, S>,
     ) -> Self
     where
-        S: Setup,
+        S: Setup<Format = X86_64>,
         L: RawLock,
         V: DescriptorMap,
     {
-        let frames = day.vm.frames().stats(cx).available();
+        let frames = day.vm.frames().stats(cx).available() + site.swap_frames(cx);
         // Shared frames stay for ever: what an earlier day has made is not this one's.
         let kept = -(day.economy.shared_frames() as i64);
         Books { frames, kept, counters: site.counters(), ..Books::default() }
@@ -90,7 +91,7 @@ impl Books {
     }
 
     /// The same for a guest's.
-    pub(crate) fn end_guest<S: Setup>(&mut self, guest: &Guest<'_, S>)
+    pub(crate) fn end_guest<S: Setup<Format = X86_64>>(&mut self, guest: &Guest<'_, S>)
     where
         S::Platform: Clock,
     {
@@ -98,14 +99,14 @@ impl Books {
     }
 
     /// Every machine is gone and the pool empty.
-    pub(crate) fn close<'m, S, L, V>(
+    pub(crate) fn close<'c, 'm, S, L, V>(
         &mut self,
-        cx: &mut Cx<'_, S>,
+        cx: &mut Cx<'c, S>,
         day: &Day<'_, 'm, '_, '_, S, L, V>,
-        site: &impl Site<'m, S>,
+        site: &impl Site<'c, 'm, S>,
     ) -> Result<(), Wrong>
     where
-        S: Setup,
+        S: Setup<Format = X86_64>,
         L: RawLock,
         V: DescriptorMap,
     {
@@ -120,7 +121,7 @@ impl Books {
         self.check("pools whose bits and counts agree", 1, u64::from(day.pool.is_consistent(cx)))?;
         self.check("pages whose descriptors are not restored", 0, day.pool.lean_pages())?;
         self.check("frames that are out for good", self.poisoned, frames.refused)?;
-        let back = frames.available() + frames.refused;
+        let back = frames.available() + frames.refused + site.swap_frames(cx);
         self.check("frames, free or bad or kept by economy", self.frames, back.saturating_add_signed(self.kept))?;
         self.check("accesses that spaces count as failed", self.failed_accesses, self.failed)?;
         // Known-zero pages are not cleared again, and those that were cleared in vain are counted.

@@ -3,9 +3,12 @@
 //! What a guest writes says whose it is and where, so that a page that is lost, handed out twice or not cleared is found.
 
 use super::books::{Books, Wrong};
+use super::walk::reach;
 use super::{AT, By, Trouble};
-use hugemm_base::{Clock, Extent, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, PhysMap, VirtAddr};
-use hugemm_paging::{Flags, Lookup, Span, SpanError};
+use core::ptr::NonNull;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_paging::{Span, SpanError, X86_64};
 use hugemm_vm::{Access, AreaKind, Backing, Cx, Setup, SharedRef, SpaceRef, Vm, VmError};
 
 /// Where shared memory is.
@@ -36,7 +39,7 @@ pub struct Guest<'v, S: Setup> {
     spread: Spread,
 }
 
-impl<'v, S: Setup> Guest<'v, S>
+impl<'v, S: Setup<Format = X86_64>> Guest<'v, S>
 where
     S::Platform: Clock,
 {
@@ -69,6 +72,7 @@ where
             match by {
                 By::Extent => vm.prefault(&self.space, pages(at, count)?, None).work(cx, &Never)?,
                 By::Page => (0..count).try_for_each(|page| {
+                    breathe(cx, page);
                     let at = VirtAddr::new(at + page * PAGE_BYTES);
                     vm.fault(cx, &self.space, at, Access::Write).map(|_| ())
                 })?,
@@ -77,23 +81,39 @@ where
         Ok(())
     }
 
-    /// The word of page `page`: in shared memory every guest has its own word of a page.
-    fn stamp(&self, page: u64) -> u64 {
-        (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (self.number + 1) << 56
+    /// What it writes to a word of a page.
+    fn stamp(&self, page: u64, word: usize) -> u64 {
+        (page * 512 + word as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ ((self.number + 1) << 56)
     }
 
-    fn every_page(&self) -> impl Iterator<Item = (VirtAddr, u64)> + use<S> {
+    /// Every page: its address, its number, and whether it is the guest's own.
+    fn every_page(&self) -> impl Iterator<Item = (VirtAddr, u64, bool)> + use<S> {
         let Spread { own, shared } = self.spread;
-        let word = self.number * 8;
-        let own = (0..own).map(move |page| (AT + page * PAGE_BYTES, page));
-        let shared = (0..shared).map(move |page| (SHARED_AT + page * PAGE_BYTES, page));
-        own.chain(shared).map(move |(at, page)| (VirtAddr::new(at + word), page))
+        let own = (0..own).map(|page| (VirtAddr::new(AT + page * PAGE_BYTES), page, true));
+        own.chain((0..shared).map(|page| (VirtAddr::new(SHARED_AT + page * PAGE_BYTES), page, false)))
     }
 
-    /// Writes to every page, and finds them zero where it writes.
+    /// Writes to every page, and finds it zero where it writes.
     pub(crate) fn write(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        for (at, page) in self.every_page() {
-            let before = access(cx, vm, &self.space, at, Some(self.stamp(page)))?;
+        self.every_page().try_for_each(|(at, page, own)| {
+            breathe(cx, page);
+            self.write_page(cx, vm, at, page, own)
+        })
+    }
+
+    fn write_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        at: VirtAddr,
+        page: u64,
+        own: bool,
+    ) -> Result<(), Trouble> {
+        let start = access(cx, vm, &self.space, at, true)?;
+        let words = words(self.number, own);
+        for word in words {
+            // SAFETY: the word lies in the page, and nothing takes that away before this task's next fault.
+            let before = unsafe { start.add(word).replace(self.stamp(page, word)) };
             if before != 0 {
                 return Err(Wrong::new("words of fresh memory that are zero", 0, before).into());
             }
@@ -103,23 +123,35 @@ where
 
     /// Finds in every page what was written there.
     pub(crate) fn check(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        for (at, page) in self.every_page() {
-            let found = access(cx, vm, &self.space, at, None)?;
-            if found != self.stamp(page) {
-                return Err(Wrong::new("what a guest wrote", self.stamp(page), found).into());
+        for (at, page, own) in self.every_page() {
+            breathe(cx, page);
+            let start = access(cx, vm, &self.space, at, false)?;
+            for word in words(self.number, own) {
+                // SAFETY: as in `write_page`.
+                let found = unsafe { start.add(word).read() };
+                if found != self.stamp(page, word) {
+                    return Err(Wrong::new("what a guest wrote", self.stamp(page, word), found).into());
+                }
             }
         }
+        Ok(())
+    }
+
+    /// Makes its first page be there.
+    pub(crate) fn touch(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
+        access(cx, vm, &self.space, VirtAddr::new(AT), false)?;
         Ok(())
     }
 
     /// Writes to one page after the other until accesses fail for want of memory. Returns how many pages it got.
     pub(crate) fn take_all(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, books: &mut Books) -> Result<u64, Trouble> {
         let (mut got, mut failed) = (0, 0);
-        for (at, page) in self.every_page() {
-            match access(cx, vm, &self.space, at, Some(self.stamp(page))) {
-                Ok(_) => got += 1,
-                Err(VmError::NoMemory) => failed += 1,
-                Err(error) => return Err(error.into()),
+        for (at, page, own) in self.every_page() {
+            breathe(cx, page);
+            match self.write_page(cx, vm, at, page, own) {
+                Ok(()) => got += 1,
+                Err(Trouble::Vm(VmError::NoMemory)) => failed += 1,
+                Err(error) => return Err(error),
             }
             if failed == PATIENCE {
                 break;
@@ -141,6 +173,7 @@ where
     pub(crate) fn unmap_by_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
         for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
             for page in 0..count {
+                breathe(cx, page);
                 vm.unmap(cx, &self.space, pages(at + page * PAGE_BYTES, 1)?)?;
             }
         }
@@ -148,39 +181,37 @@ where
     }
 }
 
+/// A reschedule point, every so many pages.
+fn breathe<P: Cpu>(cx: &mut CpuCx<'_, P>, page: u64) {
+    if page.is_multiple_of(256) {
+        cx.reschedule();
+    }
+}
+
 fn pages(at: u64, count: u64) -> Result<Span, SpanError> {
     Span::new(VirtAddr::new(at), count << PAGE_SHIFT)
 }
 
-/// Reads the word at `at`, and replaces it by `store` if that is given; faults as long as it has to.
-fn access<S: Setup>(
+/// The words of a page that are a guest's: of shared memory one, of its own so many that a page compresses to about a tenth.
+fn words(guest: u64, own: bool) -> core::iter::StepBy<core::ops::Range<usize>> {
+    let first = guest as usize;
+    if own { (first..512).step_by(16) } else { (first..first + 1).step_by(1) }
+}
+
+/// The word at `at`, as the calling task reaches it until its next fault; faults as long as it has to.
+fn access<S: Setup<Format = X86_64>>(
     cx: &mut Cx<'_, S>,
     vm: &Vm<'_, S>,
     space: &SpaceRef<'_, S>,
     at: VirtAddr,
-    store: Option<u64>,
-) -> Result<u64, VmError> {
-    let kind = if store.is_some() { Access::Write } else { Access::Read };
-    let needs = if store.is_some() { Flags::WRITE } else { Flags::NONE };
+    write: bool,
+) -> Result<NonNull<u64>, VmError> {
+    let kind = if write { Access::Write } else { Access::Read };
     loop {
-        if let Lookup::Mapped(leaf) = vm.lookup(cx, space, at)
-            && leaf.flags.contains(needs)
-        {
-            let within = at.get() & (leaf.size.bytes() - 1);
-            let frame = leaf.frame.checked_add(within >> PAGE_SHIFT).ok_or(VmError::Unreachable)?;
-            let extent = Extent::new(frame, 1).map_err(|_| VmError::Unreachable)?;
-            let window = cx.platform().open(extent, None).ok_or(VmError::Unreachable)?;
-            // SAFETY: the word lies in the frame. The page is mapped and no other task unmaps it; the day has one task but
-            // for creations, which concern other pages.
-            unsafe {
-                let word = window.ptr.add((within & (PAGE_BYTES - 1)) as usize).cast::<u64>();
-                let found = word.read_volatile();
-                if let Some(value) = store {
-                    word.write_volatile(value);
-                }
-                cx.platform().close(window);
-                return Ok(found);
-            }
+        // SAFETY: the tables are the space's, which no other task changes: the day has one task but for creations, which
+        // concern other spaces.
+        if let Some(word) = unsafe { reach(cx.platform(), space.root(), at, write) } {
+            return Ok(word);
         }
         vm.fault(cx, space, at, kind)?;
     }

@@ -5,6 +5,7 @@ mod convoy;
 mod descriptors;
 mod frames_stress;
 mod pools;
+mod rights;
 mod translations;
 
 use super::{Cx, Failure};
@@ -26,6 +27,8 @@ pub enum Finding {
     Frames(Broken),
     /// A translation was used after its flush.
     Translations(translations::Stale),
+    /// A store went through that should not have, or was forgotten.
+    Rights(rights::Broken),
     /// The convoy's lock did not exclude.
     Convoy {
         /// How often it was taken.
@@ -68,6 +71,7 @@ impl fmt::Display for Finding {
                     "self-test, translations: {at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}"
                 )
             }
+            Finding::Rights(broken) => write!(f, "self-test, rights: {broken}"),
             Finding::Convoy { expected, found } => {
                 write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
             }
@@ -95,7 +99,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut resizes) = (0, 0);
+    let (mut unmaps, mut seals, mut resizes) = (0, 0, 0);
     let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
@@ -105,13 +109,16 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             break;
         }
         let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
-        let slice = ((of - spent.min(of)) / 5).clamp(SLICE_LEAST, SLICE_MOST);
+        let slice = ((of - spent.min(of)) / 6).clamp(SLICE_LEAST, SLICE_MOST);
         let clock = cx.platform();
         // A planted bug has the time to itself.
         if matches!(args.plant, Plant::None | Plant::DoubleFree) {
             frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
-        if args.plant != Plant::DoubleFree {
+        if matches!(args.plant, Plant::None | Plant::UnflushedProtect | Plant::LostDirty) {
+            seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
+        if !matches!(args.plant, Plant::DoubleFree | Plant::UnflushedProtect | Plant::LostDirty) {
             unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if args.plant == Plant::None {
@@ -128,6 +135,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
+    sample("selftest.seals", seals as f64, "ranges", &[]);
     sample("selftest.resizes", resizes as f64, "resizes", &[]);
     for (name, count) in tlb::tlbs().counts().since(before).iter() {
         sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
