@@ -221,6 +221,13 @@ impl<'m, E: Env> Frames<'m, E> {
         let want = class.want();
         let order = size.get();
         self.with_node(node, |lists| {
+            if order == BLOCK_ORDER {
+                self.take_many_2m(lists, want, |taken| {
+                    // At most half of what the watermark allows.
+                    let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
+                });
+                return;
+            }
             let mut got = 0;
             while got < want {
                 let most = order + (want - got).ilog2();
@@ -284,7 +291,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         self.with_node(arena.node, |lists| match self.is_careful() {
             true => self.free_careful_locked(lists, arena, block.extent(), content),
-            false => self.free_mapped(lists, arena, block.pfn(), block.log(), content, true),
+            false => self.free_mapped(lists, arena, block.pfn(), block.log(), content),
         });
     }
 

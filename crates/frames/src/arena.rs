@@ -11,9 +11,9 @@
 //!
 //! 33 472 bytes per 2 MiB: 1.596 % of memory, of which references take 0.76 bytes per frame.
 
-use crate::blockmap::{Bits512, Mobility, SPAN, SPAN_SHIFT};
+use crate::blockmap::{Bits512, Mobility, SPAN, SPAN_SHIFT, WORD_BITS, spans};
 use crate::descriptor::Descriptor;
-use crate::freelist::{BIG_KINDS, Known, List, Rows, SMALL, SMALL_KINDS, Tally};
+use crate::freelist::{Known, List, Rows, SMALL, SMALL_KINDS, Tally};
 use crate::refs::{BlockRefs, WideCounts};
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicPtr, AtomicU64, Ordering};
@@ -111,16 +111,16 @@ pub(crate) struct Region {
     /// Which 2 MiB blocks are groups of smaller ones. Never set inside a block of order 9 or more, so that those can be
     /// divided down to order 9 without a look at what is kept per 2 MiB. Written as start bits are.
     pub(crate) split: Bits512,
-    /// Which starts are free blocks of order 9 and more. Node's lock.
+    /// Which 2 MiB blocks are free as a whole. Each of them is a start, and none a group. Node's lock.
     pub(crate) free: Bits512,
-    /// Which 2 MiB of a free block are known to be zero. Node's lock; meaningless where nothing is free.
+    /// Which of those are known to be zero. Node's lock; meaningless where nothing is free.
     pub(crate) zero: Bits512,
     /// Which blocks have refused frames. Node's lock.
     pub(crate) refused: Bits512,
     /// Which blocks are isolated for a claim. Node's lock.
     pub(crate) isolated: Bits512,
-    /// Free blocks of order 9 and more by known content and order. Node's lock.
-    pub(crate) tally: Tally<{ BIG_KINDS.div_ceil(4) }>,
+    /// Which of the node's rows of 2 MiB have this region's bit set: see [`free2m`](crate::free2m). Node's lock.
+    pub(crate) hints: AtomicU64,
     /// For each kind of small free block, which 2 MiB blocks have one. Node's lock.
     pub(crate) has: [Bits512; SMALL_KINDS],
 }
@@ -134,22 +134,12 @@ impl Region {
             zero: Bits512::default(),
             refused: Bits512::default(),
             isolated: Bits512::default(),
-            tally: Tally::new(),
+            hints: AtomicU64::new(0),
             has: core::array::from_fn(|_| Bits512::default()),
         };
         region.starts.reset(false);
         region.split.reset(false);
         region
-    }
-
-    /// What the zero bits say of the free block of `2^log` times 2 MiB at `index`.
-    #[inline]
-    pub(crate) fn known(&self, index: usize, log: u32) -> Known {
-        match self.zero.any_all(index, log) {
-            (false, _) => Known::Dirty,
-            (true, true) => Known::Zero,
-            (true, false) => Known::Mixed,
-        }
     }
 }
 
@@ -221,19 +211,13 @@ impl<'m> Arena<'m> {
         self.first_region + ((pfn.number() >> REGION_ORDER) - first) as usize
     }
 
-    /// Which kind the free block of `order` at `pfn` is.
-    pub(crate) fn list_of(&self, pfn: Pfn, order: u32) -> List {
-        let region = self.region(pfn);
-        if region.isolated.get(in_region(pfn)) {
+    /// Which kind the free block of less than 2 MiB at `pfn` is.
+    pub(crate) fn list_of(&self, pfn: Pfn) -> List {
+        if self.region(pfn).isolated.get(in_region(pfn)) {
             return List::Isolated;
         }
-        match order.checked_sub(BLOCK_ORDER) {
-            Some(log) => List::Big(region.known(in_region(pfn), log)),
-            None => {
-                let block = self.block(pfn);
-                List::Small(block.mobility(), Known::of(block.zero.get(in_block(pfn))))
-            }
-        }
+        let block = self.block(pfn);
+        List::Small(block.mobility(), Known::of(block.zero.get(in_block(pfn))))
     }
 
     /// Whether a frame is in the arena: one comparison, because what is below the base wraps.
@@ -283,19 +267,13 @@ impl<'m> Arena<'m> {
         self.region(pfn).split.fill_shared(in_region(pfn), 0, true);
     }
 
-    /// Splits the block of order `from` at `pfn`, the caller's, into the lowest piece of order `to` and the upper halves.
-    /// O(log): at most eight words and one 2 MiB block.
+    /// Splits the block of order `from` at `pfn`, the caller's, 2 MiB at most, into the lowest piece of order `to` and the
+    /// upper halves. O(log): two lines.
     pub(crate) fn map_split_down(&self, pfn: Pfn, from: u32, to: u32, mobility: Mobility) {
-        if from > BLOCK_ORDER {
-            let least = to.max(BLOCK_ORDER) - BLOCK_ORDER;
-            self.region(pfn).starts.split_down(in_region(pfn), from - BLOCK_ORDER, least);
+        if from == BLOCK_ORDER && to < BLOCK_ORDER {
+            self.open(pfn, mobility);
         }
-        if to < BLOCK_ORDER {
-            if from >= BLOCK_ORDER {
-                self.open(pfn, mobility);
-            }
-            self.block(pfn).starts.split_down(in_block(pfn), from.min(BLOCK_ORDER), to);
-        }
+        self.block(pfn).starts.split_down(in_block(pfn), from, to);
     }
 
     /// Splits the block of order `from` at `pfn`, the caller's, evenly into blocks of order `to`. At most 8 words down to
@@ -340,10 +318,16 @@ impl<'m> Arena<'m> {
         self.block(pfn).starts.cut(in_block(pfn));
     }
 
-    /// The part of a naturally aligned block of `order` at `pfn`'s buddy, if the arena has all of it.
-    #[inline]
-    pub(crate) fn has_block(&self, pfn: Pfn, order: u32) -> bool {
-        let (Ok(order), base) = (Order::new(order), self.extent.base().number()) else { return false };
-        pfn.number() >= base && pfn.number() + order.pages() <= self.extent.end().number()
+    /// The whole 2 MiB of an extent, word by word of its regions: each with the first frame that the word stands for.
+    pub(crate) fn words_2m(&self, extent: Extent) -> impl Iterator<Item = (&'m Region, Pfn, usize, u64)> {
+        let first = extent.base().number().div_ceil(SPAN as u64);
+        let (mut next, end) = (first, (extent.end().number() >> BLOCK_ORDER).max(first));
+        core::iter::from_fn(move || {
+            let pfn = Pfn::new(next << BLOCK_ORDER);
+            let (at, bits) = spans(in_region(pfn), (end - next).min(SPAN as u64) as usize).next()?;
+            let base = Pfn::new((next - (in_region(pfn) % WORD_BITS) as u64) << BLOCK_ORDER);
+            next += u64::from(bits.count_ones());
+            Some((self.region(pfn), base, at, bits))
+        })
     }
 }

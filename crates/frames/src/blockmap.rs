@@ -31,18 +31,65 @@ pub(crate) const SPAN_SHIFT: u32 = 9;
 /// Positions in one map.
 pub(crate) const SPAN: usize = 1 << SPAN_SHIFT;
 
-const WORD_BITS: usize = 64;
+/// Positions in one word of a map.
+pub(crate) const WORD_BITS: usize = 64;
+
+/// Words of a map.
+pub(crate) const WORDS: usize = SPAN / WORD_BITS;
 
 /// One level's 512 bits: a cache line. Indices are taken modulo 512.
 #[repr(C, align(64))]
 #[derive(Debug, Default)]
 pub(crate) struct Bits512 {
-    words: [AtomicU64; SPAN / WORD_BITS],
+    words: [AtomicU64; WORDS],
 }
 
 /// Bits `from..from + count` of a word; `count` is at most 64.
 const fn mask(from: usize, count: usize) -> u64 {
     if count >= WORD_BITS { u64::MAX } else { ((1 << count) - 1) << from }
+}
+
+/// The words that `[first, first + count)` touches, by number, and its bits in each.
+#[inline]
+pub(crate) fn spans(first: usize, count: usize) -> impl Iterator<Item = (usize, u64)> {
+    let (mut next, end) = (first, (first + count).min(SPAN));
+    core::iter::from_fn(move || {
+        let (at, bit) = (next / WORD_BITS, next % WORD_BITS);
+        let count = (WORD_BITS - bit).min(end.checked_sub(next).filter(|left| *left != 0)?);
+        next += count;
+        Some((at, mask(bit, count)))
+    })
+}
+
+/// The first naturally aligned run of `2^order` positions that are all set in the words that `word` gives.
+#[inline]
+pub(crate) fn first_run(order: u32, word: impl Fn(usize) -> u64) -> Option<usize> {
+    if order >= WORD_BITS.ilog2() {
+        let words = 1_usize << (order.min(SPAN_SHIFT) - WORD_BITS.ilog2());
+        let whole = |first: &usize| (*first..*first + words).all(|at| word(at) == u64::MAX);
+        return (0..WORDS).step_by(words).find(whole).map(|at| at * WORD_BITS);
+    }
+    (0..WORDS).find_map(|at| {
+        let mut runs = word(at);
+        for step in 0..order {
+            runs &= runs >> (1 << step);
+        }
+        runs &= every(order);
+        (runs != 0).then(|| at * WORD_BITS + runs.trailing_zeros() as usize)
+    })
+}
+
+/// How many naturally aligned runs of each order the words consist of, each as large as can be.
+pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] {
+    let mut counts = [0; SPAN_SHIFT as usize + 1];
+    let mut left = words;
+    for order in (0..=SPAN_SHIFT).rev() {
+        while let Some(first) = first_run(order, |at| left[at % WORDS]) {
+            counts[order as usize] += 1;
+            spans(first, 1 << order).for_each(|(at, bits)| left[at % WORDS] &= !bits);
+        }
+    }
+    counts
 }
 
 /// Every `2^order`th bit of a word, order at most 6 (bit 0 only).
@@ -80,50 +127,45 @@ impl Bits512 {
         word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
     }
 
-    /// Sets the bits of `[index, index + 2^order)` to `value`: for words that one lock protects. At most 8 stores.
-    pub(crate) fn fill_locked(&self, index: usize, order: u32, value: bool) {
-        self.for_words(index, order, |word, bits| {
-            let old = word.load(Ordering::Relaxed);
-            let new = if value { old | bits } else { old & !bits };
-            if new != old {
-                word.store(new, Ordering::Relaxed);
-            }
-        });
+    /// Word number `at`: positions from `64 * at` on.
+    #[inline]
+    pub(crate) fn load(&self, at: usize) -> u64 {
+        self.words[at % WORDS].load(Ordering::Relaxed)
     }
 
-    /// How many of the bits of `[index, index + 2^order)` are set.
-    pub(crate) fn count(&self, index: usize, order: u32) -> u32 {
-        let mut sum = 0;
-        self.for_words(index, order, |word, bits| sum += (word.load(Ordering::Relaxed) & bits).count_ones());
-        sum
+    /// Replaces bits of word number `at`, if they are not so already: for words that one lock protects.
+    #[inline]
+    pub(crate) fn set_locked(&self, at: usize, bits: u64, value: bool) {
+        let word = &self.words[at % WORDS];
+        let old = word.load(Ordering::Relaxed);
+        let new = if value { old | bits } else { old & !bits };
+        if new != old {
+            word.store(new, Ordering::Relaxed);
+        }
     }
 
-    /// Whether any, and whether all, of the bits of `[index, index + 2^order)` are set.
-    pub(crate) fn any_all(&self, index: usize, order: u32) -> (bool, bool) {
-        let (mut any, mut not_all) = (0, 0);
-        self.for_words(index, order, |word, bits| {
-            let word = word.load(Ordering::Relaxed);
-            any |= word & bits;
-            not_all |= !word & bits;
-        });
-        (any != 0, not_all == 0)
+    /// Replaces bits of word number `at`, which are the caller's: an atomic if the word is shared with others, a plain
+    /// store if all of it is the caller's, nothing if they are so already.
+    #[inline]
+    pub(crate) fn set_shared(&self, at: usize, bits: u64, value: bool) {
+        let word = &self.words[at % WORDS];
+        let wanted = if value { bits } else { 0 };
+        if word.load(Ordering::Relaxed) & bits == wanted {
+        } else if bits == u64::MAX {
+            word.store(wanted, Ordering::Relaxed);
+        } else if value {
+            word.fetch_or(bits, Ordering::Relaxed);
+        } else {
+            word.fetch_and(!bits, Ordering::Relaxed);
+        }
     }
 
-    /// Sets or clears the bits of `[index, index + 2^order)`, which are the caller's: an atomic where the word is shared
-    /// with others, plain stores of whole words, nothing where they are so already.
+    /// [`set_shared`](Bits512::set_shared) for `[index, index + 2^order)`.
     #[inline]
     pub(crate) fn fill_shared(&self, index: usize, order: u32, value: bool) {
-        self.for_words(index, order, |word, bits| {
-            let wanted = if value { bits } else { 0 };
-            if word.load(Ordering::Relaxed) & bits == wanted {
-            } else if bits == u64::MAX {
-                word.store(wanted, Ordering::Relaxed);
-            } else if value {
-                word.fetch_or(bits, Ordering::Relaxed);
-            } else {
-                word.fetch_and(!bits, Ordering::Relaxed);
-            }
-        });
+        for (at, bits) in spans(index & (SPAN - 1), 1 << order.min(SPAN_SHIFT)) {
+            self.set_shared(at, bits, value);
+        }
     }
 
     /// Calls `f` with each word that the aligned range touches and the range's bits in it.
@@ -294,7 +336,7 @@ impl Bits512 {
     }
 
     /// The bits that are set here and are `value` in `other`.
-    pub(crate) fn both(&self, other: &Bits512, value: bool) -> [u64; SPAN / WORD_BITS] {
+    pub(crate) fn both(&self, other: &Bits512, value: bool) -> [u64; WORDS] {
         let flip = if value { 0 } else { u64::MAX };
         let word = |i: usize| self.words[i].load(Ordering::Relaxed) & (other.words[i].load(Ordering::Relaxed) ^ flip);
         core::array::from_fn(word)
@@ -303,7 +345,7 @@ impl Bits512 {
     /// The first position where a block of exactly `order` starts that is set in `among` and `accept`ed.
     pub(crate) fn first_block(
         &self,
-        among: &[u64; SPAN / WORD_BITS],
+        among: &[u64; WORDS],
         order: u32,
         accept: impl Fn(usize) -> bool,
     ) -> Option<usize> {
@@ -342,7 +384,7 @@ impl Bits512 {
     }
 
     /// The words, for scans.
-    pub(crate) fn snapshot(&self) -> [u64; SPAN / WORD_BITS] {
+    pub(crate) fn snapshot(&self) -> [u64; WORDS] {
         core::array::from_fn(|i| self.words[i].load(Ordering::Relaxed))
     }
 }
@@ -489,20 +531,43 @@ mod tests {
         }
 
         #[test]
-        fn fills_count(index in 0_usize..SPAN, order in 0_u32..=9) {
+        fn spans_are_the_range(first in 0_usize..SPAN, count in 0_usize..SPAN) {
+            let (locked, shared) = (Bits512::default(), Bits512::default());
+            for (at, bits) in spans(first, count) {
+                locked.set_locked(at, bits, true);
+                shared.set_shared(at, bits, true);
+            }
+            for index in 0..SPAN {
+                prop_assert_eq!(locked.get(index), (first..first + count).contains(&index));
+            }
+            prop_assert_eq!(locked.snapshot(), shared.snapshot());
+            for (at, bits) in spans(first, count) {
+                locked.set_locked(at, bits, false);
+                shared.set_shared(at, bits, false);
+            }
+            prop_assert_eq!((locked.snapshot(), shared.snapshot()), ([0; WORDS], [0; WORDS]));
+        }
+
+        #[test]
+        fn runs_are_found_as_by_looking_at_each(
+            ranges in proptest::collection::vec((0_usize..SPAN, 0_usize..SPAN), 0..6),
+            holes in proptest::collection::vec(0_usize..SPAN, 0..40),
+        ) {
             let bits = Bits512::default();
-            let index = index & !((1 << order) - 1);
-            bits.fill_locked(index, order, true);
-            prop_assert_eq!(bits.count(index, order), 1 << order);
-            prop_assert_eq!(bits.count(0, 9), 1 << order);
-            prop_assert!(bits.get(index) && bits.any_all(index, order) == (true, true));
-            prop_assert_eq!(bits.any_all(0, 9), (true, order == 9));
-            bits.fill_locked(index, order, false);
-            prop_assert_eq!(bits.any_all(0, 9), (false, false));
-            bits.fill_shared(index, order, true);
-            prop_assert_eq!((bits.count(index, order), bits.count(0, 9)), (1 << order, 1 << order));
-            bits.fill_shared(index, order, false);
-            prop_assert_eq!(bits.count(0, 9), 0);
+            for (first, count) in ranges {
+                spans(first, count).for_each(|(at, bits_in)| bits.set_locked(at, bits_in, true));
+            }
+            holes.iter().for_each(|hole| bits.put_locked(*hole, false));
+            let whole = |first: usize, order: u32| (first..first + (1 << order)).all(|index| bits.get(index));
+            let counts = count_runs(bits.snapshot());
+            for order in 0..=SPAN_SHIFT {
+                let aligned = || (0..SPAN).step_by(1 << order);
+                let expected = aligned().find(|first| whole(*first, order));
+                prop_assert_eq!(first_run(order, |at| bits.load(at)), expected);
+                let larger = |first: usize| order < SPAN_SHIFT && whole(first & !((2 << order) - 1), order + 1);
+                let maximal = aligned().filter(|first| whole(*first, order) && !larger(*first)).count();
+                prop_assert_eq!(counts[order as usize], maximal as u64);
+            }
         }
     }
 }

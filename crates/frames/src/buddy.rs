@@ -1,16 +1,17 @@
 //! The buddy system of one node, on the block map: free, find, split, merge. Everything here runs under the node's lock.
 //!
 //! Costs (cache lines touched besides the node's own): freeing a block inside 2 MiB touches four lines of what is kept for
-//! these 2 MiB, whatever it merges with, and two of its region where a count begins or ends. Freeing or taking an order-18
-//! block touches five lines of its region, whatever it contains; no descriptor, and nothing per 2 MiB or per frame.
+//! these 2 MiB, whatever it merges with, and two of its region where a count begins or ends. Whole 2 MiB, up to 1 GiB, are
+//! in [`free2m`](crate::free2m).
 
-use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
-use crate::blockmap::Mobility;
+use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
+use crate::blockmap::{Mobility, SPAN, spans};
 use crate::frames::{Env, Frames};
-use crate::freelist::{FreeLists, Known, List, Places, Rows, Wanted};
+use crate::free2m::Sought;
+use crate::freelist::{FreeLists, Known, List, Places, Rows};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Extent, Order, Pfn};
+use hugemm_base::{Extent, Pfn};
 
 /// One NUMA node's free memory. On lines of its own.
 #[repr(align(128))]
@@ -86,19 +87,17 @@ impl<'m, E: Env> Frames<'m, E> {
         self.free_deferred(owner, lists);
         let result = f(lists);
         // Relaxed: a hint.
-        owner.zero_hint.store(lists.has_zero(0).into(), Ordering::Relaxed);
+        let zero = lists.has_zero().into();
+        if owner.zero_hint.load(Ordering::Relaxed) != zero {
+            owner.zero_hint.store(zero, Ordering::Relaxed);
+        }
         result
     }
 
-    /// Frees one naturally aligned block of the arena: at its frames' node, under its lock. The caller owns the frames,
-    /// a block starts at `pfn` in the map and none straddles the end; what is inside does not matter. O(18).
-    pub(crate) fn free_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, content: Content) {
-        self.free_mapped(lists, arena, pfn, order, content, false);
-    }
-
-    /// The same; `mapped` says that the map has it as one block already, so that there is nothing to write if it merges
-    /// with none.
-    pub(crate) fn free_mapped(
+    /// Frees one naturally aligned block of less than 2 MiB: at its frames' node, under its lock. The caller owns the
+    /// frames, a block starts at `pfn` in the map and none straddles the end; what is inside does not matter. `mapped` says
+    /// that the map has it as one block already, so that there is nothing to write if it merges with none. O(9).
+    fn free_small(
         &self,
         lists: &mut FreeLists,
         arena: &Arena<'m>,
@@ -109,92 +108,61 @@ impl<'m, E: Env> Frames<'m, E> {
     ) {
         let (mut base, mut k) = (pfn, order);
         let region = arena.region(pfn);
-        let isolated = |pfn: Pfn| region.isolated.get(in_region(pfn));
-        if k < BLOCK_ORDER {
-            let block = arena.block(pfn);
-            let mut zero = match content {
-                Content::Dirty => false,
-                Content::Zero => true,
-                Content::AsMapped => region.zero.get(in_region(pfn)),
-            };
-            while k < BLOCK_ORDER {
-                let buddy = Pfn::new(base.number() ^ 1 << k);
-                if !(block.free.get(in_block(buddy)) && block.starts.none_inside(in_block(buddy), k)) {
-                    break;
-                }
-                // A dirty part makes the whole dirty; a zero one never makes it zero.
-                zero &= match lists.remove(arena, buddy, k) {
-                    List::Small(_, known) => known == Known::Zero,
-                    _ => false,
-                };
-                block.free.put_locked(in_block(buddy), false);
-                base = base.min(buddy);
-                k += 1;
-            }
-            if k < BLOCK_ORDER {
-                if !mapped || k != order {
-                    block.starts.merge(in_block(base), k);
-                }
-                block.free.put_locked(in_block(base), true);
-                let list = match isolated(base) {
-                    true => List::Isolated,
-                    false => List::Small(block.mobility(), Known::of(zero)),
-                };
-                lists.push(arena, base, k, list);
-                return;
-            }
-            region.zero.put_locked(in_region(base), zero);
-        } else {
-            match content {
-                Content::Dirty => region.zero.fill_locked(in_region(base), k - BLOCK_ORDER, false),
-                Content::Zero => region.zero.fill_locked(in_region(base), k - BLOCK_ORDER, true),
-                Content::AsMapped => {}
-            }
-        }
-        // Blocks that are isolated and blocks that are not never merge, nor do two isolated ones: claims take them one
-        // by one.
-        let alone = isolated(base);
-        while k < REGION_ORDER && !alone {
+        let block = arena.block(pfn);
+        let mut zero = match content {
+            Content::Dirty => false,
+            Content::Zero => true,
+            Content::AsMapped => region.zero.get(in_region(pfn)),
+        };
+        while k < BLOCK_ORDER {
             let buddy = Pfn::new(base.number() ^ 1 << k);
-            let index = in_region(buddy);
-            if !(region.free.get(index) && region.starts.none_inside(index, k - BLOCK_ORDER))
-                || isolated(buddy)
-                || !arena.has_block(buddy, k)
-            {
+            if !(block.free.get(in_block(buddy)) && block.starts.none_inside(in_block(buddy), k)) {
                 break;
             }
-            lists.remove(arena, buddy, k);
-            region.free.put_locked(index, false);
+            // A dirty part makes the whole dirty; a zero one never makes it zero.
+            zero &= match lists.remove(arena, buddy, k) {
+                List::Small(_, known) => known == Known::Zero,
+                List::Isolated => false,
+            };
+            block.free.put_locked(in_block(buddy), false);
             base = base.min(buddy);
             k += 1;
         }
+        if k == BLOCK_ORDER {
+            return self.free_2m(lists, arena, base, 1, Content::of(zero));
+        }
         if !mapped || k != order {
-            arena.map_merge(base, k);
+            block.starts.merge(in_block(base), k);
         }
-        region.free.put_locked(in_region(base), true);
-        let known = match content {
-            Content::Dirty if base == pfn && k == order => Known::Dirty,
-            Content::Zero if base == pfn && k == order => Known::Zero,
-            _ => region.known(in_region(base), k - BLOCK_ORDER),
+        block.free.put_locked(in_block(base), true);
+        let list = match region.isolated.get(in_region(base)) {
+            true => List::Isolated,
+            false => List::Small(block.mobility(), Known::of(zero)),
         };
-        lists.push(arena, base, k, if alone { List::Isolated } else { List::Big(known) });
+        lists.push(arena, base, k, list);
     }
 
-    /// Takes a free block, whichever kind it is.
-    pub(crate) fn remove_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32) -> List {
-        let list = arena.list_of(pfn, order);
-        self.remove_from(lists, arena, pfn, order, list);
-        list
-    }
-
-    /// The same for a block whose kind is known.
-    fn remove_from(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, list: List) {
-        lists.remove_from(arena, pfn, order, list);
-        if order < BLOCK_ORDER {
-            arena.block(pfn).free.put_locked(in_block(pfn), false);
-        } else {
-            arena.region(pfn).free.put_locked(in_region(pfn), false);
+    /// Frees one block that the map has as such. O(9), and a word per 128 MiB.
+    pub(crate) fn free_mapped(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, content: Content) {
+        match order.checked_sub(BLOCK_ORDER) {
+            None => self.free_small(lists, arena, pfn, order, content, true),
+            Some(log) => self.free_2m(lists, arena, pfn, 1 << log, content),
         }
+    }
+
+    /// Takes a free block that the map has as such, and says what to free parts of it as.
+    pub(crate) fn remove_block(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32) -> Content {
+        if order >= BLOCK_ORDER {
+            // Every free 2 MiB is a block by itself.
+            for (at, bits) in spans(in_region(pfn), 1) {
+                self.take_word(lists, arena.region(pfn), at, bits);
+            }
+            return Content::AsMapped;
+        }
+        let list = lists.remove(arena, pfn, order);
+        arena.block(pfn).free.put_locked(in_block(pfn), false);
+        // What was known is forgotten while a block is isolated.
+        Content::of(matches!(list, List::Small(_, Known::Zero)))
     }
 
     /// Whether the block at `pfn`, of the order that the map says, is free in the buddy system.
@@ -214,12 +182,19 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         want_zero: bool,
     ) -> Option<Taken> {
-        let wanted = Wanted { order, mobility, zero: want_zero };
-        let (found, list) = lists.find(&self.places(lists)?, wanted)?;
-        self.carve(lists, found, list, wanted)
+        match order.checked_sub(BLOCK_ORDER) {
+            None => self.take_up_to(lists, order, order, mobility, want_zero).map(|(taken, _)| taken),
+            Some(log) => Sought::preferring(want_zero).into_iter().find_map(|sought| self.take_2m(lists, log, sought)),
+        }
     }
 
-    /// Takes a block of at least `order` and at most `most`: as large as is free at the first place looked.
+    /// Takes a block of at least `order` and at most `most`, both below 2 MiB: as large as is free at the first place
+    /// looked.
+    ///
+    /// That is the lowest place with enough in one piece among those of the mobility, then a fresh 2 MiB block, and only
+    /// then the other mobility, its largest block. Within each step, whoever wants zeroes gets them first and whoever does
+    /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and
+    /// fresh blocks before anything dirty.
     pub(crate) fn take_up_to(
         &self,
         lists: &mut FreeLists,
@@ -228,68 +203,70 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         want_zero: bool,
     ) -> Option<(Taken, u32)> {
-        let wanted = Wanted { order, mobility, zero: want_zero };
-        let (found, list) = lists.find(&self.places(lists)?, wanted)?;
-        let take = found.min(most.max(order));
-        Some((self.carve(lists, found, list, Wanted { order: take, ..wanted })?, take))
+        let places = self.places(lists)?;
+        let prefer = if want_zero { [Known::Zero, Known::Dirty] } else { [Known::Dirty, Known::Zero] };
+        if want_zero {
+            if let Some(found) = lists.find(&places, order, mobility, Known::Zero) {
+                return self.carve(lists, found, List::Small(mobility, Known::Zero), order, most);
+            }
+            if let Some(fresh) = self.take_2m(lists, 0, Sought::Zero) {
+                return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
+            }
+        }
+        for known in prefer {
+            if let Some(found) = lists.find(&places, order, mobility, known) {
+                return self.carve(lists, found, List::Small(mobility, known), order, most);
+            }
+        }
+        if let Some(fresh) = self.take_block(lists, BLOCK_ORDER, mobility, want_zero) {
+            return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
+        }
+        let other = mobility.other();
+        prefer.into_iter().find_map(|known| {
+            let found = lists.largest(order, other, known)?;
+            self.carve(lists, found, List::Small(other, known), order, most)
+        })
     }
 
     /// Where the node's free blocks are.
-    fn places(&self, lists: &FreeLists) -> Option<Places<'m, 'm>> {
+    pub(crate) fn places(&self, lists: &FreeLists) -> Option<Places<'m, 'm>> {
         Some(Places { rows: self.nodes.get(lists.node as usize)?.rows, arenas: self.arenas })
     }
 
-    /// Takes the lowest free block of a kind that there is, and divides it down to what is wanted.
-    fn carve(&self, lists: &mut FreeLists, found: u32, list: List, wanted: Wanted) -> Option<Taken> {
-        let Wanted { order, mobility, zero: want_zero } = wanted;
+    /// Takes the lowest free block of a small kind that there is, and divides it.
+    fn carve(&self, lists: &mut FreeLists, found: u32, list: List, order: u32, most: u32) -> Option<(Taken, u32)> {
         let (arena, pfn) = self.places(lists)?.lowest(found, list)?;
-        self.remove_from(lists, arena, pfn, found, list);
-        let (mut pfn, mut k) = (pfn, found);
-        // A small block keeps the grouping of the 2 MiB it is in; a fresh one gets that of the request.
-        let mobility = if found < BLOCK_ORDER { arena.block(pfn).mobility() } else { mobility };
-        if list == List::Big(Known::Mixed) {
-            // Step by step, to the side where what is wanted is.
-            let region = arena.region(pfn);
-            while k > order.max(BLOCK_ORDER) {
-                arena.map_split_down(pfn, k, k - 1, mobility);
-                k -= 1;
-                let upper = Pfn::new(pfn.number() + (1 << k));
-                let zeroes = |pfn| region.zero.count(in_region(pfn), k - BLOCK_ORDER);
-                let go_up = if want_zero { zeroes(upper) > zeroes(pfn) } else { zeroes(upper) < zeroes(pfn) };
-                let rest = if go_up { pfn } else { upper };
-                if go_up {
-                    pfn = upper;
-                }
-                region.free.put_locked(in_region(rest), true);
-                lists.push(arena, rest, k, List::Big(big_known(arena, rest, k)));
-            }
-        }
-        let zero = match list {
-            List::Small(_, known) | List::Big(known @ (Known::Dirty | Known::Zero)) => known == Known::Zero,
-            _ => big_known(arena, pfn, k.min(order.max(BLOCK_ORDER))) == Known::Zero,
-        };
-        if k > order {
-            arena.map_split_down(pfn, k, order, mobility);
-            for half in order..k {
-                let upper = Pfn::new(pfn.number() + (1 << half));
-                let known = match list {
-                    List::Big(Known::Mixed) if half >= BLOCK_ORDER => big_known(arena, upper, half),
-                    _ => Known::of(zero),
-                };
-                let list = if half < BLOCK_ORDER {
-                    arena.block(upper).free.put_locked(in_block(upper), true);
-                    List::Small(mobility, known)
-                } else {
-                    arena.region(upper).free.put_locked(in_region(upper), true);
-                    List::Big(known)
-                };
-                lists.push(arena, upper, half, list);
-            }
-        }
-        Some(Taken { pfn, zero })
+        lists.remove_from(arena, pfn, found, list);
+        let block = arena.block(pfn);
+        block.free.put_locked(in_block(pfn), false);
+        let taken = Taken { pfn, zero: matches!(list, List::Small(_, Known::Zero)) };
+        // It keeps the grouping of the 2 MiB it is in; a fresh one gets that of the request.
+        Some(self.divide(lists, taken, found, order, most, block.mobility()))
     }
 
-    /// Frees an extent of one arena whose ends are block borders in the map, chunk by chunk. O(18 + pages / 2^18).
+    /// Divides a block of order `from` down to at least `order` and at most `most`, and gives the rest back.
+    fn divide(
+        &self,
+        lists: &mut FreeLists,
+        taken: Taken,
+        from: u32,
+        order: u32,
+        most: u32,
+        mobility: Mobility,
+    ) -> (Taken, u32) {
+        let to = from.min(most.max(order));
+        let Some(arena) = self.arena(taken.pfn).filter(|_| to < from) else { return (taken, to) };
+        arena.map_split_down(taken.pfn, from, to, mobility);
+        for half in to..from {
+            let upper = Pfn::new(taken.pfn.number() + (1 << half));
+            arena.block(upper).free.put_locked(in_block(upper), true);
+            lists.push(arena, upper, half, List::Small(mobility, Known::of(taken.zero)));
+        }
+        (taken, to)
+    }
+
+    /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole
+    /// 2 MiB there are in one piece. O(18), and a word per 128 MiB.
     ///
     /// Looks under the lock whether frames must be looked at: what the caller has seen before may be out of date, and
     /// only from here on nobody isolates or refuses any.
@@ -297,12 +274,26 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.is_careful() {
             return self.free_careful_locked(lists, arena, extent, content);
         }
-        for (pfn, order) in extent.chunks(Order::MAX) {
-            self.free_block(lists, arena, pfn, order.get(), content);
+        self.free_admitted(lists, arena, extent, content);
+    }
+
+    /// The same for frames that have been looked at: none is refused.
+    pub(crate) fn free_admitted(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, content: Content) {
+        let mut rest = extent;
+        while !rest.is_empty() {
+            let base = rest.base();
+            let room = SPAN as u64 - in_region(base) as u64;
+            let whole = if in_block(base) == 0 { (rest.pages() >> BLOCK_ORDER).min(room) } else { 0 };
+            let upto = if whole == 0 { SPAN as u64 - in_block(base) as u64 } else { whole << BLOCK_ORDER };
+            let (now, later) = rest.split_at(upto.min(rest.pages()));
+            if whole == 0 {
+                for (pfn, order) in now.chunks(BLOCK) {
+                    self.free_small(lists, arena, pfn, order.get(), content, false);
+                }
+            } else {
+                self.free_2m(lists, arena, base, whole as usize, content);
+            }
+            rest = later;
         }
     }
-}
-
-fn big_known(arena: &Arena<'_>, pfn: Pfn, order: u32) -> Known {
-    arena.region(pfn).known(in_region(pfn), order.saturating_sub(BLOCK_ORDER))
 }

@@ -16,10 +16,10 @@
 //!
 //! Two claims never overlap: the second finds the marks and fails. Source: design §5 frames, checklist C13, C17.
 
-use crate::arena::{Arena, BLOCK_ORDER, in_region};
+use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
-use crate::buddy::Content;
 use crate::frames::{Env, Frames};
+use crate::free2m::pages;
 use crate::freelist::{FreeLists, Known, List};
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
@@ -85,17 +85,6 @@ const ATTEMPTS: u32 = 8;
 /// How often a claim looks whether another CPU has served its request, before it goes on without.
 const PATIENCE: u32 = 10_000;
 
-pub(crate) fn content_of(list: List) -> Content {
-    match list {
-        List::Small(_, Known::Zero) => Content::Zero,
-        List::Small(..) => Content::Dirty,
-        // The region's bits know.
-        List::Big(_) => Content::AsMapped,
-        // What was known is forgotten while a block is isolated.
-        List::Isolated => Content::Dirty,
-    }
-}
-
 impl<'m, E: Env> Frames<'m, E> {
     /// The arena that holds all of an extent.
     fn arena_of(&self, extent: Extent) -> Result<&'m Arena<'m>, ClaimError> {
@@ -126,6 +115,12 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The first block of the extent that is not free.
     fn all_free(&self, arena: &Arena<'m>, extent: Extent) -> Result<(), ClaimError> {
+        if in_block(extent.base()) == 0
+            && extent.pages().is_multiple_of(SPAN as u64)
+            && arena.words_2m(extent).all(|(region, _, at, bits)| region.free.load(at) & bits == bits)
+        {
+            return Ok(());
+        }
         match self.blocks(arena, extent).find(|(pfn, order)| !self.is_free(arena, *pfn, *order)) {
             None => Ok(()),
             Some((pfn, _)) => Err(ClaimError::InUse(pfn.max(extent.base()))),
@@ -157,22 +152,32 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
     fn take_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
+        let whole = arena.words_2m(extent).fold(0, |sum, (region, _, at, bits)| {
+            let free = region.free.load(at) & bits;
+            self.take_word(lists, region, at, free);
+            sum + pages(free)
+        });
+        if whole == extent.pages() {
+            return;
+        }
         let (mut at, end) = (extent.base().number(), extent.end().number());
         while at < end {
             let (head, order) = arena.block_of(Pfn::new(at));
-            let list = self.remove_block(lists, arena, head, order);
-            let Ok(order) = Order::new(order) else { return };
-            let whole = Extent::block(head, order);
-            let inside = whole.intersection(extent);
-            if inside != whole {
-                self.cut_ends(arena, inside);
-                let content = content_of(list);
-                let before = inside.base().number() - head.number();
-                for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
-                    self.free_chunks(lists, arena, part, content);
+            let Ok(size) = Order::new(order) else { return };
+            // Not free: taken above.
+            if self.is_free(arena, head, order) {
+                let content = self.remove_block(lists, arena, head, order);
+                let whole = Extent::block(head, size);
+                let inside = whole.intersection(extent);
+                if inside != whole {
+                    self.cut_ends(arena, inside);
+                    let before = inside.base().number() - head.number();
+                    for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
+                        self.free_chunks(lists, arena, part, content);
+                    }
                 }
             }
-            at = head.number() + order.pages();
+            at = head.number() + size.pages();
         }
     }
 
@@ -202,7 +207,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if result.is_ok() {
                 self.take_free(lists, arena, extent);
             }
-            self.unisolate(lists, arena, extent);
+            self.mark(lists, arena, extent, false);
             result
         });
         taken.unwrap_or(Err(ClaimError::NotManaged))?;
@@ -214,83 +219,56 @@ impl<'m, E: Env> Frames<'m, E> {
     fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, arena: &Arena<'m>, extent: Extent) -> Result<(), ClaimError> {
         let _pin = cx.pin();
         let result = self.with_node(arena.node, |lists| {
-            if self.any_isolated(arena, extent) {
+            if arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
                 return Err(ClaimError::Contended);
             }
-            // Free blocks that reach beyond the range are divided at its ends.
-            for end in [extent.base(), Pfn::new(extent.end().number() - 1)] {
-                let (head, order) = arena.block_of(end);
-                let whole = Order::new(order).map(|order| Extent::block(head, order));
-                if let Ok(whole) = whole
-                    && self.is_free(arena, head, order)
-                    && !extent.covers(whole)
-                {
-                    self.remove_block(lists, arena, head, order);
-                    let inside = whole.intersection(extent);
-                    self.cut_ends(arena, inside);
-                    let before = inside.base().number() - head.number();
-                    let outside = [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())];
-                    // Marked before it goes back, so that it does not merge with its old neighbours again.
-                    self.mark(arena, inside, true);
-                    self.free_around_isolation(lists, arena, inside, Content::AsMapped);
-                    for part in outside {
-                        self.free_chunks(lists, arena, part, Content::AsMapped);
-                    }
-                }
-            }
-            let mut at = extent.base().number();
-            while at < extent.end().number() {
-                let (head, order) = arena.block_of(Pfn::new(at));
-                let Ok(order) = Order::new(order) else { break };
-                let whole = Extent::block(head, order);
-                let block = whole.intersection(extent);
-                if order.get() < BLOCK_ORDER {
-                    at = self.mark_group(lists, arena, Pfn::new(at), true);
-                } else if self.is_free(arena, head, order.get()) {
-                    let list = self.remove_block(lists, arena, head, order.get());
-                    self.mark(arena, block, true);
-                    self.free_around_isolation(lists, arena, whole, content_of(list));
-                    at = whole.end().number();
-                } else {
-                    self.mark(arena, block, true);
-                    at = whole.end().number();
-                }
-            }
+            self.mark(lists, arena, extent, true);
             Ok(())
         });
         result.unwrap_or(Err(ClaimError::NotManaged))
     }
 
-    /// Marks a group of small blocks, or takes the mark off: its free blocks stay free, as blocks of another kind. Returns
-    /// the first frame after it.
-    fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, isolated: bool) -> u64 {
-        let group = Extent::block(Pfn::new(pfn.number() >> BLOCK_ORDER << BLOCK_ORDER), crate::arena::BLOCK);
-        let group = group.intersection(arena.extent);
+    /// Marks the 2 MiB blocks of an aligned extent, or takes the marks off. What is free of them stays free.
+    fn mark(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, isolated: bool) {
+        for (region, first, at, bits) in arena.words_2m(extent) {
+            let mut groups = region.split.load(at) & bits;
+            let changed = u64::from((bits & !groups).count_ones());
+            region.isolated.set_locked(at, bits & !groups, isolated);
+            let free = pages(region.free.load(at) & bits);
+            // Relaxed: see `is_careful`.
+            if isolated {
+                lists.isolated += free;
+                self.careful.fetch_add(changed, Ordering::Relaxed);
+            } else {
+                lists.isolated -= free;
+                self.careful.fetch_sub(changed, Ordering::Relaxed);
+                self.hint_all(arena, first.max(extent.base()));
+            }
+            while groups != 0 {
+                let group = first.number() + (u64::from(groups.trailing_zeros()) << BLOCK_ORDER);
+                self.mark_group(lists, arena, Extent::block(Pfn::new(group), BLOCK), isolated);
+                groups &= groups - 1;
+            }
+        }
+    }
+
+    /// The same for a group of small blocks: its free blocks become blocks of another kind.
+    fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, group: Extent, isolated: bool) {
         let free = |(pfn, order): &(Pfn, u32)| self.is_free(arena, *pfn, *order);
         for (pfn, order) in self.blocks(arena, group).filter(free) {
             lists.remove(arena, pfn, order);
         }
-        self.mark(arena, group, isolated);
+        arena.region(group.base()).isolated.put_locked(in_region(group.base()), isolated);
+        // Relaxed: as above.
+        match isolated {
+            true => self.careful.fetch_add(1, Ordering::Relaxed),
+            false => self.careful.fetch_sub(1, Ordering::Relaxed),
+        };
         for (pfn, order) in self.blocks(arena, group).filter(free) {
             let mobility = arena.block(pfn).mobility();
             // What was known is forgotten while a block is isolated.
             let list = if isolated { List::Isolated } else { List::Small(mobility, Known::Dirty) };
             lists.push(arena, pfn, order, list);
-        }
-        group.end().number()
-    }
-
-    fn mark(&self, arena: &Arena<'m>, extent: Extent, isolated: bool) {
-        for pfn in self.blocks_2m(extent) {
-            let bits = &arena.region(pfn).isolated;
-            if bits.get(in_region(pfn)) != isolated {
-                bits.put_locked(in_region(pfn), isolated);
-                // Relaxed: see `is_careful`.
-                match isolated {
-                    true => self.careful.fetch_add(1, Ordering::Relaxed),
-                    false => self.careful.fetch_sub(1, Ordering::Relaxed),
-                };
-            }
         }
     }
 
@@ -327,19 +305,19 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut attempts = 0;
         while at < extent.end().number() {
             // A look without the lock, at blocks that may be changing: only a hint of what to migrate. Step 4 decides.
-            let (head, order) = arena.block_of(Pfn::new(at));
-            let next = head.number() + (1 << order);
-            let Ok(whole) = Order::new(order).map(|order| Extent::block(head, order)) else { break };
-            let free = {
+            let rest = extent.slice(at - extent.base().number(), extent.pages());
+            let used = {
                 let _pin = cx.pin();
-                self.with_node(arena.node, |_| self.is_free(arena, head, order)).unwrap_or(false)
+                self.with_node(arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(()))
             };
-            if free || self.next_refused(arena, whole).is_some() && attempts != 0 {
-                if !free {
-                    return Err(ClaimError::InUse(head));
-                }
-                (at, attempts) = (next.max(at + 1), 0);
-                continue;
+            let Err(ClaimError::InUse(used)) = used else { return Ok(()) };
+            if used.number() != at {
+                (at, attempts) = (used.number(), 0);
+            }
+            let (head, order) = arena.block_of(used);
+            let Ok(whole) = Order::new(order).map(|order| Extent::block(head, order)) else { break };
+            if self.next_refused(arena, whole).is_some() && attempts != 0 {
+                return Err(ClaimError::InUse(head));
             }
             attempts += 1;
             if attempts > ATTEMPTS || !migrate.migrate(whole) {
@@ -352,27 +330,5 @@ impl<'m, E: Env> Frames<'m, E> {
             }
         }
         Ok(())
-    }
-
-    /// Step 4's other half: the marks go, and what is free becomes ordinary again.
-    fn unisolate(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
-        let mut at = extent.base().number();
-        while at < extent.end().number() {
-            let (head, order) = arena.block_of(Pfn::new(at));
-            let Ok(order) = Order::new(order) else { return };
-            let whole = Extent::block(head, order);
-            if order.get() < BLOCK_ORDER {
-                at = self.mark_group(lists, arena, Pfn::new(at), false);
-                continue;
-            }
-            if self.is_free(arena, head, order.get()) {
-                self.remove_block(lists, arena, head, order.get());
-                self.mark(arena, whole, false);
-                self.free_block(lists, arena, head, order.get(), Content::AsMapped);
-            } else {
-                self.mark(arena, whole.intersection(extent), false);
-            }
-            at = whole.end().number();
-        }
     }
 }

@@ -1,4 +1,4 @@
-//! Which free blocks a node has: counts by order, mobility and what is known of their content, and where they are.
+//! Where a node's free blocks of less than 2 MiB are, and how much it has free in all.
 //!
 //! Nothing is linked. That a block is free, and how large it is, is in the block map; what is kept here only leads there:
 //!
@@ -6,14 +6,15 @@
 //! |---|---|---|
 //! | node | free blocks of each kind, and a mask of the orders that there are | [`FreeLists`] |
 //! | node | for each kind a bit per 1 GiB region that has some | [`Rows`] |
-//! | region | for each small kind a bit per 2 MiB block that has some; counts of the large kinds | `Region` |
-//! | 2 MiB block | counts of the small kinds | `Block` |
+//! | region | for each kind a bit per 2 MiB block that has some | `Region` |
+//! | 2 MiB block | counts by kind | `Block` |
 //!
 //! So a free or an allocation touches no descriptor and no other free block's memory; and of all blocks of the best
 //! order the **lowest** is found, in a few bit scans, which keeps what is in use together and high memory whole.
-//! Everything here runs under the node's lock. O(1) but for one word per 64 GiB of node to look for a region.
+//! Everything here runs under the node's lock. O(1) but for one word per 64 GiB of node to look for a region. Whole 2 MiB
+//! are in [`free2m`](crate::free2m).
 
-use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, in_block, in_region};
+use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_block, in_region};
 use crate::blockmap::Mobility;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
@@ -24,17 +25,17 @@ pub(crate) const SMALL: usize = BLOCK_ORDER as usize;
 /// Orders from 2 MiB to 1 GiB.
 pub(crate) const BIG: usize = (REGION_ORDER - BLOCK_ORDER) as usize + 1;
 
-/// Kinds of small and of large free blocks: mobility (small only), known content, order.
+/// Kinds of small free blocks: mobility, known content, order.
 pub(crate) const SMALL_KINDS: usize = 2 * 2 * SMALL;
+
+/// Kinds of what is sought among whole 2 MiB: content, order.
 pub(crate) const BIG_KINDS: usize = 3 * BIG;
 
 /// What is known of a free block's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Known {
-    /// Anything.
+    /// Nothing.
     Dirty,
-    /// Blocks of more than 2 MiB: some of its 2 MiB are zero, see the region's zero bits.
-    Mixed,
     /// All of it is zero.
     Zero,
 }
@@ -45,13 +46,11 @@ impl Known {
     }
 }
 
-/// Which kind of free block, its order apart.
+/// Which kind of free block of less than 2 MiB, its order apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum List {
-    /// Below 2 MiB: grouped by mobility.
+    /// Grouped by mobility.
     Small(Mobility, Known),
-    /// 2 MiB and more: of no mobility yet.
-    Big(Known),
     /// Not to be allocated: its 2 MiB block is isolated.
     Isolated,
 }
@@ -62,10 +61,6 @@ impl List {
         match self {
             List::Small(mobility, known) => {
                 Some(small_kind(mobility, known == Known::Zero, order)).filter(|_| order < BLOCK_ORDER)
-            }
-            List::Big(known) => {
-                let order = order.checked_sub(BLOCK_ORDER)? as usize;
-                Some(SMALL_KINDS + known as usize * BIG + order).filter(|_| order < BIG)
             }
             List::Isolated => None,
         }
@@ -123,7 +118,7 @@ impl<'m> Rows<'m> {
         Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS) }
     }
 
-    fn put(&self, kind: usize, region: usize, value: bool) {
+    pub(crate) fn put(&self, kind: usize, region: usize, value: bool) {
         if let Some(word) = self.words.get(kind * self.width + region / 64) {
             let (old, bit) = (word.load(Ordering::Relaxed), 1 << (region % 64));
             word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
@@ -131,7 +126,7 @@ impl<'m> Rows<'m> {
     }
 
     /// The lowest region that has blocks of the kind.
-    fn first(&self, kind: usize) -> Option<usize> {
+    pub(crate) fn first(&self, kind: usize) -> Option<usize> {
         let row = self.words.get(kind * self.width..(kind + 1) * self.width)?;
         let words = row.iter().map(|word| word.load(Ordering::Relaxed)).enumerate();
         words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * 64 + word.trailing_zeros() as usize)
@@ -167,41 +162,42 @@ impl<const N: usize> Family<N> {
     }
 }
 
-/// The counts of a node.
+/// The counts of a node. What every round touches comes first, beside the lock.
+#[repr(C)]
 #[derive(Debug)]
 pub(crate) struct FreeLists {
-    small: [[Family<SMALL>; 2]; 2],
-    big: [Family<BIG>; 3],
-    /// Which node.
-    pub(crate) node: u32,
-    /// Free blocks by order, isolated ones included.
-    pub(crate) blocks: [u64; SMALL + BIG],
     /// Free frames, isolated ones included.
     pub(crate) pages: u64,
-    /// Of those, frames in isolated blocks.
+    /// How often the lock has been taken.
+    pub(crate) rounds: u64,
+    /// Free 2 MiB blocks that are known to be zero.
+    pub(crate) zero_2m: u64,
+    /// Free frames in isolated blocks.
     pub(crate) isolated: u64,
     /// Frames taken out for good.
     pub(crate) refused: u64,
-    /// How often the lock has been taken.
-    pub(crate) rounds: u64,
+    /// Which node.
+    pub(crate) node: u32,
+    small: [[Family<SMALL>; 2]; 2],
+    /// Free blocks of less than 2 MiB by order, isolated ones included.
+    pub(crate) blocks: [u64; SMALL],
 }
 
 impl FreeLists {
     pub(crate) const fn new(node: u32) -> Self {
         FreeLists {
-            small: [const { [const { Family::new() }; 2] }; 2],
-            big: [const { Family::new() }; 3],
-            node,
-            blocks: [0; SMALL + BIG],
             pages: 0,
+            rounds: 0,
+            zero_2m: 0,
             isolated: 0,
             refused: 0,
-            rounds: 0,
+            node,
+            small: [const { [const { Family::new() }; 2] }; 2],
+            blocks: [0; SMALL],
         }
     }
 
-    /// Adds a free block of the arena. Its free bit, and the zero bits of its 2 MiB blocks if it is large, are the
-    /// caller's business, before this.
+    /// Adds a free block of less than 2 MiB of the arena. Its free bit is the caller's business, before this.
     pub(crate) fn push(&mut self, arena: &Arena<'_>, pfn: Pfn, order: u32, list: List) {
         self.pages += 1 << order;
         self.blocks[order as usize] += 1;
@@ -221,19 +217,13 @@ impl FreeLists {
                     arena.rows.put(kind, arena.region_number(pfn), true);
                 }
             }
-            List::Big(known) => {
-                self.big[known as usize].up(order as usize - SMALL);
-                if region.tally.up(kind - SMALL_KINDS) {
-                    arena.rows.put(kind, arena.region_number(pfn), true);
-                }
-            }
             List::Isolated => {}
         }
     }
 
     /// Takes a free block off, whichever kind it is, and says which that is. Its free bit stays.
     pub(crate) fn remove(&mut self, arena: &Arena<'_>, pfn: Pfn, order: u32) -> List {
-        let list = arena.list_of(pfn, order);
+        let list = arena.list_of(pfn);
         self.remove_from(arena, pfn, order, list);
         list
     }
@@ -259,80 +249,35 @@ impl FreeLists {
                     }
                 }
             }
-            List::Big(known) => {
-                self.big[known as usize].down(order as usize - SMALL);
-                if region.tally.down(kind - SMALL_KINDS) {
-                    arena.rows.put(kind, arena.region_number(pfn), false);
-                }
-            }
             List::Isolated => {}
         }
     }
 
-    /// The best kind of free block of at least `order`, and its order: see [`Places::lowest`].
+    /// The best free block of at least `order` of one mobility and content: its order.
     ///
-    /// Small requests take from the lowest 2 MiB that has enough in one piece among those of their mobility, then from a
-    /// fresh 2 MiB block (or larger), and only then from the other mobility, its largest block. Large ones take from the
-    /// lowest 1 GiB that will do. Where several orders will do in the same place, the smallest. So small things settle
-    /// in the holes of low memory, where large ones find no room: they part by themselves, and high memory stays whole.
-    /// Within each step, whoever wants zeroes gets them first and
-    /// whoever does not leaves them for last; but a request for zeroes goes through all known-zero memory of its own
-    /// mobility and fresh blocks before anything dirty.
-    pub(crate) fn find(&self, place: &Places<'_, '_>, request: Wanted) -> Option<(u32, List)> {
-        let Wanted { order, mobility, zero: want_zero } = request;
-        let prefer = if want_zero { [Known::Zero, Known::Dirty] } else { [Known::Dirty, Known::Zero] };
-        let big_prefer = if want_zero {
-            [Known::Zero, Known::Mixed, Known::Dirty]
-        } else {
-            [Known::Dirty, Known::Mixed, Known::Zero]
-        };
-        let fit = |mobility: Mobility, known: Known| {
-            let mask = self.small[mobility.index()][usize::from(known == Known::Zero)].mask;
-            mask.checked_shr(order).filter(|m| *m != 0 && order < BLOCK_ORDER)
-        };
-        let small = |mobility: Mobility, known: Known| {
-            let fits = bits(fit(mobility, known)?).map(|bit| order + bit);
-            let list = List::Small(mobility, known);
-            Some((fits.min_by_key(|order| place.of_small(list, *order))?, list))
-        };
-        let big = |known: Known| {
-            let from = order.saturating_sub(BLOCK_ORDER);
-            let fit = self.big[known as usize].mask.checked_shr(from).filter(|m| *m != 0)?;
-            let fits = bits(fit).map(|bit| BLOCK_ORDER + from + bit);
-            Some((fits.min_by_key(|order| place.region(List::Big(known), *order))?, List::Big(known)))
-        };
-        if order >= BLOCK_ORDER {
-            return big_prefer.into_iter().find_map(big);
-        }
-        if want_zero {
-            let clean = small(mobility, Known::Zero).or_else(|| big(Known::Zero)).or_else(|| big(Known::Mixed));
-            if clean.is_some() {
-                return clean;
-            }
-        }
-        let own = prefer.into_iter().find_map(|known| small(mobility, known));
-        own.or_else(|| big_prefer.into_iter().find_map(big)).or_else(|| {
-            let other = mobility.other();
-            let steal = |known: Known| Some((order + fit(other, known)?.ilog2(), List::Small(other, known)));
-            prefer.into_iter().find_map(steal)
-        })
+    /// It is in the lowest 2 MiB that has enough in one piece; where several orders will do there, the smallest. So small
+    /// things settle in the holes of low memory, where large ones find no room: they part by themselves, and high memory
+    /// stays whole.
+    pub(crate) fn find(&self, place: &Places<'_, '_>, order: u32, mobility: Mobility, known: Known) -> Option<u32> {
+        let list = List::Small(mobility, known);
+        let fits = bits(self.fit(order, mobility, known)?).map(|bit| order + bit);
+        fits.min_by_key(|order| place.of_small(list, *order))
     }
 
-    /// Whether any known-zero block of at least `order` is free.
-    pub(crate) fn has_zero(&self, order: u32) -> bool {
-        let small = order < BLOCK_ORDER && Mobility::ALL.iter().any(|m| self.small[m.index()][1].mask >> order != 0);
-        let from = order.saturating_sub(BLOCK_ORDER);
-        small || self.big[Known::Zero as usize].mask >> from != 0 || (self.big[Known::Mixed as usize].mask >> from > 1)
+    /// The order of the largest free block of one mobility and content, if that is at least `order`.
+    pub(crate) fn largest(&self, order: u32, mobility: Mobility, known: Known) -> Option<u32> {
+        Some(order + self.fit(order, mobility, known)?.ilog2())
     }
-}
 
-/// What an allocation wants.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted {
-    pub(crate) order: u32,
-    pub(crate) mobility: Mobility,
-    /// Known-zero memory is preferred.
-    pub(crate) zero: bool,
+    fn fit(&self, order: u32, mobility: Mobility, known: Known) -> Option<u32> {
+        let mask = self.small[mobility.index()][usize::from(known == Known::Zero)].mask;
+        mask.checked_shr(order).filter(|mask| *mask != 0)
+    }
+
+    /// Whether any known-zero block is free.
+    pub(crate) fn has_zero(&self) -> bool {
+        self.zero_2m != 0 || self.small.iter().any(|families| families[1].mask != 0)
+    }
 }
 
 /// The set bits of a mask, ascending.
@@ -367,11 +312,18 @@ impl<'a, 'm> Places<'a, 'm> {
         }
     }
 
+    /// A region by its number: its arena, what is kept about it, and its first frame's number.
+    pub(crate) fn at(&self, number: usize) -> Option<(&'a Arena<'m>, &'m Region, u64)> {
+        let arena = self.arena(number)?;
+        let index = number - arena.first_region;
+        let base = ((arena.extent.base().number() >> REGION_ORDER) + index as u64) << REGION_ORDER;
+        Some((arena, arena.regions.get(index)?, base))
+    }
+
     /// The lowest 2 MiB that has blocks of a small kind: its region, and its number in there.
     fn of_small(&self, list: List, order: u32) -> (usize, usize) {
         let number = self.region(list, order);
-        let region = self.arena(number).and_then(|arena| arena.regions.get(number - arena.first_region));
-        let has = list.kind(order).and_then(|kind| region?.has.get(kind));
+        let has = list.kind(order).zip(self.at(number)).and_then(|(kind, (_, region, _))| region.has.get(kind));
         (number, has.and_then(|has| has.first(|word| word)).unwrap_or(usize::MAX))
     }
 
@@ -379,10 +331,7 @@ impl<'a, 'm> Places<'a, 'm> {
     pub(crate) fn lowest(&self, order: u32, list: List) -> Option<(&'a Arena<'m>, Pfn)> {
         let kind = list.kind(order)?;
         let number = self.rows.first(kind)?;
-        let arena = self.arena(number)?;
-        let region = arena.regions.get(number - arena.first_region)?;
-        let base =
-            ((arena.extent.base().number() >> REGION_ORDER) + (number - arena.first_region) as u64) << REGION_ORDER;
+        let (arena, region, base) = self.at(number)?;
         let offset = match list {
             List::Small(_, known) => {
                 let at = region.has.get(kind)?.first(|word| word)?;
@@ -390,12 +339,6 @@ impl<'a, 'm> Places<'a, 'm> {
                 let block = arena.block(first.max(arena.extent.base()));
                 let picked = block.free.both(&block.zero, known == Known::Zero);
                 (at << BLOCK_ORDER) + block.starts.first_block(&picked, order, |_| true)?
-            }
-            List::Big(known) => {
-                let log = order - BLOCK_ORDER;
-                // Isolated ones are free as well, but not to be had.
-                let whole = region.free.both(&region.isolated, false);
-                region.starts.first_block(&whole, log, |index| region.known(index, log) == known)? << BLOCK_ORDER
             }
             List::Isolated => return None,
         };

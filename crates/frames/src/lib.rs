@@ -15,7 +15,8 @@
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
-//! | `freelist.rs` | where a node's free memory is, lowest first, under its lock |
+//! | `freelist.rs` | where a node's free blocks of less than 2 MiB are, lowest first, under its lock |
+//! | `free2m.rs` | free memory from 2 MiB to 1 GiB: a bit per 2 MiB |
 //! | `buddy.rs` | splitting and merging it |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `alloc.rs` | allocating and freeing blocks |
@@ -45,6 +46,7 @@ mod class;
 mod counted;
 pub mod descriptor;
 mod frames;
+mod free2m;
 mod freelist;
 mod frozen;
 mod layout;

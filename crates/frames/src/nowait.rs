@@ -88,7 +88,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.is_careful() {
             self.free_careful_locked(lists, arena, Extent::block(pfn, order), Content::Dirty);
         } else {
-            self.free_block(lists, arena, pfn, order.get(), Content::Dirty);
+            self.free_mapped(lists, arena, pfn, order.get(), Content::Dirty);
         }
     }
 }

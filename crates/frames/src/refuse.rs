@@ -53,7 +53,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if !self.is_free(arena, head, order) {
                 return Poisoned::InUse;
             }
-            let known = self.remove_block(lists, arena, head, order);
+            let content = self.remove_block(lists, arena, head, order);
             lists.refused += 1;
             let Ok(order) = Order::new(order) else { return Poisoned::Free };
             let whole = Extent::block(head, order);
@@ -61,7 +61,6 @@ impl<'m, E: Env> Frames<'m, E> {
             if arena.extent.contains(Pfn::new(pfn.number() + 1)) && whole.contains(Pfn::new(pfn.number() + 1)) {
                 arena.map_cut(Pfn::new(pfn.number() + 1));
             }
-            let content = crate::claim::content_of(known);
             let at = pfn.number() - head.number();
             for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
                 self.free_chunks(lists, arena, part, content);
@@ -156,29 +155,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 }
                 lists.refused += 1;
             }
-            self.free_around_isolation(lists, arena, rest.slice(0, upto), content);
+            self.free_admitted(lists, arena, rest.slice(0, upto), content);
             rest = rest.slice(upto + 1, rest.pages());
-        }
-    }
-
-    /// Frees an extent, 2 MiB by 2 MiB where some of them are isolated and some are not.
-    pub(crate) fn free_around_isolation(
-        &self,
-        lists: &mut FreeLists,
-        arena: &Arena<'m>,
-        extent: Extent,
-        content: Content,
-    ) {
-        for (pfn, order) in extent.chunks(Order::MAX) {
-            let log = order.get().saturating_sub(BLOCK_ORDER);
-            if log == 0 || !arena.region(pfn).isolated.any_all(in_region(pfn), log).0 {
-                self.free_block(lists, arena, pfn, order.get(), content);
-                continue;
-            }
-            arena.map_split_even(pfn, order.get(), BLOCK_ORDER, crate::Mobility::Unmovable);
-            for block in (0..order.pages()).step_by(SPAN) {
-                self.free_block(lists, arena, Pfn::new(pfn.number() + block), BLOCK_ORDER, content);
-            }
         }
     }
 }

@@ -24,8 +24,8 @@ pub struct PerCpu {
     pub beats: AtomicU64,
     /// What it should run; null when it has nothing to do. Set by the CPU that gives it work.
     pub work: AtomicPtr<super::smp::Work<'static>>,
-    /// The address space that it has loaded, for page faults; null for none.
-    pub space: AtomicPtr<super::space::Space<'static>>,
+    /// Who serves its page faults; null for nobody.
+    pub server: AtomicPtr<super::page_fault::Server<'static>>,
     /// What makes its allocations fail, for the self-test; null: nothing does. Set by the CPU itself.
     pub faults: AtomicPtr<FaultPlan>,
     /// A non-maskable interrupt that was sent by the watchdog: it should say where it is and end the machine.
@@ -44,7 +44,7 @@ impl PerCpu {
             ticks: AtomicU64::new(0),
             beats: AtomicU64::new(0),
             work: AtomicPtr::new(core::ptr::null_mut()),
-            space: AtomicPtr::new(core::ptr::null_mut()),
+            server: AtomicPtr::new(core::ptr::null_mut()),
             faults: AtomicPtr::new(core::ptr::null_mut()),
             asked: AtomicBool::new(false),
             counters: Counters::new(),
