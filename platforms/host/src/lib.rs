@@ -9,12 +9,14 @@
 //! | [`ipi`] | real interrupts, for timing shootdowns |
 //! | [`pool`] | hugetlb pools, raised for a while and put back |
 //! | [`limits`] | how much may be taken: the machine, cgroups, the process |
+//! | [`cgroup`] | what the control groups of this process limit |
 //! | [`sparse`] | memory of which only what is touched exists |
 //! | [`topology`] | CPUs, cores, NUMA nodes, caches, page sizes |
 //! | [`environment`] | all that a measurement depends on, to be saved beside it |
 //! | [`interrupt`] | Ctrl-C as a flag, so that everything is given back |
 //! | [`roots`] | where the kernel's reports are read from |
 
+pub mod cgroup;
 pub mod cpu;
 pub mod environment;
 pub mod interrupt;

@@ -380,8 +380,8 @@ fn kvm(facts: &Facts) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_host::cgroup::CgroupLimit;
     use hugemm_host::environment::Environment;
-    use hugemm_host::limits::CgroupLimit;
 
     /// A machine on which nothing is wrong.
     fn sound() -> Facts {
