@@ -32,6 +32,7 @@ mod interference;
 mod kernel_side;
 mod linux;
 mod linux_args;
+mod linux_faults;
 mod linux_image;
 mod linux_reference;
 mod machine;
@@ -70,6 +71,7 @@ mod units;
 mod unmeasured_args;
 mod vm_create;
 mod vm_create_args;
+mod vm_pool;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
