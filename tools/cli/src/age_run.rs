@@ -217,8 +217,7 @@ fn on_machine<R>(
         .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, Lz4, config.cpus, config.swap >> 12))?
         .context("no memory for the compressor; give --swap more")?;
     let store = ManuallyDrop::new(store);
-    let pager: Pages<'_> =
-        Reclaim::new(&lrus, &*store, Watermarks::for_node(host.frames().pages()), Clocked::default());
+    let pager: Pages<'_> = Reclaim::new(&lrus, &*store, marks(host.frames().pages(), config.page), Clocked::default());
     pager.set_ageing(config.ageing);
     let features = hugemm_clear::Features::detect();
     let parts = Parts {
@@ -249,6 +248,14 @@ fn on_machine<R>(
         bail!("frames were lost: {stats:?}");
     }
     Ok(result)
+}
+
+/// The usual marks; for large pages, a few of them apart.
+fn marks(pages: u64, page: PageSize) -> Watermarks {
+    let usual = Watermarks::for_node(pages);
+    let apart = page.pages();
+    let [min, low, high] = [3, 4, 6].map(|times| times * apart);
+    Watermarks::new(min, low, high).filter(|_| page != PageSize::Size4K && high < pages / 2).unwrap_or(usual)
 }
 
 struct Rig<'a, 'h> {
