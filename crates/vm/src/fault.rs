@@ -12,7 +12,7 @@
 use crate::area::AreaInfo;
 use crate::claims::Claims;
 use crate::error::VmError;
-use crate::object::{Object, Owner};
+use crate::object::{Index, Object, Owner};
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
@@ -252,8 +252,18 @@ impl<S: Setup> Vm<'_, S> {
         let how = Mapping { flags: Flags::NONE, largest: want.page };
         let made = self.make_page(cx, (&index.claims, offset), &want, owner, phases, |cx, extent| {
             self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how))
-        })?;
-        Ok(made == Served::Mapped)
+        });
+        match made {
+            // As for a private page.
+            Err(_) if self.is_in_index(cx, index, place.start()) => Ok(false),
+            made => Ok(made? == Served::Mapped),
+        }
+    }
+
+    /// Whether a shared object has its page at an offset in bytes, or is getting or losing it.
+    pub(crate) fn is_in_index(&self, cx: &mut Cx<'_, S>, index: &Index<S>, at: VirtAddr) -> bool {
+        let task = RefCell::new(cx);
+        index.table.shared(self.tables(&task)).lookup(at) != Lookup::Absent
     }
 
     /// Makes a page that nobody else is making, which `claim` says, and has it entered. Unless that succeeds the page

@@ -363,7 +363,10 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             }
         }
         if batch.count == 0 {
-            return Err(lack.unwrap_or(VmError::NoMemory));
+            // Another CPU that has entered this page meanwhile had what was missing.
+            let there = lack == Some(VmError::NoPool)
+                && self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT)) != Lookup::Absent;
+            return if there { Ok(0) } else { Err(lack.unwrap_or(VmError::NoMemory)) };
         }
         phases.enter(Phase::Map);
         let entered = match pages(from, from + batch.pages) {

@@ -30,6 +30,7 @@ mod interference;
 mod kernel_side;
 mod linux;
 mod linux_args;
+mod linux_faults;
 mod linux_image;
 mod linux_reference;
 mod machine;
@@ -65,6 +66,7 @@ mod units;
 mod unmeasured_args;
 mod vm_create;
 mod vm_create_args;
+mod vm_pool;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;

@@ -1,7 +1,7 @@
 //! Page faults: whoever has an address space loaded on a CPU serves them there.
 //!
-//! An access that cannot be served is a bug, and ends the machine with a report; except the one in [`store`], which fails
-//! instead.
+//! An access that cannot be served is a bug, and ends the machine with a report; except those in [`store`] and [`load`], which
+//! fail instead.
 
 use super::percpu;
 use super::platform::{KERNEL, Kernel};
@@ -54,11 +54,11 @@ pub fn served(frame: &mut Frame, at: u64) -> bool {
     if (server.0)(&mut cx, VirtAddr::new(at), access) {
         return true;
     }
-    let failed = frame.rip == (&raw const store_at).addr() as u64;
-    if failed {
-        frame.rip = (&raw const store_failed).addr() as u64;
+    let guarded = [&raw const store_at, &raw const load_at].map(|at| at.addr() as u64).contains(&frame.rip);
+    if guarded {
+        frame.rip = (&raw const access_failed).addr() as u64;
     }
-    failed
+    guarded
 }
 
 /// Bits of the error code of a page fault (Intel SDM, volume 3, 5.7).
@@ -69,16 +69,27 @@ global_asm!(
     r#"
     .text
     .balign 16
-    .global store_byte
+    .global store_word
     .global store_at
-    .global store_failed
-    .type store_byte, @function
-store_byte:
+    .type store_word, @function
+store_word:
 store_at:
-    movb %sil, (%rdi)
+    movq %rsi, (%rdi)
     movl $1, %eax
     ret
-store_failed:
+
+    .global load_word
+    .global load_at
+    .type load_word, @function
+load_word:
+load_at:
+    movq (%rdi), %rax
+    movq %rax, (%rsi)
+    movl $1, %eax
+    ret
+
+    .global access_failed
+access_failed:
     xorl %eax, %eax
     ret
     "#,
@@ -86,21 +97,33 @@ store_failed:
 );
 
 unsafe extern "C" {
-    /// Stores; 0 if the store could not be served.
-    fn store_byte(at: u64, byte: u32) -> u32;
+    /// Stores; 0 if that could not be served.
+    fn store_word(at: u64, word: u64) -> u32;
+    /// Loads; 0 if that could not be served.
+    fn load_word(at: u64, word: &mut u64) -> u32;
     /// The storing instruction.
     static store_at: u8;
-    /// Where to go on if it cannot be served.
-    static store_failed: u8;
+    /// The loading instruction.
+    static load_at: u8;
+    /// Where to go on if either cannot be served.
+    static access_failed: u8;
 }
 
-/// Stores a byte at an address of the loaded space, as a task does; false if the fault could not be served.
+/// Stores a word at an aligned address of the loaded space, as a task does; false if the fault could not be served.
 ///
 /// # Safety
 ///
 /// The address is one of the loaded space's half, and nothing there is used by anybody who would not expect it.
-pub unsafe fn store(at: VirtAddr, byte: u8) -> bool {
-    debug_assert!(at.get() < super::layout::DIRECT);
-    // SAFETY: one store of the caller's choice; a fault that is not served ends it at `store_failed`.
-    unsafe { store_byte(at.get(), byte.into()) != 0 }
+pub unsafe fn store(at: VirtAddr, word: u64) -> bool {
+    debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
+    // SAFETY: one store of the caller's choice; a fault that is not served ends it at `access_failed`.
+    unsafe { store_word(at.get(), word) != 0 }
+}
+
+/// Loads the word at an aligned address of the loaded space, as a task does; `None` if the fault could not be served.
+pub fn load(at: VirtAddr) -> Option<u64> {
+    debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
+    let mut word = 0;
+    // SAFETY: the space's half is memory or nothing; a fault that is not served ends the load at `access_failed`.
+    (unsafe { load_word(at.get(), &mut word) } != 0).then_some(word)
 }

@@ -53,7 +53,19 @@ pub fn lower_half() -> Result<Span, VmError> {
     Span::new(at, 1 << 47).map_err(|_| VmError::OutOfBounds { at })
 }
 
-/// Stores a byte at each address of a space, as a task does that finds nothing mapped: every store is a page fault, which
+/// Runs `f` with a space loaded on the calling CPU: page faults go to the manager. An access of
+/// [`store`](page_fault::store) or [`load`](page_fault::load) that cannot be served fails; any other is reported as a bug.
+pub fn with<'a, 'm: 'a, R: Pressure<Kernel>, T>(
+    cx: &mut CpuCx<'static, Kernel>,
+    vm: &KernelVm<'a, 'm, R>,
+    space: &KernelSpace<'a, 'm, R>,
+    f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> T,
+) -> T {
+    let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| vm.fault(cx, space, at, access).is_ok();
+    page_fault::with(cx, space.tlb(), &serve, f)
+}
+
+/// Stores a word at each address of a space, as a task does that finds nothing mapped: every store is a page fault, which
 /// tells `phases` what it is doing.
 pub fn touch<'a, 'm: 'a, R: Pressure<Kernel>>(
     cx: &mut CpuCx<'static, Kernel>,
