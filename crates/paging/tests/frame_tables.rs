@@ -10,6 +10,7 @@ use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, P
 /// A frame.
 #[repr(align(4096))]
 #[derive(Clone, Copy)]
+#[expect(dead_code, reason = "frames are reached by their address")]
 struct Aligned([u8; PAGE_BYTES as usize]);
 
 /// Frames of the machine: more than the tables of a range across a border of 512 GiB.
