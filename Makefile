@@ -92,7 +92,7 @@ deep:
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
 	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
-	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
+	MIRIFLAGS="-Zmiri-permissive-provenance -Zmiri-disable-isolation" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim

@@ -16,6 +16,7 @@ use crate::blockmap::Mobility;
 use crate::buddy::{Content, Taken};
 use crate::class::Class;
 use crate::frames::{Env, Frames};
+use crate::free2m::Batch;
 use crate::frozen::Frozen;
 use crate::pcp::PerCpu;
 use core::fmt;
@@ -91,6 +92,9 @@ impl fmt::Display for AllocError {
 }
 
 impl core::error::Error for AllocError {}
+
+/// Entries that a drain of blocks of less than 2 MiB hands over at once: one lock round.
+const BATCH: usize = 64;
 
 /// How often exhaustion asks for pressure relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
@@ -220,14 +224,15 @@ impl<'m, E: Env> Frames<'m, E> {
     fn refill(&self, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
         let want = class.want();
         let order = size.get();
-        self.with_node(node, |lists| {
-            if order == BLOCK_ORDER {
-                self.take_many_2m(lists, want, |taken| {
-                    // At most half of what the watermark allows.
-                    let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
-                });
-                return;
+        if order == BLOCK_ORDER {
+            let batches = self.with_node(node, |lists| self.take_many_2m(lists, want));
+            for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
+                // At most half of what the watermark allows.
+                let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
             }
+            return;
+        }
+        self.with_node(node, |lists| {
             let mut got = 0;
             while got < want {
                 let most = order + (want - got).ilog2();
@@ -316,34 +321,38 @@ impl<'m, E: Env> Frames<'m, E> {
         self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
     }
 
-    /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per 64.
+    /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per
+    /// 64, or less.
     fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        class.drain_highest(count, |batch| {
-            self.warm(order, batch);
-            self.with_node(node, |lists| {
-                let step = Frozen::step(order);
-                let mut rest = batch;
-                while let Some((&first, _)) = rest.split_first() {
-                    // A run: neighbours of the same content. They may lie in several arenas that adjoin.
-                    let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();
-                    let first = Frozen::from_word(first);
-                    if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
-                        for (arena, part) in self.parts(extent) {
-                            self.free_chunks(lists, arena, part, Content::of(first.is_zero()));
-                        }
+        class.drain_highest(count, |words| match order {
+            BLOCK_ORDER => self.free_cached_2m(node, words),
+            _ => words.chunks(BATCH).for_each(|batch| self.free_cached(node, order, batch)),
+        });
+    }
+
+    /// Frees cached blocks of less than 2 MiB, in ascending order: one lock round.
+    fn free_cached(&self, node: u32, order: u32, batch: &[u64]) {
+        self.warm(batch);
+        self.with_node(node, |lists| {
+            let step = Frozen::step(order);
+            let mut rest = batch;
+            while let Some((&first, _)) = rest.split_first() {
+                // A run: neighbours of the same content. They may lie in several arenas that adjoin.
+                let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();
+                let first = Frozen::from_word(first);
+                if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
+                    for (arena, part) in self.parts(extent) {
+                        self.free_chunks(lists, arena, part, Content::of(first.is_zero()));
                     }
-                    rest = &rest[run..];
                 }
-            });
+                rest = &rest[run..];
+            }
         });
     }
 
     /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
     /// lock instead of under it.
-    fn warm(&self, order: u32, batch: &[u64]) {
-        if order >= BLOCK_ORDER {
-            return;
-        }
+    fn warm(&self, batch: &[u64]) {
         for word in batch {
             let block = Frozen::from_word(*word);
             if let Some(arena) = self.arena(block.pfn()) {

@@ -7,14 +7,14 @@
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::{Mobility, SPAN, spans};
 use crate::frames::{Env, Frames};
-use crate::free2m::Sought;
+use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Known, List, Places, Rows};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Pfn};
 
 /// One NUMA node's free memory. On lines of its own.
-#[repr(align(128))]
+#[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Node<'m, L> {
     pub(crate) lists: Lock<L, FreeLists>,
@@ -155,8 +155,9 @@ impl<'m, E: Env> Frames<'m, E> {
         if order >= BLOCK_ORDER {
             // Every free 2 MiB is a block by itself.
             for (at, bits) in spans(in_region(pfn), 1) {
-                self.take_word(lists, arena.region(pfn), at, bits);
+                take_word(lists, arena.region(pfn), at, bits, true);
             }
+            lists.pages -= SPAN as u64;
             return Content::AsMapped;
         }
         let list = lists.remove(arena, pfn, order);

@@ -8,9 +8,6 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 /// Watermarks start, and shrink, to this.
 const LEAST: u64 = 8;
 
-/// Entries that a drain hands over at once: one lock round.
-const BATCH: usize = 64;
-
 /// Which way a class last went to its node.
 const NEITHER: u64 = 0;
 const REFILLED: u64 = 1;
@@ -75,24 +72,30 @@ impl<'m> Class<'m> {
         Ok(())
     }
 
-    /// The cache ran empty: raises the watermark if that keeps happening, and says how many to fetch.
+    /// The cache ran empty: raises the watermark if that keeps happening, and says how many to fetch: half of what there
+    /// may be, or all if it does keep happening.
     pub(crate) fn want(&self) -> u64 {
-        self.note(REFILLED);
-        (self.high.load(Ordering::Relaxed) / 2).max(1)
+        let again = self.note(REFILLED);
+        let high = self.high.load(Ordering::Relaxed);
+        if again { high } else { (high / 2).max(1) }
     }
 
-    /// The cache is full: raises the watermark if that keeps happening, and says how many must go. 0: there is room now.
+    /// The cache is full: raises the watermark if that keeps happening, and says how many must go: three quarters, or seven
+    /// eighths if it does keep happening. 0: there is room now.
     pub(crate) fn excess(&self) -> u64 {
-        self.note(DRAINED);
+        let again = self.note(DRAINED);
         let high = self.high.load(Ordering::Relaxed);
-        if self.len() < high { 0 } else { self.len() - high / 4 }
+        let keep = if again { high / 8 } else { high / 4 };
+        if self.len() < high { 0 } else { self.len() - keep }
     }
 
-    fn note(&self, event: u64) {
-        let high = self.high.load(Ordering::Relaxed);
-        let high = if self.last.load(Ordering::Relaxed) == event { high * 2 } else { LEAST };
+    /// Returns whether the same happened the last time.
+    fn note(&self, event: u64) -> bool {
+        let again = self.last.load(Ordering::Relaxed) == event;
+        let high = if again { self.high.load(Ordering::Relaxed) * 2 } else { LEAST };
         self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
         self.last.store(event, Ordering::Relaxed);
+        again
     }
 
     /// Back to the smallest size.
@@ -107,10 +110,10 @@ impl<'m> Class<'m> {
         !self.entries.is_empty()
     }
 
-    /// Hands up to `count` entries over, those that lie highest, in ascending batches, and keeps the lowest, the lowest of
-    /// all on top. They are counted until all are handed over, so that nobody takes a cache that is being drained for an
-    /// empty one. O(len log len).
-    pub(crate) fn drain_highest(&self, count: u64, mut f: impl FnMut(&[u64])) {
+    /// Hands up to `count` entries over, those that lie highest, in ascending order, and keeps the lowest, the lowest of
+    /// all on top. They are counted until `f` returns, so that nobody takes a cache that is being drained for an empty
+    /// one. O(len) where they lie in order, O(len log len) otherwise.
+    pub(crate) fn drain_highest(&self, count: u64, f: impl FnOnce(&[u64])) {
         let len = self.len();
         let count = count.min(len) as usize;
         // SAFETY: there are at least `len` entries (see `entry`). Only the owner touches them, it is pinned, and `f`
@@ -119,7 +122,7 @@ impl<'m> Class<'m> {
         // By frame: the frame's number is the word's highest part.
         words.sort_unstable_by(|a, b| b.cmp(a));
         words[..count].reverse();
-        words[..count].chunks(BATCH).for_each(&mut f);
+        f(&words[..count]);
         words.copy_within(count.., 0);
         self.len.store(len - count as u64, Ordering::Relaxed);
     }

@@ -12,8 +12,9 @@
 //!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few, but
 //!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
 //!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node (checklist C13).
-//! * A refill brings half a cache in one lock round; a drain takes three quarters of one, 64 blocks in a round: those
-//!   that lie highest, sorted, so that neighbours are freed as the largest blocks they make and low memory is used first.
+//! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another; a drain takes
+//!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, sorted, so that neighbours are freed
+//!   as the largest blocks they make and low memory is used first.
 //! * The high watermark moves: two refills, or two drains, without the other in between mean that the cache is too small
 //!   for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
@@ -23,6 +24,7 @@
 //!
 //! Source of the rules: design §4.7, checklist C9, C10.
 
+use crate::arena::BLOCK_ORDER;
 use crate::blockmap::Mobility;
 use crate::class::Class;
 use crate::frozen::Frozen;
@@ -33,7 +35,7 @@ use hugemm_base::{Extent, NodeId, Pfn};
 pub(crate) const CLASSES: usize = 20;
 
 /// Entries per class at most, by order.
-const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 64];
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 128];
 
 /// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
 const STOCKED: u32 = 0b10_0000_1111;
@@ -115,10 +117,13 @@ pub(crate) struct PerCpu<'m> {
 
 impl<'m> PerCpu<'m> {
     /// Entries of each order's two classes, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's
-    /// share, so that a small memory is not swallowed by caches.
+    /// share, that of 2 MiB 1/32, so that a small memory is not swallowed by caches.
     pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES / 2] {
-        let share = frames / u64::from(cpus.max(1)) / 64;
-        core::array::from_fn(|order| MOST[order].min(share >> order))
+        let share = frames / u64::from(cpus.max(1));
+        core::array::from_fn(|order| {
+            let part = if order as u32 == BLOCK_ORDER { share / 32 } else { share / 64 };
+            MOST[order].min(part >> order)
+        })
     }
 
     /// How many entries those are.

@@ -255,9 +255,11 @@ mod loom_tests {
                 |entry| {
                     // As handing down does: every leaf loses the right that whoever is through may give back.
                     (1..3).for_each(|leaf| drop(tables.lower_leaf(leaf).fetch_and(!PRESENT, Ordering::Relaxed)));
+                    tables.lower(0).set(3, 9);
                     entry ^ NEEDED
                 },
             );
+            assert_eq!(tables.lower_leaf(3).load(Ordering::Relaxed), 9, "the work is seen");
             assert_eq!(tables.lower_leaf(leaf).fetch_or(PRESENT, Ordering::Relaxed) & PRESENT, 0);
         }
         loom::model(|| {

@@ -1,6 +1,8 @@
 //! Tables from the frame allocator, in host memory, with every allocation failing once: [`FrameTables`]' own point, and
 //! those of the allocator below it.
 
+#![cfg(not(miri))] // The whole manager, 46 times: hours.
+
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Dirty, Extent, NodeId, PAGE_BYTES, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
@@ -10,8 +12,9 @@ use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, P
 /// A frame.
 #[repr(align(4096))]
 #[derive(Clone, Copy)]
-#[expect(dead_code, reason = "frames are reached by their address")]
-struct Aligned([u8; PAGE_BYTES as usize]);
+struct Aligned {
+    _bytes: [u8; PAGE_BYTES as usize],
+}
 
 /// Frames of the machine: more than the tables of a range across a border of 512 GiB.
 const FRAMES: usize = 64;
@@ -22,7 +25,7 @@ fn span(first: u64, pages: u64) -> Span {
 
 /// Maps a range that needs tables at every level, looks, unmaps it. Everything is as before, wherever memory ends.
 fn scenario(plan: &FaultPlan, shared: bool) {
-    let mut memory = vec![Aligned([0xff; PAGE_BYTES as usize]); FRAMES];
+    let mut memory = vec![Aligned { _bytes: [0xff; PAGE_BYTES as usize] }; FRAMES];
     let len = size_of_val(memory.as_slice());
     // SAFETY: the same memory as bytes.
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), len) };
@@ -30,7 +33,7 @@ fn scenario(plan: &FaultPlan, shared: bool) {
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
     let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
     let layout = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
-    let mut metadata = vec![Aligned([0; PAGE_BYTES as usize]); layout.size().div_ceil(PAGE_BYTES as usize)];
+    let mut metadata = vec![Aligned { _bytes: [0; PAGE_BYTES as usize] }; layout.size().div_ceil(PAGE_BYTES as usize)];
     // SAFETY: memory of its own, initialised; one host.
     let frames =
         unsafe { Frames::new(&config, Plain(plan), metadata.as_mut_ptr().cast(), layout.size()) }.expect("fits");

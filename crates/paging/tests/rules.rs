@@ -338,6 +338,30 @@ fn write_protection_is_one_store_per_table() {
     assert!(write(8 * GIB + 512) && !write(8 * GIB + 1));
 }
 
+/// What is put in the place of a read-only table, or below one, gets no right that it did not have.
+#[test]
+fn a_read_only_table_is_joined_and_divided_as_it_was() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 512), [extent(512, 512)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(512, 512), [extent(1024, 512)], DATA).expect("a leaf of 2 MiB");
+    let stale = table.exclusive(&heap).write_protect(span(0, GIB)).expect("in bounds");
+    assert_eq!(stale.entries(), 1);
+    let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+    let mut old = None;
+    let _ = table.exclusive(&heap).collapse(at(0), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+    assert!(!write(5));
+    // SAFETY: nothing walks it any more.
+    unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
+        assert!(!leaf.flags.contains(Flags::WRITE));
+        let flags = if at.get() >> 12 == 600 { leaf.flags | Flags::WRITE } else { leaf.flags };
+        Leaf { flags, ..leaf }
+    };
+    let _ = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
+    assert!(write(600) && !write(601) && !write(5));
+}
+
 /// Several CPUs make pages below one read-only table writable, each its own: none loses what it was given.
 #[test]
 fn concurrent_writers_hand_a_table_down_once() {

@@ -23,7 +23,7 @@ COMMAND is one of
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--plant BUG]
+  selftest         [--seconds S] [--resizes N] [--plant BUG]
                    BUG: free-before-flush, missed-cpu, lazy-cpu, unflushed-protect, lost-dirty, double-free
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
@@ -194,6 +194,10 @@ struct Shootdown {
 struct Selftest {
     #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
+    /// Resizes of huge page pools, at least, however long they take: with allocations that fail, and a look at every
+    /// descriptor after each.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    resizes: u64,
     #[arg(long, default_value = "none", value_parser = named::<Plant>)]
     plant: Plant,
 }
@@ -285,7 +289,7 @@ pub fn request(command: &[String]) -> Result<Request> {
             Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
         KernelCommand::Selftest(args) => {
-            Request::Selftest(request::Selftest { seconds: args.seconds, plant: args.plant })
+            Request::Selftest(request::Selftest { seconds: args.seconds, resizes: args.resizes, plant: args.plant })
         }
         KernelCommand::Crash { how } => Request::CrashTest(request::CrashTest { how }),
     })
@@ -318,7 +322,7 @@ mod tests {
         );
         assert_eq!(
             line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
-            "selftest seconds=3 plant=missed-cpu"
+            "selftest seconds=3 resizes=1 plant=missed-cpu"
         );
     }
 

@@ -2,7 +2,7 @@
 //! again, and knows what it should find.
 //!
 //! A page begins with a word for each process, which that process alone writes; word 15 is the page's mark, and after it
-//! stand 2 KiB that follow from the page's number and do not compress to nothing. So every touch checks the page: what this
+//! stand 3.5 KiB that follow from the page's number and compress to a third. So every touch checks the page: what this
 //! process wrote last, the mark, and one of the words that follow.
 
 use core::ptr::NonNull;
@@ -20,7 +20,7 @@ pub const MOST_PROCESSES: u32 = 14;
 const MARK: usize = 15;
 
 /// Words that follow from the page's number.
-const FILLED: usize = 256;
+const FILLED: usize = 448;
 
 /// Reaches a user's memory as the calling task.
 pub trait Touch<S: Setup> {
@@ -98,9 +98,9 @@ pub struct Process<'a> {
 }
 
 fn filled(page: u64, index: usize) -> u64 {
-    let mixed = (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index as u64);
-    // Every second byte: text-like, so that it compresses by a half or so.
-    (mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) & 0x00ff_00ff_00ff_00ff
+    // Each word four times: memory of programs compresses to a third or so, too.
+    let mixed = (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index as u64 / 4);
+    (mixed ^ mixed >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9)
 }
 
 impl Process<'_> {
@@ -213,7 +213,7 @@ impl Process<'_> {
 }
 
 fn at(bytes: NonNull<u8>, index: usize) -> NonNull<AtomicU64> {
-    // SAFETY: one of the first 272 words of a page, which `Touch::reach` found.
+    // SAFETY: one of the first 464 words of a page, which `Touch::reach` found.
     unsafe { bytes.cast::<AtomicU64>().add(index) }
 }
 
