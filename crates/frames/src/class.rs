@@ -187,3 +187,45 @@ unsafe fn words(entries: &[AtomicU64], count: usize) -> &mut [u64] {
 unsafe fn words(_: &[AtomicU64], _: usize) -> &mut [u64] {
     unreachable!("loom runs the protocols, not the cache")
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::blockmap::Mobility;
+    use hugemm_base::{Order, Pfn};
+
+    fn block(pfn: u64) -> Frozen {
+        Frozen::make(Pfn::new(pfn), Order::ZERO, Mobility::Movable, false)
+    }
+
+    #[test]
+    fn a_class_grows_for_streaks_only() {
+        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries);
+        // Both ways by turns: as small as can be.
+        for _ in 0..4 {
+            assert_eq!(class.want(), LEAST / 2);
+            assert_eq!(class.excess(), 0);
+        }
+        // One way: all that there may be, from the third time on.
+        let wants: Vec<u64> = (0..6).map(|_| class.want()).collect();
+        assert_eq!(wants, [LEAST / 2, LEAST / 2, 2 * LEAST, 4 * LEAST, 64, 64]);
+        assert_eq!(class.excess(), 0);
+    }
+
+    #[test]
+    fn the_highest_go_and_those_that_leave_are_not_handed_out() {
+        let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries);
+        for pfn in [5, 1, 7, 3] {
+            assert_eq!(class.push(block(pfn)), Ok(()));
+        }
+        assert_eq!((class.push_leaver(block(90)), class.push_leaver(block(80))), (Ok(()), Ok(())));
+        assert_eq!(class.push_leaver(block(70)), Err(block(70)), "a fifth of the entries");
+        assert_eq!((class.len(), class.all()), (4, 6));
+        class.drain_highest(2, |words| assert_eq!(words, [5, 7].map(|pfn| block(pfn).into_word())));
+        class.drain_leavers(|words| assert_eq!(words, [80, 90].map(|pfn| block(pfn).into_word())));
+        assert_eq!((class.pop(), class.pop(), class.pop()), (Some(block(1)), Some(block(3)), None));
+        assert_eq!(class.all(), 0);
+    }
+}
