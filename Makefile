@@ -6,11 +6,11 @@ ARM = aarch64-unknown-linux-musl
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
-BARE = $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
+BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames paging reclaim lz4)
 
-.PHONY: help run build test test-host test-release test-loom test-bare test-arm test-kernel lint deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel lint deep clean
 
 help:
 	@echo "make run    probe this machine and run the clearing benchmarks (about a minute)"
@@ -27,11 +27,16 @@ run: build
 	$(HUGEMM) bench mem mmap -p 2MB -f demand,populate
 	$(HUGEMM) bench interference
 
-test: test-host test-release test-loom test-bare test-arm test-kernel
+test: test-host test-examples test-release test-loom test-bare test-arm test-kernel
 	@echo "make test: all green"
 
 test-host:
 	$(CARGO) test --workspace --locked
+
+# Programs that a newcomer would start from; each checks what it did.
+test-examples:
+	$(CARGO) run --locked -p hugemm-example-std-platform
+	$(CARGO) run --locked -p hugemm-example-vmm-prefault -- 64
 
 # The optimiser's output is what ships: the dispatch is judged by disassembly, and the fence stress runs at full speed.
 test-release:
@@ -87,7 +92,7 @@ deep:
 	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
 	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
-	MIRIFLAGS="-Zmiri-permissive-provenance" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
+	MIRIFLAGS="-Zmiri-permissive-provenance -Zmiri-disable-isolation" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim

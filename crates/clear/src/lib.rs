@@ -35,8 +35,3 @@ pub use parallel::{Lane, Outcome, ParallelClear};
 pub use policy::{Policy, Request};
 pub use primitive::{Class, Primitive};
 pub use profile::{Best, Crossover, Profile, ProfileError, Warmth};
-
-/// The README's example, compiled and run.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-pub struct Readme;

@@ -143,8 +143,8 @@ impl<'a> ParallelClear<'a> {
     /// `request` the same for all. Passes reschedule points; may sleep. The error names why this worker stopped early.
     pub fn work<P: Cpu + PhysMap + Topology>(
         &self,
-        clearer: &Clearer,
         cx: &mut CpuCx<'_, P>,
+        clearer: &Clearer,
         request: &Request,
         cancel: &impl Cancel,
         observer: &mut impl Observer,

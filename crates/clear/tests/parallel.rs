@@ -83,7 +83,7 @@ fn work(host: &Host<'_>, clear: &ParallelClear<'_>, cpus: u32, cancel: &(impl Ca
     let worker = |cx: &mut CpuCx<'_, Host<'_>>| {
         let mut mine = Vec::new();
         // A worker that is cancelled or finds everything taken says so; the outcome is what the tests look at.
-        let _ = clear.work(&clearer(1024), cx, &BULK, cancel, &mut |unit: &Unit| mine.push(span(unit)));
+        let _ = clear.work(cx, &clearer(1024), &BULK, cancel, &mut |unit: &Unit| mine.push(span(unit)));
         mine
     };
     host.run_on_each((0..cpus).map(CpuId), worker).expect("the CPUs exist")
@@ -200,7 +200,7 @@ fn a_cancelled_clear_leaves_exact_prefixes() {
                 cancel.raise();
             }
         };
-        clear.work(&clearer(1024), cx, &BULK, &cancel, &mut observer)
+        clear.work(cx, &clearer(1024), &BULK, &cancel, &mut observer)
     };
     let ended = host.run_on_each([CpuId(0), CpuId(1)], worker).expect("the CPUs exist");
     assert!(ended.contains(&Err(StopReason::Cancelled)));
@@ -245,7 +245,7 @@ fn an_unreachable_frame_leaves_everything_dirty() {
     let host = arena.host(&[0, 0]);
     let mut lanes = empty_lanes::<1>();
     let clear = ParallelClear::new(own(PAGES + PIECE), &mut lanes, &host).expect("a lane");
-    let worker = |cx: &mut CpuCx<'_, Host<'_>>| clear.work(&clearer(1024), cx, &BULK, &Never, &mut ());
+    let worker = |cx: &mut CpuCx<'_, Host<'_>>| clear.work(cx, &clearer(1024), &BULK, &Never, &mut ());
     let ended = host.run_on_each([CpuId(0), CpuId(1)], worker).expect("the CPUs exist");
     let first_missing = extent(PAGES, PAGES + 1).base();
     assert!(ended.contains(&Err(StopReason::Unreachable(first_missing))), "{ended:?}");
@@ -263,7 +263,7 @@ fn a_worker_that_panics_leaves_everything_dirty() {
     let clear = ParallelClear::new(own(PIECE), &mut lanes, &host).expect("a lane");
     let unwound = catch_unwind(AssertUnwindSafe(|| {
         host.run_on(CpuId(0), |cx| {
-            clear.work(&clearer(1024), cx, &BULK, &Never, &mut |_: &Unit| panic!("planned")).is_ok()
+            clear.work(cx, &clearer(1024), &BULK, &Never, &mut |_: &Unit| panic!("planned")).is_ok()
         })
     }));
     assert!(unwound.is_err());
@@ -276,7 +276,7 @@ fn a_worker_that_may_not_sleep_says_so() {
     script.may_sleep.set(false);
     let mut lanes = empty_lanes::<1>();
     let clear = ParallelClear::new(script.dirty(), &mut lanes, &script).expect("a lane");
-    let ended = script.run(|cx| clear.work(&clearer(1), cx, &BULK, &Never, &mut ()));
+    let ended = script.run(|cx| clear.work(cx, &clearer(1), &BULK, &Never, &mut ()));
     assert_eq!(ended, Err(StopReason::MayNotSleep));
     // It took no piece, so what it did is known: nothing.
     let Outcome::Partly(mut parts) = clear.finish() else { panic!("neither zero nor unknown") };
@@ -292,7 +292,7 @@ fn pieces_keep_units_fences_and_user_addresses() {
     let mut lanes = empty_lanes::<1>();
     let clear = ParallelClear::new(script.dirty(), &mut lanes, &script).expect("a lane");
     let seen_at = BULK.seen_at(VirtAddr::new(0x7f00_0000_0000));
-    assert_eq!(script.run(|cx| clear.work(&clearer(2048), cx, &seen_at, &Never, &mut ())), Ok(()));
+    assert_eq!(script.run(|cx| clear.work(cx, &clearer(2048), &seen_at, &Never, &mut ())), Ok(()));
     assert!(matches!(clear.finish(), Outcome::Zeroed(_)));
     let unit = |page| {
         let user = Some(0x7f00_0000_0000 + page * PAGE);

@@ -12,14 +12,18 @@
 //! | 53, 54 | PXN, UXN |
 //! | 55 | written before it was made read-only |
 //! | 56, 57 | the owner's two |
+//! | 2–53 | of an owner's entry: its word |
+//! | 59 | an owner's entry |
+//! | 57 | of an entry that refers to a table: claimed |
 //! | 58, 63 | hidden: detached, reserved |
+//! | 62 | APTable, of an entry that refers to a table: nothing below it can be written; TCR_EL1.HPDn has to be 0 |
 //!
 //! Hardware caches no entry that is not valid and none without AF, and changes of size or address of a valid entry need
 //! break-before-make unless the CPU has FEAT_BBM level 2: see the operations that replace tables by leaves or leaves by
 //! tables.
 
 use crate::flags::Flags;
-use crate::format::{PageFormat, in_one_half};
+use crate::format::{OWNER_BITS, PageFormat, in_one_half};
 use hugemm_base::{Pfn, VirtAddr};
 
 const VALID: u64 = 1;
@@ -37,14 +41,17 @@ const UXN: u64 = 1 << 54;
 const WAS_DIRTY: u64 = 1 << 55;
 const OWNER0: u64 = 1 << 56;
 const OWNER1: u64 = 1 << 57;
+const CLAIMED: u64 = 1 << 57;
 const DETACHED: u64 = 1 << 58;
+const OWNER_ENTRY: u64 = 1 << 59;
+const NO_WRITE_BELOW: u64 = 1 << 62;
 const RESERVED: u64 = 1 << 63;
 
 /// arm64 entries of the 4 KiB granule. Each half of the address space has a root of its own (TTBR0, TTBR1).
 #[derive(Clone, Copy, Debug)]
 pub struct Aarch64;
 
-// SAFETY: bit 0 is the valid bit; 58 and 63 are ignored by hardware and set in no valid entry made here; frames are in
+// SAFETY: bit 0 is the valid bit; 58 and 63 are ignored by hardware and set in no valid or owner's entry made here; frames are in
 // bits 12 to 47 at every level; `change` writes the same frame and kind back.
 unsafe impl PageFormat for Aarch64 {
     const NAME: &'static str = "arm64, 4 KiB granule";
@@ -52,8 +59,11 @@ unsafe impl PageFormat for Aarch64 {
     const PHYS_BITS: u32 = 48;
     const DETACHED: u64 = VALID | DETACHED;
     const RESERVED: u64 = VALID | RESERVED;
+    const OWNER: u64 = OWNER_ENTRY;
     const ACCESSED: u64 = ACCESSED;
     const CLEAN: u64 = READ_ONLY;
+    const READ_ONLY_TABLE: u64 = NO_WRITE_BELOW;
+    const CLAIMED: u64 = CLAIMED;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
@@ -128,6 +138,16 @@ unsafe impl PageFormat for Aarch64 {
             | flags.select(Flags::ACCESSED, ACCESSED)
             | flags.select(Flags::OWNER0, OWNER0)
             | flags.select(Flags::OWNER1, OWNER1)
+    }
+
+    #[inline]
+    fn owner(word: u64) -> u64 {
+        OWNER_ENTRY | (word & ((1 << OWNER_BITS) - 1)) << 2
+    }
+
+    #[inline]
+    fn word(entry: u64) -> u64 {
+        entry >> 2 & ((1 << OWNER_BITS) - 1)
     }
 
     #[inline]

@@ -105,7 +105,8 @@ pub struct Harvest {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes the span inaccessible, holes and all; what was mapped stays known until the
     /// [harvest](Exclusive::harvest). One store per entry, atomic only where hardware may still change a leaf; one for
-    /// everything below an entry that lies in the span as a whole.
+    /// everything below an entry that lies in the span as a whole. Owner's entries are to be
+    /// [taken](Exclusive::take_owners) before.
     pub fn detach(&mut self, span: Span, editing: Editing) -> Result<Unhooked, PagingError> {
         let (first, end) = self.tree.check(span)?;
         self.tree.check_ends(first, end)?;
@@ -173,7 +174,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     unhooked.tables += 1;
                 }
                 Kind::Table => self.detach(self.below(entry), level - 1, slot.first, slot.end, editing, unhooked),
-                Kind::Empty | Kind::Detached | Kind::Reserved => {}
+                Kind::Empty | Kind::Owner | Kind::Detached | Kind::Reserved => {}
             }
         }
     }
@@ -202,7 +203,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     tables += unsafe { self.reap(entry, level, slot.first, runs) };
                 }
                 Kind::Table if !slot.whole || !self.may_unhook(level) => {
-                    tables += self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs);
+                    tables += runs
+                        .below(entry, |runs| self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs));
                 }
                 // A whole table that is present was hooked in since.
                 _ => {}

@@ -11,7 +11,10 @@ use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, Pfn, VirtAddr};
 /// * **detached**: unhooked, waiting for a flush; the present entry with [`DETACHED`](PageFormat::DETACHED) flipped;
 /// * **reserved**: filled, but not yet to be seen; the present entry with [`RESERVED`](PageFormat::RESERVED) flipped.
 ///
-/// Flipping the same bits again gives the present entry back, whatever it was, so either change is one atomic exclusive
+/// * **the owner's**: not mapped, and keeping a word of [`OWNER_BITS`] bits that means something to whoever owns the
+///   addresses; see [`owned`](crate::owned).
+///
+/// Flipping the same bits again gives the present entry of the first two back, whatever it was, so either change is one atomic exclusive
 /// or, which loses no accessed or dirty bit that hardware sets at the same moment.
 ///
 /// Levels count from the leaves: 0 is 4 KiB, 1 is 2 MiB, 2 is 1 GiB.
@@ -19,11 +22,13 @@ use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, Pfn, VirtAddr};
 /// # Safety
 ///
 /// * Bit 0 alone decides whether hardware uses an entry. `DETACHED` and `RESERVED` contain bit 0 and each a bit that is
-///   0 in every present entry, and no other of the two has.
+///   0 in every present entry, and no other of the two has. [`owner`](PageFormat::owner) gives entries without bit 0
+///   and those two, with [`OWNER`](PageFormat::OWNER), from which [`word`](PageFormat::word) reads back what was put in.
 /// * [`leaf`](PageFormat::leaf) and [`table`](PageFormat::table) give present entries, from which
 ///   [`frame`](PageFormat::frame), [`is_leaf`](PageFormat::is_leaf) and [`flags`](PageFormat::flags) read back what
 ///   was put in. The frame number is in bits 12 and up: leaves of adjacent frames differ by the page size.
-/// * [`change`](PageFormat::change) keeps frame and kind.
+/// * [`change`](PageFormat::change) keeps frame and kind. `READ_ONLY_TABLE` and `CLAIMED` have no bit in common with each
+///   other, the frame, `DETACHED` and `RESERVED`.
 pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// Name, as printed.
     const NAME: &'static str;
@@ -37,10 +42,18 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     const DETACHED: u64;
     /// What to flip to hide an entry that is not to be seen yet.
     const RESERVED: u64;
+    /// What marks an owner's entry among those that are neither present, detached nor reserved.
+    const OWNER: u64;
     /// Set in a leaf that was accessed; hardware sets it, clearing it is how pages are aged.
     const ACCESSED: u64;
     /// Of the bits that say whether a leaf is dirty, those that are 0 when it is.
     const CLEAN: u64;
+    /// What to flip in an entry that refers to a table, so that nothing below it can be written, whatever leaves allow:
+    /// hardware takes what all levels allow. See [`write_protect`](crate::write_protect).
+    const READ_ONLY_TABLE: u64;
+    /// A bit that hardware ignores in an entry that refers to a table, and that [`table`](PageFormat::table) leaves 0:
+    /// a CPU is at work on what is below it.
+    const CLAIMED: u64;
 
     /// A leaf of `level` (at most 2) that maps the block at `frame`.
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64;
@@ -68,12 +81,21 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// Bits in which leaves may differ that differ in `flags` only.
     fn mask(flags: Flags) -> u64;
 
+    /// An entry that is not present and keeps a word, below `1 << 52`, for the owner.
+    fn owner(word: u64) -> u64;
+
+    /// The word of an owner's entry.
+    fn word(entry: u64) -> u64;
+
     /// Whether hardware can no longer change the present leaf: accessed, and dirty or read-only.
     fn is_settled(entry: u64) -> bool;
 
     /// Whether one root can translate all these addresses.
     fn one_root(first: VirtAddr, last: VirtAddr) -> bool;
 }
+
+/// Bits of the word that an owner's entry keeps.
+pub const OWNER_BITS: u32 = 52;
 
 /// What an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +104,7 @@ pub(crate) enum Kind {
     Leaf,
     Table,
     Detached,
+    Owner,
     /// Reserved, or nothing that hugemm wrote.
     Reserved,
 }
@@ -95,9 +118,17 @@ pub(crate) fn kind<F: PageFormat>(entry: u64, level: u32) -> Kind {
         if F::is_leaf(entry, level) { Kind::Leaf } else { Kind::Table }
     } else if entry & F::DETACHED & !F::RESERVED != 0 {
         Kind::Detached
+    } else if entry & (F::OWNER | F::RESERVED & !F::DETACHED) == F::OWNER {
+        Kind::Owner
     } else {
         Kind::Reserved
     }
+}
+
+/// Whether a present entry that refers to a table allows no store below it.
+#[inline]
+pub(crate) fn is_read_only<F: PageFormat>(entry: u64) -> bool {
+    (entry ^ F::table(Pfn::new(0))) & F::READ_ONLY_TABLE != 0
 }
 
 /// The present entry behind a hidden one; any other as it is.
@@ -106,7 +137,7 @@ pub(crate) fn unhidden<F: PageFormat>(entry: u64) -> u64 {
     match kind::<F>(entry, 0) {
         Kind::Detached => entry ^ F::DETACHED,
         Kind::Reserved => entry ^ F::RESERVED,
-        Kind::Empty | Kind::Leaf | Kind::Table => entry,
+        Kind::Empty | Kind::Leaf | Kind::Table | Kind::Owner => entry,
     }
 }
 

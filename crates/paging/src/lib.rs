@@ -16,7 +16,9 @@
 //! | `reap.rs` | taking apart what nobody walks any more |
 //! | [`walk`], [`run`] | looking, by maximal runs |
 //! | [`protect`], [`stale`] | changing flags |
+//! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
+//! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
 //! | [`remap`], [`split`] | other frames, other leaf sizes, in place |
 //! | `walker.rs` | the barrier before hardware walks |
 //! | [`shootdown`] | the protocol of shootdowns; batches, and when everything is flushed instead of ranges |
@@ -45,6 +47,7 @@ mod level;
 pub mod map;
 pub mod memory;
 mod outstanding;
+pub mod owned;
 mod page_table;
 pub mod protect;
 mod reap;
@@ -61,6 +64,7 @@ pub mod tlb_space;
 mod tlbs;
 pub mod walk;
 mod walker;
+pub mod write_protect;
 pub mod x86_64;
 pub mod young;
 
@@ -72,10 +76,11 @@ pub use detach::{Detached, Harvest, Unhooked};
 pub use edit_lock::{EditLock, RawEditLock};
 pub use error::PagingError;
 pub use flags::Flags;
-pub use format::PageFormat;
+pub use format::{OWNER_BITS, PageFormat};
 pub use frames_memory::FrameTables;
 pub use map::Mapping;
 pub use memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
+pub use owned::OwnerNext;
 pub use page_table::{Editing, Exclusive, PageTable, Shared};
 pub use protect::Change;
 pub use run::{Leaf, Run};

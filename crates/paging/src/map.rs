@@ -126,6 +126,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let seen = table.get(slot.index);
             match kind::<F>(seen, level) {
                 Kind::Table => {
+                    if job.flags.contains(Flags::WRITE) {
+                        self.hand_down(table, slot.index, level);
+                    }
                     self.reserve::<SHARED, I>(self.below(seen), level - 1, slot.first, slot.end, job)?;
                 }
                 // Others may need the same table, so it is published at once.
@@ -168,7 +171,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 
     /// Puts an empty table below an empty entry, unless somebody else has filled the entry first.
-    fn hook_empty(&mut self, table: Table, index: usize) -> Result<(), PagingError> {
+    pub(crate) fn hook_empty(&mut self, table: Table, index: usize) -> Result<(), PagingError> {
         let frame = self.memory.alloc(TableContent::Zero)?;
         if table.publish_if_empty(index, F::table(frame)).is_err() {
             // SAFETY: never hooked in.
@@ -253,6 +256,6 @@ fn conflict(kind: Kind, slot: Slot) -> PagingError {
     let at = level::address(slot.first);
     match kind {
         Kind::Detached | Kind::Reserved => PagingError::Busy { at },
-        Kind::Empty | Kind::Leaf | Kind::Table => PagingError::Overlap { at },
+        Kind::Empty | Kind::Leaf | Kind::Table | Kind::Owner => PagingError::Overlap { at },
     }
 }

@@ -3,7 +3,7 @@
 use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
-use crate::format::{Kind, PageFormat, kind};
+use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
@@ -236,6 +236,18 @@ pub(crate) struct Tree<F, M> {
     format: PhantomData<F>,
 }
 
+/// Where a walk for one page ends.
+#[derive(Clone, Copy)]
+pub(crate) struct End {
+    /// Anything but a table that is present.
+    pub(crate) entry: u64,
+    pub(crate) level: u32,
+    /// Where the entry is.
+    pub(crate) table: Table,
+    /// Whether a table on the way allows no stores.
+    pub(crate) read_only: bool,
+}
+
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// The root's level.
     pub(crate) const ROOT: u32 = F::LEVELS - 1;
@@ -286,7 +298,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             if page >> level::shift(F::LEVELS) != first >> level::shift(F::LEVELS) {
                 continue;
             }
-            let (entry, level, _) = self.descend(page);
+            let End { entry, level, .. } = self.descend(page);
             if kind::<F>(entry, level) == Kind::Leaf && page & (level::pages(level) - 1) != 0 {
                 return Err(PagingError::NeedsSplit { at: level::address(page) });
             }
@@ -294,15 +306,30 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
-    /// The entry that ends the walk for `page` (anything but a present table), its level and its table.
+    /// Where the walk for `page` ends.
     #[inline]
-    pub(crate) fn descend(&self, page: u64) -> (u64, u32, Table) {
-        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+    pub(crate) fn descend(&self, page: u64) -> End {
+        self.descend_by(page, |table, index, _| table.get(index))
+    }
+
+    /// The same, and what tables on the way deny is [handed down](crate::write_protect): what is said below is what
+    /// counts, as long as the caller's guard lasts.
+    pub(crate) fn descend_to_write(&self, page: u64) -> End {
+        self.descend_by(page, |table, index, level| match table.get(index) {
+            entry if level > 0 && kind::<F>(entry, level) == Kind::Table => self.hand_down(table, index, level),
+            entry => entry,
+        })
+    }
+
+    #[inline]
+    fn descend_by(&self, page: u64, mut read: impl FnMut(Table, usize, u32) -> u64) -> End {
+        let (mut table, mut level, mut read_only) = (self.table(self.root), Self::ROOT, false);
         loop {
-            let entry = table.get(level::index(page, level));
+            let entry = read(table, level::index(page, level), level);
             if level == 0 || kind::<F>(entry, level) != Kind::Table {
-                return (entry, level, table);
+                return End { entry, level, table, read_only };
             }
+            read_only |= is_read_only::<F>(entry);
             table = self.below(entry);
             level -= 1;
         }

@@ -50,7 +50,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let (first, end) = self.check(span)?;
         self.check_ends(first, end)?;
         let root = self.table(self.root);
-        let mut edit = Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0 };
+        let mut edit = Edit::new(change, way);
         self.protect_table(root, Self::ROOT, first, end, None, &mut edit);
         Ok(Stale::new(span, edit.changed))
     }
@@ -67,6 +67,10 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 Kind::Table => {
                     let next = if level == 1 && slot.end < end { table.get(slot.index + 1) } else { 0 };
                     let ahead = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
+                    // What leaves are to allow has to be allowed here.
+                    if edit.change.set.contains(Flags::WRITE) {
+                        self.hand_down(table, slot.index, level);
+                    }
                     self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ahead, edit);
                 }
                 Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
@@ -76,8 +80,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 }
 
-/// One call. Leaves with the same flags become different in the same bits, so those are worked out once for all of them.
-struct Edit {
+/// One walk's edits. Leaves with the same flags become different in the same bits, so those are worked out once for all of them.
+pub(crate) struct Edit {
     change: Change,
     way: Way,
     /// Entry bits, frame apart, that `delta` and `plain` are for; 0 is no leaf's.
@@ -90,6 +94,25 @@ struct Edit {
 }
 
 impl Edit {
+    const fn new(change: Change, way: Way) -> Self {
+        Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0 }
+    }
+
+    /// Under an exclusive guard, while CPUs may be translating.
+    pub(crate) const fn alone(change: Change) -> Self {
+        Edit::new(change, Way::Alone(Editing::LIVE))
+    }
+
+    /// While others may edit at the same time.
+    pub(crate) const fn beside_others(change: Change) -> Self {
+        Edit::new(change, Way::Atomic)
+    }
+
+    /// How many leaves became different.
+    pub(crate) const fn changed(&self) -> u64 {
+        self.changed
+    }
+
     /// Makes `delta` and `plain` those of a present leaf.
     #[inline]
     fn prepare<F: PageFormat>(&mut self, entry: u64) {
@@ -132,7 +155,7 @@ impl Edit {
 
     /// Changes one leaf.
     #[inline]
-    fn leaf<F: PageFormat>(&mut self, table: Table, index: usize, entry: u64) {
+    pub(crate) fn leaf<F: PageFormat>(&mut self, table: Table, index: usize, entry: u64) {
         let mut seen = entry;
         loop {
             self.prepare::<F>(seen);

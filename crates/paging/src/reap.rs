@@ -46,15 +46,16 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 return 0;
             }
             Kind::Table => {}
-            Kind::Empty | Kind::Detached | Kind::Reserved => return 0,
+            Kind::Empty | Kind::Owner | Kind::Detached | Kind::Reserved => return 0,
         }
         let (frame, table) = (F::frame(entry), self.below(entry));
         let mut tables = 1;
-        if level == 1 {
-            let next = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
-            // SAFETY: the caller's promise: nobody uses the table.
-            unsafe { runs.scan_at_rest(table, first, next) };
-        } else {
+        runs.below(entry, |runs| {
+            if level == 1 {
+                let next = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
+                // SAFETY: the caller's promise: nobody uses the table.
+                return unsafe { runs.scan_at_rest(table, first, next) };
+            }
             let end = first + level::pages(level);
             for slot in slots(first, end, level - 1) {
                 let next = if slot.index + 1 < ENTRIES { table.get(slot.index + 1) } else { 0 };
@@ -62,7 +63,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 // SAFETY: reached through this table only.
                 tables += unsafe { self.reap_before(entry, next, level - 1, slot.first, runs) };
             }
-        }
+        });
         // SAFETY: nobody walks it, and everything below it has been given back.
         unsafe { self.memory.free(frame) };
         tables

@@ -55,7 +55,10 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.remap(self.below(entry), level - 1, slot.first, slot.end, walk)?,
+                Kind::Table => {
+                    self.hand_down(table, slot.index, level);
+                    self.remap(self.below(entry), level - 1, slot.first, slot.end, walk)?;
+                }
                 Kind::Leaf => {
                     let old = leaf::<F>(entry, level);
                     if let Some(new) = (walk.choose)(level::address(slot.first), old) {

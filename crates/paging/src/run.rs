@@ -1,7 +1,7 @@
 //! What is mapped, by the run: one leaf, or as many adjacent ones as continue each other.
 
 use crate::flags::Flags;
-use crate::format::PageFormat;
+use crate::format::{PageFormat, is_read_only};
 use crate::level::{self, ENTRIES};
 use crate::table::{LINE, Table};
 use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
@@ -30,10 +30,17 @@ pub struct Run {
     pub flags: Flags,
 }
 
+/// A leaf as it is below a table that allows no stores.
+fn without_write<F: PageFormat>(entry: u64) -> u64 {
+    F::change(entry, Flags::NONE, Flags::WRITE)
+}
+
 /// Puts runs together, across tables, and hands out maximal ones.
 pub(crate) struct Runs<'v, F> {
     current: Option<Open>,
     differ: u64,
+    /// Whether a table on the way down [allows no stores](crate::format::is_read_only): leaves do not either then.
+    read_only: bool,
     visit: &'v mut dyn FnMut(Run),
     format: core::marker::PhantomData<F>,
 }
@@ -54,13 +61,28 @@ struct Open {
 impl<'v, F: PageFormat> Runs<'v, F> {
     /// Leaves make one run even if they differ in those of `differ` that [hardware changes](Flags::HARDWARE).
     pub(crate) fn new(differ: Flags, visit: &'v mut dyn FnMut(Run)) -> Self {
-        Runs { current: None, differ: F::mask(differ & Flags::HARDWARE), visit, format: core::marker::PhantomData }
+        let differ = F::mask(differ & Flags::HARDWARE);
+        Runs { current: None, differ, read_only: false, visit, format: core::marker::PhantomData }
+    }
+
+    /// Looks at what is below a present `entry` that refers to a table.
+    #[inline]
+    pub(crate) fn below<R>(&mut self, entry: u64, look: impl FnOnce(&mut Self) -> R) -> R {
+        let above = self.read_only;
+        self.read_only |= is_read_only::<F>(entry);
+        let result = look(self);
+        self.read_only = above;
+        result
     }
 
     /// Adds `pages` pages from `first` on, mapped by leaves of `level`; `entry` is the first leaf with the frame of
     /// `first` itself in it, `any` as in [`Open`].
     #[inline]
     pub(crate) fn push(&mut self, first: u64, pages: u64, level: u32, entry: u64, any: u64) {
+        let (entry, any) = match self.read_only {
+            false => (entry, any),
+            true => (without_write::<F>(entry), without_write::<F>(any ^ F::CLEAN) ^ F::CLEAN),
+        };
         if let Some(open) = &mut self.current
             && open.first + open.pages == first
             && open.level == level

@@ -43,6 +43,7 @@
 
 use crate::detach::{Detached, Unhooked};
 use crate::ipi::Request;
+use crate::stale::Stale;
 use crate::tlb_space::{SpaceKind, TlbSpace};
 use crate::tlbs::Tlbs;
 use hugemm_base::platform::Cpu;
@@ -112,6 +113,14 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// the entry stores. Any context; one full fence.
     pub fn changed(&mut self, range: VirtRange, stride: PageSize) {
         self.note(range, stride, false);
+        self.need = self.need.max(self.space.domain.due());
+    }
+
+    /// The same for what an operation says it has left [stale](Stale), upper levels included if it changed any. Nothing
+    /// if it changed nothing.
+    pub fn stale(&mut self, stale: Stale, stride: PageSize) {
+        let Some(range) = stale.flush() else { return };
+        self.note(range, stride, stale.tables());
         self.need = self.need.max(self.space.domain.due());
     }
 

@@ -45,7 +45,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         editing: Editing,
         mut choose: impl FnMut(VirtAddr, Leaf) -> Leaf,
     ) -> Result<Stale, PagingError> {
-        let (page, entry, level, table) = self.tree.entry_at(at)?;
+        let (page, entry, level, table) = self.tree.entry_at(at, 0)?;
         if kind::<F>(entry, level) != Kind::Leaf || level == 0 || page & (level::pages(level) - 1) != 0 {
             return Err(PagingError::NotMapped { at });
         }
@@ -90,8 +90,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if level == 0 || page & (level::pages(level) - 1) != 0 {
             return Err(PagingError::NotMapped { at });
         }
-        let (table, entry) = self.tree.entry_of(page, level).ok_or(PagingError::NotMapped { at })?;
-        if kind::<F>(entry, level) != Kind::Table {
+        let (page, entry, found, table) = self.tree.entry_at(at, level)?;
+        if found != level || kind::<F>(entry, level) != Kind::Table {
             return Err(PagingError::NotMapped { at });
         }
         let below = self.tree.below(entry);
@@ -184,26 +184,26 @@ fn swap_in<F: PageFormat>(
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    /// The entry that ends the walk for an address.
-    fn entry_at(&self, at: VirtAddr) -> Result<(u64, u64, u32, Table), PagingError> {
+    /// The page of an address, with the entry that decides for it: the first on the way down that refers to no table, or
+    /// the one of level `lowest`. Its level and its table; the tables on the way, this one included, leave it to leaves
+    /// whether stores are allowed.
+    fn entry_at(&self, at: VirtAddr, lowest: u32) -> Result<(u64, u64, u32, Table), PagingError> {
         let page = at.get() >> PAGE_SHIFT;
         let span = Span::pages_from(page, 1).map_err(|_| PagingError::OutOfBounds { at })?;
         self.check(span)?;
-        let (entry, level, table) = self.descend(page);
-        Ok((page, entry, level, table))
-    }
-
-    /// The entry of `level` for a page, and its table, if tables lead there.
-    fn entry_of(&self, page: u64, level: u32) -> Option<(Table, u64)> {
-        let mut table = self.table(self.root);
-        for above in (level + 1..F::LEVELS).rev() {
-            let entry = table.get(level::index(page, above));
-            if kind::<F>(entry, above) != Kind::Table {
-                return None;
+        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+        loop {
+            let index = level::index(page, level);
+            let entry = table.get(index);
+            if kind::<F>(entry, level) != Kind::Table {
+                return Ok((page, entry, level, table));
             }
-            table = self.below(entry);
+            let entry = self.hand_down(table, index, level);
+            if level == lowest {
+                return Ok((page, entry, level, table));
+            }
+            (table, level) = (self.below(entry), level - 1);
         }
-        Some((table, table.get(level::index(page, level))))
     }
 
     /// How many tables it takes to split everything in `first..end` down to level `to`.

@@ -10,16 +10,27 @@ use hugemm_base::VirtRange;
 pub struct Stale {
     range: VirtRange,
     entries: u64,
+    tables: bool,
 }
 
 impl Stale {
     pub(crate) fn new(span: Span, entries: u64) -> Self {
-        Stale { range: span.range(), entries }
+        Self::with_tables(span, entries, false)
+    }
+
+    pub(crate) fn with_tables(span: Span, entries: u64, tables: bool) -> Self {
+        Stale { range: span.range(), entries, tables }
     }
 
     /// What to flush; `None` if no entry has changed.
     pub fn flush(&self) -> Option<VirtRange> {
         (self.entries > 0).then_some(self.range)
+    }
+
+    /// Whether entries that refer to tables are among them: then what CPUs keep of upper levels has to go too, and a
+    /// flush of final translations alone (arm64's last-level TLBI, INVLPGB's final-only bit) is not enough.
+    pub fn tables(&self) -> bool {
+        self.tables
     }
 
     /// How many entries became different.

@@ -8,7 +8,7 @@ use crate::memory::TableMemory;
 use crate::walker;
 use core::ptr::NonNull;
 use hugemm_base::Pfn;
-use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
+use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence, spin_loop};
 
 /// Entries in a cache line.
 pub(crate) const LINE: usize = 8;
@@ -107,6 +107,40 @@ impl Table {
         self.entry(index).compare_exchange(old, new, Ordering::Release, Ordering::Relaxed).map(|_| ())
     }
 
+    /// While an entry `needs` work that one CPU has to do and the others to wait for: sets `claim` in it, which nobody else
+    /// has then, does the work, and puts what that returns in its place. Returns the entry that needs none. Spins.
+    pub(crate) fn claimed(
+        self,
+        index: usize,
+        claim: u64,
+        needs: impl Fn(u64) -> bool,
+        work: impl FnOnce(u64) -> u64,
+    ) -> u64 {
+        loop {
+            let entry = self.get(index);
+            if !needs(entry) {
+                return entry;
+            }
+            // Relaxed: the work is on what `get` has acquired; nobody waits for the claim itself.
+            let free = entry & claim == 0;
+            if free
+                && self
+                    .entry(index)
+                    .compare_exchange(entry, entry | claim, Ordering::Relaxed, Ordering::Relaxed)
+                    .is_ok()
+            {
+                let done = work(entry);
+                // Release pairs with the Acquire in `get`: who finds no need finds the work done.
+                self.publish(index, done);
+                return done;
+            }
+            spin_loop();
+            // loom may answer a plain load with an old value for ever; a read-modify-write always sees the latest.
+            #[cfg(loom)]
+            self.entry(index).fetch_add(0, Ordering::Relaxed);
+        }
+    }
+
     /// Fills `from..to` with `first`, `first + step`, …: plain stores, one after the other.
     ///
     /// # Safety
@@ -166,7 +200,11 @@ mod loom_tests {
         }
 
         fn lower(&self, which: u64) -> Table {
-            Table(NonNull::from(&self.lower[which as usize][0]))
+            Table(NonNull::from(&*self.lower[which as usize]).cast())
+        }
+
+        fn lower_leaf(&self, index: usize) -> &AtomicU64 {
+            &self.lower[0][index]
         }
     }
 
@@ -200,6 +238,39 @@ mod loom_tests {
             let mine = hook(&tables, 0);
             assert_eq!(mine, other.join().expect("the other"));
             walker.join().expect("the walker");
+        });
+    }
+
+    /// Of two that need the same work done, one does it, once, and neither goes on before it is done. Fails with the
+    /// orderings of `publish` or of `get` weakened, and without the claim.
+    #[test]
+    fn work_is_done_once_and_seen_by_all() {
+        const CLAIMED: u64 = 1 << 57;
+        const NEEDED: u64 = 2;
+        fn share(tables: &Tables, leaf: usize) {
+            tables.upper().claimed(
+                0,
+                CLAIMED,
+                |entry| entry & NEEDED != 0,
+                |entry| {
+                    // As handing down does: every leaf loses the right that whoever is through may give back.
+                    (1..3).for_each(|leaf| drop(tables.lower_leaf(leaf).fetch_and(!PRESENT, Ordering::Relaxed)));
+                    tables.lower(0).set(3, 9);
+                    entry ^ NEEDED
+                },
+            );
+            assert_eq!(tables.lower_leaf(3).load(Ordering::Relaxed), 9, "the work is seen");
+            assert_eq!(tables.lower_leaf(leaf).fetch_or(PRESENT, Ordering::Relaxed) & PRESENT, 0);
+        }
+        loom::model(|| {
+            let tables = Tables::new();
+            tables.upper().set(0, PRESENT | NEEDED);
+            (1..3).for_each(|leaf| tables.lower(0).set(leaf, PRESENT));
+            let other = tables.clone();
+            let other = thread::spawn(move || share(&other, 1));
+            share(&tables, 2);
+            other.join().expect("the other");
+            assert_eq!((tables.lower(0).get(1), tables.lower(0).get(2)), (PRESENT, PRESENT));
         });
     }
 

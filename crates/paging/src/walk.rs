@@ -6,7 +6,7 @@ use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
-use crate::page_table::{Exclusive, Shared, Tree};
+use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::run::{Leaf, Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
@@ -19,6 +19,8 @@ pub enum Lookup {
     Mapped(Leaf),
     /// Nothing.
     Absent,
+    /// The owner's word: not mapped.
+    Owner(u64),
     /// Something that is just being mapped or unmapped: a fault there is to be tried again after that.
     Busy,
 }
@@ -38,7 +40,7 @@ macro_rules! looking {
                         let offset = at.get() & (leaf.size.bytes() - 1);
                         leaf.frame.start().checked_add(offset)
                     }
-                    Lookup::Absent | Lookup::Busy => None,
+                    Lookup::Absent | Lookup::Owner(_) | Lookup::Busy => None,
                 }
             }
 
@@ -63,12 +65,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if !within {
             return Lookup::Absent;
         }
-        let (entry, level, _) = self.descend(page);
-        match kind::<F>(entry, level) {
-            Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
-            Kind::Empty | Kind::Table => Lookup::Absent,
-            Kind::Detached | Kind::Reserved => Lookup::Busy,
-        }
+        found::<F>(&self.descend(page))
     }
 
     fn walk(&self, span: Span, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
@@ -87,7 +84,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs),
+                Kind::Table => runs.below(entry, |runs| {
+                    self.walk_table(self.below(entry), level - 1, slot.first, slot.end, runs);
+                }),
                 Kind::Leaf => {
                     // Only the part that is in the range.
                     let skipped = slot.first & (level::pages(level) - 1);
@@ -97,6 +96,22 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 _ => {}
             }
         }
+    }
+}
+
+/// What the entry that ends a walk says.
+#[inline]
+pub(crate) fn found<F: PageFormat>(end: &End) -> Lookup {
+    let End { entry, level, read_only, .. } = *end;
+    match kind::<F>(entry, level) {
+        Kind::Leaf if read_only => {
+            let leaf = leaf::<F>(entry, level);
+            Lookup::Mapped(Leaf { flags: leaf.flags.without(Flags::WRITE), ..leaf })
+        }
+        Kind::Leaf => Lookup::Mapped(leaf::<F>(entry, level)),
+        Kind::Empty | Kind::Table => Lookup::Absent,
+        Kind::Owner => Lookup::Owner(F::word(entry)),
+        Kind::Detached | Kind::Reserved => Lookup::Busy,
     }
 }
 

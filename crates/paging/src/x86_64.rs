@@ -6,6 +6,10 @@
 //! | 12–51 | frame; flipped in hidden entries, so that speculation past a cleared present bit (L1TF) finds no cached address |
 //! | 52, 53 | hidden: detached, reserved |
 //! | 54, 55 | the owner's two |
+//! | 1–8, 12–51, 54–57 | of an owner's entry: its word, the low 40 bits inverted in the frame's place, so that small words
+//!   stand for addresses that no memory has (L1TF) |
+//! | 59 | an owner's entry |
+//! | 57 | of an entry that refers to a table: claimed |
 //! | 58 | written before it was made read-only: read-only and dirty means shadow stack where CET is on |
 
 use crate::flags::Flags;
@@ -27,9 +31,15 @@ const DETACHED: u64 = 1 << 52;
 const RESERVED: u64 = 1 << 53;
 const OWNER0: u64 = 1 << 54;
 const OWNER1: u64 = 1 << 55;
+const CLAIMED: u64 = 1 << 57;
 const WAS_DIRTY_SHIFT: u32 = 58;
 const WAS_DIRTY: u64 = 1 << WAS_DIRTY_SHIFT;
+const OWNER_ENTRY: u64 = 1 << 59;
 const NO_EXEC: u64 = 1 << 63;
+
+/// Bits of an owner's word that stand in the frame's place, and those of the rest that stand in bits 1 to 8.
+const WORD_FRAME: u32 = 40;
+const WORD_LOW: u32 = 8;
 
 /// x86-64 entries in `LEVELS` levels. The no-execute bit has to be enabled (EFER.NXE).
 #[derive(Clone, Copy, Debug)]
@@ -62,7 +72,7 @@ const fn settle_dirty(entry: u64) -> u64 {
     entry & !(DIRTY | WAS_DIRTY) | (dirty & writable) << DIRTY_SHIFT | (dirty & !writable) << WAS_DIRTY_SHIFT
 }
 
-// SAFETY: bit 0 is the present bit; 52 and 53 are ignored by hardware and set in no present entry made here; frames are
+// SAFETY: bit 0 is the present bit; 52 and 53 are ignored by hardware and set in no present or owner's entry made here; frames are
 // in bits 12 to 51 at every level; `change` touches none of frame, present bit and page size.
 unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     const NAME: &'static str = if LEVELS == 5 { "x86-64, 5 levels" } else { "x86-64" };
@@ -73,8 +83,11 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     const PHYS_BITS: u32 = 52;
     const DETACHED: u64 = PRESENT | FRAME | DETACHED;
     const RESERVED: u64 = PRESENT | FRAME | RESERVED;
+    const OWNER: u64 = OWNER_ENTRY;
     const ACCESSED: u64 = ACCESSED;
     const CLEAN: u64 = 0;
+    const READ_ONLY_TABLE: u64 = WRITE;
+    const CLAIMED: u64 = CLAIMED;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
@@ -115,6 +128,19 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
 
     fn mask(flags: Flags) -> u64 {
         bits(flags) | flags.select(Flags::DIRTY, WAS_DIRTY) | flags.select(Flags::EXEC, NO_EXEC)
+    }
+
+    #[inline]
+    fn owner(word: u64) -> u64 {
+        let rest = word >> WORD_FRAME;
+        let (low, high) = (rest & ((1 << WORD_LOW) - 1), rest >> WORD_LOW & 15);
+        OWNER_ENTRY | !word << 12 & FRAME | low << 1 | high << OWNER0.trailing_zeros()
+    }
+
+    #[inline]
+    fn word(entry: u64) -> u64 {
+        let rest = entry >> 1 & ((1 << WORD_LOW) - 1) | (entry >> OWNER0.trailing_zeros() & 15) << WORD_LOW;
+        (!entry & FRAME) >> 12 | rest << WORD_FRAME
     }
 
     #[inline]

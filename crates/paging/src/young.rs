@@ -14,7 +14,7 @@ use crate::page_table::{Exclusive, Shared, Tree};
 use crate::run::{Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
-use hugemm_base::PAGE_SHIFT;
+use hugemm_base::{PAGE_SHIFT, Pfn};
 
 /// What was looked at and what of it had been accessed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,7 +33,18 @@ macro_rules! ageing {
             /// Clears the accessed bit of every leaf in the span, whole or in part, and shows `visit` those that had it,
             /// by maximal [runs](Run). One atomic per young leaf, one load per old one.
             pub fn clear_young(&mut self, span: Span, mut visit: impl FnMut(Run)) -> Result<Young, PagingError> {
-                self.tree.clear_young(span, &mut visit)
+                self.tree.clear_young(span, |_, _| true, &mut visit)
+            }
+
+            /// The same for those leaves only that `choose` wants, by their first page's number and first frame; others
+            /// stay as old as they are. `choose` is asked only of leaves that have been accessed.
+            pub fn clear_young_of(
+                &mut self,
+                span: Span,
+                choose: impl FnMut(u64, Pfn) -> bool,
+                mut visit: impl FnMut(Run),
+            ) -> Result<Young, PagingError> {
+                self.tree.clear_young(span, choose, &mut visit)
             }
         }
     };
@@ -43,24 +54,44 @@ ageing!(Shared);
 ageing!(Exclusive);
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    fn clear_young(&mut self, span: Span, visit: &mut dyn FnMut(Run)) -> Result<Young, PagingError> {
+    fn clear_young(
+        &mut self,
+        span: Span,
+        mut choose: impl FnMut(u64, Pfn) -> bool,
+        visit: &mut dyn FnMut(Run),
+    ) -> Result<Young, PagingError> {
         let (first, end) = self.check(span)?;
         let mut young = Young::default();
         // Leaves that were written and leaves that were not are equally young.
         let mut runs = Runs::<F>::new(Flags::DIRTY, visit);
-        self.age_table(self.table(self.root), Self::ROOT, first, end, &mut young, &mut runs);
+        self.age_table(self.table(self.root), Self::ROOT, first, end, &mut choose, &mut young, &mut runs);
         runs.flush();
         Ok(young)
     }
 
-    fn age_table(&self, table: Table, level: u32, first: u64, end: u64, young: &mut Young, runs: &mut Runs<'_, F>) {
+    #[allow(clippy::too_many_arguments, reason = "a walk's place and what it gathers")]
+    fn age_table(
+        &self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        choose: &mut impl FnMut(u64, Pfn) -> bool,
+        young: &mut Young,
+        runs: &mut Runs<'_, F>,
+    ) {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => self.age_table(self.below(entry), level - 1, slot.first, slot.end, young, runs),
+                Kind::Table => runs.below(entry, |runs| {
+                    self.age_table(self.below(entry), level - 1, slot.first, slot.end, choose, young, runs);
+                }),
                 Kind::Leaf => {
                     young.leaves += 1;
-                    if entry & F::ACCESSED == 0 || table.clear(slot.index, F::ACCESSED) & F::ACCESSED == 0 {
+                    if entry & F::ACCESSED == 0 || !choose(slot.first, F::frame(entry)) {
+                        continue;
+                    }
+                    if table.clear(slot.index, F::ACCESSED) & F::ACCESSED == 0 {
                         continue;
                     }
                     young.young += 1;

@@ -77,6 +77,11 @@ fn a_write_protection_that_is_not_flushed() {
 }
 
 #[test]
+fn a_table_made_read_only_whose_upper_levels_are_not_flushed() {
+    caught(Plant::UpperLevelsKept, &["stored to a read-only page"]);
+}
+
+#[test]
 fn a_deferred_unmap_that_nobody_flushes() {
     caught(Plant::FreeBeforeDeferredFlush, &["stale translation"]);
 }

@@ -250,6 +250,103 @@ fn ageing_clears_and_reports_once_at_every_leaf_size() {
     assert_eq!(dirty, 512 + 1, "what was written stays known");
 }
 
+/// One store per table that the range covers; what somebody wants to write again is paid for where that is.
+#[test]
+fn write_protection_is_one_store_per_table() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let (first, pages) = (8 * GIB - 3, 2 * GIB + 3);
+    let mapped = [first, 8 * GIB, 8 * GIB + 1, 8 * GIB + 512, 9 * GIB + 5];
+    for page in mapped {
+        table.exclusive(&heap).map(span(page, 1), [extent(page, 1)], SMALL).expect("mapped");
+    }
+    let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+    let read = |page| access::<X86_64, _>(&heap, table.root(), at(page), false).is_some();
+    let writable = |page| match table.shared(&heap).lookup(at(page)) {
+        Lookup::Mapped(leaf) => leaf.flags.contains(Flags::WRITE),
+        other => panic!("{other:?}"),
+    };
+    assert!(write(8 * GIB + 1));
+    let stale = table.exclusive(&heap).write_protect(span(first, pages)).expect("in bounds");
+    assert_eq!((stale.entries(), stale.tables()), (1 + 2, true), "a page, and two entries of 1 GiB");
+    let again = table.exclusive(&heap).write_protect(span(first, pages)).expect("in bounds");
+    assert_eq!((again.flush(), again.tables()), (None, false));
+    for page in mapped {
+        assert!(read(page) && !write(page) && !writable(page));
+    }
+    let guard = table.shared(&heap);
+    let mut runs = Vec::new();
+    guard.walk(span(8 * GIB, 4), Flags::NONE, |run| runs.push(run.flags)).expect("in bounds");
+    assert_eq!(runs, [Flags::ACCESSED, Flags::HARDWARE], "what was written stays known, the right to write is gone");
+    drop(guard);
+    // One page becomes writable again, by what many may do at once; a mapping beside it is what it says.
+    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+    let _ = table.shared(&heap).protect(span(8 * GIB, 1), change).expect("in bounds");
+    table.shared(&heap).map(span(8 * GIB + 2, 1), [extent(77, 1)], SMALL).expect("mapped");
+    assert!(write(8 * GIB) && write(8 * GIB + 2));
+    for page in [first, 8 * GIB + 1, 8 * GIB + 512, 9 * GIB + 5] {
+        assert!(read(page) && !write(page) && !writable(page));
+    }
+    // A read-only table that is taken away shows what its leaves were allowed; so does one in which a page is replaced.
+    let shown = unmap(&table, &heap, span(9 * GIB, GIB));
+    assert_eq!(shown.iter().map(|run| run.flags).collect::<Vec<_>>(), [Flags::ACCESSED]);
+    let same = |_, leaf: Leaf| Some(Leaf { flags: leaf.flags | Flags::WRITE, ..leaf });
+    let _ = table.exclusive(&heap).remap(span(8 * GIB + 512, 1), Editing::LIVE, same).expect("in bounds");
+    assert!(write(8 * GIB + 512) && !write(8 * GIB + 1));
+}
+
+/// What is put in the place of a read-only table, or below one, gets no right that it did not have.
+#[test]
+fn a_read_only_table_is_joined_and_divided_as_it_was() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 512), [extent(512, 512)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(512, 512), [extent(1024, 512)], DATA).expect("a leaf of 2 MiB");
+    let stale = table.exclusive(&heap).write_protect(span(0, GIB)).expect("in bounds");
+    assert_eq!(stale.entries(), 1);
+    let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+    let mut old = None;
+    let _ = table.exclusive(&heap).collapse(at(0), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+    assert!(!write(5));
+    // SAFETY: nothing walks it any more.
+    unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
+        assert!(!leaf.flags.contains(Flags::WRITE));
+        let flags = if at.get() >> 12 == 600 { leaf.flags | Flags::WRITE } else { leaf.flags };
+        Leaf { flags, ..leaf }
+    };
+    let _ = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
+    assert!(write(600) && !write(601) && !write(5));
+}
+
+/// Several CPUs make pages below one read-only table writable, each its own: none loses what it was given.
+#[test]
+fn concurrent_writers_hand_a_table_down_once() {
+    const THREADS: u64 = 4;
+    for _ in 0..if cfg!(miri) { 1 } else { 200 } {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], SMALL).expect("mapped");
+        // The entry of 512 GiB.
+        let all = span(0, 1 << 27);
+        assert_eq!(table.exclusive(&heap).write_protect(all).map(|stale| stale.entries()), Ok(1));
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (heap, table) = (&heap, &table);
+                scope.spawn(move || {
+                    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+                    for page in [thread, 100 + thread] {
+                        let _ = table.shared(heap).protect(span(page, 1), change).expect("in bounds");
+                        assert!(access::<X86_64, _>(heap, table.root(), at(page), true).is_some());
+                    }
+                });
+            }
+        });
+        let writable = (0..512).filter(|page| access::<X86_64, _>(&heap, table.root(), at(*page), true).is_some());
+        assert_eq!(writable.collect::<Vec<_>>(), [0, 1, 2, 3, 100, 101, 102, 103]);
+    }
+}
+
 #[test]
 fn a_block_is_replaced_by_one_store_and_put_back() {
     let heap = Heap::new(NoFaults);

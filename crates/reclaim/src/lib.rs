@@ -9,6 +9,7 @@
 //! | [`watermark`] | how much should be free; when a worker is woken and when it rests |
 //! | [`reclaimer`] | the seam to reverse map and page tables |
 //! | [`shrink`](mod@shrink) | one pass: isolate, age, unmap, put back what stays, flush, write out, free |
+//! | [`spaces`] | reclaim from address spaces: what `vm` needs of a pager, and the other way round |
 //! | [`worker`] | a worker's turn; direct reclaim |
 //! | `words.rs`, `links.rs` | which descriptor words are used, and lists through them |
 //!
@@ -22,6 +23,7 @@ mod links;
 pub mod lru;
 pub mod reclaimer;
 pub mod shrink;
+pub mod spaces;
 pub mod swap;
 pub mod watermark;
 mod words;
@@ -32,6 +34,7 @@ pub use compressor::{Compressor, Corrupt, PageBytes};
 pub use lru::{BATCH, Batch, Folio, Lru, LruStats, Neighbours, Policy, Removed, Source, Verdict, Was};
 pub use reclaimer::{Age, Reclaimer, WriteError};
 pub use shrink::{Budget, Progress, shrink};
+pub use spaces::{Ageing, Reclaim, ReclaimCounts, Step, Steps};
 pub use swap::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};
 pub use watermark::{Level, Wake, Watermarks};
 pub use worker::{DirectReclaim, NodeReclaim, Turn};

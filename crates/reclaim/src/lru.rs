@@ -162,6 +162,25 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         self.lock(cx).lists.remove(self.frames, head)
     }
 
+    /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is
+    /// taken off in the same breath, so that nobody finds it here without references. What `put` got is in `last`. At most
+    /// [`BATCH`] of them; one lock round.
+    pub fn let_go<P: Cpu, T>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        heads: impl Iterator<Item = Pfn>,
+        mut put: impl FnMut(Pfn) -> Option<T>,
+        last: &mut [Option<T>; BATCH],
+    ) {
+        let mut held = self.lock(cx);
+        for (head, last) in heads.zip(last) {
+            *last = put(head);
+            if last.is_some() {
+                held.lists.remove(self.frames, head);
+            }
+        }
+    }
+
     /// Takes folios off for a look, into an empty batch: at most [`BATCH`], and none more once there are `most_pages`.
     /// `hold` takes a reference, under the lock, and says whether it could; folios that cannot be held are passed over.
     /// One lock round.

@@ -42,16 +42,16 @@ pub trait Reclaimer<P: Cpu> {
     /// go meanwhile.
     fn release(&self, cx: &CpuCx<'_, P>, head: Pfn);
 
-    /// Tests and clears the accessed bits of all of a folio's mappings, without any TLB flush. Mappings without recency,
-    /// and those of spaces that go away, do not count.
+    /// Tests and clears the accessed bits of all mappings of some folios, without any TLB flush; `looks[i]` is what was
+    /// found of folio `i`. Mappings without recency, and those of spaces that go away, do not count.
     ///
     /// Look-around: it may do the same to neighbours in the same tables, and note the heads of those it found young,
     /// with a reference to each.
-    fn age(&self, cx: &CpuCx<'_, P>, folio: &Folio, neighbours: &mut Neighbours) -> Age;
+    fn age(&self, cx: &mut CpuCx<'_, P>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours);
 
     /// Unhooks all mappings of a folio, leaving the flush for later. False, with everything mapped as before, if that is
     /// not possible.
-    fn unmap(&self, cx: &CpuCx<'_, P>, folio: &Folio) -> bool;
+    fn unmap(&self, cx: &mut CpuCx<'_, P>, folio: &Folio) -> bool;
 
     /// Flushes for all that was unmapped since the last call, once.
     fn flush(&self, cx: &mut CpuCx<'_, P>) -> Self::Flushed;
@@ -59,10 +59,10 @@ pub trait Reclaimer<P: Cpu> {
     /// Stores what is dirty and makes the unhooked entries say where it is. After this nothing refers to the folio but
     /// reclaim. The folio is off the LRU, so a back end may [keep its frame](crate::Swap::evict). An error leaves
     /// everything to [`restore`](Reclaimer::restore).
-    fn write_out(&self, cx: &CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed) -> Result<(), WriteError>;
+    fn write_out(&self, cx: &mut CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed) -> Result<(), WriteError>;
 
     /// Makes the mappings of a folio that could not be written what they were. It is on the LRU again.
-    fn restore(&self, cx: &CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed);
+    fn restore(&self, cx: &mut CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed);
 
     /// Frees a folio that was written out, with the reference that reclaim has; how many base pages became free (none if
     /// the back end kept the frame).

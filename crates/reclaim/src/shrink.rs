@@ -130,9 +130,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         progress.batches += 1;
         progress.scanned += batch.pages();
         let mut looks = [Age::Idle; BATCH];
-        for (folio, look) in batch.folios().iter().zip(&mut looks) {
-            *look = self.side.age(cx, folio, &mut neighbours);
-        }
+        self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
         // Before anything is unmapped: a neighbour may be in this batch, and has lost its accessed bit by now.
         self.promote(cx, &neighbours);
         for (folio, mut look) in batch.folios_mut().iter_mut().zip(looks) {
@@ -213,8 +211,9 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
         self.lru.isolate(cx, Source::Youngest, u64::MAX, &mut batch, |head| self.side.hold(head));
-        for folio in batch.folios_mut() {
-            let look = self.side.age(cx, folio, &mut neighbours);
+        let mut looks = [Age::Idle; BATCH];
+        self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
+        for (folio, look) in batch.folios_mut().iter_mut().zip(looks) {
             let young = look == Age::Young || neighbours.heads().contains(&folio.pfn);
             folio.verdict = match look {
                 Age::Keep => KEEP,

@@ -181,27 +181,7 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
         }
     }
 
-    fn finish(self, cx: &CpuCx<'_, Machine>) {
-        (0..self.pages.len()).for_each(|index| self.discard(cx, index));
-        assert!(self.freed.lock().expect("alive").is_empty());
-        let LruStats { folios, isolated, .. } = self.lru.stats(cx);
-        assert_eq!((folios, isolated), (0, 0));
-        self.store.close(cx).expect("empty");
-    }
-}
-
-impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
-    type Flushed = Flushed;
-
-    fn hold(&self, head: Pfn) -> bool {
-        self.frames.get(head).is_ok()
-    }
-
-    fn release(&self, cx: &CpuCx<'_, Machine>, head: Pfn) {
-        let _ = self.frames.put(cx, head).expect("held");
-    }
-
-    fn age(&self, _cx: &CpuCx<'_, Machine>, folio: &Folio, neighbours: &mut Neighbours) -> Age {
+    fn age_one(&self, folio: &Folio, neighbours: &mut Neighbours) -> Age {
         let index = {
             let (index, mut page) = self.of(folio.pfn);
             let locked = page.locked;
@@ -233,7 +213,33 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         Age::Young
     }
 
-    fn unmap(&self, _cx: &CpuCx<'_, Machine>, folio: &Folio) -> bool {
+    fn finish(self, cx: &CpuCx<'_, Machine>) {
+        (0..self.pages.len()).for_each(|index| self.discard(cx, index));
+        assert!(self.freed.lock().expect("alive").is_empty());
+        let LruStats { folios, isolated, .. } = self.lru.stats(cx);
+        assert_eq!((folios, isolated), (0, 0));
+        self.store.close(cx).expect("empty");
+    }
+}
+
+impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
+    type Flushed = Flushed;
+
+    fn hold(&self, head: Pfn) -> bool {
+        self.frames.get(head).is_ok()
+    }
+
+    fn release(&self, cx: &CpuCx<'_, Machine>, head: Pfn) {
+        let _ = self.frames.put(cx, head).expect("held");
+    }
+
+    fn age(&self, _cx: &mut CpuCx<'_, Machine>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
+        for (folio, look) in folios.iter().zip(looks) {
+            *look = self.age_one(folio, neighbours);
+        }
+    }
+
+    fn unmap(&self, _cx: &mut CpuCx<'_, Machine>, folio: &Folio) -> bool {
         let (_, mut page) = self.of(folio.pfn);
         match page.entry {
             // Touched since the look.
@@ -249,7 +255,7 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         Flushed(self.flushes.fetch_add(1, Ordering::SeqCst) + 1)
     }
 
-    fn write_out(&self, cx: &CpuCx<'_, Machine>, folio: &Folio, after: &Flushed) -> Result<(), WriteError> {
+    fn write_out(&self, cx: &mut CpuCx<'_, Machine>, folio: &Folio, after: &Flushed) -> Result<(), WriteError> {
         let (_, mut page) = self.of(folio.pfn);
         let Entry::Detached { pfn, flushes } = page.entry else { panic!("not unmapped") };
         assert!(pfn == folio.pfn && after.0 > flushes, "written before the flush");
@@ -277,7 +283,7 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         }
     }
 
-    fn restore(&self, _cx: &CpuCx<'_, Machine>, folio: &Folio, _after: &Flushed) {
+    fn restore(&self, _cx: &mut CpuCx<'_, Machine>, folio: &Folio, _after: &Flushed) {
         let (_, mut page) = self.of(folio.pfn);
         assert!(matches!(page.entry, Entry::Detached { pfn, .. } if pfn == folio.pfn));
         page.entry = Entry::Present { pfn: folio.pfn, young: false };

@@ -10,6 +10,7 @@ use crate::space::Space;
 use core::ptr::NonNull;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_frames::From;
 use hugemm_paging::{Flags, Span};
 use intrusive_collections::{
     Bound, KeyAdapter, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
@@ -28,6 +29,8 @@ pub struct AreaKind {
     pub pooled: bool,
     /// Every page was reserved in the pool when the area was made.
     pub reserved: bool,
+    /// Which node its pages come from.
+    pub from: From,
     /// Its pages are not to be reclaimed.
     pub locked: bool,
     /// Its pages' accessed bits say nothing about their use: read once, in order.
@@ -43,6 +46,7 @@ impl AreaKind {
             shared: false,
             pooled: false,
             reserved: false,
+            from: From::Local,
             locked: false,
             no_recency: false,
         }
@@ -51,6 +55,11 @@ impl AreaKind {
     /// The same, from the pool.
     pub const fn pooled(self) -> Self {
         AreaKind { pooled: true, reserved: true, ..self }
+    }
+
+    /// The same, from other nodes than that of whoever fills it.
+    pub const fn from(self, from: From) -> Self {
+        AreaKind { from, ..self }
     }
 
     /// The same with other rights.

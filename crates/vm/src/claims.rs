@@ -15,19 +15,23 @@ const PATIENCE: u32 = 1 << 12;
 
 /// The claims of one space or object: page number + 1, or 0.
 #[derive(Debug)]
-pub(crate) struct Claims([AtomicU64; PLACES]);
+pub(crate) struct Claims {
+    places: [AtomicU64; PLACES],
+    /// Tasks that may have taken pages and have neither entered nor returned them.
+    holders: AtomicU64,
+}
 
 /// A fault that is under way, until dropped.
 pub(crate) struct Claim<'c>(Option<&'c AtomicU64>);
 
 impl Claims {
     pub(crate) fn new() -> Self {
-        Claims(core::array::from_fn(|_| AtomicU64::new(0)))
+        Claims { places: core::array::from_fn(|_| AtomicU64::new(0)), holders: AtomicU64::new(0) }
     }
 
     fn place(&self, page: u64) -> &AtomicU64 {
         // Multiplicative: pages of all sizes spread over all places.
-        &self.0[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 61) as usize]
+        &self.places[(page.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 61) as usize]
     }
 
     /// Claims a page; `None` if another CPU is at it.
@@ -54,6 +58,37 @@ impl Claims {
                 spin_loop();
             }
         }
+    }
+}
+
+/// A task that may have taken pages, until dropped.
+///
+/// The pool has promised one page for each that a reserved area lacks. Two tasks at one page, or one with a batch of them,
+/// may for a while have more than their own promises: then another's promise cannot be kept, until they have entered or
+/// returned what they hold. While there are others, running out of promised pages is no error.
+pub(crate) struct Holding<'c>(&'c AtomicU64);
+
+impl Claims {
+    /// To be called before pages are taken.
+    pub(crate) fn hold(&self) -> Holding<'_> {
+        // Relaxed: the pool's lock comes after, and whoever finds it empty took that lock later.
+        self.holders.fetch_add(1, Ordering::Relaxed);
+        Holding(&self.holders)
+    }
+}
+
+impl Holding<'_> {
+    /// Whether somebody else may hold pages.
+    pub(crate) fn others(&self) -> bool {
+        // Acquire pairs with the Release in `drop`: what was returned before is found in the pool after.
+        self.0.load(Ordering::Acquire) > 1
+    }
+}
+
+impl Drop for Holding<'_> {
+    fn drop(&mut self) {
+        // Release pairs with the Acquire in `others`.
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 

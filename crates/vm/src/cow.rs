@@ -14,7 +14,7 @@ use crate::supply::Want;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::{Extent, VirtAddr};
-use hugemm_clear::{Request, folio};
+use hugemm_clear::Request;
 use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PagingError, Span};
 
 impl<S: Setup> Vm<'_, S> {
@@ -70,13 +70,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
         let kind = area.kind;
-        let want = Want {
-            page: kind.page,
-            pooled: kind.pooled,
-            reserved: false,
-            clear: Request::fault(kind.page.bytes()),
-            touched: Some(folio::touched_page(at, kind.page.pages())),
-        };
+        let want = Want { reserved: false, ..Want::of(area, Request::fault(kind.page.bytes()), at, Some(at)) };
         let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
         let copy = self.copy_of(cx, from, &want, owner, false)?;
         // Followers are told before the lock is taken: they may have to wait for their own CPUs.

@@ -43,6 +43,8 @@ pub enum VmError {
         /// Which frame.
         frame: Pfn,
     },
+    /// What a page was stored as cannot be turned into it again.
+    Lost,
     /// The caller asked to stop. What was done stays done.
     Cancelled,
     /// The platform's map does not reach a frame.
@@ -65,6 +67,7 @@ impl fmt::Display for VmError {
             VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
             VmError::OtherKind => f.write_str("the object has other pages than the area asks for"),
             VmError::Poisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
+            VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),
             VmError::Cancelled => f.write_str("cancelled; what was done stays done"),
             VmError::Unreachable => f.write_str("the platform's map does not reach a frame"),
             VmError::InUse => f.write_str("still in use: switch the CPUs out and unmap it first"),

@@ -10,8 +10,9 @@
 //! publishes with a release.
 
 use crate::area::AreaInfo;
+use crate::claims::Claims;
 use crate::error::VmError;
-use crate::object::{Object, Owner};
+use crate::object::{Index, Object, Owner};
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
@@ -20,7 +21,6 @@ use crate::vm::Vm;
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr};
-use hugemm_clear::{Request, folio};
 use hugemm_paging::{Flags, Lookup, Mapping, PagingError, Span};
 
 /// What the access was that faulted.
@@ -54,6 +54,8 @@ pub enum Served {
     Copied,
     /// A page that had been shared by fork is writable again.
     Reused,
+    /// A page that reclaim had taken away is back.
+    Refaulted,
     /// Somebody else is or was at the page: repeating the access tells.
     Meanwhile,
 }
@@ -62,11 +64,28 @@ pub enum Served {
 enum Found<S: Setup> {
     /// Nothing is mapped. The object, with a reference, if it is a shared one.
     Absent(Option<NonNull<Object<S>>>),
+    /// A private page is away: the owner's word.
+    Away(u64),
     /// A page is mapped, but not for this access.
     ReadOnly,
     /// There is nothing to do, or not now.
     Meanwhile,
 }
+
+/// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
+pub(crate) struct Site<'a, S: Setup, O> {
+    pub(crate) space: &'a Space<S>,
+    pub(crate) area: &'a AreaInfo,
+    pub(crate) phases: &'a O,
+}
+
+impl<S: Setup, O> Clone for Site<'_, S, O> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Setup, O> Copy for Site<'_, S, O> {}
 
 impl<S: Setup> Vm<'_, S> {
     /// Serves a fault of the calling task at `at` in `space`. Interrupts are on; may sleep where the platform says so.
@@ -90,6 +109,7 @@ impl<S: Setup> Vm<'_, S> {
             Ok(Served::Mapped) => space.counters.mapped.add(1),
             Ok(Served::Copied) => space.counters.copied.add(1),
             Ok(Served::Reused) => space.counters.reused.add(1),
+            Ok(Served::Refaulted) => space.counters.refaulted.add(1),
             Ok(Served::Meanwhile) => space.counters.waited.add(1),
             Err(_) => space.counters.failed.add(1),
         }
@@ -105,14 +125,15 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
         let (area, found) = self.find_for_fault(cx, space, at, access)?;
-        let page = area.page_at(at);
+        let site = Site { space, area: &area, phases };
         match found {
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
-            Found::Absent(None) => self.fault_private(cx, space, &area, page, at, access, phases),
+            Found::Away(word) => self.refault_private(cx, site, at, access, word),
+            Found::Absent(None) => self.fault_private(cx, site, at, access),
             Found::Absent(Some(object)) => {
                 // SAFETY: `find_for_fault` took a reference.
-                let served = self.fault_shared(cx, space, &area, page, at, access, unsafe { object.as_ref() }, phases);
+                let served = self.fault_shared(cx, site, at, access, unsafe { object.as_ref() });
                 self.put_object(cx, object);
                 served
             }
@@ -138,6 +159,7 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Meanwhile,
+            Lookup::Owner(word) => Found::Away(word),
             Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
                 // SAFETY: the area holds a reference, and is there while the list is locked.
                 unsafe { area.object.as_ref() }.get();
@@ -147,68 +169,68 @@ impl<S: Setup> Vm<'_, S> {
         Ok((info, found))
     }
 
-    /// The page that a fault at `at` wants.
-    fn want(&self, area: &AreaInfo, at: VirtAddr) -> Want {
-        let kind = &area.kind;
-        let request = Request::fault(kind.page.bytes()).seen_at(at.align_down(kind.page.bytes()));
-        let touched = Some(folio::touched_page(at, kind.page.pages()));
-        Want { page: kind.page, pooled: kind.pooled, reserved: kind.reserved, clear: request, touched }
-    }
-
-    #[allow(clippy::too_many_arguments, reason = "what a fault is")]
     fn fault_private(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
-        page: Span,
+        site: Site<'_, S, impl Phases>,
         at: VirtAddr,
         access: Access,
-        phases: &impl Phases,
     ) -> Result<Served, VmError> {
-        let Some(_claim) = space.claims.claim(page.first()) else {
-            space.claims.wait(cx, page.first());
-            return Ok(Served::Meanwhile);
-        };
-        phases.enter(Phase::Allocate);
+        let Site { space, area, phases } = site;
+        let page = area.page_at(at);
         let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
-        let extent = match self.new_page(cx, &self.want(area, at), owner, &Never, phases) {
-            Ok(extent) => extent,
-            // The last promised page may have gone to another CPU that faulted at the same address.
-            Err(_) if self.lookup(cx, space, at) != Lookup::Absent => return Ok(Served::Meanwhile),
-            Err(error) => return Err(error),
-        };
-        phases.enter(Phase::Map);
-        let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
-        phases.enter(Phase::Other);
-        if !matches!(entered, Ok(Served::Mapped)) {
-            space.counters.wasted.add(1);
-            self.return_page(cx, area, extent);
+        let want = Want::of_fault(area, at);
+        let served = self.make_page(cx, (&space.claims, page.first()), &want, owner, phases, |cx, extent| {
+            let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
+            space.counters.wasted.add(u64::from(entered != Ok(Served::Mapped)));
+            entered
+        });
+        match served {
+            // Another CPU that faulted at the same address had what was missing.
+            Err(_) if self.lookup(cx, space, at) != Lookup::Absent => Ok(Served::Meanwhile),
+            served => served,
         }
-        entered
     }
 
-    #[allow(clippy::too_many_arguments, reason = "what a fault is")]
     fn fault_shared(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
-        page: Span,
+        site: Site<'_, S, impl Phases>,
         at: VirtAddr,
         access: Access,
         object: &Object<S>,
-        phases: &impl Phases,
     ) -> Result<Served, VmError> {
-        let offset = area.offset_of(page.first());
+        let Site { space, area, phases } = site;
+        let page = area.page_at(at);
+        let want = Want::of_fault(area, at);
         // Two rounds: a page that another CPU enters into the index meanwhile is found in the second.
         for _ in 0..2 {
             if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
                 return Ok(served);
             }
-            self.fill_index(cx, object, offset, &self.want(area, at), phases)?;
+            self.supply_index(cx, object, area.offset_of(page.first()), &want, phases)?;
         }
         Ok(Served::Meanwhile)
+    }
+
+    /// Makes the page at `offset` of a shared object present: new, or brought back. False if somebody else is at it.
+    pub(crate) fn supply_index(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        offset: u64,
+        want: &Want,
+        phases: &impl Phases,
+    ) -> Result<bool, VmError> {
+        let Some(index) = &object.index else { return Err(VmError::OtherKind) };
+        let found = {
+            let task = RefCell::new(&mut *cx);
+            index.table.shared(self.tables(&task)).lookup(VirtAddr::new(offset << PAGE_SHIFT))
+        };
+        match found {
+            Lookup::Owner(word) => self.refault_index(cx, object, offset, want, word),
+            _ => self.fill_index(cx, object, offset, want, phases),
+        }
     }
 
     /// Makes the page at `offset` of a shared object exist; false if it did already.
@@ -224,28 +246,54 @@ impl<S: Setup> Vm<'_, S> {
         let Ok(place) = Span::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
             return Err(VmError::OtherKind);
         };
-        let Some(_claim) = index.claims.claim(offset) else {
-            index.claims.wait(cx, offset);
-            return Ok(false);
-        };
         // The pool has promised all pages of a shared object.
         let want = Want { reserved: index.pooled, ..*want };
-        phases.enter(Phase::Allocate);
-        let extent = self.new_page(cx, &want, Owner { object: object.id, offset }, &Never, phases)?;
-        phases.enter(Phase::Map);
+        let owner = Owner { object: object.id, offset };
         let how = Mapping { flags: Flags::NONE, largest: want.page };
-        let entered = self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how));
-        phases.enter(Phase::Other);
-        match entered {
-            Ok(()) => return Ok(true),
-            Err(VmError::Paging(PagingError::Overlap { .. } | PagingError::Busy { .. })) => {}
-            Err(error) => {
-                self.return_pages(cx, extent, want.page, want.pooled, want.reserved);
-                return Err(error);
-            }
+        let made = self.make_page(cx, (&index.claims, offset), &want, owner, phases, |cx, extent| {
+            self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how))
+        });
+        match made {
+            // As for a private page.
+            Err(_) if self.is_in_index(cx, index, place.start()) => Ok(false),
+            made => Ok(made? == Served::Mapped),
         }
-        self.return_pages(cx, extent, want.page, want.pooled, want.reserved);
-        Ok(false)
+    }
+
+    /// Whether a shared object has its page at an offset in bytes, or is getting or losing it.
+    pub(crate) fn is_in_index(&self, cx: &mut Cx<'_, S>, index: &Index<S>, at: VirtAddr) -> bool {
+        let task = RefCell::new(cx);
+        index.table.shared(self.tables(&task)).lookup(at) != Lookup::Absent
+    }
+
+    /// Makes a page that nobody else is making, which `claim` says, and has it entered. Unless that succeeds the page
+    /// goes back: somebody was faster, or it cannot be entered.
+    fn make_page<'p>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        claim: (&Claims, u64),
+        want: &Want,
+        owner: Owner,
+        phases: &impl Phases,
+        enter: impl FnOnce(&mut Cx<'p, S>, Extent) -> Result<Served, VmError>,
+    ) -> Result<Served, VmError> {
+        let (claims, number) = claim;
+        let Some(_claim) = claims.claim(number) else {
+            claims.wait(cx, number);
+            return Ok(Served::Meanwhile);
+        };
+        phases.enter(Phase::Allocate);
+        let holding = claims.hold();
+        let Some(extent) = self.promised_page(cx, &holding, want, owner, &Never, phases)? else {
+            return Ok(Served::Meanwhile);
+        };
+        phases.enter(Phase::Map);
+        let entered = enter(cx, extent);
+        phases.enter(Phase::Other);
+        if entered != Ok(Served::Mapped) {
+            self.return_pages(cx, extent, want);
+        }
+        entered
     }
 
     /// Maps a page of a shared object where the object has it; `None` if it has not.
@@ -260,32 +308,26 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Option<Served>, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
         let at = VirtAddr::new(area.offset_of(page.first()) << PAGE_SHIFT);
-        for round in 0.. {
-            let task = RefCell::new(&mut *cx);
+        let mut there = true;
+        let served = self.try_map(cx, |task| {
+            let busy = Err(PagingError::Busy { at: page.start() });
             let areas = space.areas.shared();
             if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
-                return Ok(Some(Served::Meanwhile));
+                return busy;
             }
             // Held until the page is mapped: whoever takes it out of the index finds the mapping.
-            let pages = index.table.shared(self.tables(&task));
+            let pages = index.table.shared(self.tables(task));
             let extent = match pages.lookup(at) {
                 Lookup::Mapped(leaf) => Extent::block(leaf.frame, leaf.size.order()),
-                Lookup::Absent => return Ok(None),
-                Lookup::Busy => return Ok(Some(Served::Meanwhile)),
+                found => {
+                    there = !matches!(found, Lookup::Absent | Lookup::Owner(_));
+                    return busy;
+                }
             };
             let how = Mapping { flags, largest: area.kind.page };
-            let mapped = space.table.shared(self.tables(&task)).map(page, [extent], how);
-            drop(pages);
-            drop(areas);
-            match mapped {
-                Ok(()) => return Ok(Some(Served::Mapped)),
-                Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => return Ok(Some(Served::Meanwhile)),
-                Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
-                Err(PagingError::NoTable) => return Err(VmError::NoMemory),
-                Err(error) => return Err(VmError::Paging(error)),
-            }
-        }
-        Ok(None)
+            space.table.shared(self.tables(task)).map(page, [extent], how)
+        })?;
+        Ok(there.then_some(served))
     }
 
     /// Step 3: maps frames at a span of an area that was found before, if the area is still there. Unless the answer is
@@ -303,61 +345,34 @@ impl<S: Setup> Vm<'_, S> {
         I: IntoIterator<Item = Extent> + Clone,
     {
         let how = Mapping { flags, largest: area.kind.page };
-        let entered = self.try_map(cx, |task| {
+        self.try_map(cx, |task| {
             let areas = space.areas.shared();
             let there = areas.find(span.first()).map(|area| &area.info);
             if !still(there, area, span) {
                 return Err(PagingError::Busy { at: span.start() });
             }
             space.table.shared(self.tables(task)).map(span, frames.clone(), how)
-        });
-        match entered {
-            Ok(()) => Ok(Served::Mapped),
-            Err(VmError::Paging(PagingError::Overlap { .. } | PagingError::Busy { .. })) => Ok(Served::Meanwhile),
-            Err(error) => Err(error),
-        }
+        })
     }
 
-    /// Runs `map`, asking for relief while page tables have no memory.
-    pub(crate) fn try_map<'p>(
+    /// Runs `map`, asking for relief while page tables have no memory. That something is in the way is no error: it is
+    /// or was somebody else's.
+    fn try_map<'p>(
         &self,
         cx: &mut Cx<'p, S>,
         mut map: impl FnMut(&RefCell<&mut Cx<'p, S>>) -> Result<(), PagingError>,
-    ) -> Result<(), VmError> {
+    ) -> Result<Served, VmError> {
         for round in 0.. {
             let mapped = map(&RefCell::new(&mut *cx));
             match mapped {
-                Ok(()) => return Ok(()),
+                Ok(()) => return Ok(Served::Mapped),
+                Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
                 Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
                 Err(PagingError::NoTable) => return Err(VmError::NoMemory),
                 Err(error) => return Err(VmError::Paging(error)),
             }
         }
         Err(VmError::NoMemory)
-    }
-
-    /// Gives back a page that was not mapped.
-    pub(crate) fn return_page(&self, cx: &mut Cx<'_, S>, area: &AreaInfo, extent: Extent) {
-        self.return_pages(cx, extent, area.kind.page, area.kind.pooled, area.kind.reserved);
-    }
-
-    /// Gives back pages to which nobody else has come: promised ones are promised again.
-    pub(crate) fn return_pages(
-        &self,
-        cx: &mut Cx<'_, S>,
-        extent: Extent,
-        page: hugemm_base::PageSize,
-        pooled: bool,
-        reserved: bool,
-    ) {
-        if !pooled {
-            return self.drop_pages(cx, extent, page, false);
-        }
-        for (head, _) in extent.chunks(page.order()) {
-            if let Ok(Some(block)) = self.frames.put_frozen(head) {
-                crate::pool::HugePool::give_back(&self.pool, cx, block.into_dirty(), page, reserved);
-            }
-        }
     }
 }
 

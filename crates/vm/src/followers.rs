@@ -49,6 +49,16 @@ pub struct Follower<S: Setup>(NonNull<Node<S>>);
 unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
 
 impl<S: Setup> Space<S> {
+    /// Whether anybody follows the space.
+    pub(crate) fn is_followed(&self) -> bool {
+        !self.followers.shared().is_empty()
+    }
+
+    /// Ages a range in all followers; whether one has used it.
+    pub(crate) fn followers_age(&self, range: VirtRange) -> bool {
+        self.followers.shared().list.iter().fold(false, |young, node| node.notifier.young(range) | young)
+    }
+
     /// Makes a change in a range, telling all followers before and after.
     pub(crate) fn changing<'p, R>(
         &self,

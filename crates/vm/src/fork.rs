@@ -1,7 +1,8 @@
 //! Copy-on-write: a second address space with the same content.
 //!
-//! Private pages are shared by both until one of them writes. By the range: write-protect what the parent has, take a
-//! reference to each page, enter the runs in the child; one flush of the parent for all of it. The parent's area list is
+//! Private pages are shared by both until one of them writes. By the range: write-protect what the parent has, by whole
+//! tables where an area covers them ([`hugemm_paging::write_protect`]), take a reference to each page, enter the runs in the
+//! child; one flush of the parent for all of it. The parent's area list is
 //! held alone throughout, and until the flush is over: otherwise one of the parent's threads could copy a page, while
 //! another still stores to the old one through its TLB.
 //!
@@ -10,8 +11,10 @@
 //! taken for it.
 
 use crate::area::{Area, AreaInfo, AreaKind};
+use crate::away::Away;
 use crate::error::VmError;
 use crate::object::Owner;
+use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::{Space, SpaceRef};
 use crate::supply::Want;
@@ -21,7 +24,7 @@ use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize};
 use hugemm_clear::Request;
-use hugemm_paging::{Change, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Span};
+use hugemm_paging::{Change, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Stale};
 use intrusive_collections::UnsafeRef;
 
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
@@ -55,9 +58,10 @@ impl<S: Setup> Vm<'_, S> {
             done = self.inherit(cx, child, area);
             if done.is_ok() && !area.info.kind.shared {
                 let task = RefCell::new(&mut *cx);
-                done = self.share_pages(&task, parent, child, &area.info, |span, page| {
-                    batch.changed(span.range(), page);
-                });
+                done = self.share_pages(&task, parent, child, &area.info, |stale, page| batch.stale(stale, page));
+                if S::Pager::ACTIVE && done.is_ok() {
+                    done = self.share_what_is_away(&task, parent, child, &area.info);
+                }
             }
             if done.is_err() {
                 break;
@@ -93,18 +97,16 @@ impl<S: Setup> Vm<'_, S> {
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
-        mut changed: impl FnMut(Span, PageSize),
+        mut changed: impl FnMut(Stale, PageSize),
     ) -> Result<(), VmError> {
         // SeqCst: pairs with `pin_batch`; nobody takes references for pins while the area list is held alone.
         let pinned = parent.pins.load(Ordering::SeqCst) > 0;
         if pinned {
             return self.share_one_by_one(task, parent, child, area, &mut changed);
         }
-        let mut table = parent.table.shared(self.tables(task));
-        let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-        if table.protect(area.span, change).map_err(VmError::Paging)?.flush().is_some() {
-            changed(area.span, area.kind.page);
-        }
+        let stale = parent.table.exclusive(self.tables(task)).write_protect(area.span).map_err(VmError::Paging)?;
+        changed(stale, area.kind.page);
+        let table = parent.table.shared(self.tables(task));
         let mut done = Ok(());
         let walked = table.walk(area.span, Flags::HARDWARE, |run| {
             if done.is_ok() {
@@ -112,6 +114,58 @@ impl<S: Setup> Vm<'_, S> {
             }
         });
         done.and(walked.map_err(VmError::Paging))
+    }
+
+    /// Gives the child a share of each page of an area that is away. Under the parent's area list, held alone: so nothing
+    /// comes back by a fault, and what is moving ends up away or back.
+    fn share_what_is_away(
+        &self,
+        task: &Task<'_, '_, S>,
+        parent: &Space<S>,
+        child: &Space<S>,
+        area: &AreaInfo,
+    ) -> Result<(), VmError> {
+        loop {
+            let mut moving = None;
+            let mut done = Ok(());
+            {
+                let table = parent.table.shared(self.tables(task));
+                let walked = table.walk_owners(area.span, |at, size, word| {
+                    let has_it = child.table.shared(self.tables(task)).lookup(at) != Lookup::Absent;
+                    if done.is_err() || has_it {
+                        return;
+                    }
+                    if let Away::Moving(_) = Away::of(word) {
+                        moving = Some(at);
+                        return;
+                    }
+                    let share = self.share_away(&mut task.borrow_mut(), word);
+                    done = share.and_then(|share| {
+                        let entered = child.table.shared(self.tables(task)).enter_owner(at, size, share);
+                        entered.map_err(|error| {
+                            self.drop_away(&task.borrow(), share);
+                            if error == PagingError::NoTable { VmError::NoMemory } else { VmError::Paging(error) }
+                        })
+                    });
+                });
+                walked.map_err(VmError::Paging)?;
+            }
+            done?;
+            let Some(at) = moving else { return Ok(()) };
+            let found = parent.table.shared(self.tables(task)).lookup(at);
+            match found {
+                // Back: the reclaimer could not write it. Read-only, so there is nothing to flush.
+                Lookup::Mapped(leaf) => {
+                    let extent = Extent::block(leaf.frame, leaf.size.order());
+                    self.share_run(task, child, area, at.get() >> PAGE_SHIFT, extent, leaf.flags)?;
+                }
+                // Whoever is writing it may wait for this CPU.
+                _ => {
+                    self.tlbs.serve(&task.borrow());
+                    hugemm_base::sync::spin_loop();
+                }
+            }
+        }
     }
 
     /// Enters a run of the parent's pages in the child, read-only, with a reference for each.
@@ -168,7 +222,7 @@ impl<S: Setup> Vm<'_, S> {
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
-        changed: &mut impl FnMut(Span, PageSize),
+        changed: &mut impl FnMut(Stale, PageSize),
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
@@ -179,8 +233,8 @@ impl<S: Setup> Vm<'_, S> {
             let Lookup::Mapped(leaf) = found else { continue };
             let extent = Extent::block(leaf.frame, leaf.size.order());
             if self.frames.references(leaf.frame) > 1 {
-                let clear = Request::fault(kind.page.bytes());
-                let want = Want { page: kind.page, pooled: kind.pooled, reserved: false, clear, touched: None };
+                let request = Request::fault(kind.page.bytes());
+                let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
                 let owner = Owner { object: area.object, offset: area.offset_of(page) };
                 let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
                 let how = Mapping { flags: kind.flags, largest: kind.page };
@@ -193,9 +247,7 @@ impl<S: Setup> Vm<'_, S> {
             }
             let change = Change { set: Flags::NONE, clear: Flags::WRITE };
             let stale = parent.table.shared(self.tables(task)).protect(span, change).map_err(VmError::Paging)?;
-            if stale.flush().is_some() {
-                changed(span, kind.page);
-            }
+            changed(stale, kind.page);
             self.share_run(task, child, area, page, extent, leaf.flags)?;
         }
         Ok(())

@@ -18,9 +18,12 @@
 //! | [`prefault`], [`pin`] | filling by any number of CPUs; keeping pages for devices |
 //! | [`unmap`] | one flush per call, then frees by runs |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
+//! | [`pager`] | the seam to reclaim and swap |
+//! | `away.rs`, `refault.rs` | what stands for a page that is away; bringing it back |
+//! | [`evict`], [`ageing`] | what reclaim does to pages, through the reverse map |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
-//! | [`pool`] | what areas need of a huge page pool |
+//! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
 //! | `guarded.rs`, `tables.rs` | locks and page tables' memory |
 //!
 //! # Order of locks
@@ -31,11 +34,14 @@
 //! wait for it, because they wait with interrupts on.
 #![cfg_attr(not(test), no_std)]
 
+pub mod ageing;
 pub mod area;
+mod away;
 mod claims;
 mod copy;
 mod cow;
 mod error;
+pub mod evict;
 pub mod fault;
 mod followers;
 pub mod fork;
@@ -43,10 +49,12 @@ mod guarded;
 mod mapping;
 pub mod notifier;
 pub mod object;
+pub mod pager;
 mod phases;
 pub mod pin;
 pub mod pool;
 pub mod prefault;
+mod refault;
 mod rmap;
 pub mod setup;
 mod space;
@@ -56,16 +64,19 @@ pub mod unmap;
 mod vm;
 pub mod zeroing;
 
+pub use ageing::{AgeRun, Recency};
 pub use area::{AreaInfo, AreaKind};
 pub use error::VmError;
+pub use evict::Debt;
 pub use fault::{Access, Served};
 pub use followers::Follower;
 pub use mapping::{Backing, SharedRef};
 pub use notifier::{Following, Notifier};
 pub use object::Owner;
+pub use pager::{LostPage, NoPager, Pager};
 pub use phases::{Phase, Phases};
 pub use pin::{PinError, Pinned};
-pub use pool::{HugePool, NoPool, OutOfPool};
+pub use pool::{HugePool, NoPool, OutOfPool, Pools};
 pub use prefault::Prefault;
 pub use rmap::Place;
 pub use setup::{Cx, Setup};

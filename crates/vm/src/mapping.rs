@@ -4,6 +4,7 @@ use crate::area::{Area, AreaInfo, AreaKind};
 use crate::claims::Claims;
 use crate::error::VmError;
 use crate::object::{Index, Object};
+use crate::pager::Pager;
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
@@ -71,7 +72,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if pooled {
             self.pool.reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
         }
-        let made = self.new_table(cx, bounds).and_then(|table| {
+        let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
             let index = Index { table, pages, page, pooled, claims: Claims::new() };
             self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))
@@ -259,6 +260,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         {
             let task = RefCell::new(&mut *cx);
             let mut table = index.table.exclusive(self.tables(&task));
+            if S::Pager::ACTIVE {
+                let _ = table.take_owners(whole, |_, _, word| self.drop_away(&task.borrow(), word));
+            }
             // SAFETY: no hardware walks an index, and no other task can reach it.
             if let Ok(unhooked) = table.detach(whole, unsafe { Editing::quiet() }) {
                 // SAFETY: as above.

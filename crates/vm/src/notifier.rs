@@ -19,6 +19,14 @@ pub trait Notifier<P: Cpu> {
     /// Translations in the range are about to be taken away or to lose rights.
     fn begin(&self, cx: &mut CpuCx<'_, P>, range: VirtRange);
 
+    /// Tests and clears what the follower knows of its own accesses to the range, without invalidating anything; whether
+    /// there were any. Called under locks of the space: takes no lock that is held around `begin` or `end`, waits for
+    /// nobody.
+    fn young(&self, range: VirtRange) -> bool {
+        let _ = range;
+        false
+    }
+
     /// That is over.
     fn end(&self, cx: &mut CpuCx<'_, P>, range: VirtRange);
 }
@@ -36,6 +44,10 @@ impl<P: Cpu, N: Notifier<P> + ?Sized> Notifier<P> for &N {
 
     fn end(&self, cx: &mut CpuCx<'_, P>, range: VirtRange) {
         (**self).end(cx, range);
+    }
+
+    fn young(&self, range: VirtRange) -> bool {
+        (**self).young(range)
     }
 }
 

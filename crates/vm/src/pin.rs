@@ -7,6 +7,7 @@
 
 use crate::area::AreaInfo;
 use crate::error::VmError;
+use crate::fault::{Site, still};
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
 use crate::unmap::pages;
@@ -96,35 +97,33 @@ impl<S: Setup> Vm<'_, S> {
                 return Err(stopped(VmError::Misaligned { at }));
             }
             let to = ends.min(next + BATCH as u64 * size);
-            self.pin_batch(cx, space, &area, next, to, total, cancel, &mut visit).map_err(stopped)?;
+            let batch = pages(next, to).ok_or(VmError::NoArea { at }).map_err(stopped)?;
+            let site = Site { space, area: &area, phases: &() };
+            self.pin_batch(cx, site, batch, total, cancel, &mut visit).map_err(stopped)?;
             next = to;
         }
         Ok(end - first)
     }
 
-    /// Pins `from..to`, at most [`BATCH`] pages of one area: all or none.
-    #[allow(clippy::too_many_arguments, reason = "what a pin is")]
+    /// Pins a span of at most [`BATCH`] pages of one area: all or none.
     fn pin_batch(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
-        from: u64,
-        to: u64,
+        site: Site<'_, S, ()>,
+        span: Span,
         total: Option<u64>,
         cancel: &impl Cancel,
         visit: &mut impl FnMut(Pinned),
     ) -> Result<(), VmError> {
-        let at = VirtAddr::new(from << PAGE_SHIFT);
-        let Some(span) = pages(from, to) else { return Err(VmError::NoArea { at }) };
+        let Site { space, area, .. } = site;
         let kind = area.kind;
         for _ in 0..ATTEMPTS {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
             // Counted before the pages are looked at, so that a fork which shares one of them has been or will be seen.
             // SeqCst: pairs with the load in `fork`, under whose exclusive lock of the area list nothing is pinned.
-            space.pins.fetch_add(to - from, Ordering::SeqCst);
+            space.pins.fetch_add(span.pages(), Ordering::SeqCst);
             let (found, error) = self.take_references(cx, space, area, span);
-            if error.is_none() && found.pages == to - from {
+            if error.is_none() && found.pages == span.pages() {
                 for run in found.runs.into_iter().flatten() {
                     visit(Pinned { at: run.at, extent: run.extent, page: kind.page, pooled: kind.pooled });
                 }
@@ -133,7 +132,7 @@ impl<S: Setup> Vm<'_, S> {
             for run in found.runs.into_iter().flatten() {
                 self.drop_pages(cx, run.extent, kind.page, kind.pooled);
             }
-            space.pins.fetch_sub(to - from, Ordering::SeqCst);
+            space.pins.fetch_sub(span.pages(), Ordering::SeqCst);
             if let Some(error) = error {
                 return Err(error);
             }
@@ -154,7 +153,7 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(cx);
         // No fork meanwhile.
         let areas = space.areas.shared();
-        if !crate::fault::still(areas.find(span.first()).map(|area| &area.info), area, span) {
+        if !still(areas.find(span.first()).map(|area| &area.info), area, span) {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
         let needs = area.kind.flags & Flags::WRITE;

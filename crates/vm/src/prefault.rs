@@ -8,7 +8,7 @@
 
 use crate::area::AreaInfo;
 use crate::error::VmError;
-use crate::fault::Served;
+use crate::fault::{Served, Site};
 use crate::mapping::SharedRef;
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
@@ -23,6 +23,7 @@ use hugemm_base::platform::Preempt;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_clear::Request;
+use hugemm_frames::From;
 use hugemm_paging::{Flags, Lookup, Span};
 
 /// 4 KiB pages that a worker takes at a time, at least one page of the area: 16 MiB.
@@ -204,7 +205,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         }
         let (mut next, end) = self.own_part(from, self.first, self.end, size);
         let clear = Request::bulk(self.total);
-        let want = Want { page: size, pooled: index.pooled, reserved: index.pooled, clear, touched: None };
+        let from = From::Local;
+        let want = Want { page: size, pooled: index.pooled, reserved: index.pooled, from, clear, touched: None };
         while next < end {
             if cancel.requested() {
                 return Err(VmError::Cancelled);
@@ -213,7 +215,12 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 let task = RefCell::new(&mut *cx);
                 index.table.shared(self.vm.tables(&task)).lookup(VirtAddr::new(next << PAGE_SHIFT))
             };
-            if there == Lookup::Absent && !self.vm.fill_index(cx, object, next, &want, phases)? {
+            let filled = match there {
+                Lookup::Absent => self.vm.fill_index(cx, object, next, &want, phases)?,
+                Lookup::Owner(word) => self.vm.refault_index(cx, object, next, &want, word)?,
+                _ => true,
+            };
+            if !filled {
                 continue;
             }
             self.done.fetch_add(size.pages(), Ordering::Relaxed);
@@ -244,7 +251,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 if cancel.requested() {
                     return Err(VmError::Cancelled);
                 }
-                let filled = self.fill_some(cx, space, &area, next, end, cancel, phases)?;
+                let site = Site { space, area: &area, phases };
+                let filled = self.fill_some(cx, site, next, end, cancel)?;
                 if filled == 0 {
                     // Somebody is at the same page, or has taken the area away.
                     self.vm.breathe(cx);
@@ -262,17 +270,15 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
     }
 
     /// Fills some of `from..end` of an area, from the front; how many 4 KiB pages.
-    #[allow(clippy::too_many_arguments, reason = "what a fill is")]
     fn fill_some(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        site: Site<'_, S, impl Phases>,
         from: u64,
         end: u64,
         cancel: &impl Cancel,
-        phases: &impl Phases,
     ) -> Result<u64, VmError> {
+        let Site { space, area, .. } = site;
         let size = area.kind.page.pages();
         let at = VirtAddr::new(from << PAGE_SHIFT);
         match self.vm.absent(cx, space, from, end, size) {
@@ -284,33 +290,28 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 Ok(size)
             }
             Absent::Busy => Ok(0),
-            Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, space, area, from, phases),
-            Absent::Pages(absent) => self.fill_private(cx, space, area, from, from + absent, cancel, phases),
+            Absent::Away => self.vm.fault(cx, space, at, crate::fault::Access::Read).map(|_| 0),
+            Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
+            Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
         }
     }
 
     /// One page of a shared area.
-    fn fill_shared(
-        &self,
-        cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
-        from: u64,
-        phases: &impl Phases,
-    ) -> Result<u64, VmError> {
+    fn fill_shared(&self, cx: &mut Cx<'_, S>, site: Site<'_, S, impl Phases>, from: u64) -> Result<u64, VmError> {
+        let Site { space, area, phases } = site;
         let size = area.kind.page.pages();
         let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.span.start() }) };
         let Some(object) = self.vm.registry.shared().get(area.object) else {
             return Err(VmError::NoArea { at: page.start() });
         };
-        let want = Want { touched: None, ..self.want(area, page.start()) };
+        let want = self.want(area, page.start());
         let flags = area.kind.flags | Flags::ACCESSED;
         // SAFETY: `Registry::get` took a reference.
         let filled = unsafe { object.as_ref() };
         let filled = match self.vm.enter_from_index(cx, space, area, page, filled, flags) {
             Ok(Some(Served::Mapped)) => Ok(size),
             Ok(Some(_)) => Ok(0),
-            Ok(None) => self.vm.fill_index(cx, filled, area.offset_of(from), &want, phases).map(|_| 0),
+            Ok(None) => self.vm.supply_index(cx, filled, area.offset_of(from), &want, phases).map(|_| 0),
             Err(error) => Err(error),
         };
         self.vm.put_object(cx, object);
@@ -318,26 +319,23 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
     }
 
     fn want(&self, area: &AreaInfo, at: VirtAddr) -> Want {
-        let kind = area.kind;
-        let clear = Request::bulk(self.total).seen_at(at);
-        Want { page: kind.page, pooled: kind.pooled, reserved: kind.reserved, clear, touched: None }
+        Want::of(area, Request::bulk(self.total), at, None)
     }
 
     /// A batch of pages for `from..end`, where nothing is mapped.
-    #[allow(clippy::too_many_arguments, reason = "what a fill is")]
     fn fill_private(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        site: Site<'_, S, impl Phases>,
         from: u64,
         end: u64,
         cancel: &impl Cancel,
-        phases: &impl Phases,
     ) -> Result<u64, VmError> {
+        let Site { space, area, phases } = site;
         let size = area.kind.page;
         let mut batch = Batch::new();
         let mut lack = None;
+        let holding = space.claims.hold();
         phases.enter(Phase::Allocate);
         while batch.count < BATCH && from + batch.pages < end {
             let at = from + batch.pages;
@@ -349,7 +347,12 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 let most = Order::largest_within(room).unwrap_or(Order::ZERO);
                 self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
             } else {
-                self.vm.new_page(cx, &want, owner, cancel, phases)
+                match self.vm.promised_page(cx, &holding, &want, owner, cancel, phases) {
+                    Ok(Some(page)) => Ok(page),
+                    Ok(None) if batch.count == 0 => return Ok(0),
+                    Ok(None) => break,
+                    Err(error) => Err(error),
+                }
             };
             match block {
                 Ok(block) => batch.push(block),
@@ -360,7 +363,10 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             }
         }
         if batch.count == 0 {
-            return Err(lack.unwrap_or(VmError::NoMemory));
+            // Another CPU that has entered this page meanwhile had what was missing.
+            let there = lack == Some(VmError::NoPool)
+                && self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT)) != Lookup::Absent;
+            return if there { Ok(0) } else { Err(lack.unwrap_or(VmError::NoMemory)) };
         }
         phases.enter(Phase::Map);
         let entered = match pages(from, from + batch.pages) {
@@ -378,8 +384,9 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 _ => Ok(batch.pages),
             };
         }
+        let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
         for block in batch.blocks() {
-            self.vm.return_page(cx, area, *block);
+            self.vm.return_pages(cx, *block, &want);
         }
         // Somebody got ahead at one of the addresses, or the area is gone: looking again tells.
         entered.map(|_| 0)
@@ -392,6 +399,8 @@ pub(crate) enum Absent {
     Mapped(Flags),
     /// A page that is being mapped or unmapped.
     Busy,
+    /// A page that reclaim has taken away.
+    Away,
     /// Nothing, for so many 4 KiB pages.
     Pages(u64),
 }
@@ -411,6 +420,7 @@ impl<S: Setup> Vm<'_, S> {
                 _ if found > 0 => break,
                 Lookup::Mapped(leaf) => return Absent::Mapped(leaf.flags),
                 Lookup::Busy => return Absent::Busy,
+                Lookup::Owner(_) => return Absent::Away,
             }
             at += size;
         }

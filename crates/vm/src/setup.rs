@@ -1,6 +1,7 @@
 //! What a manager of address spaces is built on, in one place.
 
 use crate::notifier::Notifier;
+use crate::pager::Pager;
 use crate::pool::HugePool;
 use core::cell::RefCell;
 use hugemm_base::platform::Cpu;
@@ -21,7 +22,9 @@ pub trait Setup: Sized {
     type Lock: RawEditLock;
     /// TLBs.
     type Tlb: TlbHw;
-    /// Who gives memory back: reclaim.
+    /// Who takes pages away that nobody uses, and brings them back: reclaim and swap, or [`NoPager`](crate::NoPager).
+    type Pager: Pager<Self>;
+    /// Who else gives memory back, asked when the pager has none.
     type Pressure: Pressure<Self::Platform>;
     /// Where areas of huge pages may come from.
     type Pool: HugePool<Self::Platform>;

@@ -14,7 +14,7 @@ use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::sync::AtomicU64;
+use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 use hugemm_paging::{Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace, User};
 
@@ -28,6 +28,8 @@ pub struct Space<S: Setup> {
     pub(crate) claims: Claims,
     /// References that [`Vm::pin`] has taken and nobody has given back.
     pub(crate) pins: AtomicU64,
+    /// Not 0 once the space is being taken apart: its pages go away by themselves.
+    pub(crate) exiting: AtomicU64,
     pub(crate) counters: SpaceCounters,
 }
 
@@ -38,6 +40,8 @@ pub struct SpaceCounters {
     pub mapped: Counter,
     /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
     pub waited: Counter,
+    /// Faults that brought a page back that reclaim had taken away.
+    pub refaulted: Counter,
     /// Pages that were cleared in vain, because another CPU's fault got ahead.
     pub wasted: Counter,
     /// Faults that copied a page that was shared by fork.
@@ -110,7 +114,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// An empty address space for the addresses of `bounds`, one half of what the format translates at most. Two
     /// allocations: the root table and the space itself.
     pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<SpaceRef<'v, S>, VmError> {
-        let table = self.new_table(cx, bounds)?;
+        let table = self.new_table(cx, bounds, self.common)?;
         let root = table.root();
         let Ok(tlb) = TlbSpace::new(self.tlbs, root.start()) else {
             self.free_root(cx, root);
@@ -124,6 +128,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             followers: Guarded::new(Followers::new()),
             claims: Claims::new(),
             pins: AtomicU64::new(0),
+            exiting: AtomicU64::new(0),
             counters: SpaceCounters::default(),
         };
         match self.new_in(&self.space_slab, cx, space) {
@@ -139,7 +144,10 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// lazily; if one has, or if memory is pinned, the space comes back.
     pub fn destroy<'v>(&'v self, cx: &mut Cx<'_, S>, space: SpaceRef<'v, S>) -> Result<(), (VmError, SpaceRef<'v, S>)> {
         let bounds = space.table.bounds();
+        // Relaxed: a hint to reclaim.
+        space.exiting.store(1, Ordering::Relaxed);
         if let Err(error) = self.unmap(cx, &space, bounds) {
+            space.exiting.store(0, Ordering::Relaxed);
             return Err((error, space));
         }
         if !space.followers.shared().is_empty() {
@@ -171,17 +179,30 @@ impl<'m, S: Setup> Vm<'m, S> {
         space.table.shared(self.tables(&task)).lookup(at)
     }
 
-    /// A page table, for a space or for a shared object's index. It translates whole entries of its root, so that nothing
-    /// remains below the root when all of it has been unmapped.
-    pub(crate) fn new_table(&self, cx: &mut Cx<'_, S>, span: Span) -> Result<PageTable<S::Format, S::Lock>, VmError> {
+    /// A page table, for a space, or for a shared object's index, which has no addresses `beside` its own. It translates
+    /// whole entries of its root, so that nothing remains below the root when all of it has been unmapped.
+    pub(crate) fn new_table(
+        &self,
+        cx: &mut Cx<'_, S>,
+        span: Span,
+        beside: Option<&PageTable<S::Format, S::Lock>>,
+    ) -> Result<PageTable<S::Format, S::Lock>, VmError> {
         let entry = 1_u64 << (9 * (S::Format::LEVELS - 1));
         let (first, end) = (span.first() / entry * entry, (span.first() + span.pages()).next_multiple_of(entry));
         let bounds = pages(first, end).ok_or(VmError::OutOfBounds { at: span.start() })?;
         for round in 0.. {
             let task: Task<'_, '_, S> = RefCell::new(cx);
+            let mut memory = self.tables(&task);
             // SAFETY: all guards get memory over the manager's frames; everything that is detached in a space is flushed
-            // through its `TlbSpace` (see `unmap.rs`, `cow.rs`), and no CPU walks an index.
-            match unsafe { PageTable::new(&mut self.tables(&task), bounds) } {
+            // through its `TlbSpace` (see `unmap.rs`, `cow.rs`), and no CPU walks an index. What `Vm::beside` was given is
+            // over the same frames.
+            let made = unsafe {
+                match beside {
+                    Some(common) => PageTable::beside(&mut memory, bounds, common),
+                    None => PageTable::new(&mut memory, bounds),
+                }
+            };
+            match made {
                 Ok(table) => return Ok(table),
                 Err(hugemm_paging::PagingError::NoTable) if self.may_retry(cx, round) => {}
                 Err(hugemm_paging::PagingError::NoTable) => return Err(VmError::NoMemory),

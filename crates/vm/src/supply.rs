@@ -4,8 +4,11 @@
 //! if one is known; memory that is known to be zero is not cleared. It becomes counted, with one reference, after its
 //! descriptor says whose it is. All of that before any lock is taken.
 
+use crate::area::{AreaInfo, AreaKind};
+use crate::claims::Holding;
 use crate::error::VmError;
 use crate::object::Owner;
+use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
@@ -13,13 +16,17 @@ use crate::vm::Vm;
 use core::cell::Cell;
 use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, Instrumented};
-use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, Zeroed};
+use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
-use hugemm_frames::{AllocError, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
+use hugemm_frames::{AllocError, From, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
 const DROP_PAGES: u64 = 1 << 16;
+
+/// How often a promised page is asked for while nobody else holds any: more than once, for those who return theirs just
+/// then.
+const LOOKS: u32 = 3;
 
 /// What page is wanted, and why.
 #[derive(Clone, Copy, Debug)]
@@ -28,10 +35,26 @@ pub(crate) struct Want {
     pub(crate) pooled: bool,
     /// It was promised by the pool.
     pub(crate) reserved: bool,
+    /// Which node it is to come from.
+    pub(crate) from: From,
     /// How to clear it.
     pub(crate) clear: clear::Request,
     /// Which of its 4 KiB pages is touched first, if that is known.
     pub(crate) touched: Option<u64>,
+}
+
+impl Want {
+    /// The page at `at` of an area, cleared as a part of this request.
+    pub(crate) fn of(area: &AreaInfo, request: clear::Request, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
+        let AreaKind { page, pooled, reserved, from, .. } = area.kind;
+        let clear = request.seen_at(at.align_down(page.bytes()));
+        Want { page, pooled, reserved, from, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
+    }
+
+    /// The page that was touched at `at`.
+    pub(crate) fn of_fault(area: &AreaInfo, at: VirtAddr) -> Want {
+        Want::of(area, clear::Request::fault(area.kind.page.bytes()), at, Some(at))
+    }
 }
 
 /// Clears what the allocator hands out, as wanted.
@@ -82,6 +105,28 @@ impl<S: Setup> Vm<'_, S> {
         self.adopt(cx, block, want, owner)
     }
 
+    /// [`new_page`](Vm::new_page); `None` if the pool cannot keep its promise because others hold what they have not
+    /// entered yet: looking again helps.
+    pub(crate) fn promised_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        holding: &Holding<'_>,
+        want: &Want,
+        owner: Owner,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<Option<Extent>, VmError> {
+        for round in 0.. {
+            match self.new_page(cx, want, owner, cancel, phases) {
+                Err(VmError::NoPool) if want.reserved && holding.others() => return Ok(None),
+                // The others have returned what they had between the attempt and the look.
+                Err(VmError::NoPool) if want.reserved && round < LOOKS => {}
+                page => return page.map(Some),
+            }
+        }
+        Err(VmError::NoPool)
+    }
+
     /// Zeroed 4 KiB pages that adjoin, counted, with the caller's references: as many as a block of `most` has, or fewer
     /// if none is free.
     pub(crate) fn new_small_pages(
@@ -107,7 +152,7 @@ impl<S: Setup> Vm<'_, S> {
                     Err(_) => continue,
                 }
             };
-            return self.adopt_pages(block, owner);
+            return self.adopt_pages(cx, block, owner);
         }
         Err(VmError::NoMemory)
     }
@@ -116,7 +161,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, locked: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+            let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
             let extent = match content {
                 Content::Dirty(dirty) => dirty.into_extent(),
                 Content::Clearing(clearing) => clearing.abandon().into_extent(),
@@ -125,7 +170,7 @@ impl<S: Setup> Vm<'_, S> {
             // SAFETY: the pool handed the block out, which it took from the frame allocator.
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
         }
-        let request = Request::order(order).movable();
+        let request = Request::order(order).movable().from(want.from);
         if locked {
             return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
         }
@@ -162,7 +207,7 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<Result<Frozen, AllocError>, VmError> {
         let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
-        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable(), &fill);
+        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable().from(want.from), &fill);
         match fill.stopped.get() {
             Some(StopReason::Cancelled) => Err(VmError::Cancelled),
             Some(_) => Err(VmError::Unreachable),
@@ -177,7 +222,7 @@ impl<S: Setup> Vm<'_, S> {
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Frozen, VmError> {
-        let content = self.pool.take(cx, want.page, want.reserved).map_err(|_| VmError::NoPool)?;
+        let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
         let dirty = match content {
             Content::Dirty(dirty) => Err(dirty),
             Content::Clearing(clearing) => Err(clearing.abandon()),
@@ -218,20 +263,26 @@ impl<S: Setup> Vm<'_, S> {
             return Err(VmError::Unreachable);
         };
         owner.store(desc);
+        let order = block.order();
         // It was frozen, so it can be counted.
         self.frames.count(block).map_err(|_| VmError::Unreachable)?;
+        if !want.pooled {
+            self.pager.enlist(self.frames, cx, extent, order);
+        }
         Ok(extent)
     }
 
     /// Makes a block counted 4 KiB pages of their object.
-    fn adopt_pages(&self, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
+    fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
         let run = self.frames.split(block, Order::ZERO);
         for (index, frame) in (run.extent().base().number()..run.extent().end().number()).enumerate() {
             if let Some(desc) = self.frames.descriptor(Pfn::new(frame)) {
                 Owner { object: owner.object, offset: owner.offset + index as u64 }.store(desc);
             }
         }
-        self.frames.count_run(run).map_err(|_| VmError::Unreachable)
+        let extent = self.frames.count_run(run).map_err(|_| VmError::Unreachable)?;
+        self.pager.enlist(self.frames, cx, extent, Order::ZERO);
+        Ok(extent)
     }
 
     /// Another reference to a page, for whoever has one. May take a frame for a counter: the first time that any page of
@@ -264,9 +315,24 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 
+    /// Gives back pages that nobody else has come to: promised ones are promised again.
+    pub(crate) fn return_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, want: &Want) {
+        if !want.pooled {
+            return self.drop_pages(cx, extent, want.page, false);
+        }
+        for (head, _) in extent.chunks(want.page.order()) {
+            if let Ok(Some(block)) = self.frames.put_frozen(head) {
+                self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
+            }
+        }
+    }
+
     /// Drops one reference of each page of a run, and frees those that lose their last. `page` is the pages' size.
     /// Passes no reschedule point.
     pub(crate) fn drop_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, page: PageSize, pooled: bool) {
+        if S::Pager::ACTIVE && !pooled {
+            return self.pager.drop_references(self.frames, cx, extent, page.order());
+        }
         if page == PageSize::Size4K && !pooled {
             let mut rest = extent;
             while !rest.is_empty() {

@@ -6,8 +6,10 @@
 
 use crate::area::{Area, AreaInfo, Areas};
 use crate::error::VmError;
-use crate::setup::{Cx, Setup};
+use crate::pager::Pager;
+use crate::setup::{Cx, Setup, Task};
 use crate::space::Space;
+use crate::tables::Tables;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use core::mem::MaybeUninit;
@@ -15,7 +17,7 @@ use core::ptr::NonNull;
 use hugemm_base::platform::Preempt;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{PageSize, VirtAddr};
-use hugemm_paging::{Detached, Editing, Flags, PagingError, ShootdownBatch, Span, Unhooked};
+use hugemm_paging::{Detached, Editing, Exclusive, Flags, PagingError, ShootdownBatch, Span, Unhooked};
 use intrusive_collections::UnsafeRef;
 
 /// What was unmapped.
@@ -117,7 +119,14 @@ impl<S: Setup> Vm<'_, S> {
                 let mut areas = space.areas.exclusive();
                 let cuts = cuts(&areas, first, end)?;
                 if spare.count() >= cuts {
-                    match space.table.exclusive(self.tables(&task)).detach(span, Editing::LIVE) {
+                    let detached = {
+                        let mut table = space.table.exclusive(self.tables(&task));
+                        let ready =
+                            if S::Pager::ACTIVE { self.take_away(&task, space, &mut table, span) } else { Ok(()) };
+                        ready.and_then(|()| table.detach(span, Editing::LIVE))
+                    };
+                    // The table is unlocked: areas' locks come before it.
+                    match detached {
                         Ok(unhooked) => {
                             self.cut(&mut areas, first, end, removed, spare);
                             return Ok(unhooked);
@@ -136,6 +145,19 @@ impl<S: Setup> Vm<'_, S> {
                 spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);
             }
         }
+    }
+
+    /// Drops what is away, and makes sure that what reclaim has unhooked is used by no CPU any more.
+    fn take_away(
+        &self,
+        task: &Task<'_, '_, S>,
+        space: &Space<S>,
+        table: &mut Exclusive<'_, S::Format, S::Lock, Tables<'_, '_, '_, '_, S>>,
+        span: Span,
+    ) -> Result<(), PagingError> {
+        table.take_owners(span, |_, _, word| self.drop_away(&task.borrow(), word))?;
+        space.tlb.settle(self.tlbs, &task.borrow());
+        Ok(())
     }
 
     /// A reschedule point where the caller may sleep.

@@ -5,6 +5,7 @@ use crate::error::VmError;
 use crate::followers::Node;
 use crate::guarded::Guarded;
 use crate::object::{Object, Registry};
+use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::Space;
 use crate::tables::Tables;
@@ -15,7 +16,7 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, Pressure, Shortfall};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocError, Env, Frames, Slab};
-use hugemm_paging::{ShootdownPolicy, Tlbs};
+use hugemm_paging::{PageTable, ShootdownPolicy, Tlbs};
 
 /// How often exhaustion asks for relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
@@ -30,7 +31,9 @@ pub struct Parts<'m, S: Setup> {
     pub clearer: Clearer,
     /// How batches are flushed.
     pub shootdown: ShootdownPolicy,
-    /// Who is asked when memory is short.
+    /// Who takes pages away and brings them back, and is asked first when memory is short.
+    pub pager: S::Pager,
+    /// Who is asked then.
     pub pressure: S::Pressure,
     /// Where pages of pooled areas come from.
     pub pool: S::Pool,
@@ -45,8 +48,11 @@ pub struct Vm<'m, S: Setup> {
     pub(crate) tlbs: &'m Tlbs<'m, S::Tlb>,
     pub(crate) clearer: Clearer,
     pub(crate) shootdown: ShootdownPolicy,
+    pub(crate) pager: S::Pager,
     pressure: S::Pressure,
     pub(crate) pool: S::Pool,
+    /// What every space has besides its own addresses.
+    pub(crate) common: Option<&'m PageTable<S::Format, S::Lock>>,
     pub(crate) space_slab: SlabOf<S>,
     pub(crate) area_slab: SlabOf<S>,
     pub(crate) object_slab: SlabOf<S>,
@@ -77,8 +83,10 @@ impl<'m, S: Setup> Vm<'m, S> {
             tlbs: parts.tlbs,
             clearer: parts.clearer,
             shootdown: parts.shootdown,
+            pager: parts.pager,
             pressure: parts.pressure,
             pool: parts.pool,
+            common: None,
             space_slab: Slab::of::<Space<S>>()?,
             area_slab: Slab::of::<Area<S>>()?,
             object_slab: Slab::of::<Object<S>>()?,
@@ -86,6 +94,17 @@ impl<'m, S: Setup> Vm<'m, S> {
             registry: Guarded::new(Registry::new()),
             objects_made: AtomicU64::new(0),
         })
+    }
+
+    /// The same, with the addresses of `common` in every space that is made from here on: a kernel's half. See
+    /// [`PageTable::beside`].
+    ///
+    /// # Safety
+    ///
+    /// The tables of `common` are in frames that the manager's platform reaches as its own, and it is edited through its
+    /// own handle only.
+    pub unsafe fn beside(self, common: &'m PageTable<S::Format, S::Lock>) -> Self {
+        Vm { common: Some(common), ..self }
     }
 
     /// The frame allocator.
@@ -101,6 +120,11 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// What clears.
     pub fn clearer(&self) -> &Clearer {
         &self.clearer
+    }
+
+    /// Who takes pages away and brings them back.
+    pub fn pager(&self) -> &S::Pager {
+        &self.pager
     }
 
     /// The pool.
@@ -151,7 +175,8 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Asks for a block of `order`; whether it may have helped.
     pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
         let may_sleep = cx.platform().may_sleep();
-        self.pressure.relieve(cx, Shortfall { order, pages: order.pages(), node: None, may_sleep }) != 0
+        let need = Shortfall { order, pages: order.pages(), node: None, may_sleep };
+        self.pager.relieve(self, cx, need) != 0 || self.pressure.relieve(cx, need) != 0
     }
 
     /// After a page table had no memory for the `round`th time: whether to try again.

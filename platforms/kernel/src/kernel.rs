@@ -7,7 +7,9 @@
 //! | `tables.rs` | the kernel's half of all address spaces |
 //! | `memory.rs` | frames and descriptors come up |
 //! | `vmemmap.rs` | the descriptor area, as huge page pools give parts of it back |
-//! | `space.rs` | address spaces whose pages come when they are touched |
+//! | `vm.rs` | address spaces of `hugemm-vm` on this machine |
+//! | `page_fault.rs` | who serves a CPU's page faults; accesses that may fail |
+//! | `space.rs` | a bare page table whose pages come when they are touched |
 //! | `tlb.rs` | invalidating, interrupting, loading tables; shootdowns |
 //! | `percpu.rs` | what each CPU has for itself, by GS |
 //! | `segments.rs`, `traps.rs` | descriptor tables; what happens at an exception or an interrupt |
@@ -32,6 +34,7 @@ mod layout;
 mod memory;
 mod once;
 mod output;
+mod page_fault;
 mod percpu;
 mod platform;
 mod segments;
@@ -41,6 +44,7 @@ mod space;
 mod tables;
 mod tlb;
 mod traps;
+mod vm;
 mod vmemmap;
 mod watchdog;
 

@@ -186,6 +186,10 @@ named! {
         MissedCpu = "missed-cpu",
         /// A CPU that said it would be lazy uses the space without saying that it has woken.
         LazyCpu = "lazy-cpu",
+        /// Pages become read-only and no CPU is told.
+        UnflushedProtect = "unflushed-protect",
+        /// An accessed bit is cleared by a load and a store, while hardware sets the dirty bit.
+        LostDirty = "lost-dirty",
         /// A frame is handed out twice.
         DoubleFree = "double-free",
     }
@@ -221,13 +225,42 @@ requests! {
         /// Loops.
         runs: u32,
     }
-    /// A region cleared page by page, as demand faults and prefault do.
+    /// Memory mapped and populated: by touching each page, by one request, or both.
     "mmap" Mmap {
         /// Bytes per loop.
         size: u64,
         /// Order of the pages: 0, 9 or 18.
         order: u32,
+        /// By page faults.
+        demand: bool,
+        /// By one request for all of it.
+        populate: bool,
         /// Loops.
+        runs: u32,
+    }
+    /// A virtual machine's memory allocated, cleared and mapped.
+    "vm-create" VmCreate {
+        /// Bytes.
+        size: u64,
+        /// Orders of the pages: 0, 9 or 18.
+        order: List,
+        /// By page faults.
+        demand: bool,
+        /// By one request.
+        prefault: bool,
+        /// By one request, and pinned.
+        pin: bool,
+        /// Numbers of CPUs.
+        workers: List,
+        /// Clearing 4 KiB at a time.
+        page: bool,
+        /// Clearing whole extents, cached.
+        extent: bool,
+        /// Clearing as the calibrated policy decides.
+        bulk: bool,
+        /// Huge pages come from a pool.
+        pooled: bool,
+        /// Runs.
         runs: u32,
     }
     /// Blocks divided into pages and freed, as ranges and page by page.
@@ -278,6 +311,8 @@ requests! {
     "selftest" Selftest {
         /// Seconds in all.
         seconds: u32,
+        /// Resizes of pools, at least, however long they take.
+        resizes: u64,
         /// The bug to make.
         plant: Plant,
     }
@@ -299,7 +334,20 @@ mod tests {
             Request::Free(Free { n: 100_000, order, runs: 5 }),
             Request::Alloc(Alloc { order, millis: 20, runs: 7 }),
             Request::Memset(Memset { size: 1 << 30, chunk: List::new([4096, 1 << 21]).expect("short"), runs: 3 }),
-            Request::Mmap(Mmap { size: 1 << 30, order: 9, runs: 3 }),
+            Request::Mmap(Mmap { size: 1 << 30, order: 9, demand: true, populate: false, runs: 3 }),
+            Request::VmCreate(VmCreate {
+                size: 1 << 30,
+                order: List::new([9, 18]).expect("short"),
+                demand: true,
+                prefault: true,
+                pin: false,
+                workers: List::new([1, 2]).expect("short"),
+                page: false,
+                extent: true,
+                bulk: true,
+                pooled: true,
+                runs: 3,
+            }),
             Request::Pool(Pool {
                 n: List::new([100, 2000]).expect("short"),
                 order: 9,
@@ -309,7 +357,7 @@ mod tests {
                 per_page: true,
                 runs: 5,
             }),
-            Request::Selftest(Selftest { seconds: 60, plant: Plant::MissedCpu }),
+            Request::Selftest(Selftest { seconds: 60, resizes: 100, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Shootdown(Shootdown { pages: 1 << 18, each: 4096, runs: 3 }),
         ] {
@@ -323,7 +371,7 @@ mod tests {
         assert_eq!("nonsense runs=1".parse::<Request>(), Err(RequestError::NoSuchCommand));
         assert_eq!("free order=0 runs=1".parse::<Request>(), Err(RequestError::Argument("n")));
         assert_eq!("free n=1 order=x runs=1".parse::<Request>(), Err(RequestError::Argument("order")));
-        assert_eq!("selftest seconds=1 plant=x".parse::<Request>(), Err(RequestError::Argument("plant")));
+        assert_eq!("selftest seconds=1 resizes=0 plant=x".parse::<Request>(), Err(RequestError::Argument("plant")));
     }
 
     #[test]

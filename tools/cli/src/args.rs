@@ -79,6 +79,8 @@ pub enum Bench {
     Pool(crate::pool_args::Pool),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel (seed 003).
     VmCreate(crate::vm_create_args::VmCreate),
+    /// Processes share more memory than there is: ageing and swapping, with and without flushes (seed 001's workload).
+    Age(crate::age_args::Age),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::shootdown_args::Shootdown),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.

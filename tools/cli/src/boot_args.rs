@@ -1,9 +1,10 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
-use crate::args::Page;
+use crate::args::{Function, Page};
 use crate::pool_args::{Flush, HugeSize, Hvo};
 use crate::qemu::Accel;
 use crate::size::Size;
+use crate::vm_create_args::{Clearing, How, Source};
 use anyhow::{Result, bail};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
@@ -15,12 +16,15 @@ use std::path::PathBuf;
 pub const BOOT_HELP: &str = "\
 COMMAND is one of
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
-  bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-l LOOPS]
+  bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
+  bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…] [--clear page,extent,bulk]
+                   [--from pool|frames] [-r RUNS]
   bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--plant free-before-flush|missed-cpu|lazy-cpu|double-free]
+  selftest         [--seconds S] [--resizes N] [--plant BUG]
+                   BUG: free-before-flush, missed-cpu, lazy-cpu, unflushed-protect, lost-dirty, double-free
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
 
@@ -78,6 +82,8 @@ enum KernelBench {
     /// Memory clearing.
     #[command(subcommand)]
     Mem(KernelMem),
+    /// A virtual machine's memory.
+    VmCreate(VmCreate),
     /// Blocks split into pages and freed.
     Free(Free),
     /// Pairs on one to all CPUs.
@@ -92,7 +98,7 @@ enum KernelBench {
 enum KernelMem {
     /// Clear memory chunk by chunk with each primitive.
     Memset(Memset),
-    /// Clear a region page by page.
+    /// Map memory and populate it.
     Mmap(Mmap),
 }
 
@@ -112,8 +118,29 @@ struct Mmap {
     size: Size,
     #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
     page: Page,
+    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "demand,populate")]
+    function: Vec<Function>,
     #[arg(short = 'l', long, default_value_t = 3, value_parser = runs())]
     loops: u32,
+}
+
+#[derive(Debug, Args)]
+struct VmCreate {
+    #[arg(short, long, default_value = "256MB")]
+    size: Size,
+    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "2MB")]
+    page: Vec<Page>,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "demand,prefault,pin")]
+    how: Vec<How>,
+    /// Numbers of CPUs; more than the guest has are left out.
+    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    workers: Vec<u32>,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "page,extent,bulk")]
+    clear: Vec<Clearing>,
+    #[arg(long, value_enum, default_value_t = Source::Pool)]
+    from: Source,
+    #[arg(short, long, default_value_t = 3, value_parser = runs())]
+    runs: u32,
 }
 
 #[derive(Debug, Args)]
@@ -167,6 +194,10 @@ struct Shootdown {
 struct Selftest {
     #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
+    /// Resizes of huge page pools, at least, however long they take: with allocations that fail, and a look at every
+    /// descriptor after each.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    resizes: u64,
     #[arg(long, default_value = "none", value_parser = named::<Plant>)]
     plant: Plant,
 }
@@ -198,8 +229,8 @@ pub fn request(command: &[String]) -> Result<Request> {
             ) =>
         {
             bail!(
-                "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench free, bench \
-                 alloc, bench pool, bench shootdown and selftest",
+                "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench vm-create, bench \
+                 free, bench alloc, bench pool, bench shootdown and selftest",
                 command.join(" ")
             )
         }
@@ -219,7 +250,22 @@ pub fn request(command: &[String]) -> Result<Request> {
         KernelCommand::Bench(KernelBench::Mem(KernelMem::Mmap(args))) => Request::Mmap(request::Mmap {
             size: args.size.0,
             order: PageSize::from(args.page).order().get(),
+            demand: args.function.contains(&Function::Demand),
+            populate: args.function.contains(&Function::Populate),
             runs: args.loops,
+        }),
+        KernelCommand::Bench(KernelBench::VmCreate(args)) => Request::VmCreate(request::VmCreate {
+            size: args.size.0,
+            order: List::new(args.page.iter().map(|page| PageSize::from(*page).order().get().into()))?,
+            demand: args.how.contains(&How::Demand),
+            prefault: args.how.contains(&How::Prefault),
+            pin: args.how.contains(&How::Pin),
+            workers: List::new(args.workers.iter().map(|workers| u64::from(*workers)))?,
+            page: args.clear.contains(&Clearing::Page),
+            extent: args.clear.contains(&Clearing::Extent),
+            bulk: args.clear.contains(&Clearing::Bulk),
+            pooled: args.from == Source::Pool,
+            runs: args.runs,
         }),
         KernelCommand::Bench(KernelBench::Free(args)) => {
             Request::Free(request::Free { n: args.n.unwrap_or(0), order: orders(&args.order)?, runs: args.runs })
@@ -243,7 +289,7 @@ pub fn request(command: &[String]) -> Result<Request> {
             Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
         KernelCommand::Selftest(args) => {
-            Request::Selftest(request::Selftest { seconds: args.seconds, plant: args.plant })
+            Request::Selftest(request::Selftest { seconds: args.seconds, resizes: args.resizes, plant: args.plant })
         }
         KernelCommand::Crash { how } => Request::CrashTest(request::CrashTest { how }),
     })
@@ -261,14 +307,22 @@ mod tests {
     #[test]
     fn commands_become_requests() {
         assert_eq!(line("bench free -n 7 -o 0,9").expect("valid"), "free n=7 order=0,9 runs=5");
-        assert_eq!(line("bench mem mmap -p 1GB -s 2GB").expect("valid"), "mmap size=2147483648 order=18 runs=3");
+        assert_eq!(
+            line("bench mem mmap -p 1GB -s 2GB").expect("valid"),
+            "mmap size=2147483648 order=18 demand=true populate=true runs=3"
+        );
         assert_eq!(
             line("bench pool -n 7,9 --hvo off,on --flush page").expect("valid"),
             "pool n=7,9 order=9 off=true on=false in_place=false per_page=true runs=5"
         );
         assert_eq!(
+            line("bench vm-create -p 2MB,1GB --how pin -w 4 --clear bulk --from frames").expect("valid"),
+            "vm-create size=268435456 order=9,18 demand=false prefault=false pin=true workers=4 page=false extent=false \
+             bulk=true pooled=false runs=3"
+        );
+        assert_eq!(
             line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
-            "selftest seconds=3 plant=missed-cpu"
+            "selftest seconds=3 resizes=1 plant=missed-cpu"
         );
     }
 

@@ -125,7 +125,7 @@ fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> Resu
             longest = longest.max(now - last);
             last = now;
         };
-        let result = clear.work(clearer, cx, &request, &stop, &mut observer);
+        let result = clear.work(cx, clearer, &request, &stop, &mut observer);
         (result, from, host.now_ns(), longest)
     })?;
     let from = results.iter().map(|(_, from, ..)| *from).min().unwrap_or(0);

@@ -226,6 +226,7 @@ pub fn cell(samples: Option<&Samples>) -> String {
 /// A number with as many decimals as its size bears.
 pub fn figure(value: f64) -> String {
     match value {
+        v if v > 0.0 && v < 0.01 => format!("{v:.5}"),
         v if v < 10.0 => format!("{v:.2}"),
         v if v < 1000.0 => format!("{v:.1}"),
         v => format!("{v:.0}"),

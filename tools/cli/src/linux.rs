@@ -1,9 +1,10 @@
 //! `hugemm linux`: the same work in stock Linux guests on the same virtual machine, one table out.
 
-use crate::args::{Function, Page};
+use crate::args::Page;
 use crate::document::{Document, Row};
 use crate::image::Image;
-use crate::linux_args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestMmap, GuestPool, Linux};
+use crate::linux_args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
+use crate::linux_faults::{self, Populate};
 use crate::linux_image::{Initramfs, LinuxImage};
 use crate::linux_reference::{self as reference, Reference};
 use crate::qemu::{Ended, Guest};
@@ -58,11 +59,15 @@ pub fn run(args: &Linux) -> Result<()> {
     }
     let mut rows = match &work {
         GuestBench::Pool(pool) => report_pool(pool, &cells, quiet),
-        GuestBench::Mem(GuestMem::Mmap(mmap)) => report_faults(mmap, &cells, quiet),
+        GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).report(&cells, quiet),
+        GuestBench::VmCreate(create) => Populate::from(create).report(&cells, quiet),
     };
     // A side that clears its pages does more.
     if reference.is_some() && !args.init_on_alloc {
-        rows.extend(reference::compare(&rows, quiet));
+        rows.extend(match &work {
+            GuestBench::Pool(_) => reference::compare(&rows, quiet),
+            _ => linux_faults::compare(&rows, quiet),
+        });
     }
     for cell in &cells {
         if let Err(why) = &cell.events {
@@ -80,10 +85,10 @@ pub fn run(args: &Linux) -> Result<()> {
 }
 
 /// One guest's results, or why there are none.
-struct Cell {
-    kernel: String,
-    cpus: u32,
-    events: Result<Vec<Value>, String>,
+pub struct Cell {
+    pub kernel: String,
+    pub cpus: u32,
+    pub events: Result<Vec<Value>, String>,
 }
 
 /// A usage error of the guest's command on one line.
@@ -100,22 +105,14 @@ fn words(work: &GuestBench, runs: u32) -> String {
             let sides: Vec<_> = pool.hvo.iter().map(|side| side.name()).collect();
             format!("pool {} {} {runs} {}", pool.n, kib(pool.page), sides.join(","))
         }
-        GuestBench::Mem(GuestMem::Mmap(mmap)) => {
-            let functions: Vec<_> = mmap.function.iter().map(|function| function_name(*function)).collect();
-            format!("faults {} {runs} {} {}", mmap.size.0, kib(mmap.page), functions.join(","))
-        }
+        GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).words(runs),
+        GuestBench::VmCreate(create) => Populate::from(create).words(runs),
     }
 }
 
-fn kib(page: Page) -> u64 {
+/// A page's size in KiB.
+pub fn kib(page: Page) -> u64 {
     PageSize::from(page).bytes() >> 10
-}
-
-fn function_name(function: Function) -> &'static str {
-    match function {
-        Function::Demand => "demand",
-        Function::Populate => "populate",
-    }
 }
 
 /// Boots one guest and collects its events. The outer error ends the command, the inner one is the cell's.
@@ -185,7 +182,7 @@ fn died(ended: &Ended, seconds: u64) -> String {
 }
 
 /// The values of one field over the measured runs (run 0 warms up) of events where `key` is `value`.
-fn samples(events: &[Value], key: &str, value: &str, field: impl Fn(&Value) -> Option<f64>) -> Samples {
+pub fn samples(events: &[Value], key: &str, value: &str, field: impl Fn(&Value) -> Option<f64>) -> Samples {
     let mut samples = Samples::default();
     let measured = events.iter().filter(|event| event["run"].as_u64() != Some(0) && event[key] == value);
     measured.filter_map(field).for_each(|value| samples.push(value));
@@ -267,29 +264,6 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
         if !taxes.is_empty() {
             table::print("What descriptor economy costs: on / off, and IPIs more per resize", &taxes);
         }
-    }
-    rows
-}
-
-fn report_faults(mmap: &GuestMmap, cells: &[Cell], quiet: bool) -> Vec<Row> {
-    let mut lines = table::new(["kernel", "CPUs", "function", "GB/s"]);
-    let mut rows = Vec::new();
-    for cell in cells {
-        let Ok(events) = &cell.events else {
-            lines.add_row([&cell.kernel, &cell.cpus.to_string(), "no result"]);
-            continue;
-        };
-        for function in &mmap.function {
-            let name = function_name(*function);
-            let rate =
-                samples(events, "function", name, |event| Some(event["bytes"].as_f64()? / event["ns"].as_f64()?));
-            lines.add_row([cell.kernel.as_str(), &cell.cpus.to_string(), name, &format!("{:.2}", rate.median())]);
-            let row = Row::median("linux.mmap", &rate, "GB/s").label("kernel", cell.kernel.as_str());
-            rows.push(row.label("cpus", cell.cpus).label("function", name).label("page_kib", kib(mmap.page)));
-        }
-    }
-    if !quiet {
-        table::print(&format!("{} populated in {} pages", mmap.size, Size(kib(mmap.page) << 10)), &lines);
     }
     rows
 }

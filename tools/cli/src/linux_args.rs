@@ -12,7 +12,10 @@ The kernels are any distribution's: nothing is installed. docs/linux-guests.md s
 
 COMMAND is one of
   bench pool -n PAGES [--page 2MB|1GB] [--hvo off,on]
-  bench mem mmap -s SIZE [-p 4KB|2MB|1GB] [-f demand,populate]
+  bench mem mmap -s SIZE [-p 4KB|2MB|1GB] [-f demand,populate] [--kind hugetlb|thp]
+  bench vm-create -s SIZE [-p 4KB|2MB|1GB] [--how demand,prefault] [--workers N,…] [--kind hugetlb|thp]
+
+With --reference hugemm's pages come from a pool where Linux's do (hugetlb), else from free memory.
 
 Under tcg only ratios and counts mean something, milliseconds do not; the CPU model leaves out 'erms', because QEMU's \
 emulation of `rep stosb` is several times slower than plain stores and the kernel would use it.";
@@ -41,7 +44,7 @@ pub struct Linux {
     /// Let the kernels clear pages when they are allocated, as some distributions do.
     #[arg(long)]
     pub init_on_alloc: bool,
-    /// Add hugemm's reference kernel on the same virtual machines; with `bench pool`.
+    /// Add hugemm's reference kernel on the same virtual machines.
     #[arg(long)]
     pub reference: bool,
     /// Seconds that a guest may take.
@@ -82,6 +85,8 @@ pub enum GuestBench {
     /// Memory.
     #[command(subcommand)]
     Mem(GuestMem),
+    /// Allocate, clear and map a virtual machine's memory.
+    VmCreate(GuestVmCreate),
 }
 
 /// The workloads of `bench mem`.
@@ -136,4 +141,55 @@ pub struct GuestMmap {
     /// Who populates.
     #[arg(short, long, value_enum, value_delimiter = ',', default_value = "demand")]
     pub function: Vec<Function>,
+    /// What Linux's huge pages are.
+    #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
+    pub kind: GuestKind,
+}
+
+/// `bench vm-create`
+#[derive(Debug, Args)]
+pub struct GuestVmCreate {
+    /// The virtual machine's memory.
+    #[arg(short, long)]
+    pub size: Size,
+    /// Page size.
+    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
+    pub page: Page,
+    /// How the memory is asked for: Linux cannot pin without a device.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "demand,prefault")]
+    pub how: Vec<GuestHow>,
+    /// Numbers of CPUs that fill it.
+    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u32).range(1..=255))]
+    pub workers: Vec<u32>,
+    /// What Linux's huge pages are.
+    #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
+    pub kind: GuestKind,
+}
+
+/// How memory is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum GuestHow {
+    /// Touching each page.
+    Demand,
+    /// One request (`MADV_POPULATE_WRITE`) for each worker's share.
+    Prefault,
+}
+
+/// Linux's kinds of huge pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum GuestKind {
+    /// From a pool that has been filled before.
+    Hugetlb,
+    /// Transparent huge pages, from free memory; 2 MiB only.
+    Thp,
+}
+
+impl GuestKind {
+    /// Its name on the command line and in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            GuestKind::Hugetlb => "hugetlb",
+            GuestKind::Thp => "thp",
+        }
+    }
 }

@@ -1,12 +1,13 @@
 //! hugemm's own kernel among the Linux guests: the same machine, the same work, the same table, and the goal between them.
 
-use crate::boot::{KERNEL, Machine};
+use crate::boot::{Done, KERNEL, Machine};
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux_args::{GuestBench, Linux};
+use crate::linux_args::{GuestBench, GuestMem, Linux};
+use crate::linux_faults::Populate;
 use crate::stats::Samples;
 use crate::{pool_kernel, table};
-use anyhow::{Result, bail};
+use anyhow::Result;
 use hugemm_host::interrupt;
 use hugemm_kernel::request::Request;
 use serde_json::Value;
@@ -16,19 +17,21 @@ use std::path::PathBuf;
 pub const NAME: &str = "hugemm";
 
 /// The reference kernel and what it is to do.
-pub struct Reference {
+pub struct Reference<'w> {
     image: PathBuf,
     request: Request,
+    work: &'w GuestBench,
 }
 
-impl Reference {
+impl<'w> Reference<'w> {
     /// Finds or builds the image.
-    pub fn new(args: &Linux, work: &GuestBench) -> Result<Self> {
-        let GuestBench::Pool(pool) = work else {
-            bail!("--reference goes with 'bench pool'; for other work use 'hugemm boot'");
+    pub fn new(args: &Linux, work: &'w GuestBench) -> Result<Self> {
+        let request = match work {
+            GuestBench::Pool(pool) => Request::Pool(pool_kernel::request(pool, args.runs)?),
+            GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs)?,
+            GuestBench::VmCreate(create) => Populate::from(create).request(args.runs)?,
         };
-        let request = Request::Pool(pool_kernel::request(pool, args.runs)?);
-        let reference = Reference { image: KERNEL.find(None)?, request };
+        let reference = Reference { image: KERNEL.find(None)?, request, work };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, *cpus).check())?;
         Ok(reference)
     }
@@ -42,7 +45,12 @@ impl Reference {
     pub fn boot(&self, args: &Linux, cpus: u32) -> Result<Result<Vec<Value>, String>> {
         let done = self.machine(args, cpus).run(&self.request, |_, _, _| {});
         interrupt::check()?;
-        Ok(done.map(|done| pool_kernel::events(&done.transcript)).map_err(|error| format!("{error:#}")))
+        let events = |done: &Done| match self.work {
+            GuestBench::Pool(_) => pool_kernel::events(&done.transcript),
+            GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).events(&done.transcript),
+            GuestBench::VmCreate(create) => Populate::from(create).events(&done.transcript),
+        };
+        Ok(done.map(|done| events(&done)).map_err(|error| format!("{error:#}")))
     }
 }
 

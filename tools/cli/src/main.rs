@@ -1,6 +1,10 @@
 //! The `hugemm` command: probes this machine, measures hugemm on it, and compares.
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
+mod age;
+mod age_args;
+mod age_mmu;
+mod age_run;
 mod args;
 mod boot;
 mod boot_args;
@@ -26,6 +30,7 @@ mod interference;
 mod kernel_side;
 mod linux;
 mod linux_args;
+mod linux_faults;
 mod linux_image;
 mod linux_reference;
 mod machine;
@@ -61,6 +66,7 @@ mod units;
 mod unmeasured_args;
 mod vm_create;
 mod vm_create_args;
+mod vm_pool;
 
 use args::{Bench, Cli, Command, Mem};
 use clap::Parser;
@@ -81,6 +87,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
         Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
         Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
+        Command::Bench(Bench::Age(args)) => age::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),

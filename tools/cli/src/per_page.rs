@@ -6,6 +6,7 @@ use hugemm_frames::{Frames, Plain};
 use hugemm_workloads::mapping::{Field, State, Trouble, Way};
 use hugemm_x86_64::FrameSource;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use x86_64::structures::paging::mapper::{CleanUp, MapperFlush};
 use x86_64::structures::paging::{
     FrameAllocator, FrameDeallocator, Mapper, OffsetPageTable, Page, PageTable, PageTableFlags, PhysFrame, Size4KiB,
@@ -42,6 +43,29 @@ impl<'a, 'p, 'm, P: Cpu> PerPage<'a, 'p, 'm, P> {
 }
 
 impl<P: Cpu> PerPage<'_, '_, '_, P> {
+    fn update(&mut self, field: Field, pages: impl Iterator<Item = u64>, flags: PageTableFlags) -> Result<(), Trouble> {
+        for index in pages {
+            // SAFETY: nobody translates by this table.
+            let done = unsafe { self.mapper.update_flags(page(field, index), flags) };
+            done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
+        }
+        Ok(())
+    }
+
+    /// The leaf of a page, by the walk that the mapper makes for each.
+    fn entry(&mut self, page: Page<Size4KiB>) -> Option<&AtomicU64> {
+        let offset = self.mapper.phys_offset().as_u64();
+        let mut table: *const PageTable = self.mapper.level_4_table();
+        for index in [page.p4_index(), page.p3_index(), page.p2_index()] {
+            // SAFETY: the root, or a table that an entry of this tree refers to, which `new` requires to be mapped.
+            let entry = unsafe { &(&*table)[index] };
+            let below = entry.frame().ok()?.start_address().as_u64().wrapping_add(offset);
+            table = std::ptr::with_exposed_provenance(below as usize);
+        }
+        // SAFETY: as above; an entry is 8 aligned bytes, and nobody edits it otherwise while the mapper is borrowed.
+        Some(unsafe { &*table.cast::<AtomicU64>().add(usize::from(page.p1_index())) })
+    }
+
     /// Gives the root back.
     pub fn end(mut self) {
         // SAFETY: nothing hangs below it any more, and nobody uses it.
@@ -77,12 +101,27 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
         Ok(())
     }
 
+    fn write_protect(&mut self, field: Field, live: bool) -> Result<(), Trouble> {
+        match live {
+            true => self.protect_live(field),
+            false => self.change(field, State { writable: false, settled: true }),
+        }
+    }
+
+    fn write_again(&mut self, field: Field) -> Result<(), Trouble> {
+        self.update(field, field.written(), flags(State { writable: true, settled: true }))
+    }
+
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
-        let flags = flags(to);
+        self.update(field, 0..field.pages, flags(to))
+    }
+
+    /// That crate's mapper stores what it has read and changed, which loses a bit that hardware has set in between: no way
+    /// to edit what CPUs translate by. So the same walk, and a locked edit.
+    fn protect_live(&mut self, field: Field) -> Result<(), Trouble> {
         for index in 0..field.pages {
-            // SAFETY: as above.
-            let done = unsafe { self.mapper.update_flags(page(field, index), flags) };
-            done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
+            let entry = self.entry(page(field, index)).ok_or(Trouble::Page(index))?;
+            entry.fetch_and(!PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
         }
         Ok(())
     }
@@ -93,12 +132,9 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
             flush.ignore();
             std::hint::black_box(frame);
         }
-        Ok(field.pages)
-    }
-
-    fn clean(&mut self, field: Field) {
         let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
         // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
         unsafe { self.mapper.clean_up_addr_range(range, &mut self.source) };
+        Ok(field.pages)
     }
 }

@@ -36,6 +36,12 @@ const AT: VirtAddr = VirtAddr::new(1 << 40);
 /// A measurement that takes longer is run three times.
 const LONG: Duration = Duration::from_millis(100);
 
+/// How often a long measurement is run in all.
+const LONG_RUNS: u64 = 4;
+
+/// Pages by which it is found out how long more of them would take.
+const PROBE: u64 = 512;
+
 /// The policies, by name.
 const POLICIES: [(&str, ShootdownPolicy); 2] =
     [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
@@ -47,6 +53,8 @@ struct Figures {
     counts: ShootdownCounts,
     /// Interrupts per operation by the kernel's count, which includes others'.
     taken: Option<Samples>,
+    /// Not measured: how long it would have taken.
+    left_out: Option<Duration>,
 }
 
 /// Runs the command.
@@ -76,10 +84,12 @@ pub fn run(args: &Shootdown) -> Result<()> {
         "IPIs",
         "per page",
     ]));
+    let mut longest = None;
     for &cpus in &real {
         let Some(interrupts) = &interrupts else { break };
         let all = on_machine(&machine, &machine.places(cpus as usize)?, interrupts, cpus, args, args.runs, &bar)?;
         for (operation, pages, figures) in all {
+            longest = longest.max(figures.iter().filter_map(|figures| figures.left_out).max());
             rows.extend(rows_of(operation, pages, cpus, "membarrier", &figures));
             timed.add_row(line(operation, pages, cpus, &figures, true));
         }
@@ -101,6 +111,13 @@ pub fn run(args: &Shootdown) -> Result<()> {
                 "\nEach CPU is a thread that spins on a CPU of its own; interrupts are membarrier's. Median of runs."
             );
             table::print("Time, flushes and interrupts (IPIs) per operation; real interrupts", &timed);
+            if let Some(longest) = longest {
+                println!(
+                    "\n  – : a flush per page would have taken more than --limit {} s, up to {:.0} s; raise it to measure that too.",
+                    args.limit,
+                    longest.as_secs_f64()
+                );
+            }
         }
         table::print("Flushes and interrupts (IPIs) per operation, counted, not sent", &counted);
     }
@@ -205,7 +222,14 @@ fn on_machine<H: TlbHw + Sync>(
                     let once = |cx: &mut CpuCx<'_, _>, policy: &ShootdownPolicy| {
                         shootdown::run(cx, &setup, span, operation, policy).context("page tables")
                     };
-                    all.push((operation, pages, alternate(cx, runs, once)?));
+                    // Batched, it takes as long as its entries take.
+                    let mut left_out = None;
+                    if pages > PROBE {
+                        let probe = Span::new(AT, PROBE * PAGE_BYTES)?;
+                        let shot = shootdown::run(cx, &setup, probe, operation, &ShootdownPolicy::PER_PAGE)?;
+                        left_out = too_long(shot.nanos, pages, Duration::from_secs(args.limit));
+                    }
+                    all.push((operation, pages, alternate(cx, runs, left_out, once)?));
                     bar.inc(2);
                 }
             }
@@ -219,6 +243,13 @@ fn on_machine<H: TlbHw + Sync>(
     })
 }
 
+/// How long [`LONG_RUNS`] of a flush per page for `pages` pages take, if that is more than `limit`; `probed` is what
+/// [`PROBE`] pages took.
+fn too_long(probed: u64, pages: u64, limit: Duration) -> Option<Duration> {
+    let all = Duration::from_nanos(probed.saturating_mul(pages).saturating_mul(LONG_RUNS) / PROBE);
+    (all > limit).then_some(all)
+}
+
 /// Ends the peers, however the measurement ends.
 struct StopOnDrop<'a>(&'a AtomicBool);
 
@@ -228,14 +259,16 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
-/// Runs both policies once untimed and then `runs` times in turn.
+/// Runs both policies, or the first if the second is to be left out, once untimed and then `runs` times in turn.
 fn alternate<P>(
     cx: &mut CpuCx<'_, P>,
     runs: u32,
+    left_out: Option<Duration>,
     mut once: impl FnMut(&mut CpuCx<'_, P>, &ShootdownPolicy) -> Result<Shot>,
 ) -> Result<Vec<Figures>> {
     let mut all: Vec<Figures> = POLICIES.iter().map(|_| Figures::default()).collect();
-    let mut left = [runs; POLICIES.len()];
+    let mut left = [runs, if left_out.is_some() { 0 } else { runs }];
+    all[1].left_out = left_out;
     for run in 0..=runs {
         for (index, (_, policy)) in POLICIES.iter().enumerate() {
             interrupt::check()?;
@@ -245,7 +278,7 @@ fn alternate<P>(
             let (before, start) = (function_call_interrupts(), Instant::now());
             let shot = once(cx, policy)?;
             if run == 0 {
-                left[index] = if start.elapsed() > LONG { runs.min(3) } else { runs };
+                left[index] = if start.elapsed() > LONG { runs.min(LONG_RUNS as u32 - 1) } else { runs };
                 continue;
             }
             let figures = &mut all[index];
@@ -268,18 +301,23 @@ fn flushes(counts: &ShootdownCounts) -> u64 {
 fn line(operation: Operation, pages: u64, cpus: u32, figures: &[Figures], timed: bool) -> Vec<String> {
     let mut cells = vec![operation.name().to_owned(), pages.to_string(), cpus.to_string()];
     if timed {
-        cells.extend(figures.iter().map(|f| figure(f.nanos.median())));
+        cells.extend(figures.iter().map(|f| shown(f, figure(f.nanos.median()))));
         let ratio = figures[1].nanos.median() / figures[0].nanos.median().max(1.0);
-        cells.push(format!("{ratio:.1} ×"));
+        cells.push(shown(&figures[1], format!("{ratio:.1} ×")));
     }
-    cells.extend(figures.iter().map(|f| flushes(&f.counts).to_string()));
-    cells.extend(figures.iter().map(|f| f.counts.interrupts.to_string()));
+    cells.extend(figures.iter().map(|f| shown(f, flushes(&f.counts).to_string())));
+    cells.extend(figures.iter().map(|f| shown(f, f.counts.interrupts.to_string())));
     cells
+}
+
+/// A cell, unless there was no measurement.
+fn shown(figures: &Figures, cell: String) -> String {
+    if figures.left_out.is_some() { "–".to_owned() } else { cell }
 }
 
 fn rows_of(operation: Operation, pages: u64, cpus: u32, how: &str, figures: &[Figures]) -> Vec<Row> {
     let mut rows = Vec::new();
-    for ((name, _), figures) in POLICIES.iter().zip(figures) {
+    for ((name, _), figures) in POLICIES.iter().zip(figures).filter(|(_, figures)| figures.left_out.is_none()) {
         let label = |row: Row| {
             let row = row.label("operation", operation.name()).label("pages", pages).label("cpus", cpus);
             row.label("policy", *name).label("interrupts", how)
@@ -337,5 +375,18 @@ mod stand_in {
         fn counters(&self) -> &Counters {
             self.host.counters()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_takes_longer_than_the_limit_is_left_out() {
+        let limit = Duration::from_secs(1);
+        // 1 µs per page: four times 2^17 pages take half a second, four times 2^18 pages more than one.
+        assert_eq!(too_long(512_000, 1 << 17, limit), None);
+        assert_eq!(too_long(512_000, 1 << 18, limit), Some(Duration::from_nanos((1 << 20) * 1000)));
     }
 }

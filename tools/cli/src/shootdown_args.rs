@@ -22,6 +22,9 @@ pub struct Shootdown {
     /// Runs of each measurement; those that take long get three.
     #[arg(short, long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
+    /// Seconds that the page-at-a-time side of one measurement may take; what would take longer is left out, and said.
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub limit: u64,
     #[command(flatten)]
     pub common: Common,
 }

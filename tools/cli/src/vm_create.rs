@@ -11,7 +11,8 @@ use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::vm_create_args::{Clearing, How, VmCreate};
+use crate::vm_create_args::{Clearing, How, Source, VmCreate};
+use crate::vm_pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{Cancel, CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
@@ -22,9 +23,11 @@ use hugemm_host::environment::Environment;
 use hugemm_host::interrupt;
 use hugemm_host::memory::Backing;
 use hugemm_host::pool::HugetlbPool;
+use hugemm_hugetlb::HugePool;
 use hugemm_paging::{Counting, EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_vm::{AreaKind, Backing as From, NoPool, Parts, Pinned, Setup, Vm};
-use hugemm_workloads::vm_create::{Creation, Split};
+use hugemm_vm::{AreaKind, Backing as From, NoPager, Parts, Pinned, Pools, Setup, Vm};
+use hugemm_workloads::vm_create::{Creation, Split, software_faults};
+use indicatif::ProgressBar;
 use std::marker::PhantomData;
 use std::sync::{Barrier, Mutex, PoisonError};
 
@@ -32,16 +35,17 @@ use std::sync::{Barrier, Mutex, PoisonError};
 const AT: VirtAddr = VirtAddr::new(1 << 40);
 
 /// Address spaces on the host: nobody translates by them, so TLBs only count.
-struct OnHost<'h>(PhantomData<&'h ()>);
+struct OnHost<'h, 'a, 'm>(PhantomData<(&'h (), &'a (), &'m ())>);
 
-impl<'h> Setup for OnHost<'h> {
+impl<'h, 'a, 'm: 'a> Setup for OnHost<'h, 'a, 'm> {
     type Platform = Host<'h>;
     type Env = Plain;
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Counting;
+    type Pager = NoPager;
     type Pressure = NoPressure;
-    type Pool = NoPool;
+    type Pool = Pools<'a, 'm>;
     type Notifier = ();
 }
 
@@ -128,9 +132,31 @@ pub fn run(args: &VmCreate) -> Result<()> {
     }
     lines.dedup();
     let bar = progress::bar(lines.len() as u64 * u64::from(args.runs + 1), machine.quiet());
-    let side = Side { host: &host, frames: &frames, policy, features: machine.features, page, bytes, kernel_backing };
+    let side = Side {
+        host: &host,
+        frames: &frames,
+        policy,
+        features: machine.features,
+        page,
+        bytes,
+        kernel_backing,
+        pool: None,
+    };
+    let measured = if args.from == Source::Pool && page != PageSize::Size4K {
+        with_pool(&host, &frames, page, bytes / page.bytes(), |pool| {
+            measure(&Side { pool: Some(pool), ..side }, &lines, args.runs, &bar)
+        })?
+    } else {
+        measure(&side, &lines, args.runs, &bar)?
+    };
+    bar.finish_and_clear();
+    report(args, &machine, environment, &lines, &measured, page, bytes, note.as_deref())
+}
+
+/// Every line in turn, in an order that changes from run to run.
+fn measure(side: &Side<'_, '_, '_>, lines: &[Line], runs: u32, bar: &ProgressBar) -> Result<Vec<Measured>> {
     let mut measured: Vec<Measured> = lines.iter().map(|_| Measured::default()).collect();
-    for turn in 0..=args.runs as usize {
+    for turn in 0..=runs as usize {
         for i in 0..lines.len() {
             interrupt::check()?;
             let index = (i + turn) % lines.len();
@@ -139,12 +165,11 @@ pub fn run(args: &VmCreate) -> Result<()> {
             bar.inc(1);
             // The first turn touches memory that may be new to the machine below a virtual one.
             if turn > 0 {
-                measured[index].push(&pass, bytes);
+                measured[index].push(&pass, side.bytes);
             }
         }
     }
-    bar.finish_and_clear();
-    report(args, &machine, environment, &lines, &measured, page, bytes, note.as_deref())
+    Ok(measured)
 }
 
 impl Measured {
@@ -182,7 +207,7 @@ fn kernel_side_memory(
 }
 
 /// Everything about a pass but its line.
-struct Side<'a, 'h> {
+struct Side<'a, 'h, 'm> {
     host: &'a Host<'h>,
     frames: &'a Frames<'a, Plain>,
     policy: Policy,
@@ -190,9 +215,10 @@ struct Side<'a, 'h> {
     page: PageSize,
     bytes: u64,
     kernel_backing: Option<Backing>,
+    pool: Option<&'a HugePool<'m>>,
 }
 
-impl Side<'_, '_> {
+impl<'m> Side<'_, '_, 'm> {
     fn pass(&self, line: &Line) -> Result<Pass> {
         match line.clear {
             None => Ok(Pass { nanos: self.kernel(line)?, split: None }),
@@ -245,16 +271,20 @@ impl Side<'_, '_> {
             tlbs: &tlbs,
             clearer: Clearer::new(self.features, policy)?,
             shootdown: ShootdownPolicy::BATCHED,
+            pager: NoPager,
             pressure: NoPressure,
-            pool: NoPool,
+            pool: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
-        let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
+        let vm: Vm<'_, OnHost<'_, '_, 'm>> =
+            unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
         let lower = Span::new(VirtAddr::new(0), 1 << 47)?;
         let span = Span::new(AT, self.bytes)?;
         let (space, area) = self.host.run_on(CpuId(0), |cx| {
             let space = vm.create(cx, lower)?;
-            let area = vm.map(cx, &space, span, AreaKind::private(self.page), From::Private)?;
+            let kind = AreaKind::private(self.page);
+            let kind = if self.pool.is_some() { kind.pooled() } else { kind };
+            let area = vm.map(cx, &space, span, kind, From::Private)?;
             anyhow::Ok((space, area))
         })??;
         let creation = Creation::new(&vm, &space, area, line.how.into(), u64::from(line.workers));
@@ -264,7 +294,7 @@ impl Side<'_, '_> {
             let worker = u64::from(cx.platform().current().0);
             let mut mine = Vec::with_capacity(if line.how == How::Pin { 4096 } else { 0 });
             start.wait();
-            let split = creation.work(cx, worker, &UserStops, |run| mine.push(run));
+            let split = creation.work(cx, worker, &UserStops, |run| mine.push(run), software_faults(&vm, &space));
             pins.lock().unwrap_or_else(PoisonError::into_inner).append(&mut mine);
             split
         })?;
@@ -336,6 +366,7 @@ fn report(
                 .label("workers", line.workers)
                 .label("page", page.to_string())
                 .label("size", bytes)
+                .label("from", if args.from == Source::Pool && page != PageSize::Size4K { "pool" } else { "frames" })
                 .label("software_fault", line.clear.is_some() && line.how == How::Demand)
         };
         rows.push(label(Row::median("bench.vm_create", &measured.gbps, "GB/s")));

@@ -37,6 +37,15 @@ pub enum Clearing {
     Bulk,
 }
 
+/// Where hugemm's huge pages come from; pages of 4 KiB come from free memory always.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Source {
+    /// A pool that has been filled before, and has promised all of them.
+    Pool,
+    /// Free memory.
+    Frames,
+}
+
 /// `hugemm bench vm-create`
 #[derive(Debug, Args)]
 pub struct VmCreate {
@@ -55,6 +64,9 @@ pub struct VmCreate {
     /// How hugemm clears.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "page,extent,bulk")]
     pub clear: Vec<Clearing>,
+    /// Where hugemm's huge pages come from.
+    #[arg(long, value_enum, default_value_t = Source::Pool)]
+    pub from: Source,
     /// Runs of each, after an untimed one.
     #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,

@@ -54,9 +54,8 @@ fn files_and_commands_are_checked_before_anything_boots() {
     refused(&["linux", kernel.path(), "--", "bench", "pool"], &["after '--'", "required"]);
     refused(&["linux", kernel.path(), "--init", "/nonexistent/init", "--", "bench", "pool", "-n", "1"], &["no file"]);
     let init = Scratch::new("init", b"init");
-    let faults =
-        ["linux", kernel.path(), "--init", init.path(), "--reference", "--", "bench", "mem", "mmap", "-s", "2MB"];
-    refused(&faults, &["--reference goes with 'bench pool'"]);
+    let create = ["linux", kernel.path(), "--init", init.path(), "--", "bench", "vm-create", "-s", "2MB"];
+    refused(&[&create[..], &["--how", "pin"]].concat(), &["after '--'", "pin"]);
     misused(&["linux", kernel.path()], "required");
     misused(&["linux", kernel.path(), "--cpus", "0", "--", "bench", "pool", "-n", "1"], "0 is not in 1..=255");
 }

@@ -16,7 +16,9 @@ fn sizes_that_cannot_be_name_the_way_out() {
 #[test]
 fn map_measures_both_ways_at_every_size() {
     let document = document(&["bench", "map", "-s", "4KB,2MB,64MB", "-r", "2", "--json"]);
-    for what in ["map", "protect_settled", "protect_fresh", "unmap"] {
+    for what in
+        ["map", "write_protect", "write_protect_live", "write_again", "protect_settled", "protect_live", "unmap"]
+    {
         let figures = rows(&document, &format!("bench.map.{what}"));
         let sides = if cfg!(feature = "peers") { 2 } else { 1 };
         assert_eq!(figures.len(), 3 * sides, "{what}");

@@ -1,4 +1,4 @@
-//! Populating memory by page faults: touching each page, or one `MADV_POPULATE_WRITE`.
+//! Populating memory by page faults: touching each page, or one `MADV_POPULATE_WRITE`; by one thread or several.
 
 use crate::{number, say};
 use anyhow::{Context, Result, bail};
@@ -6,20 +6,58 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use serde_json::json;
 use std::fs;
 use std::ptr::{NonNull, null_mut};
+use std::sync::Barrier;
 use std::time::Instant;
 
-/// `faults BYTES RUNS 4|2048|1048576 demand|populate,…`: each run maps, populates and unmaps `BYTES` of private memory in
-/// pages of that many KiB: hugetlb pages above 4 KiB. Run 0 warms up.
+/// Where transparent huge pages are switched on.
+const THP: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+
+/// A transparent huge page, and its alignment.
+const THP_BYTES: usize = 2 << 20;
+
+/// `faults BYTES RUNS 4|2048|1048576 demand|populate,… THREADS,… hugetlb|thp`: each run maps, populates and unmaps `BYTES`
+/// of private memory in pages of that many KiB. Run 0 warms up. Several threads divide the memory among themselves.
 pub fn run(words: &[&str]) -> Result<()> {
     let (bytes, runs, kib) = (number(words, 0, "BYTES")?, number(words, 1, "RUNS")?, number(words, 2, "PAGE_KIB")?);
     let hows = words.get(3).context("the functions are missing: demand, populate or both")?;
-    let flags = match kib {
-        4 => MapFlags::PRIVATE,
-        2048 => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB,
-        1_048_576 => MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_1GB,
-        _ => bail!("there are no pages of {kib} KiB"),
-    };
-    if kib > 4 {
+    let threads = words.get(4).context("the numbers of threads are missing")?;
+    let threads: Vec<usize> = threads.split(',').map(str::parse).collect::<Result<_, _>>().context("THREADS")?;
+    let huge = Huge::prepare(kib, words.get(5).copied().unwrap_or("hugetlb"), bytes)?;
+    for run in 0..=runs {
+        for how in hows.split(',') {
+            for threads in threads.iter().copied() {
+                let memory = Memory::map(usize::try_from(bytes)?, huge)?;
+                let nanos = populate(&memory, usize::try_from(kib << 10)?, how, threads)?;
+                memory.verify()?;
+                say(json!({"event": "faults", "run": run, "function": how, "workers": threads, "page_kib": kib,
+                    "bytes": bytes, "ns": nanos}));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the memory is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Huge {
+    Small,
+    Transparent,
+    Hugetlb(MapFlags),
+}
+
+impl Huge {
+    /// Sees to it that there are such pages.
+    fn prepare(kib: u64, kind: &str, bytes: u64) -> Result<Self> {
+        let flag = match (kib, kind) {
+            (4, _) => return Ok(Huge::Small),
+            (2048, "thp") => {
+                fs::write(THP, "madvise").with_context(|| format!("cannot write {THP}"))?;
+                return Ok(Huge::Transparent);
+            }
+            (2048, "hugetlb") => MapFlags::HUGE_2MB,
+            (1_048_576, "hugetlb") => MapFlags::HUGE_1GB,
+            _ => bail!("there are no pages of {kib} KiB of the kind '{kind}'"),
+        };
         let size = format!("/sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages");
         let pages = bytes.div_ceil(kib << 10);
         fs::write(&size, pages.to_string()).with_context(|| format!("cannot write {pages} to {size}"))?;
@@ -27,35 +65,112 @@ pub fn run(words: &[&str]) -> Result<()> {
         if reached.trim() != pages.to_string() {
             bail!("only {} of {pages} pages of {kib} KiB could be had", reached.trim());
         }
+        Ok(Huge::Hugetlb(MapFlags::HUGETLB | flag))
     }
-    for run in 0..=runs {
-        for how in hows.split(',') {
-            let nanos = once(usize::try_from(bytes)?, usize::try_from(kib << 10)?, flags, how)?;
-            say(json!({"event": "faults", "run": run, "function": how, "page_kib": kib, "bytes": bytes, "ns": nanos}));
-        }
-    }
-    Ok(())
 }
 
-fn once(bytes: usize, page: usize, flags: MapFlags, how: &str) -> Result<u64> {
-    // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-    let at = unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags) };
-    let at = NonNull::new(at.context("cannot map memory")?.cast::<u8>()).context("memory was mapped at address 0")?;
-    let start = Instant::now();
-    match how {
-        "demand" => {
-            for offset in (0..bytes).step_by(page) {
-                // SAFETY: within the mapping, which is writable and nobody else's.
-                unsafe { at.add(offset).write_volatile(1) };
+/// A private mapping, unmapped on drop.
+struct Memory {
+    mapped: NonNull<u8>,
+    length: usize,
+    at: NonNull<u8>,
+    bytes: usize,
+    huge: Huge,
+}
+
+// SAFETY: memory that nobody else knows; threads use parts of their own.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn map(bytes: usize, huge: Huge) -> Result<Self> {
+        // Transparent pages need the alignment, which is looked for in a larger mapping.
+        let (length, flags) = match huge {
+            Huge::Small => (bytes, MapFlags::PRIVATE),
+            Huge::Transparent => (bytes + THP_BYTES, MapFlags::PRIVATE),
+            Huge::Hugetlb(flags) => (bytes, MapFlags::PRIVATE | flags),
+        };
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let mapped = unsafe { mmap_anonymous(null_mut(), length, ProtFlags::READ | ProtFlags::WRITE, flags) };
+        let mapped = NonNull::new(mapped.context("cannot map memory")?.cast::<u8>());
+        let mapped = mapped.context("memory was mapped at address 0")?;
+        let skip = if huge == Huge::Transparent { mapped.align_offset(THP_BYTES) } else { 0 };
+        // SAFETY: less than what the mapping is longer by.
+        let at = unsafe { mapped.add(skip) };
+        let memory = Memory { mapped, length, at, bytes, huge };
+        let advice = match huge {
+            Huge::Small => Some(Advice::LinuxNoHugepage),
+            Huge::Transparent => Some(Advice::LinuxHugepage),
+            Huge::Hugetlb(_) => None,
+        };
+        if let Some(advice) = advice {
+            // SAFETY: the mapping is ours and empty. A kernel without transparent huge pages knows neither.
+            let advised = unsafe { madvise(at.as_ptr().cast(), bytes, advice) };
+            if huge == Huge::Transparent {
+                advised.context("this kernel has no transparent huge pages")?;
             }
         }
-        // SAFETY: the mapping is ours; populating changes no content that was seen.
-        "populate" => unsafe { madvise(at.as_ptr().cast(), bytes, Advice::LinuxPopulateWrite) }
-            .context("cannot populate memory (MADV_POPULATE_WRITE, Linux 5.14)")?,
-        other => bail!("'{other}' is neither demand nor populate"),
+        Ok(memory)
     }
-    let nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    // SAFETY: mapped above, and no pointer into it is used any more.
-    unsafe { munmap(at.as_ptr().cast(), bytes) }.context("cannot unmap memory")?;
-    Ok(nanos)
+
+    /// Whether transparent huge pages were really used.
+    fn verify(&self) -> Result<()> {
+        if self.huge != Huge::Transparent {
+            return Ok(());
+        }
+        let rollup = fs::read_to_string("/proc/self/smaps_rollup").context("cannot read /proc/self/smaps_rollup")?;
+        let line = rollup.lines().find_map(|line| line.strip_prefix("AnonHugePages:")).unwrap_or("0 kB");
+        let kib: u64 = line.trim().trim_end_matches("kB").trim().parse().context("AnonHugePages is no number")?;
+        if (kib << 10) < self.bytes as u64 / 10 * 9 {
+            bail!("only {kib} KiB of {} were huge pages; give the guest more --memory", self.bytes >> 10);
+        }
+        Ok(())
+    }
+
+    /// Populates a part.
+    fn populate(&self, from: usize, to: usize, page: usize, how: &str) -> Result<()> {
+        match how {
+            "demand" => {
+                for offset in (from..to).step_by(page) {
+                    // SAFETY: within the mapping, which is writable and nobody else's.
+                    unsafe { self.at.add(offset).write_volatile(1) };
+                }
+                Ok(())
+            }
+            // SAFETY: the mapping is ours; populating changes no content that was seen.
+            "populate" => unsafe { madvise(self.at.add(from).as_ptr().cast(), to - from, Advice::LinuxPopulateWrite) }
+                .context("cannot populate memory (MADV_POPULATE_WRITE, Linux 5.14)"),
+            other => bail!("'{other}' is neither demand nor populate"),
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`, and no pointer into it is used any more. There is nobody to tell of an error.
+        let _ = unsafe { munmap(self.mapped.as_ptr().cast(), self.length) };
+    }
+}
+
+/// Populates all of it by so many threads, each a share of whole pages; the nanoseconds of the slowest, all having started
+/// at once.
+fn populate(memory: &Memory, page: usize, how: &str, threads: usize) -> Result<u64> {
+    let pages = memory.bytes / page;
+    let start = Barrier::new(threads);
+    let share = |thread: usize| {
+        let (from, to) = (pages * thread / threads * page, pages * (thread + 1) / threads * page);
+        start.wait();
+        let begin = Instant::now();
+        if from < to {
+            memory.populate(from, to, page, how)?;
+        }
+        Ok(u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    };
+    let times = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|thread| scope.spawn(move || share(thread))).collect();
+        let mut times = vec![share(0)];
+        let joined = others.into_iter().map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")));
+        times.extend(joined);
+        times.into_iter().collect::<Result<Vec<u64>>>()
+    })?;
+    Ok(times.into_iter().max().unwrap_or(0))
 }

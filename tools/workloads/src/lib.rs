@@ -12,11 +12,13 @@
 //! | [`pool`] | growing and shrinking a huge page pool (seed 004's workload) |
 //! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
 //! | [`vm_create`] | creating a virtual machine: allocate, clear, map (seed 003) |
+//! | [`age`] | processes that share more memory than there is (seed 001's workload) |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
+pub mod age;
 pub mod alloc_free;
 pub mod chase;
 pub mod faults;

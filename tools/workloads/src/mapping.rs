@@ -31,7 +31,15 @@ impl Field {
         let run = self.run;
         (0..self.pages / run).rev().filter_map(move |i| Extent::new(Pfn::new(first + i * run), run).ok())
     }
+
+    /// The pages that somebody writes again, by number within the field: one in each 2 MiB.
+    pub fn written(self) -> impl Iterator<Item = u64> {
+        (0..self.pages).step_by(TABLE as usize)
+    }
 }
+
+/// Pages under one table.
+const TABLE: u64 = PageSize::Size2M.pages();
 
 /// What the mappings allow. Settled ones are accessed and dirty, so hardware has nothing to change in them; fresh ones
 /// are neither.
@@ -84,12 +92,17 @@ impl From<PagingError> for Trouble {
 pub trait Way {
     /// Maps the field, writable and settled.
     fn map(&mut self, field: Field) -> Result<(), Trouble>;
-    /// Changes every mapping of the field.
+    /// Makes the field read-only in the fewest stores that this way has for it; where it is `live`, what hardware sets in an
+    /// entry at the same moment is not lost.
+    fn write_protect(&mut self, field: Field, live: bool) -> Result<(), Trouble>;
+    /// Makes [one page in each 2 MiB](Field::written) writable again.
+    fn write_again(&mut self, field: Field) -> Result<(), Trouble>;
+    /// Changes every leaf of the field.
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble>;
-    /// Unmaps the field; returns how many pages had been mapped.
+    /// Makes every leaf of the field read-only, where it is live.
+    fn protect_live(&mut self, field: Field) -> Result<(), Trouble>;
+    /// Unmaps the field and gives its tables back; returns how many pages had been mapped.
     fn unmap(&mut self, field: Field) -> Result<u64, Trouble>;
-    /// Gives back what a later pass should not find. Not timed.
-    fn clean(&mut self, field: Field);
 }
 
 /// What one pass cost; an operation is one page.
@@ -97,32 +110,43 @@ pub trait Way {
 pub struct Times {
     /// Mapping.
     pub map: Spent,
-    /// Making settled mappings read-only.
+    /// Making settled mappings read-only in the fewest stores.
+    pub write_protect: Spent,
+    /// Making fresh mappings read-only in the fewest stores.
+    pub write_protect_live: Spent,
+    /// Making one page in each 2 MiB writable after that; an operation is one such page.
+    pub write_again: Spent,
+    /// Making settled mappings read-only leaf by leaf.
     pub protect_settled: Spent,
-    /// Making fresh mappings read-only.
-    pub protect_fresh: Spent,
+    /// Making fresh mappings read-only leaf by leaf, where CPUs may be translating by them.
+    pub protect_live: Spent,
     /// Unmapping, with what that gives back.
     pub unmap: Spent,
 }
 
-/// Maps, protects twice and unmaps a field.
+/// Maps a field, makes it read-only in every way, and unmaps it.
 pub fn pass(clock: &impl Clock, way: &mut impl Way, field: Field) -> Result<Times, Trouble> {
-    let spent = |nanos| Spent { operations: field.pages, nanos };
-    let (done, map) = timed(clock, || way.map(field));
-    done?;
-    let (done, settled) = timed(clock, || way.change(field, State { writable: false, settled: true }));
-    done?;
-    way.change(field, State { writable: true, settled: false })?;
-    let (done, fresh) = timed(clock, || way.change(field, State { writable: false, settled: false }));
-    done?;
-    let (found, unmap) = timed(clock, || way.unmap(field));
-    let found = found?;
-    way.clean(field);
+    let once = |way: &mut _, operations, step: &dyn Fn(&mut _) -> Result<(), Trouble>| {
+        let (done, nanos) = timed(clock, || step(way));
+        done.map(|()| Spent { operations, nanos })
+    };
+    let (pages, tables) = (field.pages, field.pages.div_ceil(TABLE));
+    let writable = |settled| State { writable: true, settled };
+    let map = once(way, pages, &|way| Way::map(way, field))?;
+    let write_protect = once(way, pages, &|way| way.write_protect(field, false))?;
+    let write_again = once(way, tables, &|way| way.write_again(field))?;
+    way.change(field, writable(true))?;
+    let protect_settled = once(way, pages, &|way| way.change(field, State { writable: false, settled: true }))?;
+    way.change(field, writable(false))?;
+    let write_protect_live = once(way, pages, &|way| way.write_protect(field, true))?;
+    way.change(field, writable(false))?;
+    let protect_live = once(way, pages, &|way| way.protect_live(field))?;
+    let (found, nanos) = timed(clock, || way.unmap(field));
+    let (found, unmap) = (found?, Spent { operations: pages, nanos });
     if found != field.pages {
         return Err(Trouble::Lost { wanted: field.pages, found });
     }
-    let (map, unmap) = (spent(map), spent(unmap));
-    Ok(Times { map, protect_settled: spent(settled), protect_fresh: spent(fresh), unmap })
+    Ok(Times { map, write_protect, write_protect_live, write_again, protect_settled, protect_live, unmap })
 }
 
 /// hugemm's range mapper, edits as on a table that CPUs translate by.
@@ -152,12 +176,35 @@ impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
         Ok(self.table.exclusive(&mut self.memory).map(span(field)?, field.runs(), how)?)
     }
 
+    fn write_protect(&mut self, field: Field, _live: bool) -> Result<(), Trouble> {
+        let stale = self.table.exclusive(&mut self.memory).write_protect(span(field)?)?;
+        // No CPU translates by the table, so there is nothing to flush.
+        core::hint::black_box(stale.entries());
+        Ok(())
+    }
+
+    fn write_again(&mut self, field: Field) -> Result<(), Trouble> {
+        let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+        for page in field.written() {
+            let one = span(Field { at: VirtAddr::new(field.at.get() + (page << PAGE_SHIFT)), pages: 1, ..field })?;
+            // As a fault does: beside others. More rights need no flush.
+            core::hint::black_box(self.table.shared(&mut self.memory).protect(one, change)?.entries());
+        }
+        Ok(())
+    }
+
+    fn protect_live(&mut self, field: Field) -> Result<(), Trouble> {
+        let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+        let stale = self.table.exclusive(&mut self.memory).protect(span(field)?, change, Editing::LIVE)?;
+        core::hint::black_box(stale.entries());
+        Ok(())
+    }
+
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
         let bits = |yes, flags| if yes { flags } else { Flags::NONE };
         let set = bits(to.writable, Flags::WRITE) | bits(to.settled, Flags::HARDWARE);
         let change = Change { set, clear: (Flags::WRITE | Flags::HARDWARE).without(set) };
         let stale = self.table.exclusive(&mut self.memory).protect(span(field)?, change, Editing::LIVE)?;
-        // No CPU translates by the table, so there is nothing to flush.
         core::hint::black_box(stale.entries());
         Ok(())
     }
@@ -172,6 +219,4 @@ impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
         });
         harvest.map(|harvest| harvest.pages).map_err(|(error, _)| error.into())
     }
-
-    fn clean(&mut self, _field: Field) {}
 }

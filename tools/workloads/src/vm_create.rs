@@ -5,13 +5,13 @@
 //! is doing; it reads the clock four times per page or batch, and its own time counts as mapping and allocating.
 
 use core::cell::Cell;
-use hugemm_base::{Cancel, Clock, PAGE_SHIFT};
+use hugemm_base::{Cancel, Clock, PAGE_SHIFT, VirtAddr};
 use hugemm_vm::{Access, AreaInfo, Cx, Phase, Phases, Pinned, Prefault, Served, Setup, Space, Vm, VmError};
 
 /// Who asks for the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// A task that touches each page in turn: a fault each. A software fault here, where nothing traps.
+    /// A task that touches each page in turn: a fault each.
     Demand,
     /// One request for all of it.
     Prefault,
@@ -103,22 +103,32 @@ where
         Creation { vm, space, area, how, workers: workers.max(1), prefault: vm.prefault(space, area.span, None) }
     }
 
-    /// What worker number `worker` does, once. Pinned pages are `pinned`'s. Returns where its time went.
-    pub fn work(
+    /// What worker number `worker` does, once. `touch` makes a task touch these addresses one after the other, by whatever
+    /// a touch is on this platform, and its faults tell whom it is given what they are doing; see [`software_faults`].
+    /// Pinned pages are `pinned`'s. Returns where its time went.
+    pub fn work<'p>(
         &self,
-        cx: &mut Cx<'_, S>,
+        cx: &mut Cx<'p, S>,
         worker: u64,
         cancel: &impl Cancel,
         mut pinned: impl FnMut(Pinned),
+        touch: impl FnOnce(&mut Cx<'p, S>, &mut dyn Iterator<Item = VirtAddr>, &dyn Phases) -> Result<(), VmError>,
     ) -> Result<Split, VmError> {
         let watch = Stopwatch::new(cx.platform());
+        let (from, to) = self.share(worker);
         match self.how {
-            How::Demand => self.touch_share(cx, worker, cancel, &watch)?,
+            How::Demand => {
+                let pages = (from..to).step_by(self.area.kind.page.pages() as usize);
+                let pages = pages.take_while(|_| !cancel.requested());
+                touch(cx, &mut pages.map(|page| VirtAddr::new(page << PAGE_SHIFT)), &watch)?;
+                if cancel.requested() {
+                    return Err(VmError::Cancelled);
+                }
+            }
             How::Prefault => self.prefault.work_observed(cx, cancel, &watch)?,
             How::Pin => {
                 self.prefault.work_observed(cx, cancel, &watch)?;
                 // References, once everything is there; those who come early find less to do in their share.
-                let (from, to) = self.share(worker);
                 if let Ok(share) = span(from, to) {
                     let total = Some(self.area.span.bytes());
                     self.vm.pin(cx, self.space, share, total, cancel, &mut pinned).map_err(|error| error.cause)?;
@@ -134,27 +144,23 @@ where
         let (first, pages) = (self.area.span.first(), self.area.span.pages() / size);
         (first + pages * worker / self.workers * size, first + pages * (worker + 1) / self.workers * size)
     }
+}
 
-    fn touch_share(
-        &self,
-        cx: &mut Cx<'_, S>,
-        worker: u64,
-        cancel: &impl Cancel,
-        watch: &impl Phases,
-    ) -> Result<(), VmError> {
-        let (from, to) = self.share(worker);
-        for page in (from..to).step_by(self.area.kind.page.pages() as usize) {
-            if cancel.requested() {
-                return Err(VmError::Cancelled);
-            }
-            let at = hugemm_base::VirtAddr::new(page << PAGE_SHIFT);
-            while self.vm.fault_observed(cx, self.space, at, Access::Write, watch)? == Served::Meanwhile {}
+/// Touching where nothing traps: a fault is a call, which tells nothing of what a trap costs.
+pub fn software_faults<S: Setup>(
+    vm: &Vm<'_, S>,
+    space: &Space<S>,
+) -> impl FnOnce(&mut Cx<'_, S>, &mut dyn Iterator<Item = VirtAddr>, &dyn Phases) -> Result<(), VmError> {
+    move |cx, pages, watch| {
+        for at in pages {
+            let watch = |phase| watch.enter(phase);
+            while vm.fault_observed(cx, space, at, Access::Write, &watch)? == Served::Meanwhile {}
         }
         Ok(())
     }
 }
 
 fn span(from: u64, to: u64) -> Result<hugemm_paging::Span, hugemm_paging::SpanError> {
-    let at = hugemm_base::VirtAddr::new(from << PAGE_SHIFT);
+    let at = VirtAddr::new(from << PAGE_SHIFT);
     hugemm_paging::Span::new(at, to.saturating_sub(from) << PAGE_SHIFT)
 }

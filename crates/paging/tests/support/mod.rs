@@ -101,6 +101,7 @@ impl<I> Drop for Heap<I> {
 pub fn access<F: PageFormat, I: Inject>(heap: &Heap<I>, root: Pfn, at: VirtAddr, write: bool) -> Option<Pfn> {
     let page = at.get() >> PAGE_SHIFT;
     let mut frame = root;
+    let mut writable = true;
     for level in (0..F::LEVELS).rev() {
         let index = (page >> (9 * level)) as usize & 511;
         // SAFETY: a live table of the heap; all accesses to it are atomic while it is hooked in.
@@ -111,11 +112,12 @@ pub fn access<F: PageFormat, I: Inject>(heap: &Heap<I>, root: Pfn, at: VirtAddr,
                 return None;
             }
             if !F::is_leaf(seen, level) {
+                writable &= (seen ^ F::table(F::frame(seen))) & F::READ_ONLY_TABLE == 0;
                 frame = F::frame(seen);
                 break;
             }
             let flags = F::flags(seen);
-            if write && !flags.contains(hugemm_paging::Flags::WRITE) {
+            if write && !(writable && flags.contains(hugemm_paging::Flags::WRITE)) {
                 return None;
             }
             let set = if write { hugemm_paging::Flags::HARDWARE } else { hugemm_paging::Flags::ACCESSED };

@@ -2,12 +2,13 @@
 
 use super::{Heap, access, at, extent, lower, span};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{PageSize, Pfn};
+use hugemm_base::{PageSize, Pfn, VirtAddr};
 use hugemm_paging::{
-    Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run,
+    Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, PageFormat, PageTable, PagingError,
+    Run,
 };
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The window: 4096 pages around a border of 512 GiB, so that every level takes part.
 const BASE: u64 = (1 << 27) - 2048;
@@ -39,6 +40,10 @@ pub enum Op {
         clear: u8,
         shared: bool,
     },
+    WriteProtect {
+        first: u64,
+        pages: u64,
+    },
     Age {
         first: u64,
         pages: u64,
@@ -59,6 +64,22 @@ pub enum Op {
         first: u64,
         pages: u64,
         shift: u64,
+    },
+    /// The leaf gives way to the owner's word.
+    Away {
+        page: u64,
+        word: u64,
+    },
+    /// It comes back, or its word changes or goes.
+    Back {
+        which: usize,
+        next: u8,
+    },
+    /// A word where nothing is.
+    Enter {
+        page: u64,
+        size: PageSize,
+        word: u64,
     },
 }
 
@@ -87,11 +108,16 @@ pub fn op() -> impl Strategy<Value = Op> {
         3 => (0_usize..8).prop_map(|which| Op::Harvest { which }),
         2 => (range(), 0_u8..32, 0_u8..32, prop::bool::ANY)
             .prop_map(|((first, pages), set, clear, shared)| Op::Protect { first, pages, set, clear, shared }),
+        2 => range().prop_map(|(first, pages)| Op::WriteProtect { first, pages }),
         1 => range().prop_map(|(first, pages)| Op::Age { first, pages }),
         3 => (0..PAGES, prop::bool::ANY).prop_map(|(page, write)| Op::Access { page, write }),
         1 => (range(), fail).prop_map(|((first, pages), fail)| Op::Split { first, pages, fail }),
         1 => (0..PAGES / 512).prop_map(|block| Op::Collapse { block }),
         1 => (range(), 0_u64..4).prop_map(|((first, pages), shift)| Op::Remap { first, pages, shift }),
+        3 => (0..PAGES, 0_u64..1 << 52).prop_map(|(page, word)| Op::Away { page, word }),
+        2 => (0_usize..64, 0_u8..3).prop_map(|(which, next)| Op::Back { which, next }),
+        1 => (0..PAGES, prop_oneof![Just(PageSize::Size4K), Just(PageSize::Size2M)], 0_u64..1 << 52)
+            .prop_map(|(page, size, word)| Op::Enter { page: page & !(size.pages() - 1), size, word }),
     ]
 }
 
@@ -107,6 +133,8 @@ type Page = (u64, Flags);
 struct Waiting {
     detached: Detached,
     pages: BTreeMap<u64, Page>,
+    /// Those of them whose right to store is not certain any more.
+    blurred: BTreeSet<u64>,
 }
 
 /// Runs a sequence; panics where table and oracle disagree.
@@ -114,7 +142,8 @@ pub fn check<F: PageFormat>(ops: Vec<Op>) {
     let heap = Heap::new(SwitchedPlan::default());
     // SAFETY: one heap; nobody translates by the table but `access`, which caches nothing.
     let table = unsafe { PageTable::<F, EditLock>::new(&mut &heap, lower::<F>()) }.expect("a root");
-    let mut state = State { heap: &heap, table: &table, pages: BTreeMap::new(), waiting: Vec::new() };
+    let mut state =
+        State { heap: &heap, table: &table, pages: BTreeMap::new(), waiting: Vec::new(), away: BTreeMap::new() };
     for op in ops {
         state.apply(&op);
         state.compare();
@@ -139,6 +168,8 @@ struct State<'a, F: PageFormat> {
     /// What is mapped, by page number.
     pages: BTreeMap<u64, Page>,
     waiting: Vec<Waiting>,
+    /// Owner's entries: first page; word, and the leaf that was there or would fit.
+    away: BTreeMap<u64, (u64, Leaf)>,
 }
 
 impl<F: PageFormat> State<'_, F> {
@@ -175,11 +206,76 @@ impl<F: PageFormat> State<'_, F> {
             Op::Protect { first, pages, set, clear, shared } => {
                 self.protect(BASE + first, *pages, flags(*set), flags(*clear), *shared);
             }
+            Op::WriteProtect { first, pages } => self.write_protect(BASE + first, *pages),
             Op::Age { first, pages } => self.age(BASE + first, *pages),
             Op::Access { page, write } => self.access(BASE + page, *write),
             Op::Split { first, pages, fail } => self.split(BASE + first, *pages, *fail),
             Op::Collapse { block } => self.collapse(BASE + block * 512),
             Op::Remap { first, pages, shift } => self.remap(BASE + first, *pages, *shift),
+            Op::Away { page, word } => self.take_away(BASE + page, *word),
+            Op::Back { which, next } => self.bring_back(*which, *next),
+            Op::Enter { page, size, word } => self.enter(BASE + page, *size, *word),
+        }
+    }
+
+    /// The owner's entry over a page.
+    fn is_away(&self, page: u64) -> bool {
+        let before = self.away.range(..=page).next_back();
+        before.is_some_and(|(first, (_, leaf))| page < first + leaf.size.pages())
+    }
+
+    fn take_away(&mut self, page: u64, word: u64) {
+        let Lookup::Mapped(before) = self.table.shared(self.heap).lookup(at(page)) else { return };
+        let mut guard = self.table.exclusive(self.heap);
+        let other = Pfn::new(before.frame.number() + 512);
+        assert_eq!(
+            guard.take_leaf(at(page), other, Some(word)),
+            Err(Lookup::Mapped(before)),
+            "another frame's leaf stays"
+        );
+        let first = page & !(before.size.pages() - 1);
+        assert_eq!(guard.take_leaf(at(page), before.frame, Some(word)), Ok(before));
+        assert_eq!(guard.lookup(at(page)), Lookup::Owner(word));
+        assert_eq!(guard.take_leaf(at(page), before.frame, None), Err(Lookup::Owner(word)));
+        drop(guard);
+        (first..first + before.size.pages()).for_each(|page| _ = self.pages.remove(&page));
+        self.away.insert(first, (word, before));
+    }
+
+    fn bring_back(&mut self, which: usize, next: u8) {
+        let Some((&first, &(word, leaf))) = self.away.iter().nth(which % self.away.len().max(1)) else { return };
+        let mut guard = self.table.shared(self.heap);
+        let wrong = guard.replace_owner(at(first), word ^ 1, OwnerNext::Empty);
+        assert_eq!(wrong, Err(Lookup::Owner(word)), "another word stays");
+        let (next, now) = match next {
+            0 => (OwnerNext::Leaf(leaf), Lookup::Mapped(leaf)),
+            1 => (OwnerNext::Owner(word ^ 5), Lookup::Owner(word ^ 5)),
+            _ => (OwnerNext::Empty, Lookup::Absent),
+        };
+        guard.replace_owner(at(first), word, next).expect("it is there");
+        assert_eq!(guard.lookup(at(first)), now);
+        self.away.remove(&first);
+        match next {
+            OwnerNext::Leaf(leaf) => {
+                let page = |i: u64| (first + i, (leaf.frame.number() + i, leaf.flags));
+                self.pages.extend((0..leaf.size.pages()).map(page));
+            }
+            OwnerNext::Owner(word) => _ = self.away.insert(first, (word, leaf)),
+            OwnerNext::Empty => {}
+        }
+    }
+
+    fn enter(&mut self, first: u64, size: PageSize, word: u64) {
+        let pages = first..first + size.pages();
+        let taken = pages.clone().any(|page| self.pages.contains_key(&page) || self.is_away(page));
+        match self.table.shared(self.heap).enter_owner(at(first), size, word) {
+            Ok(()) => {
+                assert!(!taken && !pages.clone().any(|page| self.waits(page)));
+                let flags = Flags::WRITE | Flags::ACCESSED;
+                self.away.insert(first, (word, Leaf { frame: Pfn::new(first & 0xffff), size, flags }));
+            }
+            // A table that was left behind is in the way of a large page's entry.
+            Err(error) => assert!(matches!(error, PagingError::Overlap { .. }), "{error}"),
         }
     }
 
@@ -204,7 +300,8 @@ impl<F: PageFormat> State<'_, F> {
                 self.table.exclusive(self.heap).map(span(first, pages), extents, how)
             }
         });
-        let occupied = (first..first + pages).find(|page| self.pages.contains_key(page) || self.waits(*page));
+        let occupied = (first..first + pages)
+            .find(|page| self.pages.contains_key(page) || self.waits(*page) || self.is_away(*page));
         match result {
             Ok(()) => {
                 assert!(occupied.is_none() && !failed);
@@ -236,7 +333,17 @@ impl<F: PageFormat> State<'_, F> {
         let straddled = self.straddled(first, pages);
         // SAFETY: nothing accesses pages while the table is edited.
         let editing = if live { Editing::LIVE } else { unsafe { Editing::quiet() } };
-        let result = self.table.exclusive(self.heap).detach(span(first, pages), editing);
+        let mut taken = BTreeMap::new();
+        let result = {
+            let mut guard = self.table.exclusive(self.heap);
+            // What is not there goes at once.
+            let take = |at: VirtAddr, size: PageSize, word| _ = taken.insert(at.get() >> 12, (size, word));
+            guard.take_owners(span(first, pages), take).and_then(|()| guard.detach(span(first, pages), editing))
+        };
+        for (at, (size, word)) in &taken {
+            let (known, leaf) = self.away.remove(at).expect("known");
+            assert_eq!((*size, *word), (leaf.size, known));
+        }
         let unhooked = match result {
             Ok(unhooked) => unhooked,
             Err(PagingError::NeedsSplit { .. }) => return assert!(straddled),
@@ -245,15 +352,16 @@ impl<F: PageFormat> State<'_, F> {
             Err(other) => panic!("{other}"),
         };
         assert!(!straddled);
+        assert!((first..first + pages).all(|page| !self.is_away(page)), "left behind");
         let mut rest = self.pages.split_off(&first);
         self.pages.append(&mut rest.split_off(&(first + pages)));
         assert!(unhooked.flush().is_some() || rest.is_empty());
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
-        self.waiting.push(Waiting { detached, pages: rest });
+        self.waiting.push(Waiting { detached, pages: rest, blurred: BTreeSet::new() });
     }
 
-    fn harvest(&mut self, waiting: Waiting) {
+    fn harvest(&mut self, mut waiting: Waiting) {
         let mut seen = BTreeMap::new();
         let mut last: Option<Run> = None;
         let visit = |run: Run| {
@@ -267,6 +375,13 @@ impl<F: PageFormat> State<'_, F> {
             add(&mut seen, run);
         };
         let harvest = self.table.exclusive(self.heap).harvest(waiting.detached, Flags::NONE, visit).expect("ours");
+        for page in &waiting.blurred {
+            for pages in [&mut seen, &mut waiting.pages] {
+                if let Some((_, flags)) = pages.get_mut(page) {
+                    *flags = flags.without(Flags::WRITE);
+                }
+            }
+        }
         assert_eq!(seen, waiting.pages);
         assert_eq!(harvest.pages, seen.len() as u64);
     }
@@ -292,6 +407,25 @@ impl<F: PageFormat> State<'_, F> {
         assert!(stale.flush().is_some() || !differ);
     }
 
+    fn write_protect(&mut self, first: u64, pages: u64) {
+        let straddled = self.straddled(first, pages);
+        let result = self.table.exclusive(self.heap).write_protect(span(first, pages));
+        if straddled {
+            return assert!(matches!(result, Err(PagingError::NeedsSplit { .. })));
+        }
+        let stale = result.expect("in bounds");
+        let mut differ = false;
+        for (_, (_, flags)) in self.pages.range_mut(first..first + pages) {
+            differ |= flags.contains(Flags::WRITE);
+            *flags = flags.without(Flags::WRITE);
+        }
+        assert!(stale.flush().is_some() || !differ);
+        // What waits under a table that became read-only may be shown either way.
+        for waiting in &mut self.waiting {
+            waiting.blurred.extend(waiting.pages.range(first..first + pages).map(|(page, _)| *page));
+        }
+    }
+
     fn age(&mut self, first: u64, pages: u64) {
         // The bit of a leaf that is only partly in the range goes too.
         let mut first_hit = first;
@@ -310,7 +444,7 @@ impl<F: PageFormat> State<'_, F> {
         for (page, (_, flags)) in self.pages.range_mut(first_hit..end) {
             if flags.contains(Flags::ACCESSED) && (first..first + pages).contains(page) {
                 expected += 1;
-                assert!(seen.contains_key(page));
+                assert_eq!(seen.get(page).map(|(_, shown)| *shown & Flags::WRITE), Some(*flags & Flags::WRITE));
             }
             *flags = flags.without(Flags::ACCESSED);
         }
@@ -391,6 +525,11 @@ impl<F: PageFormat> State<'_, F> {
         let mut seen = BTreeMap::new();
         guard.walk(span(BASE, PAGES), Flags::NONE, |run| add(&mut seen, run)).expect("in bounds");
         assert_eq!(seen, self.pages);
+        let mut away = BTreeMap::new();
+        let visit = |at: VirtAddr, size, word| _ = away.insert(at.get() >> 12, (size, word));
+        guard.walk_owners(span(BASE, PAGES), visit).expect("in bounds");
+        let known: BTreeMap<_, _> = self.away.iter().map(|(at, (word, leaf))| (*at, (leaf.size, *word))).collect();
+        assert_eq!(away, known);
         for page in (BASE..BASE + PAGES).step_by(61) {
             let frame = guard.translate(at(page)).map(|phys| phys.get() >> 12);
             assert_eq!(frame, self.pages.get(&page).map(|(frame, _)| *frame));
@@ -404,11 +543,12 @@ impl<F: PageFormat> State<'_, F> {
         while let Some(waiting) = self.waiting.pop() {
             self.harvest(waiting);
         }
+        self.table.exclusive(self.heap).take_owners(lower::<F>(), |_, _, _| ()).expect("everything");
         let unhooked = self.table.exclusive(self.heap).detach(lower::<F>(), Editing::LIVE).expect("everything");
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
         let pages = std::mem::take(&mut self.pages);
-        self.harvest(Waiting { detached, pages });
+        self.harvest(Waiting { detached, pages, blurred: BTreeSet::new() });
     }
 }
 

@@ -38,6 +38,7 @@ pub enum Plant {
     LostDirty,
     MissingFence,
     ProtectWithoutFlush,
+    UpperLevelsKept,
     FreeBeforeDeferredFlush,
 }
 

@@ -190,19 +190,26 @@ impl World {
     pub(super) fn protect(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
         let this = &self.spaces[space];
         this.tlb.settle(&self.tlbs, cx);
-        let part = span(self.below(16), 1 + self.below(16));
-        let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-        let stale = this.table.shared(&self.pool).protect(part, change);
+        let by_table = self.below(2) == 0 || self.planted(Plant::UpperLevelsKept);
+        let part = if by_table { span(0, 512 + self.below(512)) } else { span(self.below(16), 1 + self.below(16)) };
+        let stale = if by_table {
+            this.table.exclusive(&self.pool).write_protect(part)
+        } else {
+            let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+            this.table.shared(&self.pool).protect(part, change)
+        };
         let Ok(stale) = stale else { return Ok(()) };
         self.mmu.meanwhile();
         let mut batch = ShootdownBatch::new(&this.tlb);
-        if let Some(range) = stale.flush().filter(|_| !self.planted(Plant::ProtectWithoutFlush)) {
-            batch.changed(range, PageSize::Size4K);
+        if self.planted(Plant::UpperLevelsKept) {
+            stale.flush().into_iter().for_each(|range| batch.changed(range, PageSize::Size4K));
+        } else if !self.planted(Plant::ProtectWithoutFlush) {
+            batch.stale(stale, PageSize::Size4K);
         }
         batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
         for cpu in 0..self.tlbs.cpus() {
             if self.state.borrow()[cpu] == (Some(space), false) {
-                for page in part.first()..part.first() + part.pages() {
+                for page in (part.first()..part.first() + part.pages()).step_by(if by_table { 3 } else { 1 }) {
                     if self.mmu.store(CpuId(cpu as u32), at(page), 7).is_ok() {
                         return Err(format!("cpu{cpu} stored to a read-only page"));
                     }

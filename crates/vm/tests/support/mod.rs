@@ -6,7 +6,7 @@ use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
 use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
-use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Mobility, Plain, Request};
+use hugemm_frames::{ArenaSpec, Config, Frames, From, Frozen, Mobility, Plain, Request};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
@@ -30,6 +30,7 @@ impl<'h> Setup for Model<'h> {
     type Format = X86_64;
     type Lock = ServingLock;
     type Tlb = &'h Cpus<'h>;
+    type Pager = hugemm_vm::NoPager;
     type Pressure = Relief;
     type Pool = TestPool<'h>;
     type Notifier = Follower<'h>;
@@ -154,7 +155,13 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
         assert!(left >= 0, "more unreserved than reserved");
     }
 
-    fn take(&self, _cx: &CpuCx<'_, Cpus<'h>>, size: PageSize, reserved: bool) -> Result<Content, OutOfPool> {
+    fn take(
+        &self,
+        _cx: &CpuCx<'_, Cpus<'h>>,
+        size: PageSize,
+        reserved: bool,
+        _from: From,
+    ) -> Result<Content, OutOfPool> {
         let mut free = self.free.lock().expect("pool");
         if !reserved && free.len() as i64 <= self.reserved.load(Ordering::SeqCst) {
             return Err(OutOfPool);
@@ -246,6 +253,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: i
         tlbs: &tlbs,
         clearer,
         shootdown: ShootdownPolicy::BATCHED,
+        pager: hugemm_vm::NoPager,
         pressure: Relief::default(),
         pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0) },
     };
@@ -278,6 +286,8 @@ impl<'h> Rig<'h> {
                 Ok(()) => return Ok(()),
                 Err(Fault::NotPresent | Fault::Protection) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
+                    // Interrupts are on between two accesses: whoever keeps the entry busy may be waiting for this CPU.
+                    self.vm.tlbs().serve(cx);
                 }
             }
         }
@@ -291,6 +301,7 @@ impl<'h> Rig<'h> {
                 Ok(value) => return Ok(value),
                 Err(_) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
+                    self.vm.tlbs().serve(cx);
                 }
             }
         }

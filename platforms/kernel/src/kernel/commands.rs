@@ -6,17 +6,20 @@ mod free;
 mod memset;
 mod mmap;
 mod pool;
+mod populate;
 mod selftest;
 mod shootdown;
+mod vm_create;
 
 use super::platform::Kernel;
 use core::fmt;
-use hugemm_base::CpuCx;
+use hugemm_base::{CpuCx, PageSize};
 use hugemm_clear::{CalibrateError, ProfileError};
 use hugemm_frames::AllocError;
 use hugemm_hugetlb::PoolError;
 use hugemm_kernel::request::{Request, RequestError};
 use hugemm_paging::PagingError;
+use hugemm_vm::VmError;
 use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
 use hugemm_workloads::alloc_free::ranges::Trouble;
@@ -45,6 +48,8 @@ pub enum Failure {
     Paging(PagingError),
     /// A huge page pool refused what a command asked of it.
     Pool(PoolError),
+    /// An address space could not be filled.
+    Vm(VmError),
     /// The self-test found something.
     Found(selftest::Finding),
 }
@@ -85,6 +90,7 @@ from! {
     Policy(ProfileError),
     Paging(PagingError),
     Pool(PoolError),
+    Vm(VmError),
     Found(selftest::Finding),
 }
 
@@ -93,12 +99,22 @@ pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
     match request {
         Request::Memset(args) => memset::run(cx, args),
         Request::Mmap(args) => mmap::run(cx, args),
+        Request::VmCreate(args) => vm_create::run(cx, args),
         Request::Free(args) => free::run(cx, args),
         Request::Alloc(args) => alloc::run(cx, args),
         Request::Shootdown(args) => shootdown::run(cx, args),
         Request::Pool(args) => pool::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),
+    }
+}
+
+/// The size of a page of this order.
+fn page_size(order: u32) -> PageSize {
+    match order {
+        0 => PageSize::Size4K,
+        9 => PageSize::Size2M,
+        _ => PageSize::Size1G,
     }
 }
 

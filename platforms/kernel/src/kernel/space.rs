@@ -1,17 +1,19 @@
-//! Address spaces: a page table that every CPU may load, whose pages come when they are touched.
+//! A bare page table that every CPU may load, whose pages come when they are touched: for what is tested and measured
+//! below the level of address spaces ([`vm`](super::vm)).
+
+pub mod rights;
 
 use super::memory::{KernelFrames, frames};
-use super::platform::{KERNEL, Kernel};
+use super::platform::Kernel;
 use super::tlb::tlbs;
-use super::{layout, percpu, tables};
-use core::ptr;
-use core::sync::atomic::Ordering;
+use super::{layout, page_fault, tables};
 use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr};
 use hugemm_frames::Request;
 use hugemm_paging::{
-    Editing, Flags, FrameTables, Harvest, Mapping, PageTable, PagingError, Run, ShootdownBatch, ShootdownPolicy, Span,
-    TlbSpace, User, X86_64,
+    Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
+    ShootdownPolicy, Span, TlbSpace, User, X86_64,
 };
+use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
 
 /// What is to be found at the addresses of a space.
@@ -53,14 +55,8 @@ impl<'a> Space<'a> {
 
     /// Runs `f` with the space loaded on the calling CPU.
     pub fn with<R>(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R) -> R {
-        self.tlb.switch_in(tlbs(), cx);
-        let own = percpu::own();
-        let at: *const Space<'_> = ptr::from_ref(self);
-        own.space.store(at.cast_mut().cast(), Ordering::Relaxed);
-        let result = f(cx);
-        own.space.store(ptr::null_mut(), Ordering::Relaxed);
-        self.tlb.switch_out(tlbs(), cx);
-        result
+        // What is mapped allows everything.
+        page_fault::with(cx, &self.tlb, &|cx, at, access| self.serve(cx, at, access), f)
     }
 
     /// Runs `f` while the calling CPU, in [`with`](Space::with), is lazy: it uses no address of the space.
@@ -158,6 +154,12 @@ impl<'a> Space<'a> {
         unsafe { table.retire(&mut memory(cx), visit) };
     }
 
+    /// Serves a fault of a CPU that has the space loaded.
+    fn serve(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access) -> bool {
+        let mapped = matches!(self.table.shared(memory(cx)).lookup(at), Lookup::Mapped(_));
+        if mapped && access == Access::Write { self.waits_for_rights(at) } else { self.fault(cx, at) }
+    }
+
     /// Maps the page at `at`, if there may be one; whether the access can be tried again.
     fn fault(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr) -> bool {
         let Some(pages) = self.pages else { return false };
@@ -203,14 +205,4 @@ impl<'a> Space<'a> {
         }
         mapped
     }
-}
-
-/// A page fault at `at`, with interrupts as they were before it: whether the access can be tried again.
-pub fn fault(at: u64) -> bool {
-    let space: *const Space<'_> = percpu::own().space.load(Ordering::Relaxed).cast();
-    // SAFETY: `with` stores a space that lives until it has taken it back, on this CPU.
-    let Some(space) = (unsafe { space.as_ref() }) else { return false };
-    // SAFETY: the interrupted task waits for this handler, which neither reschedules nor leaves debts behind.
-    let mut cx = unsafe { CpuCx::new(&KERNEL) };
-    space.fault(&mut cx, VirtAddr::new(at))
 }

@@ -1,6 +1,6 @@
 //! What happens at an exception or an interrupt: one gate per vector, one way in and out, one dispatch.
 
-use super::{apic, fault, layout, segments, smp, space, tlb, watchdog};
+use super::{apic, fault, layout, page_fault, segments, smp, tlb, watchdog};
 use core::arch::global_asm;
 use core::cell::UnsafeCell;
 use x86_64::instructions::interrupts;
@@ -186,20 +186,19 @@ extern "C" fn trap_entry(frame: &mut Frame) {
     }
 }
 
-/// A page fault: a page that is to come now, or a bug. Interrupts are as they were before it, so that a CPU which waits
-/// for a table's lock here answers shootdowns.
-fn page_fault(frame: &Frame) {
+/// A page fault: a page that is to come now, a store to one that may not be written now, or a bug. Interrupts are as they
+/// were before it, so that a CPU which waits for a table's lock here answers shootdowns.
+fn page_fault(frame: &mut Frame) {
     const INTERRUPTS: u64 = 1 << 9;
-    const PROTECTION: u64 = 1;
     let at = Cr2::read_raw();
-    if at < layout::DIRECT && frame.error & PROTECTION == 0 {
+    if at < layout::DIRECT {
         let were_on = frame.rflags & INTERRUPTS != 0;
         if were_on {
             interrupts::enable();
         }
-        let resolved = space::fault(at);
+        let served = page_fault::served(frame, at);
         interrupts::disable();
-        if resolved {
+        if served {
             return;
         }
     }

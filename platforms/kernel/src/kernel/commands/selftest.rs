@@ -1,10 +1,12 @@
 //! Every system's stress on the real machine. It runs for a time and fails at the first thing that is wrong; bugs planted
 //! on purpose show that it would.
 
+mod address_spaces;
 mod convoy;
 mod descriptors;
 mod frames_stress;
 mod pools;
+mod rights;
 mod translations;
 
 use super::{Cx, Failure};
@@ -26,6 +28,19 @@ pub enum Finding {
     Frames(Broken),
     /// A translation was used after its flush.
     Translations(translations::Stale),
+    /// A space does not contain what was stored in it.
+    Content {
+        /// Where.
+        at: u64,
+        /// What was stored.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Who looked.
+        cpu: u32,
+    },
+    /// A store went through that should not have, or was forgotten.
+    Rights(rights::Broken),
     /// The convoy's lock did not exclude.
     Convoy {
         /// How often it was taken.
@@ -68,6 +83,10 @@ impl fmt::Display for Finding {
                     "self-test, translations: {at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}"
                 )
             }
+            Finding::Content { at, expected, found, cpu } => {
+                write!(f, "self-test, address spaces: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
+            }
+            Finding::Rights(broken) => write!(f, "self-test, rights: {broken}"),
             Finding::Convoy { expected, found } => {
                 write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
             }
@@ -95,7 +114,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut resizes) = (0, 0);
+    let (mut unmaps, mut seals, mut pooled, mut steps) = (0, 0, pools::Tally::default(), 0);
     let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
@@ -105,19 +124,24 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             break;
         }
         let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
-        let slice = ((of - spent.min(of)) / 5).clamp(SLICE_LEAST, SLICE_MOST);
+        let slice = ((of - spent.min(of)) / 7).clamp(SLICE_LEAST, SLICE_MOST);
         let clock = cx.platform();
         // A planted bug has the time to itself.
         if matches!(args.plant, Plant::None | Plant::DoubleFree) {
             frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
-        if args.plant != Plant::DoubleFree {
+        if matches!(args.plant, Plant::None | Plant::UnflushedProtect | Plant::LostDirty) {
+            seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
+        if !matches!(args.plant, Plant::DoubleFree | Plant::UnflushedProtect | Plant::LostDirty) {
             unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if args.plant == Plant::None {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
             convoy::round(cx, clock.now_ns() + slice)?;
-            resizes += pools::round(cx, seed, clock.now_ns() + slice)?;
+            steps += address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+            let least = args.resizes.saturating_sub(pooled.resizes);
+            pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
         }
         // Blocks of descriptors that pools have left divided keep a table each.
         let found = frames_stress::free_pages(cx) + vmemmap::audit().frames;
@@ -128,7 +152,11 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
-    sample("selftest.resizes", resizes as f64, "resizes", &[]);
+    sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
+    sample("selftest.seals", seals as f64, "ranges", &[]);
+    sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
+    sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);
+    sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
     for (name, count) in tlb::tlbs().counts().since(before).iter() {
         sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
     }

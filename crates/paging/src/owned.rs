@@ -1,0 +1,178 @@
+//! Entries for what is not there: the owner's word in a non-present entry, such as a page's place in swap.
+//!
+//! An owner entry takes a leaf's place by one compare-exchange: accessed and dirty bits that hardware sets meanwhile are
+//! seen. What CPUs have cached of the leaf is the caller's to
+//! flush. Nothing can be mapped over an owner entry, and no operation on ranges touches one: whoever takes addresses away
+//! [takes](Exclusive::take_owners) them first, under the same guard.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, OWNER_BITS, PageFormat, kind};
+use crate::level::{self, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{End, Exclusive, Shared, Tree};
+use crate::remap::check_leaf;
+use crate::run::Leaf;
+use crate::span::Span;
+use crate::table::Table;
+use crate::walk::{Lookup, found};
+use crate::walker;
+use hugemm_base::{PAGE_BYTES, PageSize, Pfn, VirtAddr};
+
+/// What takes an owner entry's place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnerNext {
+    /// Another word, below `1 << 52`.
+    Owner(u64),
+    /// A leaf, of the entry's size.
+    Leaf(Leaf),
+    /// Nothing.
+    Empty,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
+    /// Replaces the owner's word `word` at `at`; what is there instead if it is not that. A leaf publishes what was stored
+    /// before, and must fit: its size is the entry's. Owes no flush.
+    pub fn replace_owner(&mut self, at: VirtAddr, word: u64, next: OwnerNext) -> Result<(), Lookup> {
+        let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
+        let end = match next {
+            OwnerNext::Leaf(new) if new.flags.contains(Flags::WRITE) => self.tree.descend_to_write(page),
+            _ => self.tree.descend(page),
+        };
+        let End { entry, level, table, .. } = end;
+        if kind::<F>(entry, level) != Kind::Owner || F::word(entry) != word {
+            return Err(found::<F>(&end));
+        }
+        let next = match next {
+            OwnerNext::Owner(word) => F::owner(word),
+            OwnerNext::Empty => 0,
+            OwnerNext::Leaf(new) if check_leaf::<F>(new, level).is_ok() => F::leaf(new.frame, level, new.flags),
+            OwnerNext::Leaf(_) => return Err(Lookup::Owner(word)),
+        };
+        let replaced = table.replace(level::index(page, level), entry, next);
+        walker::published();
+        replaced.map_err(|seen| found::<F>(&End { entry: seen, ..end }))
+    }
+
+    /// Puts the owner's word where nothing is, for a page of `size`. May allocate tables.
+    pub fn enter_owner(&mut self, at: VirtAddr, size: PageSize, word: u64) -> Result<(), PagingError> {
+        debug_assert!(word >> OWNER_BITS == 0);
+        let (first, _) = self.tree.check(Span::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
+        loop {
+            let (entry, level, table) = self.tree.descend_to(first, level::of(size));
+            let index = level::index(first, level);
+            if kind::<F>(entry, level) != Kind::Empty {
+                return Err(PagingError::Overlap { at });
+            }
+            if level > level::of(size) {
+                self.tree.hook_empty(table, index)?;
+            } else {
+                return table.publish_if_empty(index, F::owner(word)).map_err(|_| PagingError::Overlap { at });
+            }
+        }
+    }
+}
+
+macro_rules! looking {
+    ($guard:ident) => {
+        impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
+            /// Shows `visit` every owner entry of the span: address, size and word. Reads 8 bytes per entry of tables
+            /// that exist.
+            pub fn walk_owners(
+                &self,
+                span: Span,
+                mut visit: impl FnMut(VirtAddr, PageSize, u64),
+            ) -> Result<(), PagingError> {
+                self.tree.owners(span, &mut |_, _, at, size, word| visit(at, size, word))
+            }
+        }
+    };
+}
+
+looking!(Shared);
+looking!(Exclusive);
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// Takes the leaf that maps `at` to `frame` (its first one) away: puts the owner's word there, or nothing. Returns the
+    /// leaf with the accessed and dirty bits of the last moment; what is there instead if it is not that leaf.
+    ///
+    /// Alone, so that whoever holds the table shared may take a reference to what it finds mapped. CPUs go on using what they have cached until they are flushed. Until then the address must not be mapped to
+    /// another frame. One compare-exchange, more if hardware sets a bit meanwhile.
+    pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: Option<u64>) -> Result<Leaf, Lookup> {
+        let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
+        let mut end = self.tree.descend(page);
+        let next = word.map_or(0, F::owner);
+        loop {
+            let leaf = match found::<F>(&end) {
+                Lookup::Mapped(leaf) if F::frame(end.entry) == frame => leaf,
+                other => return Err(other),
+            };
+            match end.table.replace(level::index(page, end.level), end.entry, next) {
+                Ok(()) => return Ok(leaf),
+                Err(seen) => end.entry = seen,
+            }
+        }
+    }
+
+    /// Empties every owner entry of the span and shows `visit` what was there. Owes no flush. Refuses, with
+    /// nothing changed, what [`detach`](Exclusive::detach) would refuse.
+    pub fn take_owners(
+        &mut self,
+        span: Span,
+        mut visit: impl FnMut(VirtAddr, PageSize, u64),
+    ) -> Result<(), PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        self.tree.check_ends(first, end)?;
+        if let Some(page) = self.outstanding().meets(span) {
+            return Err(PagingError::Busy { at: level::address(page) });
+        }
+        self.tree.owners(span, &mut |table, index, at, size, word| {
+            table.set(index, 0);
+            visit(at, size, word);
+        })
+    }
+}
+
+type Visit<'a> = dyn FnMut(Table, usize, VirtAddr, PageSize, u64) + 'a;
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// The number of the page at an address, if the table translates it.
+    fn page_of(&self, at: VirtAddr) -> Option<u64> {
+        let page = Span::new(at.align_down(PAGE_BYTES), PAGE_BYTES).ok()?;
+        self.check(page).ok().map(|(first, _)| first)
+    }
+
+    /// The entry for `page` at `level`, or above it if the walk ends there.
+    fn descend_to(&self, page: u64, lowest: u32) -> (u64, u32, Table) {
+        let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+        loop {
+            let entry = table.get(level::index(page, level));
+            if level == lowest || kind::<F>(entry, level) != Kind::Table {
+                return (entry, level, table);
+            }
+            table = self.below(entry);
+            level -= 1;
+        }
+    }
+
+    fn owners(&self, span: Span, visit: &mut Visit<'_>) -> Result<(), PagingError> {
+        let (first, end) = self.check(span)?;
+        self.owners_below(self.table(self.root), Self::ROOT, first, end, visit);
+        Ok(())
+    }
+
+    fn owners_below(&self, table: Table, level: u32, first: u64, end: u64, visit: &mut Visit<'_>) {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.owners_below(self.below(entry), level - 1, slot.first, slot.end, visit),
+                Kind::Owner => {
+                    let begins = slot.first & !(level::pages(level) - 1);
+                    visit(table, slot.index, level::address(begins), level::size(level), F::word(entry));
+                }
+                _ => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Write protection by the table: one store for everything below an entry.
+//!
+//! Hardware lets a store pass only if every level on the way allows it, so a range becomes read-only by as many stores as
+//! it takes whole tables to cover it: one for 2 MiB, 1 GiB or 512 GiB of 4 KiB pages alike. None of them is a locked edit,
+//! because hardware does not change entries that refer to tables, and no leaf is read. A *read-only table* then says less
+//! than its leaves, and everything here that shows leaves takes it into account.
+//!
+//! Whoever wants one page below to be writable (a copy-on-write fault, a new mapping) first *hands the restriction down*:
+//! it is taken out of the entry and put into each of the 512 below, one level at a time. That costs what protecting those
+//! leaves would have cost, and is paid only where somebody writes. On the way down nothing is ever allowed that was not
+//! before, so handing down needs no flush.
+//!
+//! Tables become read-only under an exclusive guard and are handed down under either; of several CPUs that share a guard
+//! one claims the table, and the others wait until it has finished (at most 512 locked edits).
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::flags::Flags;
+use crate::format::{Kind, PageFormat, is_read_only, kind};
+use crate::level::{ENTRIES, slots};
+use crate::memory::TableMemory;
+use crate::page_table::{Exclusive, Tree};
+use crate::protect::{Change, Edit};
+use crate::span::Span;
+use crate::stale::Stale;
+use crate::table::Table;
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// Takes the right to store away from the whole span, as [`protect`](Exclusive::protect) does leaf by leaf, by one
+    /// store for each entry whose whole span it covers. What is mapped there later is not affected; what is detached there
+    /// and not yet harvested will be shown without [`Flags::WRITE`] too.
+    ///
+    /// O(tables along the ends); nothing is allocated and nothing can fail half way. The [`Stale`] range has to be flushed
+    /// with the upper levels ([`Stale::tables`]): give it to [`ShootdownBatch::stale`](crate::ShootdownBatch::stale).
+    pub fn write_protect(&mut self, span: Span) -> Result<Stale, PagingError> {
+        let (first, end) = self.tree.check(span)?;
+        self.tree.check_ends(first, end)?;
+        let root = self.tree.table(self.tree.root);
+        let mut edit = Edit::alone(NO_WRITE);
+        let tables = self.tree.write_protect(root, Tree::<F, M>::ROOT, first, end, &mut edit);
+        Ok(Stale::with_tables(span, edit.changed() + tables, tables > 0))
+    }
+}
+
+/// What is taken from leaves.
+const NO_WRITE: Change = Change { set: Flags::NONE, clear: Flags::WRITE };
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// Returns how many tables became read-only; leaves are counted by `edit`.
+    fn write_protect(&self, table: Table, level: u32, first: u64, end: u64, edit: &mut Edit) -> u64 {
+        let mut tables = 0;
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
+                Kind::Table if is_read_only::<F>(entry) => {}
+                Kind::Table if slot.whole && self.may_unhook(level) => {
+                    // A plain store: hardware does not write to entries that refer to tables (`PageFormat::table`).
+                    table.set(slot.index, entry ^ F::READ_ONLY_TABLE);
+                    tables += 1;
+                }
+                Kind::Table => tables += self.write_protect(self.below(entry), level - 1, slot.first, slot.end, edit),
+                _ => {}
+            }
+        }
+        tables
+    }
+
+    /// Sees to it that an entry of `level` that refers to a table leaves it to what is below whether stores are allowed.
+    /// Returns the entry. One load if it does already.
+    #[inline]
+    pub(crate) fn hand_down(&self, table: Table, index: usize, level: u32) -> u64 {
+        let entry = table.get(index);
+        if is_read_only::<F>(entry) { self.hand_down_now(table, index, level) } else { entry }
+    }
+
+    #[cold]
+    fn hand_down_now(&self, table: Table, index: usize, level: u32) -> u64 {
+        table.claimed(index, F::CLAIMED, is_read_only::<F>, |entry| {
+            let below = self.below(entry);
+            let mut edit = Edit::beside_others(NO_WRITE);
+            for index in 0..ENTRIES {
+                restrict::<F>(below, index, level - 1, &mut edit);
+            }
+            entry ^ F::READ_ONLY_TABLE
+        })
+    }
+}
+
+/// Lets nothing below one entry of `level` be written; also below a detached one, whose leaves are still to be shown.
+///
+/// Nobody else makes anything here writable or read-only: they would have to hand down what is being handed down.
+fn restrict<F: PageFormat>(table: Table, index: usize, level: u32, edit: &mut Edit) {
+    let seen = table.get(index);
+    match kind::<F>(seen, level) {
+        Kind::Leaf => edit.leaf::<F>(table, index, seen),
+        Kind::Table if !is_read_only::<F>(seen) => table.set(index, seen ^ F::READ_ONLY_TABLE),
+        Kind::Detached => {
+            let entry = seen ^ F::DETACHED;
+            let entry = match kind::<F>(entry, level) {
+                Kind::Table if is_read_only::<F>(entry) => entry,
+                Kind::Table => entry ^ F::READ_ONLY_TABLE,
+                _ => F::change(entry, NO_WRITE.set, NO_WRITE.clear),
+            };
+            table.set(index, entry ^ F::DETACHED);
+        }
+        _ => {}
+    }
+}

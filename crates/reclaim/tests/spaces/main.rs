@@ -1,0 +1,10 @@
+//! Reclaim from address spaces: ageing over the reverse map, swapping in and out, forks, shared objects, unmaps, on the
+//! model MMU; a data oracle under pressure on several CPUs; and what happens when a flush is forgotten.
+#![cfg(all(target_os = "linux", not(miri), not(loom)))]
+
+mod negative;
+mod oracle;
+mod rig;
+mod rules;
+#[path = "../support/mod.rs"]
+mod support;

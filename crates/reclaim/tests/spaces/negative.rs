@@ -1,0 +1,145 @@
+//! What a forgotten flush does, and that it is seen: the same runs with flushes, and with CPUs that do not hear of them.
+
+use crate::rig::{Cx, Handle, Rig, Size, bounds, no_faults, span, with_rig};
+use hugemm_base::{CpuId, PageSize, VirtAddr};
+use hugemm_reclaim::Policy;
+use hugemm_vm::{AreaKind, Backing};
+use std::sync::atomic::Ordering;
+
+const AT: u64 = 0x4000_0000;
+const PAGES: u64 = 64;
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: Policy::Generations };
+
+fn space<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>) -> Handle<'v, 'h> {
+    let space = rig.vm.create(cx, bounds()).expect("a space");
+    let kind = AreaKind::private(PageSize::Size4K);
+    rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Private).expect("an area");
+    space
+}
+
+fn at(index: u64) -> u64 {
+    AT + (index << 12)
+}
+
+/// CPU 1 stores to pages and keeps their translations; CPU 0 does something; CPU 1 stores once more. Then how many of the
+/// pages, as `see` finds them, are not as they should be.
+fn wrong(deaf: bool, act: impl Fn(&Rig<'_>, bool) -> u64) -> u64 {
+    let wrong = std::cell::Cell::new(0);
+    with_rig(SIZE, 21, &no_faults(), |rig| wrong.set(act(rig, deaf)));
+    wrong.get()
+}
+
+/// D13: written out while a CPU could still store into the page.
+fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
+    let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
+    rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.enter(cx, &space);
+        (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
+    });
+    rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
+    rig.mmu.as_cpu(CpuId(0), |cx| (0..3).for_each(|_| _ = rig.evict_all(cx)));
+    // Whoever has the translation uses it; whoever faults stores to the page that comes back.
+    let through_stale = rig.mmu.as_cpu(CpuId(1), |_| {
+        (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 2).is_ok()).count()
+    });
+    rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
+    assert_eq!(through_stale > 0, deaf);
+    rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.leave(cx, &space);
+        if !deaf {
+            rig.enter(cx, &space);
+            (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 2).expect("memory"));
+            rig.leave(cx, &space);
+        }
+    });
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.enter(cx, &space);
+        let lost = (0..PAGES).filter(|index| rig.get(cx, &space, at(*index)) != Ok(2)).count();
+        rig.leave(cx, &space);
+        rig.vm.destroy(cx, space).expect("destroyed");
+        lost as u64
+    })
+}
+
+/// D14: write-protected by a fork while a CPU goes on storing.
+fn fork_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
+    let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
+    rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.enter(cx, &space);
+        (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
+    });
+    rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
+    let child = rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.fork(cx, &space).expect("forked"));
+    rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
+    rig.mmu.as_cpu(CpuId(1), |cx| {
+        (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 2).expect("memory"));
+        rig.leave(cx, &space);
+    });
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.enter(cx, &child);
+        let seen = (0..PAGES).filter(|index| rig.get(cx, &child, at(*index)) != Ok(1)).count();
+        rig.leave(cx, &child);
+        rig.vm.destroy(cx, child).expect("destroyed");
+        rig.vm.destroy(cx, space).expect("destroyed");
+        seen as u64
+    })
+}
+
+/// D12: unmapped by its owner while reclaim has unhooked it and not flushed.
+fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
+    let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
+    rig.mmu.as_cpu(CpuId(1), |cx| {
+        rig.enter(cx, &space);
+        (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
+    });
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        let deferred = hugemm_paging::DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+        let mut debt = None;
+        let mut heads = Vec::new();
+        for index in 0..PAGES {
+            let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(index)));
+            let hugemm_paging::Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+            rig.vm.frames().get(leaf.frame).expect("mapped");
+            assert!(rig.vm.unhook(cx, leaf.frame, hugemm_base::Order::ZERO, &deferred, &mut debt));
+            heads.push(leaf.frame);
+        }
+        assert!(space.tlb().is_unsettled());
+        rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
+        rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
+        assert!(!space.tlb().is_unsettled());
+        rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
+        let used = (0..PAGES).filter(|index| rig.mmu.load(CpuId(1), VirtAddr::new(at(*index))).is_ok()).count();
+        let receipt = deferred.flush(rig.vm.tlbs(), cx);
+        assert!(debt.expect("unhooked").release(&receipt).is_ok());
+        for head in heads {
+            hugemm_vm::Pager::<crate::rig::Model<'_>>::drop_references(
+                rig.vm.pager(),
+                rig.vm.frames(),
+                cx,
+                hugemm_base::Extent::block(head, hugemm_base::Order::ZERO),
+                hugemm_base::Order::ZERO,
+            );
+        }
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.vm.destroy(cx, space).expect("destroyed");
+        used as u64
+    })
+}
+
+#[test]
+fn a_page_written_out_before_its_flush_loses_stores() {
+    assert_eq!(wrong(false, evict_under_a_writer), 0);
+    assert!(wrong(true, evict_under_a_writer) > 0);
+}
+
+#[test]
+fn a_write_protection_without_its_flush_reaches_the_child() {
+    assert_eq!(wrong(false, fork_under_a_writer), 0);
+    assert!(wrong(true, fork_under_a_writer) > 0);
+}
+
+#[test]
+fn an_unmap_that_meets_unflushed_pages_flushes_them() {
+    assert_eq!(wrong(false, unmap_under_a_reader), 0);
+    assert!(wrong(true, unmap_under_a_reader) > 0);
+}

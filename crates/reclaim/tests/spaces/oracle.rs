@@ -1,0 +1,187 @@
+//! Everything at once on four CPUs, with less memory than is used: every word read is the word written last.
+
+use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::support::Rng;
+use hugemm_base::{Cancel, CancelFlag, CpuId, PageSize};
+use hugemm_reclaim::{Ageing, Policy, Swap};
+use hugemm_vm::{AreaKind, Backing, SharedRef, Space, VmError};
+use std::collections::BTreeMap;
+use std::sync::Barrier;
+
+const SHARED_AT: u64 = 0x4000_0000;
+const PRIVATE_AT: u64 = 0x8000_0000;
+const CPUS: u32 = 4;
+
+struct Program<'r, 'h> {
+    rig: &'r Rig<'h>,
+    cpu: u32,
+    page: PageSize,
+    shared_pages: u64,
+    private_pages: u64,
+    rng: Rng,
+    /// What this CPU stored last, by address, in its own words.
+    known: BTreeMap<u64, u64>,
+    value: u64,
+}
+
+impl<'h> Program<'_, 'h> {
+    fn any_at(&mut self) -> u64 {
+        let (base, pages) = match self.rng.below(2) {
+            0 => (SHARED_AT, self.shared_pages),
+            _ => (PRIVATE_AT, self.private_pages),
+        };
+        // One of this CPU's words of some page; of a 2 MiB page, in one of eight places.
+        let within = if self.page == PageSize::Size4K { 0 } else { self.rng.below(8) * 0x4_0000 };
+        base + self.rng.below(pages) * self.page.bytes() + within + u64::from(self.cpu) * 8
+    }
+
+    fn check(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, expected: u64) {
+        match self.rig.get(cx, space, at) {
+            Ok(found) => assert_eq!(found, expected, "CPU {} at {at:#x}", self.cpu),
+            Err(error) => assert_eq!(error, VmError::NoMemory),
+        }
+    }
+
+    fn step(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+        match self.rng.below(200) {
+            0 => self.fork(cx, space),
+            1 => self.unmap(cx, space),
+            2..=90 => {
+                let at = self.any_at();
+                self.check(cx, space, at, self.known.get(&at).copied().unwrap_or(0));
+            }
+            _ => {
+                let at = self.any_at();
+                self.value += 1;
+                if self.rig.put(cx, space, at, self.value).is_ok() {
+                    self.known.insert(at, self.value);
+                }
+            }
+        }
+        self.rig.vm.tlbs().serve(cx);
+    }
+
+    /// A child has the private pages as they are now, whatever the parent does then.
+    fn fork(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+        let child = match self.rig.vm.fork(cx, space) {
+            Ok(child) => child,
+            Err(error) => return assert_eq!(error, VmError::NoMemory),
+        };
+        let then = self.known.clone();
+        for _ in 0..10 {
+            let at = self.any_at();
+            self.value += 1;
+            if self.rig.put(cx, space, at, self.value).is_ok() {
+                self.known.insert(at, self.value);
+            }
+            self.rig.vm.tlbs().serve(cx);
+        }
+        self.rig.leave(cx, space);
+        self.rig.enter(cx, &child);
+        for (at, value) in then.iter().filter(|(at, _)| **at >= PRIVATE_AT) {
+            self.check(cx, &child, *at, *value);
+            self.rig.vm.tlbs().serve(cx);
+        }
+        self.rig.leave(cx, &child);
+        self.rig.vm.destroy(cx, child).expect("destroyed");
+        self.rig.enter(cx, space);
+    }
+
+    /// Some private pages are unmapped, and read as zeroes when they are mapped again.
+    fn unmap(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+        let first = self.rng.below(self.private_pages);
+        let pages = (1 + self.rng.below(8)).min(self.private_pages - first);
+        let (start, bytes) = (PRIVATE_AT + first * self.page.bytes(), pages * self.page.bytes());
+        match self.rig.vm.unmap(cx, space, span(start, bytes)) {
+            Ok(_) => {}
+            Err(error) => return assert_eq!(error, VmError::NoMemory),
+        }
+        self.known.retain(|at, _| !(start..start + bytes).contains(at));
+        loop {
+            match self.rig.vm.map(cx, space, span(start, bytes), AreaKind::private(self.page), Backing::Private) {
+                Ok(_) => return,
+                Err(error) => assert_eq!(error, VmError::NoMemory),
+            }
+            self.rig.vm.tlbs().serve(cx);
+        }
+    }
+}
+
+fn run(rig: &Rig<'_>, page: PageSize, seed: u64, steps: u64) {
+    // Half as much again as there is memory.
+    let scale = if page == PageSize::Size4K { 1 } else { 2 };
+    let (shared_pages, private_pages) = ((scale << 22) / page.bytes(), (scale << 21) / page.bytes());
+    let object = rig
+        .mmu
+        .as_cpu(CpuId(0), |cx| rig.vm.create_shared(cx, shared_pages * page.pages(), page, false).expect("an object"));
+    let start = Barrier::new(CPUS as usize);
+    let over = CancelFlag::new();
+    let ended = std::sync::atomic::AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        for cpu in 0..CPUS {
+            let (object, start, over, ended): (&SharedRef<'_, _>, _, _, _) = (&object, &start, &over, &ended);
+            scope.spawn(move || {
+                rig.beside_others(cpu, |cx| {
+                    start.wait();
+                    if cpu == 0 {
+                        // The worker, whose way of ageing and of choosing changes all the time.
+                        let mut turn = 0;
+                        while !over.requested() {
+                            let pager = rig.vm.pager();
+                            pager.set_ageing(Ageing::ALL[turn % 4]);
+                            pager.lru(NODE).expect("one").set_policy(cx, Policy::ALL[turn / 4 % 2]);
+                            pager.balance(&rig.vm, cx, NODE, 512, over);
+                            turn += 1;
+                            rig.vm.tlbs().serve(cx);
+                            std::thread::yield_now();
+                        }
+                        return;
+                    }
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let kind = AreaKind::private(page);
+                    let shared = span(SHARED_AT, shared_pages * page.bytes());
+                    rig.vm.map(cx, &space, shared, kind, Backing::Shared(object, 0)).expect("shared");
+                    let private = span(PRIVATE_AT, private_pages * page.bytes());
+                    rig.vm.map(cx, &space, private, kind, Backing::Private).expect("private");
+                    rig.enter(cx, &space);
+                    let (rng, known) = (Rng(seed + u64::from(cpu) * 77), BTreeMap::new());
+                    let mut program = Program { rig, cpu, page, shared_pages, private_pages, rng, known, value: 0 };
+                    for _ in 0..steps {
+                        program.step(cx, &space);
+                    }
+                    for (at, value) in program.known.clone() {
+                        program.check(cx, &space, at, value);
+                        rig.vm.tlbs().serve(cx);
+                    }
+                    rig.leave(cx, &space);
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                    if ended.fetch_add(1, std::sync::atomic::Ordering::SeqCst) + 2 == CPUS {
+                        over.raise();
+                    }
+                });
+            });
+        }
+    });
+    rig.mmu.as_cpu(CpuId(0), |cx| {
+        rig.vm.close(cx, object);
+        let stats = rig.store.stats(cx);
+        assert!(stats.stores > 0 && stats.loads > 0, "there was no pressure: {stats:?}");
+    });
+}
+
+#[test]
+fn every_word_is_the_word_written_last() {
+    // Longer where somebody asks for it.
+    let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(2500);
+    for (page, policy, mib) in [(PageSize::Size4K, Policy::Generations, 7), (PageSize::Size4K, Policy::TwoList, 8)] {
+        let size = Size { mib, swap: 2500, cpus: CPUS, policy };
+        with_rig(size, 31, &no_faults(), |rig| run(rig, page, 7, steps));
+    }
+}
+
+#[test]
+fn every_word_of_large_pages_is_the_word_written_last() {
+    let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(600);
+    let size = Size { mib: 20, swap: 2500, cpus: CPUS, policy: Policy::Generations };
+    with_rig(size, 32, &no_faults(), |rig| run(rig, PageSize::Size2M, 8, steps));
+}

@@ -1,0 +1,310 @@
+//! What the tests run on: a manager over the model MMU, whose TLBs keep what they may, with swap in memory, and programs
+//! that access memory as tasks do: translate, fault, repeat.
+
+#![allow(unreachable_pub, reason = "one test's modules")]
+
+use crate::support::Runs;
+use hugemm_base::inject::FaultPlan;
+use hugemm_base::{
+    CpuCx, CpuId, CpuLocal, Dirty, Extent, Invalidation, NoPressure, NodeId, PhysAddr, TlbHw, TlbScope, VirtAddr,
+};
+use hugemm_clear::{Clearer, Features, Policy as ClearPolicy, Profile};
+use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::memory::{Backing, Region, RegionRequest};
+use hugemm_host::mmu::{Fault, Mmu};
+use hugemm_host::topology::MachineTopology;
+use hugemm_paging::{RawEditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_reclaim::{Compressed, Lru, Policy, Reclaim, Swap, SwapStats, Watermarks};
+use hugemm_vm::{Access, NoPool, Notifier, Parts, Setup, Space, SpaceRef, Vm, VmError};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+pub type Cpus<'h> = Mmu<'h, 'h>;
+pub type Store<'h> = Compressed<'h, 'h, Plain<&'h FaultPlan>, Runs>;
+pub type Pages<'h> = Reclaim<'h, 'h, Model<'h>, Store<'h>>;
+pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
+pub type Handle<'v, 'h> = SpaceRef<'v, Model<'h>>;
+
+pub struct Model<'h>(PhantomData<&'h ()>);
+
+impl<'h> Setup for Model<'h> {
+    type Platform = Cpus<'h>;
+    type Env = Plain<&'h FaultPlan>;
+    type Format = X86_64;
+    type Lock = ServingLock;
+    type Tlb = Deaf<'h>;
+    type Pager = Pages<'h>;
+    type Pressure = NoPressure;
+    type Pool = NoPool;
+    type Notifier = Follower<'h>;
+}
+
+/// The model's TLBs; when it is told to be deaf, it does not invalidate on CPUs other than the caller's, as if a flush
+/// had been forgotten.
+pub struct Deaf<'h> {
+    pub mmu: &'h Cpus<'h>,
+    pub deaf: AtomicBool,
+    pub interrupts: AtomicU64,
+}
+
+// SAFETY: the model's own, unless a test asks for the mistake that it then looks for.
+unsafe impl TlbHw for Deaf<'_> {
+    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        if !self.deaf.load(Ordering::Relaxed) {
+            self.mmu.invalidate(cpu, scope, what);
+        }
+    }
+
+    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        self.interrupts.fetch_add(1, Ordering::Relaxed);
+        TlbHw::interrupt(self.mmu, cpu, first, cpus, serve);
+    }
+
+    fn tags(&self) -> usize {
+        TlbHw::tags(self.mmu)
+    }
+
+    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        TlbHw::load(self.mmu, cpu, root, tag, keep);
+    }
+
+    fn unload(&self, cpu: CpuId) {
+        self.mmu.unload(cpu);
+    }
+}
+
+pub struct Follower<'h>(pub Arc<dyn Notifier<Cpus<'h>> + Send + Sync + 'h>);
+
+impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
+    fn begin(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: hugemm_base::VirtRange) {
+        self.0.begin(cx, range);
+    }
+
+    fn young(&self, range: hugemm_base::VirtRange) -> bool {
+        self.0.young(range)
+    }
+
+    fn end(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: hugemm_base::VirtRange) {
+        self.0.end(cx, range);
+    }
+}
+
+thread_local! {
+    /// What this thread does while it waits for a lock, as a CPU with interrupts on would.
+    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+}
+
+/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer.
+pub struct ServingLock(AtomicU64);
+
+const WRITER: u64 = 1 << 32;
+
+impl ServingLock {
+    fn wait(&self, take: impl Fn(u64) -> Option<u64>) {
+        while self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, &take).is_err() {
+            if let Some(serve) = SERVE.get() {
+                serve();
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+// SAFETY: while the writer's bit is set nobody else gets in, and it is set only when nobody is.
+unsafe impl RawEditLock for ServingLock {
+    fn new() -> Self {
+        ServingLock(AtomicU64::new(0))
+    }
+
+    fn lock_shared(&self) {
+        self.wait(|word| (word & WRITER == 0).then_some(word + 1));
+    }
+
+    unsafe fn unlock_shared(&self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn lock_exclusive(&self) {
+        self.wait(|word| (word == 0).then_some(WRITER));
+    }
+
+    unsafe fn unlock_exclusive(&self) {
+        self.0.store(0, Ordering::SeqCst);
+    }
+}
+
+struct Memory(*mut u8, Layout);
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; the manager borrowed it and is gone.
+        unsafe { dealloc(self.0, self.1) };
+    }
+}
+
+/// Everything a test needs.
+pub struct Rig<'h> {
+    pub mmu: &'h Cpus<'h>,
+    pub vm: Vm<'h, Model<'h>>,
+    pub store: &'h Store<'h>,
+}
+
+/// Of a machine.
+#[derive(Clone, Copy)]
+pub struct Size {
+    pub mib: u64,
+    /// Frames that swap may use.
+    pub swap: u64,
+    pub cpus: u32,
+    pub policy: Policy,
+}
+
+pub const NODE: NodeId = NodeId(0);
+
+pub fn span(start: u64, bytes: u64) -> Span {
+    Span::new(VirtAddr::new(start), bytes).expect("a span")
+}
+
+/// The lower half.
+pub fn bounds() -> Span {
+    span(0, 1 << 47)
+}
+
+pub fn no_faults() -> FaultPlan {
+    FaultPlan::nth(u64::MAX)
+}
+
+/// Runs `test` and checks afterwards that the model has seen nothing wrong and that every frame and slot is back.
+pub fn with_rig(size: Size, seed: u64, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+    let request = RegionRequest { bytes: size.mib << 20, backing: Backing::Small, ..RegionRequest::default() };
+    let mut region = Region::allocate(&request).expect("memory");
+    // What is not cleared is seen.
+    region.as_mut_slice().fill(0xa5);
+    let os_cpu = MachineTopology::read().expect("sysfs").cpus[0].id;
+    let host = Host::new(&[CpuPlace { os_cpu, node: NODE }], region.as_mut_slice()).expect("a machine");
+    let host: &Host<'_> = &host;
+    let mmu = Mmu::new(host, size.cpus, 2, seed);
+    run(&mmu, host.frames(), size, inject, test);
+}
+
+fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+    let cpus = size.cpus;
+    let arenas = [ArenaSpec { extent: memory, node: NODE, descriptors: None }];
+    let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
+    let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
+    // SAFETY: the layout is not empty.
+    let metadata = Memory(unsafe { alloc_zeroed(layout) }, layout);
+    // SAFETY: zeroed, of this size, used once; one platform.
+    let frames = unsafe { Frames::new(&config, Plain(inject), metadata.0, layout.size()) }.expect("large enough");
+    // SAFETY: the only owner of the host's frames, released once.
+    unsafe { frames.release(Dirty::assume_owned(memory)) };
+    let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
+    let words = Tlbs::<Deaf<'_>>::inbox_words(cpus as usize);
+    let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
+    let hardware = Deaf { mmu, deaf: AtomicBool::new(false), interrupts: AtomicU64::new(0) };
+    // SAFETY: the model's CPUs, and one view of the slices.
+    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, hardware) }.expect("enough words");
+    let features = Features::detect();
+    let model = hugemm_clear::Primitive::Model;
+    let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+    // SAFETY: the model MMU intercepts it.
+    let features = unsafe { features.with(model) };
+    let clearer = Clearer::new(features, policy).expect("the model primitive");
+    let lrus = [Lru::new(&frames, size.policy)];
+    // Fails only where an allocation is made to fail.
+    let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
+    let store = ManuallyDrop::new(store);
+    let marks = Watermarks::for_node(memory.pages());
+    let parts = Parts {
+        frames: &frames,
+        tlbs: &tlbs,
+        clearer,
+        shootdown: ShootdownPolicy::BATCHED,
+        pager: Reclaim::new(&lrus, &*store, marks, ()),
+        pressure: NoPressure,
+        pool: NoPool,
+    };
+    // SAFETY: the host's memory is a direct map; all contexts are the model's.
+    let vm = unsafe { Vm::new(parts) }.expect("small objects");
+    let rig = Rig { mmu, vm, store: &store };
+    test(&rig);
+    mmu.as_cpu(CpuId(0), |cx| {
+        rig.vm.trim(cx);
+        assert_eq!(lrus[0].stats(cx).folios, 0, "left on the LRU");
+    });
+    drop(rig);
+    mmu.as_cpu(CpuId(0), |cx| {
+        let SwapStats { pages, .. } = store.stats(cx);
+        assert_eq!(pages, 0, "left in swap");
+        // SAFETY: whoever borrowed it has been dropped, though the types' lifetimes go on; it is not used again.
+        let store: Store<'_> = unsafe { std::ptr::read(&*store) };
+        assert!(store.close(cx).is_ok());
+    });
+    for cpu in 0..cpus {
+        mmu.as_cpu(CpuId(cpu), |cx| frames.drain(cx));
+    }
+    mmu.as_cpu(CpuId(0), |cx| {
+        let stats = frames.stats(cx);
+        assert_eq!(stats.free + stats.refused, frames.managed(), "frames lost: {stats:?}");
+    });
+}
+
+impl<'h> Rig<'h> {
+    /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
+    pub fn put(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, value: u64) -> Result<(), VmError> {
+        let cpu = CpuLocal::current(cx.platform());
+        loop {
+            match self.mmu.store(cpu, VirtAddr::new(at), value) {
+                Ok(()) => return Ok(()),
+                Err(Fault::NotPresent | Fault::Protection) => {
+                    self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
+                    self.vm.tlbs().serve(cx);
+                }
+            }
+        }
+    }
+
+    /// Loads 8 bytes the same way.
+    pub fn get(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64) -> Result<u64, VmError> {
+        let cpu = CpuLocal::current(cx.platform());
+        loop {
+            match self.mmu.load(cpu, VirtAddr::new(at)) {
+                Ok(value) => return Ok(value),
+                Err(_) => {
+                    self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
+                    self.vm.tlbs().serve(cx);
+                }
+            }
+        }
+    }
+
+    /// Plays a CPU beside others: while it waits for a lock it serves their shootdowns.
+    pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
+        let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
+        let serve: &dyn Fn() = &serve;
+        // SAFETY: taken out again before the closure ends.
+        SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
+        let result = self.mmu.as_cpu(CpuId(cpu), f);
+        SERVE.set(None);
+        result
+    }
+
+    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+        space.tlb().switch_in(self.vm.tlbs(), cx);
+    }
+
+    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+        space.tlb().switch_out(self.vm.tlbs(), cx);
+    }
+
+    /// Evicts what can be evicted, whatever it takes; how many pages became free.
+    pub fn evict_all(&self, cx: &mut Cx<'_, 'h>) -> u64 {
+        let budget = hugemm_reclaim::Budget { free: u64::MAX, scan: 1 << 14 };
+        self.vm.pager().shrink(&self.vm, cx, NODE, budget, &hugemm_base::Never).freed
+    }
+}

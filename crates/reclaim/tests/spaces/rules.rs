@@ -1,0 +1,422 @@
+//! One CPU, one rule each.
+
+use crate::rig::{Follower, Handle, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use hugemm_base::inject::every_fault;
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
+use hugemm_paging::{Flags, Lookup};
+use hugemm_reclaim::{Ageing, Budget, Policy, Swap};
+use hugemm_vm::{AreaKind, Backing, Notifier, VmError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const AT: u64 = 0x4000_0000;
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: Policy::Generations };
+const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
+
+fn filled<'v, 'h>(rig: &'v Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, page: PageSize, pages: u64) -> Handle<'v, 'h> {
+    let space = rig.vm.create(cx, bounds()).expect("a space");
+    let area = span(AT, pages * page.bytes());
+    rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+    rig.enter(cx, &space);
+    for index in 0..pages {
+        rig.put(cx, &space, AT + index * page.bytes() + 8, index + 1).expect("memory");
+    }
+    space
+}
+
+fn expect(rig: &Rig<'_>, away: bool, found: Lookup) {
+    let _ = rig;
+    assert_eq!(matches!(found, Lookup::Owner(_)), away, "{found:?}");
+}
+
+#[test]
+fn private_pages_go_away_and_come_back() {
+    for page in SIZES {
+        let pages = if page == PageSize::Size4K { 100 } else { 3 };
+        with_rig(SIZE, 1, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, pages);
+                let before = rig.vm.frames().stats(cx).available();
+                // Young at first, idle after that.
+                let freed = rig.evict_all(cx) + rig.evict_all(cx) + rig.evict_all(cx);
+                assert_eq!(freed, pages * page.pages());
+                assert!(rig.vm.frames().stats(cx).available() > before);
+                for index in 0..pages {
+                    expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + index * page.bytes())));
+                }
+                for index in 0..pages {
+                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
+                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 16), Ok(0));
+                    rig.put(cx, &space, AT + index * page.bytes() + 16, 7).expect("writable");
+                }
+                assert_eq!(space.counters().refaulted.get(), pages);
+                assert_eq!(rig.store.stats(cx).pages, 0, "a slot goes with its page");
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+#[test]
+fn unmapping_what_is_away_frees_its_slots() {
+    for page in SIZES {
+        with_rig(SIZE, 2, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 3);
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                assert!(rig.store.stats(cx).stores > 0);
+                rig.vm.unmap(cx, &space, span(AT + page.bytes(), page.bytes())).expect("unmapped");
+                assert_eq!(rig.get(cx, &space, AT + 8), Ok(1));
+                assert_eq!(
+                    rig.get(cx, &space, AT + page.bytes() + 8),
+                    Err(VmError::NoArea { at: VirtAddr::new(AT + page.bytes() + 8) })
+                );
+                assert_eq!(rig.get(cx, &space, AT + 2 * page.bytes() + 8), Ok(3));
+                // One stays away: its slot goes with the space.
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+#[test]
+fn a_fork_shares_what_is_away_and_each_gets_its_own() {
+    for page in SIZES {
+        with_rig(SIZE, 3, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let parent = filled(rig, cx, page, 2);
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                let stored = rig.store.stats(cx);
+                let child = rig.vm.fork(cx, &parent).expect("forked");
+                assert_eq!(rig.store.stats(cx).stores, stored.stores, "nothing is stored twice");
+                rig.put(cx, &parent, AT + 8, 100).expect("memory");
+                rig.leave(cx, &parent);
+                rig.enter(cx, &child);
+                assert_eq!(rig.get(cx, &child, AT + 8), Ok(1));
+                assert_eq!(rig.get(cx, &child, AT + page.bytes() + 8), Ok(2));
+                rig.leave(cx, &child);
+                // Shared by fork while present: stored once, found by both.
+                let grandchild = rig.vm.fork(cx, &child).expect("forked");
+                let stores = rig.store.stats(cx).stores;
+                (0..4).for_each(|_| _ = rig.evict_all(cx));
+                // The child's two pages, which the grandchild shares, and the parent's own.
+                assert_eq!(rig.store.stats(cx).stores - stores, 3 * page.pages());
+                for space in [&child, &grandchild] {
+                    rig.enter(cx, space);
+                    assert_eq!(rig.get(cx, space, AT + 8), Ok(1));
+                    rig.put(cx, space, AT + 8, 55).expect("its own");
+                    rig.leave(cx, space);
+                }
+                for space in [parent, child, grandchild] {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+            });
+        });
+    }
+}
+
+#[test]
+fn a_shared_page_is_stored_once_and_read_once() {
+    for page in SIZES {
+        with_rig(SIZE, 4, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let object = rig.vm.create_shared(cx, 2 * page.pages(), page, false).expect("an object");
+                let spaces: Vec<_> = (0..5)
+                    .map(|_| {
+                        let space = rig.vm.create(cx, bounds()).expect("a space");
+                        let from = Backing::Shared(&object, 0);
+                        rig.vm
+                            .map(cx, &space, span(AT, 2 * page.bytes()), AreaKind::private(page), from)
+                            .expect("an area");
+                        space
+                    })
+                    .collect();
+                for (value, space) in (1..).zip(&spaces) {
+                    rig.enter(cx, space);
+                    rig.put(cx, space, AT + value * 8, value).expect("memory");
+                    rig.leave(cx, space);
+                }
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                let stats = rig.store.stats(cx);
+                assert_eq!((stats.stores, stats.loads), (page.pages(), 0));
+                for space in &spaces {
+                    rig.enter(cx, space);
+                    for value in 1..=5 {
+                        assert_eq!(rig.get(cx, space, AT + value * 8), Ok(value));
+                    }
+                    rig.leave(cx, space);
+                }
+                assert_eq!(rig.store.stats(cx).loads, page.pages(), "one read serves all");
+                // Away again, and the object goes with what is in swap.
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                for space in spaces {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                assert!(rig.store.stats(cx).pages > 0);
+                rig.vm.close(cx, object);
+            });
+        });
+    }
+}
+
+/// D2, D3, D5, D10, D16: whatever the way, the same pages are found young; only the flushing ways flush.
+#[test]
+fn ageing_flushes_nothing_at_any_leaf_size() {
+    for (page, way) in SIZES.into_iter().flat_map(|page| Ageing::ALL.map(|way| (page, way))) {
+        with_rig(SIZE, 5, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let object = rig.vm.create_shared(cx, 4 * page.pages(), page, false).expect("an object");
+                let spaces: Vec<_> = (0..3)
+                    .map(|_| {
+                        let space = rig.vm.create(cx, bounds()).expect("a space");
+                        let from = Backing::Shared(&object, 0);
+                        rig.vm
+                            .map(cx, &space, span(AT, 4 * page.bytes()), AreaKind::private(page), from)
+                            .expect("an area");
+                        rig.enter(cx, &space);
+                        for index in 0..4 {
+                            rig.put(cx, &space, AT + index * page.bytes(), index).expect("memory");
+                        }
+                        rig.leave(cx, &space);
+                        space
+                    })
+                    .collect();
+                let pager = rig.vm.pager();
+                pager.set_ageing(way);
+                let flushed = rig.vm.tlbs().counts();
+                let budget = Budget { free: u64::MAX, scan: 4 * page.pages() };
+                let progress = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
+                assert_eq!(progress.freed, 0, "all are young");
+                assert_eq!(pager.counts().young.get(), 12, "3 mappings of 4 pages");
+                let flushes = pager.counts().age_flushes.get();
+                match way {
+                    Ageing::Flush | Ageing::NoSync => assert_eq!(flushes, 12),
+                    Ageing::NoFlush | Ageing::Batch => assert_eq!(flushes, 0),
+                }
+                if way != Ageing::Flush {
+                    assert_eq!(rig.vm.tlbs().counts(), flushed, "no TLB was touched");
+                }
+                for space in spaces {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                rig.vm.close(cx, object);
+            });
+        });
+    }
+}
+
+/// D6, D8: locked pages stay; areas without recency do not count.
+#[test]
+fn areas_say_what_counts() {
+    with_rig(SIZE, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm
+                .map(cx, &space, span(AT, 8 << 12), AreaKind { locked: true, ..kind }, Backing::Private)
+                .expect("one");
+            let other = AreaKind { no_recency: true, ..kind };
+            rig.vm.map(cx, &space, span(2 * AT, 8 << 12), other, Backing::Private).expect("two");
+            rig.enter(cx, &space);
+            for index in 0..8 {
+                rig.put(cx, &space, AT + (index << 12), 1).expect("memory");
+                rig.put(cx, &space, 2 * AT + (index << 12), 1).expect("memory");
+            }
+            // Idle at the first look although just used.
+            assert_eq!(rig.evict_all(cx), 8);
+            (0..3).for_each(|_| assert_eq!(rig.evict_all(cx), 0));
+            for index in 0..8 {
+                assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(AT + (index << 12))), Lookup::Mapped(_)));
+                assert_eq!(rig.get(cx, &space, 2 * AT + (index << 12)), Ok(1));
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A pinned page stays, and is where it was.
+#[test]
+fn pinned_pages_stay() {
+    for page in SIZES {
+        with_rig(SIZE, 7, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 2);
+                let mut pins = Vec::new();
+                rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |pin| pins.push(pin)).expect("pinned");
+                (0..4).for_each(|_| _ = rig.evict_all(cx));
+                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
+                assert_eq!(leaf.frame, pins[0].extent().base());
+                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
+                rig.put(cx, &space, AT + 8, 9).expect("still writable");
+                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin));
+                (0..4).for_each(|_| _ = rig.evict_all(cx));
+                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT)));
+                assert_eq!(rig.get(cx, &space, AT + 8), Ok(9));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// D9: a follower's accesses keep a page, and it is told before a page goes.
+#[test]
+fn followers_are_asked_and_told() {
+    #[derive(Default)]
+    struct Second {
+        asked: AtomicU64,
+        told: AtomicU64,
+        uses: AtomicU64,
+    }
+    impl<P: hugemm_base::platform::Cpu> Notifier<P> for Second {
+        fn begin(&self, _cx: &mut hugemm_base::CpuCx<'_, P>, _range: VirtRange) {
+            self.told.fetch_add(1, Ordering::Relaxed);
+        }
+        fn young(&self, _range: VirtRange) -> bool {
+            self.asked.fetch_add(1, Ordering::Relaxed);
+            self.uses.load(Ordering::Relaxed) != 0
+        }
+        fn end(&self, _cx: &mut hugemm_base::CpuCx<'_, P>, _range: VirtRange) {}
+    }
+    with_rig(SIZE, 8, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 4);
+            let second = Arc::new(Second::default());
+            second.uses.store(1, Ordering::Relaxed);
+            let follower = rig.vm.follow(cx, &space, Follower(second.clone())).expect("followed");
+            (0..4).for_each(|_| assert_eq!(rig.evict_all(cx), 0));
+            assert!(second.asked.load(Ordering::Relaxed) >= 16);
+            assert_eq!(second.told.load(Ordering::Relaxed), 0);
+            second.uses.store(0, Ordering::Relaxed);
+            assert_eq!((0..4).map(|_| rig.evict_all(cx)).sum::<u64>(), 4);
+            assert_eq!(second.told.load(Ordering::Relaxed), 4);
+            // SAFETY: it came from `follow` on this space.
+            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Swap that is full is an error to nobody: pages stay and keep what is in them.
+#[test]
+fn full_swap_keeps_pages() {
+    for page in SIZES {
+        // Just the compressor's working memory and a little.
+        with_rig(Size { swap: 60, ..SIZE }, 9, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let pages = if page == PageSize::Size4K { 800 } else { 4 };
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = AreaKind::private(page);
+                rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
+                rig.enter(cx, &space);
+                let mut rng = crate::support::Rng(5);
+                let mut content = Vec::new();
+                for index in 0..pages * page.pages() {
+                    // Too much to compress well.
+                    for word in 0..100 {
+                        let value = rng.below(u64::MAX >> 32);
+                        rig.put(cx, &space, AT + index * 4096 + word * 40, value).expect("memory");
+                        content.push((AT + index * 4096 + word * 40, value));
+                    }
+                }
+                (0..5).for_each(|_| _ = rig.evict_all(cx));
+                assert!(rig.store.stats(cx).refused_full > 0);
+                for (at, value) in content {
+                    assert_eq!(rig.get(cx, &space, at), Ok(value));
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Whichever allocation fails, nothing is lost.
+#[test]
+fn every_allocation_may_fail() {
+    for page in SIZES {
+        let asked = every_fault(|plan| {
+            with_rig(SIZE, 10, plan, |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let Ok(space) = rig.vm.create(cx, bounds()) else { return };
+                    let kind = AreaKind::private(page);
+                    let _ = rig.vm.map(cx, &space, span(AT, 2 * page.bytes()), kind, Backing::Private);
+                    rig.enter(cx, &space);
+                    let known: Vec<u64> =
+                        (0..2).filter(|i| rig.put(cx, &space, AT + i * page.bytes(), i + 1).is_ok()).collect();
+                    (0..3).for_each(|_| _ = rig.evict_all(cx));
+                    let child = rig.vm.fork(cx, &space);
+                    for index in known {
+                        let at = AT + index * page.bytes();
+                        // One failure is one access's; the next finds the page.
+                        let got = rig.get(cx, &space, at).or_else(|_| rig.get(cx, &space, at));
+                        assert_eq!(got, Ok(index + 1));
+                    }
+                    rig.leave(cx, &space);
+                    if let Ok(child) = child {
+                        rig.vm.destroy(cx, child).expect("destroyed");
+                    }
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                });
+            });
+        });
+        assert!(asked > 10, "{asked}");
+    }
+}
+
+/// More is written than there is memory: direct reclaim serves the faults.
+#[test]
+fn memory_may_be_overcommitted() {
+    for (page, policy) in SIZES.into_iter().flat_map(|page| Policy::ALL.map(|policy| (page, policy))) {
+        with_rig(Size { policy, ..SIZE }, 11, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let pages = (24 << 20) / page.bytes();
+                let space = filled(rig, cx, page, pages);
+                for index in 0..pages {
+                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
+                }
+                assert!(rig.vm.pager().counts().direct_freed.get() > 0);
+                let flags = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (pages - 1) * page.bytes()));
+                assert!(matches!(flags, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::WRITE)));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// D15, D20: a CPU that goes on using a page through its TLB hides that from ageing without flushes. That costs at most a
+/// refault for each round of looks, and with a flush nothing.
+#[test]
+fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
+    const ROUNDS: u64 = 40;
+    for (page, way) in SIZES.into_iter().flat_map(|page| [Ageing::Flush, Ageing::Batch].map(|way| (page, way))) {
+        with_rig(SIZE, 12, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 3);
+                rig.vm.pager().set_ageing(way);
+                for round in 0..ROUNDS {
+                    // Used between any two looks, mostly by what the TLB knows.
+                    rig.put(cx, &space, AT + 8, round).expect("memory");
+                    assert_eq!(rig.get(cx, &space, AT + 8), Ok(round));
+                    // One look; the others are soon gone.
+                    let budget = Budget { free: u64::MAX, scan: page.pages() };
+                    rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
+                }
+                let refaults = space.counters().refaulted.get();
+                match way {
+                    Ageing::Flush => assert_eq!(refaults, 0, "a flush at each look shows each use"),
+                    // Two looks are needed to lose it.
+                    _ => assert!(refaults <= ROUNDS / 2, "{refaults}"),
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}

@@ -1,0 +1,139 @@
+//! What a page table says of a page that is not there.
+//!
+//! | word | the page | the entry holds |
+//! |---|---|---|
+//! | moving | unhooked by reclaim, which has not written it yet | nothing: reclaim has the reference |
+//! | slot | 4 KiB, in a slot | the slot |
+//! | slots | 2 MiB, in 512 slots that stand in a frame of their own | a reference to that frame |
+//!
+//! A word is the kind in two bits and a number of 50. A page of 2 MiB goes away and comes back as a whole.
+
+use crate::error::VmError;
+use crate::pager::{Pager, SLOT_BITS};
+use crate::setup::{Cx, Setup};
+use crate::vm::Vm;
+use core::ptr::NonNull;
+use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysMap};
+use hugemm_frames::Frozen;
+
+/// Pages in a 2 MiB page, hence slots in a frame.
+pub(crate) const SLOTS: u64 = 512;
+
+/// Places at which one stored page may be missing: more than that many slots cannot be shared out for certain.
+pub(crate) const MOST_PLACES: u64 = 1 << 12;
+
+/// The same for a page of 2 MiB: references that a frame takes without memory for a counter.
+pub(crate) const MOST_LARGE_PLACES: u64 = 14;
+
+/// A word, decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Away {
+    Moving(Pfn),
+    Slot(u64),
+    Slots(Pfn),
+}
+
+impl Away {
+    pub(crate) const fn word(self) -> u64 {
+        match self {
+            Away::Moving(head) => head.number() << 2,
+            Away::Slot(slot) => slot << 2 | 1,
+            Away::Slots(frame) => frame.number() << 2 | 2,
+        }
+    }
+
+    pub(crate) const fn of(word: u64) -> Self {
+        let number = word >> 2 & ((1 << SLOT_BITS) - 1);
+        match word & 3 {
+            0 => Away::Moving(Pfn::new(number)),
+            1 => Away::Slot(number),
+            _ => Away::Slots(Pfn::new(number)),
+        }
+    }
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Another holder's word; for whoever keeps the word from being dropped meanwhile.
+    pub(crate) fn share_away(&self, cx: &mut Cx<'_, S>, word: u64) -> Result<u64, VmError> {
+        match Away::of(word) {
+            Away::Moving(_) => Err(VmError::InUse),
+            Away::Slot(slot) => self.pager.share(cx, slot).map(|slot| Away::Slot(slot).word()).ok_or(VmError::NoMemory),
+            Away::Slots(frame) => self.get_page(cx, frame).map(|()| word),
+        }
+    }
+
+    /// Gives up what an entry held.
+    pub(crate) fn drop_away(&self, cx: &Cx<'_, S>, word: u64) {
+        match Away::of(word) {
+            Away::Moving(_) => {}
+            Away::Slot(slot) => self.pager.free(cx, slot),
+            Away::Slots(frame) => {
+                if let Ok(Some(block)) = self.frames.put_frozen(frame) {
+                    for page in 0..SLOTS {
+                        if let Some(slot) = self.slot(cx, frame, page) {
+                            self.pager.free(cx, slot);
+                        }
+                    }
+                    self.frames.free(cx, block);
+                }
+            }
+        }
+    }
+
+    /// Loads what a word stands for, which the caller holds, into a block of as many pages.
+    pub(crate) fn load_away(&self, cx: &Cx<'_, S>, word: u64, into: &mut Frozen) -> Result<(), VmError> {
+        let lost = |_| VmError::Lost;
+        match Away::of(word) {
+            Away::Moving(_) => Err(VmError::InUse),
+            Away::Slot(slot) => self.pager.load(cx, slot, into, 0).map_err(lost),
+            Away::Slots(frame) => (0..SLOTS).try_for_each(|page| {
+                let slot = self.slot(cx, frame, page).ok_or(VmError::Unreachable)?;
+                self.pager.load(cx, slot, into, page).map_err(lost)
+            }),
+        }
+    }
+
+    fn slots(&self, cx: &Cx<'_, S>, frame: Pfn) -> Option<NonNull<u64>> {
+        // The direct map's windows stay valid without being closed.
+        let window = cx.platform().open(Extent::new(frame, 1).ok()?, None)?;
+        NonNull::new(window.ptr.cast())
+    }
+
+    fn slot(&self, cx: &Cx<'_, S>, frame: Pfn, page: u64) -> Option<u64> {
+        // SAFETY: a frame that was filled with 512 slots before anybody could see it and has not changed since; whoever
+        // asks has a reference to it, or just dropped the last.
+        self.slots(cx, frame).map(|slots| unsafe { slots.add(page as usize).read() })
+    }
+
+    /// Writes a slot into a frame that nobody else knows yet; false if it cannot be reached.
+    pub(crate) fn set_slot(&self, cx: &Cx<'_, S>, frame: &Frozen, page: u64, slot: u64) -> bool {
+        let Some(slots) = self.slots(cx, frame.pfn()).filter(|_| page < SLOTS) else { return false };
+        // SAFETY: within the frame, which the caller owns.
+        unsafe { slots.add(page as usize).write(slot) };
+        true
+    }
+
+    /// The slot that [`set_slot`](Vm::set_slot) wrote.
+    pub(crate) fn get_slot(&self, cx: &Cx<'_, S>, frame: &Frozen, page: u64) -> Option<u64> {
+        self.slot(cx, frame.pfn(), page)
+    }
+}
+
+const _: () = assert!(SLOTS * 8 == 1 << PAGE_SHIFT);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_keep_what_is_put_in() {
+        let large = (1 << SLOT_BITS) - 1;
+        for away in [0, 1, 512, large]
+            .into_iter()
+            .flat_map(|number| [Away::Moving(Pfn::new(number)), Away::Slot(number), Away::Slots(Pfn::new(number))])
+        {
+            assert_eq!(Away::of(away.word()), away);
+            assert!(away.word() < 1 << hugemm_paging::OWNER_BITS);
+        }
+    }
+}

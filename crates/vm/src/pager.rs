@@ -1,0 +1,74 @@
+//! The seam to whoever takes pages away that nobody uses, and brings them back: reclaim and swap.
+//!
+//! A pager with [`ACTIVE`](Pager::ACTIVE) is told of every page when it becomes somebody's, drops the references to it, so
+//! that it can forget a page in the moment in which the last reference goes, and stores pages' contents in *slots*. What
+//! it does with pages it does through the manager's [`evict`](crate::evict) operations.
+
+use crate::setup::{Cx, Setup};
+use crate::vm::Vm;
+use hugemm_base::{Extent, Order, Shortfall};
+use hugemm_frames::{Frames, Frozen};
+
+/// Bits of a slot.
+pub const SLOT_BITS: u32 = 50;
+
+/// What is stored in a slot cannot be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LostPage;
+
+/// See the [module](self). A slot is a number below `1 << 50` with one holder, who frees it once.
+pub trait Pager<S: Setup> {
+    /// Whether it takes pages away at all. If not, nothing of this costs anything.
+    const ACTIVE: bool;
+
+    /// Blocks of `order` have become counted pages of their objects, with one reference each: the caller's. No lock is
+    /// held that a reclaiming task takes.
+    fn enlist(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
+
+    /// Drops one reference of each page, frees those that lose their last, and forgets them before anybody can get them
+    /// anew. May be called under a page table's lock; passes no reschedule point.
+    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
+
+    /// Copies what is in a slot into page number `page` of the block. The slot stays.
+    fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage>;
+
+    /// Another holder's handle on the slot; `None` if there are too many. May be called under a page table's lock.
+    fn share(&self, cx: &Cx<'_, S>, slot: u64) -> Option<u64>;
+
+    /// Gives a slot back. May be called under a page table's lock.
+    fn free(&self, cx: &Cx<'_, S>, slot: u64);
+
+    /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked.
+    fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64;
+}
+
+/// Pages stay where they are.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoPager;
+
+impl<S: Setup> Pager<S> for NoPager {
+    const ACTIVE: bool = false;
+
+    fn enlist(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
+
+    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
+        for (head, _) in pages.chunks(order) {
+            // The error is that it has no reference: then it is not ours to drop.
+            let _ = frames.put(cx, head);
+        }
+    }
+
+    fn load(&self, _cx: &Cx<'_, S>, _slot: u64, _into: &mut Frozen, _page: u64) -> Result<(), LostPage> {
+        Err(LostPage)
+    }
+
+    fn share(&self, _cx: &Cx<'_, S>, _slot: u64) -> Option<u64> {
+        None
+    }
+
+    fn free(&self, _cx: &Cx<'_, S>, _slot: u64) {}
+
+    fn relieve(&self, _vm: &Vm<'_, S>, _cx: &mut Cx<'_, S>, _need: Shortfall) -> u64 {
+        0
+    }
+}

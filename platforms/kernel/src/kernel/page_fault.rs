@@ -1,0 +1,129 @@
+//! Page faults: whoever has an address space loaded on a CPU serves them there.
+//!
+//! An access that cannot be served is a bug, and ends the machine with a report; except those in [`store`] and [`load`], which
+//! fail instead.
+
+use super::percpu;
+use super::platform::{KERNEL, Kernel};
+use super::tlb::tlbs;
+use super::traps::Frame;
+use core::arch::global_asm;
+use core::ptr;
+use core::sync::atomic::Ordering;
+use hugemm_base::{CpuCx, VirtAddr};
+use hugemm_paging::{TlbSpace, User};
+use hugemm_vm::Access;
+
+/// Serves a fault of the calling CPU; whether the access can be tried again.
+pub type Serve<'a> = dyn Fn(&mut CpuCx<'static, Kernel>, VirtAddr, Access) -> bool + 'a;
+
+/// Who serves a CPU's faults.
+pub struct Server<'a>(&'a Serve<'a>);
+
+/// Runs `f` with an address space loaded on the calling CPU, whose faults `serve` serves meanwhile.
+pub fn with<R>(
+    cx: &mut CpuCx<'static, Kernel>,
+    space: &TlbSpace<User>,
+    serve: &Serve<'_>,
+    f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R,
+) -> R {
+    space.switch_in(tlbs(), cx);
+    let server = Server(serve);
+    let at: *const Server<'_> = &raw const server;
+    // Relaxed: for this CPU's own faults.
+    percpu::own().server.store(at.cast_mut().cast(), Ordering::Relaxed);
+    let result = f(cx);
+    percpu::own().server.store(ptr::null_mut(), Ordering::Relaxed);
+    space.switch_out(tlbs(), cx);
+    result
+}
+
+/// A fault at `at`, with interrupts as they were before it: whether the access can be tried again, or can fail.
+pub fn served(frame: &mut Frame, at: u64) -> bool {
+    let server: *const Server<'_> = percpu::own().server.load(Ordering::Relaxed).cast();
+    // SAFETY: `with` stores a server that lives until it has taken it back, on this CPU.
+    let Some(server) = (unsafe { server.as_ref() }) else { return false };
+    let access = match (frame.error & EXECUTED != 0, frame.error & WRITTEN != 0) {
+        (true, _) => Access::Execute,
+        (_, true) => Access::Write,
+        _ => Access::Read,
+    };
+    // SAFETY: the interrupted task waits for this handler, which leaves no debts behind. Rescheduling only notes progress
+    // in this kernel and takes no task off its CPU, so debts of the interrupted task stay where they can be paid.
+    let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    if (server.0)(&mut cx, VirtAddr::new(at), access) {
+        return true;
+    }
+    let guarded = [&raw const store_at, &raw const load_at].map(|at| at.addr() as u64).contains(&frame.rip);
+    if guarded {
+        frame.rip = (&raw const access_failed).addr() as u64;
+    }
+    guarded
+}
+
+/// Bits of the error code of a page fault (Intel SDM, volume 3, 5.7).
+const WRITTEN: u64 = 1 << 1;
+const EXECUTED: u64 = 1 << 4;
+
+global_asm!(
+    r#"
+    .text
+    .balign 16
+    .global store_word
+    .global store_at
+    .type store_word, @function
+store_word:
+store_at:
+    movq %rsi, (%rdi)
+    movl $1, %eax
+    ret
+
+    .global load_word
+    .global load_at
+    .type load_word, @function
+load_word:
+load_at:
+    movq (%rdi), %rax
+    movq %rax, (%rsi)
+    movl $1, %eax
+    ret
+
+    .global access_failed
+access_failed:
+    xorl %eax, %eax
+    ret
+    "#,
+    options(att_syntax)
+);
+
+unsafe extern "C" {
+    /// Stores; 0 if that could not be served.
+    fn store_word(at: u64, word: u64) -> u32;
+    /// Loads; 0 if that could not be served.
+    fn load_word(at: u64, word: &mut u64) -> u32;
+    /// The storing instruction.
+    static store_at: u8;
+    /// The loading instruction.
+    static load_at: u8;
+    /// Where to go on if either cannot be served.
+    static access_failed: u8;
+}
+
+/// Stores a word at an aligned address of the loaded space, as a task does; false if the fault could not be served.
+///
+/// # Safety
+///
+/// The address is one of the loaded space's half, and nothing there is used by anybody who would not expect it.
+pub unsafe fn store(at: VirtAddr, word: u64) -> bool {
+    debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
+    // SAFETY: one store of the caller's choice; a fault that is not served ends it at `access_failed`.
+    unsafe { store_word(at.get(), word) != 0 }
+}
+
+/// Loads the word at an aligned address of the loaded space, as a task does; `None` if the fault could not be served.
+pub fn load(at: VirtAddr) -> Option<u64> {
+    debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
+    let mut word = 0;
+    // SAFETY: the space's half is memory or nothing; a fault that is not served ends the load at `access_failed`.
+    (unsafe { load_word(at.get(), &mut word) } != 0).then_some(word)
+}

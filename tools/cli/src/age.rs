@@ -1,0 +1,234 @@
+//! `hugemm bench age`: seed 001's workload on hugemm's own spaces, faults, reclaim and compressed swap.
+//!
+//! Everything is the shipped code over real x86-64 tables, which a software MMU walks; pages are really compressed and
+//! come back, and every touch checks what is in them. Interrupts for flushes are real (`membarrier`). What no CPU does here
+//! is translate by the tables, so a refill after a flush costs less than it would.
+
+use crate::age_args::Age;
+use crate::age_run::{Figures, RunConfig, ageing_rates, run as run_one};
+use crate::args::Kind;
+use crate::document::Row;
+use crate::goals::Goals;
+use crate::machine::Machine;
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::{environment_text, progress, table};
+use anyhow::{Result, bail};
+use hugemm_base::PageSize;
+use hugemm_host::environment::Environment;
+use hugemm_host::ipi::{MembarrierIpi, function_call_interrupts};
+use hugemm_reclaim::{Ageing, Policy};
+use std::time::Duration;
+
+/// Runs of the comparison of ageing rates.
+const RATE_RUNS: u32 = 7;
+
+/// One line: what was run, and what came of it.
+struct Line {
+    config: RunConfig,
+    figures: Figures,
+    /// Interrupts by the kernel's count, which includes others'.
+    taken: Option<u64>,
+}
+
+/// Runs the command.
+pub fn run(args: &Age) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let real = machine.topology.cpus.len() as u32;
+    let cpus = args.cpus.unwrap_or(real.min(args.procs));
+    let memory = machine.whole_pages(args.memory, PageSize::Size2M)?;
+    let shared = machine.whole_pages(args.shared.unwrap_or(Size(memory / 2 * 3)), PageSize::Size2M)?;
+    let swap = args.swap.map_or(memory / 2, |size| size.0);
+    if memory < 32 << 20 {
+        bail!("--memory {} is too little; give at least 32M", args.memory);
+    }
+    if !(args.seconds.is_finite() && args.seconds > 0.0) {
+        bail!("--seconds {} is no time; give a number above 0", args.seconds);
+    }
+    let interrupts = if cpus > 1 { Some(MembarrierIpi::register(cpus as usize, real as usize)?) } else { None };
+    let places = machine.places(cpus as usize)?;
+    let mut environment = Environment::read()?;
+    let mut region = machine.memory(memory, PageSize::Size2M, Kind::Thp)?;
+    environment.note_region("hugemm", &region);
+    let mut configs = Vec::new();
+    for page in args.page.iter().map(|page| PageSize::from(*page)) {
+        for policy in args.lru.iter().map(|lru| Policy::from(*lru)) {
+            configs.extend(args.young.iter().map(|young| RunConfig {
+                page,
+                policy,
+                ageing: Ageing::from(*young),
+                procs: args.procs,
+                cpus,
+                shared,
+                swap,
+                time: Duration::from_secs_f64(args.seconds),
+                check: args.check,
+            }));
+        }
+    }
+    configs.dedup();
+    let bar = progress::bar(configs.len() as u64, machine.quiet());
+    let mut lines = Vec::new();
+    for config in configs {
+        bar.set_message(format!("{} pages, {}, {}", config.page, config.policy.name(), config.ageing.name()));
+        let before = function_call_interrupts();
+        let figures = run_one(&machine, region.as_mut_slice(), &places, interrupts.as_ref(), &config)?;
+        let taken = before.zip(function_call_interrupts()).map(|(before, after)| after.saturating_sub(before));
+        lines.push(Line { config, figures, taken });
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let mut rates = [Samples::default(), Samples::default()];
+    if !args.check && args.page.iter().any(|page| PageSize::from(*page) == PageSize::Size4K) {
+        // Everything fits, so that ageing is all there is to do.
+        let config = RunConfig {
+            page: PageSize::Size4K,
+            policy: Policy::Generations,
+            ageing: Ageing::Batch,
+            procs: args.procs,
+            cpus: 1,
+            shared: (memory / 2).min(shared) / PageSize::Size2M.bytes() * PageSize::Size2M.bytes(),
+            swap,
+            time: Duration::ZERO,
+            check: false,
+        };
+        for pair in ageing_rates(&machine, region.as_mut_slice(), &places[..1], &config, RATE_RUNS)? {
+            rates[0].push(pair[0]);
+            rates[1].push(pair[1]);
+        }
+    }
+    report(args, &machine, environment, &lines, &rates, [memory, shared, swap])
+}
+
+fn percent(part: u64, whole: u64) -> f64 {
+    100.0 * part as f64 / whole.max(1) as f64
+}
+
+fn report(
+    args: &Age,
+    machine: &Machine,
+    environment: Environment,
+    lines: &[Line],
+    rates: &[Samples; 2],
+    [memory, shared, swap]: [u64; 3],
+) -> Result<()> {
+    let mut out = table::new([
+        "page",
+        "lists",
+        "young",
+        "loops/s",
+        "scanned",
+        "stolen",
+        "refaults",
+        "flush: age",
+        "unmap",
+        "IPIs",
+        "age flush",
+        "unmap flush",
+        "aged/µs",
+    ]);
+    let mut rows = Vec::new();
+    for Line { config, figures, taken } in lines {
+        let loops = figures.windows as f64 / figures.seconds.max(f64::MIN_POSITIVE);
+        let age_flush = percent(figures.age_flush_ns, figures.reclaim_ns);
+        let unmap_flush = percent(figures.unmap_flush_ns, figures.reclaim_ns);
+        let rate = (figures.aged + figures.around) as f64 / (figures.age_ns as f64 / 1e3).max(f64::MIN_POSITIVE);
+        let refaults = figures.swap.loads;
+        out.add_row([
+            config.page.to_string(),
+            config.policy.name().to_owned(),
+            config.ageing.name().to_owned(),
+            format!("{loops:.1}"),
+            figures.lru.scanned.to_string(),
+            figures.stolen.to_string(),
+            refaults.to_string(),
+            figures.age_flushes.to_string(),
+            figures.unmap_flushes.to_string(),
+            figures.shootdowns.interrupts.to_string(),
+            format!("{age_flush:.1}%"),
+            format!("{unmap_flush:.1}%"),
+            format!("{rate:.1}"),
+        ]);
+        let mut push = |metric: &str, value: f64, unit: &'static str| {
+            let row = Row::single(format!("bench.age.{metric}"), value, unit)
+                .label("page", config.page.to_string())
+                .label("lru", config.policy.name())
+                .label("young", config.ageing.name())
+                .label("procs", config.procs)
+                .label("cpus", config.cpus);
+            rows.push(row);
+        };
+        push("loops", loops, "1/s");
+        push("touched", figures.touched.pages as f64, "count");
+        push("faults", figures.touched.faults as f64, "count");
+        push("refused", figures.touched.refused as f64, "count");
+        push("scanned", figures.lru.scanned as f64, "count");
+        push("rotated", figures.lru.rotated as f64, "count");
+        push("activated", figures.lru.activated as f64, "count");
+        push("stolen", figures.stolen as f64, "count");
+        push("refaults", refaults as f64, "count");
+        push("refaults_per_loop", refaults as f64 / figures.windows.max(1) as f64, "count");
+        push("young_mappings", figures.young as f64, "count");
+        push("flushes_by_ageing", figures.age_flushes as f64, "count");
+        push("flushes_by_unmapping", figures.unmap_flushes as f64, "count");
+        push("ipis", figures.shootdowns.interrupts as f64, "count");
+        if let Some(taken) = taken {
+            push("interrupts_taken", *taken as f64, "count");
+        }
+        push("ageing_flush_share", age_flush, "percent");
+        push("unmap_flush_share", unmap_flush, "percent");
+        push("aged_per_us", rate, "1/us");
+    }
+    let mut goals = Goals::new();
+    let ours = || lines.iter().filter(|line| line.config.ageing == Ageing::Batch);
+    if !args.check && ours().next().is_some() {
+        let (mut flushes, mut share) = (Samples::default(), Samples::default());
+        for line in ours() {
+            flushes.push(line.figures.age_flushes as f64);
+            share.push(percent(line.figures.age_flush_ns, line.figures.reclaim_ns));
+        }
+        goals.at_most("age.flushes", &flushes, "count", 0.0);
+        goals.at_most("age.flush_share_pct", &share, "percent", 0.0);
+    }
+    if rates[0].runs() > 0 {
+        goals.at_least("age.speedup_4k", &rates[0].per_run_ratio(&rates[1]), 5.0);
+        for (name, rate) in ["batch", "noflush"].into_iter().zip(rates) {
+            rows.push(Row::median("bench.age.rate", rate, "1/s").label("young", name).label("procs", args.procs));
+        }
+    }
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        let title = format!(
+            "{} processes, {} shared, {} of memory, swap at most {} of it, {} CPUs, {} s each",
+            args.procs,
+            Size(shared),
+            Size(memory),
+            Size(swap),
+            lines.first().map_or(1, |line| line.config.cpus),
+            args.seconds
+        );
+        if args.check {
+            let pages: u64 = lines.iter().map(|line| line.figures.touched.pages).sum();
+            let refaults: u64 = lines.iter().map(|line| line.figures.swap.loads).sum();
+            println!("\n{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
+        } else {
+            table::print(&title, &out);
+            println!(
+                "\n  Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 \
+                 flushes nothing\n  when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages, and on \
+                 arm64, where nosync is the cheaper\n  form: here its invalidations are counted and not executed."
+            );
+            if rates[0].runs() > 0 {
+                println!(
+                    "  Ageing alone, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
+                    args.procs,
+                    rates[0].median() / 1e6,
+                    rates[1].median() / 1e6
+                );
+            }
+            goals.print();
+        }
+    }
+    rows.extend(goals.into_rows());
+    machine.report(&args.common, environment, rows)
+}

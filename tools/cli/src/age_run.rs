@@ -1,0 +1,486 @@
+//! One machine of `hugemm bench age`: memory, CPUs, processes, a worker, swap; and one run on it.
+
+use crate::age_mmu::SoftMmu;
+use crate::machine::Machine;
+use anyhow::{Context, Result, anyhow, bail};
+use hugemm_base::{CpuCx, CpuId, CpuLocal, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_clear::{Clearer, Policy as ClearPolicy, Profile};
+use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::interrupt;
+use hugemm_host::ipi::MembarrierIpi;
+use hugemm_lz4::Lz4;
+use hugemm_paging::{RawEditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_reclaim::{
+    Ageing, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats, Watermarks,
+};
+use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
+use hugemm_workloads::age::{Failed, Process, Random, Touch, Touched};
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Barrier, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Where the shared region begins in every space, and where a process's own memory does.
+const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
+const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
+
+const NODE: NodeId = NodeId(0);
+
+/// Address spaces that processes on this machine use.
+pub struct OnHost<'h>(PhantomData<&'h ()>);
+
+type Store<'h> = Compressed<'h, 'h, Plain, Lz4>;
+type Pages<'h> = Reclaim<'h, 'h, OnHost<'h>, Store<'h>, hugemm_base::lock::SpinLock, Clocked>;
+
+impl<'h> Setup for OnHost<'h> {
+    type Platform = Host<'h>;
+    type Env = Plain;
+    type Format = X86_64;
+    type Lock = ServingLock;
+    type Tlb = &'h SoftMmu<'h, 'h>;
+    type Pager = Pages<'h>;
+    type Pressure = NoPressure;
+    type Pool = NoPool;
+    type Notifier = ();
+}
+
+thread_local! {
+    /// What this thread, a CPU, does while it waits for a lock: it serves shootdowns, as one with interrupts on would.
+    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+    /// What this thread does for reclaim, and since when.
+    static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
+}
+
+/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer.
+pub struct ServingLock(AtomicU64);
+
+const WRITER: u64 = 1 << 32;
+
+impl ServingLock {
+    fn wait(&self, take: impl Fn(u64) -> Option<u64>) {
+        while self.0.fetch_update(Ordering::Acquire, Ordering::Relaxed, &take).is_err() {
+            if let Some(serve) = SERVE.get() {
+                serve();
+            }
+            std::hint::spin_loop();
+        }
+    }
+}
+
+// SAFETY: while the writer's bit is set nobody else gets in, and it is set only when nobody is. Acquire pairs with the
+// Release on leaving.
+unsafe impl RawEditLock for ServingLock {
+    fn new() -> Self {
+        ServingLock(AtomicU64::new(0))
+    }
+
+    fn lock_shared(&self) {
+        self.wait(|word| (word & WRITER == 0).then_some(word + 1));
+    }
+
+    unsafe fn unlock_shared(&self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+
+    fn lock_exclusive(&self) {
+        self.wait(|word| (word == 0).then_some(WRITER));
+    }
+
+    unsafe fn unlock_exclusive(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+}
+
+/// Adds up what reclaim spends its time on, over all threads.
+#[derive(Debug, Default)]
+pub struct Clocked {
+    nanos: [AtomicU64; 7],
+}
+
+impl Steps for Clocked {
+    fn enter(&self, step: Step) {
+        let now = Instant::now();
+        let (before, since) = STEP.replace((step, Some(now)));
+        if let (Some(since), true) = (since, before != Step::Outside) {
+            let nanos = now.duration_since(since).as_nanos() as u64;
+            self.nanos[before as usize].fetch_add(nanos, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Clocked {
+    /// Nanoseconds in one step.
+    fn of(&self, step: Step) -> u64 {
+        self.nanos[step as usize].load(Ordering::Relaxed)
+    }
+}
+
+struct Touches<'a, 'h>(&'a SoftMmu<'h, 'h>);
+
+impl<'h> Touch<OnHost<'h>> for Touches<'_, 'h> {
+    fn reach(&self, cx: &Cx<'_, OnHost<'h>>, at: VirtAddr, write: bool) -> Option<NonNull<u8>> {
+        // SAFETY: a context is used by the thread that is its CPU.
+        unsafe { self.0.access(cx.platform().current(), at, write) }
+    }
+}
+
+/// What is run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RunConfig {
+    pub page: PageSize,
+    pub policy: Policy,
+    pub ageing: Ageing,
+    pub procs: u32,
+    pub cpus: u32,
+    /// Bytes.
+    pub shared: u64,
+    pub swap: u64,
+    pub time: Duration,
+    pub check: bool,
+}
+
+/// What a run did.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Figures {
+    pub seconds: f64,
+    pub windows: u64,
+    pub touched: Touched,
+    pub lru: LruStats,
+    pub swap: SwapStats,
+    pub shootdowns: ShootdownCounts,
+    pub aged: u64,
+    pub around: u64,
+    pub young: u64,
+    pub age_flushes: u64,
+    pub unmap_flushes: u64,
+    pub stolen: u64,
+    pub age_ns: u64,
+    pub age_flush_ns: u64,
+    pub unmap_flush_ns: u64,
+    pub reclaim_ns: u64,
+}
+
+/// Runs the processes for a while on fresh frames.
+pub fn run(
+    machine: &Machine,
+    memory: &mut [u8],
+    places: &[CpuPlace],
+    interrupts: Option<&MembarrierIpi>,
+    config: &RunConfig,
+) -> Result<Figures> {
+    on_machine(machine, memory, places, interrupts, config, |rig| rig.processes(config))
+}
+
+/// Pages per second of ageing, by the run and page by page, over the same mappings of the same pages, alternating: nothing
+/// is evicted, because everything has just been used.
+pub fn ageing_rates(
+    machine: &Machine,
+    memory: &mut [u8],
+    places: &[CpuPlace],
+    config: &RunConfig,
+    runs: u32,
+) -> Result<Vec<[f64; 2]>> {
+    on_machine(machine, memory, places, None, config, |rig| rig.rates(config, runs))
+}
+
+fn on_machine<R>(
+    machine: &Machine,
+    memory: &mut [u8],
+    places: &[CpuPlace],
+    interrupts: Option<&MembarrierIpi>,
+    config: &RunConfig,
+    f: impl for<'h> FnOnce(&Rig<'_, 'h>) -> Result<R>,
+) -> Result<R> {
+    let host = Host::new(places, memory)?;
+    host.set_preempt_model(PreemptModel::Full);
+    let mmu = SoftMmu::new(&host, config.cpus, interrupts);
+    let arenas = [ArenaSpec { extent: host.frames(), node: NODE, descriptors: None }];
+    let layout = Config { arenas: &arenas, cpus: config.cpus, cpu_nodes: &[] };
+    let bytes = Frames::<Plain>::required_bytes(&layout)?.size() as u64;
+    let mut metadata = machine.memory(bytes.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
+    let metadata = metadata.as_mut_slice();
+    // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
+    let frames = unsafe { Frames::new(&layout, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
+    // SAFETY: the only owner of the host's frames, released once.
+    unsafe { frames.release(host.own_frames()) };
+    let slots: Vec<TlbCpu> = (0..config.cpus).map(|_| TlbCpu::default()).collect();
+    let words = Tlbs::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
+    let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
+    // SAFETY: this view only, of the host's CPUs.
+    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, &mmu) }?;
+    let lrus = [Lru::new(&frames, config.policy)];
+    let store = host
+        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, Lz4, config.cpus, config.swap >> 12))?
+        .context("no memory for the compressor; give --swap more")?;
+    let store = ManuallyDrop::new(store);
+    let pager: Pages<'_> =
+        Reclaim::new(&lrus, &*store, Watermarks::for_node(host.frames().pages()), Clocked::default());
+    pager.set_ageing(config.ageing);
+    let features = hugemm_clear::Features::detect();
+    let parts = Parts {
+        frames: &frames,
+        tlbs: &tlbs,
+        clearer: Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?,
+        shootdown: ShootdownPolicy::BATCHED,
+        pager,
+        pressure: NoPressure,
+        pool: NoPool,
+    };
+    // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
+    let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
+    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store };
+    let result = f(&rig)?;
+    host.run_on(CpuId(0), |cx| vm.trim(cx))?;
+    drop(vm);
+    host.run_on(CpuId(0), |cx| {
+        // SAFETY: whoever borrowed it has been dropped, though the types' lifetimes go on; it is not used again.
+        let store: Store<'_> = unsafe { std::ptr::read(&*store) };
+        store.close(cx).map_err(|_| anyhow!("pages were left in swap"))
+    })??;
+    for cpu in 0..config.cpus {
+        host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
+    }
+    let stats = host.run_on(CpuId(0), |cx| frames.stats(cx))?;
+    if stats.free + stats.refused != frames.managed() {
+        bail!("frames were lost: {stats:?}");
+    }
+    Ok(result)
+}
+
+struct Rig<'a, 'h> {
+    host: &'a Host<'h>,
+    mmu: &'a SoftMmu<'h, 'h>,
+    vm: &'a Vm<'h, OnHost<'h>>,
+    store: &'a Store<'h>,
+}
+
+impl<'h> Rig<'_, 'h> {
+    /// Makes the calling thread a CPU that serves shootdowns while it waits for locks.
+    fn as_cpu<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Host<'h>>) -> R) -> Result<R> {
+        let serve = || {
+            // SAFETY: an interrupt's context, which ends before the interrupted one is used again.
+            let cx = unsafe { CpuCx::new(self.host) };
+            self.vm.tlbs().serve(&cx);
+        };
+        let serve: &dyn Fn() = &serve;
+        Ok(self.host.run_on(cpu, |cx| {
+            // SAFETY: taken out again before the closure ends.
+            SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
+            let result = f(cx);
+            SERVE.set(None);
+            result
+        })?)
+    }
+
+    fn spaces<'v>(
+        &'v self,
+        config: &RunConfig,
+        own: u64,
+    ) -> Result<(hugemm_vm::SharedRef<'v, OnHost<'h>>, Vec<SpaceRef<'v, OnHost<'h>>>)> {
+        self.as_cpu(CpuId(0), |cx| {
+            let object = self.vm.create_shared(cx, config.shared >> 12, config.page, false)?;
+            let mut spaces = Vec::new();
+            for _ in 0..config.procs {
+                let space = self.vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47)?)?;
+                let kind = AreaKind::private(config.page);
+                let span = Span::new(SHARED_AT, config.shared)?;
+                self.vm.map(cx, &space, span, kind, Backing::Shared(&object, 0))?;
+                if own > 0 {
+                    self.vm.map(cx, &space, Span::new(OWN_AT, own)?, kind, Backing::Private)?;
+                }
+                spaces.push(space);
+            }
+            Ok((object, spaces))
+        })?
+    }
+
+    fn end<'v>(
+        &'v self,
+        object: hugemm_vm::SharedRef<'v, OnHost<'h>>,
+        spaces: Vec<SpaceRef<'v, OnHost<'h>>>,
+    ) -> Result<()> {
+        self.as_cpu(CpuId(0), |cx| {
+            for space in spaces {
+                if self.vm.destroy(cx, space).is_err() {
+                    bail!("an address space is in use");
+                }
+            }
+            self.vm.close(cx, object);
+            Ok(())
+        })?
+    }
+
+    fn processes(&self, config: &RunConfig) -> Result<Figures> {
+        let own = if config.check { (config.shared / 16).next_multiple_of(config.page.bytes()) } else { 0 };
+        let (object, spaces) = self.spaces(config, own)?;
+        let start = Barrier::new(config.cpus as usize);
+        let stop = AtomicBool::new(false);
+        let ended = AtomicU64::new(0);
+        let total: Mutex<Figures> = Mutex::default();
+        let results: Vec<Result<()>> = std::thread::scope(|scope| {
+            let cpus: Vec<_> = (0..config.cpus)
+                .map(|cpu| {
+                    let (spaces, start, stop, ended, total) = (&spaces, &start, &stop, &ended, &total);
+                    scope.spawn(move || {
+                        let done = self.as_cpu(CpuId(cpu), |cx| {
+                            start.wait();
+                            let done = self.play(cx, config, own, spaces, stop);
+                            // Others may still flush, and wait for this CPU.
+                            stop.store(true, Ordering::Relaxed);
+                            ended.fetch_add(1, Ordering::Relaxed);
+                            while ended.load(Ordering::Relaxed) < u64::from(config.cpus) {
+                                self.vm.tlbs().serve(cx);
+                                std::hint::spin_loop();
+                            }
+                            done
+                        })??;
+                        let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
+                        total.windows += done.windows;
+                        total.touched.pages += done.touched.pages;
+                        total.touched.faults += done.touched.faults;
+                        total.touched.refused += done.touched.refused;
+                        total.seconds = total.seconds.max(done.seconds);
+                        Ok(())
+                    })
+                })
+                .collect();
+            cpus.into_iter().map(|cpu| cpu.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        });
+        results.into_iter().collect::<Result<()>>()?;
+        let mut figures = total.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let pager = self.vm.pager();
+        let (counts, clock) = (pager.counts(), pager.steps());
+        self.as_cpu(CpuId(0), |cx| {
+            figures.lru = pager.lru(NODE).map(|lru| lru.stats(cx)).unwrap_or_default();
+            figures.swap = self.store.stats(cx);
+        })?;
+        figures.shootdowns = self.vm.tlbs().counts();
+        (figures.aged, figures.around, figures.young) = (counts.aged.get(), counts.around.get(), counts.young.get());
+        (figures.age_flushes, figures.unmap_flushes) = (counts.age_flushes.get(), counts.unmap_flushes.get());
+        figures.stolen = counts.direct_freed.get() + counts.worker_freed.get();
+        figures.age_ns = clock.of(Step::Age);
+        figures.age_flush_ns = clock.of(Step::AgeFlush);
+        figures.unmap_flush_ns = clock.of(Step::UnmapFlush);
+        figures.reclaim_ns = [Step::Age, Step::AgeFlush, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other]
+            .map(|step| clock.of(step))
+            .iter()
+            .sum();
+        self.end(object, spaces)?;
+        Ok(figures)
+    }
+
+    /// Plays a CPU: its processes in turn, a window each; on CPU 0 the worker too.
+    fn play(
+        &self,
+        cx: &mut CpuCx<'_, Host<'h>>,
+        config: &RunConfig,
+        own: u64,
+        spaces: &[SpaceRef<'_, OnHost<'h>>],
+        stop: &AtomicBool,
+    ) -> Result<Figures> {
+        let cpu = cx.platform().current();
+        let touches = Touches(self.mmu);
+        let mine: Vec<u32> = (0..config.procs).filter(|process| process % config.cpus == cpu.0).collect();
+        let mut wrote: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (config.shared >> 12) as usize]).collect();
+        let mut private: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (own >> 12) as usize]).collect();
+        let mut stores = vec![0; mine.len()];
+        let mut random = Random::new(u64::from(cpu.0) + 7);
+        let (pager, free) = (self.vm.pager(), |cx: &CpuCx<'_, _>| self.vm.frames().stats(cx).available());
+        let mut done = Figures::default();
+        let begin = Instant::now();
+        let mut turn = 0;
+        while begin.elapsed() < config.time && !stop.load(Ordering::Relaxed) {
+            interrupt::check()?;
+            if cpu.0 == 0 && pager.marks().level(free(cx)) <= Level::Short {
+                pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
+            }
+            if mine.is_empty() {
+                self.vm.tlbs().serve(cx);
+                continue;
+            }
+            let which = turn % mine.len();
+            turn += 1;
+            let space = &spaces[mine[which] as usize];
+            space.tlb().switch_in(self.vm.tlbs(), cx);
+            let regions = [(SHARED_AT, &mut wrote[which], false), (OWN_AT, &mut private[which], true)];
+            let mut result = Ok(());
+            for (at, wrote, alone) in regions {
+                if wrote.is_empty() || result.is_err() {
+                    continue;
+                }
+                let random = Random::new(random.below(u64::MAX));
+                let mut process = Process { number: mine[which], at, wrote, alone, random, stores: stores[which] };
+                result = process.window(cx, self.vm, space, &touches, &mut done.touched);
+                stores[which] = process.stores;
+            }
+            space.tlb().switch_out(self.vm.tlbs(), cx);
+            done.windows += 1;
+            result.map_err(|failed| wrong(mine[which], &failed))?;
+        }
+        done.seconds = begin.elapsed().as_secs_f64();
+        Ok(done)
+    }
+
+    fn rates(&self, config: &RunConfig, runs: u32) -> Result<Vec<[f64; 2]>> {
+        let (object, spaces) = self.spaces(config, 0)?;
+        let pager = self.vm.pager();
+        let pages = config.shared >> 12;
+        let rates = self.as_cpu(CpuId(0), |cx| {
+            let touches = Touches(self.mmu);
+            let mut rates = Vec::new();
+            for run in 0..=runs {
+                let mut pair = [0.0; 2];
+                for (rate, way) in pair.iter_mut().zip([Ageing::Batch, Ageing::NoFlush]) {
+                    interrupt::check()?;
+                    for space in &spaces {
+                        space.tlb().switch_in(self.vm.tlbs(), cx);
+                        for page in 0..pages {
+                            let at = VirtAddr::new(SHARED_AT.get() + (page << 12));
+                            while touches.reach(cx, at, true).is_none() {
+                                self.vm.fault(cx, space, at, hugemm_vm::Access::Write)?;
+                            }
+                        }
+                        space.tlb().switch_out(self.vm.tlbs(), cx);
+                    }
+                    pager.set_ageing(way);
+                    let seen = || {
+                        let counts = pager.counts();
+                        (counts.aged.get() + counts.around.get(), pager.steps().of(Step::Age))
+                    };
+                    let (before, since) = seen();
+                    // Once over the list.
+                    let budget = Budget { free: u64::MAX, scan: pages };
+                    let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
+                    let (after, until) = seen();
+                    if progress.freed > pages / 4 {
+                        bail!("pages that had just been used were evicted");
+                    }
+                    *rate = (after - before) as f64 * 1e9 / (until - since).max(1) as f64;
+                }
+                if run > 0 {
+                    rates.push(pair);
+                }
+            }
+            Ok(rates)
+        })??;
+        self.end(object, spaces)?;
+        Ok(rates)
+    }
+}
+
+fn wrong(process: u32, failed: &Failed) -> anyhow::Error {
+    match failed {
+        Failed::Wrong(wrong) => anyhow!(
+            "process {process} found {:#x} in word {} of page {} and not {:#x}: reclaim has lost data, which is a bug",
+            wrong.found,
+            wrong.word,
+            wrong.page,
+            wrong.expected
+        ),
+        Failed::Fault(error) => anyhow!("process {process} had a fault refused: {error}"),
+    }
+}

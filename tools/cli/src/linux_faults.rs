@@ -1,0 +1,221 @@
+//! Memory populated in Linux guests and in hugemm's kernel beside them: `bench mem mmap` and `bench vm-create`.
+//!
+//! Both commands are one work: memory mapped, and populated by touching each page or by one request, by some workers.
+
+use crate::args::{Function, Page};
+use crate::boot_lines::Transcript;
+use crate::document::Row;
+use crate::goals::Goals;
+use crate::linux::{Cell, kib, samples};
+use crate::linux_args::{GuestHow, GuestKind, GuestMmap, GuestVmCreate};
+use crate::linux_reference::NAME;
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::table;
+use anyhow::Result;
+use hugemm_base::PageSize;
+use hugemm_kernel::request::{List, Request, VmCreate};
+use serde_json::{Value, json};
+
+/// The work.
+pub struct Populate<'a> {
+    size: u64,
+    page: Page,
+    functions: Vec<Function>,
+    workers: &'a [u32],
+    kind: GuestKind,
+}
+
+impl<'a> From<&'a GuestMmap> for Populate<'a> {
+    fn from(mmap: &'a GuestMmap) -> Self {
+        let (size, functions) = (mmap.size.0, mmap.function.clone());
+        Populate { size, page: mmap.page, functions, workers: &[1], kind: mmap.kind }
+    }
+}
+
+impl<'a> From<&'a GuestVmCreate> for Populate<'a> {
+    fn from(create: &'a GuestVmCreate) -> Self {
+        let function = |how: &GuestHow| match how {
+            GuestHow::Demand => Function::Demand,
+            GuestHow::Prefault => Function::Populate,
+        };
+        let functions = create.how.iter().map(function).collect();
+        Populate { size: create.size.0, page: create.page, functions, workers: &create.workers, kind: create.kind }
+    }
+}
+
+fn name(function: Function) -> &'static str {
+    match function {
+        Function::Demand => "demand",
+        Function::Populate => "populate",
+    }
+}
+
+impl Populate<'_> {
+    /// The arguments of the guest's init.
+    pub fn words(&self, runs: u32) -> String {
+        let functions: Vec<_> = self.functions.iter().map(|function| name(*function)).collect();
+        let workers: Vec<_> = self.workers.iter().map(u32::to_string).collect();
+        let (size, kib, kind) = (self.size, kib(self.page), self.kind.name());
+        format!("faults {size} {runs} {kib} {} {} {kind}", functions.join(","), workers.join(","))
+    }
+
+    /// The request that is the same work for hugemm's kernel, as it clears by itself.
+    pub fn request(&self, runs: u32) -> Result<Request> {
+        Ok(Request::VmCreate(VmCreate {
+            size: self.size,
+            order: List::new([PageSize::from(self.page).order().get().into()])?,
+            demand: self.functions.contains(&Function::Demand),
+            prefault: self.functions.contains(&Function::Populate),
+            pin: false,
+            workers: List::new(self.workers.iter().map(|workers| u64::from(*workers)))?,
+            page: false,
+            extent: false,
+            bulk: true,
+            pooled: self.kind == GuestKind::Hugetlb,
+            runs,
+        }))
+    }
+
+    /// The kernel's runs as a Linux guest reports its own.
+    pub fn events(&self, transcript: &Transcript) -> Vec<Value> {
+        let rates = transcript.samples().filter(|(metric, ..)| *metric == "bench.vm_create");
+        let events = rates.flat_map(|(_, labels, samples)| {
+            let function = if labels["how"] == "demand" { "demand" } else { "populate" };
+            let (workers, bytes) = (labels["workers"].clone(), labels["size"].clone());
+            samples.values().iter().enumerate().map(move |(run, rate)| {
+                let nanos = bytes.as_f64().unwrap_or(0.0) / rate;
+                json!({"run": run + 1, "function": function, "workers": workers, "bytes": bytes, "ns": nanos})
+            })
+        });
+        events.collect()
+    }
+
+    /// The table and its rows.
+    pub fn report(&self, cells: &[Cell], quiet: bool) -> Vec<Row> {
+        let mut lines = table::new(["kernel", "CPUs", "function", "workers", "GB/s", "± stdev"]);
+        let mut rows = Vec::new();
+        for cell in cells {
+            let Ok(events) = &cell.events else {
+                lines.add_row([&cell.kernel, &cell.cpus.to_string(), "no result"]);
+                continue;
+            };
+            for (function, workers) in self.ways() {
+                let mine: Vec<Value> = events.iter().filter(|event| event["workers"] == workers).cloned().collect();
+                let gbps = |event: &Value| Some(event["bytes"].as_f64()? / event["ns"].as_f64()?);
+                let rate = samples(&mine, "function", name(function), gbps);
+                if rate.runs() == 0 {
+                    continue;
+                }
+                lines.add_row([
+                    cell.kernel.clone(),
+                    cell.cpus.to_string(),
+                    name(function).to_owned(),
+                    workers.to_string(),
+                    format!("{:.2}", rate.median()),
+                    format!("{:.1}%", rate.stdev_percent()),
+                ]);
+                let row = Row::median("linux.mmap", &rate, "GB/s").label("kernel", cell.kernel.as_str());
+                let row = row.label("cpus", cell.cpus).label("function", name(function)).label("workers", workers);
+                rows.push(row.label("page_kib", kib(self.page)).label("kind", self.kind.name()));
+            }
+        }
+        if !quiet {
+            let pages = Size(kib(self.page) << 10);
+            let kind = if self.page == Page::Size4K { "" } else { self.kind.name() };
+            table::print(&format!("{} populated in {pages} pages {kind}", Size(self.size)), &lines);
+        }
+        rows
+    }
+
+    fn ways(&self) -> impl Iterator<Item = (Function, u32)> {
+        self.functions.iter().flat_map(|function| self.workers.iter().map(|workers| (*function, *workers)))
+    }
+}
+
+/// hugemm against each Linux: a table, the goal that it is ahead of all of them, and their rows.
+pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
+    let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
+    let same = |row: &Row, other: &Row| {
+        ["cpus", "function", "workers"].into_iter().all(|name| label(row, name) == label(other, name))
+    };
+    let (ours, theirs): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| label(row, "kernel") == NAME);
+    let mut lines = table::new(["Linux", "CPUs", "function", "workers", "hugemm / Linux"]);
+    let (mut ratios, mut worst) = (Vec::new(), f64::INFINITY);
+    for linux in theirs.iter().filter(|row| row.value() > 0.0) {
+        let Some(hugemm) = ours.iter().find(|row| same(row, linux)) else { continue };
+        let ratio = hugemm.value() / linux.value();
+        worst = worst.min(ratio);
+        let text = |name: &str| label(linux, name).to_string().trim_matches('"').to_owned();
+        lines.add_row([text("kernel"), text("cpus"), text("function"), text("workers"), format!("{ratio:.2}")]);
+        let row = Row::single("linux.mmap.hugemm_vs_linux", ratio, "ratio");
+        let labels = ["kernel", "cpus", "function", "workers", "page_kib", "kind"];
+        ratios.push(labels.into_iter().fold(row, |row, name| row.label(name, label(linux, name))));
+    }
+    if ratios.is_empty() {
+        return ratios;
+    }
+    let (mut samples, mut goals) = (Samples::default(), Goals::new());
+    samples.push(worst);
+    goals.at_least("vm.create_vs_linux", &samples, 1.0);
+    if !quiet {
+        table::print("hugemm against Linux on the same virtual machine, bytes per second", &lines);
+        goals.print();
+    }
+    ratios.extend(goals.into_rows());
+    ratios
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(kernel: &str, function: &str, workers: u32, value: f64) -> Row {
+        let row = Row::single("linux.mmap", value, "GB/s").label("kernel", kernel).label("cpus", 2);
+        row.label("function", function).label("workers", workers)
+    }
+
+    #[test]
+    fn the_goal_is_the_worst_of_all() {
+        for (second, worst, met) in [(2.0, 1.5, true), (0.5, 0.5, false)] {
+            let rows = [
+                row("6.1", "demand", 1, 2.0),
+                row("7.3", "demand", 2, 1.0),
+                row(NAME, "demand", 1, 3.0),
+                row(NAME, "demand", 2, second),
+                row(NAME, "populate", 2, 0.1),
+            ];
+            let all = compare(&rows, true);
+            let goal = all.last().expect("a goal");
+            assert_eq!((goal.metric(), goal.value()), ("vm.create_vs_linux", worst));
+            assert_eq!(goal.labels()["met"], met);
+            assert_eq!(all.len(), 3, "two ways that both have, one goal");
+        }
+        assert!(compare(&[row(NAME, "demand", 1, 3.0)], true).is_empty());
+    }
+
+    #[test]
+    fn both_commands_are_one_work() {
+        let create = GuestVmCreate {
+            size: Size(1 << 30),
+            page: Page::Size2M,
+            how: vec![GuestHow::Demand, GuestHow::Prefault],
+            workers: vec![1, 4],
+            kind: GuestKind::Thp,
+        };
+        let work = Populate::from(&create);
+        assert_eq!(work.words(3), "faults 1073741824 3 2048 demand,populate 1,4 thp");
+        assert_eq!(
+            work.request(3).expect("short lists").to_string(),
+            "vm-create size=1073741824 order=9 demand=true prefault=true pin=false workers=1,4 page=false extent=false \
+             bulk=true pooled=false runs=3"
+        );
+        let mmap = GuestMmap {
+            size: Size(4096),
+            page: Page::Size4K,
+            function: vec![Function::Populate],
+            kind: GuestKind::Hugetlb,
+        };
+        assert_eq!(Populate::from(&mmap).words(1), "faults 4096 1 4 populate 1 hugetlb");
+    }
+}

@@ -1,0 +1,53 @@
+//! A pool of huge pages on the host's frames, for virtual machines. Their descriptors are ordinary memory of this process,
+//! so there is no economy.
+
+use anyhow::{Result, anyhow, bail};
+use hugemm_base::{CpuId, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
+use hugemm_frames::{Frames, Plain};
+use hugemm_host::cpu::Host;
+use hugemm_hugetlb::{Area, Counts, Economy, FlatMemory, Group, HugePool, Nodes, Policy, SoftMap, WalkCache};
+use hugemm_paging::Keep;
+use std::ptr::NonNull;
+
+/// Nothing is mapped, so nothing is remembered.
+#[derive(Debug)]
+struct Nothing;
+
+// SAFETY: nothing is remembered.
+unsafe impl WalkCache for Nothing {
+    fn flush(&self, _range: VirtRange) {}
+}
+
+/// Runs `f` with a pool of `pages` pages, and empties it again.
+pub fn with_pool<R>(
+    host: &Host<'_>,
+    frames: &Frames<'_, Plain>,
+    size: PageSize,
+    pages: u64,
+    f: impl FnOnce(&HugePool<'_>) -> Result<R>,
+) -> Result<R> {
+    let all = host.frames();
+    let window = host.open(all, None).and_then(|window| NonNull::new(window.ptr));
+    let start = window.ok_or_else(|| anyhow!("the host's frames cannot be reached"))?;
+    // SAFETY: the host's memory outlives the pool, and is one mapping of exactly these frames.
+    let memory = unsafe { FlatMemory::new(start, all) };
+    let map = SoftMap::new(VirtAddr::new(0), &[], memory, Nothing, Keep);
+    let economy = Economy::new(frames, &map, &[], Policy::default());
+    economy.set_enabled(false);
+    let mut areas = [Area::new(all, NodeId(0), None)];
+    let mut groups: Vec<Group> =
+        (0..HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
+    let mut nodes = [Counts::default()];
+    let pool = HugePool::new(size, &mut areas, &mut groups, &mut nodes)?;
+    let resize = |pages| host.run_on(CpuId(0), |cx| pool.set_size(cx, &economy, pages, Nodes::All, &Never));
+    let entered = resize(pages)??.entered;
+    let result = if entered < pages {
+        Err(anyhow!("only {entered} of {pages} pages of {size} fit; use a smaller --size"))
+    } else {
+        f(&pool)
+    };
+    if resize(0)??.left < entered {
+        bail!("the pool's pages did not all come back");
+    }
+    result
+}
