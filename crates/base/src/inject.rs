@@ -60,7 +60,7 @@ impl<I: Inject> Inject for &I {
     }
 }
 
-/// Fails one point, by count, or a steady share of them.
+/// Fails one point, by count, or a steady or random share of them.
 #[derive(Debug)]
 pub struct FaultPlan {
     /// Questions asked so far.
@@ -69,19 +69,34 @@ pub struct FaultPlan {
     failed: AtomicU64,
     /// Index of the first question that fails.
     first: u64,
-    /// From there on, every how manieth fails; 0: only the first.
-    every: u64,
+    /// Which fail after it.
+    rest: Rest,
+}
+
+/// Which questions fail after the first that does.
+#[derive(Clone, Copy, Debug)]
+enum Rest {
+    /// Every so manieth; 0: none.
+    Every(u64),
+    /// So many of 256, those that a number chooses.
+    Share(u8, u64),
 }
 
 impl FaultPlan {
     /// Fails question number `index` (from 0) and no other.
     pub const fn nth(index: u64) -> Self {
-        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first: index, every: 0 }
+        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first: index, rest: Rest::Every(0) }
     }
 
     /// Fails every `period`th question, starting with number `first`; a `period` of 0 fails that one only.
     pub const fn periodic(first: u64, period: u64) -> Self {
-        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first, every: period }
+        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first, rest: Rest::Every(period) }
+    }
+
+    /// Fails question number `first`, and after it about `share` of 256, which `seed` chooses: runs of failures between runs
+    /// of successes, which no period gives.
+    pub const fn random(first: u64, share: u8, seed: u64) -> Self {
+        FaultPlan { asked: AtomicU64::new(0), failed: AtomicU64::new(0), first, rest: Rest::Share(share, seed) }
     }
 
     /// How many points have been passed.
@@ -104,13 +119,23 @@ impl Inject for FaultPlan {
         let fails = match index.checked_sub(self.first) {
             None => false,
             Some(0) => true,
-            Some(past) => self.every != 0 && past % self.every == 0,
+            Some(past) => match self.rest {
+                Rest::Every(period) => period != 0 && past % period == 0,
+                Rest::Share(share, seed) => mix(index ^ seed) >> 56 < u64::from(share),
+            },
         };
         if fails {
             self.failed.fetch_add(1, Ordering::Relaxed);
         }
         fails
     }
+}
+
+/// A word in which every bit depends on every bit of `word` (the last steps of the generator SplitMix64).
+const fn mix(word: u64) -> u64 {
+    let word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ word >> 31
 }
 
 /// Runs `scenario` with its first fault point failing, then its second, and so on; ends with the run in which nothing
@@ -142,6 +167,17 @@ mod tests {
         let plan = FaultPlan::periodic(1, 2);
         let seen: Vec<bool> = (0..5).map(|_| plan.fault(HERE)).collect();
         assert_eq!(seen, [false, true, false, true, false]);
+        // Long runs of failures and some successes, the same ones every time.
+        let outcomes = |seed| {
+            let plan = FaultPlan::random(3, 192, seed);
+            (0..1000).map(|_| plan.fault(HERE)).collect::<Vec<bool>>()
+        };
+        let of_five = outcomes(5);
+        assert_eq!(of_five[..4], [false, false, false, true]);
+        let failed = of_five.iter().filter(|failed| **failed).count();
+        assert!((700..800).contains(&failed), "{failed}");
+        assert!(of_five.windows(12).any(|run| run.iter().all(|failed| *failed)));
+        assert!(of_five == outcomes(5) && of_five != outcomes(6));
         assert!(!NoFaults.fault(HERE));
         assert_eq!(size_of::<NoFaults>(), 0);
     }

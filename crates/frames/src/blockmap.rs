@@ -133,6 +133,12 @@ impl Bits512 {
         self.words[at % WORDS].load(Ordering::Relaxed)
     }
 
+    /// Replaces all of word number `at`, which is the caller's.
+    #[inline]
+    pub(crate) fn fill(&self, at: usize, value: bool) {
+        self.words[at % WORDS].store(if value { u64::MAX } else { 0 }, Ordering::Relaxed);
+    }
+
     /// Replaces bits of word number `at`, if they are not so already: for words that one lock protects.
     #[inline]
     pub(crate) fn set_locked(&self, at: usize, bits: u64, value: bool) {

@@ -7,14 +7,14 @@
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::{Mobility, SPAN, spans};
 use crate::frames::{Env, Frames};
-use crate::free2m::Sought;
+use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Known, List, Places, Rows};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Pfn};
 
 /// One NUMA node's free memory. On lines of its own.
-#[repr(align(128))]
+#[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Node<'m, L> {
     pub(crate) lists: Lock<L, FreeLists>,
@@ -155,8 +155,9 @@ impl<'m, E: Env> Frames<'m, E> {
         if order >= BLOCK_ORDER {
             // Every free 2 MiB is a block by itself.
             for (at, bits) in spans(in_region(pfn), 1) {
-                self.take_word(lists, arena.region(pfn), at, bits);
+                take_word(lists, arena.region(pfn), at, bits, true);
             }
+            lists.pages -= SPAN as u64;
             return Content::AsMapped;
         }
         let list = lists.remove(arena, pfn, order);
@@ -192,7 +193,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// looked.
     ///
     /// That is the lowest place with enough in one piece among those of the mobility, then a fresh 2 MiB block, and only
-    /// then the other mobility, its largest block. Within each step, whoever wants zeroes gets them first and whoever does
+    /// then the other mobility, its largest block; but a fresh 2 MiB block in a lower 1 GiB comes first, so that high ones
+    /// become whole again. Within each step, whoever wants zeroes gets them first and whoever does
     /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and
     /// fresh blocks before anything dirty.
     pub(crate) fn take_up_to(
@@ -214,9 +216,13 @@ impl<'m, E: Env> Frames<'m, E> {
             }
         }
         for known in prefer {
-            if let Some(found) = lists.find(&places, order, mobility, known) {
-                return self.carve(lists, found, List::Small(mobility, known), order, most);
+            let Some(found) = lists.find(&places, order, mobility, known) else { continue };
+            let list = List::Small(mobility, known);
+            let lower = self.lowest_2m(lists, if want_zero { Sought::Zero } else { Sought::Dirty });
+            if lower.is_some_and(|region| region < places.region(list, found)) {
+                break;
             }
+            return self.carve(lists, found, list, order, most);
         }
         if let Some(fresh) = self.take_block(lists, BLOCK_ORDER, mobility, want_zero) {
             return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));

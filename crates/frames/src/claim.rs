@@ -19,7 +19,7 @@
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
 use crate::frames::{Env, Frames};
-use crate::free2m::pages;
+use crate::free2m::{pages, take_word};
 use crate::freelist::{FreeLists, Known, List};
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
@@ -154,9 +154,10 @@ impl<'m, E: Env> Frames<'m, E> {
     fn take_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
         let whole = arena.words_2m(extent).fold(0, |sum, (region, _, at, bits)| {
             let free = region.free.load(at) & bits;
-            self.take_word(lists, region, at, free);
+            take_word(lists, region, at, free, true);
             sum + pages(free)
         });
+        lists.pages -= whole;
         if whole == extent.pages() {
             return;
         }

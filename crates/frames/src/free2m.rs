@@ -15,14 +15,18 @@
 //! Under the node's lock. Taking or freeing: the node's line, at most five lines of the region, one row; no descriptor,
 //! nothing per 2 MiB or per frame.
 
-use crate::arena::{Arena, BLOCK_ORDER, Region, in_region};
+use crate::arena::{Arena, BLOCK, BLOCK_ORDER, Region, in_region};
 use crate::blockmap::{WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
 use crate::freelist::{BIG, FreeLists, SMALL_KINDS};
+use crate::frozen::Frozen;
 use crate::stats::ORDERS;
-use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
+use hugemm_base::{Extent, Pfn};
+
+/// log2 of the frames that a word of a region stands for.
+const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
 
 /// Which content will do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,9 +71,15 @@ impl Region {
 
 /// The lowest `count` bits of a word.
 fn lowest(word: u64, count: u64) -> u64 {
-    let mut rest = word;
-    for _ in 0..count.min(WORD_BITS as u64) {
-        rest &= rest.wrapping_sub(1);
+    // The common case: all of them lie side by side.
+    let (first, wanted) = (word.trailing_zeros(), u64::MAX.unbounded_shr(64 - count.min(64) as u32));
+    if word.unbounded_shr(first) & wanted == wanted {
+        return wanted.unbounded_shl(first);
+    }
+    let (mut rest, mut left) = (word, count);
+    while rest != 0 && left != 0 {
+        rest &= rest - 1;
+        left -= 1;
     }
     word ^ rest
 }
@@ -83,40 +93,114 @@ fn descending(mut word: u64) -> impl Iterator<Item = usize> {
     })
 }
 
+/// 2 MiB blocks of one word of a region, to be freed together.
+#[derive(Clone, Copy)]
+struct Piece<'m> {
+    arena: &'m Arena<'m>,
+    /// One of the blocks.
+    pfn: Pfn,
+    bits: u64,
+    content: Content,
+}
+
+/// Pieces that are freed in one lock round.
+const PIECES: usize = 16;
+
+/// 2 MiB blocks of one word of a region that were taken together.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Batch {
+    /// First frame that the word stands for.
+    base: u64,
+    blocks: u64,
+    zero: u64,
+}
+
+/// Batches that are taken in one lock round.
+const BATCHES: usize = 4;
+
+impl Batch {
+    /// Each of them, the highest first.
+    pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
+        let Batch { base, blocks, zero } = *self;
+        descending(blocks).map(move |bit| {
+            let pfn = Pfn::new(base + ((bit as u64) << BLOCK_ORDER));
+            Taken { pfn, zero: zero >> bit & 1 != 0 }
+        })
+    }
+}
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Frees `count` 2 MiB blocks of one region and arena from `pfn` on, whatever they were divided into. The caller owns
     /// the frames.
     pub(crate) fn free_2m(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, count: usize, content: Content) {
         let region = arena.region(pfn);
-        for (at, bits) in spans(in_region(pfn), count) {
-            self.free_word(lists, region, at, bits, content);
+        let careful = self.is_careful();
+        if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
+            // Whole words, as in 1 GiB.
+            let first = in_region(pfn) / WORD_BITS;
+            for at in first..(first + count / WORD_BITS).min(WORDS) {
+                region.starts.fill(at, true);
+                region.split.set_shared(at, u64::MAX, false);
+                region.zero.set_locked(at, u64::MAX, false);
+                region.free.fill(at, true);
+            }
+        } else {
+            for (at, bits) in spans(in_region(pfn), count) {
+                free_word(lists, region, at, bits, content, careful);
+            }
         }
-        let rows = match content {
-            Content::Dirty => Sought::Dirty.rows() | Sought::Any.rows(),
-            Content::Zero => Sought::Zero.rows() | Sought::Any.rows(),
-            Content::AsMapped => Sought::Dirty.rows() | Sought::Zero.rows() | Sought::Any.rows(),
-        };
-        self.hint(arena, pfn, rows);
+        lists.pages += (count as u64) << BLOCK_ORDER;
+        self.hint(arena, pfn, rows_of(content));
     }
 
-    /// The same inside one word, without the rows.
-    #[inline]
-    fn free_word(&self, lists: &mut FreeLists, region: &Region, at: usize, bits: u64, content: Content) {
-        region.starts.set_shared(at, bits, true);
-        region.split.set_shared(at, bits, false);
-        match content {
-            Content::Dirty => region.zero.set_locked(at, bits, false),
-            Content::Zero => region.zero.set_locked(at, bits, true),
-            Content::AsMapped => {}
+    /// Frees 2 MiB blocks that a cache held, those of a word that come one after another together: one lock round per
+    /// [`PIECES`] words. What there is to find out about them is found out before the lock is taken.
+    pub(crate) fn free_cached_2m(&self, node: u32, words: &[u64]) {
+        let mut pieces: [Option<Piece<'m>>; PIECES] = [None; PIECES];
+        let mut count = 0;
+        for block in words.iter().map(|word| Frozen::from_word(*word)) {
+            let (pfn, content) = (block.pfn(), Content::of(block.is_zero()));
+            let Some(arena) = self.arena(pfn) else { continue };
+            let bits = 1 << (in_region(pfn) % WORD_BITS);
+            if let Some(Some(last)) = pieces.get_mut(count - usize::from(count != 0))
+                && count != 0
+                && last.pfn.number() >> WORD_SHIFT == pfn.number() >> WORD_SHIFT
+                && last.content == content
+                && core::ptr::eq(last.arena, arena)
+            {
+                last.bits |= bits;
+                continue;
+            }
+            if count == PIECES {
+                self.free_pieces(node, &pieces);
+                (pieces, count) = ([None; PIECES], 0);
+            }
+            pieces[count] = Some(Piece { arena, pfn, bits, content });
+            count += 1;
         }
-        region.free.set_locked(at, bits, true);
-        lists.pages += pages(bits);
-        if content != Content::Dirty {
-            lists.zero_2m += u64::from((region.zero.load(at) & bits).count_ones());
+        if count != 0 {
+            self.free_pieces(node, &pieces[..count]);
         }
-        if self.is_careful() {
-            lists.isolated += pages(region.isolated.load(at) & bits);
-        }
+    }
+
+    /// Frees pieces: one lock round.
+    fn free_pieces(&self, node: u32, pieces: &[Option<Piece<'m>>]) {
+        self.with_node(node, |lists| {
+            let careful = self.is_careful();
+            for Piece { arena, pfn, bits, content } in pieces.iter().flatten() {
+                if careful {
+                    let first = pfn.number() >> WORD_SHIFT << WORD_SHIFT;
+                    for bit in descending(*bits) {
+                        let block = Extent::block(Pfn::new(first + ((bit as u64) << BLOCK_ORDER)), BLOCK);
+                        self.free_careful_locked(lists, arena, block, *content);
+                    }
+                    continue;
+                }
+                free_word(lists, arena.region(*pfn), in_region(*pfn) / WORD_BITS, *bits, *content, false);
+                lists.pages += pages(*bits);
+                self.hint(arena, *pfn, rows_of(*content));
+            }
+        });
     }
 
     /// Says that a frame's region may have runs of every order.
@@ -137,35 +221,20 @@ impl<'m, E: Env> Frames<'m, E> {
         self.hint(arena, pfn, Sought::Dirty.rows() | Sought::Zero.rows() | Sought::Any.rows());
     }
 
-    /// Takes free 2 MiB blocks of one word, and says which of them are zero. In the map each stays a block by itself.
-    #[inline]
-    pub(crate) fn take_word(&self, lists: &mut FreeLists, region: &Region, at: usize, bits: u64) -> u64 {
-        region.free.set_locked(at, bits, false);
-        let zero = region.zero.load(at) & bits;
-        lists.pages -= pages(bits);
-        if zero != 0 {
-            lists.zero_2m -= u64::from(zero.count_ones());
-        }
-        if self.is_careful() {
-            lists.isolated -= pages(region.isolated.load(at) & bits);
-        }
-        zero
-    }
-
-    /// The lowest region that may have a run, and its first frame's number. Forgets those that have not, with what `find`
-    /// returns `None` for.
+    /// What `find` makes of the lowest region that has a run: it is given what is kept about the region, its first frame
+    /// and its number, and `None` from it says that there is no run, which is remembered.
     fn seek<R>(
         &self,
         lists: &FreeLists,
         log: u32,
         sought: Sought,
-        mut find: impl FnMut(&'m Region, u64) -> Option<R>,
+        mut find: impl FnMut(&'m Region, u64, usize) -> Option<R>,
     ) -> Option<R> {
         let places = self.places(lists)?;
         loop {
             let number = places.rows.first(SMALL_KINDS + sought.row(log))?;
             let (_, region, base) = places.at(number)?;
-            if let Some(found) = find(region, base) {
+            if let Some(found) = find(region, base, number) {
                 return Some(found);
             }
             // No run of this order, so none of a larger one.
@@ -178,45 +247,50 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
+    /// The number of the lowest region with a free 2 MiB of some content.
+    pub(crate) fn lowest_2m(&self, lists: &FreeLists, sought: Sought) -> Option<usize> {
+        self.seek(lists, 0, sought, |region, _, number| {
+            (0..WORDS).any(|at| region.available(at, sought) != 0).then_some(number)
+        })
+    }
+
     /// Takes the lowest run of 2^`log` times 2 MiB of some content.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, sought: Sought) -> Option<Taken> {
-        let (region, base, index) = self.seek(lists, log, sought, |region, base| {
+        let (region, base, index) = self.seek(lists, log, sought, |region, base, _| {
             first_run(log, |at| region.available(at, sought)).map(|index| (region, base, index))
         })?;
         let mut all_zero = true;
         for (at, bits) in spans(index, 1 << log) {
-            all_zero &= self.take_word(lists, region, at, bits) == bits;
+            all_zero &= take_word(lists, region, at, bits, false) == bits;
         }
+        lists.pages -= 1 << (BLOCK_ORDER + log);
         if log != 0 {
             region.starts.merge(index, log);
         }
         Some(Taken { pfn: Pfn::new(base + ((index as u64) << BLOCK_ORDER)), zero: all_zero })
     }
 
-    /// Takes up to `want` 2 MiB blocks, the lowest there are, those of one region in descending order. Returns how many.
-    pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64, mut f: impl FnMut(Taken)) -> u64 {
-        let mut got = 0;
-        for sought in [Sought::Dirty, Sought::Any] {
-            while got < want {
-                let found = self.seek(lists, 0, sought, |region, base| {
-                    (0..WORDS).any(|at| region.available(at, sought) != 0).then_some((region, base))
-                });
-                let Some((region, base)) = found else { break };
-                let mut chosen = [0; WORDS];
-                for (at, word) in chosen.iter_mut().enumerate() {
-                    *word = lowest(region.available(at, sought), want - got);
-                    got += u64::from(word.count_ones());
-                }
-                for (at, word) in chosen.iter().enumerate().rev().filter(|(_, word)| **word != 0) {
-                    let zero = self.take_word(lists, region, at, *word);
-                    for bit in descending(*word) {
-                        let pfn = Pfn::new(base + (((at * WORD_BITS + bit) as u64) << BLOCK_ORDER));
-                        f(Taken { pfn, zero: zero >> bit & 1 != 0 });
-                    }
-                }
-            }
+    /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends
+    /// soon. Known-zero ones come last.
+    pub(crate) fn take_many_2m(&self, lists: &mut FreeLists, want: u64) -> [Batch; BATCHES] {
+        let mut batches = [Batch::default(); BATCHES];
+        let mut left = want;
+        for batch in &mut batches {
+            let word = |sought| {
+                self.seek(lists, 0, sought, |region, base, _| {
+                    let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
+                    found.map(|(at, word)| (region, at, word, base + ((at as u64) << WORD_SHIFT)))
+                })
+            };
+            let found = word(Sought::Dirty).or_else(|| word(Sought::Any));
+            let Some((region, at, word, base)) = found.filter(|_| left != 0) else { break };
+            let blocks = lowest(word, left);
+            let count = u64::from(blocks.count_ones());
+            *batch = Batch { base, blocks, zero: take_word(lists, region, at, blocks, false) };
+            lists.pages -= count << BLOCK_ORDER;
+            left -= count;
         }
-        got
+        batches
     }
 
     /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
@@ -230,6 +304,51 @@ impl<'m, E: Env> Frames<'m, E> {
             blocks[BLOCK_ORDER as usize] += (0..WORDS).map(isolated).sum::<u64>();
         }
     }
+}
+
+/// The rows that freeing memory of some content belongs to.
+const fn rows_of(content: Content) -> u64 {
+    Sought::Any.rows()
+        | match content {
+            Content::Dirty => Sought::Dirty.rows(),
+            Content::Zero => Sought::Zero.rows(),
+            Content::AsMapped => Sought::Dirty.rows() | Sought::Zero.rows(),
+        }
+}
+
+/// Sets what freeing blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
+/// may be isolated.
+#[inline]
+fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, content: Content, careful: bool) {
+    region.starts.set_shared(at, bits, true);
+    region.split.set_shared(at, bits, false);
+    match content {
+        Content::Dirty => region.zero.set_locked(at, bits, false),
+        Content::Zero => region.zero.set_locked(at, bits, true),
+        Content::AsMapped => {}
+    }
+    region.free.set_locked(at, bits, true);
+    if content != Content::Dirty {
+        lists.zero_2m += u64::from((region.zero.load(at) & bits).count_ones());
+    }
+    if careful {
+        lists.isolated += pages(region.isolated.load(at) & bits);
+    }
+}
+
+/// Takes free 2 MiB blocks of one word, and says which of them are zero. In the map each stays a block by itself. The
+/// frames are counted by the caller. `careful`: some may be isolated.
+#[inline]
+pub(crate) fn take_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, careful: bool) -> u64 {
+    region.free.set_locked(at, bits, false);
+    let zero = region.zero.load(at) & bits;
+    if zero != 0 {
+        lists.zero_2m -= u64::from(zero.count_ones());
+    }
+    if careful {
+        lists.isolated -= pages(region.isolated.load(at) & bits);
+    }
+    zero
 }
 
 /// Frames in the 2 MiB blocks of a word.

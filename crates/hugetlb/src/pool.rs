@@ -40,6 +40,8 @@ pub enum PoolError {
     OutOfMemory,
     /// The page is in use, or promised.
     Busy,
+    /// No page of the larger size is free that is not promised.
+    NothingToDemote,
     /// A resize of the pool is under way, and the caller may not wait for it.
     Resizing,
     /// The frames are no page of this pool.
@@ -56,6 +58,9 @@ impl fmt::Display for PoolError {
             PoolError::Exhausted => "no free huge page; enlarge the pool, or allow surplus pages",
             PoolError::OutOfMemory => "not enough memory; free some or ask for fewer pages",
             PoolError::Busy => "the huge page is in use or reserved; release it first",
+            PoolError::NothingToDemote => {
+                "no free 1 GiB page that is not reserved; enlarge that pool or release a page"
+            }
             PoolError::Resizing => "the pool is being resized; try again from a context that may sleep",
             PoolError::NotInPool => "not a huge page of this pool",
             PoolError::TooSmall => "too few groups or nodes were given; HugePool::groups says how many are needed",

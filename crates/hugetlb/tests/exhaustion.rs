@@ -2,10 +2,13 @@
 
 mod support;
 
+use hugemm_base::inject::FaultPlan;
 use hugemm_base::{Never, PageSize, Pfn};
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, Policy};
+use hugemm_testing::Random;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, Threads, machine};
+use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, machine, run_as};
 
 const POLICIES: [Policy; 4] = [
     Policy { flush: FlushPolicy::Batch, swap: true, carve: true },
@@ -24,18 +27,18 @@ fn run(
     pool: &HugePool<'_>,
     steps: &[u64],
     mut armed: impl FnMut(usize),
-    mut after: impl FnMut(usize),
+    mut after: impl FnMut(usize, u64),
 ) {
     for (step, pages) in steps.iter().enumerate() {
         armed(step);
         let report = m.set(pool, *pages);
-        m.frames.env().inject.disarm();
+        let failed = m.frames.env().inject.disarm();
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
         if m.economy.policy().flush == FlushPolicy::Batch {
             let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
             assert!(report.flushes <= most, "{report:?}");
         }
-        after(step);
+        after(step, failed);
     }
 }
 
@@ -55,19 +58,19 @@ fn every_allocation_of_a_resize_can_fail() {
                         let others = Others::new(m, 60);
                         let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
                         let faults = &m.frames.env().inject;
-                        let failed = AtomicU64::new(0);
+                        let failed = Cell::new(0);
                         run(
                             m,
                             &pool,
                             &steps,
                             |step| {
                                 if step == target {
-                                    faults.arm(n, period);
+                                    faults.arm(FaultPlan::periodic(n, period));
                                 }
                             },
-                            |step| {
+                            |step, count| {
                                 if step == target {
-                                    failed.store(faults.failed.load(Ordering::Relaxed), Ordering::Relaxed);
+                                    failed.set(count);
                                 }
                                 others.check(m);
                                 assert!(pool.is_consistent(&cx));
@@ -78,7 +81,7 @@ fn every_allocation_of_a_resize_can_fail() {
                         assert_eq!(pool.counts(&cx).counts.total, 0);
                         others.free(m);
                         everything_is_somewhere(m, 0);
-                        failed.load(Ordering::Relaxed)
+                        failed.get()
                     });
                     if failed == 0 {
                         break;
@@ -88,6 +91,43 @@ fn every_allocation_of_a_resize_can_fail() {
                 }
             }
         }
+    }
+}
+
+/// E5 to E8: memory that comes and goes, so that what an edit has already allocated must be given back.
+#[test]
+fn memory_runs_out_and_comes_back_at_random() {
+    for policy in POLICIES {
+        machine(&Shape { policy, ..Shape::spans(5) }, Faults::default(), |m| {
+            let mut memory = m.pool_memory(PageSize::Size2M);
+            let (pool, cx) = (memory.pool(), m.threads.cx());
+            let others = Others::new(m, 60);
+            let used: u64 = others.0.iter().map(|(block, _)| block.extent().pages()).sum();
+            let mut random = Random(11);
+            let mut failed = 0;
+            for cycle in 0..300 {
+                if cycle % 2 == 0 {
+                    // With heads' frames out of the way there are whole blocks.
+                    m.set(&pool, 0);
+                }
+                let pages = random.below(260);
+                // From the start, or when the pages have been had and their descriptors' turn has come.
+                let more = pages.saturating_sub(pool.counts(&cx).counts.total);
+                let first = random.below(2) * more + random.below(20);
+                let share = [0, 64, 128, 224][random.below(4) as usize];
+                m.frames.env().inject.arm(FaultPlan::random(first, share, random.below(1 << 31)));
+                m.set(&pool, pages);
+                failed += m.frames.env().inject.disarm();
+                pool.tidy(&mut m.threads.cx(), &m.economy).expect("idle");
+                others.check(m);
+                assert!(pool.is_consistent(&cx));
+                everything_is_somewhere(m, used + pool.counts(&cx).counts.total * 512);
+            }
+            assert!(failed > 1000, "{failed}");
+            m.set(&pool, 0);
+            others.free(m);
+            everything_is_somewhere(m, 0);
+        });
     }
 }
 
@@ -110,7 +150,7 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
                     everything_is_somewhere(m, used + huge * 512 + (gigantic << 18));
                 };
                 m.set(&large, 1);
-                faults.arm(n, 0);
+                faults.arm(FaultPlan::nth(n));
                 m.set(&large, 2);
                 check();
                 let _ = large.demote(&mut cx, &m.economy, &small, Nodes::All, 1);
@@ -121,8 +161,7 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
                 }
                 m.set(&large, 0);
                 check();
-                let failed = faults.failed.load(Ordering::Relaxed);
-                faults.disarm();
+                let failed = faults.disarm();
                 m.set(&small, 0);
                 small.tidy(&mut cx, &m.economy).expect("idle");
                 large.tidy(&mut cx, &m.economy).expect("idle");
@@ -159,7 +198,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
             for cpu in 5..CPUS as u32 {
                 let (stop, looked, got) = (&stop, &looked, &got);
                 s.spawn(move || {
-                    Threads::run_as(cpu);
+                    run_as(cpu);
                     let cx = m.threads.cx();
                     let mut seed = u64::from(cpu);
                     while !stop.load(Ordering::Relaxed) {
@@ -189,7 +228,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
             for cycle in 0..100 {
                 let faults = &m.frames.env().inject;
                 if dice(3) == 0 {
-                    faults.arm(dice(300), dice(40));
+                    faults.arm(FaultPlan::random(dice(300), [0, 16, 128, 224][dice(4) as usize], dice(1 << 31)));
                 }
                 m.economy.set_enabled(dice(5) != 0);
                 match dice(6) {
@@ -206,7 +245,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                             for cpu in 1..3 {
                                 let resize = &resize;
                                 s.spawn(move || {
-                                    Threads::run_as(cpu);
+                                    run_as(cpu);
                                     resize.work(&mut m.threads.cx(), &Never);
                                 });
                             }
@@ -227,7 +266,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         let _ = m.frames.put(&cx, counted).expect("ours");
         others.free(m);
         for cpu in 0..CPUS as u32 {
-            Threads::run_as(cpu);
+            run_as(cpu);
             m.frames.drain(&m.threads.cx());
         }
         everything_is_somewhere(m, 0);

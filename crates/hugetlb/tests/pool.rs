@@ -2,12 +2,12 @@
 
 mod support;
 
-use hugemm_base::inject::{Inject, NoFaults};
+use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::Poisoned;
-use hugemm_hugetlb::{Counts, HugePage, HugePool, Nodes, PoolError};
+use hugemm_hugetlb::{Counts, HugePage, HugePool, Nodes, PoolError, Report};
 use proptest::prelude::*;
-use support::{BASE, Faults, Machine, SPAN, Shape, Threads, machine};
+use support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as};
 
 fn set<I: Inject>(m: &Machine<'_, I>, pool: &HugePool<'_>, pages: u64) {
     pool.set_size(&mut m.threads.cx(), &m.economy, pages, Nodes::All, &Never).expect("idle");
@@ -136,7 +136,7 @@ fn a_page_dissolves_or_stays() {
         assert_eq!(pool.dissolve(&mut cx, &m.economy, victim), Err(PoolError::Busy));
         pool.unreserve(&cx, 69).expect("69");
         // No allocation succeeds: the frames come from the page itself.
-        faults.arm(0, 1);
+        faults.arm(FaultPlan::periodic(0, 1));
         let report = pool.dissolve(&mut cx, &m.economy, Pfn::new(victim.number() + 77)).expect("carved");
         faults.disarm();
         assert_eq!((report.left, report.carved), (1, 1));
@@ -151,7 +151,7 @@ fn a_page_dissolves_or_stays() {
         set(m, &pool, 70);
         let before: Vec<_> = pool.pages().collect();
         let faults = &m.frames.env().inject;
-        faults.arm(0, 1);
+        faults.arm(FaultPlan::periodic(0, 1));
         let refused = pool.dissolve(&mut cx, &m.economy, before[5].0);
         faults.disarm();
         assert_eq!(refused, Err(PoolError::OutOfMemory));
@@ -187,7 +187,8 @@ fn a_1_gib_page_becomes_512_pages() {
             for (pfn, _) in small.pages() {
                 assert_eq!(m.frames.descriptor(pfn).expect("managed").load(0), pfn.number());
             }
-            assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1), Err(PoolError::Busy));
+            assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1), Err(PoolError::NothingToDemote));
+            assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 0), Ok(Report::default()));
             set(m, &small, 0);
             large.put(&cx, kept, false).expect("its own");
             set(m, &large, 0);
@@ -443,7 +444,7 @@ fn several_cpus_resize_together_with_the_same_number_of_flushes() {
                     for cpu in 1..4 {
                         let resize = &resize;
                         s.spawn(move || {
-                            Threads::run_as(cpu);
+                            run_as(cpu);
                             resize.work(&mut m.threads.cx(), &Never);
                         });
                     }

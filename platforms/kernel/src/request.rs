@@ -307,10 +307,17 @@ requests! {
         /// Runs.
         runs: u32,
     }
+    /// A day in the life of a virtual machine host.
+    "run" Run {
+        /// Days.
+        runs: u32,
+    }
     /// Every system's stress.
     "selftest" Selftest {
         /// Seconds in all.
         seconds: u32,
+        /// Resizes of pools, at least, however long they take.
+        resizes: u64,
         /// The bug to make.
         plant: Plant,
     }
@@ -355,7 +362,7 @@ mod tests {
                 per_page: true,
                 runs: 5,
             }),
-            Request::Selftest(Selftest { seconds: 60, plant: Plant::MissedCpu }),
+            Request::Selftest(Selftest { seconds: 60, resizes: 100, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Shootdown(Shootdown { pages: 1 << 18, each: 4096, runs: 3 }),
         ] {
@@ -369,7 +376,7 @@ mod tests {
         assert_eq!("nonsense runs=1".parse::<Request>(), Err(RequestError::NoSuchCommand));
         assert_eq!("free order=0 runs=1".parse::<Request>(), Err(RequestError::Argument("n")));
         assert_eq!("free n=1 order=x runs=1".parse::<Request>(), Err(RequestError::Argument("order")));
-        assert_eq!("selftest seconds=1 plant=x".parse::<Request>(), Err(RequestError::Argument("plant")));
+        assert_eq!("selftest seconds=1 resizes=0 plant=x".parse::<Request>(), Err(RequestError::Argument("plant")));
     }
 
     #[test]

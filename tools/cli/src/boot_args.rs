@@ -15,6 +15,7 @@ use std::path::PathBuf;
 /// What can be run.
 pub const BOOT_HELP: &str = "\
 COMMAND is one of
+  run              [-r RUNS]                       the day of 'hugemm run', without swap
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
   bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…] [--clear page,extent,bulk]
@@ -23,7 +24,7 @@ COMMAND is one of
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--plant BUG]
+  selftest         [--seconds S] [--resizes N] [--plant BUG]
                    BUG: free-before-flush, missed-cpu, lazy-cpu, unflushed-protect, lost-dirty, double-free
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
@@ -64,6 +65,11 @@ struct KernelLine {
 
 #[derive(Debug, Subcommand)]
 enum KernelCommand {
+    /// A day in the life of a virtual machine host.
+    Run {
+        #[arg(short, long, default_value_t = 3, value_parser = runs())]
+        runs: u32,
+    },
     /// Measure one workload.
     #[command(subcommand)]
     Bench(KernelBench),
@@ -194,6 +200,10 @@ struct Shootdown {
 struct Selftest {
     #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
+    /// Resizes of huge page pools, at least, however long they take: with allocations that fail, and a look at every
+    /// descriptor after each.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    resizes: u64,
     #[arg(long, default_value = "none", value_parser = named::<Plant>)]
     plant: Plant,
 }
@@ -225,8 +235,8 @@ pub fn request(command: &[String]) -> Result<Request> {
             ) =>
         {
             bail!(
-                "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench vm-create, bench \
-                 free, bench alloc, bench pool, bench shootdown and selftest",
+                "the reference kernel has no command '{}'; it has run, bench mem memset, bench mem mmap, bench vm-create, \
+                 bench free, bench alloc, bench pool, bench shootdown and selftest",
                 command.join(" ")
             )
         }
@@ -284,8 +294,9 @@ pub fn request(command: &[String]) -> Result<Request> {
         KernelCommand::Bench(KernelBench::Shootdown(args)) => {
             Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
+        KernelCommand::Run { runs } => Request::Run(request::Run { runs }),
         KernelCommand::Selftest(args) => {
-            Request::Selftest(request::Selftest { seconds: args.seconds, plant: args.plant })
+            Request::Selftest(request::Selftest { seconds: args.seconds, resizes: args.resizes, plant: args.plant })
         }
         KernelCommand::Crash { how } => Request::CrashTest(request::CrashTest { how }),
     })
@@ -318,14 +329,14 @@ mod tests {
         );
         assert_eq!(
             line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
-            "selftest seconds=3 plant=missed-cpu"
+            "selftest seconds=3 resizes=1 plant=missed-cpu"
         );
     }
 
     #[test]
     fn usage_errors_are_one_line() {
         for (words, part) in [
-            ("bench churn", "it has bench mem memset"),
+            ("bench churn", "it has run, bench mem memset"),
             ("nonsense", "no command 'nonsense'"),
             ("bench", "no command 'bench'"),
             ("bench free --nonsense", "--nonsense"),

@@ -8,13 +8,16 @@ use crate::pool_machine::{Ground, Plan};
 use crate::pool_projection::{self, Here};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
-use anyhow::{Result, bail};
-use hugemm_base::{Clock, CpuId, Never, PageSize};
+use anyhow::{Context, Result, bail};
+use hugemm_base::{Clock, CpuId, CpuLocal, Never, PageSize};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
 use hugemm_host::interrupt;
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, Policy};
 use hugemm_workloads::pool::{self, Cycle, Timed};
+use std::hint::spin_loop;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// One way to resize, and what was measured of it.
 struct Side {
@@ -133,7 +136,8 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
     Ok(())
 }
 
-/// A resize by several CPUs: the time of the slowest, without that of starting threads.
+/// A resize by several CPUs, from its first step to the last CPU's last. All have come before it begins: a thread takes longer
+/// to start than a thousand pages to move.
 fn together<'e>(
     host: &Host<'_>,
     pool: &HugePool<'_>,
@@ -141,16 +145,33 @@ fn together<'e>(
     target: u64,
     threads: u32,
 ) -> Result<Timed> {
-    let resize = host.run_on(CpuId(0), |cx| pool.resize(cx, economy, target, Nodes::All))??;
+    let (arrived, resize) = (AtomicU32::new(0), OnceLock::new());
     let spans = host.run_on_each((0..threads).map(CpuId), |cx| {
+        // Relaxed: the resize is published by its lock.
+        arrived.fetch_add(1, Ordering::Relaxed);
+        while arrived.load(Ordering::Relaxed) < threads {
+            spin_loop();
+        }
         let begin = cx.platform().now_ns();
-        resize.work(cx, &Never);
+        if cx.platform().current() == CpuId(0) {
+            let _ = resize.set(pool.resize(cx, economy, target, Nodes::All));
+        }
+        let resize = loop {
+            match resize.get() {
+                Some(resize) => break resize,
+                None => spin_loop(),
+            }
+        };
+        if let Ok(resize) = resize {
+            resize.work(cx, &Never);
+        }
         (begin, cx.platform().now_ns())
     })?;
-    let begin = spans.iter().map(|span| span.0).min().unwrap_or(0);
+    let begin = spans.iter().map(|span| span.0).max().unwrap_or(0);
     let end = spans.iter().map(|span| span.1).max().unwrap_or(0);
+    let resize = resize.into_inner().context("no CPU began")??;
     let report = host.run_on(CpuId(0), |cx| resize.finish(cx))?;
-    Ok(Timed { report, nanos: end - begin })
+    Ok(Timed { report, nanos: end.saturating_sub(begin) })
 }
 
 fn ipis(flushes: u64, cpus: u32) -> u64 {

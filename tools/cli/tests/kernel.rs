@@ -73,6 +73,18 @@ fn the_selftest_is_clean_on_8_cpus() {
     selftest(8);
 }
 
+/// The "100 random cycles with injected ENOMEM": enough memory for pages of 1 GiB to be had, and demoted.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn descriptors_survive_100_resizes_whose_allocations_fail() {
+    let args = ["boot", "--accel", "tcg", "--memory", "4GB", "--cpus", "4", "--json", "--"];
+    let document = document(&[&args[..], &["selftest", "--seconds", "1", "--resizes", "100"]].concat());
+    let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
+    assert!(value("selftest.resizes") >= 100.0);
+    assert!(value("selftest.faults") > 1000.0, "{}", value("selftest.faults"));
+    assert!(value("selftest.demoted") > 0.0, "no page of 1 GiB became pages of 2 MiB");
+}
+
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn the_selftest_finds_planted_bugs() {

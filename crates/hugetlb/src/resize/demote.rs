@@ -18,7 +18,7 @@ use hugemm_frames::{Env, Frozen, Mobility};
 impl<'m, L: RawLock> HugePool<'m, L> {
     /// Makes up to `pages` free, unpromised pages of this pool of 1 GiB pages into 2 MiB pages of `into`, which must be
     /// over the same areas. Pages for whose descriptors memory is missing stay what they are: `left` says how many went.
-    /// May sleep. Resizes of both pools are excluded, the larger pages' first.
+    /// [`NothingToDemote`](PoolError::NothingToDemote): there is none. May sleep. Resizes of both pools are excluded, the larger pages' first.
     pub fn demote<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
@@ -30,6 +30,9 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         if self.size() != PageSize::Size1G || into.size() != PageSize::Size2M {
             return Err(PoolError::NotInPool);
         }
+        if pages == 0 {
+            return Ok(Report::default());
+        }
         let alone = self.begin(cx)?;
         let _small_alone = into.begin(cx)?;
         let resize = Resize::new(self, economy, alone, nodes, 0);
@@ -38,7 +41,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             self.dequeue(state.nodes, nodes, pages, Leaving::Persistent, |index, bits| resize.stage(index, bits))
         });
         if taken == 0 {
-            return Err(PoolError::Busy);
+            return Err(PoolError::NothingToDemote);
         }
         let mut entered = 0;
         resize.prepare_for_demotion(cx);

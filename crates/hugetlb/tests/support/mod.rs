@@ -2,12 +2,9 @@
 //! random, and an allocator over all of it.
 #![allow(dead_code, unreachable_pub)]
 
-use hugemm_base::inject::{FaultPoint, Inject, NoFaults};
+use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
-use hugemm_base::{
-    Counters, CpuCx, CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange,
-};
+use hugemm_base::{Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames, Frozen, Request};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
@@ -15,69 +12,12 @@ use hugemm_hugetlb::{
     Tail, WalkCache,
 };
 use hugemm_paging::Keep;
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::Cell;
+pub use hugemm_testing::{CPUS, run_as};
+use hugemm_testing::{Memory, Threads, this_cpu};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-
-thread_local! {
-    static CPU: Cell<u32> = const { Cell::new(0) };
-}
-
-pub const CPUS: usize = 8;
-
-/// Threads as CPUs.
-#[derive(Default)]
-pub struct Threads {
-    counters: [Counters; CPUS],
-}
-
-impl Threads {
-    pub fn run_as(cpu: u32) {
-        CPU.with(|slot| slot.set(cpu));
-    }
-
-    pub fn cx(&self) -> CpuCx<'_, Threads> {
-        // SAFETY: the tests have one context per thread at a time.
-        unsafe { CpuCx::new(self) }
-    }
-}
-
-// SAFETY: each test gives each of its threads a number of its own.
-unsafe impl CpuLocal for Threads {
-    fn current(&self) -> CpuId {
-        CpuId(CPU.with(Cell::get))
-    }
-
-    fn pin(&self) -> usize {
-        0
-    }
-
-    unsafe fn unpin(&self, _state: usize) {}
-}
-
-impl Preempt for Threads {
-    fn preempt_model(&self) -> PreemptModel {
-        PreemptModel::Full
-    }
-
-    fn reschedule(&self) {
-        std::thread::yield_now();
-    }
-}
-
-// SAFETY: the provided methods.
-unsafe impl StoreOrder for Threads {}
-
-impl VectorUnit for Threads {}
-
-impl Instrumented for Threads {
-    fn counters(&self) -> &Counters {
-        &self.counters[CPU.with(Cell::get) as usize % CPUS]
-    }
-}
 
 /// One CPU's: entries by page, their frames, and the state of the dice.
 #[derive(Default)]
@@ -129,7 +69,7 @@ unsafe impl WalkCache for Tlbs {
             return walk();
         }
         let page = at.get() & !(PAGE_BYTES - 1);
-        let mut slot = self.cpus[CPU.with(Cell::get) as usize % CPUS].lock().unwrap();
+        let mut slot = self.cpus[this_cpu()].lock().unwrap();
         slot.seed = slot.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         if (slot.seed >> 33).is_multiple_of(4) {
             slot.remove(page);
@@ -191,36 +131,22 @@ unsafe impl<I: Inject> Env for Soft<'_, I> {
 
 /// Faults that can be switched on when the machine stands, with the plan of the moment.
 #[derive(Default)]
-pub struct Faults {
-    countdown: AtomicU64,
-    pub period: AtomicU64,
-    pub failed: AtomicU64,
-}
+pub struct Faults(Mutex<Option<FaultPlan>>);
 
 impl Faults {
-    /// Fails the `n`th allocation from now on, from 0; every `period`th after it, if that is not 0.
-    pub fn arm(&self, n: u64, period: u64) {
-        self.period.store(period, Ordering::Relaxed);
-        self.countdown.store(n + 1, Ordering::Relaxed);
-        self.failed.store(0, Ordering::Relaxed);
+    pub fn arm(&self, plan: FaultPlan) {
+        *self.0.lock().unwrap() = Some(plan);
     }
 
-    pub fn disarm(&self) {
-        self.countdown.store(0, Ordering::Relaxed);
+    /// How many allocations have failed since it was armed.
+    pub fn disarm(&self) -> u64 {
+        self.0.lock().unwrap().take().map_or(0, |plan| plan.failed())
     }
 }
 
 impl Inject for Faults {
-    fn fault(&self, _point: FaultPoint) -> bool {
-        let period = self.period.load(Ordering::Relaxed);
-        let previous = self.countdown.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| match left {
-            0 => None,
-            1 => Some(period),
-            left => Some(left - 1),
-        });
-        let fails = previous == Ok(1);
-        self.failed.fetch_add(fails.into(), Ordering::Relaxed);
-        fails
+    fn fault(&self, point: FaultPoint) -> bool {
+        self.0.lock().unwrap().as_ref().is_some_and(|plan| plan.fault(point))
     }
 }
 
@@ -307,7 +233,7 @@ impl Others {
 
 /// Builds a machine for `test`.
 pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machine<'_, I>) -> R) -> R {
-    Threads::run_as(0);
+    run_as(0);
     let spans: u64 = shape.nodes.iter().sum();
     let all = extent(BASE, spans * SPAN);
     let memory = Sparse::new(all.bytes() as usize).expect("addresses");
@@ -337,11 +263,11 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     }
     let config = Config { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
-    let metadata = Metadata::new(layout);
+    let metadata = Memory::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
     let frames =
-        unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr, layout.size()) }.expect("valid");
-    let threads = Threads::default();
+        unsafe { Frames::new(&config, Soft { map: &map, inject }, metadata.ptr(), metadata.bytes()) }.expect("valid");
+    let threads = Threads::new(());
     let descriptors = extent(BASE, present * 512);
     // SAFETY: once; the memory is the machine's.
     unsafe { frames.release(Dirty::assume_owned(all)) };
@@ -359,27 +285,6 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         all,
         descriptors,
     })
-}
-
-struct Metadata {
-    ptr: *mut u8,
-    layout: Layout,
-}
-
-impl Metadata {
-    fn new(layout: Layout) -> Self {
-        // SAFETY: never empty.
-        let ptr = unsafe { alloc_zeroed(layout) };
-        assert!(!ptr.is_null());
-        Metadata { ptr, layout }
-    }
-}
-
-impl Drop for Metadata {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout; the manager is gone.
-        unsafe { dealloc(self.ptr, self.layout) };
-    }
 }
 
 /// A pool and the memory that it needs.

@@ -109,7 +109,8 @@ impl<'h> Program<'_, 'h> {
 
 fn run(rig: &Rig<'_>, page: PageSize, seed: u64, steps: u64) {
     // Half as much again as there is memory.
-    let (shared_pages, private_pages) = ((8 << 20) / page.bytes(), (4 << 20) / page.bytes());
+    let scale = if page == PageSize::Size4K { 1 } else { 2 };
+    let (shared_pages, private_pages) = ((scale << 22) / page.bytes(), (scale << 21) / page.bytes());
     let object = rig
         .mmu
         .as_cpu(CpuId(0), |cx| rig.vm.create_shared(cx, shared_pages * page.pages(), page, false).expect("an object"));
@@ -171,8 +172,8 @@ fn run(rig: &Rig<'_>, page: PageSize, seed: u64, steps: u64) {
 #[test]
 fn every_word_is_the_word_written_last() {
     // Longer where somebody asks for it.
-    let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(6000);
-    for (page, policy, mib) in [(PageSize::Size4K, Policy::Generations, 14), (PageSize::Size4K, Policy::TwoList, 12)] {
+    let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(2500);
+    for (page, policy, mib) in [(PageSize::Size4K, Policy::Generations, 7), (PageSize::Size4K, Policy::TwoList, 8)] {
         let size = Size { mib, swap: 2500, cpus: CPUS, policy };
         with_rig(size, 31, &no_faults(), |rig| run(rig, page, 7, steps));
     }

@@ -389,3 +389,34 @@ fn memory_may_be_overcommitted() {
         });
     }
 }
+
+/// D15, D20: a CPU that goes on using a page through its TLB hides that from ageing without flushes. That costs at most a
+/// refault for each round of looks, and with a flush nothing.
+#[test]
+fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
+    const ROUNDS: u64 = 40;
+    for (page, way) in SIZES.into_iter().flat_map(|page| [Ageing::Flush, Ageing::Batch].map(|way| (page, way))) {
+        with_rig(SIZE, 12, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 3);
+                rig.vm.pager().set_ageing(way);
+                for round in 0..ROUNDS {
+                    // Used between any two looks, mostly by what the TLB knows.
+                    rig.put(cx, &space, AT + 8, round).expect("memory");
+                    assert_eq!(rig.get(cx, &space, AT + 8), Ok(round));
+                    // One look; the others are soon gone.
+                    let budget = Budget { free: u64::MAX, scan: page.pages() };
+                    rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
+                }
+                let refaults = space.counters().refaulted.get();
+                match way {
+                    Ageing::Flush => assert_eq!(refaults, 0, "a flush at each look shows each use"),
+                    // Two looks are needed to lose it.
+                    _ => assert!(refaults <= ROUNDS / 2, "{refaults}"),
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}

@@ -4,11 +4,11 @@ use super::irq_lock::IrqLock;
 use super::once::Once;
 use super::platform::Kernel;
 use super::tlb::{self, Hardware};
-use super::{layout, tables};
+use super::{layout, percpu, tables};
 use acpi::{AcpiHandler, PhysicalMapping};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::inject::Inject;
+use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
 use hugemm_frames::{AllocError, ArenaSpec, Config, Env, Frames, Frozen, Request};
 use hugemm_kernel::memory_map::{MOST, MemoryMap};
@@ -32,7 +32,25 @@ impl AcpiHandler for OneToOne {
 #[derive(Clone, Copy, Debug)]
 pub struct KernelEnv;
 
-impl Inject for KernelEnv {}
+impl Inject for KernelEnv {
+    #[inline]
+    fn fault(&self, point: FaultPoint) -> bool {
+        // Relaxed: this CPU has set it.
+        let plan = percpu::own().faults.load(Ordering::Relaxed);
+        // SAFETY: a plan outlives the time that it is set for, by `with_faults`.
+        unsafe { plan.as_ref() }.is_some_and(|plan| plan.fault(point))
+    }
+}
+
+/// Runs `f`, with the calling CPU's allocations failing where the plan says.
+pub fn with_faults<R>(plan: &FaultPlan, f: impl FnOnce() -> R) -> R {
+    let own = percpu::own();
+    // Relaxed: this CPU's own. There is no unwinding, so what is set is taken away.
+    let before = own.faults.swap(core::ptr::from_ref(plan).cast_mut(), Ordering::Relaxed);
+    let result = f();
+    own.faults.store(before, Ordering::Relaxed);
+    result
+}
 
 // SAFETY: descriptors are reached by arithmetic within the array that `init` has mapped.
 unsafe impl Env for KernelEnv {

@@ -3,6 +3,7 @@
 use core::arch::asm;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::Counters;
+use hugemm_base::inject::FaultPlan;
 use hugemm_kernel::MAX_CPUS;
 use x86_64::registers::model_specific::GsBase;
 
@@ -25,6 +26,8 @@ pub struct PerCpu {
     pub work: AtomicPtr<super::smp::Work<'static>>,
     /// Who serves its page faults; null for nobody.
     pub server: AtomicPtr<super::page_fault::Server<'static>>,
+    /// What makes its allocations fail, for the self-test; null: nothing does. Set by the CPU itself.
+    pub faults: AtomicPtr<FaultPlan>,
     /// A non-maskable interrupt that was sent by the watchdog: it should say where it is and end the machine.
     pub asked: AtomicBool,
     /// Statistics.
@@ -42,6 +45,7 @@ impl PerCpu {
             beats: AtomicU64::new(0),
             work: AtomicPtr::new(core::ptr::null_mut()),
             server: AtomicPtr::new(core::ptr::null_mut()),
+            faults: AtomicPtr::new(core::ptr::null_mut()),
             asked: AtomicBool::new(false),
             counters: Counters::new(),
         }

@@ -114,7 +114,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut seals, mut resizes, mut steps) = (0, 0, 0, 0);
+    let (mut unmaps, mut seals, mut pooled, mut steps) = (0, 0, pools::Tally::default(), 0);
     let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
@@ -140,7 +140,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
             convoy::round(cx, clock.now_ns() + slice)?;
             steps += address_spaces::round(cx, seed, clock.now_ns() + slice)?;
-            resizes += pools::round(cx, seed, clock.now_ns() + slice)?;
+            let least = args.resizes.saturating_sub(pooled.resizes);
+            pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
         }
         // Blocks of descriptors that pools have left divided keep a table each.
         let found = frames_stress::free_pages(cx) + vmemmap::audit().frames;
@@ -153,7 +154,9 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
     sample("selftest.seals", seals as f64, "ranges", &[]);
-    sample("selftest.resizes", resizes as f64, "resizes", &[]);
+    sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
+    sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);
+    sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
     for (name, count) in tlb::tlbs().counts().since(before).iter() {
         sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
     }

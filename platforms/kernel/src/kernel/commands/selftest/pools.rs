@@ -1,10 +1,13 @@
-//! Huge page pools grow, shrink and are demoted at random, beyond what memory has, while the other CPUs look at
-//! descriptors of frames that are not theirs, and write into those of frames that are.
+//! Huge page pools grow, shrink and are demoted at random, beyond what memory has and with allocations that fail, while the
+//! other CPUs look at descriptors of frames that are not theirs, and write into those of frames that are.
 //!
-//! Afterwards the pools are empty, every descriptor has a frame of its own again, and every descriptor of free memory
-//! keeps what is written into it. A store into a shared tail would be a page fault.
+//! After each step every descriptor that somebody owns keeps what is written into it, as every CPU sees it, and no frame is
+//! missing. In the end the pools are empty and every descriptor has a frame of its own again. A store into a shared tail
+//! would be a page fault.
 
-use super::descriptors::{WORD, stamp};
+mod intact;
+
+use super::descriptors::stamp;
 use super::{Cx, Failure, Finding};
 use crate::kernel::irq_lock::IrqLock;
 use crate::kernel::memory::{self, Scratch, frames};
@@ -12,21 +15,44 @@ use crate::kernel::vmemmap::{self, KernelEconomy};
 use crate::kernel::{percpu, smp};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::inject::FaultPlan;
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Never, Order, PageSize, Pfn};
-use hugemm_frames::{Frozen, Request};
-use hugemm_hugetlb::{Counts, FlushPolicy, Group, HugePool, Nodes, Policy, PoolError, Report};
+use hugemm_base::{Clock, Never, PageSize, Pfn};
+use hugemm_hugetlb::{Counts, FlushPolicy, Group, HugePool, Nodes, Policy, PoolError};
 use hugemm_workloads::alloc_free::random::Random;
+use intact::Intact;
 
-/// Resizes in a round, at most.
-const TURNS: u64 = 100;
+/// Steps in a round, at most, unless more are asked for.
+const STEPS: u64 = 100;
 /// Descriptors that a walker looks at between two stamps.
 const LOOKS: u64 = 1000;
 
 type Pool<'m> = HugePool<'m, IrqLock>;
 
-/// One round on all CPUs, until `until` at the latest; returns how many resizes there were.
-pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
+/// What a round did.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tally {
+    /// Steps: pools resized, or a page demoted.
+    pub resizes: u64,
+    /// Pages of 1 GiB that became pages of 2 MiB.
+    pub demoted: u64,
+    /// Allocations that were made to fail.
+    pub faults: u64,
+}
+
+impl Tally {
+    /// The sum.
+    pub fn plus(self, other: Tally) -> Tally {
+        Tally {
+            resizes: self.resizes + other.resizes,
+            demoted: self.demoted + other.demoted,
+            faults: self.faults + other.faults,
+        }
+    }
+}
+
+/// One round on all CPUs, until `until` at the latest, but of `least` steps.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Failure> {
     let ((mut areas, count), (mut gigantic_areas, _)) = (vmemmap::areas(), vmemmap::areas());
     let (areas, gigantic_areas) = (&mut areas[..count], &mut gigantic_areas[..count]);
     let groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size2M), Group::default)?;
@@ -34,13 +60,43 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
     let (mut counts, mut gigantic_counts) = ([Counts::default()], [Counts::default()]);
     let huge = Pool::new(PageSize::Size2M, areas, &mut *groups.items, &mut counts)?;
     let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut *gigantic_groups.items, &mut gigantic_counts)?;
-    let (stop, turns) = (AtomicBool::new(false), Lock::<SpinLock, _>::new(Ok(0)));
+    let mut intact = Intact::new(cx)?;
+    let mut random = Random::new(seed);
+    let mut tally = Tally::default();
+    while tally.resizes < least || (tally.resizes < STEPS && cx.platform().now_ns() < until) {
+        let step = beside_walkers(cx, &intact, random.word(), |cx, random| step(cx, &huge, &gigantic, random))?;
+        tally = tally.plus(step);
+        intact.check(cx, [&huge, &gigantic])?;
+    }
+    let economy = any_economy(&mut random);
+    for pool in [&gigantic, &huge] {
+        pool.set_size(cx, &economy, 0, Nodes::All, &Never)?;
+    }
+    intact.check(cx, [&huge, &gigantic])?;
+    intact.free(cx);
+    groups.free(cx);
+    gigantic_groups.free(cx);
+    match vmemmap::audit().lean {
+        Some(at) => Err(Finding::Lean { at: at.get() }.into()),
+        None => Ok(tally),
+    }
+}
+
+/// Runs `step` on this CPU while the others walk.
+fn beside_walkers(
+    cx: Cx<'_>,
+    intact: &Intact,
+    seed: u64,
+    step: impl Fn(Cx<'_>, &mut Random) -> Result<Tally, PoolError> + Sync,
+) -> Result<Tally, Failure> {
+    let stop = AtomicBool::new(false);
     let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
+    let done: Lock<SpinLock, _> = Lock::new(Ok(Tally::default()));
     smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
         let mut random = Random::new(seed ^ u64::from(cpu) << 40);
         if cpu == 0 {
-            let result = resizes(cx, &huge, &gigantic, &mut random, until);
-            *turns.lock() = result;
+            let result = step(cx, &mut random);
+            *done.lock() = result;
             // Relaxed: only to end the others.
             stop.store(true, Ordering::Relaxed);
             return;
@@ -48,24 +104,18 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
         let mut turn = 0;
         while !stop.load(Ordering::Relaxed) {
             look(&mut random);
-            if let Err(finding) = stamp(cx, cpu, turn, &mut random) {
+            let found = intact.look(cpu, &mut random).and_then(|()| stamp(cx, cpu, turn, &mut random));
+            if let Err(finding) = found {
                 *wrong.lock() = Some(finding);
                 return;
             }
             turn += 1;
         }
     });
-    groups.free(cx);
-    gigantic_groups.free(cx);
-    if let Some(finding) = wrong.lock().take() {
-        return Err(finding.into());
+    match wrong.lock().take() {
+        Some(finding) => Err(finding.into()),
+        None => Ok((*done.lock())?),
     }
-    let turns = (*turns.lock())?;
-    if let Some(at) = vmemmap::audit().lean {
-        return Err(Finding::Lean { at: at.get() }.into());
-    }
-    write_all(cx)?;
-    Ok(turns)
 }
 
 /// Loads words of any frames' descriptors, as a walker by frame number does.
@@ -80,41 +130,46 @@ fn look(random: &mut Random) {
     }
 }
 
-/// Random resizes; at the end the pools are empty.
-fn resizes<'m>(
-    cx: Cx<'_>,
-    huge: &Pool<'m>,
-    gigantic: &Pool<'m>,
-    random: &mut Random,
-    until: u64,
-) -> Result<u64, PoolError> {
-    // More than there are, so that memory runs out now and then.
-    let most = memory::managed_bytes() / PageSize::Size2M.bytes() + 16;
-    let mut turns = 0;
-    while turns < TURNS && cx.platform().now_ns() < until {
-        let economy = any_economy(random);
-        match random.below(4) {
-            0 => {
-                let pages = random.below(3);
-                set(cx, gigantic, &economy, pages)?;
-                let demoted = gigantic.demote(cx, &economy, huge, Nodes::All, random.below(2));
-                // Busy: there was none.
-                if demoted != Err(PoolError::Busy) {
-                    out_of_memory_is_no_error(demoted)?;
-                }
-            }
-            // Mostly small ones, so that there are many.
-            _ => {
-                let pages = random.below(most) >> random.below(8);
-                set(cx, huge, &economy, pages)?;
-            }
-        }
-        turns += 1;
-    }
+/// What a step does.
+#[derive(Clone, Copy)]
+enum Step {
+    Huge(u64),
+    Gigantic(u64),
+    Demote,
+}
+
+/// One random step, some of whose allocations fail.
+fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Random) -> Result<Tally, PoolError> {
+    percpu::beat();
     let economy = any_economy(random);
-    set(cx, gigantic, &economy, 0)?;
-    set(cx, huge, &economy, 0)?;
-    Ok(turns)
+    // More than there are, so that memory also runs out by itself now and then; mostly fewer.
+    let most = memory::managed_bytes() / PageSize::Size2M.bytes() + 16;
+    let step = match random.below(5) {
+        0 => Step::Gigantic(random.below(4)),
+        1 => Step::Demote,
+        _ => Step::Huge(random.below(most) >> random.below(5)),
+    };
+    let share = [0, 16, 128, 224, u8::MAX][random.below(5) as usize];
+    match step {
+        // With heads' frames out of the way there are whole blocks to be swapped.
+        Step::Huge(_) if random.below(4) == 0 => _ = huge.set_size(cx, &economy, 0, Nodes::All, &Never)?,
+        Step::Demote => _ = gigantic.set_size(cx, &economy, 1, Nodes::All, &Never)?,
+        Step::Huge(_) | Step::Gigantic(_) => {}
+    }
+    // From the start, or when the pages have been had and their descriptors' turn has come: one fails, or some, or all.
+    let more = if let Step::Huge(pages) = step { pages.saturating_sub(huge.counts(cx).counts.total) } else { 0 };
+    let first = random.below(2) * more + random.below(64 + more / 16);
+    let plan = FaultPlan::random(first, share, random.word());
+    let demoted = memory::with_faults(&plan, || match step {
+        Step::Huge(pages) => huge.set_size(cx, &economy, pages, Nodes::All, &Never).map(|_| 0),
+        Step::Gigantic(pages) => gigantic.set_size(cx, &economy, pages, Nodes::All, &Never).map(|_| 0),
+        Step::Demote => match gigantic.demote(cx, &economy, huge, Nodes::All, 1) {
+            Ok(report) => Ok(report.left),
+            Err(PoolError::NothingToDemote) => Ok(0),
+            Err(error) => Err(error),
+        },
+    })?;
+    Ok(Tally { resizes: 1, demoted, faults: plan.failed() })
 }
 
 /// Economy on, in one of its ways, or now and then off.
@@ -123,57 +178,4 @@ fn any_economy(random: &mut Random) -> KernelEconomy {
     let economy = vmemmap::economy(Policy { flush, swap: random.below(3) != 0, carve: true });
     economy.set_enabled(random.below(8) != 0);
     economy
-}
-
-fn set(cx: Cx<'_>, pool: &Pool<'_>, economy: &KernelEconomy, pages: u64) -> Result<(), PoolError> {
-    percpu::beat();
-    out_of_memory_is_no_error(pool.set_size(cx, economy, pages, Nodes::All, &Never))
-}
-
-fn out_of_memory_is_no_error(result: Result<Report, PoolError>) -> Result<(), PoolError> {
-    match result {
-        Ok(_) | Err(PoolError::OutOfMemory) => Ok(()),
-        Err(error) => Err(error),
-    }
-}
-
-/// Takes all free memory by 2 MiB, writes into every descriptor of it, and lets every CPU look: two that share a frame are
-/// found, and a CPU that missed a flush.
-fn write_all(cx: Cx<'_>) -> Result<(), Failure> {
-    let most = memory::managed_bytes() / PageSize::Size2M.bytes();
-    let held = Scratch::new(cx, most as usize, || None::<Frozen>)?;
-    let order = Order::new(PageSize::Size2M.order().get()).unwrap_or(Order::ZERO);
-    for place in &mut *held.items {
-        let Ok(block) = frames().alloc(cx, Request::order(order)) else { break };
-        percpu::beat();
-        for frame in block.extent().base().number()..block.extent().end().number() {
-            if let Some(descriptor) = frames().descriptor(Pfn::new(frame)) {
-                descriptor.store(WORD, !frame);
-            }
-        }
-        *place = Some(block);
-    }
-    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
-    let blocks = &*held.items;
-    // By every CPU: one that missed a flush finds something else.
-    smp::on_cpus(cx, percpu::count(), &|_, cpu| {
-        for block in blocks.iter().map_while(Option::as_ref) {
-            percpu::beat();
-            for frame in block.extent().base().number()..block.extent().end().number() {
-                let found = frames().descriptor(Pfn::new(frame)).map_or(0, |descriptor| descriptor.load(WORD));
-                if found != !frame {
-                    *wrong.lock() = Some(Finding::Descriptor { frame, found, cpu });
-                    return;
-                }
-            }
-        }
-    });
-    for block in held.items.iter_mut().map_while(Option::take) {
-        frames().free(cx, block);
-    }
-    held.free(cx);
-    match wrong.lock().take() {
-        Some(finding) => Err(finding.into()),
-        None => Ok(()),
-    }
 }
