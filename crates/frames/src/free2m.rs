@@ -221,20 +221,20 @@ impl<'m, E: Env> Frames<'m, E> {
         self.hint(arena, pfn, Sought::Dirty.rows() | Sought::Zero.rows() | Sought::Any.rows());
     }
 
-    /// The lowest region that may have a run, and its first frame's number. Forgets those that have not, with what `find`
-    /// returns `None` for.
+    /// What `find` makes of the lowest region that has a run: it is given what is kept about the region, its first frame
+    /// and its number, and `None` from it says that there is no run, which is remembered.
     fn seek<R>(
         &self,
         lists: &FreeLists,
         log: u32,
         sought: Sought,
-        mut find: impl FnMut(&'m Region, u64) -> Option<R>,
+        mut find: impl FnMut(&'m Region, u64, usize) -> Option<R>,
     ) -> Option<R> {
         let places = self.places(lists)?;
         loop {
             let number = places.rows.first(SMALL_KINDS + sought.row(log))?;
             let (_, region, base) = places.at(number)?;
-            if let Some(found) = find(region, base) {
+            if let Some(found) = find(region, base, number) {
                 return Some(found);
             }
             // No run of this order, so none of a larger one.
@@ -247,9 +247,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
+    /// The number of the lowest region with a free 2 MiB of some content.
+    pub(crate) fn lowest_2m(&self, lists: &FreeLists, sought: Sought) -> Option<usize> {
+        self.seek(lists, 0, sought, |region, _, number| {
+            (0..WORDS).any(|at| region.available(at, sought) != 0).then_some(number)
+        })
+    }
+
     /// Takes the lowest run of 2^`log` times 2 MiB of some content.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, sought: Sought) -> Option<Taken> {
-        let (region, base, index) = self.seek(lists, log, sought, |region, base| {
+        let (region, base, index) = self.seek(lists, log, sought, |region, base, _| {
             first_run(log, |at| region.available(at, sought)).map(|index| (region, base, index))
         })?;
         let mut all_zero = true;
@@ -270,7 +277,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut left = want;
         for batch in &mut batches {
             let word = |sought| {
-                self.seek(lists, 0, sought, |region, base| {
+                self.seek(lists, 0, sought, |region, base, _| {
                     let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
                     found.map(|(at, word)| (region, at, word, base + ((at as u64) << WORD_SHIFT)))
                 })

@@ -254,7 +254,7 @@ mod loom_tests {
                 |entry| entry & NEEDED != 0,
                 |entry| {
                     // As handing down does: every leaf loses the right that whoever is through may give back.
-                    (1..3).for_each(|leaf| drop(tables.lower_leaf(leaf).fetch_and(!PRESENT, Ordering::Relaxed)));
+                    (1..3).for_each(|leaf| _ = tables.lower_leaf(leaf).fetch_and(!PRESENT, Ordering::Relaxed));
                     tables.lower(0).set(3, 9);
                     entry ^ NEEDED
                 },

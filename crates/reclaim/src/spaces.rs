@@ -223,6 +223,10 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     }
 }
 
+/// Frames that pages larger than 4 KiB leave free, because writing one out takes frames before it gives any: 512 for
+/// content that does not compress, and one for its slots; for two that do so at once.
+const RESERVE: u64 = 2 * 513;
+
 /// Largest pages that go away: 2 MiB.
 const LARGEST: u32 = 9;
 
@@ -278,6 +282,11 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
             // The back end's own: nothing that a holder could do about it.
             let _ = slot.into_bits();
         }
+    }
+
+    fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool {
+        // A page of 4 KiB is stored in its own frame if need be.
+        order == Order::ZERO || frames.stats(cx).available() >= order.pages() + RESERVE
     }
 
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {

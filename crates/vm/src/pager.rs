@@ -38,6 +38,9 @@ pub trait Pager<S: Setup> {
     /// Gives a slot back. May be called under a page table's lock.
     fn free(&self, cx: &Cx<'_, S>, slot: u64);
 
+    /// Whether a block of `order` may be taken without reclaiming first: not if what is free then is needed to store pages.
+    fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool;
+
     /// Makes memory free: direct reclaim; how many frames became free. Called with nothing locked.
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64;
 }
@@ -67,6 +70,10 @@ impl<S: Setup> Pager<S> for NoPager {
     }
 
     fn free(&self, _cx: &Cx<'_, S>, _slot: u64) {}
+
+    fn may_take(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _order: Order) -> bool {
+        true
+    }
 
     fn relieve(&self, _vm: &Vm<'_, S>, _cx: &mut Cx<'_, S>, _need: Shortfall) -> u64 {
         0

@@ -160,15 +160,20 @@ impl<'m, S: Setup> Vm<'m, S> {
         mut attempt: impl FnMut(&mut Cx<'p, S>) -> Result<T, AllocError>,
     ) -> Result<T, VmError> {
         for _ in 0..RELIEF_ROUNDS {
-            match attempt(cx) {
+            let tried = match S::Pager::ACTIVE && !self.pager.may_take(self.frames, cx, order) {
+                true => Err(AllocError::OutOfMemory),
+                false => attempt(cx),
+            };
+            match tried {
                 Ok(done) => return Ok(done),
                 Err(AllocError::OutOfMemory) => {}
                 Err(_) => return Err(VmError::NoMemory),
             }
             if !self.relieve(cx, order) {
-                return Err(VmError::NoMemory);
+                break;
             }
         }
+        // What is kept free for reclaim serves when reclaim has nothing to do.
         attempt(cx).map_err(|_| VmError::NoMemory)
     }
 

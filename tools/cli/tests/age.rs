@@ -1,0 +1,46 @@
+//! `hugemm bench age`, as a user meets it.
+
+mod support;
+
+use support::{document, misused, refused, rows};
+
+const SMALL: [&str; 10] = ["bench", "age", "--memory", "32M", "--seconds", "0.3", "--cpus", "1", "--procs", "3"];
+
+fn with<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    SMALL.into_iter().chain(more.iter().copied()).collect()
+}
+
+/// Pages go to swap and come back, whatever the way of ageing; only the flushing ways flush.
+#[test]
+fn pages_come_back_and_ageing_flushes_nothing() {
+    let document = document(&with(&["--json"]));
+    let flushes = rows(&document, "bench.age.flushes_by_ageing");
+    assert_eq!(flushes.len(), 2 * 2 * 4);
+    for row in flushes {
+        let flushing = row["young"] == "flush" || row["young"] == "nosync";
+        assert!(flushing || row["value"].as_f64() == Some(0.0), "{row}");
+    }
+    for metric in ["bench.age.loops", "bench.age.scanned", "bench.age.stolen", "bench.age.refaults"] {
+        let rows = rows(&document, metric);
+        assert!(rows.iter().all(|row| row["value"].as_f64() > Some(0.0)), "{metric}: {rows:?}");
+    }
+    for goal in ["age.flushes", "age.flush_share_pct"] {
+        assert!(rows(&document, goal).iter().all(|row| row["value"].as_f64() == Some(0.0)));
+    }
+    assert_eq!(rows(&document, "age.speedup_4k").len(), 1);
+}
+
+/// Forks and unmaps beside it; nothing is lost.
+#[test]
+fn checks_say_what_they_checked() {
+    let document = document(&with(&["--check", "--young", "batch", "--lru", "generations", "--json"]));
+    assert!(rows(&document, "bench.age.refaults").iter().all(|row| row["value"].as_f64() > Some(0.0)));
+    assert!(rows(&document, "age.speedup_4k").is_empty());
+}
+
+#[test]
+fn what_cannot_be_done_names_the_way_out() {
+    refused(&["bench", "age", "--memory", "4M"], &["--memory 4MB is too little", "at least 32M"]);
+    refused(&["bench", "age", "--seconds", "0"], &["--seconds 0 is no time"]);
+    misused(&["bench", "age", "--procs", "15"], "15 is not in 1..=14");
+}
