@@ -375,7 +375,6 @@ where
             let area = self.vm.map(cx, &space, span, kind, Backing::Private)?;
             let creation = Creation::new(self.vm, &space, area, How::Prefault, site.workers());
             figures.nanos = site.create(cx, &creation)?;
-            drop(creation);
             if phase == Phase::Pin {
                 let start = cx.platform().now_ns();
                 let pinned = self.vm.pin(cx, &space, span, Some(figures.bytes), &Never, |run| site.keep(run));
