@@ -88,7 +88,7 @@ pub fn run(args: &Run) -> Result<()> {
         Some(size) => size.0.next_multiple_of(GRAIN),
         None => machine.default_size(4, GIB / 2, 8 * GIB)?,
     };
-    let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(48) as u32);
+    let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(44) as u32);
     let mut environment = Environment::read()?;
     let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
     environment.note_region("hugemm", &region);

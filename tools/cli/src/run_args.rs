@@ -32,7 +32,7 @@ pub struct Run {
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
     /// CPUs that create machines [default: all].
-    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=48))]
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=44))]
     pub workers: Option<u32>,
     /// CPUs that each guest runs on, and that its flushes have to interrupt (counted, not sent).
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]

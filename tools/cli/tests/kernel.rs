@@ -220,3 +220,20 @@ fn what_cannot_be_booted_is_refused() {
     misused(&["boot"], "required");
     misused(&["boot", "--accel", "nonsense", "--", "selftest"], "nonsense");
 }
+
+/// The day of `hugemm run` on real page tables: its books are checked inside, flushes and interrupts are real.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_day_adds_up_in_the_kernel() {
+    let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "4", "--json", "--", "run", "-r", "1"];
+    let document = document(&args);
+    let value = |metric: &str, side: &str, phase: &str| {
+        let rows = rows(&document, metric);
+        let row = rows.iter().find(|row| row["side"] == side && row["phase"] == phase).expect("a row");
+        row["value"].as_f64().expect("a number")
+    };
+    assert!(value("run.flushes", "extent", "fill pool") <= 3.0);
+    assert!(value("run.flushes", "page", "fill pool") > 30.0);
+    assert!(value("run.interrupts", "extent", "destroy") < value("run.interrupts", "page", "destroy"));
+    assert!(value("run.bandwidth", "extent", "prefault VM") > 0.0);
+}

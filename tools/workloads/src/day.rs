@@ -59,8 +59,16 @@ pub enum Phase {
 
 impl Phase {
     /// In order.
-    pub const ALL: [Phase; 7] =
-        [Phase::Fill, Phase::Prefault, Phase::Pin, Phase::Guests, Phase::Mishaps, Phase::Destroy, Phase::Shrink];
+    pub const ALL: [Phase; 8] = [
+        Phase::Fill,
+        Phase::Prefault,
+        Phase::Pin,
+        Phase::Guests,
+        Phase::Pressure,
+        Phase::Mishaps,
+        Phase::Destroy,
+        Phase::Shrink,
+    ];
 
     /// Lower-case name.
     pub const fn name(self) -> &'static str {
@@ -143,8 +151,9 @@ pub trait Site<'c, 'm, S: Setup> {
     /// One of the runs that were kept, until there is none.
     fn pinned(&mut self) -> Option<Pinned>;
 
-    /// Has the guests' CPUs load a space, so that flushes have to reach them, or leave it.
-    fn load(&mut self, cx: &mut Cx<'c, S>, space: &SpaceRef<'_, S>, on: bool);
+    /// Has the CPUs of a guest, by its number up to and with [`GUESTS`], load its space, so that flushes have to reach them,
+    /// or leave it.
+    fn load(&mut self, cx: &mut Cx<'c, S>, guest: u32, space: &SpaceRef<'_, S>, on: bool);
 
     /// What flushes have cost so far.
     fn barriers(&self) -> Barriers;
@@ -290,11 +299,13 @@ where
             guest.check(cx, self.vm)?;
         }
         if site.reclaimed(cx).is_some() {
-            self.phase(cx, site, Phase::Pressure, tell, |cx, _, figures| {
-                self.pressure(cx, &cast, &mut books, figures)
+            self.phase(cx, site, Phase::Pressure, tell, |cx, site, figures| {
+                self.pressure(cx, site, &cast, &mut books, figures)
             })?;
         }
-        self.phase(cx, site, Phase::Mishaps, tell, |cx, _, figures| self.mishaps(cx, &cast, &mut books, figures))?;
+        self.phase(cx, site, Phase::Mishaps, tell, |cx, site, figures| {
+            self.mishaps(cx, site, &cast, &mut books, figures)
+        })?;
         for guest in &cast.guests {
             guest.check(cx, self.vm)?;
         }
@@ -364,7 +375,6 @@ where
             let area = self.vm.map(cx, &space, span, kind, Backing::Private)?;
             let creation = Creation::new(self.vm, &space, area, How::Prefault, site.workers());
             figures.nanos = site.create(cx, &creation)?;
-            drop(creation);
             if phase == Phase::Pin {
                 let start = cx.platform().now_ns();
                 let pinned = self.vm.pin(cx, &space, span, Some(figures.bytes), &Never, |run| site.keep(run));
@@ -389,7 +399,7 @@ where
         for (number, place) in (0..).zip(&mut made) {
             let spread = Spread { own: self.plan.own, shared: self.plan.shared };
             let guest = Guest::new(cx, self.vm, number, spread, &shared)?;
-            site.load(cx, &guest.space, true);
+            site.load(cx, guest.number(), &guest.space, true);
             guest.fill(cx, self.vm, self.by)?;
             *place = Some(guest);
         }
@@ -404,14 +414,16 @@ where
     }
 
     /// A guest writes to as much memory as all have together, and then everybody looks for what they wrote.
-    fn pressure(
+    fn pressure<'c>(
         &self,
-        cx: &mut Cx<'_, S>,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
         cast: &Cast<'_, S>,
         books: &mut Books,
         figures: &mut Figures,
     ) -> Result<(), Trouble> {
         let greedy = Guest::greedy(cx, self.vm, self.plan.greedy)?;
+        site.load(cx, greedy.number(), &greedy.space, true);
         greedy.write(cx, self.vm)?;
         for guest in &cast.guests {
             guest.check(cx, self.vm)?;
@@ -421,12 +433,14 @@ where
         figures.bytes = pages << PAGE_SHIFT;
         books.given += self.plan.greedy << PAGE_SHIFT;
         books.end_guest(&greedy);
+        site.load(cx, greedy.number(), &greedy.space, false);
         self.vm.destroy(cx, greedy.space).map_err(|(error, _)| error.into())
     }
 
-    fn mishaps(
+    fn mishaps<'c>(
         &self,
-        cx: &mut Cx<'_, S>,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
         cast: &Cast<'_, S>,
         books: &mut Books,
         figures: &mut Figures,
@@ -445,10 +459,12 @@ where
 
         // A guest that takes all there is: accesses fail one by one, and nobody else loses anything.
         let greedy = Guest::greedy(cx, self.vm, 2 * self.plan.greedy)?;
+        site.load(cx, greedy.number(), &greedy.space, true);
         let got = greedy.take_all(cx, self.vm, books)?;
         figures.bytes = got << PAGE_SHIFT;
         books.given += got << PAGE_SHIFT;
         books.end_guest(&greedy);
+        site.load(cx, greedy.number(), &greedy.space, false);
         self.vm.destroy(cx, greedy.space).map_err(|(error, _)| error)?;
 
         // Memory goes bad under a machine and under a guest: neither frame is ever handed out again.
@@ -486,7 +502,7 @@ where
             } else {
                 guest.unmap(cx, self.vm)?;
             }
-            site.load(cx, &guest.space, false);
+            site.load(cx, guest.number(), &guest.space, false);
             self.vm.destroy(cx, guest.space).map_err(|(error, _)| error)?;
         }
         self.vm.close(cx, cast.shared);

@@ -54,7 +54,7 @@ const AGEING: &str = "Ageing";
 const POOLS: &str = "Huge page pools";
 
 /// All views, in the order of the page.
-pub const VIEWS: [View; 28] = [
+pub const VIEWS: [View; 30] = [
     View {
         section: DAY,
         title: "Time of each part of the day",
@@ -65,10 +65,24 @@ pub const VIEWS: [View; 28] = [
     },
     View {
         section: DAY,
+        title: "TLB flushes in each part of the day",
+        metrics: &[("run.flushes", "")],
+        groups: &["phase"],
+        ..PLAIN
+    },
+    View {
+        section: DAY,
         title: "CPUs interrupted in each part of the day",
         metrics: &[("run.interrupts", "")],
         groups: &["phase"],
         note: "Counted, for CPUs that nobody plays.",
+        ..PLAIN
+    },
+    View {
+        section: DAY,
+        title: "Memory that each part of the day was about, per second",
+        metrics: &[("run.bandwidth", "")],
+        groups: &["phase"],
         ..PLAIN
     },
     View {

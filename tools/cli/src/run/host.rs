@@ -96,7 +96,8 @@ fn on_ground(
     };
     host.set_preempt_model(model);
     let economy = ground.economy(economy);
-    let cpus = setting.workers + GUESTS as u32 * setting.vcpus;
+    // The last of the guests is the greedy one.
+    let cpus = setting.workers + (GUESTS as u32 + 1) * setting.vcpus;
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let inboxes: Vec<_> = (0..Tlbs::<Counting>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: this view only; no CPU translates by any of the tables.
@@ -123,8 +124,8 @@ fn on_ground(
         let vm: Vm<'_, OnHost<'_, '_, '_, '_, '_>> =
             unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
         let day = Day { vm: &vm, pool, economy: &economy, by: setting.by, plan: setting.sizes };
-        let (loaded, pins) = (0, Vec::new());
-        let mut site = ThisSite { vm: &vm, store: &store, host, tlbs: &tlbs, economy: &economy, setting, loaded, pins };
+        let pins = Vec::new();
+        let mut site = ThisSite { vm: &vm, store: &store, host, tlbs: &tlbs, economy: &economy, setting, pins };
         Ok(host.run_on(CpuId(0), |cx| day.live(cx, &mut site, tell))??)
     })?;
     let closed = host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
@@ -139,8 +140,6 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
     tlbs: &'a Tlbs<'a, Counting>,
     economy: &'a Economy<'e, Soft<'e>, crate::pool_machine::Map<'e>>,
     setting: &'a Setting,
-    /// Spaces that guests' CPUs have loaded, by their roots: CPUs are given out in turn.
-    loaded: u32,
     pins: Vec<Pinned>,
 }
 
@@ -206,11 +205,11 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
     fn load(
         &mut self,
         _cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        guest: u32,
         space: &SpaceRef<'_, OnHost<'h, 'e, 'p, 'g, 'r>>,
         on: bool,
     ) {
-        let first = self.setting.workers + self.loaded % GUESTS as u32 * self.setting.vcpus;
-        self.loaded += 1;
+        let first = self.setting.workers + guest * self.setting.vcpus;
         for cpu in first..first + self.setting.vcpus {
             let stand_in = StandIn::new(self.host, CpuId(cpu));
             // SAFETY: the only context of this platform.

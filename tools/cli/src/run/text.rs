@@ -5,7 +5,7 @@ use crate::run_args::Run;
 use crate::size::Size;
 use crate::table;
 use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::{By, Phase};
+use hugemm_workloads::day::{By, GUESTS, Phase};
 
 const OURS: Side = Side::Day(By::Extent);
 const OLD: Side = Side::Day(By::Page);
@@ -37,7 +37,7 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
         }
         lines.add_row(cells);
     }
-    let cpus = workers + 4 * args.vcpus;
+    let cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
     table::print(
         &format!(
             "A day on {} of memory, median of {} (GB = 10^9). {workers} CPUs create machines; flushes are counted for \

@@ -66,6 +66,11 @@ where
         Ok(Guest { space, number: super::GUESTS as u64, spread: Spread { own, shared: 0 } })
     }
 
+    /// Its number; that of a greedy one is the number of the others.
+    pub(crate) fn number(&self) -> u32 {
+        self.number as u32
+    }
+
     /// Makes all of its memory be there.
     pub(crate) fn fill(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, by: By) -> Result<(), Trouble> {
         for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {

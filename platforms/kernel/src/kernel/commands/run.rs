@@ -5,11 +5,11 @@
 use super::populate::calibrated;
 use super::{Cx, Failure};
 use crate::kernel::irq_lock::IrqLock;
-use crate::kernel::memory::{KernelEnv, Scratch, frames};
+use crate::kernel::memory::{Scratch, frames};
 use crate::kernel::output::{note, progress, sample};
 use crate::kernel::platform::Kernel;
 use crate::kernel::tlb::tlbs;
-use crate::kernel::vm::{KernelVm, OnKernel};
+use crate::kernel::vm::OnKernel;
 use crate::kernel::{percpu, smp, vm, vmemmap};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, NoPressure, PageSize};
@@ -72,7 +72,7 @@ fn live(
         economy.set_enabled(true);
         let vm = vm::manager(clearer, NoPressure, Pools::default().with(&pool))?;
         let day = Day { vm: &vm, pool: &pool, economy: &economy, by, plan };
-        let mut site = Here { vm: &vm, pins: &mut *pins.items, kept: 0, loaded: 0 };
+        let mut site = Here { pins: &mut *pins.items, kept: 0 };
         day.live(cx, &mut site, tell)
     };
     pins.free(cx);
@@ -88,19 +88,16 @@ fn live(
 }
 
 /// This machine, as the day sees it.
-struct Here<'b, 'a, 'm> {
-    vm: &'b KernelVm<'a, 'm>,
+struct Here<'b> {
     pins: &'b mut [Option<Pinned>],
     /// How many are kept.
     kept: usize,
-    /// Spaces that have been loaded or left.
-    loaded: u32,
 }
 
 /// The types of the day's address spaces.
 type OurSpaces<'a, 'm> = OnKernel<'a, 'm, NoPressure>;
 
-impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> {
+impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_> {
     fn create(
         &mut self,
         cx: &mut CpuCx<'static, Kernel>,
@@ -139,9 +136,8 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> 
     }
 
     /// Each guest gets a CPU of its own, as long as there are any besides this one; a CPU that idles has it loaded.
-    fn load(&mut self, cx: &mut CpuCx<'static, Kernel>, space: &SpaceRef<'_, OurSpaces<'a, 'm>>, on: bool) {
-        let cpu = 1 + self.loaded % hugemm_workloads::day::GUESTS as u32;
-        self.loaded += 1;
+    fn load(&mut self, cx: &mut CpuCx<'static, Kernel>, guest: u32, space: &SpaceRef<'_, OurSpaces<'a, 'm>>, on: bool) {
+        let cpu = 1 + guest;
         if cpu >= percpu::count() {
             return;
         }
@@ -155,7 +151,7 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> 
     }
 
     fn barriers(&self) -> Barriers {
-        let counts = self.vm.tlbs().counts();
+        let counts = tlbs().counts();
         Barriers { flushes: counts.flushes_all + counts.flushes_range, interrupts: counts.interrupts }
     }
 
@@ -167,7 +163,8 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> 
 
 fn report(by: By, phase: Phase, figures: &Figures) {
     let side = if by == By::Extent { "extent" } else { "page" };
-    let labels = [("side", (&side).into()), ("phase", (&phase.name()).into()), ("cpus", percpu::count().into())];
+    let name = phase.name();
+    let labels = [("side", (&side).into()), ("phase", (&name).into()), ("cpus", percpu::count().into())];
     sample("run.time", figures.nanos as f64 / 1e6, "ms", &labels);
     if figures.bytes > 0 {
         sample("run.bandwidth", figures.bytes as f64 / figures.nanos.max(1) as f64, "GB/s", &labels);
