@@ -1,5 +1,5 @@
 //! What the tests run on: threads as CPUs, frames with bytes, a toy compressor, and the operation interpreter.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unused_imports, unreachable_pub)]
 
 pub mod ops;
 
