@@ -114,8 +114,7 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_> {
                 (Err(error), _) | (_, Err(error)) => Err(error),
             };
         });
-        let took = *took.lock();
-        took
+        *took.lock()
     }
 
     fn workers(&self) -> u64 {
