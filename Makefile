@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make run` measures this machine, `make test` runs every test.
+# Two commands on a fresh machine: `make run` lives a day of a virtual machine host on it, `make test` runs every test.
 
 CARGO ?= cargo
 HUGEMM = target/release/hugemm
@@ -8,12 +8,12 @@ LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
 BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
-MIRI = $(addprefix -p hugemm-,base clear frames paging reclaim lz4)
+MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
 
 .PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel lint deep clean
 
 help:
-	@echo "make run    probe this machine and run the clearing benchmarks (about a minute)"
+	@echo "make run    a day in the life of a virtual machine host, on this machine (a minute or two)"
 	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 under emulation"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
@@ -22,10 +22,7 @@ build:
 	$(CARGO) build --release --locked -p hugemm-cli
 
 run: build
-	$(HUGEMM) probe
-	$(HUGEMM) explain --size 2MB --total 64GB --touch 100 --threshold 8MB
-	$(HUGEMM) bench mem mmap -p 2MB -f demand,populate
-	$(HUGEMM) bench interference
+	$(HUGEMM) run
 
 test: test-host test-examples test-release test-loom test-bare test-arm test-kernel
 	@echo "make test: all green"

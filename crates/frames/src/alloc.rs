@@ -188,7 +188,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     {
                         let _ = class.push(block.with_mobility(mobility));
                     } else if class.len() == 0 {
-                        self.refill(class, first, order, mobility);
+                        self.refill(own, class, first, order, mobility);
                     }
                     let Some(block) = class.pop() else { break };
                     // Frames can become refused while they are cached.
@@ -221,12 +221,14 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
-    fn refill(&self, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
+    fn refill(&self, own: Option<&PerCpu<'m>>, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
+        let found = |pfn| own.iter().for_each(|own| own.found(pfn));
         let want = class.want();
         let order = size.get();
         if order == BLOCK_ORDER {
             let batches = self.with_node(node, |lists| self.take_many_2m(lists, want));
             for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
+                found(taken.pfn);
                 // At most half of what the watermark allows.
                 let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
             }
@@ -238,6 +240,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 let most = order + (want - got).ilog2();
                 let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false) else { break };
                 let Some(arena) = self.arena(taken.pfn) else { break };
+                found(taken.pfn);
                 arena.map_split_even(taken.pfn, k, order, mobility);
                 // Last first, so that they come out in ascending order.
                 for index in (0..1_u64 << (k - order)).rev() {
@@ -260,7 +263,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let block = block.soiled();
         if let Some(own) = own
             && own.mailbox.is_quiet()
-            && own.is_local(block.pfn())
+            && own.is_near(block.pfn())
             && let Some(class) = own.class_of(&block)
         {
             return match class.push(block) {
@@ -286,6 +289,14 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut block = block;
         let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
         if let Some(class) = class.filter(|class| class.enabled()) {
+            let far = own.is_some_and(|own| own.is_far(&block));
+            for _ in 0..if far { 2 } else { 0 } {
+                match class.push_leaver(block) {
+                    Ok(()) => return,
+                    Err(back) => block = back,
+                }
+                self.drain_leavers(class, block.log(), arena.node);
+            }
             for _ in 0..2 {
                 match class.push(block) {
                     Ok(()) => return,
@@ -324,14 +335,24 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per
     /// 64, or less.
     fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        class.drain_highest(count, |words| match order {
-            BLOCK_ORDER => self.free_cached_2m(node, words),
-            _ => words.chunks(BATCH).for_each(|batch| self.free_cached(node, order, batch)),
-        });
+        class.drain_highest(count, |words| self.free_cached(node, order, words));
     }
 
-    /// Frees cached blocks of less than 2 MiB, in ascending order: one lock round.
-    fn free_cached(&self, node: u32, order: u32, batch: &[u64]) {
+    /// Moves blocks that are on their way to the node there.
+    fn drain_leavers(&self, class: &Class<'m>, order: u32, node: u32) {
+        class.drain_leavers(|words| self.free_cached(node, order, words));
+    }
+
+    /// Frees cached blocks of one order, in ascending order: one lock round per 64, or less.
+    fn free_cached(&self, node: u32, order: u32, words: &[u64]) {
+        match order {
+            BLOCK_ORDER => self.free_cached_2m(node, words),
+            _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(node, order, batch)),
+        }
+    }
+
+    /// The same for blocks of less than 2 MiB: one lock round.
+    fn free_cached_small(&self, node: u32, order: u32, batch: &[u64]) {
         self.warm(batch);
         self.with_node(node, |lists| {
             let step = Frozen::step(order);
@@ -376,6 +397,8 @@ impl<'m, E: Env> Frames<'m, E> {
             } else {
                 self.drain_class(class, order, own.node.0, class.len());
             }
+            // Under the lock it is seen whether they must be looked at.
+            self.drain_leavers(class, order, own.node.0);
         }
     }
 

@@ -129,7 +129,7 @@ impl<'m, E: Env> Frames<'m, E> {
             k += 1;
         }
         if k == BLOCK_ORDER {
-            return self.free_2m(lists, arena, base, 1, Content::of(zero));
+            return self.free_2m(lists, arena, base, 1, Content::of(zero), true);
         }
         if !mapped || k != order {
             block.starts.merge(in_block(base), k);
@@ -146,7 +146,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn free_mapped(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, content: Content) {
         match order.checked_sub(BLOCK_ORDER) {
             None => self.free_small(lists, arena, pfn, order, content, true),
-            Some(log) => self.free_2m(lists, arena, pfn, 1 << log, content),
+            Some(log) => self.free_2m(lists, arena, pfn, 1 << log, content, false),
         }
     }
 
@@ -193,7 +193,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// looked.
     ///
     /// That is the lowest place with enough in one piece among those of the mobility, then a fresh 2 MiB block, and only
-    /// then the other mobility, its largest block. Within each step, whoever wants zeroes gets them first and whoever does
+    /// then the other mobility, its largest block; but a fresh 2 MiB block in a lower 1 GiB comes first, so that high ones
+    /// become whole again. Within each step, whoever wants zeroes gets them first and whoever does
     /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and
     /// fresh blocks before anything dirty.
     pub(crate) fn take_up_to(
@@ -215,9 +216,13 @@ impl<'m, E: Env> Frames<'m, E> {
             }
         }
         for known in prefer {
-            if let Some(found) = lists.find(&places, order, mobility, known) {
-                return self.carve(lists, found, List::Small(mobility, known), order, most);
+            let Some(found) = lists.find(&places, order, mobility, known) else { continue };
+            let list = List::Small(mobility, known);
+            let lower = self.lowest_2m(lists, if want_zero { Sought::Zero } else { Sought::Dirty });
+            if lower.is_some_and(|region| region < places.region(list, found)) {
+                break;
             }
+            return self.carve(lists, found, list, order, most);
         }
         if let Some(fresh) = self.take_block(lists, BLOCK_ORDER, mobility, want_zero) {
             return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
@@ -292,7 +297,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     self.free_small(lists, arena, pfn, order.get(), content, false);
                 }
             } else {
-                self.free_2m(lists, arena, base, whole as usize, content);
+                self.free_2m(lists, arena, base, whole as usize, content, true);
             }
             rest = later;
         }

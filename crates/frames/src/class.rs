@@ -8,10 +8,11 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 /// Watermarks start, and shrink, to this.
 const LEAST: u64 = 8;
 
-/// Which way a class last went to its node.
+/// Which way a class last went to its node, plus [`STREAK`] for each time in a row after the first, two at most.
 const NEITHER: u64 = 0;
 const REFILLED: u64 = 1;
 const DRAINED: u64 = 2;
+const STREAK: u64 = 4;
 
 /// A stack of blocks of one order and mobility.
 #[derive(Debug)]
@@ -22,14 +23,21 @@ pub(crate) struct Class<'m> {
     /// How many there may be: never above the number of entries.
     high: AtomicU64,
     entries: &'m [AtomicU64],
+    /// Which way the class last went to its node, and how often in a row.
     last: AtomicU64,
+    /// Blocks on their way to the node, which are not to be allocated from here: how many, and which.
+    leaving: AtomicU64,
+    leavers: &'m [AtomicU64],
 }
 
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
 impl<'m> Class<'m> {
+    /// A class over entries of which a fifth are for those that leave.
     pub(crate) fn new(entries: &'m [AtomicU64]) -> Self {
+        let (entries, leavers) = entries.split_at(entries.len() - entries.len() / 5);
         let high = LEAST.min(entries.len() as u64);
-        Class { len: AtomicU64::new(0), high: AtomicU64::new(high), last: AtomicU64::new(NEITHER), entries }
+        let (len, high, last) = (AtomicU64::new(0), AtomicU64::new(high), AtomicU64::new(NEITHER));
+        Class { len, high, entries, last, leaving: AtomicU64::new(0), leavers }
     }
 
     #[inline]
@@ -89,19 +97,51 @@ impl<'m> Class<'m> {
         if self.len() < high { 0 } else { self.len() - keep }
     }
 
-    /// Returns whether the same happened the last time.
+    /// Returns whether the same has happened three times in a row or more. Twice proves nothing: whoever takes and frees at
+    /// random gets there as often as not.
     fn note(&self, event: u64) -> bool {
-        let again = self.last.load(Ordering::Relaxed) == event;
-        let high = if again { self.high.load(Ordering::Relaxed) * 2 } else { LEAST };
+        let last = self.last.load(Ordering::Relaxed);
+        let same = last % STREAK == event;
+        let streak = if same { (last / STREAK + 1).min(2) } else { 0 };
+        let high = self.high.load(Ordering::Relaxed);
+        let high = match (same, streak) {
+            (false, _) => LEAST,
+            (true, 1) => high,
+            _ => high * 2,
+        };
         self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
-        self.last.store(event, Ordering::Relaxed);
-        again
+        self.last.store(event + streak * STREAK, Ordering::Relaxed);
+        streak == 2
     }
 
     /// Back to the smallest size.
     pub(crate) fn shrink(&self) {
         self.high.store(LEAST.min(self.entries.len() as u64), Ordering::Relaxed);
         self.last.store(NEITHER, Ordering::Relaxed);
+    }
+
+    /// How many blocks there are, those that leave included.
+    pub(crate) fn all(&self) -> u64 {
+        self.len() + self.leaving.load(Ordering::Relaxed)
+    }
+
+    /// Adds a block that is to leave; gives it back if there is no room.
+    pub(crate) fn push_leaver(&self, block: Frozen) -> Result<(), Frozen> {
+        let leaving = self.leaving.load(Ordering::Relaxed);
+        let Some(place) = self.leavers.get(leaving as usize) else { return Err(block) };
+        place.store(block.into_word(), Ordering::Relaxed);
+        self.leaving.store(leaving + 1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Hands over all blocks that are to leave, in ascending order. They are counted until `f` returns.
+    pub(crate) fn drain_leavers(&self, f: impl FnOnce(&[u64])) {
+        let count = self.leaving.load(Ordering::Relaxed) as usize;
+        // SAFETY: `push_leaver` alone raises the count, and by one for each entry that there is.
+        let words = unsafe { words(self.leavers, count) };
+        words.sort_unstable();
+        f(words);
+        self.leaving.store(0, Ordering::Relaxed);
     }
 
     /// Whether the class caches anything at all.
@@ -116,9 +156,8 @@ impl<'m> Class<'m> {
     pub(crate) fn drain_highest(&self, count: u64, f: impl FnOnce(&[u64])) {
         let len = self.len();
         let count = count.min(len) as usize;
-        // SAFETY: there are at least `len` entries (see `entry`). Only the owner touches them, it is pinned, and `f`
-        // knows nothing of this class; an `AtomicU64` has the layout of a `u64` and may be written where it is shared.
-        let words = unsafe { core::slice::from_raw_parts_mut(self.words(), len as usize) };
+        // SAFETY: there are at least `len` entries (see `entry`), and `f` knows nothing of this class.
+        let words = unsafe { words(self.entries, len as usize) };
         // By frame: the frame's number is the word's highest part.
         words.sort_unstable_by(|a, b| b.cmp(a));
         words[..count].reverse();
@@ -126,16 +165,67 @@ impl<'m> Class<'m> {
         words.copy_within(count.., 0);
         self.len.store(len - count as u64, Ordering::Relaxed);
     }
+}
 
-    /// The entries as plain words.
-    #[cfg(not(loom))]
-    fn words(&self) -> *mut u64 {
-        self.entries.as_ptr().cast_mut().cast()
+/// The first `count` entries as plain words.
+///
+/// # Safety
+///
+/// There are as many. The caller is the class's owner, pinned, so that nobody else touches them, and reaches them in no
+/// other way while it has the slice.
+#[cfg(not(loom))]
+#[allow(clippy::mut_from_ref, reason = "the entries are atomics that only the owner touches")]
+unsafe fn words(entries: &[AtomicU64], count: usize) -> &mut [u64] {
+    // SAFETY: in bounds and unaliased by the contract; an `AtomicU64` has the layout of a `u64` and may be written where
+    // it is shared.
+    unsafe { core::slice::from_raw_parts_mut(entries.as_ptr().cast_mut().cast(), count) }
+}
+
+/// loom's atomics are no plain words; its tests do not come here.
+#[cfg(loom)]
+#[allow(clippy::mut_from_ref, reason = "as above")]
+unsafe fn words(_: &[AtomicU64], _: usize) -> &mut [u64] {
+    unreachable!("loom runs the protocols, not the cache")
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::blockmap::Mobility;
+    use hugemm_base::{Order, Pfn};
+
+    fn block(pfn: u64) -> Frozen {
+        Frozen::make(Pfn::new(pfn), Order::ZERO, Mobility::Movable, false)
     }
 
-    /// loom's atomics are no plain words; its tests do not come here.
-    #[cfg(loom)]
-    fn words(&self) -> *mut u64 {
-        unreachable!("loom runs the protocols, not the cache")
+    #[test]
+    fn a_class_grows_for_streaks_only() {
+        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries);
+        // Both ways by turns: as small as can be.
+        for _ in 0..4 {
+            assert_eq!(class.want(), LEAST / 2);
+            assert_eq!(class.excess(), 0);
+        }
+        // One way: all that there may be, from the third time on.
+        let wants: Vec<u64> = (0..6).map(|_| class.want()).collect();
+        assert_eq!(wants, [LEAST / 2, LEAST / 2, 2 * LEAST, 4 * LEAST, 64, 64]);
+        assert_eq!(class.excess(), 0);
+    }
+
+    #[test]
+    fn the_highest_go_and_those_that_leave_are_not_handed_out() {
+        let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries);
+        for pfn in [5, 1, 7, 3] {
+            assert_eq!(class.push(block(pfn)), Ok(()));
+        }
+        assert_eq!((class.push_leaver(block(90)), class.push_leaver(block(80))), (Ok(()), Ok(())));
+        assert_eq!(class.push_leaver(block(70)), Err(block(70)), "a fifth of the entries");
+        assert_eq!((class.len(), class.all()), (4, 6));
+        class.drain_highest(2, |words| assert_eq!(words, [5, 7].map(|pfn| block(pfn).into_word())));
+        class.drain_leavers(|words| assert_eq!(words, [80, 90].map(|pfn| block(pfn).into_word())));
+        assert_eq!((class.pop(), class.pop(), class.pop()), (Some(block(1)), Some(block(3)), None));
+        assert_eq!(class.all(), 0);
     }
 }

@@ -130,9 +130,17 @@ impl Batch {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Frees `count` 2 MiB blocks of one region and arena from `pfn` on, whatever they were divided into. The caller owns
-    /// the frames.
-    pub(crate) fn free_2m(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, count: usize, content: Content) {
+    /// Frees `count` 2 MiB blocks of one region and arena from `pfn` on. The caller owns the frames. `divided`: some may be
+    /// groups of smaller blocks in the map.
+    pub(crate) fn free_2m(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        pfn: Pfn,
+        count: usize,
+        content: Content,
+        divided: bool,
+    ) {
         let region = arena.region(pfn);
         let careful = self.is_careful();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
@@ -140,12 +148,17 @@ impl<'m, E: Env> Frames<'m, E> {
             let first = in_region(pfn) / WORD_BITS;
             for at in first..(first + count / WORD_BITS).min(WORDS) {
                 region.starts.fill(at, true);
-                region.split.set_shared(at, u64::MAX, false);
+                if divided {
+                    region.split.set_shared(at, u64::MAX, false);
+                }
                 region.zero.set_locked(at, u64::MAX, false);
                 region.free.fill(at, true);
             }
         } else {
             for (at, bits) in spans(in_region(pfn), count) {
+                if divided {
+                    region.split.set_shared(at, bits, false);
+                }
                 free_word(lists, region, at, bits, content, careful);
             }
         }
@@ -221,20 +234,20 @@ impl<'m, E: Env> Frames<'m, E> {
         self.hint(arena, pfn, Sought::Dirty.rows() | Sought::Zero.rows() | Sought::Any.rows());
     }
 
-    /// The lowest region that may have a run, and its first frame's number. Forgets those that have not, with what `find`
-    /// returns `None` for.
+    /// What `find` makes of the lowest region that has a run: it is given what is kept about the region, its first frame
+    /// and its number, and `None` from it says that there is no run, which is remembered.
     fn seek<R>(
         &self,
         lists: &FreeLists,
         log: u32,
         sought: Sought,
-        mut find: impl FnMut(&'m Region, u64) -> Option<R>,
+        mut find: impl FnMut(&'m Region, u64, usize) -> Option<R>,
     ) -> Option<R> {
         let places = self.places(lists)?;
         loop {
             let number = places.rows.first(SMALL_KINDS + sought.row(log))?;
             let (_, region, base) = places.at(number)?;
-            if let Some(found) = find(region, base) {
+            if let Some(found) = find(region, base, number) {
                 return Some(found);
             }
             // No run of this order, so none of a larger one.
@@ -247,9 +260,16 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
+    /// The number of the lowest region with a free 2 MiB of some content.
+    pub(crate) fn lowest_2m(&self, lists: &FreeLists, sought: Sought) -> Option<usize> {
+        self.seek(lists, 0, sought, |region, _, number| {
+            (0..WORDS).any(|at| region.available(at, sought) != 0).then_some(number)
+        })
+    }
+
     /// Takes the lowest run of 2^`log` times 2 MiB of some content.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, sought: Sought) -> Option<Taken> {
-        let (region, base, index) = self.seek(lists, log, sought, |region, base| {
+        let (region, base, index) = self.seek(lists, log, sought, |region, base, _| {
             first_run(log, |at| region.available(at, sought)).map(|index| (region, base, index))
         })?;
         let mut all_zero = true;
@@ -270,7 +290,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut left = want;
         for batch in &mut batches {
             let word = |sought| {
-                self.seek(lists, 0, sought, |region, base| {
+                self.seek(lists, 0, sought, |region, base, _| {
                     let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
                     found.map(|(at, word)| (region, at, word, base + ((at as u64) << WORD_SHIFT)))
                 })
@@ -309,12 +329,11 @@ const fn rows_of(content: Content) -> u64 {
         }
 }
 
-/// Sets what freeing blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
+/// Sets what freeing undivided blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
 /// may be isolated.
 #[inline]
 fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, content: Content, careful: bool) {
     region.starts.set_shared(at, bits, true);
-    region.split.set_shared(at, bits, false);
     match content {
         Content::Dirty => region.zero.set_locked(at, bits, false),
         Content::Zero => region.zero.set_locked(at, bits, true),

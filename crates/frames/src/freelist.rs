@@ -300,7 +300,7 @@ pub(crate) struct Places<'a, 'm> {
 
 impl<'a, 'm> Places<'a, 'm> {
     /// The lowest region that has blocks of a kind.
-    fn region(&self, list: List, order: u32) -> usize {
+    pub(crate) fn region(&self, list: List, order: u32) -> usize {
         list.kind(order).and_then(|kind| self.rows.first(kind)).unwrap_or(usize::MAX)
     }
 

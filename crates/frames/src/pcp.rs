@@ -15,16 +15,19 @@
 //! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another; a drain takes
 //!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, sorted, so that neighbours are freed
 //!   as the largest blocks they make and low memory is used first.
-//! * The high watermark moves: two refills, or two drains, without the other in between mean that the cache is too small
-//!   for how this CPU works, and double it. A change of direction means that a small one will do, and so does
+//! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
+//!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
+//!
+//! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones.
+//!   So what is freed above the place where the last refill found room is only gathered, and goes back to the node.
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
 //!
 //! Source of the rules: design §4.7, checklist C9, C10.
 
-use crate::arena::BLOCK_ORDER;
+use crate::arena::{BLOCK_ORDER, REGION_ORDER};
 use crate::blockmap::Mobility;
 use crate::class::Class;
 use crate::frozen::Frozen;
@@ -35,7 +38,13 @@ use hugemm_base::{Extent, NodeId, Pfn};
 pub(crate) const CLASSES: usize = 20;
 
 /// Entries per class at most, by order.
-const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 128];
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 256];
+
+/// For so many entries of a class there is one more for a block that is not to be allocated from it again.
+const LEAVERS: u64 = 4;
+
+/// log2 of the frames of which all are near if one is: 128 MiB.
+const NEAR_SHIFT: u32 = 15;
 
 /// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
 const STOCKED: u32 = 0b10_0000_1111;
@@ -112,23 +121,27 @@ pub(crate) struct PerCpu<'m> {
     pub(crate) node: NodeId,
     /// Frames that are certainly on the node.
     local: Extent,
+    /// How many of them, from the first on, are near: see [`is_near`](PerCpu::is_near).
+    near: AtomicU64,
     classes: [Class<'m>; CLASSES],
 }
 
 impl<'m> PerCpu<'m> {
     /// Entries of each order's two classes, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's
-    /// share, that of 2 MiB 1/32, so that a small memory is not swallowed by caches.
+    /// share, so that a small memory is not swallowed by caches. That of 2 MiB may hold 1/16 where a CPU's share is 1 GiB or
+    /// more: CPUs that take or free many at once would wait for each other's lines if the batches were smaller, and only
+    /// who does that ever has so many.
     pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES / 2] {
         let share = frames / u64::from(cpus.max(1));
         core::array::from_fn(|order| {
-            let part = if order as u32 == BLOCK_ORDER { share / 32 } else { share / 64 };
-            MOST[order].min(part >> order)
+            let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
+            MOST[order].min((if large { share / 16 } else { share / 64 }) >> order)
         })
     }
 
     /// How many entries those are.
     pub(crate) fn entries(capacities: &[u64; CLASSES / 2]) -> u64 {
-        2 * capacities.iter().sum::<u64>()
+        2 * capacities.iter().map(|most| most + most / LEAVERS).sum::<u64>()
     }
 
     /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. `local` are frames of the node:
@@ -136,18 +149,33 @@ impl<'m> PerCpu<'m> {
     pub(crate) fn new(node: NodeId, local: Extent, capacities: &[u64; CLASSES / 2], entries: &'m [AtomicU64]) -> Self {
         let mut rest = entries;
         let classes = core::array::from_fn(|class| {
-            let (own, others) = rest.split_at_checked(capacities[class / 2] as usize).unwrap_or((&[], rest));
+            let most = capacities[class / 2];
+            let (own, others) = rest.split_at_checked((most + most / LEAVERS) as usize).unwrap_or((&[], rest));
             rest = others;
             Class::new(own)
         });
-        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0)), node, local, classes }
+        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0)), node, local, near: AtomicU64::new(local.pages()), classes }
     }
 
-    /// Whether a frame is on the node at the first look.
+    /// Whether a freed frame may be allocated again from the cache: it is on the node at the first look, and no more than
+    /// 128 MiB above where the last refill found room. What lies higher is given back, so that high memory empties.
     #[inline]
-    pub(crate) fn is_local(&self, pfn: Pfn) -> bool {
-        // One comparison: what is below the base wraps.
-        pfn.number().wrapping_sub(self.local.base().number()) < self.local.pages()
+    pub(crate) fn is_near(&self, pfn: Pfn) -> bool {
+        // One comparison: what is below the base wraps. Relaxed: the owner's alone.
+        pfn.number().wrapping_sub(self.local.base().number()) < self.near.load(Ordering::Relaxed)
+    }
+
+    /// Whether a block is of an order that is allocated from the cache, on the node at the first look, and not near.
+    pub(crate) fn is_far(&self, block: &Frozen) -> bool {
+        STOCKED >> block.log() & 1 != 0 && self.local.contains(block.pfn()) && !self.is_near(block.pfn())
+    }
+
+    /// A refill found room at a frame: that is as far as near is.
+    pub(crate) fn found(&self, pfn: Pfn) {
+        if self.local.contains(pfn) {
+            let end = ((pfn.number() >> NEAR_SHIFT) + 1) << NEAR_SHIFT;
+            self.near.store((end - self.local.base().number()).min(self.local.pages()), Ordering::Relaxed);
+        }
     }
 
     /// The class of a block, if there is one for its order.
@@ -178,6 +206,6 @@ impl<'m> PerCpu<'m> {
 
     /// Frames in the cache: exact for the owner, a snapshot for others.
     pub(crate) fn pages(&self) -> u64 {
-        self.all().map(|(class, order)| class.len() << order).sum()
+        self.all().map(|(class, order)| class.all() << order).sum()
     }
 }

@@ -352,6 +352,69 @@ fn mobility_groups_by_2_mib() {
     });
 }
 
+/// What lies high is not handed out again while there is room below: not from a cache, and not from the holes of a higher
+/// 1 GiB either.
+#[test]
+#[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
+fn low_memory_is_used_first() {
+    with_one_arena(GIB, GIB + 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        blocks.sort_by_key(|block| block.pfn());
+        let (high, low) = (blocks.pop().expect("some"), blocks.remove(0));
+        let (high_extent, low_extent) = (high.extent(), low.extent());
+        frames.free(&cx, low);
+        frames.drain(&cx);
+        let first = frames.alloc(&cx, request(0)).expect("memory");
+        assert!(low_extent.contains(first.pfn()));
+        // Freed last, but high: the cache does not hand it out again.
+        let mut pages = frames.split(high, Order::ZERO);
+        frames.free(&cx, pages.pop().expect("a page"));
+        let mut held = vec![first];
+        for _ in 0..100 {
+            let page = frames.alloc(&cx, request(0)).expect("memory");
+            assert!(low_extent.contains(page.pfn()), "{page:?}");
+            held.push(page);
+        }
+        // Holes in the second 1 GiB, a whole 2 MiB in the first: that is divided.
+        let kept = pages.pop().expect("a page");
+        frames.free_extent(&cx, pages.into_dirty());
+        held.drain(..).for_each(|page| frames.free(&cx, page));
+        frames.drain(&cx);
+        let block = frames.alloc(&cx, request(4)).expect("memory");
+        assert!(low_extent.contains(block.pfn()) && !high_extent.contains(block.pfn()), "{block:?}");
+        frames.free(&cx, block);
+        frames.free(&cx, kept);
+        blocks.into_iter().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).blocks[18], 1);
+    });
+}
+
+/// Several 2 MiB blocks of a cache, from different words and regions, refused ones among them, reach the node as they are.
+#[test]
+#[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
+fn cached_2_mib_blocks_come_back_whole() {
+    with_one_arena(GIB, 2 * GIB, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        assert_eq!(blocks.len(), 1024);
+        // Every second one, from all over the place: no two of them adjoin.
+        let poisoned = blocks[700].pfn();
+        let (even, odd): (Vec<_>, Vec<_>) = blocks.drain(..).partition(|block| block.pfn().number() / 512 % 2 == 0);
+        even.into_iter().rev().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.blocks[9], stats.free), (512, 512 * 512));
+        frames.poison(&cx, poisoned);
+        odd.into_iter().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.refused, stats.available()), (1, 2 * GIB - 1));
+        assert_eq!((stats.blocks[18], stats.extents(order(9))), (1, 1023));
+    });
+}
+
 /// C17 in small, and what a claim does with what is in the way.
 #[test]
 fn claims_take_migrate_or_roll_back() {

@@ -84,6 +84,8 @@ pub struct Detached {
     root: Pfn,
     /// Whether anything was.
     any: bool,
+    /// The first page that has not been harvested.
+    next: u64,
 }
 
 impl Detached {
@@ -113,7 +115,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }
-        let nothing = Detached { span, root: self.tree.root, any: false };
+        let nothing = Detached { span, root: self.tree.root, any: false, next: first };
         let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0 };
         let root = self.tree.table(self.tree.root);
         self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked);
@@ -133,13 +135,28 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         &mut self,
         detached: Detached,
         differ: Flags,
-        mut visit: impl FnMut(Run),
+        visit: impl FnMut(Run),
     ) -> Result<Harvest, (PagingError, Detached)> {
+        self.harvest_some(detached, u64::MAX, differ, visit).map(|(harvest, _)| harvest)
+    }
+
+    /// The same for a part: about as much as `budget` allows, one for each entry of a table of 4 KiB pages, present or not,
+    /// and [`LARGE_LEAF`] for each larger leaf. The rest is returned if there is one, so that the caller can let others in,
+    /// and itself be rescheduled, before it. A part never divides what lies under 1 GiB in a table hidden as a whole.
+    ///
+    /// Until the rest has been harvested too, no range that meets the whole can be detached.
+    pub fn harvest_some(
+        &mut self,
+        detached: Detached,
+        budget: u64,
+        differ: Flags,
+        mut visit: impl FnMut(Run),
+    ) -> Result<(Harvest, Option<Detached>), (PagingError, Detached)> {
         if detached.root != self.tree.root {
             return Err((PagingError::Foreign, detached));
         }
-        let Detached { span, any: true, .. } = detached else { return Ok(Harvest::default()) };
-        let (first, end) = (span.first(), span.first() + span.pages());
+        let Detached { span, any: true, next, .. } = detached else { return Ok((Harvest::default(), None)) };
+        let end = span.first() + span.pages();
         let mut harvest = Harvest::default();
         let mut count = |run: Run| {
             harvest.pages += run.extent.pages();
@@ -147,11 +164,51 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         };
         let mut runs = Runs::new(differ, &mut count);
         let root = self.tree.table(self.tree.root);
-        let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, first, end, &mut runs);
+        let mut budget = Budget { left: budget.max(1), stopped: None };
+        let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, next, end, &mut runs, &mut budget);
         runs.flush();
         harvest.tables = tables;
+        if let Some(next) = budget.stopped {
+            return Ok((harvest, Some(Detached { next, ..detached })));
+        }
         self.outstanding().remove(span);
-        Ok(harvest)
+        Ok((harvest, None))
+    }
+}
+
+/// What a leaf of 2 MiB or more counts in a [budget](Exclusive::harvest_some): freeing its page costs as much as reading so
+/// many entries.
+pub const LARGE_LEAF: u64 = 64;
+
+/// Entries of this level and above are harvested entry by entry below; those below it at once.
+const PARTED: u32 = 3;
+
+/// How much is still to be done now.
+pub(crate) struct Budget {
+    left: u64,
+    /// The page before which it ran out.
+    stopped: Option<u64>,
+}
+
+impl Budget {
+    /// Whether `page` has to wait, because nothing is left.
+    fn stops_at(&mut self, page: u64) -> bool {
+        if self.left == 0 {
+            self.stopped.get_or_insert(page);
+        }
+        self.stopped.is_some()
+    }
+
+    /// Pays for one entry of `level` below [`PARTED`], with which `tables` tables were given back.
+    fn spend(&mut self, level: u32, tables: u64) {
+        const ENTRIES: u64 = level::ENTRIES as u64;
+        let cost = match (level, tables) {
+            (_, 0) => LARGE_LEAF,
+            (1, _) => ENTRIES,
+            // The first of the tables is of level 1; those of its entries that are no tables count as leaves.
+            _ => tables * ENTRIES + (ENTRIES + 1).saturating_sub(tables) * LARGE_LEAF,
+        };
+        self.left = self.left.saturating_sub(cost);
     }
 }
 
@@ -179,7 +236,15 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         }
     }
 
-    fn harvest(&mut self, table: Table, level: u32, first: u64, end: u64, runs: &mut Runs<'_, F>) -> u64 {
+    fn harvest(
+        &mut self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        runs: &mut Runs<'_, F>,
+        budget: &mut Budget,
+    ) -> u64 {
         if level == 0 {
             let from = level::index(first, 0);
             let to = from + (end - first) as usize;
@@ -189,26 +254,77 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     table.set(index, 0);
                 }
             }
+            budget.left = budget.left.saturating_sub(end - first);
             return 0;
         }
         let mut tables = 0;
         for slot in slots(first, end, level) {
+            if budget.stops_at(slot.first) {
+                break;
+            }
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Detached => {
                     let entry = entry ^ F::DETACHED;
-                    table.set(slot.index, 0);
                     // SAFETY: the entry was hidden before a flush that has taken place, so no CPU walks what is below it;
-                    // and it was the only one to refer to it.
-                    tables += unsafe { self.reap(entry, level, slot.first, runs) };
+                    // and it was the only one to refer to it. A part's entry goes on hiding the rest.
+                    tables += unsafe { self.reap_within(entry, level, slot.first, slot.end, runs, budget) };
+                    if budget.stopped.is_none() {
+                        table.set(slot.index, 0);
+                    }
                 }
                 Kind::Table if !slot.whole || !self.may_unhook(level) => {
-                    tables += runs
-                        .below(entry, |runs| self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs));
+                    tables += runs.below(entry, |runs| {
+                        self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs, budget)
+                    });
                 }
                 // A whole table that is present was hooked in since.
                 _ => {}
             }
+        }
+        tables
+    }
+
+    /// Reaps the pages `first..end` of an entry, from where the last part ended or from where the entry begins, to the end
+    /// of the entry or of the budget. What was reaped is emptied; a table goes when all of it has been.
+    ///
+    /// # Safety
+    ///
+    /// As [`reap`](Tree::reap), until all of it has been reaped.
+    unsafe fn reap_within(
+        &mut self,
+        entry: u64,
+        level: u32,
+        first: u64,
+        end: u64,
+        runs: &mut Runs<'_, F>,
+        budget: &mut Budget,
+    ) -> u64 {
+        if level < PARTED || kind::<F>(entry, level) != Kind::Table {
+            // SAFETY: the caller's promise; it is not divided, so this is all of it.
+            let tables = unsafe { self.reap(entry, level, first, runs) };
+            budget.spend(level, tables);
+            return tables;
+        }
+        let (frame, table) = (F::frame(entry), self.below(entry));
+        let mut tables = 0;
+        runs.below(entry, |runs| {
+            for slot in slots(first, end, level - 1) {
+                if budget.stops_at(slot.first) {
+                    return;
+                }
+                // SAFETY: reached through this table only.
+                tables +=
+                    unsafe { self.reap_within(table.get(slot.index), level - 1, slot.first, slot.end, runs, budget) };
+                if budget.stopped.is_none() {
+                    table.set(slot.index, 0);
+                }
+            }
+        });
+        if budget.stopped.is_none() {
+            // SAFETY: nobody walks it, and everything below it has been given back.
+            unsafe { self.memory.free(frame) };
+            tables += 1;
         }
         tables
     }

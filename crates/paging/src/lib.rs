@@ -72,7 +72,7 @@ pub use aarch64::Aarch64;
 pub use broadcast::Broadcast;
 pub use counting::Counting;
 pub use deferred::{Deferred, DeferredUnmap};
-pub use detach::{Detached, Harvest, Unhooked};
+pub use detach::{Detached, Harvest, LARGE_LEAF, Unhooked};
 pub use edit_lock::{EditLock, RawEditLock};
 pub use error::PagingError;
 pub use flags::Flags;

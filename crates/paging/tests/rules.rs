@@ -228,6 +228,49 @@ fn holes_of_a_detached_range_can_be_mapped_but_not_detached_again_before_the_har
     assert_eq!(unmap(&table, &heap, span(4, 2)).len(), 1);
 }
 
+/// A table that was hidden by one store is read off in bounded parts; between them others may map what is free, and nobody
+/// may detach; every page comes once, and every table goes.
+#[test]
+fn a_harvest_may_come_in_parts() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let all = span(0, 512 * GIB);
+    // 4 KiB pages at both ends of the first 1 GiB, 2 MiB pages in the next, a 1 GiB page far behind, a page at the end.
+    let pieces = [(0, 600), (GIB - 3, 3), (GIB, 1024), (100 * GIB, GIB), (512 * GIB - 1, 1)];
+    let mut mapped = 0;
+    for (first, pages) in pieces {
+        table.exclusive(&heap).map(span(first, pages), [extent(first, pages)], DATA).expect("mapped");
+        mapped += pages;
+    }
+    let whole = table.exclusive(&heap).detach(all, Editing::LIVE).expect("detached");
+    assert_eq!(whole.entries(), 1, "one store hides the table");
+    // SAFETY: nothing is cached anywhere.
+    let mut rest = Some(unsafe { whole.assume_flushed() });
+    let (mut parts, mut pages, mut tables, mut last) = (0, 0, 0, None);
+    while let Some(detached) = rest {
+        let seen = |run: Run| {
+            let from = run.at.get() >> 12;
+            assert!(last.is_none_or(|last| last <= from), "pages come in ascending order, each once");
+            assert_eq!(run.extent.base().number(), from, "its own frames");
+            last = Some(from + run.extent.pages());
+        };
+        let (harvest, left) = table.exclusive(&heap).harvest_some(detached, 1, Flags::NONE, seen).expect("its own");
+        (parts, pages, tables) = (parts + 1, pages + harvest.pages, tables + harvest.tables);
+        rest = left;
+        if rest.is_some() {
+            let early = table.exclusive(&heap).detach(all, Editing::LIVE).err();
+            assert!(matches!(early, Some(PagingError::Busy { .. })), "{early:?}");
+            let busy = table.shared(&heap).map(span(50 * GIB, 1), [extent(0, 1)], SMALL).err();
+            assert!(matches!(busy, Some(PagingError::Busy { .. })), "what is left is still hidden: {busy:?}");
+        }
+    }
+    assert_eq!(pages, mapped);
+    assert!(parts > 3, "{parts} parts");
+    // One of level 2; of level 1 for the first, the second and the last GiB; of level 0 where they have 4 KiB pages.
+    assert_eq!(tables, 1 + 3 + 3);
+    table.exclusive(&heap).map(span(0, 1), [extent(0, 1)], SMALL).expect("all of it is free");
+}
+
 #[test]
 fn ageing_clears_and_reports_once_at_every_leaf_size() {
     let heap = Heap::new(NoFaults);

@@ -256,23 +256,20 @@ impl<'m, S: Setup> Vm<'m, S> {
         let object = unsafe { self.take_from(&self.object_slab, cx, object) };
         let Some(index) = object.index else { return };
         let whole = index.table.bounds();
-        let mut found = 0;
-        {
+        let detached = {
             let task = RefCell::new(&mut *cx);
             let mut table = index.table.exclusive(self.tables(&task));
             if S::Pager::ACTIVE {
                 let _ = table.take_owners(whole, |_, _, word| self.drop_away(&task.borrow(), word));
             }
-            // SAFETY: no hardware walks an index, and no other task can reach it.
-            if let Ok(unhooked) = table.detach(whole, unsafe { Editing::quiet() }) {
-                // SAFETY: as above.
-                let detached = unsafe { unhooked.assume_flushed() };
-                let harvested = table.harvest(detached, Flags::HARDWARE, |run| {
-                    self.drop_pages(&mut task.borrow_mut(), run.extent, index.page, index.pooled);
-                });
-                found = harvested.map_or(0, |harvest| harvest.pages);
-            }
-        }
+            // SAFETY: no hardware walks an index, and no other task can reach it; so nothing has to be flushed either.
+            unsafe { table.detach(whole, Editing::quiet()).map(|unhooked| unhooked.assume_flushed()) }
+        };
+        let found = detached.map_or(0, |detached| {
+            self.harvest_by_parts(cx, &index.table, detached, |task, run| {
+                self.drop_pages(&mut task.borrow_mut(), run.extent, index.page, index.pooled);
+            })
+        });
         self.free_root(cx, index.table.root());
         if index.pooled {
             self.pool.unreserve(cx, index.page, (index.pages - found) / index.page.pages());

@@ -281,7 +281,9 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         let Site { space, area, .. } = site;
         let size = area.kind.page.pages();
         let at = VirtAddr::new(from << PAGE_SHIFT);
-        match self.vm.absent(cx, space, from, end, size) {
+        // Pages of an object are entered one by one: there is no use in looking further.
+        let looked = if area.kind.shared { from + size } else { end };
+        match self.vm.absent(cx, space, from, looked, size) {
             Absent::Mapped(leaf) => {
                 if self.writable && area.kind.flags.contains(Flags::WRITE) && !leaf.contains(Flags::WRITE) {
                     self.vm.fault(cx, space, at, crate::fault::Access::Write)?;

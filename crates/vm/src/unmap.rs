@@ -17,8 +17,12 @@ use core::ptr::NonNull;
 use hugemm_base::platform::Preempt;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{PageSize, VirtAddr};
-use hugemm_paging::{Detached, Editing, Exclusive, Flags, PagingError, ShootdownBatch, Span, Unhooked};
+use hugemm_paging::{Detached, Editing, Exclusive, Flags, PageTable, PagingError, Run, ShootdownBatch, Span, Unhooked};
 use intrusive_collections::UnsafeRef;
+
+/// Entries that are read off between two reschedule points, and their pages dropped: 8 GiB of 4 KiB pages, 64 GiB of
+/// 2 MiB pages; a millisecond or two.
+const PART: u64 = 1 << 21;
 
 /// What was unmapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -188,9 +192,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Reads off what was detached and flushed, and drops it as each area's kind wants it. Returns how many pages there
     /// were.
     fn harvest_areas(&self, cx: &mut Cx<'_, S>, space: &Space<S>, detached: Detached, removed: &Areas<S>) -> u64 {
-        let task = RefCell::new(cx);
-        let mut table = space.table.exclusive(self.tables(&task));
-        let harvested = table.harvest(detached, Flags::HARDWARE, |run| {
+        self.harvest_by_parts(cx, &space.table, detached, |task, run| {
             let mut at = run.at.get() >> hugemm_base::PAGE_SHIFT;
             let mut rest = run.extent;
             // A run of frames may go on across the border of two areas.
@@ -206,8 +208,34 @@ impl<S: Setup> Vm<'_, S> {
                 at = ends;
                 rest = others;
             }
-        });
-        harvested.map_or(0, |harvest| harvest.pages)
+        })
+    }
+
+    /// Reads off what was detached and flushed, with a reschedule point between two parts of it. Returns how many 4 KiB
+    /// pages there were.
+    pub(crate) fn harvest_by_parts<'p>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        table: &PageTable<S::Format, S::Lock>,
+        detached: Detached,
+        mut visit: impl FnMut(&Task<'_, 'p, S>, Run),
+    ) -> u64 {
+        let (mut pages, mut rest) = (0, Some(detached));
+        while let Some(part) = rest.take() {
+            {
+                let task = RefCell::new(&mut *cx);
+                let mut table = table.exclusive(self.tables(&task));
+                // The error is that it was another table's, and it is not.
+                if let Ok((harvest, left)) = table.harvest_some(part, PART, Flags::HARDWARE, |run| visit(&task, run)) {
+                    pages += harvest.pages;
+                    rest = left;
+                }
+            }
+            if rest.is_some() {
+                self.breathe(cx);
+            }
+        }
+        pages
     }
 
     /// Takes the areas that meet `first..end` out; what remains of those at the ends is put back.

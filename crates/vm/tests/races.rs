@@ -59,6 +59,61 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
     }
 }
 
+/// CPUs fault at, prefault and pin the same pages of an area for which the pool has exactly as many as it promised: whoever
+/// finds the pool empty waits for those that hold a page too many.
+#[test]
+fn a_promise_is_kept_whoever_meets_at_a_page() {
+    const PAGES: u64 = 8;
+    with_rig(64, 3, 47, &no_faults(), |rig| {
+        let kind = AreaKind::private(PageSize::Size2M).pooled();
+        let area = span(AT, PAGES << 21);
+        for round in 0..20 {
+            let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+                if round == 0 {
+                    rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, PAGES);
+                }
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("all of them");
+                space
+            });
+            let (prefault, start) = (rig.vm.prefault(&space, area, None), Barrier::new(3));
+            std::thread::scope(|scope| {
+                for cpu in 0..3_u32 {
+                    let (start, space, prefault) = (&start, &space, &prefault);
+                    scope.spawn(move || {
+                        rig.beside_others(cpu, |cx| {
+                            start.wait();
+                            match cpu {
+                                0 => prefault.work(cx, &Never).expect("promised"),
+                                1 => {
+                                    let mut pinned = Vec::new();
+                                    rig.vm
+                                        .pin(cx, space, area, None, &Never, |run| pinned.push(run))
+                                        .expect("promised");
+                                    for run in pinned {
+                                        rig.vm.unpin(cx, space, run);
+                                    }
+                                }
+                                _ => {
+                                    rig.enter(cx, space);
+                                    for page in 0..PAGES {
+                                        rig.store(cx, space, AT + (page << 21), page).expect("promised");
+                                    }
+                                    rig.leave(cx, space);
+                                }
+                            }
+                        });
+                    });
+                }
+            });
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.vm.destroy(cx, space).expect("destroyed");
+                assert_eq!(rig.vm.pool().available(), PAGES as i64);
+            });
+        }
+    });
+}
+
 /// CPUs store to their own pages of one area while another forks the space, over and over: no store is lost, neither to
 /// the child nor by a copy that is made beside it.
 #[test]

@@ -307,6 +307,11 @@ requests! {
         /// Runs.
         runs: u32,
     }
+    /// A day in the life of a virtual machine host.
+    "run" Run {
+        /// Days.
+        runs: u32,
+    }
     /// Every system's stress.
     "selftest" Selftest {
         /// Seconds in all.

@@ -4,6 +4,7 @@ use crate::boot_args::{BOOT_HELP, Boot};
 use crate::frames_args as frames;
 use crate::linux_args::{LINUX_HELP, Linux};
 use crate::paging_args as paging;
+use crate::run_args::{RUN_HELP, Run};
 use crate::size::Size;
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -25,6 +26,9 @@ pub struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Live a day of a virtual machine host: pools, machines, guests, mishaps; by extent, page by page, by this kernel.
+    #[command(after_help = RUN_HELP)]
+    Run(Run),
     /// Measure this machine's clearing primitives, find the crossovers, choose the policy.
     Probe(Probe),
     /// Measure one workload.
@@ -60,6 +64,9 @@ pub enum Command {
 /// The workloads.
 #[derive(Debug, Subcommand)]
 pub enum Bench {
+    /// Every goal that this machine can measure, by the commands that measure it: goal, measured, met or not. A minute or
+    /// two.
+    Headline(crate::headline_args::Headline),
     /// Memory clearing, with the names and units of `perf bench mem`.
     #[command(subcommand)]
     Mem(Mem),

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 /// What can be run.
 pub const BOOT_HELP: &str = "\
 COMMAND is one of
+  run              [-r RUNS]                       the day of 'hugemm run', without swap
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
   bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…] [--clear page,extent,bulk]
@@ -64,6 +65,11 @@ struct KernelLine {
 
 #[derive(Debug, Subcommand)]
 enum KernelCommand {
+    /// A day in the life of a virtual machine host.
+    Run {
+        #[arg(short, long, default_value_t = 3, value_parser = runs())]
+        runs: u32,
+    },
     /// Measure one workload.
     #[command(subcommand)]
     Bench(KernelBench),
@@ -229,8 +235,8 @@ pub fn request(command: &[String]) -> Result<Request> {
             ) =>
         {
             bail!(
-                "the reference kernel has no command '{}'; it has bench mem memset, bench mem mmap, bench vm-create, bench \
-                 free, bench alloc, bench pool, bench shootdown and selftest",
+                "the reference kernel has no command '{}'; it has run, bench mem memset, bench mem mmap, bench vm-create, \
+                 bench free, bench alloc, bench pool, bench shootdown and selftest",
                 command.join(" ")
             )
         }
@@ -288,6 +294,7 @@ pub fn request(command: &[String]) -> Result<Request> {
         KernelCommand::Bench(KernelBench::Shootdown(args)) => {
             Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
+        KernelCommand::Run { runs } => Request::Run(request::Run { runs }),
         KernelCommand::Selftest(args) => {
             Request::Selftest(request::Selftest { seconds: args.seconds, resizes: args.resizes, plant: args.plant })
         }
@@ -329,7 +336,7 @@ mod tests {
     #[test]
     fn usage_errors_are_one_line() {
         for (words, part) in [
-            ("bench churn", "it has bench mem memset"),
+            ("bench churn", "it has run, bench mem memset"),
             ("nonsense", "no command 'nonsense'"),
             ("bench", "no command 'bench'"),
             ("bench free --nonsense", "--nonsense"),

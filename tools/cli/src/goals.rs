@@ -30,6 +30,14 @@ impl Bound {
         }
     }
 
+    /// Whether a figure is on the right side of its goal.
+    pub fn is_met(self, value: f64, goal: f64) -> bool {
+        match self {
+            Bound::AtLeast => value >= goal,
+            Bound::AtMost => value <= goal,
+        }
+    }
+
     /// Reads the label.
     pub fn of(row: &Row) -> Option<Self> {
         let name = row.labels().get("bound")?.as_str()?;
@@ -47,7 +55,8 @@ impl Goals {
         Self::default()
     }
 
-    fn add(&mut self, row: Row, bound: Bound, goal: f64, met: bool) {
+    fn add(&mut self, row: Row, bound: Bound, goal: f64) {
+        let met = bound.is_met(row.value(), goal);
         let row = row.label("goal", goal).label("met", met).label("bound", bound.name());
         self.0.push((row, format!("{} {goal}", bound.sign()), met));
     }
@@ -55,22 +64,19 @@ impl Goals {
     /// The median over runs is at least `goal`.
     pub fn at_least(&mut self, metric: &str, samples: &Samples, goal: f64) {
         let row = Row::median(metric, samples, "ratio");
-        let met = row.value() >= goal;
-        self.add(row, Bound::AtLeast, goal, met);
+        self.add(row, Bound::AtLeast, goal);
     }
 
     /// The smallest of values measured at different sizes (each a median over runs) is at least `goal`.
     pub fn at_least_everywhere(&mut self, metric: &str, by_size: &Samples, goal: f64) {
         let row = Row::single(metric, by_size.min(), "ratio").label("sizes", by_size.runs());
-        let met = row.value() >= goal;
-        self.add(row, Bound::AtLeast, goal, met);
+        self.add(row, Bound::AtLeast, goal);
     }
 
     /// The median over runs is at most `goal`, both in `unit`.
     pub fn at_most(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64) {
         let row = Row::median(metric, samples, unit);
-        let met = row.value() <= goal;
-        self.add(row, Bound::AtMost, goal, met);
+        self.add(row, Bound::AtMost, goal);
     }
 
     /// Whether there are none.

@@ -6,6 +6,15 @@ use hugemm_base::PageSize;
 use hugemm_host::memory::{Backing, Region, RegionRequest};
 use std::time::Instant;
 
+/// Nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Took {
+    /// Populating.
+    pub populate: u64,
+    /// Unmapping, and whatever is put back with it.
+    pub unmap: u64,
+}
+
 /// Maps `bytes` of fresh memory, populates it as `function` says, and returns the nanoseconds that took. `offset` gives
 /// the byte at which each page is touched. The memory is unmapped again, untimed.
 pub fn pass(
@@ -15,6 +24,17 @@ pub fn pass(
     function: Function,
     offset: impl Fn(u64) -> u64,
 ) -> Result<u64> {
+    Ok(round_trip(bytes, page, backing, function, offset)?.populate)
+}
+
+/// The same, with the time of unmapping.
+pub fn round_trip(
+    bytes: u64,
+    page: PageSize,
+    backing: Backing,
+    function: Function,
+    offset: impl Fn(u64) -> u64,
+) -> Result<Took> {
     let request = RegionRequest { bytes, backing, populate: false, ..RegionRequest::default() };
     // Reserving the mapping is part of neither side: it costs microseconds, and the checks of what may be taken more.
     let mut region = Region::allocate(&request)?;
@@ -44,5 +64,7 @@ pub fn pass(
             "the kernel gave only part of the memory in huge pages ({verified}); free some memory, or use --kind hugetlb"
         );
     }
-    Ok(nanos)
+    let start = Instant::now();
+    drop(region);
+    Ok(Took { populate: nanos, unmap: start.elapsed().as_nanos() as u64 })
 }

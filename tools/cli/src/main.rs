@@ -25,6 +25,8 @@ mod frames_free;
 mod frames_parts;
 mod frames_stress;
 mod goals;
+mod headline;
+mod headline_args;
 mod image;
 mod interference;
 mod kernel_side;
@@ -56,10 +58,13 @@ mod progress;
 mod qemu;
 mod replay;
 mod report;
+mod run;
+mod run_args;
 mod saved;
 mod shootdown;
 mod shootdown_args;
 mod size;
+mod stand_in;
 mod stats;
 mod table;
 mod units;
@@ -76,7 +81,9 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = interrupt::install().map_err(anyhow::Error::from).and_then(|()| match &cli.command {
+        Command::Run(args) => run::run(args),
         Command::Probe(args) => probe::run(args),
+        Command::Bench(Bench::Headline(args)) => headline::run(args),
         Command::Bench(Bench::Mem(Mem::Memset(args))) => memset::run(args),
         Command::Bench(Bench::Mem(Mem::Mmap(args))) => mmap::run(args),
         Command::Bench(Bench::Clear(args)) => clear::run(args),

@@ -47,7 +47,7 @@ impl Inject for Soft<'_> {
     }
 }
 
-// SAFETY: a mapped descriptor is 64 bytes of the sparse memory, which is the machine's alone; all are mapped at first and
+// SAFETY: a mapped descriptor is 64 bytes of the machine's memory, which is its alone; all are mapped at first and
 // stay so. Were one not, the spare descriptor would take the accesses.
 unsafe impl Env for Soft<'_> {
     type Lock = SpinLock;
@@ -86,6 +86,11 @@ impl Plan {
         // Descriptors take a 64th; what holds them must not be in the way of the last page.
         let room = (frames + frames / 32).next_multiple_of(SPAN) + 2 * size.pages().max(SPAN);
         let all = Extent::new(BASE_FRAME, room).context("the pages cannot be numbered; use a smaller -n")?;
+        Plan::over(all, cpus)
+    }
+
+    /// For a machine that has these frames, which begin and end at a multiple of 128 MiB.
+    pub fn over(all: Extent, cpus: u32) -> Result<Self> {
         let mut plan = Plan { all, metadata: 0 };
         plan.metadata = Frames::<Soft<'_>>::required_bytes(&plan.config(&[plan.arena()], cpus))?.size();
         Ok(plan)
@@ -104,7 +109,7 @@ impl Plan {
         Config { arenas, cpus, cpu_nodes: &[] }
     }
 
-    /// Builds the machine for `f`.
+    /// Builds the machine for `f`, in memory that takes room when it is touched.
     pub fn build<R>(
         &self,
         host: &Host<'_>,
@@ -113,8 +118,25 @@ impl Plan {
         f: impl FnOnce(&Ground<'_>) -> Result<R>,
     ) -> Result<R> {
         let memory = Sparse::new(self.all.bytes() as usize)?;
-        // SAFETY: the mapping outlives the machine and holds exactly these frames.
-        let flat = unsafe { FlatMemory::new(memory.start(), self.all) };
+        // SAFETY: the mapping outlives the machine, holds exactly these frames, and is nobody else's.
+        unsafe { self.build_in(memory.start(), host, cpus, metadata, f) }
+    }
+
+    /// Builds the machine for `f` in memory that begins at `start`.
+    ///
+    /// # Safety
+    ///
+    /// All frames are there, initialised and nobody else's until this returns.
+    pub unsafe fn build_in<R>(
+        &self,
+        start: NonNull<u8>,
+        host: &Host<'_>,
+        cpus: u32,
+        metadata: &mut Region,
+        f: impl FnOnce(&Ground<'_>) -> Result<R>,
+    ) -> Result<R> {
+        // SAFETY: the caller's promise.
+        let flat = unsafe { FlatMemory::new(start, self.all) };
         let spans = self.all.pages().div_ceil(SPAN);
         let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
         let map = SoftMap::new(self.first(), &entries, flat, CountedFlushes::default(), Keep);
@@ -130,7 +152,7 @@ impl Plan {
         let arenas = [self.arena()];
         // SAFETY: the region is borrowed exclusively, initialised and used for nothing else; one host's contexts only.
         let frames = unsafe { Frames::new(&self.config(&arenas, cpus), Soft(&map, &spare), at, bytes) }?;
-        // SAFETY: released once, here; the sparse memory is the machine's.
+        // SAFETY: released once, here; the memory is the machine's.
         unsafe { frames.release(Dirty::assume_owned(self.all)) };
         let claimed = host.run_on(hugemm_base::CpuId(0), |cx| frames.claim_exact(cx, descriptors))??;
         // Theirs until economy frees them.

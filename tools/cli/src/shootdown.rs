@@ -9,6 +9,7 @@ use crate::document::Row;
 use crate::frames_area::figure;
 use crate::machine::Machine;
 use crate::shootdown_args::Shootdown;
+use crate::stand_in::StandIn;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow};
@@ -182,7 +183,7 @@ fn on_machine<H: TlbHw + Sync>(
     // CPUs without a thread have the space loaded too; somebody else does their part.
     for cpu in places.len() as u32..cpus {
         let alone = Host::new(&[places[0]], &mut [])?;
-        let standing_in = StandIn { host: &alone, cpu: CpuId(cpu) };
+        let standing_in = StandIn::new(&alone, CpuId(cpu));
         // SAFETY: the only context of this platform on this thread.
         let cx = unsafe { CpuCx::new(&standing_in) };
         space.switch_in(&tlbs, &cx);
@@ -333,49 +334,6 @@ fn rows_of(operation: Operation, pages: u64, cpus: u32, how: &str, figures: &[Fi
         rows.push(count("bench.shootdown.ipis", figures.counts.interrupts));
     }
     rows
-}
-
-/// A CPU without a thread, for the time it takes to load a space.
-struct StandIn<'h, 'm> {
-    host: &'h Host<'m>,
-    cpu: CpuId,
-}
-
-mod stand_in {
-    use super::StandIn;
-    use hugemm_base::{Counters, CpuId, CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
-
-    // SAFETY: nobody else plays the CPU.
-    unsafe impl CpuLocal for StandIn<'_, '_> {
-        fn current(&self) -> CpuId {
-            self.cpu
-        }
-
-        fn pin(&self) -> usize {
-            0
-        }
-
-        unsafe fn unpin(&self, _state: usize) {}
-    }
-
-    impl Preempt for StandIn<'_, '_> {
-        fn preempt_model(&self) -> PreemptModel {
-            self.host.preempt_model()
-        }
-
-        fn reschedule(&self) {}
-    }
-
-    // SAFETY: the hardware's own barriers.
-    unsafe impl StoreOrder for StandIn<'_, '_> {}
-
-    impl VectorUnit for StandIn<'_, '_> {}
-
-    impl Instrumented for StandIn<'_, '_> {
-        fn counters(&self) -> &Counters {
-            self.host.counters()
-        }
-    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@
 //! | [`vm_create`] | creating a virtual machine: allocate, clear, map (seed 003) |
 //! | [`age`] | processes that share more memory than there is (seed 001's workload) |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
+//! | [`day`] | a day in the life of a virtual machine host, all systems together |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
@@ -21,6 +22,7 @@
 pub mod age;
 pub mod alloc_free;
 pub mod chase;
+pub mod day;
 pub mod faults;
 pub mod mapping;
 pub mod pool;

@@ -363,18 +363,26 @@ impl<F: PageFormat> State<'_, F> {
 
     fn harvest(&mut self, mut waiting: Waiting) {
         let mut seen = BTreeMap::new();
-        let mut last: Option<Run> = None;
-        let visit = |run: Run| {
-            if let Some(last) = last {
-                let adjacent = last.at.get() + last.extent.bytes() == run.at.get()
-                    && last.extent.end() == run.extent.base()
-                    && (last.size, last.flags) == (run.size, run.flags);
-                assert!(!adjacent, "two runs that are one: {last:?}, {run:?}");
-            }
-            last = Some(run);
-            add(&mut seen, run);
-        };
-        let harvest = self.table.exclusive(self.heap).harvest(waiting.detached, Flags::NONE, visit).expect("ours");
+        // At once, or in parts.
+        let budget = if waiting.pages.len().is_multiple_of(2) { u64::MAX } else { 3 };
+        let (mut pages, mut rest) = (0, Some(waiting.detached));
+        while let Some(detached) = rest {
+            let mut last: Option<Run> = None;
+            let visit = |run: Run| {
+                if let Some(last) = last {
+                    let adjacent = last.at.get() + last.extent.bytes() == run.at.get()
+                        && last.extent.end() == run.extent.base()
+                        && (last.size, last.flags) == (run.size, run.flags);
+                    assert!(!adjacent, "two runs that are one: {last:?}, {run:?}");
+                }
+                last = Some(run);
+                add(&mut seen, run);
+            };
+            let mut table = self.table.exclusive(self.heap);
+            let (harvest, left) = table.harvest_some(detached, budget, Flags::NONE, visit).expect("ours");
+            pages += harvest.pages;
+            rest = left;
+        }
         for page in &waiting.blurred {
             for pages in [&mut seen, &mut waiting.pages] {
                 if let Some((_, flags)) = pages.get_mut(page) {
@@ -383,7 +391,7 @@ impl<F: PageFormat> State<'_, F> {
             }
         }
         assert_eq!(seen, waiting.pages);
-        assert_eq!(harvest.pages, seen.len() as u64);
+        assert_eq!(pages, seen.len() as u64);
     }
 
     fn protect(&mut self, first: u64, pages: u64, set: Flags, clear: Flags, shared: bool) {

@@ -7,6 +7,7 @@ mod memset;
 mod mmap;
 mod pool;
 mod populate;
+mod run;
 mod selftest;
 mod shootdown;
 mod vm_create;
@@ -50,6 +51,8 @@ pub enum Failure {
     Pool(PoolError),
     /// An address space could not be filled.
     Vm(VmError),
+    /// A day ended early.
+    Day(hugemm_workloads::day::Trouble),
     /// The self-test found something.
     Found(selftest::Finding),
 }
@@ -91,6 +94,7 @@ from! {
     Paging(PagingError),
     Pool(PoolError),
     Vm(VmError),
+    Day(hugemm_workloads::day::Trouble),
     Found(selftest::Finding),
 }
 
@@ -104,6 +108,7 @@ pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Alloc(args) => alloc::run(cx, args),
         Request::Shootdown(args) => shootdown::run(cx, args),
         Request::Pool(args) => pool::run(cx, args),
+        Request::Run(args) => run::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }

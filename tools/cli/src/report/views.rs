@@ -45,13 +45,46 @@ const CHUNK: Option<(&str, &str, Scale)> = Some(("chunk", "size of the chunk", S
 const ORDER: Option<(&str, &str, Scale)> = Some(("order", "order of the block, and its size", Scale::Order));
 const CPUS: Option<(&str, &str, Scale)> = Some(("cpus", "CPUs", Scale::Count));
 
+const DAY: &str = "A day of a virtual machine host";
 const CLEARING: &str = "Clearing";
 const POPULATING: &str = "Populating";
 const ALLOCATING: &str = "Allocating and freeing";
+const MACHINES: &str = "Virtual machines";
+const AGEING: &str = "Ageing";
 const POOLS: &str = "Huge page pools";
 
 /// All views, in the order of the page.
-pub const VIEWS: [View; 21] = [
+pub const VIEWS: [View; 30] = [
+    View {
+        section: DAY,
+        title: "Time of each part of the day",
+        metrics: &[("run.time", "")],
+        groups: &["phase"],
+        note: "The kernel has as much of the day as a process can ask for: its destruction is that of less memory.",
+        ..PLAIN
+    },
+    View {
+        section: DAY,
+        title: "TLB flushes in each part of the day",
+        metrics: &[("run.flushes", "")],
+        groups: &["phase"],
+        ..PLAIN
+    },
+    View {
+        section: DAY,
+        title: "CPUs interrupted in each part of the day",
+        metrics: &[("run.interrupts", "")],
+        groups: &["phase"],
+        note: "Counted, for CPUs that nobody plays.",
+        ..PLAIN
+    },
+    View {
+        section: DAY,
+        title: "Memory that each part of the day was about, per second",
+        metrics: &[("run.bandwidth", "")],
+        groups: &["phase"],
+        ..PLAIN
+    },
     View {
         section: CLEARING,
         title: "Cold regions cleared",
@@ -130,6 +163,56 @@ pub const VIEWS: [View; 21] = [
         metrics: &[("linux.mmap", "")],
         x: CPUS,
         split: &["page_kib"],
+        ..PLAIN
+    },
+    View {
+        section: MACHINES,
+        title: "A virtual machine's memory created",
+        metrics: &[("bench.vm_create", "")],
+        groups: &["how", "workers"],
+        split: &["page"],
+        note: "Both sides allocate, clear and enter page tables. hugemm's demand faults are software faults, without a trap: \
+               they are not to be divided by the kernel's.",
+        ..PLAIN
+    },
+    View {
+        section: MACHINES,
+        title: "Where the time of a creation goes",
+        metrics: &[
+            ("bench.vm_create.allocate", "allocating"),
+            ("bench.vm_create.clear", "clearing"),
+            ("bench.vm_create.map", "page tables"),
+        ],
+        groups: &["how", "workers"],
+        split: &["page"],
+        only: Some(("side", "hugemm-bulk")),
+        ..PLAIN
+    },
+    View {
+        section: AGEING,
+        title: "Share of reclaim's time spent in flushing because of ageing",
+        metrics: &[("bench.age.ageing_flush_share", "")],
+        groups: &["lru"],
+        split: &["page"],
+        note: "Linux on x86-64 flushes nothing when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages, \
+               and on arm64.",
+        ..PLAIN
+    },
+    View {
+        section: AGEING,
+        title: "Flushes caused by ageing",
+        metrics: &[("bench.age.flushes_by_ageing", "")],
+        groups: &["lru"],
+        split: &["page"],
+        ..PLAIN
+    },
+    View {
+        section: AGEING,
+        title: "Windows of memory touched",
+        metrics: &[("bench.age.loops", "")],
+        groups: &["lru"],
+        split: &["page"],
+        note: "More is better: the same processes on the same memory.",
         ..PLAIN
     },
     View {

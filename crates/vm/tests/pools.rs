@@ -1,0 +1,147 @@
+//! Areas over the pools of `hugemm-hugetlb`: promises, the lack of a page as an error, and which node pages come from.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+use hugemm_base::lock::SpinLock;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{CpuId, Dirty, Never, NoPressure, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
+use hugemm_clear::{Clearer, Features, Policy, Profile};
+use hugemm_frames::{ArenaSpec, Config, Frames, From, Plain};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
+use hugemm_host::topology::MachineTopology;
+use hugemm_hugetlb::{Area, Counts, Economy, FlatMemory, Group, HugePool, Nodes, SoftMap, WalkCache};
+use hugemm_paging::{Counting, EditLock, Keep, Lookup, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_vm::{AreaKind, Backing, NoPager, Parts, Pools, Setup, Vm, VmError};
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+
+struct OnHost<'h, 'a, 'm>(PhantomData<(&'h (), &'a (), &'m ())>);
+
+impl<'h, 'a, 'm: 'a> Setup for OnHost<'h, 'a, 'm> {
+    type Platform = Host<'h>;
+    type Env = Plain;
+    type Format = X86_64;
+    type Lock = EditLock;
+    type Tlb = Counting;
+    type Pager = NoPager;
+    type Pressure = NoPressure;
+    type Pool = Pools<'a, 'm>;
+    type Notifier = ();
+}
+
+/// Nothing is mapped, so nothing is remembered.
+struct Nothing;
+
+// SAFETY: nothing is remembered.
+unsafe impl WalkCache for Nothing {
+    fn flush(&self, _range: VirtRange) {}
+}
+
+const SIZE: PageSize = PageSize::Size2M;
+const AT: u64 = 0x4000_0000;
+
+fn span(start: u64, pages: u64) -> Span {
+    Span::new(VirtAddr::new(start), pages * SIZE.bytes()).expect("a span")
+}
+
+/// Two nodes with 16 MiB each.
+#[test]
+fn pages_come_from_the_pool_and_its_nodes() {
+    let request = RegionRequest { bytes: 32 << 20, backing: HostBacking::Small, ..RegionRequest::default() };
+    let mut region = Region::allocate(&request).expect("memory");
+    let os_cpu = MachineTopology::read().expect("sysfs").cpus[0].id;
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.as_mut_slice()).expect("a machine");
+    let all = host.frames();
+    let (lower, upper) = all.split_at(all.pages() / 2);
+    let arenas =
+        [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec { extent, node: NodeId(node), descriptors: None });
+    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
+    let metadata: &'static mut [u64] = Vec::leak(vec![0; layout.size().div_ceil(8) + layout.align() / 8]);
+    let skip = metadata.as_ptr().align_offset(layout.align());
+    // SAFETY: zeroed, for ever, used once; one platform.
+    let frames =
+        unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr().add(skip).cast(), layout.size()) };
+    let frames = frames.expect("large enough");
+    for part in [lower, upper] {
+        // SAFETY: the only owner of the host's frames, released once.
+        unsafe { frames.release(Dirty::assume_owned(part)) };
+    }
+    let start = NonNull::new(host.open(all, None).expect("a direct map").ptr).expect("not null");
+    // SAFETY: one mapping of exactly these frames, which outlives the map.
+    let map = SoftMap::new(VirtAddr::new(0), &[], unsafe { FlatMemory::new(start, all) }, Nothing, Keep);
+    let economy = Economy::new(&frames, &map, &[], Default::default());
+    economy.set_enabled(false);
+    let mut areas = [Area::new(lower, NodeId(0), None), Area::new(upper, NodeId(1), None)];
+    let groups = HugePool::<SpinLock>::groups(&areas, SIZE);
+    let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
+    let mut nodes = [Counts::default(); 2];
+    let pool: HugePool<'_> = HugePool::new(SIZE, &mut areas, &mut groups, &mut nodes).expect("large enough");
+    let slots = [TlbCpu::default()];
+    let inboxes: Vec<AtomicU64> = (0..Tlbs::<Counting>::inbox_words(1)).map(|_| AtomicU64::new(0)).collect();
+    // SAFETY: no CPU translates by any of the tables.
+    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }.expect("enough words");
+    let features = Features::detect();
+    let clearer = Clearer::new(features, Policy::new(Profile::uncalibrated(&features, None))).expect("detected");
+    let parts = Parts {
+        frames: &frames,
+        tlbs: &tlbs,
+        clearer,
+        shootdown: ShootdownPolicy::BATCHED,
+        pager: NoPager,
+        pressure: NoPressure,
+        pool: Pools::default().with(&pool),
+    };
+    // SAFETY: the host's memory is one mapping; all contexts are the host's.
+    let vm: Vm<'_, OnHost<'_, '_, '_>> = unsafe { Vm::new(parts) }.expect("small objects");
+    let tested = host.run_on(CpuId(0), |cx| {
+        let grown = pool.set_size(cx, &economy, 6, Nodes::All, &Never).expect("nobody else resizes");
+        assert_eq!(grown.entered, 6, "three of each node");
+        let space = vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
+        let node = |found| match found {
+            Lookup::Mapped(leaf) => u32::from(!lower.contains(leaf.frame)),
+            other => panic!("{other:?}"),
+        };
+        let kind = AreaKind::private(SIZE).pooled();
+        let gigantic = AreaKind::private(PageSize::Size1G).pooled();
+        let none =
+            vm.map(cx, &space, Span::new(VirtAddr::new(1 << 30), 1 << 30).expect("a GiB"), gigantic, Backing::Private);
+        assert_eq!(none, Err(VmError::NoPool), "there is no such pool");
+        vm.map(cx, &space, span(AT, 2), kind.from(From::Only(NodeId(1))), Backing::Private).expect("two of six");
+        vm.map(cx, &space, span(2 * AT, 2), kind.from(From::Prefer(NodeId(1))), Backing::Private).expect("two of four");
+        vm.map(cx, &space, span(3 * AT, 1), kind, Backing::Private).expect("one of two");
+        assert_eq!(vm.map(cx, &space, span(4 * AT, 2), kind, Backing::Private), Err(VmError::NoPool), "one is left");
+        assert_eq!(pool.counts(cx).reserved, 5);
+        for (at, pages) in [(AT, 2), (2 * AT, 2), (3 * AT, 1)] {
+            vm.prefault(&space, span(at, pages), None).work(cx, &Never).expect("promised");
+        }
+        let at = |at| VirtAddr::new(at);
+        let both = [AT, AT + SIZE.bytes()].map(|page| node(vm.lookup(cx, &space, at(page))));
+        assert_eq!(both, [1, 1]);
+        let both = [2 * AT, 2 * AT + SIZE.bytes()].map(|page| node(vm.lookup(cx, &space, at(page))));
+        assert_eq!(both, [1, 0], "then the other node's");
+        assert_eq!(node(vm.lookup(cx, &space, at(3 * AT))), 0, "the CPU's node");
+        assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 1));
+        vm.unmap(cx, &space, span(AT, 2)).expect("unmapped");
+        assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 3));
+        assert!(vm.destroy(cx, space).is_ok());
+        assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
+        assert!(pool.is_consistent(cx) && !vm.pool().take_untidy());
+        // Frames as on demand.
+        let space = vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
+        let kind = AreaKind::private(PageSize::Size4K).from(From::Only(NodeId(1)));
+        vm.map(cx, &space, Span::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), kind, Backing::Private)
+            .expect("an area");
+        vm.prefault(&space, Span::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), None)
+            .work(cx, &Never)
+            .expect("memory");
+        for page in 0..256 {
+            let Lookup::Mapped(leaf) = vm.lookup(cx, &space, VirtAddr::new(AT + page * 4096)) else { panic!("mapped") };
+            assert!(upper.contains(leaf.frame), "page {page}");
+        }
+        assert!(vm.destroy(cx, space).is_ok());
+        assert_eq!(pool.set_size(cx, &economy, 0, Nodes::All, &Never).expect("nobody else resizes").left, 6);
+    });
+    tested.expect("the CPU is there");
+}

@@ -1,0 +1,18 @@
+//! Options of `hugemm bench headline`.
+
+use clap::Args;
+use std::path::PathBuf;
+
+/// `hugemm bench headline`
+#[derive(Debug, Args)]
+pub struct Headline {
+    /// Only goals whose names begin like this: `clear`, `frames.free`, … [default: all].
+    #[arg(long, value_name = "PREFIX", value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Passes over all goals; with several, the median is judged.
+    #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub runs: u32,
+    /// Print JSON instead of the table: to standard output, or to FILE (`--json=FILE`) beside the table.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+}

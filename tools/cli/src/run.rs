@@ -1,0 +1,204 @@
+//! `hugemm run`: a day in the life of a virtual machine host, by extent, page by page, and by this machine's kernel.
+
+mod host;
+mod kernel;
+mod text;
+
+use crate::document::{Document, Row};
+use crate::machine::{GIB, Machine};
+use crate::pool_machine;
+use crate::run_args::Run;
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::{environment_text, noise, progress, report, saved};
+use anyhow::{Context, Result, bail};
+use hugemm_base::{Extent, PageSize};
+use hugemm_clear::Policy;
+use hugemm_host::cpu::{BASE_FRAME, Host};
+use hugemm_host::environment::Environment;
+use hugemm_host::interrupt;
+use hugemm_workloads::day::books::Books;
+use hugemm_workloads::day::{self, By, Figures, Phase};
+
+/// Memory is managed in multiples of what one 2 MiB block of descriptors describes.
+const GRAIN: u64 = 128 << 20;
+
+/// Who lives the day.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// hugemm.
+    Day(By),
+    /// This machine's kernel.
+    Kernel,
+}
+
+impl Side {
+    /// As rows are labelled.
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Day(By::Extent) => "extent",
+            Side::Day(By::Page) => "page",
+            Side::Kernel => "kernel",
+        }
+    }
+}
+
+/// One phase on one side, over all days.
+#[derive(Clone, Debug, Default)]
+pub struct Measured {
+    /// Milliseconds.
+    pub millis: Samples,
+    /// Of the last day.
+    pub figures: Figures,
+}
+
+/// Everything that was measured.
+#[derive(Default)]
+pub struct Log {
+    entries: Vec<(Side, Phase, Measured)>,
+}
+
+impl Log {
+    fn push(&mut self, side: Side, phase: Phase, figures: &Figures) {
+        let place = self.entries.iter().position(|entry| (entry.0, entry.1) == (side, phase));
+        let place = place.unwrap_or_else(|| {
+            self.entries.push((side, phase, Measured::default()));
+            self.entries.len() - 1
+        });
+        let measured = &mut self.entries[place].2;
+        measured.millis.push(figures.nanos as f64 / 1e6);
+        measured.figures = *figures;
+    }
+
+    /// What was measured of a phase on a side.
+    pub fn get(&self, side: Side, phase: Phase) -> Option<&Measured> {
+        self.entries.iter().find(|entry| (entry.0, entry.1) == (side, phase)).map(|entry| &entry.2)
+    }
+
+    /// The median time of all phases on a side, in milliseconds.
+    pub fn whole(&self, side: Side) -> f64 {
+        self.entries.iter().filter(|entry| entry.0 == side).map(|entry| entry.2.millis.median()).sum()
+    }
+}
+
+/// Runs the command.
+pub fn run(args: &Run) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let bytes = match args.size {
+        Some(size) => size.0.next_multiple_of(GRAIN),
+        None => machine.default_size(4, GIB / 2, 8 * GIB)?,
+    };
+    let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(44) as u32);
+    let mut environment = Environment::read()?;
+    let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
+    environment.note_region("hugemm", &region);
+    let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
+    let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
+    // What descriptors take is not free.
+    let sizes = day::Plan::of(bytes / 4096 / 64 * 63)
+        .with_context(|| format!("{} is too little for a day; use --size 512MB or more", Size(bytes)))?;
+    let plan = pool_machine::Plan::over(all, workers)?;
+    let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
+    let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::args::Kind::Thp)?;
+    environment.note_region("metadata", &metadata);
+    let start = region.as_ptr();
+    let host = Host::new(&machine.places(workers as usize)?, region.as_mut_slice())?;
+
+    let sides: &[Side] = match args.no_kernel {
+        true => &[Side::Day(By::Extent), Side::Day(By::Page)],
+        false => &[Side::Day(By::Extent), Side::Day(By::Page), Side::Kernel],
+    };
+    let days = args.runs as usize + 1;
+    let bar = progress::bar((days * sides.len() * Phase::ALL.len()) as u64, machine.quiet());
+    let (mut log, mut books, mut notes) = (Log::default(), None, Vec::new());
+    for day in 0..days {
+        for turn in 0..sides.len() {
+            let side = sides[(day + turn) % sides.len()];
+            let mut tell = |phase: Phase, figures: &Figures| {
+                bar.inc(1);
+                bar.set_message(format!("day {} of {days}, {}: after '{}'", day + 1, side.name(), phase.name()));
+                // The first day touches memory that may be new to the machine below a virtual one.
+                if day > 0 {
+                    log.push(side, phase, figures);
+                }
+            };
+            interrupt::check()?;
+            match side {
+                Side::Day(by) => {
+                    let features = machine.features;
+                    let setting = host::Setting { by, sizes, policy, features, workers, vcpus: args.vcpus };
+                    // SAFETY: the region is the host's, which is used by this day alone, and initialised.
+                    books = Some(unsafe { host::live(&setting, &plan, start, &host, &mut metadata, &mut tell) }?);
+                }
+                Side::Kernel => {
+                    kernel::live(&sizes, workers, &mut tell, &mut notes)?;
+                }
+            }
+        }
+    }
+    bar.finish_and_clear();
+    let Some(books) = books else { bail!("no day was lived") };
+    let rows = rows(&log, sides, bytes, &books);
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        text::print(&log, &books, bytes, workers, args, sides);
+        notes.dedup();
+        for note in &notes {
+            println!("  {note}");
+        }
+        if let Some(warning) = noise::warning(&rows) {
+            println!("\n  {warning}");
+        }
+    }
+    let document = Document::new(environment, rows);
+    if let Some(file) = &args.report {
+        report::write_page(file, saved::Saved::from_document(&document)?)?;
+        if !machine.quiet() {
+            println!("\nreport written to {}", file.display());
+        }
+    }
+    document.write(args.common.json.as_deref())
+}
+
+/// One row per figure, the sides told apart by a label.
+fn rows(log: &Log, sides: &[Side], bytes: u64, books: &Books) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for side in sides {
+        for phase in Phase::ALL {
+            let Some(measured) = log.get(*side, phase) else { continue };
+            let label = |row: Row| {
+                row.label("side", side.name()).label("phase", phase.name()).label("size", Size(bytes).to_string())
+            };
+            rows.push(label(Row::median("run.time", &measured.millis, "ms")));
+            let figures = &measured.figures;
+            if figures.bytes > 0 {
+                let gbps = measured.millis.map(|millis| figures.bytes as f64 / millis / 1e6);
+                rows.push(label(Row::median("run.bandwidth", &gbps, "GB/s")));
+            }
+            if *side != Side::Kernel {
+                rows.push(label(Row::single("run.flushes", figures.flushes as f64, "flushes")));
+                rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, "modelled IPIs")));
+            }
+            if phase == Phase::Pressure && *side != Side::Kernel {
+                let counts = figures.reclaimed;
+                let all = [("stored", counts.stored), ("loaded", counts.loaded), ("age_flushes", counts.age_flushes)];
+                rows.extend(all.map(|(name, count)| label(Row::single(format!("run.{name}"), count as f64, "count"))));
+            }
+            if figures.saved != 0 {
+                rows.push(label(Row::single("run.saved", figures.saved as f64 / f64::from(1 << 20), "MiB")));
+            }
+        }
+        if *side != Side::Kernel {
+            rows.push(Row::single("run.day", log.whole(*side), "ms").label("side", side.name()));
+        }
+    }
+    for (name, value, unit) in [
+        ("run.checks", books.checks, "checks"),
+        ("run.poisoned", books.poisoned, "frames"),
+        ("run.failed_accesses", books.failed_accesses, "count"),
+        ("run.refused_machines", books.refused_machines, "count"),
+    ] {
+        rows.push(Row::single(name, value as f64, unit));
+    }
+    rows
+}

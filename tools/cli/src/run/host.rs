@@ -1,0 +1,246 @@
+//! The day on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
+
+use crate::pool_machine::{Ground, Plan, Soft};
+use crate::stand_in::StandIn;
+use anyhow::{Context, Result, bail};
+use hugemm_base::lock::SpinLock;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{Cancel, CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
+use hugemm_clear::{Clearer, Features, Policy};
+use hugemm_host::cpu::Host;
+use hugemm_host::interrupt;
+use hugemm_host::memory::Region;
+use hugemm_hugetlb::{Economy, FlushPolicy, Policy as EconomyPolicy};
+use hugemm_lz4::Lz4;
+use hugemm_paging::{Counting, EditLock, ShootdownPolicy, TlbCpu, Tlbs, X86_64};
+use hugemm_reclaim::{Ageing, Compressed, Lru, Policy as LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_vm::{Cx, Parts, Pinned, Pools, Setup, SpaceRef, Vm, VmError};
+use hugemm_workloads::day::books::Books;
+use hugemm_workloads::day::{self, Barriers, By, Day, Figures, GUESTS, Phase, Reclaimed, Site};
+use hugemm_workloads::vm_create::{Creation, Split};
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::sync::Barrier;
+
+/// How a day is lived.
+pub struct Setting {
+    /// How work is handed over.
+    pub by: By,
+    /// How large everything is.
+    pub sizes: day::Plan,
+    /// The calibrated policy.
+    pub policy: Policy,
+    /// This CPU's primitives.
+    pub features: Features,
+    /// CPUs that create machines.
+    pub workers: u32,
+    /// CPUs of each guest.
+    pub vcpus: u32,
+}
+
+/// Swap in memory.
+type Store<'e> = Compressed<'e, 'e, Soft<'e>, Lz4>;
+
+/// Who takes pages away and brings them back.
+type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>>;
+
+/// Address spaces on this machine.
+struct OnHost<'h, 'e, 'p, 'g, 'r>(PhantomData<(&'h (), &'r &'e (), &'p &'g ())>);
+
+impl<'h, 'e, 'p, 'g, 'r> Setup for OnHost<'h, 'e, 'p, 'g, 'r> {
+    type Platform = Host<'h>;
+    type Env = Soft<'e>;
+    type Format = X86_64;
+    type Lock = EditLock;
+    type Tlb = Counting;
+    type Pager = Pages<'r, 'e, Self>;
+    type Pressure = NoPressure;
+    type Pool = Pools<'p, 'g, SpinLock>;
+    type Notifier = ();
+}
+
+/// Lives one day in the memory that begins at `start`.
+///
+/// # Safety
+///
+/// As [`Plan::build_in`]; the memory is `host`'s.
+pub unsafe fn live(
+    setting: &Setting,
+    plan: &Plan,
+    start: NonNull<u8>,
+    host: &Host<'_>,
+    metadata: &mut Region,
+    tell: &mut impl FnMut(Phase, &Figures),
+) -> Result<Books> {
+    // SAFETY: the caller's promise.
+    unsafe { plan.build_in(start, host, setting.workers, metadata, |ground| on_ground(setting, host, ground, tell)) }
+}
+
+fn on_ground(
+    setting: &Setting,
+    host: &Host<'_>,
+    ground: &Ground<'_>,
+    tell: &mut impl FnMut(Phase, &Figures),
+) -> Result<Books> {
+    let (economy, clear, shootdown, ageing, model) = match setting.by {
+        By::Extent => {
+            (EconomyPolicy::default(), setting.policy, ShootdownPolicy::BATCHED, Ageing::Batch, PreemptModel::Full)
+        }
+        By::Page => (
+            EconomyPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
+            Policy { threshold: Some(u64::MAX), unit: Some(4096), ..setting.policy },
+            ShootdownPolicy::PER_PAGE,
+            Ageing::Flush,
+            PreemptModel::None,
+        ),
+    };
+    host.set_preempt_model(model);
+    let economy = ground.economy(economy);
+    // The last of the guests is the greedy one.
+    let cpus = setting.workers + (GUESTS as u32 + 1) * setting.vcpus;
+    let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
+    let inboxes: Vec<_> = (0..Tlbs::<Counting>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
+    // SAFETY: this view only; no CPU translates by any of the tables.
+    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }?;
+    let lrus = [Lru::new(ground.frames, LruPolicy::TwoList)];
+    // What is stored compresses to about a tenth, so that this is enough for the pressure, and not for the greed after it.
+    let limit = setting.sizes.greedy / 8;
+    let store = host.run_on(CpuId(0), |cx| Compressed::new(ground.frames, cx, Lz4, setting.workers, limit))?;
+    let store: Store<'_> = store.context("no memory for the compressor; use a larger --size")?;
+    let books = ground.with_pool(PageSize::Size2M, |pool| {
+        let marks = Watermarks::for_node(setting.sizes.greedy);
+        let pager = Reclaim::new(&lrus, &store, marks, ());
+        pager.set_ageing(ageing);
+        let parts = Parts {
+            frames: ground.frames,
+            tlbs: &tlbs,
+            clearer: Clearer::new(setting.features, clear)?,
+            shootdown,
+            pressure: NoPressure,
+            pager,
+            pool: Pools::default().with(pool),
+        };
+        // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
+        let vm: Vm<'_, OnHost<'_, '_, '_, '_, '_>> =
+            unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
+        let day = Day { vm: &vm, pool, economy: &economy, by: setting.by, plan: setting.sizes };
+        let pins = Vec::new();
+        let mut site = ThisSite { vm: &vm, store: &store, host, tlbs: &tlbs, economy: &economy, setting, pins };
+        Ok(host.run_on(CpuId(0), |cx| day.live(cx, &mut site, tell))??)
+    })?;
+    let closed = host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
+    if closed { Ok(books) } else { bail!("pages were left in swap") }
+}
+
+/// This machine, as the day sees it.
+struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
+    vm: &'a Vm<'m, OnHost<'h, 'e, 'p, 'g, 'r>>,
+    store: &'a Store<'e>,
+    host: &'a Host<'h>,
+    tlbs: &'a Tlbs<'a, Counting>,
+    economy: &'a Economy<'e, Soft<'e>, crate::pool_machine::Map<'e>>,
+    setting: &'a Setting,
+    pins: Vec<Pinned>,
+}
+
+/// Stops a creation when the user does, at the next page or piece; units are not cut for it.
+struct UserStops;
+
+impl Cancel for UserStops {
+    fn possible(&self) -> bool {
+        false
+    }
+
+    fn requested(&self) -> bool {
+        interrupt::requested()
+    }
+}
+
+impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for ThisSite<'_, 'm, 'h, 'e, 'p, 'g, 'r> {
+    fn create(
+        &mut self,
+        cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        creation: &Creation<'_, '_, 'm, OnHost<'h, 'e, 'p, 'g, 'r>>,
+    ) -> Result<u64, VmError> {
+        let start = Barrier::new(self.setting.workers as usize);
+        let work = |cx: &mut CpuCx<'_, Host<'h>>, worker: u32| {
+            start.wait();
+            creation.work(cx, u64::from(worker), &UserStops, |_| (), |_, _, _| Ok(()))
+        };
+        let splits = std::thread::scope(|scope| {
+            let others: Vec<_> = (1..self.setting.workers)
+                .map(|worker| {
+                    let (work, host) = (&work, self.host);
+                    scope.spawn(move || host.run_on(CpuId(worker), |cx| work(cx, worker)))
+                })
+                .collect();
+            let mine = work(cx, 0);
+            let others = others.into_iter().map(|thread| match thread.join() {
+                Ok(Ok(split)) => split,
+                // A thread that could not be bound has not worked, and the barrier would never have opened.
+                Ok(Err(_)) => Ok(Split::default()),
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            std::iter::once(mine).chain(others).collect::<Vec<_>>()
+        });
+        let mut slowest = 0;
+        for split in splits {
+            slowest = slowest.max(split?.total());
+        }
+        Ok(slowest)
+    }
+
+    fn workers(&self) -> u64 {
+        self.setting.workers.into()
+    }
+
+    fn keep(&mut self, run: Pinned) {
+        self.pins.push(run);
+    }
+
+    fn pinned(&mut self) -> Option<Pinned> {
+        self.pins.pop()
+    }
+
+    fn load(
+        &mut self,
+        _cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        guest: u32,
+        space: &SpaceRef<'_, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        on: bool,
+    ) {
+        let first = self.setting.workers + guest * self.setting.vcpus;
+        for cpu in first..first + self.setting.vcpus {
+            let stand_in = StandIn::new(self.host, CpuId(cpu));
+            // SAFETY: the only context of this platform.
+            let cx = unsafe { CpuCx::new(&stand_in) };
+            match on {
+                true => space.tlb().switch_in(self.tlbs, &cx),
+                false => space.tlb().switch_out(self.tlbs, &cx),
+            }
+        }
+    }
+
+    fn barriers(&self) -> Barriers {
+        let (counts, descriptors) = (self.tlbs.counts(), self.economy.flushes());
+        Barriers {
+            flushes: counts.flushes_all + counts.flushes_range + descriptors,
+            // A flush of the kernel's half concerns every CPU.
+            interrupts: counts.interrupts + descriptors * (self.tlbs.cpus() as u64 - 1),
+        }
+    }
+
+    fn counters(&self) -> CounterSnapshot {
+        self.host.counters_sum()
+    }
+
+    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<Reclaimed> {
+        let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
+        let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
+        Some(Reclaimed { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+    }
+
+    fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> u64 {
+        self.store.stats(cx).frames
+    }
+}

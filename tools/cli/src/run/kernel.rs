@@ -1,0 +1,66 @@
+//! What this machine's kernel can be asked to do of the day, from a process: fill a hugetlb pool, populate memory, unmap it.
+
+use crate::args::Function;
+use crate::kernel_side::{self, Took};
+use anyhow::Result;
+use hugemm_base::PageSize;
+use hugemm_host::interrupt;
+use hugemm_host::memory::Backing;
+use hugemm_host::pool::HugetlbPool;
+use hugemm_workloads::day::{Figures, GUESTS, Phase, Plan};
+use std::sync::Barrier;
+use std::time::Instant;
+
+/// Does it, and notes what could not be asked for.
+pub fn live(plan: &Plan, workers: u32, tell: &mut impl FnMut(Phase, &Figures), notes: &mut Vec<String>) -> Result<()> {
+    let huge = PageSize::Size2M.bytes();
+    let start = Instant::now();
+    match HugetlbPool::new().ensure(PageSize::Size2M, plan.pool, None) {
+        Ok(pool) => {
+            tell(Phase::Fill, &figures(start.elapsed().as_nanos() as u64, plan.pool * huge));
+            let start = Instant::now();
+            drop(pool);
+            tell(Phase::Shrink, &figures(start.elapsed().as_nanos() as u64, plan.pool * huge));
+        }
+        Err(error) => notes.push(format!("this kernel's hugetlb pool was not asked: {error}")),
+    }
+    interrupt::check()?;
+    let bytes = plan.pool / 2 * huge;
+    let machine = populate(bytes, PageSize::Size2M, Backing::Thp, workers)?;
+    tell(Phase::Prefault, &figures(machine.populate, bytes));
+    interrupt::check()?;
+    let small = (plan.shared + GUESTS as u64 * plan.own) << 12;
+    let guests = populate(small, PageSize::Size4K, Backing::Small, 1)?;
+    tell(Phase::Guests, &figures(guests.populate, small));
+    tell(Phase::Destroy, &figures(machine.unmap + guests.unmap, bytes + small));
+    Ok(())
+}
+
+fn figures(nanos: u64, bytes: u64) -> Figures {
+    Figures { nanos, bytes, ..Figures::default() }
+}
+
+/// One request for each thread's share; the time of the slowest.
+fn populate(bytes: u64, page: PageSize, backing: Backing, threads: u32) -> Result<Took> {
+    let (pages, threads) = (bytes / page.bytes(), u64::from(threads));
+    let start = Barrier::new(threads as usize);
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads)
+            .map(|thread| {
+                let share = (pages * (thread + 1) / threads - pages * thread / threads) * page.bytes();
+                let start = &start;
+                scope.spawn(move || {
+                    start.wait();
+                    kernel_side::round_trip(share, page, backing, Function::Populate, |_| 0)
+                })
+            })
+            .collect();
+        let mut slowest = Took::default();
+        for thread in all {
+            let took = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            slowest.populate = slowest.populate.max(took.populate);
+            slowest.unmap = slowest.unmap.max(took.unmap);
+        }
+        Ok(slowest)
+    })
+}

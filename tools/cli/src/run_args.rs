@@ -1,0 +1,51 @@
+//! Options of `hugemm run`.
+
+use crate::args::{Common, Kind};
+use crate::size::Size;
+use clap::Args;
+use std::path::PathBuf;
+
+/// What the day consists of.
+pub const RUN_HELP: &str = "\
+A day in the life of a virtual machine host, by hugemm on memory of this machine:
+  fill pool      5/8 of the memory, or all but 512 MiB, becomes a pool of 2 MiB pages; redundant descriptors are given back
+  prefault VM    a machine of half the pool is created: allocated, cleared, mapped, by all CPUs
+  pin VM         a machine of a quarter of the pool is created and pinned, as for a device
+  4 KiB guests   four guests share memory and have their own; all of it is written to
+  pressure       one more guest wants as much as there is: idle pages go to compressed swap, and come back when touched
+  mishaps        a machine too large for the pool, a guest that takes all there is, two frames that go bad
+  destroy        everything is unmapped and freed
+  shrink pool    the pool is emptied and its descriptors restored
+Then the books are checked: every frame is back, and every counter adds up.
+
+The day is lived by extent and page by page (4 KiB cleared at a time, a fault, an unmap and a flush for each page, a flush for each page found young), which \
+are values of the same policies; this machine's kernel does what it can be asked to do. Interrupts are counted for CPUs \
+that nobody plays, since a process has no TLB of its own to flush; 'hugemm boot' has real ones.";
+
+/// `hugemm run`
+#[derive(Debug, Args)]
+pub struct Run {
+    /// Memory to take [default: a quarter of what is available, 512 MiB to 8 GiB].
+    #[arg(short, long)]
+    pub size: Option<Size>,
+    /// Kind of huge pages that the memory is made of.
+    #[arg(long, value_enum, default_value_t = Kind::Thp)]
+    pub kind: Kind,
+    /// CPUs that create machines [default: all].
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=44))]
+    pub workers: Option<u32>,
+    /// CPUs that each guest runs on, and that its flushes have to interrupt (counted, not sent).
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]
+    pub vcpus: u32,
+    /// Days, after one that is not counted.
+    #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// Leave this machine's kernel out.
+    #[arg(long)]
+    pub no_kernel: bool,
+    /// Write an HTML page with plots to FILE.
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
+}

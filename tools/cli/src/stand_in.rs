@@ -1,0 +1,49 @@
+//! CPUs that nobody plays: they have a space loaded, so that flushes have to reach them, and whoever flushes does their part.
+
+use hugemm_base::{Counters, CpuId, CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
+use hugemm_host::cpu::Host;
+
+/// A CPU without a thread, for the time it takes to load a space.
+pub struct StandIn<'h, 'm> {
+    host: &'h Host<'m>,
+    cpu: CpuId,
+}
+
+impl<'h, 'm> StandIn<'h, 'm> {
+    /// The CPU of this number, which no thread of `host` is. It counts with the caller's counters.
+    pub fn new(host: &'h Host<'m>, cpu: CpuId) -> Self {
+        StandIn { host, cpu }
+    }
+}
+
+// SAFETY: nobody else plays the CPU.
+unsafe impl CpuLocal for StandIn<'_, '_> {
+    fn current(&self) -> CpuId {
+        self.cpu
+    }
+
+    fn pin(&self) -> usize {
+        0
+    }
+
+    unsafe fn unpin(&self, _state: usize) {}
+}
+
+impl Preempt for StandIn<'_, '_> {
+    fn preempt_model(&self) -> PreemptModel {
+        self.host.preempt_model()
+    }
+
+    fn reschedule(&self) {}
+}
+
+// SAFETY: the hardware's own barriers.
+unsafe impl StoreOrder for StandIn<'_, '_> {}
+
+impl VectorUnit for StandIn<'_, '_> {}
+
+impl Instrumented for StandIn<'_, '_> {
+    fn counters(&self) -> &Counters {
+        self.host.counters()
+    }
+}

@@ -1,0 +1,53 @@
+//! `hugemm run` and `hugemm bench headline`: what a day counts, and what is refused.
+
+mod support;
+
+use serde_json::Value;
+use support::{document, misused, refused, rows};
+
+fn of<'a>(rows: &[&'a Value], side: &str, phase: &str) -> &'a Value {
+    let row = rows.iter().find(|row| row["side"] == side && row["phase"] == phase);
+    row.unwrap_or_else(|| panic!("no row of {side}, {phase}"))
+}
+
+/// The day itself checks content and books, and fails if anything is wrong; here is what does not depend on the machine.
+#[test]
+fn a_day_adds_up_by_extent_and_page_by_page() {
+    let document = document(&["run", "--size", "256MB", "--runs", "1", "--no-kernel", "--json"]);
+    let flushes = rows(&document, "run.flushes");
+    let count = |side, phase| of(&flushes, side, phase)["value"].as_f64().expect("a number");
+    for phase in ["fill pool", "shrink pool"] {
+        assert!(count("extent", phase) <= 3.0, "{phase}: a constant number of flushes");
+        assert!(count("page", phase) >= 30.0, "{phase}: one for each page and more");
+    }
+    assert!(count("extent", "destroy") * 100.0 < count("page", "destroy"));
+    let aged = rows(&document, "run.age_flushes");
+    assert_eq!(of(&aged, "extent", "pressure")["value"], 0.0, "ageing flushes nothing");
+    assert!(of(&aged, "page", "pressure")["value"].as_f64().expect("a number") > 0.0);
+    let stored = rows(&document, "run.stored");
+    assert!(of(&stored, "extent", "pressure")["value"].as_f64().expect("a number") > 0.0, "there was pressure");
+    assert_eq!(rows(&document, "run.poisoned")[0]["value"], 2.0);
+    assert_eq!(rows(&document, "run.refused_machines")[0]["value"], 1.0);
+    assert!(rows(&document, "run.failed_accesses")[0]["value"].as_f64().expect("a number") >= 1.0);
+    let saved = rows(&document, "run.saved");
+    assert!(of(&saved, "extent", "fill pool")["value"].as_f64().expect("a number") > 0.0);
+}
+
+#[test]
+fn what_makes_no_day_is_named() {
+    misused(&["run", "--workers", "0"], "0 is not in 1..");
+    misused(&["run", "--vcpus", "0"], "0 is not in 1..");
+    misused(&["run", "--size", "some"], "no number in 'some'");
+    refused(&["bench", "headline", "--only", "speed"], &["no goal begins like that"]);
+}
+
+/// One goal is measured by the command that measures it, and judged.
+#[test]
+fn a_headline_is_what_its_commands_say() {
+    let document = document(&["bench", "headline", "--only", "pool.flushes", "--json"]);
+    for (metric, goal) in [("pool.flushes_up", 2.0), ("pool.flushes_down", 1.0)] {
+        let row = rows(&document, metric)[0];
+        assert_eq!((&row["goal"], &row["met"]), (&goal.into(), &true.into()), "{row}");
+    }
+    assert_eq!(document["results"].as_array().map(Vec::len), Some(2), "what was not asked for is left out");
+}

@@ -1,0 +1,515 @@
+//! A day in the life of a virtual machine host: `hugemm run`.
+//!
+//! A huge page pool is filled; machines are created from it, by prefault and by pinning; small guests share memory and
+//! have their own, until there is none; bad memory and failed requests are met on the way; everything is destroyed, the
+//! pool shrunk, and the [books](books) are checked. One course for every platform: what a platform has to add is its
+//! [`Site`], and what is done page by page instead of by extent is a value ([`By`]) or belongs to the parts that the
+//! caller hands in (the clearing policy, the economy's).
+
+pub mod books;
+pub mod guest;
+mod walk;
+
+use crate::vm_create::{Creation, How};
+use books::{Books, Wrong};
+use core::fmt;
+use guest::{Guest, Spread};
+use hugemm_base::lock::RawLock;
+use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_frames::Poisoned;
+use hugemm_hugetlb::{DescriptorMap, Economy, HugePool, Nodes, PoolError};
+use hugemm_paging::{Lookup, Span, SpanError, X86_64};
+use hugemm_vm::{AreaKind, Backing, Cx, Pinned, Setup, SharedRef, SpaceRef, Vm, VmError};
+
+/// Small guests.
+pub const GUESTS: usize = 4;
+
+/// Where a machine's memory begins in its address space.
+pub(crate) const AT: u64 = 1 << 40;
+
+/// How work is handed to the system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// Whole requests.
+    Extent,
+    /// A call for each page: a fault each, an unmap each, and whatever flush that takes.
+    Page,
+}
+
+/// The parts of the day, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// The pool is filled.
+    Fill,
+    /// A machine of half the pool is created by prefault.
+    Prefault,
+    /// A machine of a quarter of the pool is created and pinned, as for a device.
+    Pin,
+    /// Guests of 4 KiB pages get their memory, shared and own, and write to all of it.
+    Guests,
+    /// One more guest wants as much as there is: pages that nobody uses go to swap and come back.
+    Pressure,
+    /// More is asked for than there is, and memory goes bad.
+    Mishaps,
+    /// Everything is unmapped and freed.
+    Destroy,
+    /// The pool is emptied.
+    Shrink,
+}
+
+impl Phase {
+    /// In order.
+    pub const ALL: [Phase; 8] = [
+        Phase::Fill,
+        Phase::Prefault,
+        Phase::Pin,
+        Phase::Guests,
+        Phase::Pressure,
+        Phase::Mishaps,
+        Phase::Destroy,
+        Phase::Shrink,
+    ];
+
+    /// Lower-case name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Phase::Fill => "fill pool",
+            Phase::Prefault => "prefault VM",
+            Phase::Pin => "pin VM",
+            Phase::Guests => "4 KiB guests",
+            Phase::Pressure => "pressure",
+            Phase::Mishaps => "mishaps",
+            Phase::Destroy => "destroy",
+            Phase::Shrink => "shrink pool",
+        }
+    }
+}
+
+/// What a phase did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// Nanoseconds.
+    pub nanos: u64,
+    /// Bytes of memory that the phase was about.
+    pub bytes: u64,
+    /// TLB flushes: of address spaces, and of the descriptors' mapping.
+    pub flushes: u64,
+    /// CPUs that were interrupted for them.
+    pub interrupts: u64,
+    /// Bytes of descriptors given back, less those taken.
+    pub saved: i64,
+    /// What reclaim did.
+    pub reclaimed: Reclaimed,
+}
+
+/// What reclaim has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reclaimed {
+    /// Pages that went to swap.
+    pub stored: u64,
+    /// Pages that came back.
+    pub loaded: u64,
+    /// Pages whose accessed bits were looked at.
+    pub aged: u64,
+    /// Flushes because of that.
+    pub age_flushes: u64,
+}
+
+impl Reclaimed {
+    fn since(self, earlier: Self) -> Self {
+        Reclaimed {
+            stored: self.stored - earlier.stored,
+            loaded: self.loaded - earlier.loaded,
+            aged: self.aged - earlier.aged,
+            age_flushes: self.age_flushes - earlier.age_flushes,
+        }
+    }
+}
+
+/// What flushes have cost so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Barriers {
+    /// Flushes.
+    pub flushes: u64,
+    /// CPUs that were interrupted.
+    pub interrupts: u64,
+}
+
+/// What a platform adds, for tasks whose contexts borrow the platform for `'c`.
+pub trait Site<'c, 'm, S: Setup> {
+    /// Has all CPUs of the site work on a creation, the calling one among them. Returns the nanoseconds that it took.
+    fn create(&mut self, cx: &mut Cx<'c, S>, creation: &Creation<'_, '_, 'm, S>) -> Result<u64, VmError>
+    where
+        S::Platform: Clock;
+
+    /// On how many CPUs.
+    fn workers(&self) -> u64;
+
+    /// Keeps a run that was pinned.
+    fn keep(&mut self, run: Pinned);
+
+    /// One of the runs that were kept, until there is none.
+    fn pinned(&mut self) -> Option<Pinned>;
+
+    /// Has the CPUs of a guest, by its number up to and with [`GUESTS`], load its space, so that flushes have to reach them,
+    /// or leave it.
+    fn load(&mut self, cx: &mut Cx<'c, S>, guest: u32, space: &SpaceRef<'_, S>, on: bool);
+
+    /// What flushes have cost so far.
+    fn barriers(&self) -> Barriers;
+
+    /// The sum of all CPUs' counters.
+    fn counters(&self) -> CounterSnapshot;
+
+    /// What reclaim has done so far; `None` if nothing goes to swap here.
+    fn reclaimed(&self, _cx: &Cx<'c, S>) -> Option<Reclaimed> {
+        None
+    }
+
+    /// Frames that swap has now, for its pages and for itself.
+    fn swap_frames(&self, _cx: &Cx<'c, S>) -> u64 {
+        0
+    }
+}
+
+/// How large everything is.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// 2 MiB pages in the pool; a multiple of 4.
+    pub pool: u64,
+    /// 4 KiB pages that each guest has for itself.
+    pub own: u64,
+    /// 4 KiB pages that all guests share.
+    pub shared: u64,
+    /// 4 KiB pages that one more guest asks for: more than there are.
+    pub greedy: u64,
+}
+
+impl Plan {
+    /// For a machine with so many free frames: 5/8 of them in the pool, all but 512 MiB of a large one; and of the rest a
+    /// quarter shared and half the guests' own. `None` if that is too little to show anything.
+    pub fn of(free: u64) -> Option<Plan> {
+        let rest = (free / 8 * 3).min(1 << 17);
+        let pool = ((free - rest) / 512) & !3;
+        let rest = free - pool * 512;
+        let plan = Plan { pool, own: (rest / 8) & !511, shared: (rest / 4) & !511, greedy: rest };
+        (pool >= 4 && plan.own > 0).then_some(plan)
+    }
+}
+
+/// The system under test.
+pub struct Day<'d, 'm, 'p, 'e, S: Setup, L: RawLock, V: DescriptorMap> {
+    /// Address spaces, over frames.
+    pub vm: &'d Vm<'m, S>,
+    /// The pool, empty, from which `vm` takes pooled areas' pages.
+    pub pool: &'d HugePool<'p, L>,
+    /// What gives descriptors back.
+    pub economy: &'d Economy<'e, S::Env, V>,
+    /// How work is handed over.
+    pub by: By,
+    /// How large everything is.
+    pub plan: Plan,
+}
+
+/// Why a day ended early.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// An address space refused something.
+    Vm(VmError),
+    /// The pool refused something.
+    Pool(PoolError),
+    /// The sizes make no addresses.
+    Span(SpanError),
+    /// Something is not what it should be.
+    Wrong(Wrong),
+    /// The pool got fewer pages than planned.
+    Short {
+        /// How many it got.
+        got: u64,
+    },
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Trouble::Vm(error) => error.fmt(f),
+            Trouble::Pool(error) => error.fmt(f),
+            Trouble::Span(error) => error.fmt(f),
+            Trouble::Wrong(wrong) => wrong.fmt(f),
+            Trouble::Short { got } => write!(f, "the pool got only {got} pages; use a larger size"),
+        }
+    }
+}
+
+impl core::error::Error for Trouble {}
+
+macro_rules! trouble {
+    ($($from:ty => $variant:ident,)+) => {
+        $(impl From<$from> for Trouble {
+            fn from(error: $from) -> Self {
+                Trouble::$variant(error)
+            }
+        })+
+    };
+}
+
+trouble! {
+    VmError => Vm,
+    PoolError => Pool,
+    SpanError => Span,
+    Wrong => Wrong,
+}
+
+/// What there is while the guests run.
+struct Cast<'v, S: Setup> {
+    prefaulted: SpaceRef<'v, S>,
+    pinned: SpaceRef<'v, S>,
+    shared: SharedRef<'v, S>,
+    guests: [Guest<'v, S>; GUESTS],
+}
+
+impl<'m, S, L, V> Day<'_, 'm, '_, '_, S, L, V>
+where
+    S: Setup<Format = X86_64>,
+    S::Platform: Clock,
+    L: RawLock,
+    V: DescriptorMap,
+{
+    /// Lives it. `tell` is told of each phase when it is over. An error leaves everything as it is: the caller's memory is
+    /// then not to be used any more.
+    pub fn live<'c>(
+        &self,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
+        tell: &mut impl FnMut(Phase, &Figures),
+    ) -> Result<Books, Trouble> {
+        let mut books = Books::open(cx, self, site);
+        self.phase(cx, site, Phase::Fill, tell, |cx, _, figures| self.fill(cx, &mut books, figures))?;
+        let prefaulted = self.machine(cx, site, tell, Phase::Prefault, self.plan.pool / 2)?;
+        let pinned = self.machine(cx, site, tell, Phase::Pin, self.plan.pool / 4)?;
+        books.given += (self.plan.pool / 2 + self.plan.pool / 4) * PageSize::Size2M.bytes();
+        let (shared, guests) = self.phase(cx, site, Phase::Guests, tell, |cx, site, figures| {
+            let made = self.guests(cx, site)?;
+            figures.bytes = (self.plan.shared + GUESTS as u64 * self.plan.own) << PAGE_SHIFT;
+            Ok(made)
+        })?;
+        books.given += (self.plan.shared + GUESTS as u64 * self.plan.own) << PAGE_SHIFT;
+        let cast = Cast { prefaulted, pinned, shared, guests };
+        for guest in &cast.guests {
+            guest.check(cx, self.vm)?;
+        }
+        if site.reclaimed(cx).is_some() {
+            self.phase(cx, site, Phase::Pressure, tell, |cx, site, figures| {
+                self.pressure(cx, site, &cast, &mut books, figures)
+            })?;
+        }
+        self.phase(cx, site, Phase::Mishaps, tell, |cx, site, figures| {
+            self.mishaps(cx, site, &cast, &mut books, figures)
+        })?;
+        for guest in &cast.guests {
+            guest.check(cx, self.vm)?;
+        }
+        self.phase(cx, site, Phase::Destroy, tell, |cx, site, figures| {
+            figures.bytes = books.given;
+            self.destroy(cx, site, cast, &mut books)
+        })?;
+        self.phase(cx, site, Phase::Shrink, tell, |cx, _, figures| {
+            figures.bytes = self.plan.pool * PageSize::Size2M.bytes();
+            let tidied = self.pool.tidy(cx, self.economy)?;
+            let shrunk = self.pool.set_size(cx, self.economy, 0, Nodes::All, &Never)?;
+            figures.saved = books.descriptors(&tidied) + books.descriptors(&shrunk);
+            Ok(())
+        })?;
+        books.close(cx, self, site)?;
+        Ok(books)
+    }
+
+    /// Times a phase, counts its flushes, and tells of it.
+    fn phase<'c, T, P: Site<'c, 'm, S>>(
+        &self,
+        cx: &mut Cx<'c, S>,
+        site: &mut P,
+        phase: Phase,
+        tell: &mut impl FnMut(Phase, &Figures),
+        run: impl FnOnce(&mut Cx<'c, S>, &mut P, &mut Figures) -> Result<T, Trouble>,
+    ) -> Result<T, Trouble> {
+        let (mut figures, before, reclaimed) = (Figures::default(), site.barriers(), site.reclaimed(cx));
+        let start = cx.platform().now_ns();
+        let result = run(cx, site, &mut figures)?;
+        let whole = cx.platform().now_ns().saturating_sub(start);
+        // A phase that knows better has set its own time.
+        if figures.nanos == 0 {
+            figures.nanos = whole;
+        }
+        let after = site.barriers();
+        figures.flushes = after.flushes - before.flushes;
+        figures.interrupts = after.interrupts - before.interrupts;
+        if let (Some(before), Some(after)) = (reclaimed, site.reclaimed(cx)) {
+            figures.reclaimed = after.since(before);
+        }
+        tell(phase, &figures);
+        Ok(result)
+    }
+
+    fn fill(&self, cx: &mut Cx<'_, S>, books: &mut Books, figures: &mut Figures) -> Result<(), Trouble> {
+        let report = self.pool.set_size(cx, self.economy, self.plan.pool, Nodes::All, &Never)?;
+        figures.bytes = report.entered * PageSize::Size2M.bytes();
+        figures.saved = books.descriptors(&report);
+        if report.entered == self.plan.pool { Ok(()) } else { Err(Trouble::Short { got: report.entered }) }
+    }
+
+    /// A machine of `pages` pages of the pool.
+    fn machine<'c, 'v>(
+        &'v self,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
+        tell: &mut impl FnMut(Phase, &Figures),
+        phase: Phase,
+        pages: u64,
+    ) -> Result<SpaceRef<'v, S>, Trouble> {
+        self.phase(cx, site, phase, tell, |cx, site, figures| {
+            figures.bytes = pages * PageSize::Size2M.bytes();
+            let space = self.vm.create(cx, guest::lower()?)?;
+            let span = Span::new(VirtAddr::new(AT), figures.bytes)?;
+            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let area = self.vm.map(cx, &space, span, kind, Backing::Private)?;
+            let creation = Creation::new(self.vm, &space, area, How::Prefault, site.workers());
+            figures.nanos = site.create(cx, &creation)?;
+            if phase == Phase::Pin {
+                let start = cx.platform().now_ns();
+                let pinned = self.vm.pin(cx, &space, span, Some(figures.bytes), &Never, |run| site.keep(run));
+                pinned.map_err(|error| error.cause)?;
+                figures.nanos += cx.platform().now_ns().saturating_sub(start);
+            }
+            Ok(space)
+        })
+    }
+
+    #[allow(clippy::type_complexity, reason = "the object and its guests")]
+    fn guests<'c, 'v>(
+        &'v self,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
+    ) -> Result<(SharedRef<'v, S>, [Guest<'v, S>; GUESTS]), Trouble> {
+        let shared = self.vm.create_shared(cx, self.plan.shared, PageSize::Size4K, false)?;
+        if self.by == By::Extent {
+            self.vm.prefault_shared(&shared, 0, self.plan.shared).work(cx, &Never)?;
+        }
+        let mut made: [Option<Guest<'v, S>>; GUESTS] = [const { None }; GUESTS];
+        for (number, place) in (0..).zip(&mut made) {
+            let spread = Spread { own: self.plan.own, shared: self.plan.shared };
+            let guest = Guest::new(cx, self.vm, number, spread, &shared)?;
+            site.load(cx, guest.number(), &guest.space, true);
+            guest.fill(cx, self.vm, self.by)?;
+            *place = Some(guest);
+        }
+        for guest in made.iter().flatten() {
+            guest.write(cx, self.vm)?;
+        }
+        match made {
+            [Some(a), Some(b), Some(c), Some(d)] => Ok((shared, [a, b, c, d])),
+            // Every place was filled above, or an error returned.
+            _ => Err(Trouble::Short { got: 0 }),
+        }
+    }
+
+    /// A guest writes to as much memory as all have together, and then everybody looks for what they wrote.
+    fn pressure<'c>(
+        &self,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
+        cast: &Cast<'_, S>,
+        books: &mut Books,
+        figures: &mut Figures,
+    ) -> Result<(), Trouble> {
+        let greedy = Guest::greedy(cx, self.vm, self.plan.greedy)?;
+        site.load(cx, greedy.number(), &greedy.space, true);
+        greedy.write(cx, self.vm)?;
+        for guest in &cast.guests {
+            guest.check(cx, self.vm)?;
+        }
+        greedy.check(cx, self.vm)?;
+        let pages = self.plan.greedy + self.plan.shared + GUESTS as u64 * self.plan.own;
+        figures.bytes = pages << PAGE_SHIFT;
+        books.given += self.plan.greedy << PAGE_SHIFT;
+        books.end_guest(&greedy);
+        site.load(cx, greedy.number(), &greedy.space, false);
+        self.vm.destroy(cx, greedy.space).map_err(|(error, _)| error.into())
+    }
+
+    fn mishaps<'c>(
+        &self,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
+        cast: &Cast<'_, S>,
+        books: &mut Books,
+        figures: &mut Figures,
+    ) -> Result<(), Trouble> {
+        // A machine larger than what is left of the pool is refused whole, before it has anything.
+        let free = self.pool.counts(cx).counts.free;
+        let space = self.vm.create(cx, guest::lower()?)?;
+        let span = Span::new(VirtAddr::new(AT), (free + 1) * PageSize::Size2M.bytes())?;
+        let kind = AreaKind::private(PageSize::Size2M).pooled();
+        match self.vm.map(cx, &space, span, kind, Backing::Private) {
+            Err(VmError::NoPool) => books.refused_machines += 1,
+            Err(error) => return Err(error.into()),
+            Ok(_) => return Err(Wrong::new("machines that the pool cannot hold", 0, 1).into()),
+        }
+        self.vm.destroy(cx, space).map_err(|(error, _)| error)?;
+
+        // A guest that takes all there is: accesses fail one by one, and nobody else loses anything.
+        let greedy = Guest::greedy(cx, self.vm, 2 * self.plan.greedy)?;
+        site.load(cx, greedy.number(), &greedy.space, true);
+        let got = greedy.take_all(cx, self.vm, books)?;
+        figures.bytes = got << PAGE_SHIFT;
+        books.given += got << PAGE_SHIFT;
+        books.end_guest(&greedy);
+        site.load(cx, greedy.number(), &greedy.space, false);
+        self.vm.destroy(cx, greedy.space).map_err(|(error, _)| error)?;
+
+        // Memory goes bad under a machine and under a guest: neither frame is ever handed out again.
+        let at =
+            |space: &SpaceRef<'_, S>, cx: &mut Cx<'_, S>, at: u64| match self.vm.lookup(cx, space, VirtAddr::new(at)) {
+                Lookup::Mapped(leaf) => Ok(leaf.frame),
+                _ => Err(Wrong::new("pages of a machine that is running", 1, 0)),
+            };
+        let in_pool = at(&cast.prefaulted, cx, AT)?.checked_add(77).unwrap_or(Pfn::new(0));
+        self.pool.note_poison(cx, in_pool)?;
+        cast.guests[0].touch(cx, self.vm)?;
+        for frame in [in_pool, at(&cast.guests[0].space, cx, AT)?] {
+            match self.vm.frames().poison(cx, frame) {
+                Poisoned::InUse => books.poisoned += 1,
+                _ => return Err(Wrong::new("bad frames that were in use", 1, 0).into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn destroy<'c>(
+        &self,
+        cx: &mut Cx<'c, S>,
+        site: &mut impl Site<'c, 'm, S>,
+        cast: Cast<'_, S>,
+        books: &mut Books,
+    ) -> Result<(), Trouble> {
+        while let Some(run) = site.pinned() {
+            self.vm.unpin(cx, &cast.pinned, run);
+        }
+        for guest in cast.guests {
+            books.end_guest(&guest);
+            if self.by == By::Page {
+                guest.unmap_by_page(cx, self.vm)?;
+            } else {
+                guest.unmap(cx, self.vm)?;
+            }
+            site.load(cx, guest.number(), &guest.space, false);
+            self.vm.destroy(cx, guest.space).map_err(|(error, _)| error)?;
+        }
+        self.vm.close(cx, cast.shared);
+        for space in [cast.prefaulted, cast.pinned] {
+            books.end_space(&space);
+            self.vm.destroy(cx, space).map_err(|(error, _)| error)?;
+        }
+        Ok(())
+    }
+}

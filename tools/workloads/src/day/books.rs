@@ -1,0 +1,138 @@
+//! Whether everything adds up at the end of the day.
+
+use super::guest::Guest;
+use super::{Day, Site};
+use core::fmt;
+use hugemm_base::lock::RawLock;
+use hugemm_base::{Clock, CounterSnapshot, PAGE_SHIFT};
+use hugemm_hugetlb::{DescriptorMap, Report};
+use hugemm_paging::X86_64;
+use hugemm_vm::{Cx, Setup, Space};
+
+/// Something is not what it should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wrong {
+    /// What was counted or read.
+    pub what: &'static str,
+    /// What it should be.
+    pub expected: u64,
+    /// What it is.
+    pub found: u64,
+}
+
+impl Wrong {
+    pub(crate) const fn new(what: &'static str, expected: u64, found: u64) -> Self {
+        Wrong { what, expected, found }
+    }
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the books do not add up: {}: {} expected, {} found", self.what, self.expected, self.found)
+    }
+}
+
+impl core::error::Error for Wrong {}
+
+/// What was counted over the day.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Books {
+    /// Frames that were free at the beginning.
+    pub frames: u64,
+    /// Frames that went bad and are out for good.
+    pub poisoned: u64,
+    /// Frames that descriptor economy keeps: shared tail pages, and, by its own reports, tables of blocks of descriptors that
+    /// have been divided.
+    pub kept: i64,
+    /// Bytes of zeroed memory that were given to somebody.
+    pub given: u64,
+    /// Bytes that were cleared.
+    pub cleared: u64,
+    /// Accesses that failed for want of memory.
+    pub failed_accesses: u64,
+    /// Machines that were refused for want of pool.
+    pub refused_machines: u64,
+    /// Checks that were made.
+    pub checks: u64,
+    /// By all spaces' own counts.
+    failed: u64,
+    wasted: u64,
+    counters: CounterSnapshot,
+}
+
+impl Books {
+    pub(crate) fn open<'c, 'm, S, L, V>(
+        cx: &mut Cx<'c, S>,
+        day: &Day<'_, 'm, '_, '_, S, L, V>,
+        site: &impl Site<'c, 'm, S>,
+    ) -> Self
+    where
+        S: Setup<Format = X86_64>,
+        L: RawLock,
+        V: DescriptorMap,
+    {
+        let frames = day.vm.frames().stats(cx).available() + site.swap_frames(cx);
+        // Shared frames stay for ever: what an earlier day has made is not this one's.
+        let kept = -(day.economy.shared_frames() as i64);
+        Books { frames, kept, counters: site.counters(), ..Books::default() }
+    }
+
+    /// Adds a resize; returns the bytes of descriptors that it gave back, less those that it took.
+    pub(crate) fn descriptors(&mut self, report: &Report) -> i64 {
+        let frames = report.freed_frames as i64 - report.taken_frames as i64;
+        self.kept -= frames;
+        frames << PAGE_SHIFT
+    }
+
+    /// Adds a space that is about to end.
+    pub(crate) fn end_space<S: Setup>(&mut self, space: &Space<S>) {
+        self.failed += space.counters().failed.get();
+        self.wasted += space.counters().wasted.get();
+    }
+
+    /// The same for a guest's.
+    pub(crate) fn end_guest<S: Setup<Format = X86_64>>(&mut self, guest: &Guest<'_, S>)
+    where
+        S::Platform: Clock,
+    {
+        self.end_space(&guest.space);
+    }
+
+    /// Every machine is gone and the pool empty.
+    pub(crate) fn close<'c, 'm, S, L, V>(
+        &mut self,
+        cx: &mut Cx<'c, S>,
+        day: &Day<'_, 'm, '_, '_, S, L, V>,
+        site: &impl Site<'c, 'm, S>,
+    ) -> Result<(), Wrong>
+    where
+        S: Setup<Format = X86_64>,
+        L: RawLock,
+        V: DescriptorMap,
+    {
+        day.vm.trim(cx);
+        let (frames, pool) = (day.vm.frames().stats(cx), day.pool.counts(cx));
+        let counters = site.counters().since(self.counters);
+        self.cleared = counters.bytes_cached + counters.bytes_bulk;
+        self.kept += day.economy.shared_frames() as i64;
+        let page = |count: u64| count << PAGE_SHIFT;
+        self.check("pages left in the pool", 0, pool.counts.total)?;
+        self.check("pages promised by the pool", 0, pool.reserved)?;
+        self.check("pools whose bits and counts agree", 1, u64::from(day.pool.is_consistent(cx)))?;
+        self.check("pages whose descriptors are not restored", 0, day.pool.lean_pages())?;
+        self.check("frames that are out for good", self.poisoned, frames.refused)?;
+        let back = frames.available() + frames.refused + site.swap_frames(cx);
+        self.check("frames, free or bad or kept by economy", self.frames, back.saturating_add_signed(self.kept))?;
+        self.check("accesses that spaces count as failed", self.failed_accesses, self.failed)?;
+        // Known-zero pages are not cleared again, and those that were cleared in vain are counted.
+        let least = self.given.saturating_sub(page(counters.clears_skipped * 512));
+        self.check("bytes given that were not cleared", 0, least.saturating_sub(self.cleared))?;
+        self.check("bytes cleared in vain", 0, self.cleared.saturating_sub(self.given + page(self.wasted * 512)))?;
+        self.check("store fences that were forgotten", 0, counters.fences_on_drop)
+    }
+
+    fn check(&mut self, what: &'static str, expected: u64, found: u64) -> Result<(), Wrong> {
+        self.checks += 1;
+        if expected == found { Ok(()) } else { Err(Wrong::new(what, expected, found)) }
+    }
+}

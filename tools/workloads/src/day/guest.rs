@@ -1,0 +1,223 @@
+//! Guests of 4 KiB pages, and their accesses: translated in software, by the tables that hardware would walk.
+//!
+//! What a guest writes says whose it is and where, so that a page that is lost, handed out twice or not cleared is found.
+
+use super::books::{Books, Wrong};
+use super::walk::reach;
+use super::{AT, By, Trouble};
+use core::ptr::NonNull;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_paging::{Span, SpanError, X86_64};
+use hugemm_vm::{Access, AreaKind, Backing, Cx, Setup, SharedRef, SpaceRef, Vm, VmError};
+
+/// Where shared memory is.
+const SHARED_AT: u64 = AT + (1 << 39);
+
+/// After so many accesses that could not be served, a greedy guest has understood.
+const PATIENCE: u64 = 8;
+
+/// The addresses of a machine.
+pub(crate) fn lower() -> Result<Span, SpanError> {
+    Span::new(VirtAddr::new(0), 1 << 47)
+}
+
+/// How much memory a guest has, in 4 KiB pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Spread {
+    /// Its own.
+    pub own: u64,
+    /// Shared with the others.
+    pub shared: u64,
+}
+
+/// One guest.
+pub struct Guest<'v, S: Setup> {
+    /// Its address space.
+    pub space: SpaceRef<'v, S>,
+    number: u64,
+    spread: Spread,
+}
+
+impl<'v, S: Setup<Format = X86_64>> Guest<'v, S>
+where
+    S::Platform: Clock,
+{
+    /// A guest whose memory is promised, and not there yet.
+    pub(crate) fn new(
+        cx: &mut Cx<'_, S>,
+        vm: &'v Vm<'_, S>,
+        number: u64,
+        spread: Spread,
+        shared: &SharedRef<'v, S>,
+    ) -> Result<Self, Trouble> {
+        let space = vm.create(cx, lower()?)?;
+        let kind = AreaKind::private(PageSize::Size4K);
+        vm.map(cx, &space, pages(AT, spread.own)?, kind, Backing::Private)?;
+        let kind = AreaKind { shared: true, ..kind };
+        vm.map(cx, &space, pages(SHARED_AT, spread.shared)?, kind, Backing::Shared(shared, 0))?;
+        Ok(Guest { space, number, spread })
+    }
+
+    /// One that shares nothing and wants `own` pages.
+    pub(crate) fn greedy(cx: &mut Cx<'_, S>, vm: &'v Vm<'_, S>, own: u64) -> Result<Self, Trouble> {
+        let space = vm.create(cx, lower()?)?;
+        vm.map(cx, &space, pages(AT, own)?, AreaKind::private(PageSize::Size4K), Backing::Private)?;
+        Ok(Guest { space, number: super::GUESTS as u64, spread: Spread { own, shared: 0 } })
+    }
+
+    /// Its number; that of a greedy one is the number of the others.
+    pub(crate) fn number(&self) -> u32 {
+        self.number as u32
+    }
+
+    /// Makes all of its memory be there.
+    pub(crate) fn fill(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, by: By) -> Result<(), Trouble> {
+        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
+            match by {
+                By::Extent => vm.prefault(&self.space, pages(at, count)?, None).work(cx, &Never)?,
+                By::Page => (0..count).try_for_each(|page| {
+                    breathe(cx, page);
+                    let at = VirtAddr::new(at + page * PAGE_BYTES);
+                    vm.fault(cx, &self.space, at, Access::Write).map(|_| ())
+                })?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What it writes to a word of a page.
+    fn stamp(&self, page: u64, word: usize) -> u64 {
+        (page * 512 + word as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ ((self.number + 1) << 56)
+    }
+
+    /// Every page: its address, its number, and whether it is the guest's own.
+    fn every_page(&self) -> impl Iterator<Item = (VirtAddr, u64, bool)> + use<S> {
+        let Spread { own, shared } = self.spread;
+        let own = (0..own).map(|page| (VirtAddr::new(AT + page * PAGE_BYTES), page, true));
+        own.chain((0..shared).map(|page| (VirtAddr::new(SHARED_AT + page * PAGE_BYTES), page, false)))
+    }
+
+    /// Writes to every page, and finds it zero where it writes.
+    pub(crate) fn write(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
+        self.every_page().try_for_each(|(at, page, own)| {
+            breathe(cx, page);
+            self.write_page(cx, vm, at, page, own)
+        })
+    }
+
+    fn write_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        at: VirtAddr,
+        page: u64,
+        own: bool,
+    ) -> Result<(), Trouble> {
+        let start = access(cx, vm, &self.space, at, true)?;
+        let words = words(self.number, own);
+        for word in words {
+            // SAFETY: the word lies in the page, and nothing takes that away before this task's next fault.
+            let before = unsafe { start.add(word).replace(self.stamp(page, word)) };
+            if before != 0 {
+                return Err(Wrong::new("words of fresh memory that are zero", 0, before).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds in every page what was written there.
+    pub(crate) fn check(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
+        for (at, page, own) in self.every_page() {
+            breathe(cx, page);
+            let start = access(cx, vm, &self.space, at, false)?;
+            for word in words(self.number, own) {
+                // SAFETY: as in `write_page`.
+                let found = unsafe { start.add(word).read() };
+                if found != self.stamp(page, word) {
+                    return Err(Wrong::new("what a guest wrote", self.stamp(page, word), found).into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes its first page be there.
+    pub(crate) fn touch(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
+        access(cx, vm, &self.space, VirtAddr::new(AT), false)?;
+        Ok(())
+    }
+
+    /// Writes to one page after the other until accesses fail for want of memory. Returns how many pages it got.
+    pub(crate) fn take_all(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, books: &mut Books) -> Result<u64, Trouble> {
+        let (mut got, mut failed) = (0, 0);
+        for (at, page, own) in self.every_page() {
+            breathe(cx, page);
+            match self.write_page(cx, vm, at, page, own) {
+                Ok(()) => got += 1,
+                Err(Trouble::Vm(VmError::NoMemory)) => failed += 1,
+                Err(error) => return Err(error),
+            }
+            if failed == PATIENCE {
+                break;
+            }
+        }
+        books.failed_accesses += failed;
+        if failed == 0 { Err(Wrong::new("accesses that found no memory", PATIENCE, 0).into()) } else { Ok(got) }
+    }
+
+    /// Unmaps everything, one call for each area.
+    pub(crate) fn unmap(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
+        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
+            vm.unmap(cx, &self.space, pages(at, count)?)?;
+        }
+        Ok(())
+    }
+
+    /// The same with one call, and one flush, for each page.
+    pub(crate) fn unmap_by_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
+        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
+            for page in 0..count {
+                breathe(cx, page);
+                vm.unmap(cx, &self.space, pages(at + page * PAGE_BYTES, 1)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A reschedule point, every so many pages.
+fn breathe<P: Cpu>(cx: &mut CpuCx<'_, P>, page: u64) {
+    if page.is_multiple_of(256) {
+        cx.reschedule();
+    }
+}
+
+fn pages(at: u64, count: u64) -> Result<Span, SpanError> {
+    Span::new(VirtAddr::new(at), count << PAGE_SHIFT)
+}
+
+/// The words of a page that are a guest's: of shared memory one, of its own so many that a page compresses to about a tenth.
+fn words(guest: u64, own: bool) -> core::iter::StepBy<core::ops::Range<usize>> {
+    let first = guest as usize;
+    if own { (first..512).step_by(16) } else { (first..first + 1).step_by(1) }
+}
+
+/// The word at `at`, as the calling task reaches it until its next fault; faults as long as it has to.
+fn access<S: Setup<Format = X86_64>>(
+    cx: &mut Cx<'_, S>,
+    vm: &Vm<'_, S>,
+    space: &SpaceRef<'_, S>,
+    at: VirtAddr,
+    write: bool,
+) -> Result<NonNull<u64>, VmError> {
+    let kind = if write { Access::Write } else { Access::Read };
+    loop {
+        // SAFETY: the tables are the space's, which no other task changes: the day has one task but for creations, which
+        // concern other spaces.
+        if let Some(word) = unsafe { reach(cx.platform(), space.root(), at, write) } {
+            return Ok(word);
+        }
+        vm.fault(cx, space, at, kind)?;
+    }
+}
