@@ -177,6 +177,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         stop: &impl Cancel,
     ) -> (Turn, Progress) {
         let turn = self.with_side(vm, cx, |cx, side| {
+            side.node.set(node);
             let lru = self.lru(node)?;
             Some(NodeReclaim { node, lru, side, marks: self.marks }.balance(cx, scan, stop))
         });
@@ -207,7 +208,14 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     ) -> Option<R> {
         // More CPUs than a mask on the stack has bits.
         let deferred = DeferredUnmap::new(vm.tlbs()).ok()?;
-        let side = Side { vm, pager: self, deferred: &deferred, debt: RefCell::new(None), freed: Cell::new(0) };
+        let side = Side {
+            vm,
+            pager: self,
+            node: Cell::new(NodeId(0)),
+            deferred: &deferred,
+            debt: RefCell::new(None),
+            freed: Cell::new(0),
+        };
         self.steps.enter(Step::Other);
         let result = f(cx, &side);
         // What was unhooked in vain.
@@ -218,8 +226,26 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         Some(result)
     }
 
-    fn lru_of(&self, frames: &Frames<'_, S::Env>, head: Pfn) -> Option<&'a Lru<'a, 'm, S::Env, L>> {
-        self.lru(frames.node_of(head)?)
+    /// Blocks of `order`, at most [`BATCH`] at a time and all of one node, with that node's LRU.
+    fn by_node(
+        &self,
+        frames: &Frames<'_, S::Env>,
+        pages: Extent,
+        order: Order,
+        mut visit: impl FnMut(Option<&'a Lru<'a, 'm, S::Env, L>>, Extent),
+    ) {
+        let mut rest = pages;
+        while !rest.is_empty() {
+            let node = frames.node_of(rest.base());
+            let (most, _) = rest.split_at(BATCH as u64 * order.pages());
+            let same = match self.lrus {
+                [_] => most.pages(),
+                _ => heads(most, order).take_while(|head| frames.node_of(*head) == node).count() as u64 * order.pages(),
+            };
+            let (some, more) = rest.split_at(same.max(order.pages()));
+            visit(node.and_then(|node| self.lru(node)), some);
+            rest = more;
+        }
     }
 }
 
@@ -234,37 +260,33 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
     const ACTIVE: bool = true;
 
     fn enlist(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
-        let Some(lru) = self.lru_of(frames, pages.base()) else { return };
-        if order.get() > LARGEST {
-            return pages.chunks(order).for_each(|(head, _)| lru.leave_out(head));
-        }
-        let mut some = [(Pfn::new(0), order); BATCH];
-        let mut count = 0;
-        for (head, _) in pages.chunks(order) {
-            some[count] = (head, order);
-            count += 1;
-            if count == BATCH {
-                lru.insert(cx, &some);
-                count = 0;
+        self.by_node(frames, pages, order, |lru, some| {
+            let Some(lru) = lru else { return };
+            let heads = heads(some, order);
+            if order.get() > LARGEST {
+                return heads.for_each(|head| lru.leave_out(head));
             }
-        }
-        if count > 0 {
-            lru.insert(cx, &some[..count]);
-        }
+            let mut folios = [(Pfn::new(0), order); BATCH];
+            let mut count = 0;
+            for (folio, head) in folios.iter_mut().zip(heads) {
+                folio.0 = head;
+                count += 1;
+            }
+            lru.insert(cx, &folios[..count]);
+        });
     }
 
     fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
-        let Some(lru) = self.lru_of(frames, pages.base()) else { return };
-        let mut rest = pages;
-        while !rest.is_empty() {
-            let (some, more) = rest.split_at(BATCH as u64 * order.pages());
+        self.by_node(frames, pages, order, |lru, some| {
             let mut last = [const { None }; BATCH];
-            let heads = (0..some.pages() / order.pages()).map(|n| Pfn::new(some.base().number() + n * order.pages()));
             // The error is that it has no reference: then it is not ours to drop.
-            lru.let_go(cx, heads, |head| frames.put_frozen(head).ok().flatten(), &mut last);
+            let put = |head| frames.put_frozen(head).ok().flatten();
+            match lru {
+                Some(lru) => lru.let_go(cx, heads(some, order), put, &mut last),
+                None => last.iter_mut().zip(heads(some, order)).for_each(|(last, head)| *last = put(head)),
+            }
             free_runs::<S>(frames, cx, last.into_iter().flatten());
-            rest = more;
-        }
+        });
     }
 
     fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
@@ -298,6 +320,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
             let mut freed = 0;
             for (number, lru) in self.lrus.iter().enumerate() {
                 let node = NodeId(number as u32);
+                side.node.set(node);
                 if freed < need.pages && need.node.is_none_or(|only| only == node) {
                     let node = [NodeReclaim { node, lru, side, marks: self.marks }];
                     freed += DirectReclaim::new(&node).relieve(cx, Shortfall { pages: need.pages - freed, ..need });
@@ -309,6 +332,12 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
         self.counts.direct_freed.add(freed);
         freed
     }
+}
+
+/// The heads of an extent's blocks.
+fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
+    let base = extent.base().number();
+    (0..extent.pages() / order.pages()).map(move |n| Pfn::new(base + n * order.pages()))
 }
 
 /// Uses a slot that its holder keeps.
@@ -354,6 +383,8 @@ fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl
 struct Side<'s, 'a, 'm, S: Setup, W, L: RawLock, O> {
     vm: &'s Vm<'s, S>,
     pager: &'s Reclaim<'a, 'm, S, W, L, O>,
+    /// Whose free pages are asked for.
+    node: Cell<NodeId>,
     deferred: &'s DeferredUnmap,
     debt: RefCell<Option<Debt<'s, Keep>>>,
     /// What the last page that was written out has freed.
@@ -530,7 +561,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     }
 
     fn available(&self, cx: &Cx<'_, S>) -> u64 {
-        self.vm.frames().stats(cx).available()
+        self.vm.frames().node_stats(cx, self.node.get()).available()
     }
 }
 

@@ -36,11 +36,14 @@ pub fn run(args: &Age) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let real = machine.topology.cpus.len() as u32;
     let cpus = args.cpus.unwrap_or(real.min(args.procs));
-    let memory = machine.whole_pages(args.memory, PageSize::Size2M)?;
-    let shared = machine.whole_pages(args.shared.unwrap_or(Size(memory / 2 * 3)), PageSize::Size2M)?;
+    // What follows from the other size is made a number of large pages.
+    let round = |bytes: u64| Size(bytes / PageSize::Size2M.bytes() * PageSize::Size2M.bytes());
+    let wanted = args.memory.or(args.shared.map(|shared| round(shared.0 / 3 * 2))).unwrap_or(Size(128 << 20));
+    let memory = machine.whole_pages(wanted, PageSize::Size2M)?;
+    let shared = machine.whole_pages(args.shared.unwrap_or(round(memory / 2 * 3)), PageSize::Size2M)?;
     let swap = args.swap.map_or(memory / 2, |size| size.0);
     if memory < 32 << 20 {
-        bail!("--memory {} is too little; give at least 32M", args.memory);
+        bail!("--memory {wanted} is too little; give at least 32M");
     }
     if !(args.seconds.is_finite() && args.seconds > 0.0) {
         bail!("--seconds {} is no time; give a number above 0", args.seconds);

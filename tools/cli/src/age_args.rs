@@ -77,9 +77,9 @@ pub struct Age {
     /// The region that they share [default: one and a half times the memory].
     #[arg(long)]
     pub shared: Option<Size>,
-    /// Memory that there is, compressed pages included.
-    #[arg(long, default_value = "128M")]
-    pub memory: Size,
+    /// Memory that there is, compressed pages included [default: two thirds of the shared region, or 128 MiB].
+    #[arg(long)]
+    pub memory: Option<Size>,
     /// Memory that compressed pages may take [default: half of it].
     #[arg(long)]
     pub swap: Option<Size>,
