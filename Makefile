@@ -8,7 +8,7 @@ LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
 BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
-MIRI = $(addprefix -p hugemm-,base clear frames paging reclaim lz4)
+MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
 
 .PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel lint deep clean
 

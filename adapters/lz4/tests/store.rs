@@ -12,7 +12,7 @@ use hugemm_reclaim::{Compressed, Compressor, Swap};
 use proptest::prelude::*;
 use std::mem::MaybeUninit;
 use std::time::Instant;
-use support::{CPUS, Content, Machine, Rng, with_frames};
+use support::{CPUS, Content, Rng, machine, run_as, with_frames};
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..if cfg!(miri) { ProptestConfig::with_cases(2) } else { ProptestConfig::default() } })]
@@ -74,8 +74,8 @@ fn damaged_blocks_do_not_panic() {
 #[test]
 #[cfg_attr(miri, ignore = "a measurement")]
 fn throughput() {
-    let machine = Machine::new(4096, u64::MAX);
-    Machine::run_as(0);
+    let machine = machine(4096, u64::MAX);
+    run_as(0);
     with_frames(&machine, NoFaults, |frames| {
         let cx = machine.cx();
         let store: Compressed<'_, '_, _, Lz4> = Compressed::new(frames, &cx, Lz4, CPUS, 4096).expect("memory for work");

@@ -129,7 +129,7 @@ impl<'m, E: Env> Frames<'m, E> {
             k += 1;
         }
         if k == BLOCK_ORDER {
-            return self.free_2m(lists, arena, base, 1, Content::of(zero));
+            return self.free_2m(lists, arena, base, 1, Content::of(zero), true);
         }
         if !mapped || k != order {
             block.starts.merge(in_block(base), k);
@@ -146,7 +146,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn free_mapped(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, order: u32, content: Content) {
         match order.checked_sub(BLOCK_ORDER) {
             None => self.free_small(lists, arena, pfn, order, content, true),
-            Some(log) => self.free_2m(lists, arena, pfn, 1 << log, content),
+            Some(log) => self.free_2m(lists, arena, pfn, 1 << log, content, false),
         }
     }
 
@@ -297,7 +297,7 @@ impl<'m, E: Env> Frames<'m, E> {
                     self.free_small(lists, arena, pfn, order.get(), content, false);
                 }
             } else {
-                self.free_2m(lists, arena, base, whole as usize, content);
+                self.free_2m(lists, arena, base, whole as usize, content, true);
             }
             rest = later;
         }

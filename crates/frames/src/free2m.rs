@@ -130,9 +130,17 @@ impl Batch {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Frees `count` 2 MiB blocks of one region and arena from `pfn` on, whatever they were divided into. The caller owns
-    /// the frames.
-    pub(crate) fn free_2m(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, count: usize, content: Content) {
+    /// Frees `count` 2 MiB blocks of one region and arena from `pfn` on. The caller owns the frames. `divided`: some may be
+    /// groups of smaller blocks in the map.
+    pub(crate) fn free_2m(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        pfn: Pfn,
+        count: usize,
+        content: Content,
+        divided: bool,
+    ) {
         let region = arena.region(pfn);
         let careful = self.is_careful();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
@@ -140,12 +148,17 @@ impl<'m, E: Env> Frames<'m, E> {
             let first = in_region(pfn) / WORD_BITS;
             for at in first..(first + count / WORD_BITS).min(WORDS) {
                 region.starts.fill(at, true);
-                region.split.set_shared(at, u64::MAX, false);
+                if divided {
+                    region.split.set_shared(at, u64::MAX, false);
+                }
                 region.zero.set_locked(at, u64::MAX, false);
                 region.free.fill(at, true);
             }
         } else {
             for (at, bits) in spans(in_region(pfn), count) {
+                if divided {
+                    region.split.set_shared(at, bits, false);
+                }
                 free_word(lists, region, at, bits, content, careful);
             }
         }
@@ -316,12 +329,11 @@ const fn rows_of(content: Content) -> u64 {
         }
 }
 
-/// Sets what freeing blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
+/// Sets what freeing undivided blocks of one word sets there. The frames, and the rows, are counted by the caller. `careful`: some
 /// may be isolated.
 #[inline]
 fn free_word(lists: &mut FreeLists, region: &Region, at: usize, bits: u64, content: Content, careful: bool) {
     region.starts.set_shared(at, bits, true);
-    region.split.set_shared(at, bits, false);
     match content {
         Content::Dirty => region.zero.set_locked(at, bits, false),
         Content::Zero => region.zero.set_locked(at, bits, true),

@@ -274,7 +274,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     }
                 }
                 Kind::Table if !slot.whole || !self.may_unhook(level) => {
-                    tables += self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs, budget);
+                    tables += runs.below(entry, |runs| {
+                        self.harvest(self.below(entry), level - 1, slot.first, slot.end, runs, budget)
+                    });
                 }
                 // A whole table that is present was hooked in since.
                 _ => {}

@@ -241,8 +241,7 @@ mod loom_tests {
         });
     }
 
-    /// Of two that need the same work done, one does it, once, and neither goes on before it is done. Fails with the
-    /// orderings of `publish` or of `get` weakened, and without the claim.
+    /// Of two that need the same work done, one does it, once, and neither goes on before it is done.
     #[test]
     fn work_is_done_once_and_seen_by_all() {
         const CLAIMED: u64 = 1 << 57;

@@ -9,7 +9,7 @@ use hugemm_frames::{Frames, Frozen, Plain, Request};
 use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot};
 use proptest::prelude::*;
 use std::sync::Mutex;
-use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, ops, with_frames};
+use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
 
 type Store<'f, 'm, I> = Compressed<'f, 'm, Plain<I>, Runs>;
 
@@ -20,8 +20,8 @@ fn page<I: hugemm_base::inject::Inject>(machine: &Machine, frames: &Frames<'_, P
 }
 
 fn with_store(pages: u64, limit: u64, test: impl FnOnce(&Machine, &Frames<'_, Plain>, &Store<'_, '_, NoFaults>)) {
-    let machine = Machine::new(pages, u64::MAX);
-    Machine::run_as(0);
+    let machine = machine(pages, u64::MAX);
+    run_as(0);
     with_frames(&machine, NoFaults, |frames| {
         let cx = machine.cx();
         let store = Compressed::new(frames, &cx, Runs, CPUS, limit).expect("memory for work");
@@ -238,12 +238,12 @@ fn slots_of_another_store_are_refused() {
             frames.free(&cx, page);
         }
         // A CPU without working memory is told so.
-        Machine::run_as(1);
+        run_as(1);
         let page = page(machine, frames, Content { random: 10, seed: 1 });
         assert_eq!(other.store(&cx, &page, 0), Err(StoreError::NoSuchCpu));
         frames.free(&cx, page);
         frames.drain(&cx);
-        Machine::run_as(0);
+        run_as(0);
         other.close(&cx).expect("empty");
     });
 }
@@ -288,8 +288,8 @@ fn damaged_pieces_are_errors_or_wrong_pages() {
 #[test]
 fn every_allocation_point_can_fail() {
     let runs = every_fault(|plan| {
-        let machine = Machine::new(if cfg!(miri) { 64 } else { 128 }, u64::MAX);
-        Machine::run_as(0);
+        let machine = machine(if cfg!(miri) { 64 } else { 128 }, u64::MAX);
+        run_as(0);
         with_frames::<&FaultPlan, _>(&machine, plan, |frames| {
             let cx = machine.cx();
             let Ok(store) = Compressed::<'_, '_, _, Runs>::new(frames, &cx, Runs, CPUS, 1000) else {
@@ -333,8 +333,8 @@ fn every_allocation_point_can_fail() {
 fn pages_survive_on_several_cpus() {
     let soak: u64 = std::env::var("HUGEMM_SOAK").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
     let steps = if cfg!(miri) { 30 } else { 30_000 * soak };
-    let machine = Machine::new(600, u64::MAX);
-    Machine::run_as(0);
+    let machine = machine(600, u64::MAX);
+    run_as(0);
     with_frames(&machine, FaultPlan::periodic(100, 13), |frames| {
         let store: Store<'_, '_, FaultPlan> =
             Compressed::new(frames, &machine.cx(), Runs, CPUS, 400).expect("memory for work");
@@ -343,7 +343,7 @@ fn pages_survive_on_several_cpus() {
             for cpu in 0..CPUS {
                 let (machine, store, common) = (&machine, &store, &common);
                 scope.spawn(move || {
-                    Machine::run_as(cpu);
+                    run_as(cpu);
                     let cx = machine.cx();
                     let mut rng = Rng(u64::from(cpu) + 1);
                     let mut held: Vec<(SwapSlot, Content)> = Vec::new();

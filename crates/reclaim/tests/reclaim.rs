@@ -14,7 +14,7 @@ use hugemm_reclaim::{
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
-use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, with_frames};
+use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, run_as, with_frames};
 
 /// The word of a head's descriptor that is its owner's: which page of the space it is, plus 1.
 const INDEX: usize = 5;
@@ -310,8 +310,8 @@ fn small(seed: u32) -> Content {
 
 /// A space of `pages` pages over 300 frames, all touched once, without pressure.
 fn with_space(policy: Policy, pages: usize, test: impl FnOnce(&mut CpuCx<'_, Machine>, &Space<'_, '_, NoFaults>)) {
-    let machine = Machine::new(300, u64::MAX);
-    Machine::run_as(0);
+    let machine = machine(300, u64::MAX);
+    run_as(0);
     with_frames(&machine, NoFaults, |frames| {
         let mut cx = machine.cx();
         let lru = Lru::new(frames, policy);
@@ -434,8 +434,8 @@ fn a_worker_balances_its_node() {
 fn direct_reclaim_serves_faults() {
     let pages = 800;
     for policy in Policy::ALL {
-        let machine = Machine::new(300, u64::MAX);
-        Machine::run_as(0);
+        let machine = machine(300, u64::MAX);
+        run_as(0);
         with_frames(&machine, NoFaults, |frames| {
             let mut cx = machine.cx();
             let lru = Lru::new(frames, policy);
@@ -463,8 +463,8 @@ fn direct_reclaim_serves_faults() {
 /// Out of memory and out of swap: one access fails, nothing is wedged, and what is there stays right.
 #[test]
 fn out_of_everything_is_an_error_of_one_access() {
-    let machine = Machine::new(120, u64::MAX);
-    Machine::run_as(0);
+    let machine = machine(120, u64::MAX);
+    run_as(0);
     with_frames(&machine, NoFaults, |frames| {
         let mut cx = machine.cx();
         let lru = Lru::new(frames, Policy::Generations);
@@ -496,9 +496,8 @@ fn out_of_everything_is_an_error_of_one_access() {
 fn data_survives_pressure_on_several_cpus() {
     let soak: usize = std::env::var("HUGEMM_SOAK").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
     let steps = if cfg!(miri) { 20 } else { 5000 * soak };
-    let (count, machine) =
-        if cfg!(miri) { (60, Machine::new(100, u64::MAX)) } else { (1200, Machine::new(340, u64::MAX)) };
-    Machine::run_as(0);
+    let (count, machine) = if cfg!(miri) { (60, machine(100, u64::MAX)) } else { (1200, machine(340, u64::MAX)) };
+    run_as(0);
     with_frames(&machine, FaultPlan::periodic(60, 17), |frames| {
         let lru = Lru::new(frames, Policy::Generations);
         let space = Space::new(&machine, frames, &lru, count, 340);
@@ -513,7 +512,7 @@ fn data_survives_pressure_on_several_cpus() {
                     .map(|cpu| {
                         let (machine, space, pressure, wake, served) = (&machine, &space, &pressure, &wake, &served);
                         scope.spawn(move || {
-                            Machine::run_as(cpu);
+                            run_as(cpu);
                             let mut cx = machine.cx();
                             let mut rng = Rng(u64::from(cpu));
                             for step in 0..steps {
@@ -540,7 +539,7 @@ fn data_survives_pressure_on_several_cpus() {
                     .collect();
                 let (machine, space, nodes, wake, stop) = (&machine, &space, &nodes, &wake, &stop);
                 let worker = scope.spawn(move || {
-                    Machine::run_as(0);
+                    run_as(0);
                     let mut cx = machine.cx();
                     loop {
                         let (turn, _) = nodes[0].balance(&mut cx, 500, stop);
@@ -559,7 +558,7 @@ fn data_survives_pressure_on_several_cpus() {
                 stop.raise();
                 worker.join().expect("the worker does not fail");
             });
-            Machine::run_as(0);
+            run_as(0);
             let total = (steps * 8) as u64 * u64::from(CPUS - 1);
             let served = served.into_inner();
             assert!(served > total / 2, "{served} of {total}");

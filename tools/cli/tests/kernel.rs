@@ -37,7 +37,7 @@ fn selftest(cpus: u32) {
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
     assert_eq!(document["environment"]["guest"]["machine"], "QEMU TCG");
     let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes"] {
+    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes", "selftest.accesses"] {
         assert!(value(metric) >= 1.0, "{metric}");
     }
     let shootdowns = rows(&document, "selftest.shootdowns");
@@ -155,6 +155,9 @@ fn workloads_run_in_the_kernel() {
         ("bench alloc -o 0 --millis 5 -r 1", &["bench.alloc.pair", "kernel.pin_ns"]),
         ("bench mem memset -s 16MB -k 2MB -l 1", &["bench.mem.memset"]),
         ("bench mem mmap -s 16MB -l 1", &["bench.mem.mmap"]),
+        ("bench mem mmap -s 4MB -p 4KB -f demand -l 1", &["bench.mem.mmap"]),
+        ("bench vm-create -s 16MB -p 4KB,2MB -r 1", &["bench.vm_create", "bench.vm_create.clear"]),
+        ("bench vm-create -s 16MB --from frames --how demand -r 1", &["bench.vm_create", "bench.vm_create.map"]),
     ] {
         let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--"];
         let command: Vec<_> = command.split(' ').collect();
@@ -165,6 +168,29 @@ fn workloads_run_in_the_kernel() {
             assert!(rows.iter().all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0)), "{rows:?}");
         }
     }
+}
+
+/// 1 GiB pages through page faults and a pool; every way that was asked for has a figure.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn pages_of_1_gib_fault() {
+    let args = ["boot", "--accel", "tcg", "--memory", "4GB", "--cpus", "2", "--json", "--"];
+    let command = ["bench", "vm-create", "-s", "1GB", "-p", "1GB", "--workers", "1", "--clear", "bulk", "-r", "1"];
+    let document = document(&[&args[..], &command].concat());
+    let rows = rows(&document, "bench.vm_create");
+    let hows: Vec<_> = rows.iter().map(|row| row["how"].as_str().unwrap_or_default()).collect();
+    assert_eq!(hows, ["demand", "prefault", "pin"]);
+    assert!(rows.iter().all(|row| row["pool"] == true && row["page"] == "1GB"), "{rows:?}");
+}
+
+/// A page fault that cannot be served fails its access; the command says why, and nothing breaks.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn out_of_memory_is_an_error() {
+    for how in ["demand", "populate"] {
+        breaks(2, &[], &format!("bench mem mmap -s 1GB -f {how} -l 1"), &["out of memory"], "");
+    }
+    breaks(2, &[], "bench vm-create -s 1GB -r 1", &["too little memory"], "");
 }
 
 #[test]

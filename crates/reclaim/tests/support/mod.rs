@@ -1,52 +1,26 @@
 //! What the tests run on: threads as CPUs, frames with bytes, a toy compressor, and the operation interpreter.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unused_imports, unreachable_pub)]
 
 pub mod ops;
 
 use hugemm_base::inject::Inject;
-use hugemm_base::platform::{CpuLocal, Instrumented, PhysMap, Preempt, PreemptModel, StoreOrder, VectorUnit, Window};
-use hugemm_base::{Counters, CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr};
+use hugemm_base::platform::{PhysMap, Window};
+use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr};
 use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Plain};
 use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::Cell;
+use hugemm_testing::{Memory, Threads};
+pub use hugemm_testing::{Random as Rng, run_as};
+use std::alloc::Layout;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub const CPUS: u32 = 4;
 
-thread_local! {
-    static CPU: Cell<u32> = const { Cell::new(0) };
-}
+/// Threads as CPUs, and frames with bytes.
+pub type Machine = Threads<Bytes>;
 
-/// Memory that is given back at the end.
-pub struct Memory {
-    ptr: *mut u8,
-    layout: Layout,
-}
-
-// SAFETY: it is only memory.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    pub fn new(layout: Layout) -> Self {
-        // SAFETY: never empty here.
-        let ptr = unsafe { alloc_zeroed(layout) };
-        assert!(!ptr.is_null());
-        Memory { ptr, layout }
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout; whoever borrowed it is gone.
-        unsafe { dealloc(self.ptr, self.layout) };
-    }
-}
-
-/// Threads as CPUs, and frames from [`BASE`](Machine::BASE) on with bytes.
-pub struct Machine {
-    counters: [Counters; CPUS as usize],
+/// Frames from [`BASE`](Bytes::BASE) on.
+pub struct Bytes {
     bytes: Memory,
     pages: u64,
     /// Most pages in a window.
@@ -54,25 +28,17 @@ pub struct Machine {
     open: AtomicU64,
 }
 
-impl Machine {
-    pub const BASE: u64 = 512;
+/// A machine with so many pages, in windows of `window` at most.
+pub fn machine(pages: u64, window: u64) -> Machine {
+    let layout = Layout::from_size_align((pages * PAGE_BYTES) as usize, 4096).expect("valid");
+    Threads::new(Bytes { bytes: Memory::new(layout), pages, window, open: AtomicU64::new(0) })
+}
 
-    pub fn new(pages: u64, window: u64) -> Self {
-        let layout = Layout::from_size_align((pages * PAGE_BYTES) as usize, 4096).expect("valid");
-        Machine { counters: Default::default(), bytes: Memory::new(layout), pages, window, open: AtomicU64::new(0) }
-    }
+impl Bytes {
+    pub const BASE: u64 = 512;
 
     pub fn frames(&self) -> Extent {
         Extent::new(Pfn::new(Self::BASE), self.pages).expect("in range")
-    }
-
-    pub fn run_as(cpu: u32) {
-        CPU.with(|slot| slot.set(cpu));
-    }
-
-    pub fn cx(&self) -> CpuCx<'_, Machine> {
-        // SAFETY: the tests have one context per thread at a time and never reschedule with debts open.
-        unsafe { CpuCx::new(self) }
     }
 
     /// The bytes of a page that the caller owns.
@@ -80,7 +46,7 @@ impl Machine {
     pub fn page<'a>(&'a self, block: &'a mut Frozen) -> &'a mut PageBytes {
         let index = block.pfn().number() - Self::BASE;
         // SAFETY: inside the memory, and the block's owner is borrowed exclusively.
-        unsafe { &mut *self.bytes.ptr.add((index * PAGE_BYTES) as usize).cast() }
+        unsafe { &mut *self.bytes.ptr().add((index * PAGE_BYTES) as usize).cast() }
     }
 
     /// Windows that have not been closed.
@@ -89,42 +55,8 @@ impl Machine {
     }
 }
 
-// SAFETY: each test gives each of its threads a number of its own.
-unsafe impl CpuLocal for Machine {
-    fn current(&self) -> CpuId {
-        CpuId(CPU.with(Cell::get))
-    }
-
-    fn pin(&self) -> usize {
-        0
-    }
-
-    unsafe fn unpin(&self, _state: usize) {}
-}
-
-impl Preempt for Machine {
-    fn preempt_model(&self) -> PreemptModel {
-        PreemptModel::Full
-    }
-
-    fn reschedule(&self) {
-        std::thread::yield_now();
-    }
-}
-
-// SAFETY: the provided methods.
-unsafe impl StoreOrder for Machine {}
-
-impl VectorUnit for Machine {}
-
-impl Instrumented for Machine {
-    fn counters(&self) -> &Counters {
-        &self.counters[CPU.with(Cell::get) as usize % CPUS as usize]
-    }
-}
-
 // SAFETY: every frame's window is its own part of the memory, which lives as long as the machine.
-unsafe impl PhysMap for Machine {
+unsafe impl PhysMap for Bytes {
     fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
         if extent.is_empty() || !self.frames().covers(extent) {
             return None;
@@ -132,7 +64,7 @@ unsafe impl PhysMap for Machine {
         self.open.fetch_add(1, Ordering::SeqCst);
         let index = extent.base().number() - Self::BASE;
         // SAFETY: inside the memory.
-        let ptr = unsafe { self.bytes.ptr.add((index * PAGE_BYTES) as usize) };
+        let ptr = unsafe { self.bytes.ptr().add((index * PAGE_BYTES) as usize) };
         // Scratch areas need one window for all of a block, which the store asks for as a whole; pieces can do without.
         let pages = if extent.pages() > 4 { extent.pages() } else { extent.pages().min(self.window) };
         Some(Window { ptr, pages })
@@ -149,8 +81,7 @@ pub fn with_frames<I: Inject, R>(machine: &Machine, inject: I, test: impl FnOnce
     let config = Config { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
     let memory = Memory::new(Frames::<Plain<I>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of the size asked for, used for this manager only, whose contexts all come from `machine`.
-    let frames =
-        unsafe { Frames::new(&config, Plain(inject), memory.ptr, memory.layout.size()) }.expect("large enough");
+    let frames = unsafe { Frames::new(&config, Plain(inject), memory.ptr(), memory.bytes()) }.expect("large enough");
     // SAFETY: released once; the bytes are the machine's.
     unsafe { frames.release(Dirty::assume_owned(machine.frames())) };
     test(&frames)
@@ -229,15 +160,5 @@ impl Content {
         let mut expected = [0; 4096];
         self.write(&mut expected);
         assert!(*page == expected, "{self:?} came back differently");
-    }
-}
-
-/// A small generator.
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
     }
 }

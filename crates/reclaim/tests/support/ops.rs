@@ -1,7 +1,7 @@
 //! Interprets bytes as operations on a compressed store and compares every answer with a simple model. Shared by the
 //! property tests, the corpus replay, the fuzz target and the adapters' tests.
 
-use super::{CPUS, Content, Machine, assert_nothing_lost, with_frames};
+use super::{CPUS, Content, Machine, assert_nothing_lost, machine, run_as, with_frames};
 use hugemm_base::Order;
 use hugemm_base::inject::FaultPlan;
 use hugemm_frames::{Frozen, Request};
@@ -24,8 +24,8 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
     let mut bytes = Bytes(data.iter());
     let shape = bytes.next().unwrap_or(0);
     // 768 KiB; windows of one page in every other run; from one working area to one per CPU.
-    let machine = Machine::new(192, if shape & 1 == 0 { 1 } else { u64::MAX });
-    Machine::run_as(0);
+    let machine = machine(192, if shape & 1 == 0 { 1 } else { u64::MAX });
+    run_as(0);
     // The working memory must be there; after that, every so manieth allocation fails.
     let period = [0, 2, 3, 7][(shape >> 1 & 3) as usize];
     let first = if period == 0 { u64::MAX } else { u64::from(CPUS) + 1 };
