@@ -4,7 +4,6 @@
 //! second way to measure anything. What is kept of a step's document are the rows that have a goal.
 
 use crate::document::{Document, Row};
-use crate::frames_area::figure;
 use crate::goals::Bound;
 use crate::headline_args::Headline;
 use crate::saved::Saved;
@@ -195,8 +194,8 @@ fn print(results: &[(&Line, Option<Row>)]) {
         lines.add_row([
             row.metric().to_owned(),
             format!("{} {goal}{unit}", Bound::of(row).map_or("", Bound::sign)),
-            figure(row.value()),
-            if row.runs() > 1 { figure(row.stdev()) } else { String::new() },
+            exact(row.value()),
+            if row.runs() > 1 { exact(row.stdev()) } else { String::new() },
             if yes { "yes" } else { "NO" }.to_owned(),
         ]);
     }
@@ -208,4 +207,9 @@ fn print(results: &[(&Line, Option<Row>)]) {
     for (metric, command) in ELSEWHERE {
         println!("  not measured here: {metric}: {command}");
     }
+}
+
+/// A figure with so many decimals that it can be told from its goal.
+fn exact(value: f64) -> String {
+    if value.abs() < 1000.0 { format!("{value:.2}") } else { format!("{value:.0}") }
 }

@@ -2,7 +2,7 @@
 //!
 //! A huge page pool is filled; machines are created from it, by prefault and by pinning; small guests share memory and
 //! have their own, until there is none; bad memory and failed requests are met on the way; everything is destroyed, the
-//! pool shrunk, and the [books](books) are checked. One course for every platform: what a platform has to add is its
+//! pool shrunk, and the [books] are checked. One course for every platform: what a platform has to add is its
 //! [`Site`], and what is done page by page instead of by extent is a value ([`By`]) or belongs to the parts that the
 //! caller hands in (the clearing policy, the economy's).
 

@@ -54,6 +54,8 @@ pub struct Books {
     pub refused_machines: u64,
     /// Checks that were made.
     pub checks: u64,
+    /// Frames that had gone bad before.
+    refused: u64,
     /// By all spaces' own counts.
     failed: u64,
     wasted: u64,
@@ -71,10 +73,11 @@ impl Books {
         L: RawLock,
         V: DescriptorMap,
     {
-        let frames = day.vm.frames().stats(cx).available() + site.swap_frames(cx);
+        let stats = day.vm.frames().stats(cx);
+        let (frames, refused) = (stats.available() + site.swap_frames(cx), stats.refused);
         // Shared frames stay for ever: what an earlier day has made is not this one's.
         let kept = -(day.economy.shared_frames() as i64);
-        Books { frames, kept, counters: site.counters(), ..Books::default() }
+        Books { frames, refused, kept, counters: site.counters(), ..Books::default() }
     }
 
     /// Adds a resize; returns the bytes of descriptors that it gave back, less those that it took.
@@ -120,8 +123,9 @@ impl Books {
         self.check("pages promised by the pool", 0, pool.reserved)?;
         self.check("pools whose bits and counts agree", 1, u64::from(day.pool.is_consistent(cx)))?;
         self.check("pages whose descriptors are not restored", 0, day.pool.lean_pages())?;
-        self.check("frames that are out for good", self.poisoned, frames.refused)?;
-        let back = frames.available() + frames.refused + site.swap_frames(cx);
+        let bad = frames.refused - self.refused;
+        self.check("frames that are out for good", self.poisoned, bad)?;
+        let back = frames.available() + bad + site.swap_frames(cx);
         self.check("frames, free or bad or kept by economy", self.frames, back.saturating_add_signed(self.kept))?;
         self.check("accesses that spaces count as failed", self.failed_accesses, self.failed)?;
         // Known-zero pages are not cleared again, and those that were cleared in vain are counted.
