@@ -152,6 +152,17 @@ pub struct Rig<'h> {
     pub mmu: &'h Cpus<'h>,
     pub vm: Vm<'h, Model<'h>>,
     pub store: &'h Store<'h>,
+    /// CPUs that are [beside others](Rig::beside_others) and have not finished.
+    working: AtomicU64,
+}
+
+/// One of [`Rig::working`]; not any more when it goes, also by a panic.
+struct Working<'a>(&'a AtomicU64);
+
+impl Drop for Working<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// Of a machine.
@@ -231,7 +242,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     };
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
-    let rig = Rig { mmu, vm, store: &store };
+    let rig = Rig { mmu, vm, store: &store, working: AtomicU64::new(0) };
     test(&rig);
     mmu.as_cpu(CpuId(0), |cx| {
         rig.vm.trim(cx);
@@ -283,13 +294,21 @@ impl<'h> Rig<'h> {
         }
     }
 
-    /// Plays a CPU beside others: while it waits for a lock it serves their shootdowns.
+    /// Plays a CPU beside others: while it waits for a lock it serves their shootdowns, and when it has finished it goes on
+    /// doing so, as an idle CPU does, until all have: somebody may have asked it just before it left an address space.
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
         let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
         let serve: &dyn Fn() = &serve;
         // SAFETY: taken out again before the closure ends.
         SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
+        self.working.fetch_add(1, Ordering::SeqCst);
+        let working = Working(&self.working);
         let result = self.mmu.as_cpu(CpuId(cpu), f);
+        drop(working);
+        while self.working.load(Ordering::SeqCst) > 0 {
+            serve();
+            std::thread::yield_now();
+        }
         SERVE.set(None);
         result
     }
