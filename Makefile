@@ -14,7 +14,7 @@ MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
 
 help:
 	@echo "make run    a day in the life of a virtual machine host, on this machine (a minute or two)"
-	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 under emulation"
+	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 

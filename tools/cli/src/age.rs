@@ -43,7 +43,7 @@ pub fn run(args: &Age) -> Result<()> {
     let shared = machine.whole_pages(args.shared.unwrap_or(round(memory / 2 * 3)), PageSize::Size2M)?;
     let swap = args.swap.map_or(memory / 2, |size| size.0);
     if memory < 32 << 20 {
-        bail!("--memory {wanted} is too little; give at least 32M");
+        bail!("--memory {wanted} is too little; give at least 32MB");
     }
     if !(args.seconds.is_finite() && args.seconds > 0.0) {
         bail!("--seconds {} is no time; give a number above 0", args.seconds);

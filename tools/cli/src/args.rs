@@ -66,6 +66,7 @@ pub enum Command {
 pub enum Bench {
     /// Every goal that this machine can measure, by the commands that measure it: goal, measured, met or not. A minute or
     /// two.
+    #[command(after_help = crate::headline_args::help())]
     Headline(crate::headline_args::Headline),
     /// Memory clearing, with the names and units of `perf bench mem`.
     #[command(subcommand)]
@@ -74,7 +75,7 @@ pub enum Bench {
     Clear(ClearExtent),
     /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
     Interference(Interference),
-    /// Blocks split into pages and freed: as a range, and page by page (seed 002's loop).
+    /// Blocks split into pages and freed: as a range, and page by page.
     Free(frames::Free),
     /// Pairs, bulk and random frees on one to N CPUs.
     Alloc(frames::Alloc),
@@ -82,11 +83,11 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
-    /// A huge page pool grown and shrunk, with and without descriptor economy (seed 004's workload).
+    /// A huge page pool grown and shrunk, with and without descriptor economy.
     Pool(crate::pool_args::Pool),
-    /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel (seed 003).
+    /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel.
     VmCreate(crate::vm_create_args::VmCreate),
-    /// Processes share more memory than there is: ageing and swapping, with and without flushes (seed 001's workload).
+    /// Processes share more memory than there is: ageing and swapping, with and without flushes.
     Age(crate::age_args::Age),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::shootdown_args::Shootdown),
@@ -97,7 +98,7 @@ pub enum Bench {
 /// The workloads of `perf bench mem`.
 #[derive(Debug, Subcommand)]
 pub enum Mem {
-    /// Clear memory chunk by chunk with each primitive: the chunk table of seed 003.
+    /// Clear memory chunk by chunk with each primitive: bandwidth by chunk size.
     Memset(Memset),
     /// Populate memory page by page: this machine's kernel, and hugemm on the same amount of the same kind of memory.
     Mmap(Mmap),
@@ -109,9 +110,6 @@ pub struct Common {
     /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
     pub json: Option<PathBuf>,
-    /// Use the profile saved in FILE by `hugemm probe --save-profile` instead of calibrating.
-    #[arg(long, value_name = "FILE")]
-    pub profile: Option<PathBuf>,
 }
 
 impl Common {
@@ -119,6 +117,14 @@ impl Common {
     pub fn json_only(&self) -> bool {
         self.json.as_ref().is_some_and(|path| path.as_os_str() == "-")
     }
+}
+
+/// Where the clearing policy of a command that clears comes from.
+#[derive(Debug, Args)]
+pub struct Calibration {
+    /// Use the profile saved in FILE by `hugemm probe --save-profile` instead of calibrating.
+    #[arg(long, value_name = "FILE")]
+    pub profile: Option<PathBuf>,
 }
 
 /// Runs before the measured ones.
@@ -157,6 +163,8 @@ pub struct Probe {
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
     #[arg(long, value_name = "FILE")]
     pub save_profile: Option<PathBuf>,
+    #[command(flatten)]
+    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -223,9 +231,9 @@ pub enum Function {
 pub enum Clear {
     /// 4 KiB at a time, cached, with a reschedule point each: the old way.
     Page,
-    /// 8 MiB at most at a time, cached, as under a cooperative model in seed 000.
+    /// 8 MiB at most at a time, cached, as Linux does where the kernel is not preemptible.
     Batch,
-    /// The whole extent at a time, cached, as under a preemptible model in seed 000.
+    /// The whole extent at a time, cached, as Linux does where the kernel is preemptible.
     Extent,
     /// What the calibrated policy chooses.
     Policy,
@@ -261,6 +269,8 @@ pub struct Mmap {
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
     pub kind: Kind,
     #[command(flatten)]
+    pub calibration: Calibration,
+    #[command(flatten)]
     pub common: Common,
 }
 
@@ -285,6 +295,8 @@ pub struct ClearExtent {
     #[command(flatten)]
     pub warmup: Warmup,
     #[command(flatten)]
+    pub calibration: Calibration,
+    #[command(flatten)]
     pub common: Common,
 }
 
@@ -305,6 +317,8 @@ pub struct Interference {
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
+    #[command(flatten)]
+    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }
@@ -369,6 +383,8 @@ pub struct Explain {
     /// Use this primitive for everything.
     #[arg(long, value_parser = primitive)]
     pub primitive: Option<Primitive>,
+    #[command(flatten)]
+    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }

@@ -3,7 +3,7 @@
 use crate::boot_args::{self, Boot};
 use crate::boot_lines::{Boot as BootLine, Transcript};
 use crate::boot_symbols::Symbols;
-use crate::document::Document;
+use crate::document::{self, Document};
 use crate::image::Image;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::size::Size;
@@ -100,6 +100,7 @@ pub fn run(args: &Boot) -> Result<()> {
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
     let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
     Machine { image: Path::new(""), accel, cpu_model: CPU_MODEL, cpus, memory, timeout }.check()?;
+    document::check_writable(args.json.as_deref())?;
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let bar = progress::bar(0, quiet);
     bar.set_message("finding or building the kernel");

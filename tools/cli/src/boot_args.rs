@@ -1,6 +1,7 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
 use crate::args::{Function, Page};
+use crate::cli_text;
 use crate::pool_args::{Flush, HugeSize, Hvo};
 use crate::qemu::Accel;
 use crate::size::Size;
@@ -18,14 +19,15 @@ COMMAND is one of
   run              [-r RUNS]                       the day of 'hugemm run', without swap
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
-  bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…] [--clear page,extent,bulk]
-                   [--from pool|frames] [-r RUNS]
+  bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…]
+                   [--clear page,extent,bulk] [--from pool|frames] [-r RUNS]
   bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
   selftest         [--seconds S] [--resizes N] [--plant BUG]
-                   BUG: free-before-flush, missed-cpu, lazy-cpu, unflushed-protect, lost-dirty, double-free
+                   BUG, which it then has to find: free-before-flush, missed-cpu, lazy-cpu,
+                   unflushed-protect, lost-dirty, double-free
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
 
@@ -219,7 +221,7 @@ fn order(text: &str) -> Result<Order, String> {
 
 /// Reads one of the names that the kernel knows.
 fn named<T: std::str::FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| "no such name; 'hugemm boot --help' lists them".to_owned())
+    text.parse().map_err(|_| "no such name".to_owned())
 }
 
 /// Reads the kernel's command.
@@ -241,9 +243,7 @@ pub fn request(command: &[String]) -> Result<Request> {
             )
         }
         Err(error) => {
-            let text = error.to_string();
-            let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
-            bail!("the command after '--': {line}; see 'hugemm boot --help'");
+            bail!("the command after '--': {}; see 'hugemm boot --help'", cli_text::usage_error(&error));
         }
     };
     let orders = |orders: &[Order]| List::new(orders.iter().map(|order| u64::from(order.get())));

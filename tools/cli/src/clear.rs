@@ -37,7 +37,7 @@ pub fn run(args: &ClearExtent) -> Result<()> {
     let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("cleared", &region);
-    let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
+    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let policy = Policy { unit: args.unit.map(|unit| unit.0), ..policy };
     let clearer = Clearer::new(machine.features, policy)?;
     let host = Host::new(&places, region.as_mut_slice())?;

@@ -1,7 +1,7 @@
 //! The JSON that every command can print: one document, whose fields are only ever added to.
 
 use crate::stats::Samples;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use hugemm_host::environment::Environment;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
@@ -106,6 +106,24 @@ impl Document {
     pub fn write(&self, to: Option<&Path>) -> Result<()> {
         write(self, to)
     }
+}
+
+/// Refuses a file that cannot be written, before anything is measured: minutes of work would be lost at the end.
+///
+/// Links, pipes and devices are left alone, and a file that was not there is not there afterwards.
+pub fn check_writable(to: Option<&Path>) -> Result<()> {
+    let Some(path) = to.filter(|path| path.as_os_str() != "-") else { return Ok(()) };
+    let kind = std::fs::symlink_metadata(path).map(|meta| meta.file_type());
+    if kind.as_ref().is_ok_and(|kind| !kind.is_file() && !kind.is_dir()) {
+        return Ok(());
+    }
+    if let Err(error) = std::fs::OpenOptions::new().append(true).create(true).open(path) {
+        bail!("cannot write {}: {error}; name a file in a directory that you may write to", path.display());
+    }
+    if kind.is_err() {
+        std::fs::remove_file(path).with_context(|| format!("cannot remove {}", path.display()))?;
+    }
+    Ok(())
 }
 
 /// Writes a document, with whatever a command has added to it, as [`Document::write`] does.

@@ -16,6 +16,9 @@ pub fn run(args: &Explain) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let bytes = machine.whole_pages(args.size, PageSize::Size4K)?;
     let pages = bytes >> PAGE_SHIFT;
+    if let Some(p) = args.primitive.filter(|p| !machine.features.contains(*p)) {
+        bail!("this CPU does not have {p}; 'hugemm probe' shows what it has");
+    }
     if let Some(touch) = args.touch.filter(|touch| *touch >= pages) {
         bail!("page {touch} is not in an extent of {pages} pages; --touch takes 0 to {}", pages - 1);
     }
@@ -27,7 +30,7 @@ pub fn run(args: &Explain) -> Result<()> {
     // The extent and the calibration's scratch memory are one region; small extents need no pages of their own.
     let scratch = (machine.calibration_bytes() as u64).max(bytes.next_multiple_of(PageSize::Size2M.bytes()));
     let mut region = machine.memory(scratch, PageSize::Size2M, Kind::Thp)?;
-    let profile = machine.profile(&args.common, region.as_mut_slice())?.profile;
+    let profile = machine.profile(&args.calibration, region.as_mut_slice())?.profile;
     let policy = Policy {
         threshold: args.threshold.map(|size| size.0),
         unit: args.unit.map(|size| size.0),

@@ -15,7 +15,7 @@ pub struct Measured {
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
-    /// Measure hugemm alone, not the other allocators beside it.
+    /// Measure hugemm alone, not the other libraries beside it.
     #[arg(long)]
     pub no_peers: bool,
     #[command(flatten)]
@@ -33,13 +33,13 @@ impl Measured {
 #[derive(Debug, Args)]
 pub struct Free {
     /// Blocks per run [default: as many as make a million pages, at least 4].
-    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub n: Option<u64>,
     /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
     #[arg(short, long, value_delimiter = ',', default_value = "0,3,9,10,18", value_parser = order)]
     pub order: Vec<Order>,
     /// Blocks taken before they are freed [default: 64, or what half the memory holds].
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub held: Option<u64>,
     /// Memory to manage. Only the allocators' own data exist; the frames are numbers.
     #[arg(short, long, default_value = "16GB")]
@@ -101,7 +101,7 @@ pub struct Churn {
     /// Seed of the requests.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Measure hugemm alone, not the other allocators beside it.
+    /// Measure hugemm alone, not the other libraries beside it.
     #[arg(long)]
     pub no_peers: bool,
     #[command(flatten)]

@@ -31,7 +31,9 @@ pub fn run(args: &Stress) -> Result<()> {
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
     let words: Vec<AtomicU64> = (0..area.extent.pages() / 64).map(|_| AtomicU64::new(0)).collect();
-    let Some(ownership) = Ownership::new(area.extent, &words) else { bail!("the size is no multiple of 256KB") };
+    let Some(ownership) = Ownership::new(area.extent, &words) else {
+        bail!("{} is no multiple of 256KB; give one that is", args.size)
+    };
     let exchange: Vec<AtomicU64> = (0..PLACES).map(|_| AtomicU64::new(0)).collect();
     // So many in each hand that all of it is in use at times: a block is 186 pages on average, and half the hand full.
     let hand = (area.extent.pages() / 93 / u64::from(threads)).max(4);

@@ -3,7 +3,7 @@
 //! Each step is this program again, as a process of its own: none finds what another has left of memory, and there is no
 //! second way to measure anything. What is kept of a step's document are the rows that have a goal.
 
-use crate::document::{Document, Row};
+use crate::document::{self, Document, Row};
 use crate::goals::Bound;
 use crate::headline_args::Headline;
 use crate::saved::Saved;
@@ -84,6 +84,17 @@ const STEPS: &[Step] = &[
 const ELSEWHERE: &[(&str, &str)] =
     &[("pool.on_vs_linux_off", "hugemm linux VMLINUZ --reference -- bench pool -n 2000")];
 
+/// What has to be known to read a figure: goals whose names begin so, and the note.
+const NOTES: &[(&str, &str)] = &[(
+    "paging.protect4k",
+    "whole tables are made read-only, without a look at their leaves; 'hugemm bench map' also shows the same leaf by leaf",
+)];
+
+/// The names of all goals, in the order of the design.
+pub fn goals() -> impl Iterator<Item = &'static str> {
+    STEPS.iter().flat_map(|step| step.goals).copied()
+}
+
 /// What a goal came to: a row per pass.
 struct Line {
     metric: &'static str,
@@ -93,6 +104,7 @@ struct Line {
 
 /// Runs the command.
 pub fn run(args: &Headline) -> Result<()> {
+    document::check_writable(args.json.as_deref())?;
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let environment = Environment::read()?;
     let mut lines: Vec<Line> = STEPS
@@ -203,6 +215,11 @@ fn print(results: &[(&Line, Option<Row>)]) {
     println!("\n  {met} of {measured} are met on this machine");
     for line in missing {
         println!("  not measured: {line} has no such figure on this machine");
+    }
+    for (prefix, note) in NOTES {
+        if results.iter().any(|(line, row)| row.is_some() && line.metric.starts_with(prefix)) {
+            println!("  {prefix}_*: {note}");
+        }
     }
     for (metric, command) in ELSEWHERE {
         println!("  not measured here: {metric}: {command}");

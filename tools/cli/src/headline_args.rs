@@ -3,6 +3,12 @@
 use clap::Args;
 use std::path::PathBuf;
 
+/// How the goals are chosen and what else there is.
+pub fn help() -> String {
+    let names: Vec<_> = crate::headline::goals().collect();
+    format!("The goals:\n  {}\n\ndocs/reproduce.md says what each is.", names.join("\n  "))
+}
+
 /// `hugemm bench headline`
 #[derive(Debug, Args)]
 pub struct Headline {

@@ -2,6 +2,8 @@
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -19,10 +21,15 @@ impl Image {
     /// the first time.
     pub fn find(&self, given: Option<&Path>) -> Result<PathBuf> {
         if let Some(file) = given {
-            return match file.is_file() {
-                true => Ok(file.to_owned()),
-                false => bail!("there is no file {}; leave the option out to have it built", file.display()),
-            };
+            if !file.is_file() {
+                bail!("there is no file {}; leave the option out to have it built", file.display());
+            }
+            let mut magic = [0; 4];
+            let read = File::open(file).and_then(|mut file| file.read_exact(&mut magic));
+            if read.is_err() || magic != *b"\x7fELF" {
+                bail!("{} is not {}; leave the option out to have it built", file.display(), self.package);
+            }
+            return Ok(file.to_owned());
         }
         let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name(self.package));
         match beside {
@@ -42,6 +49,12 @@ impl Image {
                 self.target
             );
         };
+        if sysroot().is_none() {
+            bail!(
+                "{} has to be built, and there is no Rust here (rustc); install it from https://rustup.rs",
+                self.package
+            );
+        }
         if !has_target(self.target) {
             bail!("the Rust target {0} is missing; install it with: rustup target add {0}", self.target);
         }
@@ -82,7 +95,11 @@ fn source_tree() -> Option<PathBuf> {
 
 /// Whether the standard library for a target is installed.
 pub fn has_target(target: &str) -> bool {
-    let sysroot = Command::new("rustc").args(["--print", "sysroot"]).output();
-    let sysroot = sysroot.ok().map(|output| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()));
-    sysroot.is_some_and(|sysroot| sysroot.join("lib/rustlib").join(target).join("lib").is_dir())
+    sysroot().is_some_and(|sysroot| sysroot.join("lib/rustlib").join(target).join("lib").is_dir())
+}
+
+/// Where the Rust compiler and its libraries are, if there is one.
+fn sysroot() -> Option<PathBuf> {
+    let output = Command::new("rustc").args(["--print", "sysroot"]).output().ok()?;
+    output.status.success().then(|| PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()))
 }

@@ -31,7 +31,7 @@ pub fn run(args: &Interference) -> Result<()> {
     let largest = sets.iter().max().copied().unwrap_or(4096).next_multiple_of(2 << 20);
     let mut set_region = machine.memory(largest, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("chased", &set_region);
-    let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
+    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let calibrated = Clearer::new(machine.features, policy)?;
     // Nobody, the best cached primitive, and every streaming one: they differ in speed and in what they disturb.
     let mut neighbours = vec![None, Some(policy.profile.cached.any)];

@@ -1,7 +1,7 @@
 //! `hugemm linux`: the same work in stock Linux guests on the same virtual machine, one table out.
 
 use crate::args::Page;
-use crate::document::{Document, Row};
+use crate::document::{self, Document, Row};
 use crate::image::Image;
 use crate::linux_args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
 use crate::linux_faults::{self, Populate};
@@ -10,7 +10,7 @@ use crate::linux_reference::{self as reference, Reference};
 use crate::qemu::{Ended, Guest};
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::{environment_text, noise, progress, table};
+use crate::{cli_text, environment_text, noise, progress, table};
 use anyhow::{Result, bail};
 use clap::Parser;
 use hugemm_base::PageSize;
@@ -29,6 +29,7 @@ const BOOTS: u32 = 3;
 pub fn run(args: &Linux) -> Result<()> {
     let GuestCommand::Bench(work) = GuestLine::try_parse_from(&args.command).map_err(one_line)?.command;
     let images = args.kernels.iter().map(|file| LinuxImage::open(file)).collect::<Result<Vec<_>>>()?;
+    document::check_writable(args.json.as_deref())?;
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let environment = Environment::read()?;
     let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
@@ -93,9 +94,7 @@ pub struct Cell {
 
 /// A usage error of the guest's command on one line.
 fn one_line(error: clap::Error) -> anyhow::Error {
-    let text = error.to_string();
-    let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
-    anyhow::anyhow!("the command after '--': {line}; see 'hugemm linux --help'")
+    anyhow::anyhow!("the command after '--': {}; see 'hugemm linux --help'", cli_text::usage_error(&error))
 }
 
 /// The arguments of the guest's init.

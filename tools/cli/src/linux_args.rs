@@ -13,7 +13,8 @@ The kernels are any distribution's: nothing is installed. docs/linux-guests.md s
 COMMAND is one of
   bench pool -n PAGES [--page 2MB|1GB] [--hvo off,on]
   bench mem mmap -s SIZE [-p 4KB|2MB|1GB] [-f demand,populate] [--kind hugetlb|thp]
-  bench vm-create -s SIZE [-p 4KB|2MB|1GB] [--how demand,prefault] [--workers N,…] [--kind hugetlb|thp]
+  bench vm-create -s SIZE [-p 4KB|2MB|1GB] [--how demand,prefault] [--workers N,…]
+                  [--kind hugetlb|thp]
 
 With --reference hugemm's pages come from a pool where Linux's do (hugetlb), else from free memory.
 

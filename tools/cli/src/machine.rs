@@ -1,7 +1,7 @@
 //! What every command sets up before it measures: verified memory, CPUs, the environment, a profile.
 
-use crate::args::{Common, Kind};
-use crate::document::{Document, Row};
+use crate::args::{Calibration, Common, Kind};
+use crate::document::{self, Document, Row};
 use crate::size::Size;
 use crate::{noise, profile_file, progress};
 use anyhow::{Context, Result, anyhow, bail};
@@ -38,8 +38,9 @@ pub struct Calibrated {
 }
 
 impl Machine {
-    /// Looks at the machine.
+    /// Looks at the machine, and whether the results can be saved where the user wants them.
     pub fn new(common: &Common) -> Result<Self> {
+        document::check_writable(common.json.as_deref())?;
         let topology = MachineTopology::read()?;
         Ok(Machine { topology, features: Features::detect(), quiet: common.json_only() })
     }
@@ -96,8 +97,8 @@ impl Machine {
     }
 
     /// The profile: read from the user's file, or measured in `scratch`, whose content is lost.
-    pub fn profile(&self, common: &Common, scratch: &mut [u8]) -> Result<Calibrated> {
-        if let Some(path) = &common.profile {
+    pub fn profile(&self, calibration: &Calibration, scratch: &mut [u8]) -> Result<Calibrated> {
+        if let Some(path) = &calibration.profile {
             let profile = profile_file::load(path)?;
             profile.check(&self.features).with_context(|| format!("the profile {} does not fit", path.display()))?;
             return Ok(Calibrated { profile, took: None });

@@ -78,6 +78,19 @@ use clap::Parser;
 use hugemm_host::interrupt;
 use std::process::ExitCode;
 
+/// The complaint, and its causes as far as it has not named them itself.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if line.is_empty() {
+            line = cause;
+        } else if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = interrupt::install().map_err(anyhow::Error::from).and_then(|()| match &cli.command {
@@ -111,8 +124,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // One line: the causes follow the complaint.
-            eprintln!("hugemm: {error:#}");
+            eprintln!("hugemm: {}", one_line(&error));
             match interrupt::signal() {
                 Some(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
                 // 1 is the answer of a comparison, so it cannot also mean that there was none.
@@ -120,5 +132,18 @@ fn main() -> ExitCode {
                 None => ExitCode::FAILURE,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::one_line;
+    use anyhow::anyhow;
+
+    #[test]
+    fn causes_are_named_once() {
+        let named = anyhow!("the disk is full").context("a.json cannot be written: the disk is full; use another");
+        assert_eq!(one_line(&named), "a.json cannot be written: the disk is full; use another");
+        assert_eq!(one_line(&anyhow!("the disk is full").context("no result")), "no result: the disk is full");
     }
 }

@@ -158,11 +158,11 @@ pub fn run(args: &Mmap) -> Result<()> {
 /// The profile for the calibrated side; cold memory is what faults get.
 fn calibrate(machine: &Machine, args: &Mmap, scratch: &mut [u8]) -> Result<Policy> {
     let least = hugemm_clear::calibrate::MIN_SCRATCH;
-    if scratch.len() >= least || args.common.profile.is_some() {
-        return Ok(Policy::new(machine.profile(&args.common, scratch)?.profile));
+    if scratch.len() >= least || args.calibration.profile.is_some() {
+        return Ok(Policy::new(machine.profile(&args.calibration, scratch)?.profile));
     }
     let mut own = machine.memory(machine.calibration_bytes() as u64, PageSize::Size2M, Kind::Thp)?;
-    Ok(Policy::new(machine.profile(&args.common, own.as_mut_slice())?.profile))
+    Ok(Policy::new(machine.profile(&args.calibration, own.as_mut_slice())?.profile))
 }
 
 /// One pass of the kernel; the time of the slowest thread in ns.

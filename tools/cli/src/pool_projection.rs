@@ -118,7 +118,7 @@ pub fn print(up: Here, down: Here, quiet: bool, rows: &mut Vec<Row>) {
         rows.push(row(format!("calculated.pool.{}_page_s", one.direction), per_page, "s").label("error_pct", error));
     }
     if !quiet {
-        table::print("Calculated, not measured: 2 MiB pages on the machines of seed 004", &lines);
+        table::print("Calculated, not measured: 2 MiB pages on the machines of the published figures", &lines);
         println!(
             "\n  A flush's cost comes from the published figures of the other direction (unbatched minus batched, per \
              page);\n  hugemm's time is Linux's without economy, plus the extra time per page measured here, plus its \

@@ -1,7 +1,7 @@
 //! `hugemm probe`: this machine's primitives by chunk and region size, hot and cold; the crossovers; the policy.
 
-use crate::args::{Common, Probe};
-use crate::document::Row;
+use crate::args::{Calibration, Probe};
+use crate::document::{self, Row};
 use crate::machine::{Calibrated, GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
 use crate::size::Size;
@@ -25,6 +25,7 @@ const ENOUGH: u64 = 256 * MIB;
 /// Runs the command.
 pub fn run(args: &Probe) -> Result<()> {
     let machine = Machine::new(&args.common)?;
+    document::check_writable(args.save_profile.as_deref())?;
     let size = match args.size {
         Some(size) => machine.whole_pages(size, PageSize::Size2M)?,
         None => GIB,
@@ -34,12 +35,12 @@ pub fn run(args: &Probe) -> Result<()> {
     let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, args.kind)?;
     environment.note_region("measured", &region);
-    let calibrated = machine.profile(&args.common, region.as_mut_slice())?;
+    let calibrated = machine.profile(&args.calibration, region.as_mut_slice())?;
     let clearer = Clearer::new(machine.features, Policy::new(calibrated.profile))?;
     if !machine.quiet() {
         environment_text::print(&environment);
         println!("memory: {}", region.verified());
-        print_profile(&calibrated, &args.common);
+        print_profile(&calibrated, &args.calibration);
     }
 
     let host = Host::new(&places, region.as_mut_slice())?;
@@ -63,9 +64,9 @@ pub fn run(args: &Probe) -> Result<()> {
 }
 
 /// What was found out, in words.
-fn print_profile(calibrated: &Calibrated, common: &Common) {
+fn print_profile(calibrated: &Calibrated, calibration: &Calibration) {
     let Profile { cached, bulk, crossover, cached_mbps, bulk_mbps } = calibrated.profile;
-    match (calibrated.took, &common.profile) {
+    match (calibrated.took, &calibration.profile) {
         (Some(took), _) => println!("\ncalibrated in {} ms", took.as_millis()),
         (None, path) => println!("\nprofile read from {}", path.as_deref().unwrap_or("".as_ref()).display()),
     }

@@ -22,7 +22,7 @@ const FRAGMENTATION_ORDERS: [u32; 2] = [3, 9];
 
 /// Runs the command.
 pub fn run(args: &Replay) -> Result<()> {
-    let common = Common { json: args.json.clone(), profile: None };
+    let common = Common { json: args.json.clone() };
     let machine = Machine::new(&common)?;
     let total = std::fs::metadata(&args.file).map_or(0, |metadata| metadata.len());
     let bar = progress::bar(total, machine.quiet());

@@ -4,7 +4,7 @@ mod host;
 mod kernel;
 mod text;
 
-use crate::document::{Document, Row};
+use crate::document::{self, Document, Row};
 use crate::machine::{GIB, Machine};
 use crate::pool_machine;
 use crate::run_args::Run;
@@ -84,25 +84,27 @@ impl Log {
 /// Runs the command.
 pub fn run(args: &Run) -> Result<()> {
     let machine = Machine::new(&args.common)?;
+    document::check_writable(args.report.as_deref())?;
     let bytes = match args.size {
         Some(size) => size.0.next_multiple_of(GRAIN),
         None => machine.default_size(4, GIB / 2, 8 * GIB)?,
     };
-    let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(44) as u32);
-    let mut environment = Environment::read()?;
-    let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
-    environment.note_region("hugemm", &region);
-    let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
-    let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
     // What descriptors take is not free.
     let sizes = day::Plan::of(bytes / 4096 / 64 * 63)
         .with_context(|| format!("{} is too little for a day; use --size 512MB or more", Size(bytes)))?;
+    let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(44) as u32);
+    let places = machine.places(workers as usize)?;
+    let mut environment = Environment::read()?;
+    let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
+    environment.note_region("hugemm", &region);
+    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
     let plan = pool_machine::Plan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::args::Kind::Thp)?;
     environment.note_region("metadata", &metadata);
     let start = region.as_ptr();
-    let host = Host::new(&machine.places(workers as usize)?, region.as_mut_slice())?;
+    let host = Host::new(&places, region.as_mut_slice())?;
 
     let sides: &[Side] = match args.no_kernel {
         true => &[Side::Day(By::Extent), Side::Day(By::Page)],

@@ -1,6 +1,6 @@
 //! Options of `hugemm run`.
 
-use crate::args::{Common, Kind};
+use crate::args::{Calibration, Common, Kind};
 use crate::size::Size;
 use clap::Args;
 use std::path::PathBuf;
@@ -18,14 +18,14 @@ A day in the life of a virtual machine host, by hugemm on memory of this machine
   shrink pool    the pool is emptied and its descriptors restored
 Then the books are checked: every frame is back, and every counter adds up.
 
-The day is lived by extent and page by page (4 KiB cleared at a time, a fault, an unmap and a flush for each page, a flush for each page found young), which \
-are values of the same policies; this machine's kernel does what it can be asked to do. Interrupts are counted for CPUs \
+The day is lived by extent and page by page (4 KiB cleared at a time, a fault, an unmap and a flush for each page, a \
+flush for each page found young), which are values of the same policies; this machine's kernel does what it can be asked to do. Interrupts are counted for CPUs \
 that nobody plays, since a process has no TLB of its own to flush; 'hugemm boot' has real ones.";
 
 /// `hugemm run`
 #[derive(Debug, Args)]
 pub struct Run {
-    /// Memory to take [default: a quarter of what is available, 512 MiB to 8 GiB].
+    /// Memory to take, rounded up to a multiple of 128MB [default: a quarter of what is available, 512 MiB to 8 GiB].
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Kind of huge pages that the memory is made of.
@@ -46,6 +46,8 @@ pub struct Run {
     /// Write an HTML page with plots to FILE.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
+    #[command(flatten)]
+    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }

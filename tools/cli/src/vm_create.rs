@@ -108,7 +108,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
     environment.note_region("hugemm", &region);
     let (kernel_backing, _pool, note) = kernel_side_memory(page, region.backing(), bytes);
-    let policy = Policy::new(machine.profile(&args.common, region.as_mut_slice())?.profile);
+    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];

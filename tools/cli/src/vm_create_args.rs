@@ -1,6 +1,6 @@
 //! Options of `hugemm bench vm-create`.
 
-use crate::args::{Common, Kind, Page};
+use crate::args::{Calibration, Common, Kind, Page};
 use crate::size::Size;
 use clap::{Args, ValueEnum};
 use hugemm_workloads::vm_create;
@@ -73,6 +73,8 @@ pub struct VmCreate {
     /// Kind of huge pages that the memory is made of.
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
     pub kind: Kind,
+    #[command(flatten)]
+    pub calibration: Calibration,
     #[command(flatten)]
     pub common: Common,
 }

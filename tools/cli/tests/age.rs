@@ -40,7 +40,7 @@ fn checks_say_what_they_checked() {
 
 #[test]
 fn what_cannot_be_done_names_the_way_out() {
-    refused(&["bench", "age", "--memory", "4M"], &["--memory 4MB is too little", "at least 32M"]);
+    refused(&["bench", "age", "--memory", "4M"], &["--memory 4MB is too little", "at least 32MB"]);
     refused(&["bench", "age", "--seconds", "0"], &["--seconds 0 is no time"]);
     misused(&["bench", "age", "--procs", "15"], "15 is not in 1..=14");
 }

@@ -37,7 +37,27 @@ fn primitives_that_are_not_here_are_refused() {
     // No CPU has both instruction sets.
     let foreign = if cfg!(target_arch = "x86_64") { "stnp" } else { "clzero" };
     refused(&["bench", "mem", "memset", "-s", "64MB", "-f", foreign], &["does not have", foreign]);
+    refused(&["explain", "--primitive", foreign], &["does not have", foreign, "hugemm probe"]);
     misused(&["explain", "--primitive", "model"], "no such primitive");
+}
+
+#[test]
+fn files_that_cannot_be_written_are_refused_before_anything_is_measured() {
+    let way_out = "name a file in a directory";
+    refused(&["bench", "free", "--json=/nonexistent/a.json"], &["cannot write /nonexistent/a.json", way_out]);
+    refused(&["bench", "headline", "--json=/nonexistent/a.json"], &["cannot write /nonexistent/a.json", way_out]);
+    refused(&["run", "--report", "/nonexistent/a.html"], &["cannot write /nonexistent/a.html", way_out]);
+    refused(&["probe", "--save-profile", "/nonexistent/a.rs"], &["cannot write /nonexistent/a.rs", way_out]);
+    let path = std::env::temp_dir().join(format!("hugemm-refused-{}.json", std::process::id()));
+    refused(&["explain", "-s", "3KB", &format!("--json={}", path.display())], &["not a multiple"]);
+    assert!(!path.exists(), "a command that is refused leaves no file");
+}
+
+#[test]
+fn options_that_do_nothing_are_not_there() {
+    for command in ["alloc", "churn", "stress", "shootdown", "map"] {
+        misused(&["bench", command, "--profile", "x"], "unexpected argument '--profile'");
+    }
 }
 
 #[test]

@@ -243,6 +243,8 @@ fn what_cannot_be_booted_is_refused() {
     refused(&["boot", "--cpus", "65", "--", "selftest"], &["1 to 64 CPUs", "--cpus 64"]);
     refused(&["boot", "--memory", "1MB", "--", "selftest"], &["64MB", "--memory"]);
     refused(&["boot", "--image", "/nonexistent", "--", "selftest"], &["there is no file /nonexistent"]);
+    let text = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    refused(&["boot", "--image", text, "--", "selftest"], &["is not hugemm-kernel", "leave the option out"]);
     misused(&["boot"], "required");
     misused(&["boot", "--accel", "nonsense", "--", "selftest"], "nonsense");
 }

@@ -51,9 +51,9 @@ fn files_and_commands_are_checked_before_anything_boots() {
     );
     refused(&["linux", env!("CARGO_BIN_EXE_hugemm"), "--", "bench", "pool", "-n", "1"], &["no bootable x86 kernel"]);
     refused(&["linux", kernel.path(), "--", "bench", "swim"], &["after '--'", "swim", "--help"]);
-    refused(&["linux", kernel.path(), "--", "bench", "pool"], &["after '--'", "required"]);
+    refused(&["linux", kernel.path(), "--", "bench", "pool"], &["after '--'", "required", "-n"]);
     refused(&["linux", kernel.path(), "--init", "/nonexistent/init", "--", "bench", "pool", "-n", "1"], &["no file"]);
-    let init = Scratch::new("init", b"init");
+    let init = Scratch::new("init", b"\x7fELF: a program that nobody gets to");
     let create = ["linux", kernel.path(), "--init", init.path(), "--", "bench", "vm-create", "-s", "2MB"];
     refused(&[&create[..], &["--how", "pin"]].concat(), &["after '--'", "pin"]);
     misused(&["linux", kernel.path()], "required");
@@ -62,7 +62,7 @@ fn files_and_commands_are_checked_before_anything_boots() {
 
 #[test]
 fn a_missing_qemu_is_named_with_the_remedy() {
-    let (kernel, init) = (Scratch::new("kernel-2", &hanging_kernel()), Scratch::new("init-2", b"init"));
+    let (kernel, init) = (Scratch::new("kernel-2", &hanging_kernel()), Scratch::new("init-2", b"\x7fELF"));
     let args = ["linux", kernel.path(), "--memory", "64MB", "--init", init.path(), "--", "bench", "pool", "-n", "1"];
     let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).env("PATH", "").output().expect("it starts");
     let err = String::from_utf8_lossy(&output.stderr);
@@ -77,7 +77,7 @@ fn a_guest_that_hangs_is_ended_and_named() {
         eprintln!("skipped: qemu-system-x86_64 is not installed");
         return;
     }
-    let (kernel, init) = (Scratch::new("kernel-3", &hanging_kernel()), Scratch::new("init-3", b"init"));
+    let (kernel, init) = (Scratch::new("kernel-3", &hanging_kernel()), Scratch::new("init-3", b"\x7fELF"));
     let args = ["linux", kernel.path(), "--memory", "64MB", "--timeout", "2", "--init", init.path()];
     let work = ["--", "bench", "pool", "-n", "1"];
     let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).args(work).output().expect("it starts");
