@@ -64,8 +64,8 @@ pub struct Following {
 
 impl Following {
     /// Nothing under way.
-    pub const fn new() -> Self {
-        Following { under_way: AtomicU64::new(0), ended: AtomicU64::new(0) }
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// A range begins. Under the lock of the follower's tables.
