@@ -50,12 +50,14 @@ impl Broadcast {
 
     /// Whether this CPU has it. CPUID is slow, and a hypervisor's to answer: ask once.
     #[cfg(target_arch = "x86_64")]
+    #[allow(unused_unsafe, reason = "the oldest supported compiler calls it unsafe")]
     pub fn detect() -> Option<Self> {
-        let largest = core::arch::x86_64::__cpuid(0x8000_0000).eax;
-        if largest < 0x8000_0008 {
+        // SAFETY: every x86-64 CPU has the instruction, and answers for leaves that it does not know.
+        let cpuid = |leaf| unsafe { core::arch::x86_64::__cpuid(leaf) };
+        if cpuid(0x8000_0000).eax < 0x8000_0008 {
             return None;
         }
-        let leaf = core::arch::x86_64::__cpuid(0x8000_0008);
+        let leaf = cpuid(0x8000_0008);
         Self::from_cpuid(leaf.ebx, leaf.edx)
     }
 
