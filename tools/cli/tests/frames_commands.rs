@@ -25,6 +25,7 @@ fn orders_and_counts_that_are_none_are_named() {
     misused(&["bench", "free", "--order", "9,x"], "'x' is no order");
     misused(&["bench", "alloc", "--orders", "-1"], "-1");
     misused(&["bench", "free", "-n", "0"], "0 is not in 1..");
+    misused(&["bench", "free", "-n", "99999999999"], "99999999999 is not in 1..=4294967296");
     misused(&["bench", "free", "--held", "0"], "0 is not in 1..");
     misused(&["bench", "alloc", "--threads", "0"], "0 is not in 1..=4096");
     misused(&["bench", "alloc", "--pattern", "twice"], "twice");
@@ -39,7 +40,7 @@ fn what_does_not_fit_names_the_way_out() {
     refused(&["bench", "free", "-s", "3000KB"], &["3000KB is not a multiple", "2MB", "next size up is 4MB"]);
     refused(&["bench", "free", "-s", "512MB"], &["order 18 is 1GB", "512MB", "--size 1GB"]);
     refused(&["bench", "free", "-s", "1GB", "-o", "9", "--held", "600", "-n", "600"], &["600 blocks", "--held 512"]);
-    refused(&["bench", "free", "-n", "99999999999", "-o", "9"], &["days", "-n 2147483648"]);
+    refused(&["bench", "free", "-n", "4294967296", "-o", "9"], &["days", "-n 2147483648"]);
     refused(&["bench", "free", "-s", "16000000TB"], &["physical addresses", "--size"]);
     refused(&["bench", "alloc", "-s", "4000TB"], &["data for 4000TB", "ask for less"]);
     refused(&["bench", "alloc", "-s", "4MB", "-t", "1", "-o", "9,10"], &["4MB", "order 10", "--size"]);
