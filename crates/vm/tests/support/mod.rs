@@ -11,10 +11,9 @@ use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{RawEditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_paging::{ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_testing::{Crew, Memory, ServingLock};
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
-use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -34,50 +33,6 @@ impl<'h> Setup for Model<'h> {
     type Pressure = Relief;
     type Pool = TestPool<'h>;
     type Notifier = Follower<'h>;
-}
-
-thread_local! {
-    /// What this thread does while it waits for a lock, as a CPU with interrupts on would.
-    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
-}
-
-/// A lock whose waiters take interrupts: they serve shootdowns. Readers in the low half, bit 32 for a writer.
-pub struct ServingLock(AtomicU64);
-
-impl ServingLock {
-    fn wait(&self, take: impl Fn(u64) -> Option<u64>) {
-        while self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, &take).is_err() {
-            if let Some(serve) = SERVE.get() {
-                serve();
-            }
-            std::thread::yield_now();
-        }
-    }
-}
-
-const WRITER: u64 = 1 << 32;
-
-// SAFETY: while the writer's bit is set nobody else gets in, and it is set only when nobody is.
-unsafe impl RawEditLock for ServingLock {
-    fn new() -> Self {
-        ServingLock(AtomicU64::new(0))
-    }
-
-    fn lock_shared(&self) {
-        self.wait(|word| (word & WRITER == 0).then_some(word + 1));
-    }
-
-    unsafe fn unlock_shared(&self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
-
-    fn lock_exclusive(&self) {
-        self.wait(|word| (word == 0).then_some(WRITER));
-    }
-
-    unsafe fn unlock_exclusive(&self) {
-        self.0.store(0, Ordering::SeqCst);
-    }
 }
 
 /// Whoever follows a space.
@@ -182,33 +137,14 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
     }
 }
 
-/// Memory for a manager's metadata.
-struct Memory(*mut u8, Layout);
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated with this layout; the manager borrowed it and is gone.
-        unsafe { dealloc(self.0, self.1) };
-    }
-}
-
 /// Everything a test needs.
 pub struct Rig<'h> {
     pub mmu: &'h Cpus<'h>,
     pub vm: Vm<'h, Model<'h>>,
     /// Frames that stay in use: wide reference counters.
     kept: AtomicU64,
-    /// CPUs that are [beside others](Rig::beside_others) and have not finished.
-    working: AtomicU64,
-}
-
-/// One of [`Rig::working`]; not any more when it goes, also by a panic.
-struct Working<'a>(&'a AtomicU64);
-
-impl Drop for Working<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
+    /// CPUs that are [beside others](Rig::beside_others).
+    crew: Crew,
 }
 
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
@@ -241,10 +177,10 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: i
     let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
     let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
-    // SAFETY: the layout is not empty.
-    let metadata = Memory(unsafe { alloc_zeroed(layout) }, layout);
+    let metadata = Memory::new(layout);
     // SAFETY: zeroed, of this size, used once; one platform.
-    let frames = unsafe { Frames::new(&config, Plain(inject), metadata.0, layout.size()) }.expect("large enough");
+    let frames =
+        unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
     // SAFETY: the only owner of the host's frames, released once.
     unsafe { frames.release(Dirty::assume_owned(memory)) };
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
@@ -270,7 +206,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: i
     };
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
-    let rig = Rig { mmu, vm, kept: AtomicU64::new(0), working: AtomicU64::new(0) };
+    let rig = Rig { mmu, vm, kept: AtomicU64::new(0), crew: Crew::default() };
     test(&rig);
     mmu.check().expect("the oracle");
     mmu.as_cpu(CpuId(0), |cx| {
@@ -318,23 +254,10 @@ impl<'h> Rig<'h> {
         }
     }
 
-    /// Plays a CPU beside others: while it waits for a lock it serves their shootdowns, and when it has finished it goes on
-    /// doing so, as an idle CPU does, until all have: somebody may have asked it just before it left an address space.
+    /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
         let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
-        let serve: &dyn Fn() = &serve;
-        // SAFETY: taken out again before the closure ends.
-        SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
-        self.working.fetch_add(1, Ordering::SeqCst);
-        let working = Working(&self.working);
-        let result = self.mmu.as_cpu(CpuId(cpu), f);
-        drop(working);
-        while self.working.load(Ordering::SeqCst) > 0 {
-            serve();
-            std::thread::yield_now();
-        }
-        SERVE.set(None);
-        result
+        self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
     }
 
     /// So many frames are not expected back at the end.
