@@ -21,6 +21,7 @@
 //! | `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `alloc.rs` | allocating and freeing blocks |
+//! | `refill.rs` | what moves between a cache and its node |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
@@ -55,6 +56,7 @@ mod layout;
 mod nowait;
 pub mod pcp;
 mod range;
+mod refill;
 pub mod refs;
 mod refuse;
 mod slab;
