@@ -30,7 +30,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
         let shared = (frames * PAGE_BYTES / 4 * 5).next_multiple_of(page.bytes());
         // All ways of choosing and of looking get their turn.
         let policy = if seed >> 1 & 1 == 0 { Policy::Generations } else { Policy::TwoList };
-        let ageing = if seed % 5 == 0 { Ageing::Flush } else { Ageing::Batch };
+        let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
         let (procs, swap, time) = (PROCESSES, frames / 2, left / (2 - index as u64));
         let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least: LEAST, forks: true, seed };
         back += processes::run(cx, &plan)?.swap.loads;
