@@ -98,8 +98,9 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(None);
         }
         let task = RefCell::new(cx);
-        let table = table.shared(self.tables(&task));
-        // Under the table's lock nobody takes the entry away.
+        // Alone: others bring pages back under the shared lock, and then drop what the entry held. Claims do not keep them
+        // out, because two pages may have one place.
+        let table = table.exclusive(self.tables(&task));
         if table.lookup(at) != Lookup::Owner(word) {
             return Ok(None);
         }
