@@ -307,6 +307,33 @@ requests! {
         /// Runs.
         runs: u32,
     }
+    /// Processes that share more memory than there is.
+    "age" Age {
+        /// Orders of the pages: 0 or 9.
+        page: List,
+        /// Processes.
+        procs: u32,
+        /// Bytes that they share.
+        shared: u64,
+        /// Bytes of memory that there are.
+        memory: u64,
+        /// Bytes of it that compressed pages may take.
+        swap: u64,
+        /// Milliseconds of each measurement.
+        millis: u64,
+        /// With two lists.
+        classic: bool,
+        /// With generations.
+        generations: bool,
+        /// Ageing page by page, with a flush for each mapping that was young.
+        flush: bool,
+        /// The same, not waited for.
+        nosync: bool,
+        /// The same without flushes.
+        noflush: bool,
+        /// By runs, without flushes.
+        batch: bool,
+    }
     /// A day in the life of a virtual machine host.
     "run" Run {
         /// Days.

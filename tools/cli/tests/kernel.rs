@@ -37,7 +37,7 @@ fn selftest(cpus: u32) {
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
     assert_eq!(document["environment"]["guest"]["machine"], "QEMU TCG");
     let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes", "selftest.accesses"] {
+    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes", "selftest.accesses", "selftest.refaults"] {
         assert!(value(metric) >= 1.0, "{metric}");
     }
     let shootdowns = rows(&document, "selftest.shootdowns");
@@ -71,6 +71,25 @@ fn the_selftest_is_clean_on_4_cpus() {
 #[ignore = "needs QEMU: make test-kernel"]
 fn the_selftest_is_clean_on_8_cpus() {
     selftest(8);
+}
+
+/// Accessed bits are set by the MMU, and flushes are interrupts.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
+    let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--", "bench", "age"];
+    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4"]].concat());
+    let rows = |metric| rows(&document, metric);
+    let value = |row: &serde_json::Value| row["value"].as_f64().expect("a number");
+    for row in rows("bench.age.flushes_by_ageing") {
+        assert!(row["young"] == "flush" || value(row) == 0.0, "{row}");
+    }
+    // How far each line gets is the host's speed; the self-test's pressure goes on until pages came back.
+    for metric in ["scanned", "faults"] {
+        let rows = rows(&format!("bench.age.{metric}"));
+        assert_eq!(rows.len(), 4, "{metric}");
+        rows.iter().for_each(|row| assert!(value(row) > 0.0, "{metric}: {row}"));
+    }
 }
 
 /// The "100 random cycles with injected ENOMEM": enough memory for pages of 1 GiB to be had, and demoted.

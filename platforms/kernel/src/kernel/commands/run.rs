@@ -12,11 +12,11 @@ use crate::kernel::tlb::tlbs;
 use crate::kernel::vm::OnKernel;
 use crate::kernel::{percpu, smp, vm, vmemmap};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{CounterSnapshot, CpuCx, Never, NoPressure, PageSize};
+use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{Clearer, Features, Policy};
 use hugemm_hugetlb::{Counts, FlushPolicy, Group, HugePool, Policy as EconomyPolicy};
 use hugemm_kernel::request::Run;
-use hugemm_vm::{Pinned, Pools, SpaceRef, VmError};
+use hugemm_vm::{NoPager, Pinned, Pools, SpaceRef, VmError};
 use hugemm_workloads::day::{Barriers, By, Day, Figures, Phase, Plan, Site};
 use hugemm_workloads::vm_create::Creation;
 
@@ -70,7 +70,7 @@ fn live(
         let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut *groups.items, &mut nodes)?;
         let economy = vmemmap::economy(economy);
         economy.set_enabled(true);
-        let vm = vm::manager(clearer, NoPressure, Pools::default().with(&pool))?;
+        let vm = vm::manager(clearer, NoPager, Pools::default().with(&pool))?;
         let day = Day { vm: &vm, pool: &pool, economy: &economy, by, plan };
         let mut site = Here { pins: &mut *pins.items, kept: 0 };
         day.live(cx, &mut site, tell)
@@ -95,7 +95,7 @@ struct Here<'b> {
 }
 
 /// The types of the day's address spaces.
-type OurSpaces<'a, 'm> = OnKernel<'a, 'm, NoPressure>;
+type OurSpaces<'a, 'm> = OnKernel<'a, 'm>;
 
 impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_> {
     fn create(

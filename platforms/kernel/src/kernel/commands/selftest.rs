@@ -6,6 +6,7 @@ mod convoy;
 mod descriptors;
 mod frames_stress;
 mod pools;
+mod pressure;
 mod rights;
 mod translations;
 
@@ -62,6 +63,11 @@ pub enum Finding {
         /// The block of descriptors.
         at: u64,
     },
+    /// Swap holds pages whose spaces have ended.
+    InSwap {
+        /// How many.
+        pages: u64,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -99,6 +105,9 @@ impl fmt::Display for Finding {
             Finding::Lean { at } => {
                 write!(f, "self-test, pools: descriptors at {at:#x} have no frames of their own with all pools empty")
             }
+            Finding::InSwap { pages } => {
+                write!(f, "{pages} pages are in swap though all address spaces have ended")
+            }
             Finding::Lost { expected, found } => {
                 write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")
             }
@@ -115,6 +124,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
     let (mut unmaps, mut seals, mut pooled, mut steps) = (0, 0, pools::Tally::default(), 0);
+    let mut back = 0;
     let before = tlb::tlbs().counts();
     loop {
         let spent = cx.platform().now_ns() - start;
@@ -124,7 +134,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             break;
         }
         let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
-        let slice = ((of - spent.min(of)) / 7).clamp(SLICE_LEAST, SLICE_MOST);
+        let slice = ((of - spent.min(of)) / 8).clamp(SLICE_LEAST, SLICE_MOST);
         let clock = cx.platform();
         // A planted bug has the time to itself.
         if matches!(args.plant, Plant::None | Plant::DoubleFree) {
@@ -140,6 +150,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
             convoy::round(cx, clock.now_ns() + slice)?;
             steps += address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+            back += pressure::round(cx, seed, clock.now_ns() + slice)?;
             let least = args.resizes.saturating_sub(pooled.resizes);
             pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
         }
@@ -153,6 +164,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
+    sample("selftest.refaults", back as f64, "pages", &[]);
     sample("selftest.seals", seals as f64, "ranges", &[]);
     sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
     sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);

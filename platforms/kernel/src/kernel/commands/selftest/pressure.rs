@@ -1,0 +1,39 @@
+//! Nothing is lost when memory is short: on all CPUs, processes share more memory than there is, have some of their own,
+//! fork, and unmap and map anew, while pages go to compressed swap and come back. Every touch checks what is in the page.
+
+use super::super::processes::{self, Plan};
+use super::{Cx, Failure};
+use crate::kernel::memory::frames;
+use crate::kernel::percpu;
+use hugemm_base::{Clock, PAGE_BYTES, PageSize};
+use hugemm_reclaim::{Ageing, Policy};
+
+/// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
+const FRAMES: u64 = 2048;
+const FRAMES_PER_CPU: u64 = 256;
+const HUGE: u64 = 4;
+
+/// Pages that come back in a round at each page size, at least: otherwise nothing would have been shown.
+const LEAST: u64 = 1024;
+
+/// Processes; pages with more than sixteen references take a frame for a counter, for ever.
+const PROCESSES: u32 = 6;
+
+/// A round at each page size, until `until` at the latest; returns how many pages came back.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
+    let mut back = 0;
+    for (index, page) in [PageSize::Size4K, PageSize::Size2M].into_iter().enumerate() {
+        let left = until.saturating_sub(cx.platform().now_ns());
+        let each = if page == PageSize::Size4K { 1 } else { HUGE };
+        let wanted = each * (FRAMES + FRAMES_PER_CPU * u64::from(percpu::count()));
+        let frames = wanted.min(frames().stats(cx).available() / 4 * 3);
+        let shared = (frames * PAGE_BYTES / 4 * 5).next_multiple_of(page.bytes());
+        // All ways of choosing and of looking get their turn.
+        let policy = if seed >> 1 & 1 == 0 { Policy::Generations } else { Policy::TwoList };
+        let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
+        let (procs, swap, time) = (PROCESSES, frames / 2, left / (2 - index as u64));
+        let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least: LEAST, forks: true, seed };
+        back += processes::run(cx, &plan)?.swap.loads;
+    }
+    Ok(back)
+}
