@@ -413,7 +413,7 @@ impl<'h> Rig<'_, 'h> {
                 }
                 let random = Random::new(random.below(u64::MAX));
                 let mut process = Process { number: mine[which], at, wrote, alone, random, stores: stores[which] };
-                result = process.window(cx, self.vm, space, &touches, &mut done.touched);
+                result = process.window(cx, self.vm, space, &touches, 0, &mut done.touched);
                 stores[which] = process.stores;
             }
             space.tlb().switch_out(self.vm.tlbs(), cx);

@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use hugemm_base::{Order, PageSize};
-use hugemm_kernel::request::{self, Crash, List, Plant, Request};
+use hugemm_kernel::request::{self, Crash, List, Part, Plant, Request};
 use std::path::PathBuf;
 
 /// What can be run.
@@ -235,6 +235,9 @@ struct Selftest {
     /// descriptor after each.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     resizes: u64,
+    /// One part of it, with all the time to itself.
+    #[arg(long, default_value = "all", value_parser = named::<Part>)]
+    only: Part,
     #[arg(long, default_value = "none", value_parser = named::<Plant>)]
     plant: Plant,
 }
@@ -348,7 +351,8 @@ pub fn request(command: &[String]) -> Result<Request> {
         }
         KernelCommand::Run { runs } => Request::Run(request::Run { runs }),
         KernelCommand::Selftest(args) => {
-            Request::Selftest(request::Selftest { seconds: args.seconds, resizes: args.resizes, plant: args.plant })
+            let Selftest { seconds, resizes, only, plant } = args;
+            Request::Selftest(request::Selftest { seconds, resizes, only, plant })
         }
         KernelCommand::Crash { how } => Request::CrashTest(request::CrashTest { how }),
     })
@@ -385,8 +389,12 @@ mod tests {
              generations=true flush=false nosync=false noflush=false batch=true"
         );
         assert_eq!(
+            line("selftest --only pressure").expect("valid"),
+            "selftest seconds=10 resizes=1 only=pressure plant=none"
+        );
+        assert_eq!(
             line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
-            "selftest seconds=3 resizes=1 plant=missed-cpu"
+            "selftest seconds=3 resizes=1 only=all plant=missed-cpu"
         );
     }
 
@@ -399,6 +407,7 @@ mod tests {
             ("bench free --nonsense", "--nonsense"),
             ("bench free -o 19", "19"),
             ("selftest --plant nonsense", "no such name"),
+            ("selftest --only nonsense", "no such name"),
         ] {
             let error = line(words).expect_err(words).to_string();
             assert!(error.contains(part) && !error.contains('\n'), "{words}: {error}");

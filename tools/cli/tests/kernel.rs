@@ -120,6 +120,14 @@ fn the_selftest_finds_planted_bugs() {
     }
 }
 
+/// Pages are stored and freed while CPUs still have their translations: what these CPUs store is lost, or somebody else's
+/// page changes. On four CPUs, so that pages go while other CPUs use them.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_missing_flush_before_swap_is_seen_in_the_pages() {
+    breaks(4, &[], "selftest --seconds 60 --plant unflushed-swap", &["reclaim has lost data"], "");
+}
+
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn flushes_do_not_grow_with_pages() {

@@ -211,13 +211,16 @@ fn filled(page: u64, index: usize) -> u64 {
 }
 
 impl Process<'_> {
-    /// Touches a random window, a quarter of its pages by stores.
+    /// Touches a random window, a quarter of its pages by stores, and after each page one of the window's first `hot` ones
+    /// anew: a translation that is used all the time is what an eviction without a flush leaves behind.
+    #[allow(clippy::too_many_arguments, reason = "what a window is")]
     pub fn window<S: Setup>(
         &mut self,
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
         space: &Space<S>,
         touch: &impl Touch<S>,
+        hot: u64,
         touched: &mut Touched,
     ) -> Result<(), Failed> {
         let pages = self.wrote.len() as u64;
@@ -226,6 +229,10 @@ impl Process<'_> {
         for page in first..first + window {
             let write = self.random.below(4) == 0;
             self.touch(cx, vm, space, touch, page, write, touched)?;
+            if hot > 0 {
+                let again = first + self.random.below(hot.min(window));
+                self.touch(cx, vm, space, touch, again, !write, touched)?;
+            }
         }
         Ok(())
     }

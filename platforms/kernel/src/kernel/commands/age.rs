@@ -36,7 +36,9 @@ pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
                     shared: args.shared.next_multiple_of(page.bytes()),
                     time: args.millis * 1_000_000,
                     least: 0,
+                    hot: 0,
                     forks: false,
+                    unflushed: false,
                     seed: done,
                 };
                 report(&plan, &processes::run(cx, &plan)?);

@@ -52,8 +52,12 @@ pub struct Plan {
     pub time: u64,
     /// Pages that come back from swap, at least, however long it takes.
     pub least: u64,
+    /// Pages of a window that are touched again and again during it.
+    pub hot: u64,
     /// The processes also have memory of their own, fork, and unmap and map anew.
     pub forks: bool,
+    /// A planted bug: pages go to swap without a flush.
+    pub unflushed: bool,
     /// What is chosen.
     pub seed: u64,
 }
@@ -91,6 +95,7 @@ pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<Figures, Failure> {
         marks: marks(plan.frames, plan.page),
         policy: plan.policy,
         ageing: plan.ageing,
+        unflushed: plan.unflushed,
     };
     let before = tlbs().counts();
     let result = swapped::with(cx, &terms, |cx, vm, store| {
@@ -267,8 +272,8 @@ impl Task<'_, '_, '_> {
             }
             let random = Random::new(self.random.below(u64::MAX));
             let mut process = Process { number: part.number, at, wrote, alone, random, stores: part.stores };
-            let (vm, touched, mut result) = (self.vm, &mut self.touched, Ok(()));
-            touch.with(cx, vm, space, &mut |cx| result = process.window(cx, vm, space, &touch, touched));
+            let (vm, hot, touched, mut result) = (self.vm, self.plan.hot, &mut self.touched, Ok(()));
+            touch.with(cx, vm, space, &mut |cx| result = process.window(cx, vm, space, &touch, hot, touched));
             part.stores = process.stores;
             touch.refusal().and(result)?;
         }

@@ -4,7 +4,7 @@ use super::selftest::Finding;
 use super::{Cx, Failure};
 use crate::kernel::memory::{KernelEnv, Scratch, frames};
 use crate::kernel::vm::{self, KernelVm, OnKernel, Paging};
-use crate::kernel::{clock, percpu, smp};
+use crate::kernel::{clock, percpu, smp, tlb};
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::PageSize;
 use hugemm_base::lock::SpinLock;
@@ -44,11 +44,18 @@ const STEPS: usize = Step::Outside as usize + 1;
 
 /// Adds up what reclaim spends its time on, on each CPU.
 #[derive(Clone, Copy, Debug)]
-pub struct Clocked<'a>(&'a [CpuClock]);
+pub struct Clocked<'a> {
+    cpus: &'a [CpuClock],
+    /// A planted bug: the flushes after unmapping are not made.
+    unflushed: bool,
+}
 
 impl Steps for Clocked<'_> {
     fn enter(&self, step: Step) {
-        let Some(own) = self.0.get(percpu::current() as usize) else { return };
+        if self.unflushed {
+            tlb::flush_nothing(step == Step::UnmapFlush);
+        }
+        let Some(own) = self.cpus.get(percpu::current() as usize) else { return };
         let now = clock::now_ns();
         // Relaxed: this CPU's own, and tasks stay on theirs.
         let before = own.step.swap(step as u64, Ordering::Relaxed) as usize;
@@ -63,7 +70,7 @@ impl Steps for Clocked<'_> {
 impl Clocked<'_> {
     /// Nanoseconds of all CPUs in one step.
     pub fn of(&self, step: Step) -> u64 {
-        self.0.iter().map(|cpu| cpu.nanos[step as usize].load(Ordering::Relaxed)).sum()
+        self.cpus.iter().map(|cpu| cpu.nanos[step as usize].load(Ordering::Relaxed)).sum()
     }
 }
 
@@ -80,6 +87,8 @@ pub struct Terms {
     pub policy: Policy,
     /// How accessed bits are read.
     pub ageing: Ageing,
+    /// A planted bug: pages are written out and freed without a flush.
+    pub unflushed: bool,
 }
 
 /// Runs `f` with a manager on these terms. Whatever it makes it ends.
@@ -107,7 +116,7 @@ fn on_ration<R>(
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let store = Store::new(frames(), cx, Lz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), terms.policy)];
-    let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked(clocks));
+    let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
     pager.set_ageing(terms.ageing);
     let vm = vm::manager::<Swapped>(clearer, pager, Pools::default())?;
     let result = f(cx, &vm, &store);

@@ -6,6 +6,7 @@ use super::{Cx, Failure};
 use crate::kernel::memory::frames;
 use crate::kernel::percpu;
 use hugemm_base::{Clock, PAGE_BYTES, PageSize};
+use hugemm_kernel::request::Plant;
 use hugemm_reclaim::{Ageing, Policy};
 
 /// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
@@ -16,12 +17,40 @@ const HUGE: u64 = 4;
 /// Pages that come back in a round at each page size, at least: otherwise nothing would have been shown.
 const LEAST: u64 = 1024;
 
+/// Pages of a window that its process uses all the time.
+const HOT: u64 = 8;
+
 /// Processes; pages with more than sixteen references take a frame for a counter, for ever.
 const PROCESSES: u32 = 6;
 
-/// A round at each page size, until `until` at the latest; returns how many pages came back.
-pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
-    let mut back = 0;
+/// What rounds have done, in 4 KiB pages.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tally {
+    /// Touched, and what was in them checked.
+    pub checked: u64,
+    /// Stored in swap.
+    pub stored: u64,
+    /// Brought back from it.
+    pub back: u64,
+    /// Touches, forks and unmaps for which there was no memory.
+    pub refused: u64,
+}
+
+impl Tally {
+    /// The sum.
+    pub fn plus(self, more: Tally) -> Tally {
+        Tally {
+            checked: self.checked + more.checked,
+            stored: self.stored + more.stored,
+            back: self.back + more.back,
+            refused: self.refused + more.refused,
+        }
+    }
+}
+
+/// A round at each page size, until `until` at the latest. `plant` is the bug of a flush that is not made.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
+    let mut tally = Tally::default();
     for (index, page) in [PageSize::Size4K, PageSize::Size2M].into_iter().enumerate() {
         let left = until.saturating_sub(cx.platform().now_ns());
         let each = if page == PageSize::Size4K { 1 } else { HUGE };
@@ -32,8 +61,14 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
         let policy = if seed >> 1 & 1 == 0 { Policy::Generations } else { Policy::TwoList };
         let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
         let (procs, swap, time) = (PROCESSES, frames / 2, left / (2 - index as u64));
-        let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least: LEAST, forks: true, seed };
-        back += processes::run(cx, &plan)?.swap.loads;
+        let (least, forks, unflushed) = (LEAST, true, plant == Plant::UnflushedSwap);
+        let hot = HOT;
+        let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
+        let figures = processes::run(cx, &plan)?;
+        tally.checked += figures.touched.pages;
+        tally.stored += figures.swap.stores;
+        tally.back += figures.swap.loads;
+        tally.refused += figures.touched.refused;
     }
-    Ok(back)
+    Ok(tally)
 }
