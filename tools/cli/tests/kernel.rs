@@ -291,4 +291,11 @@ fn a_day_adds_up_in_the_kernel() {
     assert!(value("run.flushes", "page", "fill pool") > 30.0);
     assert!(value("run.interrupts", "extent", "destroy") < value("run.interrupts", "page", "destroy"));
     assert!(value("run.bandwidth", "extent", "prefault VM") > 0.0);
+    // The same pressure as on the host: pages go to compressed swap and come back, and ageing them flushes nothing.
+    for side in ["extent", "page"] {
+        assert!(value("run.stored", side, "pressure") > 10_000.0, "{side}");
+        assert!(value("run.loaded", side, "pressure") > 10_000.0, "{side}");
+    }
+    assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
+    assert!(value("run.age_flushes", "page", "pressure") > 10_000.0);
 }

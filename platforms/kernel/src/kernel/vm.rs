@@ -47,13 +47,13 @@ pub type KernelVm<'a, 'm, K = Resident> = Vm<'static, OnKernel<'a, 'm, K>>;
 /// One of its address spaces.
 pub type KernelSpace<'a, 'm, K = Resident> = Space<OnKernel<'a, 'm, K>>;
 
-/// A manager that clears with `clearer`, takes pages away by `pager`, and has these pools.
+/// A manager that clears with `clearer`, flushes by `shootdown`, takes pages away by `pager`, and has these pools.
 pub fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
     clearer: Clearer,
+    shootdown: ShootdownPolicy,
     pager: K::Pager,
     pool: Pools<'a, 'm, IrqLock>,
 ) -> Result<KernelVm<'a, 'm, K>, VmError> {
-    let shootdown = ShootdownPolicy::BATCHED;
     let parts = Parts { frames: frames(), tlbs: tlbs(), clearer, shootdown, pager, pressure: NoPressure, pool };
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
     // are; clearers here are made from what `Features::detect` finds without vector registers. The kernel's half is in

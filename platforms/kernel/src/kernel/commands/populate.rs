@@ -10,7 +10,7 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_clear::{Clearer, Features, Profile, calibrate};
 use hugemm_hugetlb::{Counts, Group, HugePool, Nodes, Policy};
-use hugemm_paging::Span;
+use hugemm_paging::{ShootdownPolicy, Span};
 use hugemm_vm::{AreaKind, Backing, NoPager, Pinned, Pools, VmError};
 use hugemm_workloads::vm_create::{Creation, How, Split};
 
@@ -88,7 +88,7 @@ pub struct Took {
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
 pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
-    let manager = vm::manager(clearer, NoPager, pools)?;
+    let manager = vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, pools)?;
     let space = manager.create(cx, vm::lower_half()?)?;
     let kind = AreaKind::private(fill.page);
     let kind = if fill.pooled { kind.pooled() } else { kind };

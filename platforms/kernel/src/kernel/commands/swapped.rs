@@ -11,6 +11,7 @@ use hugemm_base::lock::SpinLock;
 use hugemm_clear::{Clearer, Features, Policy as ClearPolicy, Profile};
 use hugemm_frames::{AllocError, Frozen, Request};
 use hugemm_lz4::Lz4;
+use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Ageing, Compressed, Lru, Policy, Reclaim, Step, Steps, Swap, Watermarks};
 use hugemm_vm::Pools;
 
@@ -42,8 +43,8 @@ pub struct CpuClock {
 /// Values of [`Step`].
 const STEPS: usize = Step::Outside as usize + 1;
 
-/// Adds up what reclaim spends its time on, on each CPU.
-#[derive(Clone, Copy, Debug)]
+/// Adds up what reclaim spends its time on, on each CPU; the default one nothing.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Clocked<'a> {
     cpus: &'a [CpuClock],
     /// A planted bug: the flushes after unmapping are not made.
@@ -118,7 +119,7 @@ fn on_ration<R>(
     let lrus = [Lru::new(frames(), terms.policy)];
     let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
     pager.set_ageing(terms.ageing);
-    let vm = vm::manager::<Swapped>(clearer, pager, Pools::default())?;
+    let vm = vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default())?;
     let result = f(cx, &vm, &store);
     vm.trim(cx);
     drop(vm);
