@@ -1,6 +1,6 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
-use crate::age_args::{Lists, Mapped, Young};
+use crate::age::args::{Lists, Mapped, Young};
 use crate::args::{Function, Page};
 use crate::cli_text;
 use crate::pool::args::{Flush, HugeSize, Hvo};
@@ -17,7 +17,7 @@ use std::path::PathBuf;
 /// What can be run.
 pub const BOOT_HELP: &str = "\
 COMMAND is one of
-  run              [-r RUNS]                       the day of 'hugemm run', without swap
+  run              [-r RUNS]                       the day of 'hugemm run'
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
   bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…]
@@ -28,9 +28,10 @@ COMMAND is one of
   bench age        [--procs N] [--shared SIZE] [--memory SIZE] [--swap SIZE] [--seconds S] [-p 4KB,2MB]
                    [--young flush,nosync,noflush,batch] [--lru classic,generations]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--resizes N] [--plant BUG]
+  selftest         [--seconds S] [--resizes N] [--only PART] [--plant BUG]
+                   PART: frames, translations, rights, descriptors, convoy, address-spaces, pressure, pools
                    BUG, which it then has to find: free-before-flush, missed-cpu, lazy-cpu,
-                   unflushed-protect, lost-dirty, double-free
+                   unflushed-protect, lost-dirty, double-free, unflushed-swap
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
 

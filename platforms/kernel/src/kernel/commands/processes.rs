@@ -18,6 +18,7 @@ use hugemm_paging::{ShootdownCounts, Span};
 use hugemm_reclaim::{Ageing, Level, LruStats, Policy, Step, Swap, SwapStats};
 use hugemm_vm::{Access, AreaKind, Backing, SharedRef, Space, SpaceRef, Vm, VmError};
 use hugemm_workloads::age::{Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
+use x86_64::instructions::hlt;
 
 /// Where the shared region begins in every space, and where a process's own memory does.
 const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
@@ -251,7 +252,8 @@ impl Task<'_, '_, '_> {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
             }
             if parts.is_empty() {
-                core::hint::spin_loop();
+                // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
+                hlt();
                 continue;
             }
             let number = turn % parts.len();

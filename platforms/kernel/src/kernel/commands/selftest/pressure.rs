@@ -20,8 +20,9 @@ const LEAST: u64 = 1024;
 /// Pages of a window that its process uses all the time.
 const HOT: u64 = 8;
 
-/// Processes; pages with more than sixteen references take a frame for a counter, for ever.
-const PROCESSES: u32 = 6;
+/// Processes: one for each CPU, as far as pages do not get more than sixteen references, which take a frame for a counter,
+/// for ever.
+const PROCESSES: core::ops::RangeInclusive<u32> = 6..=12;
 
 /// What rounds have done, in 4 KiB pages.
 #[derive(Clone, Copy, Debug, Default)]
@@ -60,7 +61,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         // All ways of choosing and of looking get their turn.
         let policy = if seed >> 1 & 1 == 0 { Policy::Generations } else { Policy::TwoList };
         let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
-        let (procs, swap, time) = (PROCESSES, frames / 2, left / (2 - index as u64));
+        let procs = percpu::count().clamp(*PROCESSES.start(), *PROCESSES.end());
+        let (swap, time) = (frames / 2, left / (2 - index as u64));
         let (least, forks, unflushed) = (LEAST, true, plant == Plant::UnflushedSwap);
         let hot = HOT;
         let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
