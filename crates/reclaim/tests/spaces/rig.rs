@@ -247,6 +247,10 @@ impl<'h> Rig<'h> {
         self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
     }
 
+    pub fn cpus(&self) -> u32 {
+        hugemm_base::Topology::cpus(self.mmu)
+    }
+
     pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
         space.tlb().switch_in(self.vm.tlbs(), cx);
     }
