@@ -2,10 +2,10 @@
 
 use crate::args::{Function, Page};
 use crate::cli_text;
-use crate::pool_args::{Flush, HugeSize, Hvo};
+use crate::pool::args::{Flush, HugeSize, Hvo};
 use crate::qemu::Accel;
 use crate::size::Size;
-use crate::vm_create_args::{Clearing, How, Source};
+use crate::vm_create::args::{Clearing, How, Source};
 use anyhow::{Result, bail};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};

@@ -1,6 +1,6 @@
 //! One machine of `hugemm bench age`: memory, CPUs, processes, a worker, swap; and one run on it.
 
-use crate::age_mmu::SoftMmu;
+use crate::age::mmu::SoftMmu;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuCx, CpuId, CpuLocal, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
