@@ -12,11 +12,11 @@
 //! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
 
 use crate::arena::BLOCK_ORDER;
-use crate::blockmap::Mobility;
 use crate::buddy::{Content, Taken};
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
+use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;

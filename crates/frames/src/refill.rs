@@ -4,13 +4,13 @@
 //! a drain 64.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block};
-use crate::blockmap::Mobility;
 use crate::buddy::Content;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
+use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};

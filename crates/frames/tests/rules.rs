@@ -719,9 +719,9 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
     };
     let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
         for step in 0..count {
-            for cpu in 0..2 {
+            for (cpu, held) in held.iter_mut().enumerate() {
                 Threads::run_as(cpu as u32);
-                held[cpu].push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
+                held.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
             }
         }
     };
