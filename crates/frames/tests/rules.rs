@@ -71,6 +71,12 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         assert_eq!(stats.blocks[18], 1, "C13: largest blocks, not pages");
         // Reschedule points, one per 512 MiB (C12): none after the last.
         assert_eq!(counters(&cx).reschedules, 1);
+        // None where nobody may sleep.
+        let block = frames.alloc(&cx, request(18)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(frames.free_range(&mut cx, whole).freed, GIB);
+        assert_eq!(counters(&cx).reschedules, 1);
     });
 }
 
