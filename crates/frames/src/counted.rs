@@ -93,11 +93,26 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Cost if it was: one atomic, 4 cache lines, and that of [`free`](Frames::free).
     #[inline]
     pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
-        if let Some(mine) = self.put_only(pfn) {
-            self.free(cx, mine);
-            return Ok(Put::Last);
-        }
-        Ok(match self.put_shared(pfn)? {
+        let Some(mine) = self.put_page(pfn) else { return self.put_any(cx, pfn) };
+        self.free(cx, mine);
+        Ok(Put::Last)
+    }
+
+    /// Drops the only reference to a page of order 0 in the first arena; `None` says nothing. Calls nothing, so that there is
+    /// nothing to save before the atomic, which would have to wait for that.
+    #[inline]
+    fn put_page(&self, pfn: Pfn) -> Option<Frozen> {
+        let arena = self.arenas.first().filter(|arena| arena.contains(pfn) && arena.is_page(pfn))?;
+        let block = arena.block(pfn);
+        let mine = Frozen::make(pfn, Order::ZERO, block.mobility(), false);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        refs::put_only(word, lane).then_some(mine)
+    }
+
+    /// Drops a reference to anything.
+    #[inline(never)]
+    fn put_any<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
+        Ok(match self.put_frozen(pfn)? {
             Some(mine) => {
                 self.free(cx, mine);
                 Put::Last
