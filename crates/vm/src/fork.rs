@@ -30,6 +30,9 @@ use intrusive_collections::UnsafeRef;
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
 const ROUNDS: u32 = 3;
 
+/// 4 KiB pages that are shared before others get the parent's table again: 1 GiB, the largest page.
+const SECTION: u64 = 1 << 18;
+
 impl<S: Setup> Vm<'_, S> {
     /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. When memory
     /// runs out, the parent is as it was, apart from write-protection that its next stores undo.
@@ -105,7 +108,7 @@ impl<S: Setup> Vm<'_, S> {
         changed(stale, area.kind.page);
         let (mut from, end) = (area.span.first(), area.span.first() + area.span.pages());
         while from < end {
-            let to = self.share_until_moving(task, parent, child, area, (from, end))?;
+            let to = self.share_until_moving(task, parent, child, area, (from, end.min(from + SECTION)))?;
             if to == from {
                 self.wait_for_reclaim(task);
             }

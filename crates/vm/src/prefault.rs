@@ -44,6 +44,8 @@ pub struct Prefault<'a, 'v, 'm, S: Setup> {
     total: u64,
     /// Pages are to be the space's own, for stores from outside.
     writable: bool,
+    /// Which node an object's pages come from.
+    from: From,
     next: AtomicU64,
     done: AtomicU64,
     /// A worker has met an error: the others stop.
@@ -90,6 +92,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             end,
             total: total.unwrap_or(own).max(own),
             writable: false,
+            from: From::Local,
             next: AtomicU64::new(first),
             done: AtomicU64::new(0),
             failed: AtomicU64::new(0),
@@ -101,6 +104,12 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
     /// The same for pages that somebody will store to behind the page table's back, as devices do.
     pub(crate) fn writable(mut self) -> Self {
         self.writable = true;
+        self
+    }
+
+    /// Where an object's pages come from: each worker's own node if nothing is said. A space's areas say so themselves.
+    pub fn from(mut self, from: From) -> Self {
+        self.from = from;
         self
     }
 
@@ -171,8 +180,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
         }
         let (mut next, end) = self.own_part(from, self.first, self.end, size);
         let clear = Request::bulk(self.total);
-        let from = From::Local;
-        let want = Want { page: size, pooled: index.pooled, reserved: index.pooled, from, clear, touched: None };
+        let pooled = index.pooled;
+        let want = Want { page: size, pooled, reserved: pooled, from: self.from, clear, touched: None };
         while next < end {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

@@ -521,8 +521,18 @@ fn each_node_is_reclaimed_by_itself() {
                 (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
             assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
             assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
+            // An object is filled where it is wanted, not where the worker is.
+            let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
+            rig.vm.prefault_shared(&object, 0, 16).from(From::Only(NodeId(1))).work(cx, &Never).expect("memory");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            for index in 0..16 {
+                assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
+                assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId(1)));
+            }
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object);
         });
     });
 }
