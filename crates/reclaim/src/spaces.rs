@@ -6,112 +6,35 @@
 //! 1 GiB stay.
 //!
 //! One batch of a pass: ages runs of adjoining pages at once; unhooks what is idle; one flush for all spaces; then stores.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | `spaces/ways.rs` | ways of ageing, as values; what is told and counted |
+//! | `spaces/side.rs` | a reclaiming task's view of the spaces, for one turn |
+//! | `spaces/runs.rs` | adjoining blocks are freed together |
 
-use crate::lru::{BATCH, Folio, Lru, Neighbours};
-use crate::reclaimer::{Age, Reclaimer, WriteError};
+mod runs;
+mod side;
+mod ways;
+
+pub use ways::{Ageing, ReclaimCounts, Step, Steps};
+
+use crate::Budget;
+use crate::lru::{BATCH, Lru};
+use crate::reclaimer::Reclaimer;
 use crate::shrink::Progress;
-use crate::swap::{StoreError, Swap, SwapSlot};
+use crate::swap::{Swap, SwapSlot};
 use crate::watermark::Watermarks;
 use crate::worker::{DirectReclaim, NodeReclaim, Turn};
 use core::cell::{Cell, RefCell};
 use core::fmt;
-use hugemm_base::counters::Counter;
 use hugemm_base::lock::{RawLock, SpinLock};
-use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Cancel, Dirty, Extent, Flushed, NodeId, Order, PAGE_SHIFT, Pfn, Pressure, Shortfall};
+use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{Cancel, Extent, NodeId, Order, Pfn, Pressure, Shortfall};
 use hugemm_frames::{Frames, Frozen};
-use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch};
-use hugemm_vm::ageing::AROUND;
-use hugemm_vm::{AgeRun, Cx, Debt, LostPage, Pager, Recency, Setup, Vm, VmError};
-
-/// How accessed bits are read: values of one policy, so that the old ways can be measured beside the one to use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Ageing {
-    /// A page at a time, and a flush of each mapping that was young, waited for: what arm64 and, for 2 MiB, x86-64 do in
-    /// Linux.
-    Flush,
-    /// The same with invalidations that nobody waits for, as arm64 can. They are counted and not executed: x86-64 has none
-    /// that is not an interrupt.
-    NoSync,
-    /// A page at a time, no flush: patch series "Don't flush TLB after checking PTE young".
-    NoFlush,
-    /// By runs, no flush.
-    #[default]
-    Batch,
-}
-
-impl Ageing {
-    /// Every way.
-    pub const ALL: [Ageing; 4] = [Ageing::Flush, Ageing::NoSync, Ageing::NoFlush, Ageing::Batch];
-
-    /// As the command line spells it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Ageing::Flush => "flush",
-            Ageing::NoSync => "nosync",
-            Ageing::NoFlush => "noflush",
-            Ageing::Batch => "batch",
-        }
-    }
-}
-
-/// What a reclaiming task is doing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Reading accessed bits.
-    Age,
-    /// Flushing because of that.
-    AgeFlush,
-    /// Unhooking.
-    Unmap,
-    /// Flushing because of that.
-    UnmapFlush,
-    /// Storing pages and freeing them.
-    Write,
-    /// Anything else that reclaim does: choosing, the LRU.
-    Other,
-    /// No longer reclaiming.
-    Outside,
-}
-
-/// Is told when a reclaiming task turns to something else. `()` is told nothing and costs nothing.
-pub trait Steps {
-    /// From here on the calling task does `step`.
-    fn enter(&self, step: Step);
-}
-
-impl Steps for () {
-    #[inline]
-    fn enter(&self, _step: Step) {}
-}
-
-impl<F: Fn(Step)> Steps for F {
-    #[inline]
-    fn enter(&self, step: Step) {
-        self(step);
-    }
-}
-
-/// What reclaim has done since it was made. Pages are base pages.
-#[derive(Debug, Default)]
-pub struct ReclaimCounts {
-    /// Pages whose accessed bits were looked at.
-    pub aged: Counter,
-    /// Mappings that had been used.
-    pub young: Counter,
-    /// Pages of which neighbours' looks were made.
-    pub around: Counter,
-    /// Flushes caused by ageing, waited for or not.
-    pub age_flushes: Counter,
-    /// Flushes caused by unmapping: one per batch.
-    pub unmap_flushes: Counter,
-    /// Pages freed by direct reclaim, and how often it was asked.
-    pub direct_freed: Counter,
-    /// How often it was asked.
-    pub direct: Counter,
-    /// Pages freed by workers.
-    pub worker_freed: Counter,
-}
+use hugemm_vm::{Cx, LostPage, Pager, Setup, Vm};
+use runs::{free_runs, heads};
+use side::Side;
 
 /// See the [module](self). `lrus[n]` is for node `n`.
 pub struct Reclaim<'a, 'm, S: Setup, W, L: RawLock = SpinLock, O = ()> {
@@ -130,6 +53,9 @@ impl<S: Setup, W, L: RawLock, O> fmt::Debug for Reclaim<'_, '_, S, W, L, O> {
 }
 
 impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
+    /// Most CPUs: with more nothing is reclaimed.
+    pub const MOST_CPUS: usize = side::MOST_CPUS;
+
     /// A pager over LRUs of the manager's frames, one per node, that stores pages in `swap`. `marks` are each node's.
     pub fn new(lrus: &'a [Lru<'a, 'm, S::Env, L>], swap: &'a W, marks: Watermarks, steps: O) -> Self {
         let counts = ReclaimCounts::default();
@@ -139,11 +65,11 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     /// How accessed bits are read. Safe to change at any time.
     pub fn set_ageing(&self, ageing: Ageing) {
         // Relaxed: each way is right by itself.
-        self.ageing.store(ageing as u64, hugemm_base::sync::Ordering::Relaxed);
+        self.ageing.store(ageing as u64, Ordering::Relaxed);
     }
 
     fn ageing(&self) -> Ageing {
-        let now = self.ageing.load(hugemm_base::sync::Ordering::Relaxed);
+        let now = self.ageing.load(Ordering::Relaxed);
         Ageing::ALL.into_iter().find(|way| *way as u64 == now).unwrap_or_default()
     }
 
@@ -192,7 +118,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         vm: &Vm<'_, S>,
         cx: &mut Cx<'_, S>,
         node: NodeId,
-        budget: crate::Budget,
+        budget: Budget,
         stop: &impl Cancel,
     ) -> Progress {
         let done =
@@ -206,8 +132,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         cx: &mut Cx<'_, S>,
         f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, '_, S, W, L, O>) -> R,
     ) -> Option<R> {
-        // More CPUs than a mask on the stack has bits.
-        let deferred = DeferredUnmap::new(vm.tlbs()).ok()?;
+        let deferred = side::batch(vm.tlbs())?;
         let side = Side {
             vm,
             pager: self,
@@ -334,12 +259,6 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
     }
 }
 
-/// The heads of an extent's blocks.
-fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
-    let base = extent.base().number();
-    (0..extent.pages() / order.pages()).map(move |n| Pfn::new(base + n * order.pages()))
-}
-
 /// Uses a slot that its holder keeps.
 fn with_slot<R>(bits: u64, f: impl FnOnce(&SwapSlot) -> R) -> R {
     // SAFETY: the caller holds the slot, which is looked at and not given away.
@@ -348,221 +267,3 @@ fn with_slot<R>(bits: u64, f: impl FnOnce(&SwapSlot) -> R) -> R {
     let _ = slot.into_bits();
     result
 }
-
-/// Frees blocks, adjoining ones together.
-fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl Iterator<Item = Frozen>) {
-    let mut run: Option<Frozen> = None;
-    let mut more = Extent::default();
-    let give = |first: Option<Frozen>, more: Extent| match first {
-        Some(block) if more.is_empty() => frames.free(cx, block),
-        Some(block) => {
-            let pages = block.extent().pages() + more.pages();
-            let base = block.into_dirty().into_extent().base();
-            if let Ok(extent) = Extent::new(base, pages) {
-                // SAFETY: the blocks were the caller's, and adjoin.
-                frames.free_extent(cx, unsafe { Dirty::assume_owned(extent) });
-            }
-        }
-        None => {}
-    };
-    for block in blocks {
-        let extent = block.extent();
-        let end = run.as_ref().map(|first| Pfn::new(first.extent().end().number() + more.pages()));
-        if end == Some(extent.base()) {
-            let base = if more.is_empty() { extent.base() } else { more.base() };
-            more = Extent::new(base, more.pages() + extent.pages()).unwrap_or_default();
-            let _ = block.into_dirty().into_extent();
-        } else {
-            give(run.replace(block), core::mem::take(&mut more));
-        }
-    }
-    give(run, more);
-}
-
-/// A reclaiming task's view of the spaces.
-struct Side<'s, 'a, 'm, S: Setup, W, L: RawLock, O> {
-    vm: &'s Vm<'s, S>,
-    pager: &'s Reclaim<'a, 'm, S, W, L, O>,
-    /// Whose free pages are asked for.
-    node: Cell<NodeId>,
-    deferred: &'s DeferredUnmap,
-    debt: RefCell<Option<Debt<'s, Keep>>>,
-    /// What the last page that was written out has freed.
-    freed: Cell<u64>,
-}
-
-impl From<VmError> for WriteError {
-    fn from(error: VmError) -> Self {
-        match error {
-            VmError::NoMemory => WriteError::Swap(StoreError::NoMemory),
-            _ => WriteError::InUse,
-        }
-    }
-}
-
-/// A folio of a batch where it lies in its object.
-#[derive(Clone, Copy)]
-struct Lies {
-    object: u64,
-    offset: u64,
-    order: Order,
-    index: usize,
-}
-
-impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W, L, O> {
-    /// By runs: sorted by where they lie, those that are near each other in one walk.
-    fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
-        let none = Lies { object: 0, offset: 0, order: Order::ZERO, index: 0 };
-        let mut lies = [none; BATCH];
-        for (index, (folio, lies)) in folios.iter().zip(&mut lies).enumerate() {
-            if let Some(owner) = self.vm.owner(folio.pfn) {
-                *lies = Lies { object: owner.object, offset: owner.offset, order: folio.order, index };
-            }
-        }
-        let lies = &mut lies[..folios.len().min(BATCH)];
-        lies.sort_unstable_by_key(|lies| (lies.object, lies.order, lies.offset));
-        let mut rest = &*lies;
-        while let Some(first) = rest.first() {
-            let reach = AROUND * first.order.pages();
-            let together = |next: &&Lies| {
-                next.object == first.object && next.order == first.order && next.offset / reach == first.offset / reach
-            };
-            let (some, more) = rest.split_at(rest.iter().take_while(together).count());
-            rest = more;
-            let mut pages = [(0, Pfn::new(0)); BATCH];
-            let mut found = [Recency::default(); BATCH];
-            for (page, lies) in pages.iter_mut().zip(some) {
-                *page = (lies.offset, folios[lies.index].pfn);
-            }
-            let run = AgeRun { object: first.object, pages: &pages[..some.len()], order: first.order };
-            let mut around = 0;
-            let mut keep = |head| {
-                // Mapped, and its page table locked: it has a reference that keeps it for that long.
-                let wanted = neighbours.has_room() && self.vm.frames().get(head).is_ok();
-                around += u64::from(wanted && neighbours.push(head));
-                wanted
-            };
-            self.vm.age(cx, &run, &mut found, Some(&mut keep));
-            self.pager.counts.around.add(around);
-            for (lies, found) in some.iter().zip(found) {
-                looks[lies.index] = self.judge(&found);
-            }
-        }
-    }
-
-    /// The old ways: a page at a time.
-    fn age_pages(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], way: Ageing) {
-        let counts = &self.pager.counts;
-        for (folio, look) in folios.iter().zip(looks) {
-            let found = self.vm.age_page(cx, folio.pfn, folio.order, |cx, tlb, page| {
-                if way == Ageing::NoFlush {
-                    return;
-                }
-                counts.age_flushes.add(1);
-                if way == Ageing::Flush {
-                    self.pager.steps.enter(Step::AgeFlush);
-                    let mut batch = ShootdownBatch::new(tlb);
-                    let stride = if folio.order == Order::ZERO {
-                        hugemm_base::PageSize::Size4K
-                    } else {
-                        hugemm_base::PageSize::Size2M
-                    };
-                    batch.changed(page.range(), stride);
-                    let _ = batch.flush(self.vm.tlbs(), cx, &hugemm_paging::ShootdownPolicy::PER_PAGE);
-                    self.pager.steps.enter(Step::Age);
-                }
-            });
-            *look = self.judge(&found);
-        }
-    }
-
-    fn judge(&self, found: &Recency) -> Age {
-        self.pager.counts.young.add(u64::from(found.users));
-        match (found.keep, found.young) {
-            (true, _) => Age::Keep,
-            (_, true) => Age::Young,
-            _ => Age::Idle,
-        }
-    }
-}
-
-impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Platform> for Side<'s, '_, '_, S, W, L, O> {
-    type Flushed = Flushed<'s, Deferred, Keep>;
-
-    fn hold(&self, head: Pfn) -> bool {
-        // Under the LRU's lock, under which last references go: what is on a list has one.
-        self.vm.frames().get(head).is_ok()
-    }
-
-    fn release(&self, cx: &Cx<'_, S>, head: Pfn) {
-        let frames = self.vm.frames();
-        if let Some((head, order)) = frames.head_of(head) {
-            self.pager.drop_references(frames, cx, Extent::block(head, order), order);
-        }
-    }
-
-    fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
-        self.pager.steps.enter(Step::Age);
-        self.pager.counts.aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
-        match self.pager.ageing() {
-            Ageing::Batch => self.age_runs(cx, folios, looks, neighbours),
-            way => self.age_pages(cx, folios, looks, way),
-        }
-        self.pager.steps.enter(Step::Other);
-    }
-
-    fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> bool {
-        self.pager.steps.enter(Step::Unmap);
-        let unhooked = self.vm.unhook(cx, folio.pfn, folio.order, self.deferred, &mut self.debt.borrow_mut());
-        self.pager.steps.enter(Step::Other);
-        unhooked
-    }
-
-    fn flush(&self, cx: &mut Cx<'_, S>) -> Self::Flushed {
-        self.pager.steps.enter(Step::UnmapFlush);
-        self.pager.counts.unmap_flushes.add(1);
-        let receipt = self.deferred.flush(self.vm.tlbs(), cx);
-        if let Some(debt) = self.debt.take() {
-            // The flush began after all that is owed; if it did not pay, the debt would be counted as dropped.
-            let _ = debt.release(&receipt);
-        }
-        self.pager.steps.enter(Step::Other);
-        receipt
-    }
-
-    fn write_out(&self, cx: &mut Cx<'_, S>, folio: &Folio, _after: &Self::Flushed) -> Result<(), WriteError> {
-        self.pager.steps.enter(Step::Write);
-        let swap = self.pager.swap;
-        let written = self.vm.page_out(
-            cx,
-            folio.pfn,
-            folio.order,
-            |cx, block| match swap.evict(cx, block) {
-                Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
-                Err((error, block)) => Err((WriteError::Swap(error), block)),
-            },
-            |cx, block, page| match swap.store(cx, block, page) {
-                Ok(slot) => Ok(slot.into_bits()),
-                Err(error) => Err(WriteError::Swap(error)),
-            },
-        );
-        self.pager.steps.enter(Step::Other);
-        self.freed.set(written?);
-        Ok(())
-    }
-
-    fn restore(&self, cx: &mut Cx<'_, S>, folio: &Folio, _after: &Self::Flushed) {
-        self.vm.put_back(cx, folio.pfn, folio.order);
-    }
-
-    fn free(&self, _cx: &Cx<'_, S>, _folio: &Folio, _after: &Self::Flushed) -> u64 {
-        // Frozen and freed with the write.
-        self.freed.take()
-    }
-
-    fn available(&self, cx: &Cx<'_, S>) -> u64 {
-        self.vm.frames().node_stats(cx, self.node.get()).available()
-    }
-}
-
-const _: () = assert!(1_u64 << PAGE_SHIFT == 4096);

@@ -5,11 +5,12 @@
 //! pages of the same 64 entries can be looked at for nothing (look-around).
 
 use crate::area::Area;
+use crate::cpu_masks::SpaceTlb;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr};
-use hugemm_paging::{Span, TlbSpace, User};
+use hugemm_paging::Span;
 
 /// 4 KiB pages that one look-around reaches over, itself included: the entries of 8 cache lines.
 pub const AROUND: u64 = 64;
@@ -132,7 +133,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         head: Pfn,
         order: Order,
-        mut stale: impl FnMut(&mut Cx<'_, S>, &TlbSpace<User>, Span),
+        mut stale: impl FnMut(&mut Cx<'_, S>, &SpaceTlb, Span),
     ) -> Recency {
         let mut found = Recency::default();
         let mut counted = false;

@@ -10,6 +10,7 @@
 //! | [`setup`] | which types an embedder chooses |
 //! | `vm.rs` | what all spaces share; asking for relief |
 //! | [`area`] | areas never change; finding them |
+//! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
 //! | `rmap.rs` | reverse-map walks |
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
@@ -40,6 +41,7 @@ mod away;
 mod claims;
 mod copy;
 mod cow;
+mod cpu_masks;
 mod error;
 pub mod evict;
 pub mod fault;
@@ -66,6 +68,7 @@ pub mod zeroing;
 
 pub use ageing::{AgeRun, Recency};
 pub use area::{AreaInfo, AreaKind};
+pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use error::VmError;
 pub use evict::Debt;
 pub use fault::{Access, Served};

@@ -2,6 +2,7 @@
 
 use crate::area::{AreaInfo, Areas};
 use crate::claims::Claims;
+use crate::cpu_masks::{CpuMasks, SpaceTlb};
 use crate::error::VmError;
 use crate::followers::Followers;
 use crate::guarded::Guarded;
@@ -11,18 +12,19 @@ use crate::vm::Vm;
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
+use core::mem::MaybeUninit;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
-use hugemm_paging::{Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace, User};
+use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace};
 
 /// One address space. Reached through its [`SpaceRef`].
 pub struct Space<S: Setup> {
     pub(crate) bounds: Span,
     pub(crate) table: PageTable<S::Format, S::Lock>,
-    pub(crate) tlb: TlbSpace<User>,
+    pub(crate) tlb: SpaceTlb,
     pub(crate) areas: Guarded<S::Lock, Areas<S>>,
     pub(crate) followers: Guarded<S::Lock, Followers<S>>,
     pub(crate) claims: Claims,
@@ -60,7 +62,7 @@ impl<S: Setup> fmt::Debug for Space<S> {
 
 impl<S: Setup> Space<S> {
     /// Which CPUs use it: to be switched in and out.
-    pub fn tlb(&self) -> &TlbSpace<User> {
+    pub fn tlb(&self) -> &SpaceTlb {
         &self.tlb
     }
 
@@ -116,7 +118,19 @@ impl<'m, S: Setup> Vm<'m, S> {
     pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<SpaceRef<'v, S>, VmError> {
         let table = self.new_table(cx, bounds, self.common)?;
         let root = table.root();
-        let Ok(tlb) = TlbSpace::new(self.tlbs, root.start()) else {
+        let memory = match self.new_in(&self.space_slab, cx, MaybeUninit::<Space<S>>::uninit()) {
+            Ok(memory) => memory.cast::<Space<S>>(),
+            Err(error) => {
+                self.free_root(cx, root);
+                return Err(error);
+            }
+        };
+        // SAFETY: the slab was made for these CPUs; the masks are in the space, which is gone before its memory is.
+        let masks = unsafe { CpuMasks::behind(memory, self.tlbs.cpus()) };
+        let Ok(tlb) = TlbSpace::with_masks(self.tlbs, root.start(), Keep, masks) else {
+            // There are as many words as it takes, so this cannot be.
+            // SAFETY: made above with this slab; nobody has seen it.
+            unsafe { self.space_slab.free(self.frames, cx, cx.platform(), memory.cast()) };
             self.free_root(cx, root);
             return Err(VmError::OutOfBounds { at: bounds.start() });
         };
@@ -131,13 +145,9 @@ impl<'m, S: Setup> Vm<'m, S> {
             exiting: AtomicU64::new(0),
             counters: SpaceCounters::default(),
         };
-        match self.new_in(&self.space_slab, cx, space) {
-            Ok(space) => Ok(SpaceRef(space, PhantomData)),
-            Err(error) => {
-                self.free_root(cx, root);
-                Err(error)
-            }
-        }
+        // SAFETY: memory for a space, this task's.
+        unsafe { memory.write(space) };
+        Ok(SpaceRef(memory, PhantomData))
     }
 
     /// Ends a space: everything is unmapped with one flush, and all memory given back. No CPU may have it loaded, except
@@ -151,6 +161,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err((error, space));
         }
         if !space.followers.shared().is_empty() {
+            space.exiting.store(0, Ordering::Relaxed);
             return Err((VmError::InUse, space));
         }
         let handle = space.0;
@@ -161,6 +172,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             Ok(()) => {}
             Err(tlb) => {
                 owned.tlb = tlb;
+                owned.exiting = AtomicU64::new(0);
                 // SAFETY: as above; the memory holds what was moved out of it.
                 unsafe { handle.write(owned) };
                 return Err((VmError::InUse, space));

@@ -1,13 +1,13 @@
 //! The manager of address spaces: what all spaces of a system share.
 
 use crate::area::Area;
+use crate::cpu_masks;
 use crate::error::VmError;
 use crate::followers::Node;
 use crate::guarded::Guarded;
 use crate::object::{Object, Registry};
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
-use crate::space::Space;
 use crate::tables::Tables;
 use core::fmt;
 use core::ptr::NonNull;
@@ -69,7 +69,7 @@ impl<S: Setup> fmt::Debug for Vm<'_, S> {
 
 impl<'m, S: Setup> Vm<'m, S> {
     /// A manager without spaces. `None` if one of its own objects does not fit in a frame, which depends on the size of
-    /// [`Setup::Lock`].
+    /// [`Setup::Lock`] and on the number of CPUs: 8192 fit.
     ///
     /// # Safety
     ///
@@ -87,7 +87,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             pressure: parts.pressure,
             pool: parts.pool,
             common: None,
-            space_slab: Slab::of::<Space<S>>()?,
+            space_slab: cpu_masks::slab::<S>(parts.tlbs.cpus())?,
             area_slab: Slab::of::<Area<S>>()?,
             object_slab: Slab::of::<Object<S>>()?,
             follower_slab: Slab::of::<Node<S>>()?,

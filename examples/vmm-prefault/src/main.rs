@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut guest = Region::allocate(&request).or_else(|_| Region::allocate(&small))?;
     let bytes = guest.as_mut_slice();
 
-    // Which primitive, from which size: a few milliseconds, once per machine.
+    // Which primitive, from which size: about a tenth of a second, once per machine.
     let scratch = bytes.len().min(64 << 20);
     let one = Host::new(&places[..1], &mut [])?;
     let profile = one.run_on(CpuId(0), |cx| calibrate(cx, &features, &mut bytes[..scratch]))??;

@@ -4,8 +4,12 @@
 //! come back, and every touch checks what is in them. Interrupts for flushes are real (`membarrier`). What no CPU does here
 //! is translate by the tables, so a refill after a flush costs less than it would.
 
-use crate::age_args::Age;
-use crate::age_run::{Figures, RunConfig, ageing_rates, run as run_one};
+pub mod args;
+pub mod mmu;
+pub mod run;
+
+use crate::age::args::Age;
+use crate::age::run::{Figures, RunConfig, ageing_rates, run as run_one};
 use crate::args::Kind;
 use crate::document::Row;
 use crate::goals::Goals;

@@ -1,10 +1,10 @@
 //! The command line.
 
-use crate::boot_args::{BOOT_HELP, Boot};
-use crate::frames_args as frames;
-use crate::linux_args::{LINUX_HELP, Linux};
-use crate::paging_args as paging;
-use crate::run_args::{RUN_HELP, Run};
+use crate::boot::args::{BOOT_HELP, Boot};
+use crate::frames::args as frames;
+use crate::linux::args::{LINUX_HELP, Linux};
+use crate::paging::args as paging;
+use crate::run::args::{RUN_HELP, Run};
 use crate::size::Size;
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -66,8 +66,8 @@ pub enum Command {
 pub enum Bench {
     /// Every goal that this machine can measure, by the commands that measure it: goal, measured, met or not. A minute or
     /// two.
-    #[command(after_help = crate::headline_args::help())]
-    Headline(crate::headline_args::Headline),
+    #[command(after_help = crate::headline::args::help())]
+    Headline(crate::headline::args::Headline),
     /// Memory clearing, with the names and units of `perf bench mem`.
     #[command(subcommand)]
     Mem(Mem),
@@ -84,13 +84,13 @@ pub enum Bench {
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without descriptor economy.
-    Pool(crate::pool_args::Pool),
+    Pool(crate::pool::args::Pool),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel.
-    VmCreate(crate::vm_create_args::VmCreate),
+    VmCreate(crate::vm_create::args::VmCreate),
     /// Processes share more memory than there is: ageing and swapping, with and without flushes.
-    Age(crate::age_args::Age),
+    Age(crate::age::args::Age),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
-    Shootdown(crate::shootdown_args::Shootdown),
+    Shootdown(crate::paging::shootdown_args::Shootdown),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
     Map(paging::Map),
 }

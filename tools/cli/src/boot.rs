@@ -1,13 +1,18 @@
 //! `hugemm boot`: a command in the reference kernel, its result as if it had run here.
 
-use crate::boot_args::{self, Boot};
-use crate::boot_lines::{Boot as BootLine, Transcript};
-use crate::boot_symbols::Symbols;
+pub mod args;
+pub mod lines;
+pub mod symbols;
+
+use crate::boot::args::Boot;
+use crate::boot::lines::{Boot as BootLine, Transcript};
+use crate::boot::symbols::Symbols;
 use crate::document::{self, Document};
 use crate::image::Image;
+use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::size::Size;
-use crate::{environment_text, pool_kernel, progress, qemu, table};
+use crate::{environment_text, progress, qemu, table};
 use anyhow::{Result, bail};
 use hugemm_host::environment::{Environment, GuestInfo};
 use hugemm_kernel::report::EXIT_BROKEN;
@@ -95,7 +100,7 @@ impl Machine<'_> {
 
 /// Runs the command.
 pub fn run(args: &Boot) -> Result<()> {
-    let request = boot_args::request(&args.command)?;
+    let request = args::request(&args.command)?;
     let mut environment = Environment::read()?;
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
     let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);

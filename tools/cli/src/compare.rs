@@ -5,7 +5,7 @@ mod judge;
 mod sides;
 
 use crate::document::{Document, Row};
-use crate::frames_area::figure;
+use crate::frames::area::figure;
 use crate::saved::Saved;
 use crate::table;
 use crate::unmeasured_args::Compare;

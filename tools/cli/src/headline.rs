@@ -3,9 +3,11 @@
 //! Each step is this program again, as a process of its own: none finds what another has left of memory, and there is no
 //! second way to measure anything. What is kept of a step's document are the rows that have a goal.
 
+pub mod args;
+
 use crate::document::{self, Document, Row};
 use crate::goals::Bound;
-use crate::headline_args::Headline;
+use crate::headline::args::Headline;
 use crate::saved::Saved;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};

@@ -1,12 +1,17 @@
 //! `hugemm linux`: the same work in stock Linux guests on the same virtual machine, one table out.
 
+pub mod args;
+pub mod faults;
+pub mod image;
+pub mod reference;
+
 use crate::args::Page;
 use crate::document::{self, Document, Row};
 use crate::image::Image;
-use crate::linux_args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
-use crate::linux_faults::{self, Populate};
-use crate::linux_image::{Initramfs, LinuxImage};
-use crate::linux_reference::{self as reference, Reference};
+use crate::linux::args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
+use crate::linux::faults::Populate;
+use crate::linux::image::{Initramfs, LinuxImage};
+use crate::linux::reference::Reference;
 use crate::qemu::{Ended, Guest};
 use crate::size::Size;
 use crate::stats::Samples;
@@ -68,7 +73,7 @@ pub fn run(args: &Linux) -> Result<()> {
     if reference.is_some() && !args.init_on_alloc {
         rows.extend(match &work {
             GuestBench::Pool(_) => reference::compare(&rows, quiet),
-            _ => linux_faults::compare(&rows, quiet),
+            _ => faults::compare(&rows, quiet),
         });
     }
     for cell in &cells {

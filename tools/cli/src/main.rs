@@ -6,14 +6,8 @@
 mod output;
 
 mod age;
-mod age_args;
-mod age_mmu;
-mod age_run;
 mod args;
 mod boot;
-mod boot_args;
-mod boot_lines;
-mod boot_symbols;
 mod clear;
 mod cli_text;
 mod compare;
@@ -21,41 +15,20 @@ mod doctor;
 mod document;
 mod environment_text;
 mod explain;
-mod frames_alloc;
-mod frames_area;
-mod frames_args;
-mod frames_churn;
-mod frames_free;
-mod frames_parts;
-mod frames_stress;
+mod frames;
 mod goals;
 mod headline;
-mod headline_args;
 mod image;
 mod interference;
 mod kernel_side;
 mod linux;
-mod linux_args;
-mod linux_faults;
-mod linux_image;
-mod linux_reference;
 mod machine;
 mod measure;
 mod memset;
 mod mmap;
 mod noise;
-mod paging_args;
-mod paging_map;
-#[cfg(feature = "peers")]
-mod peer_adapters;
-mod peers;
-#[cfg(feature = "peers")]
-mod per_page;
+mod paging;
 mod pool;
-mod pool_args;
-mod pool_kernel;
-mod pool_machine;
-mod pool_projection;
 mod probe;
 mod profile_file;
 mod progress;
@@ -63,10 +36,7 @@ mod qemu;
 mod replay;
 mod report;
 mod run;
-mod run_args;
 mod saved;
-mod shootdown;
-mod shootdown_args;
 mod size;
 mod stand_in;
 mod stats;
@@ -74,8 +44,6 @@ mod table;
 mod units;
 mod unmeasured_args;
 mod vm_create;
-mod vm_create_args;
-mod vm_pool;
 
 use args::{Bench, Command, Mem};
 use hugemm_host::interrupt;
@@ -108,17 +76,17 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Clear(args)) => clear::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
         Command::Replay(args) => replay::run(args),
-        Command::Bench(Bench::Free(args)) => frames_free::run(args),
-        Command::Bench(Bench::Alloc(args)) => frames_alloc::run(args),
-        Command::Bench(Bench::Churn(args)) => frames_churn::run(args),
-        Command::Bench(Bench::Stress(args)) => frames_stress::run(args),
+        Command::Bench(Bench::Free(args)) => frames::free::run(args),
+        Command::Bench(Bench::Alloc(args)) => frames::alloc::run(args),
+        Command::Bench(Bench::Churn(args)) => frames::churn::run(args),
+        Command::Bench(Bench::Stress(args)) => frames::stress::run(args),
         Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Bench(Bench::Age(args)) => age::run(args),
         Command::Linux(args) => linux::run(args),
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),
-        Command::Bench(Bench::Shootdown(args)) => shootdown::run(args),
-        Command::Bench(Bench::Map(args)) => paging_map::run(args),
+        Command::Bench(Bench::Shootdown(args)) => paging::shootdown::run(args),
+        Command::Bench(Bench::Map(args)) => paging::map::run(args),
         Command::Explain(args) => explain::run(args),
         // Commands that measure nothing.
         Command::Compare(args) => compare::run(args),

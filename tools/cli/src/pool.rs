@@ -1,11 +1,16 @@
 //! `hugemm bench pool`: a pool grown and shrunk, with descriptor economy and without, flushes per batch and per page.
 
+pub mod args;
+pub mod kernel;
+pub mod machine;
+pub mod projection;
+
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::pool_args::{Flush, Hvo, Pool};
-use crate::pool_machine::{Ground, Plan};
-use crate::pool_projection::{self, Here};
+use crate::pool::args::{Flush, Hvo, Pool};
+use crate::pool::machine::{Ground, Plan};
+use crate::pool::projection::Here;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, bail};
@@ -141,7 +146,7 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
 fn together<'e>(
     host: &Host<'_>,
     pool: &HugePool<'_>,
-    economy: &hugemm_hugetlb::Economy<'e, crate::pool_machine::Soft<'e>, crate::pool_machine::Map<'e>>,
+    economy: &hugemm_hugetlb::Economy<'e, crate::pool::machine::Soft<'e>, crate::pool::machine::Map<'e>>,
     target: u64,
     threads: u32,
 ) -> Result<Timed> {
@@ -266,6 +271,6 @@ fn summarise(sides: &[Side], size: PageSize, plan: &Plan, quiet: bool, goals: &m
             old_flushes: old.report.flushes as f64 / on.n as f64,
         };
         let (up, down) = (here(&up, &on.last.up, &old.last.up), here(&down, &on.last.down, &old.last.down));
-        pool_projection::print(up, down, quiet, rows);
+        projection::print(up, down, quiet, rows);
     }
 }

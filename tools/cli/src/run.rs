@@ -1,13 +1,14 @@
 //! `hugemm run`: a day in the life of a virtual machine host, by extent, page by page, and by this machine's kernel.
 
+pub mod args;
 mod host;
 mod kernel;
 mod text;
 
 use crate::document::{self, Document, Row};
 use crate::machine::{GIB, Machine};
-use crate::pool_machine;
-use crate::run_args::Run;
+use crate::pool::machine;
+use crate::run::args::Run;
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, noise, progress, report, saved};
@@ -103,7 +104,7 @@ pub fn run(args: &Run) -> Result<()> {
     environment.note_region("hugemm", &region);
     let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
-    let plan = pool_machine::Plan::over(all, workers)?;
+    let plan = machine::Plan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::args::Kind::Thp)?;
     environment.note_region("metadata", &metadata);

@@ -5,14 +5,17 @@
 //! fresh mapping, hugemm in frames that it manages, with real x86-64 tables that no hardware walks. hugemm's demand faults
 //! are function calls, *software faults*, and are not set against the kernel's.
 
+pub mod args;
+pub mod pool;
+
 use crate::args::Function;
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::vm_create_args::{Clearing, How, Source, VmCreate};
-use crate::vm_pool::with_pool;
+use crate::vm_create::args::{Clearing, How, Source, VmCreate};
+use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{Cancel, CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};

@@ -4,7 +4,9 @@
 
 mod negative;
 mod oracle;
+mod races;
 mod rig;
 mod rules;
 #[path = "../support/mod.rs"]
 mod support;
+mod watched;

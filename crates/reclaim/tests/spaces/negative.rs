@@ -24,27 +24,32 @@ fn at(index: u64) -> u64 {
 /// CPU 1 stores to pages and keeps their translations; CPU 0 does something; CPU 1 stores once more. Then how many of the
 /// pages, as `see` finds them, are not as they should be.
 fn wrong(deaf: bool, act: impl Fn(&Rig<'_>, bool) -> u64) -> u64 {
+    wrong_on(SIZE, deaf, act)
+}
+
+fn wrong_on(size: Size, deaf: bool, act: impl Fn(&Rig<'_>, bool) -> u64) -> u64 {
     let wrong = std::cell::Cell::new(0);
-    with_rig(SIZE, 21, &no_faults(), |rig| wrong.set(act(rig, deaf)));
+    with_rig(size, 21, &no_faults(), |rig| wrong.set(act(rig, deaf)));
     wrong.get()
 }
 
 /// D13: written out while a CPU could still store into the page.
 fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
+    let writer = CpuId(rig.cpus() - 1);
     let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
-    rig.mmu.as_cpu(CpuId(1), |cx| {
+    rig.mmu.as_cpu(writer, |cx| {
         rig.enter(cx, &space);
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
     });
     rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
     rig.mmu.as_cpu(CpuId(0), |cx| (0..3).for_each(|_| _ = rig.evict_all(cx)));
     // Whoever has the translation uses it; whoever faults stores to the page that comes back.
-    let through_stale = rig.mmu.as_cpu(CpuId(1), |_| {
-        (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 2).is_ok()).count()
+    let through_stale = rig.mmu.as_cpu(writer, |_| {
+        (0..PAGES).filter(|index| rig.mmu.store(writer, VirtAddr::new(at(*index)), 2).is_ok()).count()
     });
     rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
     assert_eq!(through_stale > 0, deaf);
-    rig.mmu.as_cpu(CpuId(1), |cx| {
+    rig.mmu.as_cpu(writer, |cx| {
         rig.leave(cx, &space);
         if !deaf {
             rig.enter(cx, &space);
@@ -130,6 +135,17 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
 fn a_page_written_out_before_its_flush_loses_stores() {
     assert_eq!(wrong(false, evict_under_a_writer), 0);
     assert!(wrong(true, evict_under_a_writer) > 0);
+}
+
+/// The last of many CPUs hears of a flush too: a mask has a word for each 64.
+#[test]
+fn the_last_of_many_cpus_is_flushed() {
+    for cpus in [65, 256] {
+        // Each CPU has 32 KiB to compress in.
+        let size = Size { mib: 32, swap: 4000, cpus, ..SIZE };
+        assert_eq!(wrong_on(size, false, evict_under_a_writer), 0);
+        assert!(wrong_on(size, true, evict_under_a_writer) > 0);
+    }
 }
 
 #[test]

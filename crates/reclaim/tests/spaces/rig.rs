@@ -4,6 +4,7 @@
 #![allow(unreachable_pub, reason = "one test's modules")]
 
 use crate::support::Runs;
+use crate::watched::Watched;
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{
     CpuCx, CpuId, CpuLocal, Dirty, Extent, Invalidation, NoPressure, NodeId, PhysAddr, TlbHw, TlbScope, VirtAddr,
@@ -24,7 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
-pub type Store<'h> = Compressed<'h, 'h, Plain<&'h FaultPlan>, Runs>;
+pub type Store<'h> = Watched<Compressed<'h, 'h, Plain<&'h FaultPlan>, Runs>>;
 pub type Pages<'h> = Reclaim<'h, 'h, Model<'h>, Store<'h>>;
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
 pub type Handle<'v, 'h> = SpaceRef<'v, Model<'h>>;
@@ -166,7 +167,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let lrus = [Lru::new(&frames, size.policy)];
     // Fails only where an allocation is made to fail.
     let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
-    let store = ManuallyDrop::new(store);
+    let store = ManuallyDrop::new(Watched::new(store));
     let marks = Watermarks::for_node(memory.pages());
     let parts = Parts {
         frames: &frames,
@@ -189,9 +190,10 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     mmu.as_cpu(CpuId(0), |cx| {
         let SwapStats { pages, .. } = store.stats(cx);
         assert_eq!(pages, 0, "left in swap");
+        assert_eq!(store.strays(), 0, "slots used that nobody held");
         // SAFETY: whoever borrowed it has been dropped, though the types' lifetimes go on; it is not used again.
         let store: Store<'_> = unsafe { std::ptr::read(&*store) };
-        assert!(store.close(cx).is_ok());
+        assert!(store.inner.close(cx).is_ok());
     });
     for cpu in 0..cpus {
         mmu.as_cpu(CpuId(cpu), |cx| frames.drain(cx));
@@ -233,8 +235,20 @@ impl<'h> Rig<'h> {
 
     /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
-        let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
+        self.beside_others_noting(cpu, &AtomicBool::new(false), f)
+    }
+
+    /// The same; `waits` becomes true when the CPU waits for a lock, or has finished.
+    pub fn beside_others_noting<R>(&self, cpu: u32, waits: &AtomicBool, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
+        let serve = || {
+            waits.store(true, Ordering::SeqCst);
+            self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
+        };
         self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
+    }
+
+    pub fn cpus(&self) -> u32 {
+        hugemm_base::Topology::cpus(self.mmu)
     }
 
     pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {

@@ -9,9 +9,9 @@ use super::tlb::tlbs;
 use super::traps::Frame;
 use core::arch::global_asm;
 use core::ptr;
-use core::sync::atomic::Ordering;
+use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, VirtAddr};
-use hugemm_paging::{TlbSpace, User};
+use hugemm_paging::{Keep, TlbSpace, User};
 use hugemm_vm::Access;
 
 /// Serves a fault of the calling CPU; whether the access can be tried again.
@@ -21,11 +21,11 @@ pub type Serve<'a> = dyn Fn(&mut CpuCx<'static, Kernel>, VirtAddr, Access) -> bo
 pub struct Server<'a>(&'a Serve<'a>);
 
 /// Runs `f` with an address space loaded on the calling CPU, whose faults `serve` serves meanwhile.
-pub fn with<R>(
-    cx: &mut CpuCx<'static, Kernel>,
-    space: &TlbSpace<User>,
+pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
+    cx: &mut CpuCx<'p, Kernel>,
+    space: &TlbSpace<User, Keep, M>,
     serve: &Serve<'_>,
-    f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R,
+    f: impl FnOnce(&mut CpuCx<'p, Kernel>) -> R,
 ) -> R {
     space.switch_in(tlbs(), cx);
     let server = Server(serve);

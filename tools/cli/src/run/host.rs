@@ -1,6 +1,6 @@
 //! The day on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
-use crate::pool_machine::{Ground, Plan, Soft};
+use crate::pool::machine::{Ground, Plan, Soft};
 use crate::stand_in::StandIn;
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
@@ -138,7 +138,7 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
     store: &'a Store<'e>,
     host: &'a Host<'h>,
     tlbs: &'a Tlbs<'a, Counting>,
-    economy: &'a Economy<'e, Soft<'e>, crate::pool_machine::Map<'e>>,
+    economy: &'a Economy<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
     setting: &'a Setting,
     pins: Vec<Pinned>,
 }

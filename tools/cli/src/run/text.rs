@@ -1,7 +1,7 @@
 //! The day on a terminal: one table, the books, and a paragraph.
 
 use super::{Log, Measured, Side};
-use crate::run_args::Run;
+use crate::run::args::Run;
 use crate::size::Size;
 use crate::table;
 use hugemm_workloads::day::books::Books;

@@ -3,12 +3,12 @@
 //! Both commands are one work: memory mapped, and populated by touching each page or by one request, by some workers.
 
 use crate::args::{Function, Page};
-use crate::boot_lines::Transcript;
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
+use crate::linux::args::{GuestHow, GuestKind, GuestMmap, GuestVmCreate};
+use crate::linux::reference::NAME;
 use crate::linux::{Cell, kib, samples};
-use crate::linux_args::{GuestHow, GuestKind, GuestMmap, GuestVmCreate};
-use crate::linux_reference::NAME;
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::table;

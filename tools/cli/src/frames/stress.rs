@@ -2,8 +2,8 @@
 //! allocator. Fails if a frame is ever handed out twice, is not taken back, or is lost.
 
 use crate::document::Row;
-use crate::frames_area::Plan;
-use crate::frames_args::Stress;
+use crate::frames::area::Plan;
+use crate::frames::args::Stress;
 use crate::machine::Machine;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};

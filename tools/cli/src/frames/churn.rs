@@ -1,11 +1,11 @@
 //! `hugemm bench churn`: mixed sizes with random lifetimes for a while, then the extents that can still be had.
 
 use crate::document::Row;
-use crate::frames_area::{Plan, figure};
-use crate::frames_args::Churn;
+use crate::frames::area::{Plan, figure};
+use crate::frames::args::Churn;
+use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Bound;
 use crate::machine::Machine;
-use crate::peers::{self, Locked, Peer, Visit};
 use crate::size::Size;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow};

@@ -6,9 +6,9 @@
 
 use crate::args::Kind;
 use crate::document::Row;
-use crate::frames_area::figure;
+use crate::frames::area::figure;
 use crate::machine::Machine;
-use crate::shootdown_args::Shootdown;
+use crate::paging::shootdown_args::Shootdown;
 use crate::stand_in::StandIn;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};

@@ -1,9 +1,9 @@
 //! Pools in the reference kernel: its goals, and its runs beside those of Linux guests.
 
-use crate::boot_lines::Transcript;
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux_args::{Economy, GuestPool};
+use crate::linux::args::{Economy, GuestPool};
 use crate::stats::Samples;
 use hugemm_base::PageSize;
 use hugemm_kernel::request::{List, Pool, TooMany};

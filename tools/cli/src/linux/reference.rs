@@ -3,10 +3,11 @@
 use crate::boot::{Done, KERNEL, Machine};
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux_args::{GuestBench, GuestMem, Linux};
-use crate::linux_faults::Populate;
+use crate::linux::args::{GuestBench, GuestMem, Linux};
+use crate::linux::faults::Populate;
+use crate::pool::kernel as pool_kernel;
 use crate::stats::Samples;
-use crate::{pool_kernel, table};
+use crate::table;
 use anyhow::Result;
 use hugemm_host::interrupt;
 use hugemm_kernel::request::Request;

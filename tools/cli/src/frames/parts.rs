@@ -1,10 +1,10 @@
 //! The other tables of `hugemm bench free`: one block freed by two CPUs at once, contiguous claims, arrays.
 
 use crate::document::Row;
-use crate::frames_area::{Area, Side, alternate, cell};
-use crate::frames_args::Free;
+use crate::frames::area::{Area, Side, alternate, cell};
+use crate::frames::args::Free;
+use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::machine::Machine;
-use crate::peers::{self, Locked, Peer, Visit};
 use crate::size::Size;
 use crate::stats::Samples;
 use crate::table;

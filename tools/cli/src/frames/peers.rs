@@ -95,7 +95,7 @@ pub fn each(none: bool, visitor: &mut impl Visit) -> Result<()> {
     let _ = &visitor;
     if !none {
         #[cfg(feature = "peers")]
-        crate::peer_adapters::each(visitor)?;
+        crate::frames::peer_adapters::each(visitor)?;
     }
     Ok(())
 }

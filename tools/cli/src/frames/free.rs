@@ -1,14 +1,15 @@
 //! `hugemm bench free`: blocks split into pages and freed as a range or page by page (seed 002's loop), whole frozen
 //! blocks. What else it measures is in `frames_parts`.
 
+use super::parts;
 use crate::document::Row;
-use crate::frames_area::{Area, Columns, Plan, Side, alternate, cell, figure};
-use crate::frames_args::Free;
+use crate::frames::area::{Area, Columns, Plan, Side, alternate, cell, figure};
+use crate::frames::args::Free;
+use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::peers::{self, Locked, Peer, Visit};
 use crate::stats::Samples;
-use crate::{environment_text, frames_parts, progress, table};
+use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
@@ -81,11 +82,11 @@ pub fn run(args: &Free) -> Result<()> {
         note_goals(&mut goals, *order, &columns);
     }
     if cpus == 2 {
-        let (ratio, more) = frames_parts::two_cpus(&machine, &area, args, &bar)?;
+        let (ratio, more) = parts::two_cpus(&machine, &area, args, &bar)?;
         rows.extend(more);
         goals.at_most("frames.free512_parts_2t_ratio", &ratio, "ratio", 1.5);
     }
-    rows.extend(frames_parts::claims_and_arrays(&machine, &area, args, &bar)?);
+    rows.extend(parts::claims_and_arrays(&machine, &area, args, &bar)?);
     bar.finish_and_clear();
     let percent = plan.metadata as f64 * 100.0 / plan.extent.bytes() as f64;
     let mut metadata = Samples::default();

@@ -1,6 +1,6 @@
 //! Options of the commands that measure page tables.
 
-use crate::frames_args::Measured;
+use crate::frames::args::Measured;
 use crate::size::Size;
 use clap::Args;
 

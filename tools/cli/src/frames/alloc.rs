@@ -1,11 +1,11 @@
 //! `hugemm bench alloc`: pairs, bulk and random frees on one to N CPUs, and the cost over the number of CPUs.
 
 use crate::document::Row;
-use crate::frames_area::{Area, Columns, Plan, Side, alternate, cell, figure, mean_each, rounds_in};
-use crate::frames_args::{Alloc, Pattern};
+use crate::frames::area::{Area, Columns, Plan, Side, alternate, cell, figure, mean_each, rounds_in};
+use crate::frames::args::{Alloc, Pattern};
+use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::peers::{self, Locked, Peer, Visit};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};

@@ -8,13 +8,14 @@
 //! both sides: the per-page mapper's own plain store would lose what hardware sets meanwhile.
 
 use crate::document::Row;
-use crate::frames_area::{Columns, Side, alternate, cell, figure};
+use crate::frames::area::{Columns, Side, alternate, cell, figure};
+use crate::frames::peers;
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::paging_args::Map;
+use crate::paging::args::Map;
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::{environment_text, peers, progress, table};
+use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
@@ -185,7 +186,7 @@ impl<'b> Bench<'b, '_> {
     where
         Self: 'b,
     {
-        use crate::per_page::{NAME, PerPage};
+        use crate::paging::per_page::{NAME, PerPage};
         let Bench { host, frames, offset } = self;
         let run = move || {
             host.run_on(CpuId(0), |cx| {

@@ -1,6 +1,6 @@
 //! One adapter for each allocator that is compared with. What each can do is in [`Peer`]'s constants.
 
-use crate::peers::{Peer, Visit};
+use crate::frames::peers::{Peer, Visit};
 use crate::size::Size;
 use anyhow::{Result, ensure};
 use bitmap_allocator::{BitAlloc, BitAlloc16M};

@@ -1,0 +1,207 @@
+//! A reclaiming task's view of the spaces: the [`Reclaimer`] over their reverse map.
+
+use super::{Ageing, Reclaim, Step, Steps};
+use crate::lru::{BATCH, Folio, Neighbours};
+use crate::reclaimer::{Age, Reclaimer, WriteError};
+use crate::swap::{StoreError, Swap};
+use core::cell::{Cell, RefCell};
+use hugemm_base::lock::RawLock;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, Tlbs};
+use hugemm_vm::ageing::AROUND;
+use hugemm_vm::{AgeRun, Cx, Debt, Pager, Recency, Setup, Vm, VmError};
+
+/// Most CPUs: so many bits has each of the two masks of a deferred flush, which are on the reclaiming task's stack (256
+/// bytes), because memory for them could not be had when it is needed.
+pub(super) const MOST_CPUS: usize = 1024;
+
+/// A batch's flush.
+pub(super) type Batch = DeferredUnmap<Keep, [AtomicU64; 2 * MOST_CPUS / 64]>;
+
+/// For one batch after the other. `None` if there are more CPUs than [`MOST_CPUS`].
+pub(super) fn batch<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Option<Batch> {
+    DeferredUnmap::with_masks(tlbs, Keep, [const { AtomicU64::new(0) }; 2 * MOST_CPUS / 64]).ok()
+}
+
+/// A reclaiming task's view of the spaces.
+pub(super) struct Side<'s, 'a, 'm, S: Setup, W, L: RawLock, O> {
+    pub(super) vm: &'s Vm<'s, S>,
+    pub(super) pager: &'s Reclaim<'a, 'm, S, W, L, O>,
+    /// Whose free pages are asked for.
+    pub(super) node: Cell<NodeId>,
+    pub(super) deferred: &'s Batch,
+    pub(super) debt: RefCell<Option<Debt<'s, Keep>>>,
+    /// What the last page that was written out has freed.
+    pub(super) freed: Cell<u64>,
+}
+
+impl From<VmError> for WriteError {
+    fn from(error: VmError) -> Self {
+        match error {
+            VmError::NoMemory => WriteError::Swap(StoreError::NoMemory),
+            _ => WriteError::InUse,
+        }
+    }
+}
+
+/// A folio of a batch where it lies in its object.
+#[derive(Clone, Copy)]
+struct Lies {
+    object: u64,
+    offset: u64,
+    order: Order,
+    index: usize,
+}
+
+impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W, L, O> {
+    /// By runs: sorted by where they lie, those that are near each other in one walk.
+    fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
+        let none = Lies { object: 0, offset: 0, order: Order::ZERO, index: 0 };
+        let mut lies = [none; BATCH];
+        for (index, (folio, lies)) in folios.iter().zip(&mut lies).enumerate() {
+            if let Some(owner) = self.vm.owner(folio.pfn) {
+                *lies = Lies { object: owner.object, offset: owner.offset, order: folio.order, index };
+            }
+        }
+        let lies = &mut lies[..folios.len().min(BATCH)];
+        lies.sort_unstable_by_key(|lies| (lies.object, lies.order, lies.offset));
+        let mut rest = &*lies;
+        while let Some(first) = rest.first() {
+            let reach = AROUND * first.order.pages();
+            let together = |next: &&Lies| {
+                next.object == first.object && next.order == first.order && next.offset / reach == first.offset / reach
+            };
+            let (some, more) = rest.split_at(rest.iter().take_while(together).count());
+            rest = more;
+            let mut pages = [(0, Pfn::new(0)); BATCH];
+            let mut found = [Recency::default(); BATCH];
+            for (page, lies) in pages.iter_mut().zip(some) {
+                *page = (lies.offset, folios[lies.index].pfn);
+            }
+            let run = AgeRun { object: first.object, pages: &pages[..some.len()], order: first.order };
+            let mut around = 0;
+            let mut keep = |head| {
+                // Mapped, and its page table locked: it has a reference that keeps it for that long.
+                let wanted = neighbours.has_room() && self.vm.frames().get(head).is_ok();
+                around += u64::from(wanted && neighbours.push(head));
+                wanted
+            };
+            self.vm.age(cx, &run, &mut found, Some(&mut keep));
+            self.pager.counts.around.add(around);
+            for (lies, found) in some.iter().zip(found) {
+                looks[lies.index] = self.judge(&found);
+            }
+        }
+    }
+
+    /// The old ways: a page at a time.
+    fn age_pages(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], way: Ageing) {
+        let counts = &self.pager.counts;
+        for (folio, look) in folios.iter().zip(looks) {
+            let found = self.vm.age_page(cx, folio.pfn, folio.order, |cx, tlb, page| {
+                if way == Ageing::NoFlush {
+                    return;
+                }
+                counts.age_flushes.add(1);
+                if way == Ageing::Flush {
+                    self.pager.steps.enter(Step::AgeFlush);
+                    let mut batch = ShootdownBatch::new(tlb);
+                    let stride = if folio.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
+                    batch.changed(page.range(), stride);
+                    let _ = batch.flush(self.vm.tlbs(), cx, &ShootdownPolicy::PER_PAGE);
+                    self.pager.steps.enter(Step::Age);
+                }
+            });
+            *look = self.judge(&found);
+        }
+    }
+
+    fn judge(&self, found: &Recency) -> Age {
+        self.pager.counts.young.add(u64::from(found.users));
+        match (found.keep, found.young) {
+            (true, _) => Age::Keep,
+            (_, true) => Age::Young,
+            _ => Age::Idle,
+        }
+    }
+}
+
+impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Platform> for Side<'s, '_, '_, S, W, L, O> {
+    type Flushed = Flushed<'s, Deferred, Keep>;
+
+    fn hold(&self, head: Pfn) -> bool {
+        // Under the LRU's lock, under which last references go: what is on a list has one.
+        self.vm.frames().get(head).is_ok()
+    }
+
+    fn release(&self, cx: &Cx<'_, S>, head: Pfn) {
+        let frames = self.vm.frames();
+        if let Some((head, order)) = frames.head_of(head) {
+            self.pager.drop_references(frames, cx, Extent::block(head, order), order);
+        }
+    }
+
+    fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
+        self.pager.steps.enter(Step::Age);
+        self.pager.counts.aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
+        match self.pager.ageing() {
+            Ageing::Batch => self.age_runs(cx, folios, looks, neighbours),
+            way => self.age_pages(cx, folios, looks, way),
+        }
+        self.pager.steps.enter(Step::Other);
+    }
+
+    fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> bool {
+        self.pager.steps.enter(Step::Unmap);
+        let unhooked = self.vm.unhook(cx, folio.pfn, folio.order, self.deferred, &mut self.debt.borrow_mut());
+        self.pager.steps.enter(Step::Other);
+        unhooked
+    }
+
+    fn flush(&self, cx: &mut Cx<'_, S>) -> Self::Flushed {
+        self.pager.steps.enter(Step::UnmapFlush);
+        self.pager.counts.unmap_flushes.add(1);
+        let receipt = self.deferred.flush(self.vm.tlbs(), cx);
+        if let Some(debt) = self.debt.take() {
+            // The flush began after all that is owed; if it did not pay, the debt would be counted as dropped.
+            let _ = debt.release(&receipt);
+        }
+        self.pager.steps.enter(Step::Other);
+        receipt
+    }
+
+    fn write_out(&self, cx: &mut Cx<'_, S>, folio: &Folio, _after: &Self::Flushed) -> Result<(), WriteError> {
+        self.pager.steps.enter(Step::Write);
+        let swap = self.pager.swap;
+        let written = self.vm.page_out(
+            cx,
+            folio.pfn,
+            folio.order,
+            |cx, block| match swap.evict(cx, block) {
+                Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
+                Err((error, block)) => Err((WriteError::Swap(error), block)),
+            },
+            |cx, block, page| match swap.store(cx, block, page) {
+                Ok(slot) => Ok(slot.into_bits()),
+                Err(error) => Err(WriteError::Swap(error)),
+            },
+        );
+        self.pager.steps.enter(Step::Other);
+        self.freed.set(written?);
+        Ok(())
+    }
+
+    fn restore(&self, cx: &mut Cx<'_, S>, folio: &Folio, _after: &Self::Flushed) {
+        self.vm.put_back(cx, folio.pfn, folio.order);
+    }
+
+    fn free(&self, _cx: &Cx<'_, S>, _folio: &Folio, _after: &Self::Flushed) -> u64 {
+        // Frozen and freed with the write.
+        self.freed.take()
+    }
+
+    fn available(&self, cx: &Cx<'_, S>) -> u64 {
+        self.vm.frames().node_stats(cx, self.node.get()).available()
+    }
+}

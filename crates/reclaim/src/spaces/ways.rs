@@ -1,0 +1,92 @@
+//! Ways of ageing, and what is told and counted of reclaiming.
+
+use hugemm_base::counters::Counter;
+
+/// How accessed bits are read: values of one policy, so that the old ways can be measured beside the one to use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Ageing {
+    /// A page at a time, and a flush of each mapping that was young, waited for: what arm64 and, for 2 MiB, x86-64 do in
+    /// Linux.
+    Flush,
+    /// The same with invalidations that nobody waits for, as arm64 can. They are counted and not executed: x86-64 has none
+    /// that is not an interrupt.
+    NoSync,
+    /// A page at a time, no flush: patch series "Don't flush TLB after checking PTE young".
+    NoFlush,
+    /// By runs, no flush.
+    #[default]
+    Batch,
+}
+
+impl Ageing {
+    /// Every way.
+    pub const ALL: [Ageing; 4] = [Ageing::Flush, Ageing::NoSync, Ageing::NoFlush, Ageing::Batch];
+
+    /// As the command line spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Ageing::Flush => "flush",
+            Ageing::NoSync => "nosync",
+            Ageing::NoFlush => "noflush",
+            Ageing::Batch => "batch",
+        }
+    }
+}
+
+/// What a reclaiming task is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Reading accessed bits.
+    Age,
+    /// Flushing because of that.
+    AgeFlush,
+    /// Unhooking.
+    Unmap,
+    /// Flushing because of that.
+    UnmapFlush,
+    /// Storing pages and freeing them.
+    Write,
+    /// Anything else that reclaim does: choosing, the LRU.
+    Other,
+    /// No longer reclaiming.
+    Outside,
+}
+
+/// Is told when a reclaiming task turns to something else. `()` is told nothing and costs nothing.
+pub trait Steps {
+    /// From here on the calling task does `step`.
+    fn enter(&self, step: Step);
+}
+
+impl Steps for () {
+    #[inline]
+    fn enter(&self, _step: Step) {}
+}
+
+impl<F: Fn(Step)> Steps for F {
+    #[inline]
+    fn enter(&self, step: Step) {
+        self(step);
+    }
+}
+
+/// What reclaim has done since it was made. Pages are base pages.
+#[derive(Debug, Default)]
+pub struct ReclaimCounts {
+    /// Pages whose accessed bits were looked at.
+    pub aged: Counter,
+    /// Mappings that had been used.
+    pub young: Counter,
+    /// Pages of which neighbours' looks were made.
+    pub around: Counter,
+    /// Flushes caused by ageing, waited for or not.
+    pub age_flushes: Counter,
+    /// Flushes caused by unmapping: one per batch.
+    pub unmap_flushes: Counter,
+    /// Pages freed by direct reclaim, and how often it was asked.
+    pub direct_freed: Counter,
+    /// How often it was asked.
+    pub direct: Counter,
+    /// Pages freed by workers.
+    pub worker_freed: Counter,
+}
