@@ -719,9 +719,9 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
     };
     let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
         for step in 0..count {
-            for cpu in 0..2 {
-                Threads::run_as(cpu as u32);
-                held[cpu].push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
+            for (cpu, blocks) in (0..).zip(&mut *held) {
+                Threads::run_as(cpu);
+                blocks.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
             }
         }
     };
