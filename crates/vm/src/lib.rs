@@ -35,6 +35,7 @@
 //! one. The area list is held while other CPUs are flushed by copy-on-write and fork; they serve such requests while they
 //! wait for it, because they wait with interrupts on.
 #![cfg_attr(not(test), no_std)]
+#![warn(missing_debug_implementations)]
 
 pub mod ageing;
 pub mod area;
