@@ -173,15 +173,17 @@ impl<'m, E: Env> Frames<'m, E> {
         let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
         if let Some(own) = own {
             self.serve_own(own);
+            self.return_leavers(own);
         }
         let (first, fallback) = self.choose(own, from)?;
         let near = own.filter(|own| own.node.0 == first && !want_zero);
-        let class = near.and_then(|own| own.stock(order.get(), mobility)).filter(|class| class.enabled());
+        let class =
+            near.and_then(|own| Some((own, own.stock(order.get(), mobility)?))).filter(|(_, class)| class.enabled());
         // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
         let other =
             near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
         for last_try in [false, true] {
-            if let Some(class) = class {
+            if let Some((own, class)) = class {
                 loop {
                     if class.len() == 0
                         && let Some(block) = other.and_then(|other| other.pop())
@@ -221,14 +223,13 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
-    fn refill(&self, own: Option<&PerCpu<'m>>, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
-        let found = |pfn| own.iter().for_each(|own| own.found(pfn));
+    fn refill(&self, own: &PerCpu<'m>, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
         let want = class.want();
         let order = size.get();
         if order == BLOCK_ORDER {
             let batches = self.with_node(node, |lists| self.take_many_2m(lists, want));
             for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
-                found(taken.pfn);
+                own.found(taken.pfn);
                 // At most half of what the watermark allows.
                 let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
             }
@@ -238,9 +239,10 @@ impl<'m, E: Env> Frames<'m, E> {
             let mut got = 0;
             while got < want {
                 let most = order + (want - got).ilog2();
-                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false) else { break };
+                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false, Some(own)) else { break };
                 let Some(arena) = self.arena(taken.pfn) else { break };
-                found(taken.pfn);
+                own.found(taken.pfn);
+                self.note_chunk(own, arena, taken.pfn);
                 arena.map_split_even(taken.pfn, k, order, mobility);
                 // Last first, so that they come out in ascending order.
                 for index in (0..1_u64 << (k - order)).rev() {
@@ -341,6 +343,16 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Moves blocks that are on their way to the node there.
     fn drain_leavers(&self, class: &Class<'m>, order: u32, node: u32) {
         class.drain_leavers(|words| self.free_cached(node, order, words));
+    }
+
+    /// Before anything is taken from the node: gives back the 2 MiB blocks that this CPU has on their way there, lest something
+    /// goes to higher memory instead.
+    fn return_leavers(&self, own: &PerCpu<'m>) {
+        for class in Mobility::ALL.into_iter().filter_map(|mobility| own.class(BLOCK_ORDER, mobility)) {
+            if class.len() != class.all() {
+                self.drain_leavers(class, BLOCK_ORDER, own.node.0);
+            }
+        }
     }
 
     /// Frees cached blocks of one order, in ascending order: one lock round per 64, or less.

@@ -341,6 +341,18 @@ impl Bits512 {
         words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * WORD_BITS + word.trailing_zeros() as usize)
     }
 
+    /// Every set bit, ascending.
+    pub(crate) fn positions(&self) -> impl Iterator<Item = usize> {
+        (0..WORDS).flat_map(|at| {
+            let mut left = self.load(at);
+            core::iter::from_fn(move || {
+                let bit = (left != 0).then(|| left.trailing_zeros())?;
+                left &= left - 1;
+                Some(at * WORD_BITS + bit as usize)
+            })
+        })
+    }
+
     /// The bits that are set here and are `value` in `other`.
     pub(crate) fn both(&self, other: &Bits512, value: bool) -> [u64; WORDS] {
         let flip = if value { 0 } else { u64::MAX };

@@ -9,6 +9,7 @@ use crate::blockmap::{Mobility, SPAN, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Known, List, Places, Rows};
+use crate::pcp::{self, PerCpu};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, Pfn};
@@ -184,7 +185,7 @@ impl<'m, E: Env> Frames<'m, E> {
         want_zero: bool,
     ) -> Option<Taken> {
         match order.checked_sub(BLOCK_ORDER) {
-            None => self.take_up_to(lists, order, order, mobility, want_zero).map(|(taken, _)| taken),
+            None => self.take_up_to(lists, order, order, mobility, want_zero, None).map(|(taken, _)| taken),
             Some(log) => Sought::preferring(want_zero).into_iter().find_map(|sought| self.take_2m(lists, log, sought)),
         }
     }
@@ -194,7 +195,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// That is the lowest place with enough in one piece among those of the mobility, then a fresh 2 MiB block, and only
     /// then the other mobility, its largest block; but a fresh 2 MiB block in a lower 1 GiB comes first, so that high ones
-    /// become whole again. Within each step, whoever wants zeroes gets them first and whoever does
+    /// become whole again, unless the place is just as large as is asked for and of an order that no cache holds. Within
+    /// each step, whoever wants zeroes gets them first and whoever does
     /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and
     /// fresh blocks before anything dirty.
     pub(crate) fn take_up_to(
@@ -204,12 +206,13 @@ impl<'m, E: Env> Frames<'m, E> {
         most: u32,
         mobility: Mobility,
         want_zero: bool,
+        own: Option<&PerCpu<'m>>,
     ) -> Option<(Taken, u32)> {
         let places = self.places(lists)?;
         let prefer = if want_zero { [Known::Zero, Known::Dirty] } else { [Known::Dirty, Known::Zero] };
         if want_zero {
             if let Some(found) = lists.find(&places, order, mobility, Known::Zero) {
-                return self.carve(lists, found, List::Small(mobility, Known::Zero), order, most);
+                return self.carve(lists, found, List::Small(mobility, Known::Zero), order, most, own);
             }
             if let Some(fresh) = self.take_2m(lists, 0, Sought::Zero) {
                 return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
@@ -218,11 +221,13 @@ impl<'m, E: Env> Frames<'m, E> {
         for known in prefer {
             let Some(found) = lists.find(&places, order, mobility, known) else { continue };
             let list = List::Small(mobility, known);
-            let lower = self.lowest_2m(lists, if want_zero { Sought::Zero } else { Sought::Dirty });
+            let exact = found == order && !pcp::is_stocked(order);
+            let fresh = || self.lowest_2m(lists, if want_zero { Sought::Zero } else { Sought::Dirty });
+            let lower = if exact { None } else { fresh() };
             if lower.is_some_and(|region| region < places.region(list, found)) {
                 break;
             }
-            return self.carve(lists, found, list, order, most);
+            return self.carve(lists, found, list, order, most, own);
         }
         if let Some(fresh) = self.take_block(lists, BLOCK_ORDER, mobility, want_zero) {
             return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
@@ -230,7 +235,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let other = mobility.other();
         prefer.into_iter().find_map(|known| {
             let found = lists.largest(order, other, known)?;
-            self.carve(lists, found, List::Small(other, known), order, most)
+            self.carve(lists, found, List::Small(other, known), order, most, own)
         })
     }
 
@@ -239,9 +244,29 @@ impl<'m, E: Env> Frames<'m, E> {
         Some(Places { rows: self.nodes.get(lists.node as usize)?.rows, arenas: self.arenas })
     }
 
-    /// Takes the lowest free block of a small kind that there is, and divides it.
-    fn carve(&self, lists: &mut FreeLists, found: u32, list: List, order: u32, most: u32) -> Option<(Taken, u32)> {
+    /// Takes the lowest free block of a small kind that there is, or for a CPU's cache one that [keeps apart](crate::chunk),
+    /// and divides it.
+    fn carve(
+        &self,
+        lists: &mut FreeLists,
+        found: u32,
+        list: List,
+        order: u32,
+        most: u32,
+        own: Option<&PerCpu<'m>>,
+    ) -> Option<(Taken, u32)> {
         let (arena, pfn) = self.places(lists)?.lowest(found, list)?;
+        let (found, arena, pfn) = match own.filter(|own| self.is_anothers(own, arena, pfn)) {
+            None => (found, arena, pfn),
+            Some(own) => match (self.apart(lists, own, order, list), list) {
+                (Some(apart), _) => apart,
+                (None, List::Small(mobility, _)) => match self.take_2m(lists, 0, Sought::Dirty) {
+                    Some(fresh) => return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility)),
+                    None => (found, arena, pfn),
+                },
+                (None, List::Isolated) => return None,
+            },
+        };
         lists.remove_from(arena, pfn, found, list);
         let block = arena.block(pfn);
         block.free.put_locked(in_block(pfn), false);

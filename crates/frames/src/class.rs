@@ -5,14 +5,14 @@
 use crate::frozen::Frozen;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
-/// Watermarks start, and shrink, to this.
-const LEAST: u64 = 8;
-
 /// Which way a class last went to its node, plus [`STREAK`] for each time in a row after the first, two at most.
 const NEITHER: u64 = 0;
 const REFILLED: u64 = 1;
 const DRAINED: u64 = 2;
 const STREAK: u64 = 4;
+
+/// Of so many entries one is for a block that is not to be allocated again.
+const LEAVERS: usize = 5;
 
 /// A stack of blocks of one order and mobility.
 #[derive(Debug)]
@@ -20,24 +20,38 @@ const STREAK: u64 = 4;
 pub(crate) struct Class<'m> {
     /// How many there are: never above `high`, but for a watermark that was lowered.
     len: AtomicU64,
-    /// How many there may be: never above the number of entries.
+    /// How many there may be: never above [`most`](Class::most).
     high: AtomicU64,
+    /// The stack, and after that those that leave.
     entries: &'m [AtomicU64],
     /// Which way the class last went to its node, and how often in a row.
     last: AtomicU64,
+    /// Where the watermark starts, and what it shrinks to.
+    least: u64,
     /// Blocks on their way to the node, which are not to be allocated from here: how many, and which.
     leaving: AtomicU64,
-    leavers: &'m [AtomicU64],
 }
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Class<'_>>() == 64);
 
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
 impl<'m> Class<'m> {
-    /// A class over entries of which a fifth are for those that leave.
-    pub(crate) fn new(entries: &'m [AtomicU64]) -> Self {
-        let (entries, leavers) = entries.split_at(entries.len() - entries.len() / 5);
-        let high = LEAST.min(entries.len() as u64);
-        let (len, high, last) = (AtomicU64::new(0), AtomicU64::new(high), AtomicU64::new(NEITHER));
-        Class { len, high, entries, last, leaving: AtomicU64::new(0), leavers }
+    /// A class over entries of which one in [`LEAVERS`] is for those that leave, with a watermark of `least` at least.
+    pub(crate) fn new(entries: &'m [AtomicU64], least: u64) -> Self {
+        let least = least.min((entries.len() - entries.len() / LEAVERS) as u64);
+        let (len, high, last) = (AtomicU64::new(0), AtomicU64::new(least), AtomicU64::new(NEITHER));
+        Class { len, high, entries, last, least, leaving: AtomicU64::new(0) }
+    }
+
+    /// How many there may ever be to allocate from.
+    fn most(&self) -> usize {
+        self.entries.len() - self.entries.len() / LEAVERS
+    }
+
+    /// Where those that leave are.
+    fn leavers(&self) -> &'m [AtomicU64] {
+        self.entries.split_at(self.most()).1
     }
 
     #[inline]
@@ -49,7 +63,7 @@ impl<'m> Class<'m> {
     fn entry(&self, index: u64) -> &AtomicU64 {
         debug_assert!(index < self.entries.len() as u64);
         // SAFETY: every index is below `len`, or is `len` where that is below `high`; `push` alone raises `len`, and to
-        // `high` at most, which `new`, `note` and `shrink` keep at the number of entries or below.
+        // `high` at most, which `new`, `note` and `shrink` keep at `most` or below.
         unsafe { self.entries.get_unchecked(index as usize) }
     }
 
@@ -105,18 +119,18 @@ impl<'m> Class<'m> {
         let streak = if same { (last / STREAK + 1).min(2) } else { 0 };
         let high = self.high.load(Ordering::Relaxed);
         let high = match (same, streak) {
-            (false, _) => LEAST,
+            (false, _) => self.least,
             (true, 1) => high,
             _ => high * 2,
         };
-        self.high.store(high.min(self.entries.len() as u64), Ordering::Relaxed);
+        self.high.store(high.min(self.most() as u64), Ordering::Relaxed);
         self.last.store(event + streak * STREAK, Ordering::Relaxed);
         streak == 2
     }
 
     /// Back to the smallest size.
     pub(crate) fn shrink(&self) {
-        self.high.store(LEAST.min(self.entries.len() as u64), Ordering::Relaxed);
+        self.high.store(self.least, Ordering::Relaxed);
         self.last.store(NEITHER, Ordering::Relaxed);
     }
 
@@ -128,7 +142,7 @@ impl<'m> Class<'m> {
     /// Adds a block that is to leave; gives it back if there is no room.
     pub(crate) fn push_leaver(&self, block: Frozen) -> Result<(), Frozen> {
         let leaving = self.leaving.load(Ordering::Relaxed);
-        let Some(place) = self.leavers.get(leaving as usize) else { return Err(block) };
+        let Some(place) = self.leavers().get(leaving as usize) else { return Err(block) };
         place.store(block.into_word(), Ordering::Relaxed);
         self.leaving.store(leaving + 1, Ordering::Relaxed);
         Ok(())
@@ -137,8 +151,12 @@ impl<'m> Class<'m> {
     /// Hands over all blocks that are to leave, in ascending order. They are counted until `f` returns.
     pub(crate) fn drain_leavers(&self, f: impl FnOnce(&[u64])) {
         let count = self.leaving.load(Ordering::Relaxed) as usize;
+        if count != 0 {
+            // Whoever frees as much as it takes needs no larger cache, wherever that lies.
+            self.note(DRAINED);
+        }
         // SAFETY: `push_leaver` alone raises the count, and by one for each entry that there is.
-        let words = unsafe { words(self.leavers, count) };
+        let words = unsafe { words(self.leavers(), count) };
         words.sort_unstable();
         f(words);
         self.leaving.store(0, Ordering::Relaxed);
@@ -198,10 +216,12 @@ mod tests {
         Frozen::make(Pfn::new(pfn), Order::ZERO, Mobility::Movable, false)
     }
 
+    const LEAST: u64 = 8;
+
     #[test]
     fn a_class_grows_for_streaks_only() {
         let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries);
+        let class = Class::new(&entries, LEAST);
         // Both ways by turns: as small as can be.
         for _ in 0..4 {
             assert_eq!(class.want(), LEAST / 2);
@@ -214,9 +234,20 @@ mod tests {
     }
 
     #[test]
+    fn blocks_that_leave_are_a_change_of_direction() {
+        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries, LEAST);
+        for pfn in 0..8 {
+            assert_eq!(class.want(), LEAST / 2, "no reason to fetch more: as much is given back");
+            assert_eq!(class.push_leaver(block(pfn)), Ok(()));
+            class.drain_leavers(|words| assert_eq!(words.len(), 1));
+        }
+    }
+
+    #[test]
     fn the_highest_go_and_those_that_leave_are_not_handed_out() {
         let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries);
+        let class = Class::new(&entries, LEAST);
         for pfn in [5, 1, 7, 3] {
             assert_eq!(class.push(block(pfn)), Ok(()));
         }

@@ -3,7 +3,7 @@
 //! A [`Frozen`] block becomes counted with [`count`](Frames::count) and is from then on known by its head's number. Its
 //! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
 
-use crate::arena::{Arena, BLOCK_ORDER, in_block};
+use crate::arena::{Arena, BLOCK_ORDER, Block, in_block};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
@@ -46,6 +46,15 @@ impl FrozenRun {
         // SAFETY: the run owned the frames.
         unsafe { hugemm_base::Dirty::assume_owned(self.extent) }
     }
+}
+
+/// Drops a reference of a page that others may share: whether it was the last. Out of line, because the way there needs
+/// nothing of what this needs.
+#[cold]
+#[inline(never)]
+fn put_shared(block: &Block, pfn: Pfn) -> Result<bool, RefError> {
+    let (word, lane) = block.refs.word(in_block(pfn));
+    Ok(refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))? == Put::Last)
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -113,8 +122,8 @@ impl<'m, E: Env> Frames<'m, E> {
         let (_, order) = arena.block_of(pfn);
         let order = Order::new(order).unwrap_or(Order::ZERO);
         let mine = Frozen::make(pfn, order, block.mobility(), false);
-        let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
-        Ok((put == Put::Last).then_some(mine))
+        let last = refs::put_only(word, lane) || put_shared(block, pfn)?;
+        Ok(last.then_some(mine))
     }
 
     /// How many references there are. A guess unless the caller holds the only one.
@@ -157,8 +166,8 @@ impl<'m, E: Env> Frames<'m, E> {
         Ok(refs::install_wide(&arena.block(pfn).wide, counts.as_ptr()))
     }
 
-    /// Splits a frozen block evenly into smaller ones, whose heads' descriptors become zero. Splitting into larger ones
-    /// changes nothing. O(blocks made).
+    /// Splits a frozen block evenly into smaller ones. Their heads' descriptors are the caller's, their words unspecified, as
+    /// after an allocation. Splitting into larger ones changes nothing. A line per 2 MiB, or one per 1 GiB down to 2 MiB.
     pub fn split(&self, block: Frozen, to: Order) -> FrozenRun {
         let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
         let to = to.min(order);
@@ -166,9 +175,6 @@ impl<'m, E: Env> Frames<'m, E> {
             && to < order
         {
             arena.map_split_even(pfn, order.get(), to.get(), mobility);
-            for head in (0..order.pages()).step_by(to.pages() as usize) {
-                self.desc_in(arena, Pfn::new(pfn.number() + head)).reset();
-            }
         }
         FrozenRun { extent: Extent::block(pfn, order), order: to, mobility }
     }

@@ -9,7 +9,7 @@
 //! * The head of a **free** block belongs to the allocator, which does not touch it: what is free is said by bits (see
 //!   `freelist.rs`). Only a block on the way from `free_nowait` to its node has a link and its order in words 0 and 1.
 //! * The head of an **allocated** block belongs to the block's owner, all eight words. They are unspecified after an
-//!   allocation; only [`split`](crate::Frames::split) sets those of the heads it makes to zero.
+//!   allocation, and those of the heads that [`split`](crate::Frames::split) makes are so after it.
 //! * References are not here (see [`refs`](crate::refs)), so no atomic read-modify-write ever targets a descriptor, not
 //!   even a failing one.
 //!

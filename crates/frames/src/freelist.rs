@@ -31,6 +31,9 @@ pub(crate) const SMALL_KINDS: usize = 2 * 2 * SMALL;
 /// Kinds of what is sought among whole 2 MiB: content, order.
 pub(crate) const BIG_KINDS: usize = 3 * BIG;
 
+/// log2 of the 2 MiB blocks among which the best fit counts, not the lowest place: 128 MiB.
+const WINDOW_SHIFT: u32 = 6;
+
 /// What is known of a free block's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Known {
@@ -255,13 +258,17 @@ impl FreeLists {
 
     /// The best free block of at least `order` of one mobility and content: its order.
     ///
-    /// It is in the lowest 2 MiB that has enough in one piece; where several orders will do there, the smallest. So small
+    /// It is in the lowest 128 MiB that have enough in one piece; where several orders will do there, the smallest. So small
     /// things settle in the holes of low memory, where large ones find no room: they part by themselves, and high memory
-    /// stays whole.
+    /// stays whole. Best fit in all of it would leave less whole once most is freed, first fit by 2 MiB less while most is
+    /// in use.
     pub(crate) fn find(&self, place: &Places<'_, '_>, order: u32, mobility: Mobility, known: Known) -> Option<u32> {
         let list = List::Small(mobility, known);
         let fits = bits(self.fit(order, mobility, known)?).map(|bit| order + bit);
-        fits.min_by_key(|order| place.of_small(list, *order))
+        fits.min_by_key(|order| {
+            let (region, at) = place.of_small(list, *order);
+            (region, at >> WINDOW_SHIFT, *order)
+        })
     }
 
     /// The order of the largest free block of one mobility and content, if that is at least `order`.
@@ -325,6 +332,16 @@ impl<'a, 'm> Places<'a, 'm> {
         let number = self.region(list, order);
         let has = list.kind(order).zip(self.at(number)).and_then(|(kind, (_, region, _))| region.has.get(kind));
         (number, has.and_then(|has| has.first(|word| word)).unwrap_or(usize::MAX))
+    }
+
+    /// The 2 MiB blocks of the lowest region that has blocks of a small kind which have some: the first frame of each.
+    pub(crate) fn blocks(&self, order: u32, list: List) -> impl Iterator<Item = (&'a Arena<'m>, Pfn)> + use<'a, 'm> {
+        let kind = list.kind(order);
+        let at = kind.and_then(|kind| self.rows.first(kind)).and_then(|number| self.at(number));
+        let has = kind.zip(at).and_then(|(kind, (arena, region, base))| Some((arena, region.has.get(kind)?, base)));
+        has.into_iter().flat_map(|(arena, has, base)| {
+            has.positions().map(move |at| (arena, Pfn::new(base + ((at as u64) << BLOCK_ORDER))))
+        })
     }
 
     /// The lowest free block of a kind that [`FreeLists::find`] has found to be there.

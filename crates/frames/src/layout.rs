@@ -206,7 +206,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
             let node = config.cpu_nodes.get(cpu).copied().unwrap_or(default);
             let node = if u64::from(node.0) < nodes.len() as u64 { node } else { default };
             let own = &entries[cpu * per_cpu as usize..(cpu + 1) * per_cpu as usize];
-            cpus.add(cpu).write(PerCpu::new(node, largest_span(config, node), &capacities, own));
+            cpus.add(cpu).write(PerCpu::new(cpu as u32, node, largest_span(config, node), &capacities, own));
         }
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
         let mut first_region = 0;

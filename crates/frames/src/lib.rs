@@ -18,6 +18,7 @@
 //! | `freelist.rs` | where a node's free blocks of less than 2 MiB are, lowest first, under its lock |
 //! | `free2m.rs` | free memory from 2 MiB to 1 GiB: a bit per 2 MiB |
 //! | `buddy.rs` | splitting and merging it |
+//! | `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `alloc.rs` | allocating and freeing blocks |
 //! | `nowait.rs` | the same without ever waiting |
@@ -41,6 +42,7 @@ mod alloc;
 mod arena;
 mod blockmap;
 mod buddy;
+mod chunk;
 mod claim;
 mod class;
 mod counted;

@@ -29,6 +29,7 @@
 
 use crate::arena::{BLOCK_ORDER, REGION_ORDER};
 use crate::blockmap::Mobility;
+use crate::chunk::Chunks;
 use crate::class::Class;
 use crate::frozen::Frozen;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
@@ -38,7 +39,13 @@ use hugemm_base::{Extent, NodeId, Pfn};
 pub(crate) const CLASSES: usize = 20;
 
 /// Entries per class at most, by order.
-const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 4, 4, 256];
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 2, 1, 256];
+
+/// Watermarks start, and shrink, to this.
+const LEAST: u64 = 8;
+
+/// That of 2 MiB: what is cached of them is hidden from smaller blocks, which would go to higher memory instead.
+const LEAST_2M: u64 = 2;
 
 /// For so many entries of a class there is one more for a block that is not to be allocated from it again.
 const LEAVERS: u64 = 4;
@@ -48,6 +55,12 @@ const NEAR_SHIFT: u32 = 15;
 
 /// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
 const STOCKED: u32 = 0b10_0000_1111;
+
+/// Whether blocks of `order` are allocated from caches.
+#[inline]
+pub(crate) const fn is_stocked(order: u32) -> bool {
+    STOCKED >> order & 1 != 0
+}
 
 /// What keeps a CPU off its fast path: one word, which is all that the fast path looks at.
 ///
@@ -118,7 +131,10 @@ impl<W: AtomicWord> Mailbox<W> {
 #[derive(Debug)]
 pub(crate) struct PerCpu<'m> {
     pub(crate) mailbox: Mailbox,
+    pub(crate) number: u32,
     pub(crate) node: NodeId,
+    /// Where it was filled from last.
+    pub(crate) chunks: Chunks,
     /// Frames that are certainly on the node.
     local: Extent,
     /// How many of them, from the first on, are near: see [`is_near`](PerCpu::is_near).
@@ -146,15 +162,22 @@ impl<'m> PerCpu<'m> {
 
     /// A CPU's empty cache over `entries`, as many as [`entries`](PerCpu::entries) says. `local` are frames of the node:
     /// others are recognised too, but not at once.
-    pub(crate) fn new(node: NodeId, local: Extent, capacities: &[u64; CLASSES / 2], entries: &'m [AtomicU64]) -> Self {
+    pub(crate) fn new(
+        number: u32,
+        node: NodeId,
+        local: Extent,
+        capacities: &[u64; CLASSES / 2],
+        entries: &'m [AtomicU64],
+    ) -> Self {
         let mut rest = entries;
         let classes = core::array::from_fn(|class| {
             let most = capacities[class / 2];
             let (own, others) = rest.split_at_checked((most + most / LEAVERS) as usize).unwrap_or((&[], rest));
             rest = others;
-            Class::new(own)
+            Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST })
         });
-        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0)), node, local, near: AtomicU64::new(local.pages()), classes }
+        let (mailbox, near) = (Mailbox::new(AtomicU64::new(0)), AtomicU64::new(local.pages()));
+        PerCpu { mailbox, number, node, chunks: Chunks::default(), local, near, classes }
     }
 
     /// Whether a freed frame may be allocated again from the cache: it is on the node at the first look, and no more than
@@ -167,7 +190,7 @@ impl<'m> PerCpu<'m> {
 
     /// Whether a block is of an order that is allocated from the cache, on the node at the first look, and not near.
     pub(crate) fn is_far(&self, block: &Frozen) -> bool {
-        STOCKED >> block.log() & 1 != 0 && self.local.contains(block.pfn()) && !self.is_near(block.pfn())
+        is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(block.pfn())
     }
 
     /// A refill found room at a frame: that is as far as near is.
@@ -187,7 +210,7 @@ impl<'m> PerCpu<'m> {
     /// The class from which blocks of `order` are allocated, if there is one.
     #[inline]
     pub(crate) fn stock(&self, order: u32, mobility: Mobility) -> Option<&Class<'m>> {
-        if STOCKED >> order & 1 == 0 {
+        if !is_stocked(order) {
             return None;
         }
         self.class(order, mobility)

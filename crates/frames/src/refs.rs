@@ -274,26 +274,21 @@ pub fn try_get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Res
     }
 }
 
-/// Drops one reference. One atomic for a frame that is referenced exactly once.
+/// Drops one reference of a frame that is referenced exactly once: true if it was the last. False says nothing:
+/// [`put`] decides. One atomic, and nothing is prepared for a side count that is not needed.
 #[inline]
-pub fn put<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
+pub fn put_only<W: AtomicWord>(word: &W, lane: u32) -> bool {
     // Relaxed: only a guess for the swap.
     let seen = word.load(Ordering::Relaxed);
     // Release: what the holder did to the frame comes before its end. Acquire: the last sees what all others did.
-    if bits(seen, lane) == HELD
+    bits(seen, lane) == HELD
         && word.compare_exchange_weak(seen, with_bits(seen, lane, 0), Ordering::AcqRel, Ordering::Relaxed).is_ok()
-    {
-        return Ok(Put::Last);
-    }
-    put_shared(word, lane, side)
 }
 
-/// `put` for a frame that is shared, or whose word others change.
-#[cold]
-#[inline(never)]
-fn put_shared<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
+/// Drops one reference, whoever else has some.
+pub fn put<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
     loop {
-        // Orderings as in `put`.
+        // Orderings as in `put_only`.
         let step = word.transition(Ordering::AcqRel, Ordering::Acquire, |w| {
             (bits(w, lane) == HELD).then(|| with_bits(w, lane, 0))
         });
@@ -400,7 +395,7 @@ const fn spread(lanes: u32) -> u64 {
 #[inline]
 pub fn put_lanes<W: AtomicWord>(word: &W, lanes: u32) -> Dropped {
     if lanes == u32::MAX {
-        // The common case: 32 frames, each referenced once. Orderings as in `put`.
+        // The common case: 32 frames, each referenced once. Orderings as in `put_only`.
         if word.compare_exchange_weak(ALL_HELD, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             return Dropped { last: u32::MAX, shared: 0, dead: 0 };
         }

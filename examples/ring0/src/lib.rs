@@ -1,8 +1,8 @@
 //! What a kernel on the `x86_64` crate does to start using hugemm: a platform of one CPU, frames from the boot loader's
 //! memory map, and a heap mapped as one range.
 //!
-//! Written as the library that a kernel's `main` would call, so that it builds for bare metal without a boot loader:
-//! `cargo check --target x86_64-unknown-none -p hugemm-example-ring0`.
+//! This library is what a kernel's `main` would call; `main.rs` is such a kernel, small enough to read, and `run.sh` boots
+//! it under QEMU.
 #![no_std]
 
 use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};

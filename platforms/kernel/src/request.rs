@@ -192,6 +192,45 @@ named! {
         LostDirty = "lost-dirty",
         /// A frame is handed out twice.
         DoubleFree = "double-free",
+        /// Pages go to swap, and their frames are freed, without the flush before.
+        UnflushedSwap = "unflushed-swap",
+    }
+}
+
+impl Plant {
+    /// Which part of the self-test is to find it; all, if there is nothing to find.
+    pub const fn part(self) -> Part {
+        match self {
+            Plant::None => Part::All,
+            Plant::FreeBeforeFlush | Plant::MissedCpu | Plant::LazyCpu => Part::Translations,
+            Plant::UnflushedProtect | Plant::LostDirty => Part::Rights,
+            Plant::DoubleFree => Part::Frames,
+            Plant::UnflushedSwap => Part::Pressure,
+        }
+    }
+}
+
+named! {
+    /// A part of the self-test.
+    Part {
+        /// Each in turn.
+        All = "all",
+        /// Blocks are taken, passed on, divided and freed.
+        Frames = "frames",
+        /// Pages are touched and unmapped.
+        Translations = "translations",
+        /// Pages become read-only and writable.
+        Rights = "rights",
+        /// Descriptors' mapping changes under those who use them.
+        Descriptors = "descriptors",
+        /// All flush under a lock.
+        Convoy = "convoy",
+        /// Faults, forks and unmaps.
+        AddressSpaces = "address-spaces",
+        /// The same while pages go to swap and come back.
+        Pressure = "pressure",
+        /// Huge page pools grow and shrink.
+        Pools = "pools",
     }
 }
 
@@ -307,6 +346,33 @@ requests! {
         /// Runs.
         runs: u32,
     }
+    /// Processes that share more memory than there is.
+    "age" Age {
+        /// Orders of the pages: 0 or 9.
+        page: List,
+        /// Processes.
+        procs: u32,
+        /// Bytes that they share.
+        shared: u64,
+        /// Bytes of memory that there are.
+        memory: u64,
+        /// Bytes of it that compressed pages may take.
+        swap: u64,
+        /// Milliseconds of each measurement.
+        millis: u64,
+        /// With two lists.
+        classic: bool,
+        /// With generations.
+        generations: bool,
+        /// Ageing page by page, with a flush for each mapping that was young.
+        flush: bool,
+        /// The same, not waited for.
+        nosync: bool,
+        /// The same without flushes.
+        noflush: bool,
+        /// By runs, without flushes.
+        batch: bool,
+    }
     /// A day in the life of a virtual machine host.
     "run" Run {
         /// Days.
@@ -318,6 +384,8 @@ requests! {
         seconds: u32,
         /// Resizes of pools, at least, however long they take.
         resizes: u64,
+        /// What is run of it; a bug to make has its part to itself.
+        only: Part,
         /// The bug to make.
         plant: Plant,
     }
@@ -362,7 +430,7 @@ mod tests {
                 per_page: true,
                 runs: 5,
             }),
-            Request::Selftest(Selftest { seconds: 60, resizes: 100, plant: Plant::MissedCpu }),
+            Request::Selftest(Selftest { seconds: 60, resizes: 100, only: Part::All, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Shootdown(Shootdown { pages: 1 << 18, each: 4096, runs: 3 }),
         ] {
@@ -376,7 +444,10 @@ mod tests {
         assert_eq!("nonsense runs=1".parse::<Request>(), Err(RequestError::NoSuchCommand));
         assert_eq!("free order=0 runs=1".parse::<Request>(), Err(RequestError::Argument("n")));
         assert_eq!("free n=1 order=x runs=1".parse::<Request>(), Err(RequestError::Argument("order")));
-        assert_eq!("selftest seconds=1 resizes=0 plant=x".parse::<Request>(), Err(RequestError::Argument("plant")));
+        assert_eq!(
+            "selftest seconds=1 resizes=0 only=all plant=x".parse::<Request>(),
+            Err(RequestError::Argument("plant"))
+        );
     }
 
     #[test]

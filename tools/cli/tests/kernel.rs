@@ -37,7 +37,7 @@ fn selftest(cpus: u32) {
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
     assert_eq!(document["environment"]["guest"]["machine"], "QEMU TCG");
     let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes", "selftest.accesses"] {
+    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes", "selftest.accesses", "selftest.refaults"] {
         assert!(value(metric) >= 1.0, "{metric}");
     }
     let shootdowns = rows(&document, "selftest.shootdowns");
@@ -73,6 +73,25 @@ fn the_selftest_is_clean_on_8_cpus() {
     selftest(8);
 }
 
+/// Accessed bits are set by the MMU, and flushes are interrupts.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
+    let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "2", "--json", "--", "bench", "age"];
+    let document = document(&[&args[..], &["--memory", "32MB", "--procs", "4"]].concat());
+    let rows = |metric| rows(&document, metric);
+    let value = |row: &serde_json::Value| row["value"].as_f64().expect("a number");
+    for row in rows("bench.age.flushes_by_ageing") {
+        assert!(row["young"] == "flush" || value(row) == 0.0, "{row}");
+    }
+    // How far each line gets is the host's speed; the self-test's pressure goes on until pages came back.
+    for metric in ["bench.age.scanned", "bench.age.faults"] {
+        let rows = rows(metric);
+        assert_eq!(rows.len(), 4, "{metric}");
+        rows.iter().for_each(|row| assert!(value(row) > 0.0, "{metric}: {row}"));
+    }
+}
+
 /// The "100 random cycles with injected ENOMEM": enough memory for pages of 1 GiB to be had, and demoted.
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
@@ -99,6 +118,14 @@ fn the_selftest_finds_planted_bugs() {
     ] {
         breaks(2, &[], &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }
+}
+
+/// Pages are stored and freed while CPUs still have their translations: what these CPUs store is lost, or somebody else's
+/// page changes. On four CPUs, so that pages go while other CPUs use them.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn a_missing_flush_before_swap_is_seen_in_the_pages() {
+    breaks(4, &[], "selftest --seconds 60 --plant unflushed-swap", &["reclaim has lost data"], "");
 }
 
 #[test]
@@ -264,4 +291,11 @@ fn a_day_adds_up_in_the_kernel() {
     assert!(value("run.flushes", "page", "fill pool") > 30.0);
     assert!(value("run.interrupts", "extent", "destroy") < value("run.interrupts", "page", "destroy"));
     assert!(value("run.bandwidth", "extent", "prefault VM") > 0.0);
+    // The same pressure as on the host: pages go to compressed swap and come back, and ageing them flushes nothing.
+    for side in ["extent", "page"] {
+        assert!(value("run.stored", side, "pressure") > 10_000.0, "{side}");
+        assert!(value("run.loaded", side, "pressure") > 10_000.0, "{side}");
+    }
+    assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
+    assert!(value("run.age_flushes", "page", "pressure") > 10_000.0);
 }

@@ -5,10 +5,14 @@
 //! stand 3.5 KiB that follow from the page's number and compress to a third. So every touch checks the page: what this
 //! process wrote last, the mark, and one of the words that follow.
 
+use core::fmt;
 use core::ptr::NonNull;
+use hugemm_base::platform::Preempt;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{PAGE_BYTES, VirtAddr};
-use hugemm_vm::{Access, Cx, Setup, Space, Vm, VmError};
+use hugemm_base::{PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_paging::Span;
+use hugemm_reclaim::Watermarks;
+use hugemm_vm::{Access, AreaKind, Backing, Cx, Setup, Space, Vm, VmError};
 
 /// Pages in a window, as in the patch series' program.
 pub const WINDOW: u64 = 1024;
@@ -22,15 +26,79 @@ const MARK: usize = 15;
 /// Words that follow from the page's number.
 const FILLED: usize = 448;
 
+/// What a process wrote into a page is not known: the page has its mark, and the process's own word is still 0.
+const MARKED: u32 = u32::MAX;
+
+/// Touches of a child.
+const CHILD_TOUCHES: u32 = 128;
+
+/// How often a part that was unmapped is tried to be mapped anew.
+const TRIES: u32 = 10_000;
+
 /// Reaches a user's memory as the calling task.
 pub trait Touch<S: Setup> {
-    /// Where the calling CPU finds the word at `at`, until it serves the next shootdown; `None` is a page fault.
-    fn reach(&self, cx: &Cx<'_, S>, at: VirtAddr, write: bool) -> Option<NonNull<u8>>;
+    /// How the words of a page are accessed.
+    type Page: Words;
+
+    /// How the calling CPU accesses the page at `at`; `None` is a page fault that the caller serves.
+    fn reach(&self, cx: &Cx<'_, S>, at: VirtAddr, write: bool) -> Option<Self::Page>;
+
+    /// Runs `f` with a space loaded on the calling CPU.
+    fn with(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, space: &Space<S>, f: &mut dyn FnMut(&mut Cx<'_, S>)) {
+        space.tlb().switch_in(vm.tlbs(), cx);
+        f(cx);
+        space.tlb().switch_out(vm.tlbs(), cx);
+    }
+}
+
+/// The 64-bit words of a page. What is stored to one word is seen no later than what is stored to another after it.
+pub trait Words {
+    /// A word; `None` if its page is away and there is no memory for it.
+    fn word(&self, index: usize) -> Option<u64>;
+
+    /// Stores a word; false if nothing was stored because there is no memory for its page.
+    fn set_word(&self, index: usize, value: u64) -> bool;
+}
+
+/// A page that stays where it is until the calling CPU serves the next shootdown.
+#[derive(Clone, Copy, Debug)]
+pub struct InPlace(NonNull<u8>);
+
+impl InPlace {
+    /// The page at `page`.
+    ///
+    /// # Safety
+    ///
+    /// It is a page of a process, mapped here until the calling CPU serves the next shootdown, before which the value is
+    /// given up; everybody accesses its words atomically.
+    pub const unsafe fn new(page: NonNull<u8>) -> Self {
+        InPlace(page)
+    }
+
+    fn at(&self, index: usize) -> &AtomicU64 {
+        // SAFETY: one of the first 464 words of a page that `new`'s caller vouches for.
+        unsafe { self.0.cast::<AtomicU64>().add(index).as_ref() }
+    }
+}
+
+impl Words for InPlace {
+    fn word(&self, index: usize) -> Option<u64> {
+        // Acquire pairs with the Release in `set_word`.
+        Some(self.at(index).load(Ordering::Acquire))
+    }
+
+    fn set_word(&self, index: usize, value: u64) -> bool {
+        // Release pairs with the Acquire in `word`: whoever sees a page's mark sees what was stored before it.
+        self.at(index).store(value, Ordering::Release);
+        true
+    }
 }
 
 /// What was found that should not be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wrong {
+    /// Who found it.
+    pub process: u32,
     /// Which page of the region.
     pub page: u64,
     /// Which word of it.
@@ -46,8 +114,29 @@ pub struct Wrong {
 pub enum Failed {
     /// Content is not what it was.
     Wrong(Wrong),
-    /// The fault was refused for another reason than lack of memory.
+    /// A fault or a request was refused for another reason than lack of memory.
     Fault(VmError),
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failed::Wrong(Wrong { process, page, word, found, expected }) => write!(
+                f,
+                "process {process} found {found:#x} in word {word} of page {page} and not {expected:#x}: reclaim has \
+                 lost data, which is a bug"
+            ),
+            Failed::Fault(error) => write!(f, "a process was refused a page, a fork or a mapping: {error}"),
+        }
+    }
+}
+
+impl core::error::Error for Failed {}
+
+impl From<VmError> for Failed {
+    fn from(error: VmError) -> Self {
+        Failed::Fault(error)
+    }
 }
 
 /// What windows did.
@@ -97,6 +186,24 @@ pub struct Process<'a> {
     pub stores: u32,
 }
 
+/// Marks for a run on so many base pages: the usual ones, and for large pages a few of them apart.
+pub fn marks(pages: u64, page: PageSize) -> Watermarks {
+    let usual = Watermarks::for_node(pages);
+    let apart = page.pages();
+    let [min, low, high] = [3, 4, 6].map(|times| times * apart);
+    Watermarks::new(min, low, high).filter(|_| page != PageSize::Size4K && high < pages / 2).unwrap_or(usual)
+}
+
+/// What came of looking at a page.
+enum Look {
+    /// It is right, and was written to if it should be.
+    Right,
+    /// It is empty, and should be filled.
+    Empty,
+    /// There was no memory for it.
+    Refused,
+}
+
 fn filled(page: u64, index: usize) -> u64 {
     // Each word four times: memory of programs compresses to a third or so, too.
     let mixed = (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index as u64 / 4);
@@ -104,13 +211,16 @@ fn filled(page: u64, index: usize) -> u64 {
 }
 
 impl Process<'_> {
-    /// Touches a random window, a quarter of its pages by stores.
+    /// Touches a random window, a quarter of its pages by stores, and after each page one of the window's first `hot` ones
+    /// anew: a translation that is used all the time is what an eviction without a flush leaves behind.
+    #[allow(clippy::too_many_arguments, reason = "what a window is")]
     pub fn window<S: Setup>(
         &mut self,
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
         space: &Space<S>,
         touch: &impl Touch<S>,
+        hot: u64,
         touched: &mut Touched,
     ) -> Result<(), Failed> {
         let pages = self.wrote.len() as u64;
@@ -119,6 +229,10 @@ impl Process<'_> {
         for page in first..first + window {
             let write = self.random.below(4) == 0;
             self.touch(cx, vm, space, touch, page, write, touched)?;
+            if hot > 0 {
+                let again = first + self.random.below(hot.min(window));
+                self.touch(cx, vm, space, touch, again, !write, touched)?;
+            }
         }
         Ok(())
     }
@@ -139,17 +253,18 @@ impl Process<'_> {
         let at = VirtAddr::new(self.at.get() + page * PAGE_BYTES);
         loop {
             vm.tlbs().serve(cx);
-            let done = match touch.reach(cx, at, write) {
-                Some(bytes) => self.look(page, bytes, write)?,
-                None => false,
-            };
-            if done {
-                return Ok(());
+            let looked = touch.reach(cx, at, write).map(|words| self.look(page, &words, write)).transpose()?;
+            match looked {
+                Some(Look::Right) => return Ok(()),
+                Some(Look::Refused) => {
+                    touched.refused += 1;
+                    return Ok(());
+                }
+                Some(Look::Empty) | None => {}
             }
             // A page that is empty has to be written, whatever the touch was going to be.
-            let reached = touch.reach(cx, at, true);
-            if let Some(bytes) = reached {
-                self.fill(page, bytes);
+            if let Some(words) = touch.reach(cx, at, true) {
+                touched.refused += u64::from(!self.fill(page, &words));
                 return Ok(());
             }
             touched.faults += 1;
@@ -169,60 +284,118 @@ impl Process<'_> {
         self.wrote[page as usize] == 0
     }
 
-    /// Checks a page, and stores into it if `write`; false if it is empty and should be filled.
-    fn look(&mut self, page: u64, bytes: NonNull<u8>, write: bool) -> Result<bool, Failed> {
-        let wrong = |word, found, expected| Err(Failed::Wrong(Wrong { page, word, found, expected }));
+    /// Checks a page, and stores into it if `write`.
+    fn look(&mut self, page: u64, words: &impl Words, write: bool) -> Result<Look, Failed> {
+        let process = self.number;
+        let wrong = |word, found, expected| Err(Failed::Wrong(Wrong { process, page, word, found, expected }));
         let mine = self.number as usize;
-        let wrote = u64::from(self.wrote[page as usize]);
-        let (found, mark) = (word(bytes, mine), word(bytes, MARK));
-        if found != wrote {
-            return wrong(mine, found, wrote);
+        let wrote = self.wrote[page as usize];
+        let (Some(found), Some(mark)) = (words.word(mine), words.word(MARK)) else { return Ok(Look::Refused) };
+        let expected = if wrote == MARKED { 0 } else { u64::from(wrote) };
+        if found != expected {
+            return wrong(mine, found, expected);
         }
         if mark == 0 && wrote == 0 {
-            return Ok(false);
+            return Ok(Look::Empty);
         }
         if mark != page + 1 || self.alone && wrote == 0 {
             return wrong(MARK, mark, if self.alone && wrote == 0 { 0 } else { page + 1 });
         }
         let index = self.random.below(FILLED as u64) as usize;
-        let (found, expected) = (word(bytes, MARK + 1 + index), filled(page, index));
+        let Some(found) = words.word(MARK + 1 + index) else { return Ok(Look::Refused) };
+        let expected = filled(page, index);
         if found != expected {
             return wrong(MARK + 1 + index, found, expected);
         }
-        if write {
-            self.store(page, bytes);
-        }
-        Ok(true)
+        Ok(if !write || self.store(page, words) { Look::Right } else { Look::Refused })
     }
 
-    fn store(&mut self, page: u64, bytes: NonNull<u8>) {
+    fn store(&mut self, page: u64, words: &impl Words) -> bool {
         self.stores = self.stores.wrapping_add(1).max(1);
-        self.wrote[page as usize] = self.stores;
-        set_word(bytes, self.number as usize, u64::from(self.stores));
-    }
-
-    /// Fills an empty page. Several processes may do so at once: they store the same.
-    fn fill(&mut self, page: u64, bytes: NonNull<u8>) {
-        if word(bytes, MARK) == 0 {
-            (0..FILLED).for_each(|index| set_word(bytes, MARK + 1 + index, filled(page, index)));
-            // Release pairs with the Acquire in `word`: whoever sees the mark sees what follows it.
-            set_word(bytes, MARK, page + 1);
+        let stored = words.set_word(self.number as usize, u64::from(self.stores));
+        if stored {
+            self.wrote[page as usize] = self.stores;
         }
-        self.store(page, bytes);
+        stored
     }
-}
 
-fn at(bytes: NonNull<u8>, index: usize) -> NonNull<AtomicU64> {
-    // SAFETY: one of the first 464 words of a page, which `Touch::reach` found.
-    unsafe { bytes.cast::<AtomicU64>().add(index) }
-}
+    /// Fills an empty page, as far as there is memory; false if that was not to its end. Several processes may do so at
+    /// once: they store the same.
+    fn fill(&mut self, page: u64, words: &impl Words) -> bool {
+        let Some(mark) = words.word(MARK) else { return false };
+        if mark == 0 {
+            let full = (0..FILLED).all(|index| words.set_word(MARK + 1 + index, filled(page, index)));
+            // Last: whoever sees the mark sees what follows it.
+            if !full || !words.set_word(MARK, page + 1) {
+                return false;
+            }
+            if self.wrote[page as usize] == 0 {
+                self.wrote[page as usize] = MARKED;
+            }
+        }
+        self.store(page, words)
+    }
 
-fn word(bytes: NonNull<u8>, index: usize) -> u64 {
-    // SAFETY: as above; processes access words atomically, and the page is there until the next shootdown is served.
-    unsafe { at(bytes, index).as_ref() }.load(Ordering::Acquire)
-}
-
-fn set_word(bytes: NonNull<u8>, index: usize, value: u64) {
-    // SAFETY: as above.
-    unsafe { at(bytes, index).as_ref() }.store(value, Ordering::Release);
+    /// For a process that is alone in its region, of which `wrote` knows every page: a child has the region as it is, and
+    /// what it stores is not seen by its parent. Then a part of the region is unmapped and mapped anew: it is empty.
+    /// `spare` is as long as `wrote`; `page` is the size of the region's pages.
+    #[allow(clippy::too_many_arguments, reason = "what a fork is")]
+    pub fn fork_and_unmap<S: Setup>(
+        &mut self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        space: &Space<S>,
+        touch: &impl Touch<S>,
+        page: PageSize,
+        spare: &mut [u32],
+        touched: &mut Touched,
+    ) -> Result<(), Failed> {
+        let pages = self.wrote.len() as u64;
+        match vm.fork(cx, space) {
+            Ok(child) => {
+                spare.copy_from_slice(self.wrote);
+                let random = Random::new(self.random.below(u64::MAX));
+                let (number, at, stores) = (self.number, self.at, self.stores);
+                let mut process = Process { number, at, wrote: spare, alone: true, random, stores };
+                let mut result = Ok(());
+                touch.with(cx, vm, &child, &mut |cx| {
+                    result = (0..CHILD_TOUCHES).try_for_each(|turn| {
+                        let page = process.random.below(pages);
+                        process.touch(cx, vm, &child, touch, page, turn % 4 == 0, touched)
+                    });
+                });
+                vm.destroy(cx, child).map_err(|(error, _)| error)?;
+                result?;
+            }
+            Err(VmError::NoMemory) => touched.refused += 1,
+            Err(error) => return Err(error.into()),
+        }
+        let size = page.pages();
+        let first = self.random.below(pages / size) * size;
+        let some = (1 + self.random.below(4)) * size;
+        let end = (first + some.max(64 / size * size)).min(pages);
+        let at = VirtAddr::new(self.at.get() + first * PAGE_BYTES);
+        let span = Span::new(at, (end - first) * PAGE_BYTES).map_err(|_| VmError::OutOfBounds { at })?;
+        match vm.unmap(cx, space, span) {
+            Ok(_) => {}
+            // It had to be cut; nothing has changed.
+            Err(VmError::NoMemory) => {
+                touched.refused += 1;
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        }
+        self.wrote[first as usize..end as usize].fill(0);
+        // What was just given back is enough for two small objects, unless others were faster.
+        for _ in 0..TRIES {
+            match vm.map(cx, space, span, AreaKind::private(page), Backing::Private) {
+                Ok(_) => return Ok(()),
+                Err(VmError::NoMemory) => {}
+                Err(error) => return Err(error.into()),
+            }
+            vm.tlbs().serve(cx);
+            cx.platform().reschedule();
+        }
+        Err(VmError::NoMemory.into())
+    }
 }

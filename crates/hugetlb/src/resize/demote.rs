@@ -48,7 +48,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         resize.each_demotable(|pfn, zero, lean| {
             // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
             let page = unsafe { Frozen::assume_owned(pfn, self.size().order(), Mobility::Movable) };
-            // Writes the new heads' descriptors, which exist and have been flushed.
+            // The new heads' descriptors exist and have been flushed.
             let parts = economy.frames.split(page, into.size().order()).into_dirty().into_extent();
             entered += into.adopt(cx, parts, zero, lean);
         });

@@ -1,5 +1,6 @@
 //! What can be run. A command gets the boot CPU's context and reports samples; it fails with a reason.
 
+mod age;
 mod alloc;
 mod crash;
 mod free;
@@ -7,9 +8,11 @@ mod memset;
 mod mmap;
 mod pool;
 mod populate;
+mod processes;
 mod run;
 mod selftest;
 mod shootdown;
+mod swapped;
 mod vm_create;
 
 use super::platform::Kernel;
@@ -53,6 +56,8 @@ pub enum Failure {
     Vm(VmError),
     /// A day ended early.
     Day(hugemm_workloads::day::Trouble),
+    /// Processes did not find what they had written.
+    Age(hugemm_workloads::age::Failed),
     /// The self-test found something.
     Found(selftest::Finding),
 }
@@ -95,6 +100,7 @@ from! {
     Pool(PoolError),
     Vm(VmError),
     Day(hugemm_workloads::day::Trouble),
+    Age(hugemm_workloads::age::Failed),
     Found(selftest::Finding),
 }
 
@@ -108,6 +114,7 @@ pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Alloc(args) => alloc::run(cx, args),
         Request::Shootdown(args) => shootdown::run(cx, args),
         Request::Pool(args) => pool::run(cx, args),
+        Request::Age(args) => age::run(cx, args),
         Request::Run(args) => run::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),

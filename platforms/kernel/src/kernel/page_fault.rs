@@ -21,11 +21,11 @@ pub type Serve<'a> = dyn Fn(&mut CpuCx<'static, Kernel>, VirtAddr, Access) -> bo
 pub struct Server<'a>(&'a Serve<'a>);
 
 /// Runs `f` with an address space loaded on the calling CPU, whose faults `serve` serves meanwhile.
-pub fn with<R, M: AsRef<[AtomicU64]>>(
-    cx: &mut CpuCx<'static, Kernel>,
+pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
+    cx: &mut CpuCx<'p, Kernel>,
     space: &TlbSpace<User, Keep, M>,
     serve: &Serve<'_>,
-    f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> R,
+    f: impl FnOnce(&mut CpuCx<'p, Kernel>) -> R,
 ) -> R {
     space.switch_in(tlbs(), cx);
     let server = Server(serve);

@@ -30,6 +30,8 @@ pub struct PerCpu {
     pub faults: AtomicPtr<FaultPlan>,
     /// A non-maskable interrupt that was sent by the watchdog: it should say where it is and end the machine.
     pub asked: AtomicBool,
+    /// A planted bug: what it flushes, here and elsewhere, stays. Set by the CPU itself.
+    pub unflushed: AtomicBool,
     /// Statistics.
     pub counters: Counters,
 }
@@ -47,6 +49,7 @@ impl PerCpu {
             server: AtomicPtr::new(core::ptr::null_mut()),
             faults: AtomicPtr::new(core::ptr::null_mut()),
             asked: AtomicBool::new(false),
+            unflushed: AtomicBool::new(false),
             counters: Counters::new(),
         }
     }

@@ -21,23 +21,33 @@ pub fn miss_one(plant: bool) {
     MISS_ONE.store(plant, Ordering::Relaxed);
 }
 
+/// Plants the bug that the calling CPU's flushes reach nobody, not even itself, or takes it back.
+pub fn flush_nothing(plant: bool) {
+    // Relaxed: the CPU's own.
+    percpu::own().unflushed.store(plant, Ordering::Relaxed);
+}
+
 // SAFETY: `invalidate::here` does what the trait asks of `invalidate`, in ring 0 and with CR4.PGE set (`tables`); every
 // interrupted CPU's handler calls `serve`; `load` and `unload` write CR3 without tags, which drops all but global
-// translations, and the kernel's half is the same under every root. (A planted bug breaks this on purpose.)
+// translations, and the kernel's half is the same under every root. (Planted bugs break this on purpose.)
 unsafe impl TlbHw for Hardware {
     fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         // Long sequences of shootdowns pass no reschedule point, and are no hang.
         percpu::beat();
+        if percpu::own().unflushed.load(Ordering::Relaxed) {
+            return;
+        }
         // SAFETY: ring 0, interrupts off by the trait's contract, global pages on.
         unsafe { invalidate::here(scope, what) };
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         let mut rest = cpus;
+        let unflushed = percpu::own().unflushed.load(Ordering::Relaxed);
         while rest != 0 {
             let target = first.0 + rest.trailing_zeros();
             rest &= rest - 1;
-            if rest == 0 && MISS_ONE.load(Ordering::Relaxed) {
+            if unflushed || rest == 0 && MISS_ONE.load(Ordering::Relaxed) {
                 serve(CpuId(target));
             } else {
                 apic::send(target, vector::SHOOTDOWN);

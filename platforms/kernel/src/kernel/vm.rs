@@ -7,40 +7,54 @@ use super::tlb::{Hardware, tlbs};
 use super::{page_fault, percpu, tables};
 use core::cell::Cell;
 use core::marker::PhantomData;
-use hugemm_base::{CpuCx, NoPressure, Pressure, VirtAddr};
+use hugemm_base::{CpuCx, NoPressure, VirtAddr};
 use hugemm_clear::Clearer;
 use hugemm_paging::{EditLock, ShootdownPolicy, Span, X86_64};
-use hugemm_vm::{Access, NoPager, Parts, Phases, Pools, Setup, Space, Vm, VmError};
+use hugemm_vm::{Access, NoPager, Pager, Parts, Phases, Pools, Setup, Space, Vm, VmError};
 
-/// The types of address spaces here. Who gives memory back when it is short is whoever makes the manager's choice.
-pub struct OnKernel<'a, 'm, R>(PhantomData<(&'a (), &'m (), R)>);
+/// The types of address spaces here. Whether pages may go away is whoever makes the manager's choice.
+pub struct OnKernel<'a, 'm, K = Resident>(PhantomData<(&'a (), &'m (), K)>);
 
-impl<'a, 'm: 'a, R: Pressure<Kernel>> Setup for OnKernel<'a, 'm, R> {
+/// That choice.
+pub trait Paging<'a, 'm: 'a>: Sized {
+    /// Who takes pages away and brings them back.
+    type Pager: Pager<OnKernel<'a, 'm, Self>>;
+}
+
+/// Pages stay where they are.
+#[derive(Clone, Copy, Debug)]
+pub struct Resident;
+
+impl<'a, 'm: 'a> Paging<'a, 'm> for Resident {
+    type Pager = NoPager;
+}
+
+impl<'a, 'm: 'a, K: Paging<'a, 'm>> Setup for OnKernel<'a, 'm, K> {
     type Platform = Kernel;
     type Env = KernelEnv;
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Hardware;
-    type Pager = NoPager;
-    type Pressure = R;
+    type Pager = K::Pager;
+    type Pressure = NoPressure;
     type Pool = Pools<'a, 'm, IrqLock>;
     type Notifier = ();
 }
 
 /// A manager of address spaces.
-pub type KernelVm<'a, 'm, R = NoPressure> = Vm<'static, OnKernel<'a, 'm, R>>;
+pub type KernelVm<'a, 'm, K = Resident> = Vm<'static, OnKernel<'a, 'm, K>>;
 
 /// One of its address spaces.
-pub type KernelSpace<'a, 'm, R = NoPressure> = Space<OnKernel<'a, 'm, R>>;
+pub type KernelSpace<'a, 'm, K = Resident> = Space<OnKernel<'a, 'm, K>>;
 
-/// A manager that clears with `clearer`, asks `pressure` when memory is short, and has these pools.
-pub fn manager<'a, 'm: 'a, R: Pressure<Kernel>>(
+/// A manager that clears with `clearer`, flushes by `shootdown`, takes pages away by `pager`, and has these pools.
+pub fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
     clearer: Clearer,
-    pressure: R,
+    shootdown: ShootdownPolicy,
+    pager: K::Pager,
     pool: Pools<'a, 'm, IrqLock>,
-) -> Result<KernelVm<'a, 'm, R>, VmError> {
-    let shootdown = ShootdownPolicy::BATCHED;
-    let parts = Parts { frames: frames(), tlbs: tlbs(), clearer, shootdown, pager: NoPager, pressure, pool };
+) -> Result<KernelVm<'a, 'm, K>, VmError> {
+    let parts = Parts { frames: frames(), tlbs: tlbs(), clearer, shootdown, pager, pressure: NoPressure, pool };
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
     // are; clearers here are made from what `Features::detect` finds without vector registers. The kernel's half is in
     // frames of the direct map, and edited through its own handle only.
@@ -55,10 +69,10 @@ pub fn lower_half() -> Result<Span, VmError> {
 
 /// Runs `f` with a space loaded on the calling CPU: page faults go to the manager. An access of
 /// [`store`](page_fault::store) or [`load`](page_fault::load) that cannot be served fails; any other is reported as a bug.
-pub fn with<'a, 'm: 'a, R: Pressure<Kernel>, T>(
+pub fn with<'a, 'm: 'a, T>(
     cx: &mut CpuCx<'static, Kernel>,
-    vm: &KernelVm<'a, 'm, R>,
-    space: &KernelSpace<'a, 'm, R>,
+    vm: &KernelVm<'a, 'm>,
+    space: &KernelSpace<'a, 'm>,
     f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> T,
 ) -> T {
     let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| vm.fault(cx, space, at, access).is_ok();
@@ -67,10 +81,10 @@ pub fn with<'a, 'm: 'a, R: Pressure<Kernel>, T>(
 
 /// Stores a word at each address of a space, as a task does that finds nothing mapped: every store is a page fault, which
 /// tells `phases` what it is doing.
-pub fn touch<'a, 'm: 'a, R: Pressure<Kernel>>(
+pub fn touch<'a, 'm: 'a>(
     cx: &mut CpuCx<'static, Kernel>,
-    vm: &KernelVm<'a, 'm, R>,
-    space: &KernelSpace<'a, 'm, R>,
+    vm: &KernelVm<'a, 'm>,
+    space: &KernelSpace<'a, 'm>,
     addresses: &mut dyn Iterator<Item = VirtAddr>,
     phases: &dyn Phases,
 ) -> Result<(), VmError> {

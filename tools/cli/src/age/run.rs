@@ -11,15 +11,12 @@ use hugemm_host::interrupt;
 use hugemm_host::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
 use hugemm_paging::{RawEditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{
-    Ageing, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats, Watermarks,
-};
-use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm, VmError};
-use hugemm_workloads::age::{Failed, Process, Random, Touch, Touched};
+use hugemm_reclaim::{Ageing, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats};
+use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
+use hugemm_workloads::age::{InPlace, Process, Random, Touch, Touched, marks};
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -55,7 +52,8 @@ thread_local! {
     static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
 }
 
-/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer.
+/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer. Not `hugemm-testing`'s: that crate is for
+/// tests, and this is timed.
 pub struct ServingLock(AtomicU64);
 
 const WRITER: u64 = 1 << 32;
@@ -122,9 +120,12 @@ impl Clocked {
 struct Touches<'a, 'h>(&'a SoftMmu<'h, 'h>);
 
 impl<'h> Touch<OnHost<'h>> for Touches<'_, 'h> {
-    fn reach(&self, cx: &Cx<'_, OnHost<'h>>, at: VirtAddr, write: bool) -> Option<NonNull<u8>> {
-        // SAFETY: a context is used by the thread that is its CPU.
-        unsafe { self.0.access(cx.platform().current(), at, write) }
+    type Page = InPlace;
+
+    fn reach(&self, cx: &Cx<'_, OnHost<'h>>, at: VirtAddr, write: bool) -> Option<InPlace> {
+        // SAFETY: a context is used by the thread that is its CPU, which serves shootdowns between touches only; processes
+        // access words atomically.
+        unsafe { self.0.access(cx.platform().current(), at, write).map(|page| InPlace::new(page)) }
     }
 }
 
@@ -248,14 +249,6 @@ fn on_machine<R>(
         bail!("frames were lost: {stats:?}");
     }
     Ok(result)
-}
-
-/// The usual marks; for large pages, a few of them apart.
-fn marks(pages: u64, page: PageSize) -> Watermarks {
-    let usual = Watermarks::for_node(pages);
-    let apart = page.pages();
-    let [min, low, high] = [3, 4, 6].map(|times| times * apart);
-    Watermarks::new(min, low, high).filter(|_| page != PageSize::Size4K && high < pages / 2).unwrap_or(usual)
 }
 
 struct Rig<'a, 'h> {
@@ -421,67 +414,24 @@ impl<'h> Rig<'_, 'h> {
                 }
                 let random = Random::new(random.below(u64::MAX));
                 let mut process = Process { number: mine[which], at, wrote, alone, random, stores: stores[which] };
-                result = process.window(cx, self.vm, space, &touches, &mut done.touched);
+                result = process.window(cx, self.vm, space, &touches, 0, &mut done.touched);
                 stores[which] = process.stores;
             }
             space.tlb().switch_out(self.vm.tlbs(), cx);
             done.windows += 1;
-            result.map_err(|failed| wrong(mine[which], &failed))?;
+            result?;
             if config.check && turn % 4 == 0 {
-                let own = Own { number: mine[which], page: config.page, wrote: &mut private[which] };
-                self.fork_and_unmap(cx, space, own, &mut random, &mut done.touched)?;
+                let mut spare = vec![0; private[which].len()];
+                let (number, random) = (mine[which], Random::new(random.below(u64::MAX)));
+                let (wrote, stores) = (&mut private[which], &mut stores[which]);
+                let mut process = Process { number, at: OWN_AT, wrote, alone: true, random, stores: *stores };
+                let touched = &mut done.touched;
+                process.fork_and_unmap(cx, self.vm, space, &touches, config.page, &mut spare, touched)?;
+                *stores = process.stores;
             }
         }
         done.seconds = begin.elapsed().as_secs_f64();
         Ok(done)
-    }
-
-    /// A child has its parent's own memory as it is, and a part of that is unmapped and mapped anew: it is empty then.
-    fn fork_and_unmap(
-        &self,
-        cx: &mut CpuCx<'_, Host<'h>>,
-        space: &SpaceRef<'_, OnHost<'h>>,
-        own: Own<'_>,
-        random: &mut Random,
-        touched: &mut Touched,
-    ) -> Result<()> {
-        let pages = own.wrote.len() as u64;
-        match self.vm.fork(cx, space) {
-            Ok(child) => {
-                let mut wrote = own.wrote.to_vec();
-                child.tlb().switch_in(self.vm.tlbs(), cx);
-                let choices = Random::new(random.below(u64::MAX));
-                let (number, at) = (own.number, OWN_AT);
-                let mut process = Process { number, at, wrote: &mut wrote, alone: true, random: choices, stores: 1 };
-                let touches = Touches(self.mmu);
-                let result = (0..128).try_for_each(|turn| {
-                    let page = random.below(pages);
-                    process.touch(cx, self.vm, &child, &touches, page, turn % 4 == 0, touched)
-                });
-                child.tlb().switch_out(self.vm.tlbs(), cx);
-                if self.vm.destroy(cx, child).is_err() {
-                    bail!("an address space is in use");
-                }
-                result.map_err(|failed| wrong(number, &failed))?;
-            }
-            Err(VmError::NoMemory) => touched.refused += 1,
-            Err(error) => bail!("a fork was refused: {error}"),
-        }
-        let size = own.page.pages();
-        let first = random.below(pages / size) * size;
-        let some = (1 + random.below(4)) * size;
-        let end = (first + some.max(64 / size * size)).min(pages);
-        let span = Span::new(VirtAddr::new(OWN_AT.get() + (first << 12)), (end - first) << 12)?;
-        match self.vm.unmap(cx, space, span) {
-            Ok(_) => {
-                own.wrote[first as usize..end as usize].fill(0);
-                // What was just given back is enough for two small objects.
-                self.vm.map(cx, space, span, AreaKind::private(own.page), Backing::Private)?;
-            }
-            Err(VmError::NoMemory) => touched.refused += 1,
-            Err(error) => bail!("an unmap was refused: {error}"),
-        }
-        Ok(())
     }
 
     fn rates(&self, config: &RunConfig, runs: u32) -> Result<Vec<[f64; 2]>> {
@@ -528,25 +478,5 @@ impl<'h> Rig<'_, 'h> {
         })??;
         self.end(object, spaces)?;
         Ok(rates)
-    }
-}
-
-/// A process's own memory.
-struct Own<'a> {
-    number: u32,
-    page: PageSize,
-    wrote: &'a mut [u32],
-}
-
-fn wrong(process: u32, failed: &Failed) -> anyhow::Error {
-    match failed {
-        Failed::Wrong(wrong) => anyhow!(
-            "process {process} found {:#x} in word {} of page {} and not {:#x}: reclaim has lost data, which is a bug",
-            wrong.found,
-            wrong.word,
-            wrong.page,
-            wrong.expected
-        ),
-        Failed::Fault(error) => anyhow!("process {process} had a fault refused: {error}"),
     }
 }

@@ -1,5 +1,6 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
+use crate::age::args::{Lists, Mapped, Young};
 use crate::args::{Function, Page};
 use crate::cli_text;
 use crate::pool::args::{Flush, HugeSize, Hvo};
@@ -10,13 +11,13 @@ use anyhow::{Result, bail};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use hugemm_base::{Order, PageSize};
-use hugemm_kernel::request::{self, Crash, List, Plant, Request};
+use hugemm_kernel::request::{self, Crash, List, Part, Plant, Request};
 use std::path::PathBuf;
 
 /// What can be run.
 pub const BOOT_HELP: &str = "\
 COMMAND is one of
-  run              [-r RUNS]                       the day of 'hugemm run', without swap
+  run              [-r RUNS]                       the day of 'hugemm run'
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
   bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…]
@@ -24,10 +25,13 @@ COMMAND is one of
   bench free       [-n BLOCKS] [-o ORDER,…] [-r RUNS]
   bench alloc      [-o ORDER,…] [--millis MS] [-r RUNS]
   bench pool       [-n PAGES,…] [-p 2MB|1GB] [--hvo off,on,in-place] [--flush batch,page] [-r RUNS]
+  bench age        [--procs N] [--shared SIZE] [--memory SIZE] [--swap SIZE] [--seconds S] [-p 4KB,2MB]
+                   [--young flush,nosync,noflush,batch] [--lru classic,generations]
   bench shootdown  [--pages PAGES] [--each PAGES] [-r RUNS]
-  selftest         [--seconds S] [--resizes N] [--plant BUG]
+  selftest         [--seconds S] [--resizes N] [--only PART] [--plant BUG]
+                   PART: frames, translations, rights, descriptors, convoy, address-spaces, pressure, pools
                    BUG, which it then has to find: free-before-flush, missed-cpu, lazy-cpu,
-                   unflushed-protect, lost-dirty, double-free
+                   unflushed-protect, lost-dirty, double-free, unflushed-swap
 
 Under tcg only ratios and counts mean something, nanoseconds do not.";
 
@@ -100,6 +104,8 @@ enum KernelBench {
     Pool(Pool),
     /// Ranges taken away from one to all CPUs.
     Shootdown(Shootdown),
+    /// Processes that share more memory than there is.
+    Age(Age),
 }
 
 #[derive(Debug, Subcommand)]
@@ -199,6 +205,30 @@ struct Shootdown {
 }
 
 #[derive(Debug, Args)]
+struct Age {
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=14))]
+    procs: u32,
+    /// The region that they share [default: one and a half times the memory].
+    #[arg(long)]
+    shared: Option<Size>,
+    /// Memory that they may have, compressed pages included.
+    #[arg(long, default_value = "64MB")]
+    memory: Size,
+    /// Memory that compressed pages may take [default: half of it].
+    #[arg(long)]
+    swap: Option<Size>,
+    /// Seconds for each line of the table.
+    #[arg(long, default_value_t = 2.0)]
+    seconds: f64,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "flush,batch")]
+    young: Vec<Young>,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "generations")]
+    lru: Vec<Lists>,
+    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "4KB,2MB")]
+    page: Vec<Mapped>,
+}
+
+#[derive(Debug, Args)]
 struct Selftest {
     #[arg(short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
@@ -206,6 +236,9 @@ struct Selftest {
     /// descriptor after each.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     resizes: u64,
+    /// One part of it, with all the time to itself.
+    #[arg(long, default_value = "all", value_parser = named::<Part>)]
+    only: Part,
     #[arg(long, default_value = "none", value_parser = named::<Plant>)]
     plant: Plant,
 }
@@ -238,7 +271,7 @@ pub fn request(command: &[String]) -> Result<Request> {
         {
             bail!(
                 "the reference kernel has no command '{}'; it has run, bench mem memset, bench mem mmap, bench vm-create, \
-                 bench free, bench alloc, bench pool, bench shootdown and selftest",
+                 bench free, bench alloc, bench pool, bench shootdown, bench age and selftest",
                 command.join(" ")
             )
         }
@@ -294,9 +327,33 @@ pub fn request(command: &[String]) -> Result<Request> {
         KernelCommand::Bench(KernelBench::Shootdown(args)) => {
             Request::Shootdown(request::Shootdown { pages: args.pages, each: args.each, runs: args.runs })
         }
+        KernelCommand::Bench(KernelBench::Age(args)) => {
+            let (young, lru) = (|way| args.young.contains(&way), |lists| args.lru.contains(&lists));
+            if args.memory.0 < 32 << 20 {
+                bail!("bench age --memory {} is too little; give at least 32MB", args.memory);
+            }
+            if !(args.seconds.is_finite() && args.seconds > 0.0) {
+                bail!("bench age --seconds {} is no time; give a number above 0", args.seconds);
+            }
+            Request::Age(request::Age {
+                page: List::new(args.page.iter().map(|page| PageSize::from(*page).order().get().into()))?,
+                procs: args.procs,
+                shared: args.shared.map_or(args.memory.0 / 2 * 3, |size| size.0),
+                memory: args.memory.0,
+                swap: args.swap.map_or(args.memory.0 / 2, |size| size.0),
+                millis: (args.seconds * 1e3).max(1.0) as u64,
+                classic: lru(Lists::Classic),
+                generations: lru(Lists::Generations),
+                flush: young(Young::Flush),
+                nosync: young(Young::Nosync),
+                noflush: young(Young::Noflush),
+                batch: young(Young::Batch),
+            })
+        }
         KernelCommand::Run { runs } => Request::Run(request::Run { runs }),
         KernelCommand::Selftest(args) => {
-            Request::Selftest(request::Selftest { seconds: args.seconds, resizes: args.resizes, plant: args.plant })
+            let Selftest { seconds, resizes, only, plant } = args;
+            Request::Selftest(request::Selftest { seconds, resizes, only, plant })
         }
         KernelCommand::Crash { how } => Request::CrashTest(request::CrashTest { how }),
     })
@@ -328,8 +385,17 @@ mod tests {
              bulk=true pooled=false runs=3"
         );
         assert_eq!(
+            line("bench age --memory 64MB --seconds 0.5 -p 4KB --young batch").expect("valid"),
+            "age page=0 procs=8 shared=100663296 memory=67108864 swap=33554432 millis=500 classic=false \
+             generations=true flush=false nosync=false noflush=false batch=true"
+        );
+        assert_eq!(
+            line("selftest --only pressure").expect("valid"),
+            "selftest seconds=10 resizes=1 only=pressure plant=none"
+        );
+        assert_eq!(
             line("selftest --seconds 3 --plant missed-cpu").expect("valid"),
-            "selftest seconds=3 resizes=1 plant=missed-cpu"
+            "selftest seconds=3 resizes=1 only=all plant=missed-cpu"
         );
     }
 
@@ -342,6 +408,7 @@ mod tests {
             ("bench free --nonsense", "--nonsense"),
             ("bench free -o 19", "19"),
             ("selftest --plant nonsense", "no such name"),
+            ("selftest --only nonsense", "no such name"),
         ] {
             let error = line(words).expect_err(words).to_string();
             assert!(error.contains(part) && !error.contains('\n'), "{words}: {error}");

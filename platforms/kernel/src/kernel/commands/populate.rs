@@ -7,11 +7,11 @@ use crate::kernel::memory::{Scratch, frames};
 use crate::kernel::output::note;
 use crate::kernel::{layout, percpu, smp, vm, vmemmap};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Never, NoPressure, PageSize, VirtAddr};
+use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_clear::{Clearer, Features, Profile, calibrate};
 use hugemm_hugetlb::{Counts, Group, HugePool, Nodes, Policy};
-use hugemm_paging::Span;
-use hugemm_vm::{AreaKind, Backing, Pinned, Pools, VmError};
+use hugemm_paging::{ShootdownPolicy, Span};
+use hugemm_vm::{AreaKind, Backing, NoPager, Pinned, Pools, VmError};
 use hugemm_workloads::vm_create::{Creation, How, Split};
 
 /// Bytes that the machine is measured in.
@@ -88,7 +88,7 @@ pub struct Took {
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
 pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
-    let manager = vm::manager(clearer, NoPressure, pools)?;
+    let manager = vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, pools)?;
     let space = manager.create(cx, vm::lower_half()?)?;
     let kind = AreaKind::private(fill.page);
     let kind = if fill.pooled { kind.pooled() } else { kind };
@@ -111,7 +111,7 @@ fn run<'a, 'm: 'a>(
     cx: Cx<'_>,
     manager: &vm::KernelVm<'a, 'm>,
     space: &vm::KernelSpace<'a, 'm>,
-    creation: &Creation<'_, '_, '_, vm::OnKernel<'a, 'm, NoPressure>>,
+    creation: &Creation<'_, '_, '_, vm::OnKernel<'a, 'm>>,
     fill: &Fill,
 ) -> Result<Took, Failure> {
     let workers = fill.workers.min(percpu::count()).max(1);

@@ -1,23 +1,28 @@
 //! A day in the life of a virtual machine host, on real page tables, with real flushes and interrupts.
 //!
-//! Guests' accesses are walks in software, as on the host: the course is the same. Nothing goes to swap here.
+//! Guests' accesses are walks in software, as on the host: the course is the same, and idle pages go to compressed swap.
 
 use super::populate::calibrated;
+use super::selftest::Finding;
+use super::swapped::{Clocked, Store, Swapped};
 use super::{Cx, Failure};
 use crate::kernel::irq_lock::IrqLock;
 use crate::kernel::memory::{Scratch, frames};
 use crate::kernel::output::{note, progress, sample};
 use crate::kernel::platform::Kernel;
 use crate::kernel::tlb::tlbs;
-use crate::kernel::vm::OnKernel;
+use crate::kernel::vm::{KernelVm, OnKernel};
 use crate::kernel::{percpu, smp, vm, vmemmap};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{CounterSnapshot, CpuCx, Never, NoPressure, PageSize};
+use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{Clearer, Features, Policy};
 use hugemm_hugetlb::{Counts, FlushPolicy, Group, HugePool, Policy as EconomyPolicy};
 use hugemm_kernel::request::Run;
+use hugemm_lz4::Lz4;
+use hugemm_paging::ShootdownPolicy;
+use hugemm_reclaim::{Ageing, Lru, Policy as LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{Pinned, Pools, SpaceRef, VmError};
-use hugemm_workloads::day::{Barriers, By, Day, Figures, Phase, Plan, Site};
+use hugemm_workloads::day::{Barriers, By, Day, Figures, Phase, Plan, Reclaimed, Site};
 use hugemm_workloads::vm_create::Creation;
 
 /// Frames that the day's own arrays may take.
@@ -30,22 +35,30 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     let policy = Policy::new(calibrated(cx, &features)?);
     let page_at_a_time = Policy { threshold: Some(u64::MAX), unit: Some(PageSize::Size4K.bytes()), ..policy };
     let sides = [
-        (By::Extent, Clearer::new(features, policy)?, EconomyPolicy::default()),
-        (
-            By::Page,
-            Clearer::new(features, page_at_a_time)?,
-            EconomyPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
-        ),
+        Ways {
+            by: By::Extent,
+            clearer: Clearer::new(features, policy)?,
+            economy: EconomyPolicy::default(),
+            shootdown: ShootdownPolicy::BATCHED,
+            ageing: Ageing::Batch,
+        },
+        Ways {
+            by: By::Page,
+            clearer: Clearer::new(features, page_at_a_time)?,
+            economy: EconomyPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
+            shootdown: ShootdownPolicy::PER_PAGE,
+            ageing: Ageing::Flush,
+        },
     ];
     let of = u64::from(args.runs) + 1;
     for day in 0..of {
-        for (by, clearer, economy) in sides {
+        for ways in sides {
             progress(day, of, "run");
-            live(cx, by, clearer, economy, &mut |phase, figures| {
+            live(cx, &ways, &mut |phase, figures| {
                 percpu::beat();
                 // The first day touches memory that may be new to the machine below.
                 if day > 0 {
-                    report(by, phase, figures);
+                    report(ways.by, phase, figures);
                 }
             })?;
         }
@@ -53,13 +66,18 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     Ok(())
 }
 
-fn live(
-    cx: Cx<'_>,
+/// How work is done: by the extent, or a page at a time.
+#[derive(Clone, Copy)]
+struct Ways {
     by: By,
     clearer: Clearer,
     economy: EconomyPolicy,
-    tell: &mut impl FnMut(Phase, &Figures),
-) -> Result<(), Failure> {
+    shootdown: ShootdownPolicy,
+    ageing: Ageing,
+}
+
+fn live(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(Phase, &Figures)) -> Result<(), Failure> {
+    let Ways { by, clearer, economy, shootdown, ageing } = *ways;
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
     let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
@@ -70,10 +88,20 @@ fn live(
         let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut *groups.items, &mut nodes)?;
         let economy = vmemmap::economy(economy);
         economy.set_enabled(true);
-        let vm = vm::manager(clearer, NoPressure, Pools::default().with(&pool))?;
+        // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
+        let store = Store::new(frames(), cx, Lz4, percpu::count(), plan.greedy / 8).map_err(|_| Failure::Memory)?;
+        let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
+        let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(plan.greedy), Clocked::default());
+        pager.set_ageing(ageing);
+        let vm = vm::manager::<Swapped>(clearer, shootdown, pager, Pools::default().with(&pool))?;
         let day = Day { vm: &vm, pool: &pool, economy: &economy, by, plan };
-        let mut site = Here { pins: &mut *pins.items, kept: 0 };
-        day.live(cx, &mut site, tell)
+        let mut site = Here { vm: &vm, store: &store, pins: &mut *pins.items, kept: 0 };
+        let lived = day.live(cx, &mut site, tell).map_err(Failure::from);
+        drop(vm);
+        match (store.close(cx), lived) {
+            (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+            (_, lived) => lived,
+        }
     };
     pins.free(cx);
     groups.free(cx);
@@ -88,16 +116,18 @@ fn live(
 }
 
 /// This machine, as the day sees it.
-struct Here<'b> {
+struct Here<'b, 'a, 'm: 'a> {
+    vm: &'b KernelVm<'a, 'm, Swapped>,
+    store: &'b Store,
     pins: &'b mut [Option<Pinned>],
     /// How many are kept.
     kept: usize,
 }
 
 /// The types of the day's address spaces.
-type OurSpaces<'a, 'm> = OnKernel<'a, 'm, NoPressure>;
+type OurSpaces<'a, 'm> = OnKernel<'a, 'm, Swapped>;
 
-impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_> {
+impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> {
     fn create(
         &mut self,
         cx: &mut CpuCx<'static, Kernel>,
@@ -158,6 +188,16 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_> {
         let each = (0..percpu::count()).map(|cpu| percpu::of(cpu).counters.snapshot());
         each.fold(CounterSnapshot::default(), CounterSnapshot::plus)
     }
+
+    fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<Reclaimed> {
+        let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
+        let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
+        Some(Reclaimed { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+    }
+
+    fn swap_frames(&self, cx: &CpuCx<'static, Kernel>) -> u64 {
+        self.store.stats(cx).frames
+    }
 }
 
 fn report(by: By, phase: Phase, figures: &Figures) {
@@ -170,6 +210,12 @@ fn report(by: By, phase: Phase, figures: &Figures) {
     }
     sample("run.flushes", figures.flushes as f64, "flushes", &labels);
     sample("run.interrupts", figures.interrupts as f64, "IPIs", &labels);
+    if phase == Phase::Pressure {
+        let Reclaimed { stored, loaded, age_flushes, .. } = figures.reclaimed;
+        for (metric, count) in [("run.stored", stored), ("run.loaded", loaded), ("run.age_flushes", age_flushes)] {
+            sample(metric, count as f64, "count", &labels);
+        }
+    }
     if figures.saved != 0 {
         sample("run.saved", figures.saved as f64 / f64::from(1 << 20), "MiB", &labels);
     }

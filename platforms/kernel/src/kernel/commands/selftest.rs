@@ -6,6 +6,7 @@ mod convoy;
 mod descriptors;
 mod frames_stress;
 mod pools;
+mod pressure;
 mod rights;
 mod translations;
 
@@ -14,12 +15,15 @@ use crate::kernel::output::{progress, sample};
 use crate::kernel::{tlb, vmemmap};
 use core::fmt;
 use hugemm_base::Clock;
-use hugemm_kernel::request::{Plant, Selftest};
+use hugemm_kernel::request::{Part, Plant, Selftest};
 use hugemm_workloads::alloc_free::stress::Broken;
 
 /// Nanoseconds of each part of a round.
 const SLICE_LEAST: u64 = 100_000_000;
 const SLICE_MOST: u64 = 2_000_000_000;
+
+/// How many parts there are.
+const PARTS: u64 = 8;
 
 /// What the self-test found.
 #[derive(Debug)]
@@ -62,6 +66,11 @@ pub enum Finding {
         /// The block of descriptors.
         at: u64,
     },
+    /// Swap holds pages whose spaces have ended.
+    InSwap {
+        /// How many.
+        pages: u64,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -99,6 +108,9 @@ impl fmt::Display for Finding {
             Finding::Lean { at } => {
                 write!(f, "self-test, pools: descriptors at {at:#x} have no frames of their own with all pools empty")
             }
+            Finding::InSwap { pages } => {
+                write!(f, "{pages} pages are in swap though all address spaces have ended")
+            }
             Finding::Lost { expected, found } => {
                 write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")
             }
@@ -115,31 +127,44 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
     let (mut unmaps, mut seals, mut pooled, mut steps) = (0, 0, pools::Tally::default(), 0);
+    let mut pressed = pressure::Tally::default();
     let before = tlb::tlbs().counts();
+    // A planted bug has the time to itself.
+    let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
+    let runs = |part| only == Part::All || only == part;
+    let most = if only == Part::All { SLICE_MOST } else { SLICE_MOST * PARTS };
     loop {
         let spent = cx.platform().now_ns() - start;
         progress((spent / 1_000_000_000).min(of / 1_000_000_000), of / 1_000_000_000, "selftest");
         // On a busy host the time may be over before anything has been unmapped; nothing would have been shown.
-        if rounds > 0 && spent >= of && (unmaps > 0 || args.plant != Plant::None) {
+        if rounds > 0 && spent >= of && (unmaps > 0 || only != Part::All) {
             break;
         }
         let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
-        let slice = ((of - spent.min(of)) / 7).clamp(SLICE_LEAST, SLICE_MOST);
+        let slice = ((of - spent.min(of)) / PARTS).clamp(SLICE_LEAST, most);
         let clock = cx.platform();
-        // A planted bug has the time to itself.
-        if matches!(args.plant, Plant::None | Plant::DoubleFree) {
+        if runs(Part::Frames) {
             frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
-        if matches!(args.plant, Plant::None | Plant::UnflushedProtect | Plant::LostDirty) {
+        if runs(Part::Rights) {
             seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
-        if !matches!(args.plant, Plant::DoubleFree | Plant::UnflushedProtect | Plant::LostDirty) {
+        if runs(Part::Translations) {
             unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
-        if args.plant == Plant::None {
+        if runs(Part::Descriptors) {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Convoy) {
             convoy::round(cx, clock.now_ns() + slice)?;
+        }
+        if runs(Part::AddressSpaces) {
             steps += address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Pressure) {
+            pressed = pressed.plus(pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?);
+        }
+        if runs(Part::Pools) {
             let least = args.resizes.saturating_sub(pooled.resizes);
             pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
         }
@@ -153,6 +178,10 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
+    sample("selftest.checked", pressed.checked as f64, "pages", &[]);
+    sample("selftest.stored", pressed.stored as f64, "pages", &[]);
+    sample("selftest.refaults", pressed.back as f64, "pages", &[]);
+    sample("selftest.refused", pressed.refused as f64, "touches, forks and unmaps", &[]);
     sample("selftest.seals", seals as f64, "ranges", &[]);
     sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
     sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);

@@ -11,10 +11,10 @@ use crate::kernel::vm::{self, OnKernel};
 use crate::kernel::{percpu, smp};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Never, NoPressure, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr};
 use hugemm_clear::{Clearer, Features, Policy, Profile};
-use hugemm_paging::Span;
-use hugemm_vm::{AreaKind, Backing, Pools, SharedRef, Space, Vm, VmError};
+use hugemm_paging::{ShootdownPolicy, Span};
+use hugemm_vm::{AreaKind, Backing, NoPager, Pools, SharedRef, Space, Vm, VmError};
 use hugemm_workloads::alloc_free::random::Random;
 
 /// Where the plots are.
@@ -36,7 +36,7 @@ const ACCESSES: u64 = 32;
 /// Forks at a time: pages with more references than sixteen take a frame for a counter, for ever.
 const FORKS: u32 = 4;
 
-type Own = OnKernel<'static, 'static, NoPressure>;
+type Own = OnKernel<'static, 'static>;
 type Manager = Vm<'static, Own>;
 
 /// What a CPU knows of its pages: the word that it stored last, 0 for none.
@@ -75,7 +75,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
         huge: [0; HUGE_PAGES as usize],
         common: [0; SMALL_PAGES as usize],
     })?;
-    let manager = vm::manager(clearer, NoPressure, Pools::default())?;
+    let manager = vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, Pools::default())?;
     let space = manager.create(cx, vm::lower_half()?)?;
     let result = match set_up(cx, &manager, &space, cpus) {
         Ok(common) => {

@@ -1,0 +1,146 @@
+//! Chunks: 256 frames whose references share a cache line. CPUs fill their caches from different ones.
+//!
+//! Taking and dropping a reference writes the line that the references of a chunk share. If two CPUs' pages lie in one
+//! chunk, each pair costs a transfer of that line. So the node remembers for each chunk which CPU took from it last, and
+//! each CPU which chunk it took from last: a chunk is a CPU's while both agree.
+//!
+//! * A refill takes the lowest place that will do, as everybody does, unless that is in another CPU's chunk.
+//! * Then it takes from the CPU's own chunk; if nothing is left there, from the lowest place in nobody's, of the first few
+//!   2 MiB blocks that have room; and then from a fresh 2 MiB block. If there is none, it shares: memory is never refused.
+//!
+//! So one CPU alone gets the places that it would get without chunks, and a CPU holds at most one per mobility. All of it
+//! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
+
+use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
+use crate::blockmap::{Mobility, WORDS};
+use crate::frames::{Env, Frames};
+use crate::freelist::{FreeLists, Known, List};
+use crate::pcp::PerCpu;
+use hugemm_base::Pfn;
+use hugemm_base::sync::{AtomicU64, Ordering};
+
+/// log2 of the frames in a chunk: two bits each fill a line of 64 bytes.
+const CHUNK_SHIFT: u32 = 8;
+
+/// Chunks of a 2 MiB block.
+const HALVES: usize = 1 << (BLOCK_ORDER - CHUNK_SHIFT);
+
+/// 2 MiB blocks with room that are looked at for a place in nobody's chunk, per order.
+const TRIES: usize = 4;
+
+/// Which CPU took from each chunk of a 2 MiB block last: its number plus 1 in 32 bits each. Node's lock.
+#[derive(Debug, Default)]
+pub(crate) struct Takers(AtomicU64);
+
+impl Takers {
+    fn of(&self, half: usize) -> Option<u32> {
+        // Relaxed: the lock orders, here and below.
+        ((self.0.load(Ordering::Relaxed) >> (half % HALVES * 32)) as u32).checked_sub(1)
+    }
+
+    fn note(&self, half: usize, cpu: u32) {
+        let (old, shift) = (self.0.load(Ordering::Relaxed), half % HALVES * 32);
+        self.0.store(old & !(u64::from(u32::MAX) << shift) | (u64::from(cpu) + 1) << shift, Ordering::Relaxed);
+    }
+}
+
+/// The chunk that a CPU took from last, for each mobility: its number plus 1.
+#[derive(Debug, Default)]
+pub(crate) struct Chunks([AtomicU64; 2]);
+
+impl Chunks {
+    fn of(&self, mobility: Mobility) -> Option<u64> {
+        self.0[mobility.index()].load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    fn note(&self, mobility: Mobility, chunk: u64) {
+        self.0[mobility.index()].store(chunk + 1, Ordering::Relaxed);
+    }
+}
+
+const fn chunk_of(pfn: Pfn) -> u64 {
+    pfn.number() >> CHUNK_SHIFT
+}
+
+/// Which of a 2 MiB block's chunks a frame is in.
+const fn half_of(pfn: Pfn) -> usize {
+    in_block(pfn) >> CHUNK_SHIFT
+}
+
+/// Bits of a 2 MiB block without those of one chunk.
+fn without(mut bits: [u64; WORDS], half: usize) -> [u64; WORDS] {
+    let words = WORDS / HALVES;
+    bits[half % HALVES * words..][..words].fill(0);
+    bits
+}
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// A CPU's cache got frames at `pfn`.
+    pub(crate) fn note_chunk(&self, own: &PerCpu<'m>, arena: &Arena<'m>, pfn: Pfn) {
+        let block = arena.block(pfn);
+        block.takers.note(half_of(pfn), own.number);
+        own.chunks.note(block.mobility(), chunk_of(pfn));
+    }
+
+    /// Whether a frame is in the chunk of a CPU other than `own`.
+    pub(crate) fn is_anothers(&self, own: &PerCpu<'m>, arena: &Arena<'m>, pfn: Pfn) -> bool {
+        let block = arena.block(pfn);
+        let taker = block.takers.of(half_of(pfn)).filter(|taker| *taker != own.number);
+        let taker = taker.and_then(|taker| self.cpus.get(taker as usize));
+        taker.is_some_and(|taker| taker.chunks.of(block.mobility()) == Some(chunk_of(pfn)))
+    }
+
+    /// A free block of one kind and at least `order` in no other CPU's chunk, and its order.
+    pub(crate) fn apart(
+        &self,
+        lists: &FreeLists,
+        own: &PerCpu<'m>,
+        order: u32,
+        list: List,
+    ) -> Option<(u32, &'m Arena<'m>, Pfn)> {
+        let List::Small(mobility, known) = list else { return None };
+        self.in_own_chunk(own, order, mobility, known).or_else(|| {
+            let places = self.places(lists)?;
+            let found = (order..BLOCK_ORDER).filter_map(|order| {
+                let found = places.blocks(order, list).take(TRIES).find_map(|(arena, first)| {
+                    let block = arena.block(first.max(arena.extent.base()));
+                    let mut free = block.free.both(&block.zero, known == Known::Zero);
+                    for half in 0..HALVES {
+                        let pfn = Pfn::new(first.number() + ((half as u64) << CHUNK_SHIFT));
+                        if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
+                            free = without(free, half);
+                        }
+                    }
+                    let at = block.starts.first_block(&free, order, |_| true)?;
+                    Some((arena, Pfn::new(first.number() + at as u64)))
+                });
+                found.map(|(arena, pfn)| (order, arena, pfn))
+            });
+            found.min_by_key(|(order, _, pfn)| (pfn.number() >> BLOCK_ORDER, *order))
+        })
+    }
+
+    /// The smallest that will do in the CPU's own chunk.
+    fn in_own_chunk(
+        &self,
+        own: &PerCpu<'m>,
+        order: u32,
+        mobility: Mobility,
+        known: Known,
+    ) -> Option<(u32, &'m Arena<'m>, Pfn)> {
+        let first = Pfn::new(own.chunks.of(mobility)? << CHUNK_SHIFT);
+        let arena = self.arena(first).filter(|arena| arena.node == own.node.0)?;
+        let (region, block, half) = (arena.region(first), arena.block(first), half_of(first));
+        let ours = region.split.get(in_region(first))
+            && !region.isolated.get(in_region(first))
+            && block.mobility() == mobility
+            && block.takers.of(half) == Some(own.number);
+        let free = (0..HALVES)
+            .filter(|other| *other != half)
+            .fold(block.free.both(&block.zero, known == Known::Zero), without);
+        (order..=CHUNK_SHIFT).filter(|_| ours).find_map(|order| {
+            let at = block.starts.first_block(&free, order, |_| true)?;
+            Some((order, arena, Pfn::new(first.number() - in_block(first) as u64 + at as u64)))
+        })
+    }
+}

@@ -1,0 +1,358 @@
+//! Processes that share more memory than there is: reclaim on this machine's page tables, accessed bits and interrupts.
+//!
+//! Each CPU plays its processes in turn, a window of pages each; the boot CPU is the worker of the node besides. All
+//! accesses are loads and stores by the MMU; what they find is checked.
+
+use super::swapped::{self, OurSpaces, Store, SwapVm, Terms};
+use super::{Cx, Failure};
+use crate::kernel::memory::{Scratch, frames};
+use crate::kernel::page_fault;
+use crate::kernel::platform::Kernel;
+use crate::kernel::tlb::tlbs;
+use crate::kernel::{percpu, smp, vm};
+use core::cell::Cell;
+use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_paging::{ShootdownCounts, Span};
+use hugemm_reclaim::{Ageing, Level, LruStats, Policy, Step, Swap, SwapStats};
+use hugemm_vm::{Access, AreaKind, Backing, SharedRef, Space, SpaceRef, Vm, VmError};
+use hugemm_workloads::age::{Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
+use x86_64::instructions::hlt;
+
+/// Where the shared region begins in every space, and where a process's own memory does.
+const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
+const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
+
+const NODE: NodeId = NodeId(0);
+
+/// Processes at most.
+const MOST: usize = MOST_PROCESSES as usize;
+
+/// A CPU forks after so many windows.
+const FORK_EACH: usize = 4;
+
+/// What is run.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Size of all pages: 4 KiB or 2 MiB.
+    pub page: PageSize,
+    /// Which pages are old.
+    pub policy: Policy,
+    /// How accessed bits are read.
+    pub ageing: Ageing,
+    /// Processes, [`MOST_PROCESSES`] at most.
+    pub procs: u32,
+    /// Frames that there are.
+    pub frames: u64,
+    /// Frames of them that compressed pages may take.
+    pub swap: u64,
+    /// Bytes of the region that the processes share: whole pages.
+    pub shared: u64,
+    /// Nanoseconds.
+    pub time: u64,
+    /// Pages that come back from swap, at least, however long it takes.
+    pub least: u64,
+    /// Pages of a window that are touched again and again during it.
+    pub hot: u64,
+    /// The processes also have memory of their own, fork, and unmap and map anew.
+    pub forks: bool,
+    /// A planted bug: pages go to swap without a flush.
+    pub unflushed: bool,
+    /// What is chosen.
+    pub seed: u64,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Figures {
+    pub seconds: f64,
+    pub windows: u64,
+    pub touched: Touched,
+    pub lru: LruStats,
+    pub swap: SwapStats,
+    pub shootdowns: ShootdownCounts,
+    pub aged: u64,
+    pub around: u64,
+    pub young: u64,
+    pub age_flushes: u64,
+    pub unmap_flushes: u64,
+    pub stolen: u64,
+    pub age_ns: u64,
+    pub age_flush_ns: u64,
+    pub unmap_flush_ns: u64,
+    pub reclaim_ns: u64,
+}
+
+/// Runs processes on all CPUs.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<Figures, Failure> {
+    let own = if plan.forks { (plan.shared / 16).next_multiple_of(plan.page.bytes()) } else { 0 };
+    let book = (plan.shared + 2 * own) / PAGE_BYTES;
+    let books = Scratch::new(cx, (book * u64::from(plan.procs)) as usize, || 0_u32)?;
+    let terms = Terms {
+        frames: plan.frames,
+        swap: plan.swap,
+        marks: marks(plan.frames, plan.page),
+        policy: plan.policy,
+        ageing: plan.ageing,
+        unflushed: plan.unflushed,
+    };
+    let before = tlbs().counts();
+    let result = swapped::with(cx, &terms, |cx, vm, store| {
+        let mut figures = live(cx, vm, store, plan, own, books.items)?;
+        figures.swap = store.stats(cx);
+        figures.shootdowns = tlbs().counts().since(before);
+        Ok(figures)
+    });
+    books.free(cx);
+    result
+}
+
+/// From the first space to the last one's end.
+fn live<'a>(
+    cx: Cx<'_>,
+    vm: &SwapVm<'a>,
+    store: &Store,
+    plan: &Plan,
+    own: u64,
+    books: &mut [u32],
+) -> Result<Figures, Failure> {
+    let object = vm.create_shared(cx, plan.shared / PAGE_BYTES, plan.page, false)?;
+    let mut spaces: [Option<SpaceRef<'_, OurSpaces<'a>>>; MOST] = [const { None }; MOST];
+    let made = spaces.iter_mut().take(plan.procs as usize).try_for_each(|place| {
+        let space = place.insert(vm.create(cx, vm::lower_half()?)?);
+        set_up(cx, vm, space, &object, plan, own)
+    });
+    let result = made.map_err(Failure::from).and_then(|()| play_all(cx, vm, store, plan, own, &spaces, books));
+    for space in spaces.iter_mut().filter_map(Option::take) {
+        vm.destroy(cx, space).map_err(|(error, _)| error)?;
+    }
+    vm.close(cx, object);
+    result
+}
+
+fn set_up<'a>(
+    cx: Cx<'_>,
+    vm: &SwapVm<'a>,
+    space: &Space<OurSpaces<'a>>,
+    object: &SharedRef<'_, OurSpaces<'a>>,
+    plan: &Plan,
+    own: u64,
+) -> Result<(), VmError> {
+    let kind = AreaKind::private(plan.page);
+    let span = |at, bytes| Span::new(at, bytes).map_err(|_| VmError::OutOfBounds { at });
+    vm.map(cx, space, span(SHARED_AT, plan.shared)?, kind, Backing::Shared(object, 0))?;
+    if own > 0 {
+        vm.map(cx, space, span(OWN_AT, own)?, kind, Backing::Private)?;
+    }
+    Ok(())
+}
+
+/// What a process knows: what it wrote last into each page that it shares, and of its own; a child's.
+struct Part<'b> {
+    number: u32,
+    shared: &'b mut [u32],
+    own: &'b mut [u32],
+    spare: &'b mut [u32],
+    stores: u32,
+}
+
+fn play_all<'a>(
+    cx: Cx<'_>,
+    vm: &SwapVm<'a>,
+    store: &Store,
+    plan: &Plan,
+    own: u64,
+    spaces: &[Option<SpaceRef<'_, OurSpaces<'a>>>],
+    books: &mut [u32],
+) -> Result<Figures, Failure> {
+    let (shared, own) = ((plan.shared / PAGE_BYTES) as usize, (own / PAGE_BYTES) as usize);
+    let cpus = percpu::count();
+    let books: Lock<SpinLock, _> = Lock::new(books.chunks_exact_mut(shared + 2 * own).enumerate());
+    let next_part = || {
+        let (number, book) = books.lock().next()?;
+        let (shared, rest) = book.split_at_mut(shared);
+        let (own, spare) = rest.split_at_mut(own);
+        Some(Part { number: number as u32, shared, own, spare, stores: 0 })
+    };
+    let (stop, start) = (AtomicBool::new(false), smp::Barrier::new(cpus));
+    let total: Lock<SpinLock, Result<Figures, Failure>> = Lock::new(Ok(Figures::default()));
+    let begin = cx.platform().now_ns();
+    smp::on_cpus(cx, cpus, &|cx, cpu| {
+        let mine = (0..plan.procs).filter(|process| process % cpus == cpu).count();
+        let mut parts: [Option<Part<'_>>; MOST] =
+            core::array::from_fn(|index| if index < mine { next_part() } else { None });
+        start.wait();
+        let random = Random::new(plan.seed ^ u64::from(cpu + 7) << 32);
+        let mut task = Task {
+            vm,
+            store,
+            plan,
+            spaces,
+            stop: &stop,
+            until: begin + plan.time,
+            random,
+            touched: Touched::default(),
+        };
+        let windows = task.play(cx, cpu == 0, &mut parts[..mine]);
+        let mut total = total.lock();
+        match (&mut *total, windows) {
+            (Ok(total), Ok(windows)) => {
+                total.windows += windows;
+                total.touched.pages += task.touched.pages;
+                total.touched.faults += task.touched.faults;
+                total.touched.refused += task.touched.refused;
+            }
+            (Ok(_), Err(failed)) => {
+                // Relaxed: only to end the others.
+                stop.store(true, Ordering::Relaxed);
+                *total = Err(failed.into());
+            }
+            (Err(_), _) => {}
+        }
+    });
+    let mut figures = core::mem::replace(&mut *total.lock(), Ok(Figures::default()))?;
+    figures.seconds = (cx.platform().now_ns() - begin) as f64 / 1e9;
+    let pager = vm.pager();
+    let (counts, clock) = (pager.counts(), pager.steps());
+    figures.lru = pager.lru(NODE).map(|lru| lru.stats(cx)).unwrap_or_default();
+    (figures.aged, figures.around, figures.young) = (counts.aged.get(), counts.around.get(), counts.young.get());
+    (figures.age_flushes, figures.unmap_flushes) = (counts.age_flushes.get(), counts.unmap_flushes.get());
+    figures.stolen = counts.direct_freed.get() + counts.worker_freed.get();
+    (figures.age_ns, figures.age_flush_ns) = (clock.of(Step::Age), clock.of(Step::AgeFlush));
+    figures.unmap_flush_ns = clock.of(Step::UnmapFlush);
+    let steps = [Step::Age, Step::AgeFlush, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
+    figures.reclaim_ns = steps.map(|step| clock.of(step)).iter().sum();
+    Ok(figures)
+}
+
+/// What one CPU does.
+struct Task<'t, 'v, 'a> {
+    vm: &'t SwapVm<'a>,
+    store: &'t Store,
+    plan: &'t Plan,
+    spaces: &'t [Option<SpaceRef<'v, OurSpaces<'a>>>],
+    stop: &'t AtomicBool,
+    until: u64,
+    random: Random,
+    touched: Touched,
+}
+
+impl Task<'_, '_, '_> {
+    /// Plays until the time is over; how many windows were touched.
+    fn play(&mut self, cx: Cx<'_>, is_worker: bool, parts: &mut [Option<Part<'_>>]) -> Result<u64, Failed> {
+        let (pager, mut turn) = (self.vm.pager(), 0);
+        let (until, store, least) = (self.until, self.store, self.plan.least);
+        let goes_on = |cx: &CpuCx<'_, Kernel>| cx.platform().now_ns() < until || store.stats(cx).loads < least;
+        // Relaxed: only to end.
+        while !self.stop.load(Ordering::Relaxed) && goes_on(cx) {
+            percpu::beat();
+            if is_worker && pager.marks().level(frames().stats(cx).available()) <= Level::Short {
+                pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
+            }
+            if parts.is_empty() {
+                // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
+                hlt();
+                continue;
+            }
+            let number = turn % parts.len();
+            turn += 1;
+            let Some(part) = &mut parts[number] else { continue };
+            self.turn(cx, part, turn % FORK_EACH == 0)?;
+        }
+        Ok(turn as u64)
+    }
+
+    fn turn(&mut self, cx: Cx<'_>, part: &mut Part<'_>, forks: bool) -> Result<(), Failed> {
+        let Some(space) = self.spaces.get(part.number as usize).and_then(Option::as_ref) else { return Ok(()) };
+        let touch = ByHardware::default();
+        let regions = [(SHARED_AT, &mut *part.shared, false), (OWN_AT, &mut *part.own, true)];
+        for (at, wrote, alone) in regions {
+            if wrote.is_empty() {
+                continue;
+            }
+            let random = Random::new(self.random.below(u64::MAX));
+            let mut process = Process { number: part.number, at, wrote, alone, random, stores: part.stores };
+            let (vm, hot, touched, mut result) = (self.vm, self.plan.hot, &mut self.touched, Ok(()));
+            touch.with(cx, vm, space, &mut |cx| result = process.window(cx, vm, space, &touch, hot, touched));
+            part.stores = process.stores;
+            touch.refusal().and(result)?;
+        }
+        if self.plan.forks && forks {
+            let random = Random::new(self.random.below(u64::MAX));
+            let (number, at, wrote, stores) = (part.number, OWN_AT, &mut *part.own, part.stores);
+            let mut process = Process { number, at, wrote, alone: true, random, stores };
+            let (page, spare) = (self.plan.page, &mut *part.spare);
+            let result = process.fork_and_unmap(cx, self.vm, space, &touch, page, spare, &mut self.touched);
+            part.stores = process.stores;
+            touch.refusal().and(result)?;
+        }
+        self.touched.faults += touch.faults.get();
+        Ok(())
+    }
+}
+
+/// Accesses by the MMU; faults are served where they happen.
+#[derive(Default)]
+struct ByHardware {
+    faults: Cell<u64>,
+    /// Why a fault was refused, if not for lack of memory.
+    refused: Cell<Option<VmError>>,
+}
+
+impl ByHardware {
+    fn refusal(&self) -> Result<(), Failed> {
+        self.refused.take().map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
+/// A page in the loaded space.
+struct Here(VirtAddr);
+
+impl Here {
+    fn at(&self, index: usize) -> VirtAddr {
+        VirtAddr::new(self.0.get() + 8 * index as u64)
+    }
+}
+
+impl Words for Here {
+    fn word(&self, index: usize) -> Option<u64> {
+        page_fault::load(self.at(index))
+    }
+
+    fn set_word(&self, index: usize, value: u64) -> bool {
+        // SAFETY: a page of a process's regions, in a space that is for this.
+        unsafe { page_fault::store(self.at(index), value) }
+    }
+}
+
+impl<'a> Touch<OurSpaces<'a>> for ByHardware {
+    type Page = Here;
+
+    fn reach(&self, _cx: &CpuCx<'_, Kernel>, at: VirtAddr, _write: bool) -> Option<Here> {
+        percpu::beat();
+        Some(Here(at))
+    }
+
+    fn with(
+        &self,
+        cx: &mut CpuCx<'_, Kernel>,
+        vm: &Vm<'_, OurSpaces<'a>>,
+        space: &Space<OurSpaces<'a>>,
+        f: &mut dyn FnMut(&mut CpuCx<'_, Kernel>),
+    ) {
+        let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| {
+            self.faults.set(self.faults.get() + 1);
+            let error = match vm.fault(cx, space, at, access) {
+                Ok(_) => return true,
+                Err(error) => error,
+            };
+            if error != VmError::NoMemory {
+                self.refused.set(Some(error));
+            }
+            false
+        };
+        page_fault::with(cx, space.tlb(), &serve, |cx| f(cx));
+    }
+}

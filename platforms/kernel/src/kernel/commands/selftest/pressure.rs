@@ -1,0 +1,76 @@
+//! Nothing is lost when memory is short: on all CPUs, processes share more memory than there is, have some of their own,
+//! fork, and unmap and map anew, while pages go to compressed swap and come back. Every touch checks what is in the page.
+
+use super::super::processes::{self, Plan};
+use super::{Cx, Failure};
+use crate::kernel::memory::frames;
+use crate::kernel::percpu;
+use hugemm_base::{Clock, PAGE_BYTES, PageSize};
+use hugemm_kernel::request::Plant;
+use hugemm_reclaim::{Ageing, Policy};
+
+/// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
+const FRAMES: u64 = 2048;
+const FRAMES_PER_CPU: u64 = 256;
+const HUGE: u64 = 4;
+
+/// Pages that come back in a round at each page size, at least: otherwise nothing would have been shown.
+const LEAST: u64 = 1024;
+
+/// Pages of a window that its process uses all the time.
+const HOT: u64 = 8;
+
+/// Processes: one for each CPU, as far as pages do not get more than sixteen references, which take a frame for a counter,
+/// for ever.
+const PROCESSES: core::ops::RangeInclusive<u32> = 6..=12;
+
+/// What rounds have done, in 4 KiB pages.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tally {
+    /// Touched, and what was in them checked.
+    pub checked: u64,
+    /// Stored in swap.
+    pub stored: u64,
+    /// Brought back from it.
+    pub back: u64,
+    /// Touches, forks and unmaps for which there was no memory.
+    pub refused: u64,
+}
+
+impl Tally {
+    /// The sum.
+    pub fn plus(self, more: Tally) -> Tally {
+        Tally {
+            checked: self.checked + more.checked,
+            stored: self.stored + more.stored,
+            back: self.back + more.back,
+            refused: self.refused + more.refused,
+        }
+    }
+}
+
+/// A round at each page size, until `until` at the latest. `plant` is the bug of a flush that is not made.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
+    let mut tally = Tally::default();
+    for (index, page) in [PageSize::Size4K, PageSize::Size2M].into_iter().enumerate() {
+        let left = until.saturating_sub(cx.platform().now_ns());
+        let each = if page == PageSize::Size4K { 1 } else { HUGE };
+        let wanted = each * (FRAMES + FRAMES_PER_CPU * u64::from(percpu::count()));
+        let frames = wanted.min(frames().stats(cx).available() / 4 * 3);
+        let shared = (frames * PAGE_BYTES / 4 * 5).next_multiple_of(page.bytes());
+        // All ways of choosing and of looking get their turn.
+        let policy = if seed >> 1 & 1 == 0 { Policy::Generations } else { Policy::TwoList };
+        let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
+        let procs = percpu::count().clamp(*PROCESSES.start(), *PROCESSES.end());
+        let (swap, time) = (frames / 2, left / (2 - index as u64));
+        let (least, forks, unflushed) = (LEAST, true, plant == Plant::UnflushedSwap);
+        let hot = HOT;
+        let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
+        let figures = processes::run(cx, &plan)?;
+        tally.checked += figures.touched.pages;
+        tally.stored += figures.swap.stores;
+        tally.back += figures.swap.loads;
+        tally.refused += figures.touched.refused;
+    }
+    Ok(tally)
+}

@@ -1,0 +1,160 @@
+//! Address spaces whose idle pages go to compressed swap, on as much of this machine's memory as is left to them.
+
+use super::selftest::Finding;
+use super::{Cx, Failure};
+use crate::kernel::memory::{KernelEnv, Scratch, frames};
+use crate::kernel::vm::{self, KernelVm, OnKernel, Paging};
+use crate::kernel::{clock, percpu, smp, tlb};
+use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::PageSize;
+use hugemm_base::lock::SpinLock;
+use hugemm_clear::{Clearer, Features, Policy as ClearPolicy, Profile};
+use hugemm_frames::{AllocError, Frozen, Request};
+use hugemm_lz4::Lz4;
+use hugemm_paging::ShootdownPolicy;
+use hugemm_reclaim::{Ageing, Compressed, Lru, Policy, Reclaim, Step, Steps, Swap, Watermarks};
+use hugemm_vm::Pools;
+
+/// Pages that nobody uses go to [`Store`].
+#[derive(Clone, Copy, Debug)]
+pub struct Swapped;
+
+impl<'a, 'm: 'a> Paging<'a, 'm> for Swapped {
+    type Pager = Reclaim<'a, 'static, OnKernel<'a, 'm, Swapped>, Store, SpinLock, Clocked<'a>>;
+}
+
+/// Swap in memory.
+pub type Store = Compressed<'static, 'static, KernelEnv, Lz4>;
+
+/// The types of such address spaces.
+pub type OurSpaces<'a> = OnKernel<'a, 'static, Swapped>;
+
+/// Their manager.
+pub type SwapVm<'a> = KernelVm<'a, 'static, Swapped>;
+
+/// What one CPU does for reclaim, since when, and what it has spent on what. Its CPU writes.
+#[derive(Debug, Default)]
+pub struct CpuClock {
+    step: AtomicU64,
+    since: AtomicU64,
+    nanos: [AtomicU64; STEPS],
+}
+
+/// Values of [`Step`].
+const STEPS: usize = Step::Outside as usize + 1;
+
+/// Adds up what reclaim spends its time on, on each CPU; the default one nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Clocked<'a> {
+    cpus: &'a [CpuClock],
+    /// A planted bug: the flushes after unmapping are not made.
+    unflushed: bool,
+}
+
+impl Steps for Clocked<'_> {
+    fn enter(&self, step: Step) {
+        if self.unflushed {
+            tlb::flush_nothing(step == Step::UnmapFlush);
+        }
+        let Some(own) = self.cpus.get(percpu::current() as usize) else { return };
+        let now = clock::now_ns();
+        // Relaxed: this CPU's own, and tasks stay on theirs.
+        let before = own.step.swap(step as u64, Ordering::Relaxed) as usize;
+        let since = own.since.swap(now, Ordering::Relaxed);
+        // At first a CPU is at a step that it has not begun.
+        if since != 0 && before < STEPS {
+            own.nanos[before].fetch_add(now - since, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Clocked<'_> {
+    /// Nanoseconds of all CPUs in one step.
+    pub fn of(&self, step: Step) -> u64 {
+        self.cpus.iter().map(|cpu| cpu.nanos[step as usize].load(Ordering::Relaxed)).sum()
+    }
+}
+
+/// On what terms pages come and go.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Frames that there are, those of compressed pages included; all others are held back.
+    pub frames: u64,
+    /// Frames that compressed pages may take.
+    pub swap: u64,
+    /// When pages go.
+    pub marks: Watermarks,
+    /// Which pages are old.
+    pub policy: Policy,
+    /// How accessed bits are read.
+    pub ageing: Ageing,
+    /// A planted bug: pages are written out and freed without a flush.
+    pub unflushed: bool,
+}
+
+/// Runs `f` with a manager on these terms. Whatever it makes it ends.
+pub fn with<R>(
+    cx: Cx<'_>,
+    terms: &Terms,
+    f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
+    let rest = Rest::hold(cx, terms.frames)?;
+    let result = on_ration(cx, terms, clocks.items, f);
+    rest.free(cx);
+    clocks.free(cx);
+    result
+}
+
+#[inline(never)]
+fn on_ration<R>(
+    cx: Cx<'_>,
+    terms: &Terms,
+    clocks: &[CpuClock],
+    f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let features = Features::detect();
+    let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
+    let store = Store::new(frames(), cx, Lz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
+    let lrus = [Lru::new(frames(), terms.policy)];
+    let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
+    pager.set_ageing(terms.ageing);
+    let vm = vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default())?;
+    let result = f(cx, &vm, &store);
+    vm.trim(cx);
+    drop(vm);
+    match (store.close(cx), result) {
+        (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+        (_, result) => result,
+    }
+}
+
+/// The memory that others may not have, in blocks of 2 MiB.
+struct Rest(Scratch<Option<Frozen>>);
+
+impl Rest {
+    /// Holds back what is free except about `leave` frames.
+    fn hold(cx: Cx<'_>, leave: u64) -> Result<Rest, AllocError> {
+        smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
+        let order = PageSize::Size2M.order();
+        let blocks = frames().stats(cx).available() / order.pages() + 1;
+        let held = Scratch::new(cx, blocks as usize, || None)?;
+        for place in held.items.iter_mut() {
+            percpu::beat();
+            if frames().stats(cx).available() < leave + order.pages() {
+                break;
+            }
+            // What is free in smaller pieces stays so.
+            let Ok(block) = frames().alloc(cx, Request::order(order)) else { break };
+            *place = Some(block);
+        }
+        Ok(Rest(held))
+    }
+
+    fn free(self, cx: Cx<'_>) {
+        for block in self.0.items.iter_mut().filter_map(Option::take) {
+            frames().free(cx, block);
+        }
+        self.0.free(cx);
+    }
+}
