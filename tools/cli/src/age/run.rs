@@ -52,7 +52,8 @@ thread_local! {
     static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
 }
 
-/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer.
+/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer. Not `hugemm-testing`'s: that crate is for
+/// tests, and this is timed.
 pub struct ServingLock(AtomicU64);
 
 const WRITER: u64 = 1 << 32;
