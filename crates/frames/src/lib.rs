@@ -39,6 +39,7 @@
 //! `Zeroed` value that cannot be copied, or *counted*, held by everyone with a reference. Whoever takes the last
 //! reference of a counted frame owns it and frees it; nobody else can, because only one put can be the last.
 #![cfg_attr(not(any(test, loom)), no_std)]
+#![warn(missing_debug_implementations)]
 
 mod alloc;
 mod arena;

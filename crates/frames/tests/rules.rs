@@ -445,7 +445,7 @@ fn claims_take_migrate_or_roll_back() {
         let at = held.as_ref().map(|b| b.pfn()).expect("held");
         let around = Extent::block(at, order(9));
         assert!(frames.claim(&mut cx, around, &mut NoMigration).is_err());
-        let mut migrate = |block: Extent| {
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
             assert!(block.contains(at));
             held.take().map(|b| frames.free(&threads.cx(), b)).is_some()
         };
@@ -690,7 +690,7 @@ fn isolated_blocks_are_not_allocated() {
         frames.drain(&cx);
         let mut claimer = threads.cx();
         let mut got = None;
-        let mut migrate = |_: Extent| {
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, _: Extent| {
             // Twice: one is free elsewhere, and the isolated one is not given instead of the other.
             got = frames.alloc(&cx, request(9)).ok();
             assert_eq!(frames.alloc(&cx, request(9)), Err(AllocError::OutOfMemory));
