@@ -10,12 +10,13 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm recl
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel lint deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel lint package deep clean
 
 help:
 	@echo "make run    a day in the life of a virtual machine host, on this machine (a minute or two)"
 	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
+	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 
 build:
@@ -82,8 +83,12 @@ lint:
 	@if scripts/need.sh target x86_64-unknown-none; then \
 	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -p hugemm-example-ring0 -- -D warnings; fi
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
-	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny check; \
-	else echo "skipped: cargo deny (install it with: cargo install cargo-deny)"; fi
+	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny --locked check bans licenses sources; \
+	else echo "skipped: cargo deny (install it with: cargo install --locked cargo-deny)"; fi
+
+# In the order of their dependencies, which cargo finds. Publishing is the same without --dry-run.
+package:
+	$(CARGO) publish --workspace --dry-run --locked
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:

@@ -5,6 +5,7 @@
 //! cleared for every page) lives in the working memory that the store keeps per CPU, so that compressing takes little stack
 //! and no heap. Making that memory, once per CPU, takes 8 KiB of stack for a moment.
 #![no_std]
+#![warn(missing_debug_implementations)]
 
 use core::mem::MaybeUninit;
 use hugemm_reclaim::{Compressor, Corrupt, PageBytes};

@@ -1,5 +1,6 @@
 //! That crate's frame traits on a hugemm manager.
 
+use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
 use hugemm_frames::{Env, Frames, Frozen, Mobility, Request};
@@ -13,6 +14,12 @@ use x86_64::structures::paging::{FrameAllocator, FrameDeallocator, PageSize, Phy
 pub struct FrameSource<'a, 'p, 'm, P, E: Env> {
     frames: &'a Frames<'m, E>,
     cx: &'a CpuCx<'p, P>,
+}
+
+impl<P, E: Env> fmt::Debug for FrameSource<'_, '_, '_, P, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FrameSource").finish_non_exhaustive()
+    }
 }
 
 impl<'a, 'p, 'm, P: Cpu, E: Env> FrameSource<'a, 'p, 'm, P, E> {

@@ -7,6 +7,7 @@
 //!
 //! `examples/ring0` shows both in a kernel.
 #![cfg_attr(not(test), no_std)]
+#![warn(missing_debug_implementations)]
 
 mod frame_source;
 mod range_mapper;

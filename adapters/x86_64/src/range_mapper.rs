@@ -57,6 +57,12 @@ pub struct RangeMapper {
     offset: VirtAddr,
 }
 
+impl fmt::Debug for RangeMapper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RangeMapper").field("offset", &self.offset).finish_non_exhaustive()
+    }
+}
+
 impl RangeMapper {
     /// A mapper of the half of the address space that `half` lies in.
     ///

@@ -65,6 +65,7 @@
 
 use crate::cancel::Cancel;
 use crate::platform::{Cpu, CpuId, PreemptModel};
+use core::fmt;
 use core::marker::PhantomData;
 
 /// The context of a running task. Neither `Send` nor `Sync`.
@@ -72,6 +73,12 @@ pub struct CpuCx<'p, P> {
     platform: &'p P,
     /// A raw pointer is neither `Send` nor `Sync`: the debts that borrow the context must stay on its task.
     stays: PhantomData<*const ()>,
+}
+
+impl<P> fmt::Debug for CpuCx<'_, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuCx").finish_non_exhaustive()
+    }
 }
 
 impl<'p, P: Cpu> CpuCx<'p, P> {
@@ -139,6 +146,12 @@ pub struct CpuPin<'cx, P: Cpu> {
     stays: PhantomData<*const ()>,
 }
 
+impl<P: Cpu> fmt::Debug for CpuPin<'_, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuPin").field("cpu", &self.cpu).finish_non_exhaustive()
+    }
+}
+
 impl<P: Cpu> CpuPin<'_, P> {
     /// The CPU.
     #[inline]
@@ -159,6 +172,12 @@ impl<P: Cpu> Drop for CpuPin<'_, P> {
 pub struct VectorCx<'cx, P: Cpu> {
     platform: &'cx P,
     stays: PhantomData<*const ()>,
+}
+
+impl<P: Cpu> fmt::Debug for VectorCx<'_, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VectorCx").finish_non_exhaustive()
+    }
 }
 
 impl<P: Cpu> Drop for VectorCx<'_, P> {

@@ -24,6 +24,7 @@
 //! | [`counters`] | always-on counters, one relaxed add each |
 //! | [`sync`] | atomics, or loom's under `cfg(loom)` |
 #![cfg_attr(not(any(test, loom)), no_std)]
+#![warn(missing_debug_implementations)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod addr;

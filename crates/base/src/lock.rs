@@ -113,6 +113,12 @@ pub struct LockGuard<'a, L: RawLock, T> {
     lock: &'a Lock<L, T>,
 }
 
+impl<L: RawLock, T: fmt::Debug> fmt::Debug for LockGuard<'_, L, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&**self, f)
+    }
+}
+
 impl<L: RawLock, T> Deref for LockGuard<'_, L, T> {
     type Target = T;
 

@@ -65,6 +65,12 @@ pub struct FlushDomain<K, Q> {
     kind: PhantomData<fn(K)>,
 }
 
+impl<K, Q> fmt::Debug for FlushDomain<K, Q> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FlushDomain").finish_non_exhaustive()
+    }
+}
+
 impl<K, Q> FlushDomain<K, Q> {
     /// A domain in which nothing has been flushed.
     pub fn new(quarantine: Q) -> Self {

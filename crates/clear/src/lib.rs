@@ -15,6 +15,7 @@
 //! The crate needs only [`hugemm_base`] and, of the platform, [`Cpu`](hugemm_base::platform::Cpu) and
 //! [`PhysMap`](hugemm_base::PhysMap). Nothing here allocates.
 #![cfg_attr(not(test), no_std)]
+#![warn(missing_debug_implementations)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod calibrate;

@@ -12,6 +12,7 @@
 //!
 //! All are on by default. Each crate can be used without this one, which adds no code of its own.
 #![no_std]
+#![warn(missing_debug_implementations)]
 
 pub use hugemm_base as base;
 #[cfg(feature = "clear")]

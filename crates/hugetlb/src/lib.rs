@@ -34,6 +34,7 @@
 //! the allocator's too. Because descriptors of frames that are not heads are don't-care there, and references are kept
 //! elsewhere, neither growing nor restoring writes a tail, and no speculative reader can ever write into one.
 #![cfg_attr(not(any(test, loom)), no_std)]
+#![warn(missing_debug_implementations)]
 
 pub mod counts;
 mod group;

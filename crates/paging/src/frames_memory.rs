@@ -1,6 +1,7 @@
 //! Tables from the frame allocator.
 
 use crate::memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
+use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Dirty, Extent, Order, PAGE_BYTES, Pfn, PhysMap, Zeroed};
@@ -11,6 +12,12 @@ use hugemm_frames::{Env, Frames, Frozen, Mobility, Request, Zeroer};
 pub struct FrameTables<'a, 'p, 'm, P, E: Env> {
     frames: &'a Frames<'m, E>,
     cx: &'a mut CpuCx<'p, P>,
+}
+
+impl<P, E: Env> fmt::Debug for FrameTables<'_, '_, '_, P, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FrameTables").finish_non_exhaustive()
+    }
 }
 
 impl<'a, 'p, 'm, P: Cpu + PhysMap, E: Env> FrameTables<'a, 'p, 'm, P, E> {

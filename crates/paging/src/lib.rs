@@ -30,6 +30,7 @@
 //! | [`invalidate`] | the instructions |
 //! | [`counting`] | hardware that only counts |
 #![cfg_attr(not(any(test, loom)), no_std)]
+#![warn(missing_debug_implementations)]
 
 pub mod aarch64;
 pub mod broadcast;

@@ -173,6 +173,12 @@ pub struct Shared<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
     pub(crate) tree: Tree<F, M>,
 }
 
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> fmt::Debug for Shared<'_, F, L, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M> {
     fn drop(&mut self) {
         // SAFETY: the guard was made by whoever entered, and ends here.
@@ -184,6 +190,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Shared<'_, F, L, M>
 pub struct Exclusive<'t, F: PageFormat, L: RawEditLock, M: TableMemory> {
     table: &'t PageTable<F, L>,
     pub(crate) tree: Tree<F, M>,
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> fmt::Debug for Exclusive<'_, F, L, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exclusive").finish_non_exhaustive()
+    }
 }
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {

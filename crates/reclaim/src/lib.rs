@@ -16,6 +16,7 @@
 //! Everything here is `no_std`, allocates from [`hugemm_frames`] only, by requests that never call reclaim, and does not
 //! panic on bad input or exhaustion.
 #![cfg_attr(not(any(test, loom)), no_std)]
+#![warn(missing_debug_implementations)]
 
 pub mod compressed;
 pub mod compressor;

@@ -6,6 +6,7 @@
 
 use crate::lru::{Folio, Neighbours};
 use crate::swap::StoreError;
+use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Pfn};
 
@@ -28,6 +29,17 @@ pub enum WriteError {
     /// Somebody else uses it after all.
     InUse,
 }
+
+impl fmt::Display for WriteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WriteError::Swap(error) => error.fmt(f),
+            WriteError::InUse => f.write_str("the folio is in use"),
+        }
+    }
+}
+
+impl core::error::Error for WriteError {}
 
 /// Does to folios what reclaim decides. Implemented over address spaces.
 pub trait Reclaimer<P: Cpu> {

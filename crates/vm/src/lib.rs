@@ -22,6 +22,7 @@
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `away.rs`, `refault.rs` | what stands for a page that is away; bringing it back |
 //! | [`evict`], [`ageing`] | what reclaim does to pages, through the reverse map |
+//! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
 //! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
@@ -34,6 +35,7 @@
 //! one. The area list is held while other CPUs are flushed by copy-on-write and fork; they serve such requests while they
 //! wait for it, because they wait with interrupts on.
 #![cfg_attr(not(test), no_std)]
+#![warn(missing_debug_implementations)]
 
 pub mod ageing;
 pub mod area;
@@ -49,6 +51,7 @@ mod followers;
 pub mod fork;
 mod guarded;
 mod mapping;
+mod moving;
 pub mod notifier;
 pub mod object;
 pub mod pager;

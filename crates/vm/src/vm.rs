@@ -39,6 +39,12 @@ pub struct Parts<'m, S: Setup> {
     pub pool: S::Pool,
 }
 
+impl<S: Setup> fmt::Debug for Parts<'_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Parts").finish_non_exhaustive()
+    }
+}
+
 /// Small objects of one type.
 pub(crate) type SlabOf<S> = Slab<<<S as Setup>::Env as Env>::Lock>;
 

@@ -12,7 +12,7 @@ use crate::image::Image;
 use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::size::Size;
-use crate::{environment_text, progress, table};
+use crate::{environment_text, progress, qemu, table};
 use anyhow::{Result, bail};
 use hugemm_host::environment::{Environment, GuestInfo};
 use hugemm_kernel::report::EXIT_BROKEN;
@@ -106,6 +106,7 @@ pub fn run(args: &Boot) -> Result<()> {
     let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
     Machine { image: Path::new(""), accel, cpu_model: CPU_MODEL, cpus, memory, timeout }.check()?;
     document::check_writable(args.json.as_deref())?;
+    qemu::ready(accel, memory)?;
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let bar = progress::bar(0, quiet);
     bar.set_message("finding or building the kernel");

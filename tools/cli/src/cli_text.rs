@@ -3,17 +3,65 @@
 
 use crate::args::Cli;
 use crate::unmeasured_args::{Completions, Man};
-use anyhow::{Context, Result};
-use clap::CommandFactory;
+use anyhow::{Context, Result, anyhow};
+use clap::error::ErrorKind;
+use clap::{Command, CommandFactory, FromArgMatches};
+use std::ffi::OsString;
 use std::io::Write;
+use std::process::ExitCode;
 
-/// What clap says of a command line, on one line: the complaint with what it lists, without usage and tips.
+/// What clap says of a command line, on one line: the complaint, what it lists, and what may have been meant.
 pub fn usage_error(error: &clap::Error) -> String {
     let text = error.to_string();
     let mut lines = text.lines();
     let complaint = lines.next().unwrap_or_default().trim_start_matches("error: ");
-    let listed: Vec<_> = lines.take_while(|line| !line.is_empty()).map(str::trim).collect();
-    format!("{complaint} {}", listed.join(", ")).trim_end().to_owned()
+    let listed: Vec<_> = lines.by_ref().take_while(|line| !line.is_empty()).map(str::trim).collect();
+    let tips: String =
+        lines.filter_map(|line| line.trim().strip_prefix("tip: ")).map(|tip| format!("; {tip}")).collect();
+    format!("{} {}", complaint, listed.join(", ")).trim_end().to_owned() + &tips
+}
+
+/// The command line of this program.
+///
+/// # Errors
+/// What clap says; help that was asked for is an error, too.
+pub fn parse() -> Result<Cli, clap::Error> {
+    let mut command = numbers_may_be_negative(Cli::command());
+    let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+}
+
+/// Values such as -1 reach the options' own parsers, which say what they want, instead of being taken for options.
+fn numbers_may_be_negative(command: Command) -> Command {
+    let command = command.mut_args(|arg| {
+        let takes_value = arg.get_action().takes_values() && !arg.is_positional();
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    });
+    command.mut_subcommands(numbers_may_be_negative)
+}
+
+/// Ends the program for a command line that cannot be carried out: prints the help that was asked for, or one line that
+/// says what is wrong and which help says more.
+pub fn misused(error: &clap::Error) -> ExitCode {
+    use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+    if matches!(error.kind(), DisplayHelp | DisplayHelpOnMissingArgumentOrSubcommand | DisplayVersion) {
+        error.exit();
+    }
+    let named = named_command(std::env::args_os().skip(1));
+    eprintln!("hugemm: {}; see '{named} --help'", usage_error(error));
+    ExitCode::from(2)
+}
+
+/// The command and subcommands that a command line begins with.
+fn named_command(words: impl Iterator<Item = OsString>) -> String {
+    let mut name = "hugemm".to_owned();
+    let mut command = &Cli::command();
+    for word in words {
+        let Some(inner) = command.find_subcommand(&word) else { break };
+        name = format!("{name} {}", inner.get_name());
+        command = inner;
+    }
+    name
 }
 
 /// Prints the completion script.
@@ -30,7 +78,9 @@ pub fn man(args: &Man) -> Result<()> {
         clap_mangen::Man::new(Cli::command()).render(&mut page)?;
         return std::io::stdout().write_all(&page).context("cannot write the page");
     };
-    std::fs::create_dir_all(dir).with_context(|| format!("cannot make the directory {}", dir.display()))?;
+    std::fs::create_dir_all(dir).map_err(|error| {
+        anyhow!("cannot make the directory {}: {error}; name one where you may write", dir.display())
+    })?;
     clap_mangen::generate_to(Cli::command(), dir)
         .with_context(|| format!("cannot write the pages to {}", dir.display()))?;
     println!("pages written to {0}; read one with: man -l {0}/hugemm.1", dir.display());
@@ -50,5 +100,15 @@ mod tests {
         assert!(missing.contains("not provided: <A.json>, <B.json>"), "{missing}");
         let values = of(&["hugemm", "completions", "x"]);
         assert!(values.contains("'x' for '<SHELL>' [possible values: bash"), "{values}");
+        let tip = of(&["hugemm", "run", "--siz", "3GB"]);
+        assert_eq!(tip, "unexpected argument '--siz' found; a similar argument exists: '--size'");
+    }
+
+    #[test]
+    fn the_command_is_named_as_far_as_it_is_one() {
+        let of = |line: &str| named_command(line.split(' ').map(OsString::from));
+        assert_eq!(of("bench mem mmap -s 0"), "hugemm bench mem mmap");
+        assert_eq!(of("bench swim"), "hugemm bench");
+        assert_eq!(of("--frob run"), "hugemm");
     }
 }

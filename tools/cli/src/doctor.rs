@@ -3,7 +3,7 @@
 mod checks;
 mod facts;
 
-use crate::document::{Document, Row};
+use crate::document::{self, Document, Row};
 use crate::table;
 use crate::unmeasured_args::Doctor;
 use anyhow::{Result, bail};
@@ -13,6 +13,7 @@ use facts::Facts;
 
 /// Runs the command.
 pub fn run(args: &Doctor) -> Result<()> {
+    document::check_writable(args.json.as_deref())?;
     let facts = Facts::read()?;
     let findings = checks::all(&facts);
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");

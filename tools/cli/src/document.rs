@@ -98,7 +98,9 @@ impl Row {
 impl Document {
     /// A document of the command now running.
     pub fn new(environment: Environment, results: Vec<Row>) -> Self {
-        let command = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
+        // A file's name need not be text.
+        let words = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned());
+        let command = words.collect::<Vec<_>>().join(" ");
         Document { schema: SCHEMA, command, version: env!("CARGO_PKG_VERSION"), environment, results }
     }
 

@@ -117,7 +117,7 @@ pub fn run(args: &Headline) -> Result<()> {
     let wanted: Vec<&Step> =
         STEPS.iter().filter(|step| lines.iter().any(|line| step.goals.contains(&line.metric))).collect();
     if wanted.is_empty() {
-        bail!("no goal begins like that; 'hugemm bench headline --help' has them all");
+        bail!("no goal begins with '{}'; 'hugemm bench headline --help' has them all", args.only.join("' or '"));
     }
     let bar = progress::bar(wanted.len() as u64 * u64::from(args.runs), quiet);
     let mut failed = Vec::new();

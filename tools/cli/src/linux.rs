@@ -15,7 +15,7 @@ use crate::linux::reference::Reference;
 use crate::qemu::{Ended, Guest};
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::{cli_text, environment_text, noise, progress, table};
+use crate::{cli_text, environment_text, noise, progress, qemu, table};
 use anyhow::{Result, bail};
 use clap::Parser;
 use hugemm_base::PageSize;
@@ -37,6 +37,7 @@ pub fn run(args: &Linux) -> Result<()> {
     document::check_writable(args.json.as_deref())?;
     let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     let environment = Environment::read()?;
+    qemu::ready(args.accel, args.memory)?;
     let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
     let reference = if args.reference { Some(Reference::new(args, &work)?) } else { None };
     let kernels = images.len() + usize::from(reference.is_some());
@@ -84,10 +85,10 @@ pub fn run(args: &Linux) -> Result<()> {
         println!("\n  {warning}");
     }
     Document::new(environment, rows).write(args.json.as_deref())?;
-    if cells.iter().all(|cell| cell.events.is_err()) {
-        bail!("no guest did its work");
+    match cells.iter().filter(|cell| cell.events.is_err()).count() {
+        0 => Ok(()),
+        failed => bail!("{failed} of {} guests did not do their work; the lines above say why", cells.len()),
     }
-    Ok(())
 }
 
 /// One guest's results, or why there are none.

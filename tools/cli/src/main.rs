@@ -1,6 +1,10 @@
 //! The `hugemm` command: probes this machine, measures hugemm on it, and compares.
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
+// First, because its macros stand for the standard library's in all others.
+#[macro_use]
+mod output;
+
 mod age;
 mod args;
 mod boot;
@@ -41,8 +45,7 @@ mod units;
 mod unmeasured_args;
 mod vm_create;
 
-use args::{Bench, Cli, Command, Mem};
-use clap::Parser;
+use args::{Bench, Command, Mem};
 use hugemm_host::interrupt;
 use std::process::ExitCode;
 
@@ -60,7 +63,10 @@ fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match cli_text::parse() {
+        Ok(cli) => cli,
+        Err(error) => return cli_text::misused(&error),
+    };
     let result = interrupt::install().map_err(anyhow::Error::from).and_then(|()| match &cli.command {
         Command::Run(args) => run::run(args),
         Command::Probe(args) => probe::run(args),
@@ -89,7 +95,7 @@ fn main() -> ExitCode {
         Command::Completions(args) => cli_text::completions(args),
         Command::Man(args) => cli_text::man(args),
     });
-    match result {
+    match result.and_then(|()| output::finish()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("hugemm: {}", one_line(&error));

@@ -1,7 +1,7 @@
 //! A virtual machine under QEMU: finding the program, starting it, reading its serial port, and seeing to it that it ends.
 
 use crate::size::Size;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 use hugemm_host::interrupt;
 use hugemm_host::limits::Limits;
@@ -100,6 +100,32 @@ impl Ended {
     }
 }
 
+/// Whether a guest of this size can be started under this accelerator at all: asked before anything is built for it.
+///
+/// # Errors
+/// The memory is not to be had, QEMU is not installed, or the accelerator cannot be used.
+pub fn ready(accel: Accel, memory: Size) -> Result<()> {
+    Limits::read()?
+        .check(memory.0.saturating_add(OWN_BYTES))
+        .context("the guest does not fit; use a smaller --memory")?;
+    if accel == Accel::Kvm {
+        kvm_usable()?;
+    }
+    let version = Command::new(PROGRAM).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    version.map(|_| ()).map_err(not_started)
+}
+
+/// Why QEMU cannot be started.
+fn not_started(error: std::io::Error) -> anyhow::Error {
+    match error.kind() {
+        ErrorKind::NotFound => anyhow!(
+            "{PROGRAM} is not installed; install it (Debian: sudo apt-get install qemu-system-x86, Fedora: sudo dnf \
+             install qemu-system-x86)"
+        ),
+        _ => anyhow!("cannot start {PROGRAM}: {error}"),
+    }
+}
+
 impl Guest {
     /// Boots it and hands every line of its serial port to `line`, until QEMU ends, `line` breaks, or the deadline passes.
     ///
@@ -107,13 +133,10 @@ impl Guest {
     /// QEMU is missing or refuses to start, the memory is not to be had, the accelerator does not work, the user
     /// interrupts, or `line` fails. QEMU is ended on every way out.
     pub fn run(&self, mut line: impl FnMut(&str) -> Result<ControlFlow<()>>) -> Result<Ended> {
-        Limits::read()?.check(self.memory.0 + OWN_BYTES).context("the guest does not fit; use a smaller --memory")?;
+        ready(self.accel, self.memory)?;
         match self.accel {
             Accel::Tcg => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
-            Accel::Kvm => {
-                kvm_usable()?;
-                self.attempt(Accel::Kvm, FIRST_WORD, &mut line)
-            }
+            Accel::Kvm => self.attempt(Accel::Kvm, FIRST_WORD, &mut line),
             Accel::Auto if kvm_usable().is_err() => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
             Accel::Auto => match self.attempt(Accel::Kvm, FIRST_WORD, &mut line) {
                 Err(error) if error.is::<Silent>() || error.is::<Refused>() => {
@@ -237,14 +260,7 @@ struct Running {
 impl Running {
     fn start(mut command: Command) -> Result<Self> {
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-        let mut child = match spawned {
-            Ok(child) => child,
-            Err(error) if error.kind() == ErrorKind::NotFound => bail!(
-                "{PROGRAM} is not installed; install it (Debian: sudo apt-get install qemu-system-x86, Fedora: sudo dnf \
-                 install qemu-system-x86)"
-            ),
-            Err(error) => return Err(error).with_context(|| format!("cannot start {PROGRAM}")),
-        };
+        let mut child = spawned.map_err(not_started)?;
         let (sender, lines) = channel();
         let serial = child.stdout.take();
         std::thread::spawn(move || {

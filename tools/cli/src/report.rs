@@ -16,9 +16,10 @@ mod svg;
 mod tests;
 mod views;
 
+use crate::document;
 use crate::saved::Saved;
 use crate::unmeasured_args::Report;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use content::Content;
 use std::path::{Path, PathBuf};
 
@@ -27,6 +28,7 @@ const DEFAULT: &str = "hugemm-report.html";
 
 /// Runs the command.
 pub fn run(args: &Report) -> Result<()> {
+    document::check_writable(args.html.as_deref())?;
     let documents = args.files.iter().map(|file| Ok((stem(file), Saved::read(file)?))).collect::<Result<Vec<_>>>()?;
     if documents.iter().all(|(_, saved)| saved.results.is_empty()) {
         bail!("there is no figure in {}; nothing was written", names(&args.files));
@@ -35,7 +37,9 @@ pub fn run(args: &Report) -> Result<()> {
     // Messages go to standard error where standard output is the Markdown.
     let tell = |what: &str| if args.markdown { eprintln!("{what}") } else { println!("{what}") };
     if let Some(dir) = &args.svg {
-        std::fs::create_dir_all(dir).with_context(|| format!("cannot make the directory {}", dir.display()))?;
+        std::fs::create_dir_all(dir).map_err(|error| {
+            anyhow!("cannot make the directory {}: {error}; name one where you may write", dir.display())
+        })?;
         let mut count = 0;
         for plot in content.plots().filter(|plot| plot.is_drawable()) {
             let (svg, height) = draw::draw(plot);

@@ -87,7 +87,11 @@ pub fn run(args: &Run) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     document::check_writable(args.report.as_deref())?;
     let bytes = match args.size {
-        Some(size) => size.0.next_multiple_of(GRAIN),
+        Some(size) if size.0.is_multiple_of(GRAIN) => size.0,
+        Some(size) => {
+            let up = size.0.checked_next_multiple_of(GRAIN).map_or(Size(GRAIN), Size);
+            bail!("{size} is not a multiple of {}, which memory is managed in; use --size {up}", Size(GRAIN))
+        }
         None => machine.default_size(4, GIB / 2, 8 * GIB)?,
     };
     // What descriptors take is not free.

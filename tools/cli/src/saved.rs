@@ -1,7 +1,7 @@
 //! Documents that earlier commands saved: reading them, and telling a foreign file in one line.
 
 use crate::document::{Row, SCHEMA};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::Path;
@@ -38,11 +38,12 @@ impl Saved {
     /// One line each: the file cannot be read, is no JSON, no document of hugemm, or one of another schema.
     pub fn read(path: &Path) -> Result<Self> {
         let file = path.display();
-        let bytes = std::fs::metadata(path).with_context(|| format!("cannot read {file}"))?.len();
+        let unread = |error| anyhow!("cannot read {file}: {error}; name a document that was saved with --json=FILE");
+        let bytes = std::fs::metadata(path).map_err(unread)?.len();
         if bytes > MOST_BYTES {
             bail!("{file} has {} MB and is no document of hugemm; those come from a command with --json", bytes >> 20);
         }
-        let text = std::fs::read(path).with_context(|| format!("cannot read {file}"))?;
+        let text = std::fs::read(path).map_err(unread)?;
         let value: Value = serde_json::from_slice(&text).map_err(|error| {
             anyhow::anyhow!("{file} is no JSON ({error}); save one with: hugemm COMMAND --json=FILE")
         })?;

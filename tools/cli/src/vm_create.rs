@@ -96,7 +96,10 @@ pub fn run(args: &VmCreate) -> Result<()> {
     let page = PageSize::from(args.page);
     let bytes = match args.size {
         Some(size) => machine.whole_pages(size, page)?,
-        None => machine.default_size(4, page.bytes(), 8 * GIB)?,
+        None => {
+            let most = if page == PageSize::Size4K { GIB / 2 } else { 8 * GIB };
+            machine.default_size(4, page.bytes(), most)?
+        }
     };
     let cpus = machine.topology.cpus.len() as u32;
     let workers = if args.workers.is_empty() { vec![1, cpus] } else { args.workers.clone() };

@@ -53,6 +53,63 @@ fn files_that_cannot_be_written_are_refused_before_anything_is_measured() {
     assert!(!path.exists(), "a command that is refused leaves no file");
 }
 
+/// What is printed may have nowhere to go; what is saved is there all the same.
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_nobody_takes_is_one_line_and_loses_no_file() {
+    let path = std::env::temp_dir().join(format!("hugemm-kept-{}.json", std::process::id()));
+    let json = format!("--json={}", path.display());
+    for args in [&["explain", &json][..], &["explain", "--json"], &["man"], &["completions", "bash"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").expect("Linux has it");
+        let (reader, closed) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        for out in [std::process::Stdio::from(full), std::process::Stdio::from(closed)] {
+            let command = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).stdout(out).output();
+            let output = command.expect("it starts");
+            let err = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && err.lines().count() == 1, "{args:?}: {err}");
+            assert!(err.contains("os error") && !err.contains("panicked"), "{args:?}: {err}");
+        }
+    }
+    let saved = std::fs::read(&path).expect("saved");
+    assert!(serde_json::from_slice::<Value>(&saved).is_ok());
+    std::fs::remove_file(path).expect("removed");
+}
+
+/// A file's name need not be text.
+#[cfg(unix)]
+#[test]
+fn names_that_are_no_text_are_names() {
+    use std::os::unix::ffi::OsStrExt;
+    let name = std::ffi::OsStr::from_bytes(b"--json=/nonexistent/\xff.json");
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).arg("explain").arg(name).output();
+    let output = output.expect("it starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && err.lines().count() == 1 && err.contains("cannot write"), "{err}");
+    let path = std::env::temp_dir().join(std::ffi::OsStr::from_bytes(b"hugemm-\xff.json"));
+    let mut option = std::ffi::OsString::from("--json=");
+    option.push(&path);
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_hugemm")).arg("explain").arg(option).output();
+    assert!(output.expect("it starts").status.success());
+    std::fs::remove_file(path).expect("it was written");
+}
+
+#[test]
+fn odd_values_are_named() {
+    misused(&["run", "-s", "-1"], "no number in '-1'");
+    misused(&["bench", "free", "-r", "-1"], "-1 is not in 1..");
+    misused(&["run", "--siz", "1GB"], "a similar argument exists: '--size'; see 'hugemm run --help'");
+    misused(&["bench", "swim"], "unrecognized subcommand 'swim'; see 'hugemm bench --help'");
+    misused(&["compare", "a.json", "b.json", "-t", "-5"], "'-5' is no percentage");
+    refused(&["run", "-s", "1MB"], &["1MB is not a multiple of 128MB", "--size 128MB"]);
+    refused(&["bench", "headline", "--only", "swim"], &["no goal begins with 'swim'", "--help"]);
+    refused(&["doctor", "--json=/nonexistent/a.json"], &["cannot write /nonexistent/a.json", "name a file"]);
+    refused(&["man", "/proc/nonexistent"], &["cannot make the directory", "may write"]);
+    for command in [&["report"][..], &["compare", "/nonexistent/b.json"]] {
+        refused(&[command, &["/nonexistent/a.json"]].concat(), &["cannot read /nonexistent/", "--json=FILE"]);
+    }
+}
+
 #[test]
 fn options_that_do_nothing_are_not_there() {
     for command in ["alloc", "churn", "stress", "shootdown", "map"] {

@@ -38,7 +38,7 @@ fn what_makes_no_day_is_named() {
     misused(&["run", "--workers", "0"], "0 is not in 1..");
     misused(&["run", "--vcpus", "0"], "0 is not in 1..");
     misused(&["run", "--size", "some"], "no number in 'some'");
-    refused(&["bench", "headline", "--only", "speed"], &["no goal begins like that"]);
+    refused(&["bench", "headline", "--only", "speed"], &["no goal begins with 'speed'"]);
 }
 
 /// One goal is measured by the command that measures it, and judged.

@@ -147,7 +147,7 @@ fn files_that_are_no_documents_are_refused_in_a_line() {
     misused(&["compare", &good], "required");
     misused(&["compare", &good, &good, &good], "unexpected argument");
     misused(&["compare", &format!("{good},"), &good], "file name is empty");
-    misused(&["compare", &good, &good, "-t", "-3"], "unexpected argument");
+    misused(&["compare", &good, &good, "-t", "-3"], "no percentage");
     misused(&["compare", &good, &good, "--threshold=x"], "no percentage");
     misused(&["report"], "required");
 }
@@ -173,7 +173,7 @@ fn the_page_is_whole_and_needs_nothing_else() {
     let saved = files.iter().map(|file| std::fs::read_to_string(file).expect("a fixture"));
     let saved = saved.map(|text| serde_json::from_str::<Value>(&text).expect("JSON"));
     assert_eq!(rows_on_page, saved.map(|one| one["results"].as_array().map_or(0, Vec::len)).sum::<usize>());
-    for part in ["Goals: ", "past the cache is faster", "What descriptor economy costs Linux", "as a range"] {
+    for part in ["Goals: ", "past the cache is faster", "What descriptor economy costs", "as a range"] {
         assert!(text.contains(part), "{part}");
     }
     let mut count = 0;
@@ -244,5 +244,5 @@ fn every_bench_can_be_repeated_and_warmed_up() {
         let document = with(more);
         assert_eq!(rows(&document, "bench.mem.memset")[0]["runs"], 3, "{more:?}");
     }
-    misused(&["bench", "clear", "--warmup", "-1"], "unexpected argument");
+    misused(&["bench", "clear", "--warmup", "-1"], "-1 is not in 0..");
 }

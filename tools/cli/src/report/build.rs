@@ -100,7 +100,9 @@ pub fn by_view(view: &View, all: &[Figure<'_>]) -> Vec<Plot> {
     let figures: Vec<Figure<'_>> = all
         .iter()
         .filter(|figure| metric(figure).is_some())
-        .filter(|figure| view.only.is_none_or(|(name, value)| figure.label(name).as_deref() == Some(value)))
+        .filter(|figure| {
+            view.only.is_none_or(|(name, values)| figure.label(name).is_some_and(|value| values.contains(&&*value)))
+        })
         .filter(|figure| view.x.is_none_or(|(name, ..)| figure.number(name).is_some()))
         .copied()
         .collect();

@@ -54,13 +54,20 @@ fn cut(label: &str) -> Vec<String> {
     lines.iter().map(|line| line.trim_end().to_owned()).collect()
 }
 
+/// How wide the widest label is: bold letters are wider.
+fn widest(plot: &Plot, labels: &[Vec<String>]) -> f64 {
+    let bold = |series: &Series| if series.own() { 1.2 } else { 1.0 };
+    let all = plot.series.iter().zip(labels);
+    all.flat_map(|(series, lines)| lines.iter().map(|line| bold(series) * width(line))).fold(0.0, f64::max)
+}
+
 fn lines(plot: &Plot, scale: Scale, title: &str) -> (Svg, f64) {
     let labels: Vec<Vec<String>> = plot.series.iter().map(|series| cut(&series.name)).collect();
-    let widest = labels.iter().flatten().map(|line| width(line)).fold(0.0, f64::max);
+    let widest = widest(plot, &labels);
     let (top, bottom) = (26.0, 26.0 + AREA);
     let axis = Axis::for_lines(plot.points().map(|point| point.y), bottom, top);
     let ticks = axis.ticks().into_iter().map(|tick| width(&self::tick(tick))).fold(0.0, f64::max);
-    let (left, right) = (ticks + 10.0, WIDTH - widest.min(150.0) - 22.0);
+    let (left, right) = (ticks + 10.0, WIDTH - widest.min(165.0) - 22.0);
     let mut svg = Svg::new(WIDTH);
 
     let unit = if axis.is_log() { format!("{} (logarithmic)", plot.unit_text()) } else { plot.unit_text() };
@@ -90,7 +97,7 @@ fn lines(plot: &Plot, scale: Scale, title: &str) -> (Svg, f64) {
             svg.text("soft small", Anchor::Middle, (x, bottom + 29.0), &size);
             widest = widest.max(width(&size));
         }
-        free = x + widest / 2.0 + 3.0;
+        free = x + widest / 2.0 + 8.0;
     }
     svg.line("axis", (left, bottom), (right, bottom));
     let below = if scale == Scale::Order { bottom + 45.0 } else { bottom + 33.0 };
@@ -178,9 +185,7 @@ fn apart(spans: &[(f64, f64)], top: f64, bottom: f64) -> Vec<f64> {
 fn bars(plot: &Plot) -> (Svg, f64) {
     const BAR: f64 = 15.0;
     let labels: Vec<Vec<String>> = plot.series.iter().map(|series| cut(&series.name)).collect();
-    let widest = labels.iter().flatten().map(|line| width(line)).fold(0.0, f64::max);
-    // Bold letters are wider.
-    let left = (widest * 1.08).min(180.0) + 12.0;
+    let left = widest(plot, &labels).min(190.0) + 12.0;
     let figures = plot.points().map(|point| width(&number(point.y))).fold(0.0, f64::max);
     // The deviation belongs to the bar.
     let ends = plot.points().map(|point| point.y + if point.y < 0.0 { -point.stdev } else { point.stdev });
@@ -265,8 +270,8 @@ mod tests {
         let (svg, height) =
             draw(&plot(X::Groups(vec!["g".to_owned()]), &[("ab", &[(0.0, 10.0)]), ("cd", &[(0.0, 5.0)])]));
         let text = svg.file(height, "p");
-        // From 2 × 7 × 1.08 + 12 to 440 - 2 × 7 - 14.
-        assert!(text.contains("width=\"384.9\"") && text.contains("width=\"192.4\""), "{text}");
+        // From 2 × 7 + 12 to 440 - 2 × 7 - 14.
+        assert!(text.contains("width=\"386\"") && text.contains("width=\"193\""), "{text}");
     }
 
     #[test]

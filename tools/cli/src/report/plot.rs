@@ -226,13 +226,28 @@ pub fn number(value: f64) -> String {
     }
     let size = value.abs();
     match size {
-        _ if value.fract() == 0.0 && size < 1e15 => format!("{value:.0}"),
-        s if s >= 100.0 => format!("{value:.0}"),
+        s if s < 1e15 && (s >= 100.0 || value.fract() == 0.0) => grouped(value.round_ties_even() as i64),
         s if s >= 10.0 => format!("{value:.1}"),
         s if s >= 0.01 => format!("{value:.2}"),
         s if s >= 0.001 => format!("{value:.3}"),
         _ => format!("{value:.1e}"),
     }
+}
+
+/// All digits, those of large numbers in threes with narrow spaces that do not break.
+fn grouped(value: i64) -> String {
+    let digits = value.to_string();
+    if value.abs() < 10_000 {
+        return digits;
+    }
+    let mut text = String::new();
+    for (index, digit) in digits.char_indices() {
+        if index > 0 && digits[..index] != *"-" && (digits.len() - index).is_multiple_of(3) {
+            text.push('\u{202f}');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 #[cfg(test)]
@@ -246,6 +261,8 @@ mod tests {
         {
             assert_eq!(number(value), text);
         }
+        assert_eq!(number(5_024_613.2), "5\u{202f}024\u{202f}613");
+        assert_eq!(number(-123_456.0), "-123\u{202f}456");
         assert_eq!((number(4096.0), number(f64::NAN)), ("4096".to_owned(), "–".to_owned()));
     }
 

@@ -25,7 +25,7 @@ that nobody plays, since a process has no TLB of its own to flush; 'hugemm boot'
 /// `hugemm run`
 #[derive(Debug, Args)]
 pub struct Run {
-    /// Memory to take, rounded up to a multiple of 128MB [default: a quarter of what is available, 512 MiB to 8 GiB].
+    /// Memory to take, a multiple of 128MB [default: a quarter of what is available, 512 MiB to 8 GiB].
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Kind of huge pages that the memory is made of.

@@ -49,7 +49,8 @@ pub enum Source {
 /// `hugemm bench vm-create`
 #[derive(Debug, Args)]
 pub struct VmCreate {
-    /// Memory of the virtual machine [default: a quarter of what is available, at most 8 GiB].
+    /// Memory of the virtual machine [default: a quarter of what is available, at most 8 GiB, or 512 MiB by
+    /// pages of 4KB, each of which is a fault].
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Page size.

@@ -22,13 +22,14 @@ pub(crate) fn refused(args: &[&str], parts: &[&str]) {
     }
 }
 
-/// Usage errors come from the argument parser: its first line names the cause, and the exit code is 2.
+/// A command line that makes no sense: one line names the cause and the help that says more, and the exit code is 2.
 #[track_caller]
 pub(crate) fn misused(args: &[&str], part: &str) {
     let output = hugemm(args);
     let err = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{args:?}: {err}");
-    assert!(err.lines().next().is_some_and(|line| line.contains(part)), "{args:?} does not say '{part}': {err}");
+    assert_eq!(err.trim_end().lines().count(), 1, "{args:?}: {err}");
+    assert!(err.contains(part) && err.contains("--help"), "{args:?} does not say '{part}': {err}");
 }
 
 /// The JSON document that the command prints.

@@ -1,0 +1,165 @@
+//! The documentation says what is so: links lead somewhere, commands and their options exist, and what the checklist names
+//! is there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the source tree")
+}
+
+/// All files of the tree with this extension, except what is built.
+fn files(extension: &str) -> Vec<PathBuf> {
+    let (mut found, mut dirs) = (Vec::new(), vec![root()]);
+    while let Some(dir) = dirs.pop() {
+        for entry in fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable").path()) {
+            let hidden = entry.file_name().is_some_and(|name| name == "target" || name.as_encoded_bytes()[0] == b'.');
+            match entry.is_dir() {
+                true if !hidden => dirs.push(entry),
+                false if entry.extension().is_some_and(|found| found == extension) => found.push(entry),
+                _ => {}
+            }
+        }
+    }
+    found
+}
+
+/// What stands between `open` and `close`, wherever they follow each other on one line.
+fn between<'a>(text: &'a str, open: &'a str, close: &'a str) -> impl Iterator<Item = &'a str> {
+    text.lines().flat_map(move |line| line.split(open).skip(1).filter_map(move |rest| Some(rest.split_once(close)?.0)))
+}
+
+/// The anchors of a page: its headings in lower case, with hyphens for spaces and nothing for punctuation.
+fn anchors(page: &str) -> BTreeSet<String> {
+    let headings = page.lines().filter_map(|line| line.strip_prefix('#'));
+    let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
+    let slug = |text: &str| text.trim_start_matches('#').trim().to_lowercase().chars().filter(kept).collect::<String>();
+    headings.map(|heading| slug(heading).replace(' ', "-")).collect()
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let mut broken = Vec::new();
+    for page in files("md") {
+        let text = fs::read_to_string(&page).expect("readable");
+        for link in between(&text, "](", ")").filter(|link| !link.contains("://")) {
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { page.clone() } else { page.with_file_name(file) };
+            let found = target.exists()
+                && (anchor.is_empty() || anchors(&fs::read_to_string(&target).expect("readable")).contains(anchor));
+            if !found {
+                broken.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+/// What stands in backticks.
+fn spans(text: &str) -> Vec<String> {
+    let prose: String = text.split("```").step_by(2).collect();
+    prose.replace('\n', " ").split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// The commands that a page shows: in backticks, and on lines of code blocks.
+fn commands(text: &str) -> Vec<String> {
+    let code = text.split("```").skip(1).step_by(2).flat_map(str::lines);
+    let code = code.map(|line| line.split(['#', '>', '|']).next().unwrap_or_default());
+    let lines = code.flat_map(|line| line.split("&&")).map(|command| command.trim().to_owned());
+    spans(text).into_iter().chain(lines).filter_map(|c| Some(c.strip_prefix("hugemm ")?.to_owned())).collect()
+}
+
+/// What `--help` of a command says; `None` if there is no such command.
+fn help(words: &[&str]) -> Option<String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(words).arg("--help").output().expect("it starts");
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[test]
+fn commands_exist_and_have_the_options_that_are_shown() {
+    let mut known: BTreeMap<Vec<String>, String> = BTreeMap::new();
+    let mut wrong = Vec::new();
+    for page in files("md").into_iter().filter(|page| !page.ends_with("CHANGELOG.md")) {
+        let text = fs::read_to_string(&page).expect("readable");
+        for command in commands(&text) {
+            // What follows ' -- ' is for a guest, and is checked by the tests that boot one.
+            let own = command.split(" -- ").next().unwrap_or_default();
+            let words: Vec<&str> = own.split_whitespace().collect();
+            let plain =
+                |word: &&str| word.chars().all(|c| c.is_ascii_lowercase() || c == '-') && !word.starts_with('-');
+            let depth = match words.first() {
+                Some(&"bench") if words.get(1) == Some(&"mem") => 3,
+                Some(&"bench") => 2,
+                _ => 1,
+            };
+            let path: Vec<&str> = words.iter().take(depth).copied().filter(plain).collect();
+            let key: Vec<String> = path.iter().map(|word| (*word).to_owned()).collect();
+            let Some(help) = known.get(&key).cloned().or_else(|| help(&path)) else {
+                wrong.push(format!("{}: hugemm {command}", page.display()));
+                continue;
+            };
+            for option in words.iter().filter(|word| word.starts_with('-') && word.len() > 1) {
+                let option = option.split(['=', '[']).next().unwrap_or_default();
+                // A name ends where something else than a name's letters begins.
+                let named =
+                    |at: usize| !help[at + option.len()..].starts_with(|c: char| c.is_alphanumeric() || c == '-');
+                if !help.match_indices(option).any(|(at, _)| named(at)) {
+                    wrong.push(format!("{}: no {option} in: hugemm {command}", page.display()));
+                }
+            }
+            known.insert(key, help);
+        }
+    }
+    assert!(known.len() > 15, "commands are not found any more: {:?}", known.keys());
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_checklist_names_what_is_there() {
+    let sources: Vec<(PathBuf, String)> =
+        files("rs").into_iter().map(|path| (path.clone(), fs::read_to_string(path).expect("readable"))).collect();
+    let text = fs::read_to_string(root().join("docs/checklist.md")).expect("readable");
+    let (mut wrong, mut files, mut tests) = (Vec::new(), 0, 0);
+    for span in spans(&text) {
+        // `package: path.rs: name`, of which the first and the last may be missing; or a name alone.
+        let parts: Vec<&str> = span.split(": ").collect();
+        let file = parts.iter().find(|part| part.ends_with(".rs"));
+        let name = parts.last().filter(|name| {
+            name.contains('_') && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+        });
+        let in_file = |path: &Path| file.is_none_or(|file| path.ends_with(file));
+        if file.is_some() {
+            files += 1;
+            if !sources.iter().any(|(path, _)| in_file(path)) {
+                wrong.push(format!("no file: {span}"));
+                continue;
+            }
+        }
+        if let Some(name) = name {
+            tests += 1;
+            let stands =
+                |source: &str| ["fn ", "mod ", "#["].iter().any(|before| source.contains(&format!("{before}{name}")));
+            if !sources.iter().any(|(path, source)| in_file(path) && stands(source)) {
+                wrong.push(format!("no such name: {span}"));
+            }
+        }
+    }
+    assert!(files > 50 && tests > 100, "{files} files and {tests} tests are found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    let rows: Vec<Vec<&str>> = text
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .map(|row| row.trim_matches('|').split(" | ").map(str::trim).collect())
+        .collect();
+    for row in &rows {
+        assert!(row.len() >= 3 && row[1..].iter().all(|cell| !cell.is_empty()), "a row without an answer: {row:?}");
+    }
+    for (letter, last) in [('A', 28), ('B', 16), ('C', 20), ('D', 20), ('E', 32), ('X', 6)] {
+        for number in 1..=last {
+            let row = format!("{letter}{number}");
+            assert!(rows.iter().any(|cells| cells[0].split([',', ' ']).any(|one| one == row)), "no row {row}");
+        }
+    }
+}
