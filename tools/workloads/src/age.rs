@@ -213,7 +213,6 @@ fn filled(page: u64, index: usize) -> u64 {
 impl Process<'_> {
     /// Touches a random window, a quarter of its pages by stores, and after each page one of the window's first `hot` ones
     /// anew: a translation that is used all the time is what an eviction without a flush leaves behind.
-    #[allow(clippy::too_many_arguments, reason = "what a window is")]
     pub fn window<S: Setup>(
         &mut self,
         cx: &mut Cx<'_, S>,

@@ -87,7 +87,8 @@ pub struct Figures {
 /// Runs processes on all CPUs.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<Figures, Failure> {
-    let own = if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
+    let own =
+        if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
     let book = (plan.shared + 2 * own) / PAGE_BYTES;
     let books = Scratch::new(cx, (book * u64::from(plan.procs)) as usize, || 0_u32)?;
     let terms = Terms {
