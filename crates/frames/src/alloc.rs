@@ -11,18 +11,17 @@
 //! Everything here may run in an interrupt: it pins, so the CPU's cache and the node's lock are never interrupted half
 //! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
 
-use crate::arena::{BLOCK_ORDER, in_block};
-use crate::blockmap::Mobility;
+use crate::arena::BLOCK_ORDER;
 use crate::buddy::{Content, Taken};
 use crate::class::Class;
 use crate::frames::{Env, Frames};
-use crate::free2m::Batch;
 use crate::frozen::Frozen;
+use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn, Pressure, Shortfall};
+use hugemm_base::{CpuCx, Extent, NodeId, Order, Pressure, Shortfall};
 
 /// Where every allocation can be made to fail.
 pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
@@ -92,9 +91,6 @@ impl fmt::Display for AllocError {
 }
 
 impl core::error::Error for AllocError {}
-
-/// Entries that a drain of blocks of less than 2 MiB hands over at once: one lock round.
-const BATCH: usize = 64;
 
 /// How often exhaustion asks for pressure relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
@@ -222,39 +218,6 @@ impl<'m, E: Env> Frames<'m, E> {
         Err(AllocError::OutOfMemory)
     }
 
-    /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
-    fn refill(&self, own: &PerCpu<'m>, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
-        let want = class.want();
-        let order = size.get();
-        if order == BLOCK_ORDER {
-            let batches = self.with_node(node, |lists| self.take_many_2m(lists, want));
-            for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
-                own.found(taken.pfn);
-                // At most half of what the watermark allows.
-                let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
-            }
-            return;
-        }
-        self.with_node(node, |lists| {
-            let mut got = 0;
-            while got < want {
-                let most = order + (want - got).ilog2();
-                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false, Some(own)) else { break };
-                let Some(arena) = self.arena(taken.pfn) else { break };
-                own.found(taken.pfn);
-                self.note_chunk(own, arena, taken.pfn);
-                arena.map_split_even(taken.pfn, k, order, mobility);
-                // Last first, so that they come out in ascending order.
-                for index in (0..1_u64 << (k - order)).rev() {
-                    let pfn = Pfn::new(taken.pfn.number() + (index << order));
-                    // At most half of what the watermark allows.
-                    let _ = class.push(Frozen::make(pfn, size, mobility, taken.zero));
-                }
-                got += 1 << (k - order);
-            }
-        });
-    }
-
     /// Frees one block, as dirty. Any context but NMI.
     ///
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
@@ -307,10 +270,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.drain_class(class, block.log(), arena.node, class.excess());
             }
         }
-        self.with_node(arena.node, |lists| match self.is_careful() {
-            true => self.free_careful_locked(lists, arena, block.extent(), content),
-            false => self.free_mapped(lists, arena, block.pfn(), block.log(), content),
-        });
+        self.with_node(arena.node, |lists| self.free_handle(lists, arena, block));
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
@@ -332,131 +292,5 @@ impl<'m, E: Env> Frames<'m, E> {
             return self.free_missed(Some(own), block);
         }
         self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
-    }
-
-    /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per
-    /// 64, or less.
-    fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        class.drain_highest(count, |words| self.free_cached(node, order, words));
-    }
-
-    /// Moves blocks that are on their way to the node there.
-    fn drain_leavers(&self, class: &Class<'m>, order: u32, node: u32) {
-        class.drain_leavers(|words| self.free_cached(node, order, words));
-    }
-
-    /// Before anything is taken from the node: gives back the 2 MiB blocks that this CPU has on their way there, lest something
-    /// goes to higher memory instead.
-    fn return_leavers(&self, own: &PerCpu<'m>) {
-        for class in Mobility::ALL.into_iter().filter_map(|mobility| own.class(BLOCK_ORDER, mobility)) {
-            if class.len() != class.all() {
-                self.drain_leavers(class, BLOCK_ORDER, own.node.0);
-            }
-        }
-    }
-
-    /// Frees cached blocks of one order, in ascending order: one lock round per 64, or less.
-    fn free_cached(&self, node: u32, order: u32, words: &[u64]) {
-        match order {
-            BLOCK_ORDER => self.free_cached_2m(node, words),
-            _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(node, order, batch)),
-        }
-    }
-
-    /// The same for blocks of less than 2 MiB: one lock round.
-    fn free_cached_small(&self, node: u32, order: u32, batch: &[u64]) {
-        self.warm(batch);
-        self.with_node(node, |lists| {
-            let step = Frozen::step(order);
-            let mut rest = batch;
-            while let Some((&first, _)) = rest.split_first() {
-                // A run: neighbours of the same content. They may lie in several arenas that adjoin.
-                let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();
-                let first = Frozen::from_word(first);
-                if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
-                    for (arena, part) in self.parts(extent) {
-                        self.free_chunks(lists, arena, part, Content::of(first.is_zero()));
-                    }
-                }
-                rest = &rest[run..];
-            }
-        });
-    }
-
-    /// Fetches the lines that freeing these blocks will touch: all at once instead of one after another, and before the
-    /// lock instead of under it.
-    fn warm(&self, batch: &[u64]) {
-        for word in batch {
-            let block = Frozen::from_word(*word);
-            if let Some(arena) = self.arena(block.pfn()) {
-                let (meta, index) = (arena.block(block.pfn()), in_block(block.pfn()));
-                let touched = meta.starts.get(index) ^ meta.free.get(index) ^ meta.zero.get(index);
-                core::hint::black_box(touched ^ (meta.mobility() == Mobility::Movable));
-            }
-        }
-    }
-
-    /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU.
-    pub(crate) fn drain_cache(&self, own: &PerCpu<'m>) {
-        for (class, order) in own.all() {
-            class.shrink();
-            if self.is_careful() {
-                while let Some(block) = class.pop() {
-                    if let Some(arena) = self.arena(block.pfn()) {
-                        self.free_careful(arena, block.extent(), Content::of(block.is_zero()));
-                    }
-                }
-            } else {
-                self.drain_class(class, order, own.node.0, class.len());
-            }
-            // Under the lock it is seen whether they must be looked at.
-            self.drain_leavers(class, order, own.node.0);
-        }
-    }
-
-    /// Serves what others have asked this CPU for.
-    pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
-        if !own.mailbox.is_quiet() {
-            own.mailbox.serve(|| self.drain_cache(own), || self.is_careful());
-        }
-    }
-
-    /// Asks every CPU but `own` for what it has cached.
-    pub(crate) fn request_drains(&self, own: Option<&PerCpu<'m>>) {
-        for cpu in self.cpus {
-            if cpu.pages() != 0 && own.is_none_or(|own| !core::ptr::eq(own, cpu)) {
-                cpu.mailbox.post();
-            }
-        }
-    }
-
-    /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the
-    /// purpose. Cheap when there is nothing. Any context but NMI.
-    pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
-            self.serve_own(own);
-        }
-    }
-
-    /// Gives everything that this CPU has cached back to its node, and shrinks the cache.
-    pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
-            self.serve_own(own);
-            self.drain_cache(own);
-        }
-    }
-
-    /// Gives everything that a CPU has cached back, on its behalf.
-    ///
-    /// # Safety
-    ///
-    /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
-    pub unsafe fn drain_offline(&self, cpu: hugemm_base::CpuId) {
-        if let Some(cpu) = self.cpus.get(cpu.0 as usize) {
-            self.serve_own(cpu);
-            self.drain_cache(cpu);
-        }
     }
 }

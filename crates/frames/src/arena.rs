@@ -11,10 +11,11 @@
 //!
 //! 33 472 bytes per 2 MiB: 1.596 % of memory, of which references take 0.76 bytes per frame.
 
-use crate::blockmap::{Bits512, Mobility, SPAN, SPAN_SHIFT, WORD_BITS, spans};
+use crate::blockmap::{Bits512, SPAN, SPAN_SHIFT, WORD_BITS, spans};
 use crate::chunk::Takers;
 use crate::descriptor::Descriptor;
 use crate::freelist::{Known, List, Rows, SMALL, SMALL_KINDS, Tally};
+use crate::mobility::Mobility;
 use crate::refs::{BlockRefs, WideCounts};
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicPtr, AtomicU64, Ordering};
@@ -234,11 +235,14 @@ impl<'m> Arena<'m> {
     /// lines.
     #[inline]
     pub(crate) fn block_of(&self, pfn: Pfn) -> (Pfn, u32) {
-        // The likely case first: a block of order 0.
-        if self.region(pfn).split.get(in_region(pfn)) && self.block(pfn).starts.is_single(in_block(pfn)) {
-            return (pfn, 0);
-        }
-        self.larger_block_of(pfn)
+        // The likely case first.
+        if self.is_page(pfn) { (pfn, 0) } else { self.larger_block_of(pfn) }
+    }
+
+    /// Whether a frame is a block of order 0; false says nothing. Two cache lines.
+    #[inline]
+    pub(crate) fn is_page(&self, pfn: Pfn) -> bool {
+        self.region(pfn).split.get(in_region(pfn)) && self.block(pfn).starts.is_single(in_block(pfn))
     }
 
     #[inline(never)]

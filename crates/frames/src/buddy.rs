@@ -5,10 +5,11 @@
 //! in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{Mobility, SPAN, spans};
+use crate::blockmap::{SPAN, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Known, List, Places, Rows};
+use crate::mobility::Mobility;
 use crate::pcp::{self, PerCpu};
 use hugemm_base::lock::{Lock, LockGuard, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};

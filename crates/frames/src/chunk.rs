@@ -12,9 +12,10 @@
 //! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{Mobility, WORDS};
+use crate::blockmap::WORDS;
 use crate::frames::{Env, Frames};
 use crate::freelist::{FreeLists, Known, List};
+use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};

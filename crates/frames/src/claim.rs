@@ -57,25 +57,25 @@ impl fmt::Display for ClaimError {
 impl core::error::Error for ClaimError {}
 
 /// Moves the content of frames elsewhere and lets go of them.
-pub trait Migrate {
+pub trait Migrate<P: Cpu> {
     /// Tries to empty the block; true if it may have become free. Called with nothing locked, unpinned; may sleep if the
     /// claimer may.
-    fn migrate(&mut self, block: Extent) -> bool;
+    fn migrate(&mut self, cx: &mut CpuCx<'_, P>, block: Extent) -> bool;
 }
 
 /// Moves nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoMigration;
 
-impl Migrate for NoMigration {
-    fn migrate(&mut self, _block: Extent) -> bool {
+impl<P: Cpu> Migrate<P> for NoMigration {
+    fn migrate(&mut self, _cx: &mut CpuCx<'_, P>, _block: Extent) -> bool {
         false
     }
 }
 
-impl<F: FnMut(Extent) -> bool> Migrate for F {
-    fn migrate(&mut self, block: Extent) -> bool {
-        self(block)
+impl<P: Cpu, F: FnMut(&mut CpuCx<'_, P>, Extent) -> bool> Migrate<P> for F {
+    fn migrate(&mut self, cx: &mut CpuCx<'_, P>, block: Extent) -> bool {
+        self(cx, block)
     }
 }
 
@@ -189,7 +189,7 @@ impl<'m, E: Env> Frames<'m, E> {
         &self,
         cx: &mut CpuCx<'_, P>,
         extent: Extent,
-        migrate: &mut impl Migrate,
+        migrate: &mut impl Migrate<P>,
     ) -> Result<Dirty, ClaimError> {
         let arena = self.arena_of(extent)?;
         let aligned = |number: u64| number.is_multiple_of(SPAN as u64);
@@ -300,10 +300,10 @@ impl<'m, E: Env> Frames<'m, E> {
         cx: &mut CpuCx<'_, P>,
         arena: &Arena<'m>,
         extent: Extent,
-        migrate: &mut impl Migrate,
+        migrate: &mut impl Migrate<P>,
     ) -> Result<(), ClaimError> {
         let mut at = extent.base().number();
-        let mut attempts = 0;
+        let (mut attempts, mut drained) = (0, true);
         while at < extent.end().number() {
             // A look without the lock, at blocks that may be changing: only a hint of what to migrate. Step 4 decides.
             let rest = extent.slice(at - extent.base().number(), extent.pages());
@@ -313,7 +313,13 @@ impl<'m, E: Env> Frames<'m, E> {
             };
             let Err(ClaimError::InUse(used)) = used else { return Ok(()) };
             if used.number() != at {
-                (at, attempts) = (used.number(), 0);
+                (at, attempts, drained) = (used.number(), 0, true);
+            }
+            if !drained {
+                // What was let go of may be in a cache that was filled before its CPU saw the marks.
+                self.drain_everywhere(cx);
+                drained = true;
+                continue;
             }
             let (head, order) = arena.block_of(used);
             let Ok(whole) = Order::new(order).map(|order| Extent::block(head, order)) else { break };
@@ -321,11 +327,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 return Err(ClaimError::InUse(head));
             }
             attempts += 1;
-            if attempts > ATTEMPTS || !migrate.migrate(whole) {
+            if attempts > ATTEMPTS || !migrate.migrate(cx, whole) {
                 return Err(ClaimError::InUse(head));
             }
-            // What was let go of may be in a cache that was filled before its CPU saw the marks.
-            self.drain_everywhere(cx);
+            drained = false;
             if cx.platform().may_sleep() {
                 cx.reschedule();
             }

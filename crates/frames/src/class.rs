@@ -209,7 +209,7 @@ unsafe fn words(_: &[AtomicU64], _: usize) -> &mut [u64] {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::blockmap::Mobility;
+    use crate::mobility::Mobility;
     use hugemm_base::{Order, Pfn};
 
     fn block(pfn: u64) -> Frozen {

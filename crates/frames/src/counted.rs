@@ -3,7 +3,7 @@
 //! A [`Frozen`] block becomes counted with [`count`](Frames::count) and is from then on known by its head's number. Its
 //! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
 
-use crate::arena::{Arena, BLOCK_ORDER, Block, in_block};
+use crate::arena::{Arena, BLOCK_ORDER, in_block};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
@@ -46,15 +46,6 @@ impl FrozenRun {
         // SAFETY: the run owned the frames.
         unsafe { hugemm_base::Dirty::assume_owned(self.extent) }
     }
-}
-
-/// Drops a reference of a page that others may share: whether it was the last. Out of line, because the way there needs
-/// nothing of what this needs.
-#[cold]
-#[inline(never)]
-fn put_shared(block: &Block, pfn: Pfn) -> Result<bool, RefError> {
-    let (word, lane) = block.refs.word(in_block(pfn));
-    Ok(refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))? == Put::Last)
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -102,6 +93,25 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Cost if it was: one atomic, 4 cache lines, and that of [`free`](Frames::free).
     #[inline]
     pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
+        let Some(mine) = self.put_page(pfn) else { return self.put_any(cx, pfn) };
+        self.free(cx, mine);
+        Ok(Put::Last)
+    }
+
+    /// Drops the only reference to a page of order 0 in the first arena; `None` says nothing. Calls nothing, so that there is
+    /// nothing to save before the atomic, which would have to wait for that.
+    #[inline]
+    fn put_page(&self, pfn: Pfn) -> Option<Frozen> {
+        let arena = self.arenas.first().filter(|arena| arena.contains(pfn) && arena.is_page(pfn))?;
+        let block = arena.block(pfn);
+        let mine = Frozen::make(pfn, Order::ZERO, block.mobility(), false);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        refs::put_only(word, lane).then_some(mine)
+    }
+
+    /// Drops a reference to anything.
+    #[inline(never)]
+    fn put_any<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
         Ok(match self.put_frozen(pfn)? {
             Some(mine) => {
                 self.free(cx, mine);
@@ -114,16 +124,36 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Drops a reference; the page or folio is the caller's, frozen, if it was the last. For pages that go back to a pool.
     #[inline]
     pub fn put_frozen(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
-        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        match self.put_only(pfn) {
+            Some(mine) => Ok(Some(mine)),
+            None => self.put_shared(pfn),
+        }
+    }
+
+    /// Drops the only reference to a page or folio; `None` says nothing. What comes back fits in a register, and whatever
+    /// others' references need is elsewhere: little enough to be part of the caller.
+    #[inline]
+    fn put_only(&self, pfn: Pfn) -> Option<Frozen> {
+        let arena = self.arena(pfn)?;
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
         // Looked up while the reference still holds the block together, and before the atomic, which would delay it. A
         // reference is on the head, so the block is where it says.
         let (_, order) = arena.block_of(pfn);
-        let order = Order::new(order).unwrap_or(Order::ZERO);
-        let mine = Frozen::make(pfn, order, block.mobility(), false);
-        let last = refs::put_only(word, lane) || put_shared(block, pfn)?;
-        Ok(last.then_some(mine))
+        let mine = Frozen::make(pfn, Order::new(order).unwrap_or(Order::ZERO), block.mobility(), false);
+        refs::put_only(word, lane).then_some(mine)
+    }
+
+    /// Drops a reference to a page or folio that others may share.
+    #[cold]
+    #[inline(never)]
+    fn put_shared(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
+        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+        let block = arena.block(pfn);
+        let (word, lane) = block.refs.word(in_block(pfn));
+        let mine = self.block_at(arena, pfn);
+        let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
+        Ok((put == Put::Last).then_some(mine))
     }
 
     /// How many references there are. A guess unless the caller holds the only one.

@@ -15,7 +15,7 @@
 //! are in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region, in_block, in_region};
-use crate::blockmap::Mobility;
+use crate::mobility::Mobility;
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
 

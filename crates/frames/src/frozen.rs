@@ -1,6 +1,6 @@
 //! The handle on a frozen block: who has it owns the frames.
 
-use crate::blockmap::Mobility;
+use crate::mobility::Mobility;
 use core::fmt;
 use core::num::NonZeroU64;
 use hugemm_base::{Dirty, Extent, Order, Pfn, Zeroed};

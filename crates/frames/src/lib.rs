@@ -14,6 +14,7 @@
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `blockmap.rs` | which frames are heads, and of which order |
+//! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
 //! | `freelist.rs` | where a node's free blocks of less than 2 MiB are, lowest first, under its lock |
 //! | `free2m.rs` | free memory from 2 MiB to 1 GiB: a bit per 2 MiB |
@@ -21,6 +22,7 @@
 //! | `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `alloc.rs` | allocating and freeing blocks |
+//! | `refill.rs` | what moves between a cache and its node |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
@@ -53,9 +55,11 @@ mod free2m;
 mod freelist;
 mod frozen;
 mod layout;
+mod mobility;
 mod nowait;
 pub mod pcp;
 mod range;
+mod refill;
 pub mod refs;
 mod refuse;
 mod slab;
@@ -64,13 +68,13 @@ mod zero;
 
 pub use alloc::{AllocError, FAULT_ALLOC, From, Request};
 pub use arena::ArenaSpec;
-pub use blockmap::Mobility;
 pub use claim::{ClaimError, FAULT_CLAIM, Migrate, NoMigration};
 pub use counted::FrozenRun;
 pub use descriptor::{DescRef, Descriptor};
 pub use frames::{Env, Frames, Plain};
 pub use frozen::Frozen;
 pub use layout::{Config, ConfigError};
+pub use mobility::Mobility;
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};
 pub use refuse::Poisoned;

@@ -28,10 +28,10 @@
 //! Source of the rules: design §4.7, checklist C9, C10.
 
 use crate::arena::{BLOCK_ORDER, REGION_ORDER};
-use crate::blockmap::Mobility;
 use crate::chunk::Chunks;
 use crate::class::Class;
 use crate::frozen::Frozen;
+use crate::mobility::Mobility;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 use hugemm_base::{Extent, NodeId, Pfn};
 

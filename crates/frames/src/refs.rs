@@ -37,26 +37,22 @@
 //!
 //! Source of the rules: checklist C3, design §4.6 and invariant 3.
 
+mod lanes;
+mod side;
+
+pub use lanes::{Dropped, hold_lanes, put_lanes};
+pub(crate) use side::install_wide;
+pub use side::{PackedSide, SideCount, WideCounts};
+
 use core::fmt;
 use hugemm_base::sync::{AtomicPtr, AtomicU64, AtomicWord, Ordering, fence, spin_loop};
+use side::{SIDE_LANES, SIDE_WIDE};
 
 /// Frames whose state shares a word.
 pub const LANES: usize = 32;
 
-/// Side counts that share a word.
-const SIDE_LANES: usize = 16;
-
-/// Largest count that stays in the four bits.
-const SIDE_MAX: u64 = 14;
-
-/// Four bits that say: look in the wide array.
-const SIDE_WIDE: u64 = 15;
-
 const HELD: u64 = 1;
 const SIDE: u64 = 2;
-
-/// The HELD bit of every lane.
-const ALL_HELD: u64 = 0x5555_5555_5555_5555;
 
 /// Why a reference could not be taken or dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,118 +98,6 @@ pub enum TryGet {
     Dead,
     /// As `Dead`, but backing out was the last put: the frame is frozen and the caller's to free.
     Last,
-}
-
-/// 512 counters of 64 bits, for one 2 MiB block.
-#[repr(C, align(4096))]
-#[derive(Debug)]
-pub struct WideCounts {
-    counts: [AtomicU64; 512],
-}
-
-impl WideCounts {
-    /// All zero.
-    pub fn new() -> Self {
-        WideCounts { counts: core::array::from_fn(|_| AtomicU64::new(0)) }
-    }
-}
-
-impl Default for WideCounts {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// The side count of one frame.
-pub trait SideCount {
-    /// Adds one.
-    fn add(&self) -> Result<(), RefError>;
-    /// Takes one away if there is one.
-    fn take(&self) -> bool;
-    /// Whether there is none.
-    fn is_zero(&self) -> bool;
-}
-
-/// The side count of one frame in its packed form. `W` is the word, so that loom can run this.
-#[derive(Debug)]
-pub struct PackedSide<'a, W, F> {
-    /// The word with this frame's four bits.
-    pub word: &'a W,
-    /// Where in the word they begin.
-    pub shift: u32,
-    /// Finds the wide counter, if the block has any by now. Asked after the word has been read, because it may appear
-    /// at any moment.
-    pub wide: F,
-}
-
-impl<'a, W: AtomicWord, F: Fn() -> Option<&'a W>> PackedSide<'a, W, F> {
-    fn with(&self, word: u64, count: u64) -> u64 {
-        word & !(15 << self.shift) | count << self.shift
-    }
-
-    fn packed(&self, word: u64) -> u64 {
-        word >> self.shift & 15
-    }
-}
-
-impl<'a, W: AtomicWord, F: Fn() -> Option<&'a W>> SideCount for PackedSide<'a, W, F> {
-    fn add(&self) -> Result<(), RefError> {
-        loop {
-            // SeqCst on what changes the count: the getter's half of the store-load order in `try_get`.
-            // Acquire on what does not: whoever sees that the count has moved sees where to.
-            let step = self.word.transition(Ordering::SeqCst, Ordering::Acquire, |word| {
-                let count = self.packed(word);
-                (count < SIDE_MAX).then(|| self.with(word, count + 1))
-            });
-            let Err(seen) = step else { return Ok(()) };
-            let wide = (self.wide)().ok_or(RefError::Saturated)?;
-            if self.packed(seen) == SIDE_WIDE {
-                wide.fetch_add(1, Ordering::SeqCst);
-                return Ok(());
-            }
-            // Move to the wide counter: everything is there before the four bits send anybody there. Too large a count
-            // for a moment is harmless: it delays a last put to the one that makes it right.
-            wide.fetch_add(SIDE_MAX + 1, Ordering::SeqCst);
-            let moved = self.word.transition(Ordering::SeqCst, Ordering::Relaxed, |word| {
-                (self.packed(word) == SIDE_MAX).then(|| self.with(word, SIDE_WIDE))
-            });
-            match moved {
-                Ok(_) => return Ok(()),
-                Err(seen) if self.packed(seen) == SIDE_WIDE => {
-                    // Somebody else moved it: only the one reference is ours to add.
-                    wide.fetch_add(SIDE_MAX.wrapping_neg(), Ordering::SeqCst);
-                    return Ok(());
-                }
-                Err(_) => {
-                    wide.fetch_add((SIDE_MAX + 1).wrapping_neg(), Ordering::SeqCst);
-                }
-            }
-        }
-    }
-
-    fn take(&self) -> bool {
-        // AcqRel: whoever takes the last of the count sees what the others did before they put.
-        let step = self.word.transition(Ordering::AcqRel, Ordering::Acquire, |word| {
-            let count = self.packed(word);
-            (count > 0 && count != SIDE_WIDE).then(|| self.with(word, count.wrapping_sub(1)))
-        });
-        match step {
-            Ok(_) => true,
-            Err(seen) if self.packed(seen) == SIDE_WIDE => (self.wide)().is_some_and(|wide| {
-                wide.transition(Ordering::AcqRel, Ordering::Acquire, |count| count.checked_sub(1)).is_ok()
-            }),
-            Err(_) => false,
-        }
-    }
-
-    fn is_zero(&self) -> bool {
-        // SeqCst: the putter's half of the store-load order in `put`.
-        match self.packed(self.word.load(Ordering::SeqCst)) {
-            0 => true,
-            SIDE_WIDE => (self.wide)().is_none_or(|wide| wide.load(Ordering::SeqCst) == 0),
-            _ => false,
-        }
-    }
 }
 
 /// The two bits of lane `lane`.
@@ -358,70 +242,6 @@ pub fn freeze<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> bool
     }
 }
 
-/// What a drop of many lanes of one word did. Bit `n` of each is lane `n`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Dropped {
-    /// Were referenced exactly once; frozen now and the caller's.
-    pub last: u32,
-    /// Have the side count in use: [`put`] has to be called for each.
-    pub shared: u32,
-    /// Had no reference. Unchanged.
-    pub dead: u32,
-}
-
-/// Every second bit of a word, packed.
-#[inline]
-const fn even_bits(mut x: u64) -> u32 {
-    x &= ALL_HELD;
-    x = (x | x >> 1) & 0x3333_3333_3333_3333;
-    x = (x | x >> 2) & 0x0f0f_0f0f_0f0f_0f0f;
-    x = (x | x >> 4) & 0x00ff_00ff_00ff_00ff;
-    x = (x | x >> 8) & 0x0000_ffff_0000_ffff;
-    (x | x >> 16) as u32
-}
-
-/// The reverse: bit `n` to bit `2n`.
-#[inline]
-const fn spread(lanes: u32) -> u64 {
-    let mut x = lanes as u64;
-    x = (x | x << 16) & 0x0000_ffff_0000_ffff;
-    x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
-    x = (x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f;
-    x = (x | x << 2) & 0x3333_3333_3333_3333;
-    (x | x << 1) & ALL_HELD
-}
-
-/// Drops one reference of every lane in `lanes` that is referenced exactly once. One atomic however many.
-#[inline]
-pub fn put_lanes<W: AtomicWord>(word: &W, lanes: u32) -> Dropped {
-    if lanes == u32::MAX {
-        // The common case: 32 frames, each referenced once. Orderings as in `put_only`.
-        if word.compare_exchange_weak(ALL_HELD, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            return Dropped { last: u32::MAX, shared: 0, dead: 0 };
-        }
-    }
-    let wanted = spread(lanes);
-    let mut last = 0;
-    let seen = match word.transition(Ordering::AcqRel, Ordering::Acquire, |w| {
-        last = w & !(w >> 1) & wanted;
-        (last != 0).then_some(w & !last)
-    }) {
-        Ok(seen) | Err(seen) => seen,
-    };
-    Dropped {
-        last: even_bits(last),
-        shared: even_bits(seen >> 1 & wanted),
-        dead: even_bits(!(seen | seen >> 1) & wanted),
-    }
-}
-
-/// Gives every lane in `lanes`, all frozen and the caller's, one reference. One atomic.
-pub fn hold_lanes<W: AtomicWord>(word: &W, lanes: u32) {
-    let wanted = spread(lanes);
-    // Release: as in `hold`.
-    let _ = word.transition(Ordering::Release, Ordering::Relaxed, |w| Some(w | wanted));
-}
-
 /// The references of one 2 MiB block: 384 bytes and a pointer.
 #[repr(C, align(64))]
 #[derive(Debug)]
@@ -477,23 +297,11 @@ impl BlockRefs {
     }
 }
 
-/// Installs wide counters for a block. False if it has some already.
-pub(crate) fn install_wide(slot: &AtomicPtr<WideCounts>, counts: *mut WideCounts) -> bool {
-    // Release pairs with the Acquire in `BlockRefs::side`.
-    slot.compare_exchange(core::ptr::null_mut(), counts, Ordering::Release, Ordering::Relaxed).is_ok()
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use super::side::SIDE_MAX;
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn lanes_pack_and_spread() {
-        for lanes in [0, 1, 0x8000_0000, 0xdead_beef, u32::MAX] {
-            assert_eq!(even_bits(spread(lanes)), lanes);
-        }
-    }
 
     #[test]
     fn sixteen_atomics_drop_a_block() {

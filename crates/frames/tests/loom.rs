@@ -26,7 +26,7 @@ impl Page {
     }
 
     fn put(&self) -> u32 {
-        u32::from(refs::put(&self.state, 0, &self.side()) == Ok(Put::Last))
+        u32::from(refs::put_only(&self.state, 0) || refs::put(&self.state, 0, &self.side()) == Ok(Put::Last))
     }
 
     /// A speculative get, and the put that ends it; how often that was the last.

@@ -71,6 +71,12 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         assert_eq!(stats.blocks[18], 1, "C13: largest blocks, not pages");
         // Reschedule points, one per 512 MiB (C12): none after the last.
         assert_eq!(counters(&cx).reschedules, 1);
+        // None where nobody may sleep.
+        let block = frames.alloc(&cx, request(18)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(frames.free_range(&mut cx, whole).freed, GIB);
+        assert_eq!(counters(&cx).reschedules, 1);
     });
 }
 
@@ -439,7 +445,7 @@ fn claims_take_migrate_or_roll_back() {
         let at = held.as_ref().map(|b| b.pfn()).expect("held");
         let around = Extent::block(at, order(9));
         assert!(frames.claim(&mut cx, around, &mut NoMigration).is_err());
-        let mut migrate = |block: Extent| {
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
             assert!(block.contains(at));
             held.take().map(|b| frames.free(&threads.cx(), b)).is_some()
         };
@@ -684,7 +690,7 @@ fn isolated_blocks_are_not_allocated() {
         frames.drain(&cx);
         let mut claimer = threads.cx();
         let mut got = None;
-        let mut migrate = |_: Extent| {
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, _: Extent| {
             // Twice: one is free elsewhere, and the isolated one is not given instead of the other.
             got = frames.alloc(&cx, request(9)).ok();
             assert_eq!(frames.alloc(&cx, request(9)), Err(AllocError::OutOfMemory));
@@ -719,9 +725,9 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
     };
     let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
         for step in 0..count {
-            for (cpu, blocks) in (0..).zip(&mut *held) {
-                Threads::run_as(cpu);
-                blocks.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
+            for (cpu, held) in held.iter_mut().enumerate() {
+                Threads::run_as(cpu as u32);
+                held.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
             }
         }
     };

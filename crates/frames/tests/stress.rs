@@ -4,7 +4,7 @@
 mod support;
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Dirty, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
 use hugemm_frames::{Config, Frames, Frozen, Mobility, Plain, Put, Request};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -257,7 +257,7 @@ fn claims_race_with_frees() {
                 let range = extent(rng.below(6) * 512, 512 * (1 + rng.below(2)));
                 // Waits for others to let go of what is in the way, in place of migrating it.
                 let mut patience = 5;
-                let mut wait = |_| {
+                let mut wait = |_: &mut CpuCx<'_, Threads>, _: Extent| {
                     patience -= 1;
                     std::thread::yield_now();
                     patience > 0

@@ -11,8 +11,10 @@
 //! |---|---|
 //! | `spaces/ways.rs` | ways of ageing, as values; what is told and counted |
 //! | `spaces/side.rs` | a reclaiming task's view of the spaces, for one turn |
+//! | `spaces/gather.rs` | a 2 MiB block out of frames that are free one by one |
 //! | `spaces/runs.rs` | adjoining blocks are freed together |
 
+mod gather;
 mod runs;
 mod side;
 mod ways;
@@ -124,6 +126,17 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         let done =
             self.with_side(vm, cx, |cx, side| Some(crate::shrink::shrink(cx, self.lru(node)?, side, budget, stop)));
         done.flatten().unwrap_or_default()
+    }
+
+    /// Makes a free block of 2 MiB of a node's memory by moving pages to other frames, which must be free; whether one was
+    /// made. Direct reclaim does it when a fault finds memory in pieces; a worker may do it ahead. May sleep; interrupts
+    /// on, nothing locked.
+    pub fn gather(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, node: NodeId) -> bool {
+        let Ok(order) = Order::new(LARGEST) else { return false };
+        let done = self.with_side(vm, cx, |cx, side| self.lru(node).is_some_and(|lru| side.gather(cx, lru, order)));
+        let gathered = done.unwrap_or(false);
+        self.counts.gathered.add(u64::from(gathered));
+        gathered
     }
 
     fn with_side<R>(
@@ -241,21 +254,32 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
             return 0;
         }
         self.counts.direct.add(1);
-        let freed = self.with_side(vm, cx, |cx, side| {
+        let asked = |number| need.node.is_none_or(|only| only == NodeId(number));
+        let done = self.with_side(vm, cx, |cx, side| {
+            // Memory in pieces.
+            let gather = |cx: &mut Cx<'_, S>| {
+                need.order.get() == LARGEST
+                    && Pager::<S>::may_take(self, vm.frames(), cx, need.order)
+                    && (0..).zip(self.lrus).any(|(number, lru)| asked(number) && side.gather(cx, lru, need.order))
+            };
+            if gather(cx) {
+                return (0, true);
+            }
             let mut freed = 0;
-            for (number, lru) in self.lrus.iter().enumerate() {
-                let node = NodeId(number as u32);
+            for (number, lru) in (0..).zip(self.lrus) {
+                let node = NodeId(number);
                 side.node.set(node);
-                if freed < need.pages && need.node.is_none_or(|only| only == node) {
+                if freed < need.pages && asked(number) {
                     let node = [NodeReclaim { node, lru, side, marks: self.marks }];
                     freed += DirectReclaim::new(&node).relieve(cx, Shortfall { pages: need.pages - freed, ..need });
                 }
             }
-            freed
+            (freed, gather(cx))
         });
-        let freed = freed.unwrap_or(0);
+        let (freed, gathered) = done.unwrap_or((0, false));
         self.counts.direct_freed.add(freed);
-        freed
+        self.counts.gathered.add(u64::from(gathered));
+        if gathered { freed.max(need.pages) } else { freed }
     }
 }
 

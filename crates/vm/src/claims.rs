@@ -3,8 +3,6 @@
 //! A claim saves work and decides nothing: which fault's page is mapped is decided by the page table. So a claim may be
 //! missed (two pages that fall into one place), and then a page is cleared in vain, nothing worse.
 
-use hugemm_base::CpuCx;
-use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
 
 /// Faults that are told apart: one cache line of them.
@@ -45,15 +43,16 @@ impl Claims {
         }
     }
 
-    /// Waits a little for another CPU that is at the page.
-    pub(crate) fn wait<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, page: u64) {
+    /// Waits a little for another CPU that is at the page. `breathe` is called now and then: that CPU may itself be waiting
+    /// for this one to answer.
+    pub(crate) fn wait(&self, page: u64, mut breathe: impl FnMut()) {
         for look in 1..=PATIENCE {
             // Relaxed: as above.
             if self.place(page).load(Ordering::Relaxed) != page + 1 {
                 return;
             }
-            if look % 64 == 0 && cx.platform().may_sleep() {
-                cx.reschedule();
+            if look % 64 == 0 {
+                breathe();
             } else {
                 spin_loop();
             }

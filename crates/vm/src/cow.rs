@@ -28,7 +28,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
         let Some(_claim) = space.claims.claim(page.first()) else {
-            space.claims.wait(cx, page.first());
+            space.claims.wait(page.first(), || self.breathe(cx));
             return Ok(Served::Meanwhile);
         };
         let old = {

@@ -30,10 +30,10 @@ use hugemm_paging::{Deferred, DeferredUnmap, Flags, Leaf, Lookup, OwnerNext, Pag
 pub type Debt<'d, Q> = Pending<(), TlbFlush<'d, Deferred, Q>>;
 
 /// A page's places, as [`places`](Vm::places) shows them.
-struct Place<'a, S: Setup> {
-    space: &'a Space<S>,
-    at: VirtAddr,
-    area: &'a AreaInfo,
+pub(crate) struct Place<'a, S: Setup> {
+    pub(crate) space: &'a Space<S>,
+    pub(crate) at: VirtAddr,
+    pub(crate) area: &'a AreaInfo,
 }
 
 impl<S: Setup> Vm<'_, S> {
@@ -80,7 +80,7 @@ impl<S: Setup> Vm<'_, S> {
                 // Somebody may have pinned it before its entries went.
                 let alone = self.frames.references(head) == 1;
                 if !alone {
-                    self.put_back_in(cx, object, owner, head, order);
+                    self.put_back_in(cx, object, owner, head, head, order);
                 }
                 alone
             }
@@ -96,7 +96,7 @@ impl<S: Setup> Vm<'_, S> {
                 let few = taken <= if order == Order::ZERO { MOST_PLACES } else { MOST_LARGE_PLACES };
                 let gone = taken > 0 && few && self.frames.references(head) == 1;
                 if !gone && taken > 0 {
-                    self.put_back_in(cx, object, owner, head, order);
+                    self.put_back_in(cx, object, owner, head, head, order);
                 }
                 gone
             }
@@ -247,19 +247,31 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Undoes [`unhook`](Vm::unhook) for a page that could not be written. The caller keeps its reference.
     pub fn put_back(&self, cx: &mut Cx<'_, S>, head: Pfn, order: Order) {
-        self.with_object(cx, head, |cx, object, owner| self.put_back_in(cx, object, owner, head, order));
+        self.with_object(cx, head, |cx, object, owner| self.put_back_in(cx, object, owner, head, head, order));
     }
 
-    fn put_back_in(&self, cx: &mut Cx<'_, S>, object: &Object<S>, owner: Owner, head: Pfn, order: Order) {
+    /// Makes what says that `head` is moving the page again, in `to`, to which the caller has a reference. False if some
+    /// of it still says so, because there was no memory to count one more reference.
+    pub(crate) fn put_back_in(
+        &self,
+        cx: &mut Cx<'_, S>,
+        object: &Object<S>,
+        owner: Owner,
+        head: Pfn,
+        to: Pfn,
+        order: Order,
+    ) -> bool {
         let moving = Away::Moving(head).word();
         let size = if order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
-        let back = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at: VirtAddr, flags: Flags| {
-            if self.get_page(cx, head).is_err() {
+        let mut all = true;
+        let mut back = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at: VirtAddr, flags: Flags| {
+            if self.get_page(cx, to).is_err() {
+                all = false;
                 return;
             }
-            let leaf = Leaf { frame: head, size, flags };
+            let leaf = Leaf { frame: to, size, flags };
             if !self.exchange(cx, table, at, moving, OwnerNext::Leaf(leaf)) {
-                let _ = self.frames.put_frozen(head);
+                let _ = self.frames.put_frozen(to);
             }
         };
         match &object.index {
@@ -273,6 +285,7 @@ impl<S: Setup> Vm<'_, S> {
                 true
             }),
         }
+        all
     }
 
     /// Replaces the word at an address; false if something else is there.
@@ -290,7 +303,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Shows every place of a page, whatever is there, until `visit` says that it has seen enough. Under the lock of the
     /// object's areas.
-    fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) {
+    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) {
         for area in object.areas.shared().iter() {
             let Some(at) = area.address_of(owner.offset) else { continue };
             // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
@@ -323,6 +336,6 @@ impl<S: Setup> Vm<'_, S> {
 }
 
 /// Where an object's index has a page.
-fn offset_at(owner: Owner) -> VirtAddr {
+pub(crate) fn offset_at(owner: Owner) -> VirtAddr {
     VirtAddr::new(owner.offset << PAGE_SHIFT)
 }

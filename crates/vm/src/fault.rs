@@ -279,7 +279,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let (claims, number) = claim;
         let Some(_claim) = claims.claim(number) else {
-            claims.wait(cx, number);
+            claims.wait(number, || self.breathe(cx));
             return Ok(Served::Meanwhile);
         };
         phases.enter(Phase::Allocate);

@@ -22,13 +22,16 @@ use crate::unmap::pages;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize};
+use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_clear::Request;
-use hugemm_paging::{Change, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Stale};
+use hugemm_paging::{Change, Flags, Leaf, Lookup, Mapping, PagingError, ShootdownBatch, Span, Stale};
 use intrusive_collections::UnsafeRef;
 
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
 const ROUNDS: u32 = 3;
+
+/// 4 KiB pages that are shared before others get the parent's table again: 1 GiB, the largest page.
+const SECTION: u64 = 1 << 18;
 
 impl<S: Setup> Vm<'_, S> {
     /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. When memory
@@ -59,9 +62,6 @@ impl<S: Setup> Vm<'_, S> {
             if done.is_ok() && !area.info.kind.shared {
                 let task = RefCell::new(&mut *cx);
                 done = self.share_pages(&task, parent, child, &area.info, |stale, page| batch.stale(stale, page));
-                if S::Pager::ACTIVE && done.is_ok() {
-                    done = self.share_what_is_away(&task, parent, child, &area.info);
-                }
             }
             if done.is_err() {
                 break;
@@ -106,66 +106,82 @@ impl<S: Setup> Vm<'_, S> {
         }
         let stale = parent.table.exclusive(self.tables(task)).write_protect(area.span).map_err(VmError::Paging)?;
         changed(stale, area.kind.page);
-        let table = parent.table.shared(self.tables(task));
-        let mut done = Ok(());
-        let walked = table.walk(area.span, Flags::HARDWARE, |run| {
-            if done.is_ok() {
-                done = self.share_run(task, child, area, run.at.get() >> PAGE_SHIFT, run.extent, run.flags);
+        let (mut from, end) = (area.span.first(), area.span.first() + area.span.pages());
+        while from < end {
+            let to = self.share_until_moving(task, parent, child, area, (from, end.min(from + SECTION)))?;
+            if to == from {
+                self.wait_for_reclaim(task);
             }
-        });
-        done.and(walked.map_err(VmError::Paging))
+            from = to;
+        }
+        Ok(())
     }
 
-    /// Gives the child a share of each page of an area that is away. Under the parent's area list, held alone: so nothing
-    /// comes back by a fault, and what is moving ends up away or back.
-    fn share_what_is_away(
+    /// Shows the child what the parent has in `from..end`, up to the first page that is just moving; where that is. With
+    /// the parent's table alone: a page that reclaim puts back, or stores, meanwhile would be neither among those that are
+    /// mapped when they are looked at, nor among those that are away when those are.
+    fn share_until_moving(
         &self,
         task: &Task<'_, '_, S>,
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
-    ) -> Result<(), VmError> {
-        loop {
-            let mut moving = None;
-            let mut done = Ok(());
-            {
-                let table = parent.table.shared(self.tables(task));
-                let walked = table.walk_owners(area.span, |at, size, word| {
-                    let has_it = child.table.shared(self.tables(task)).lookup(at) != Lookup::Absent;
-                    if done.is_err() || has_it {
-                        return;
-                    }
-                    if let Away::Moving(_) = Away::of(word) {
-                        moving = Some(at);
-                        return;
-                    }
-                    let share = self.share_away(&mut task.borrow_mut(), word);
-                    done = share.and_then(|share| {
-                        let entered = child.table.shared(self.tables(task)).enter_owner(at, size, share);
-                        entered.map_err(|error| {
-                            self.drop_away(&task.borrow(), share);
-                            if error == PagingError::NoTable { VmError::NoMemory } else { VmError::Paging(error) }
-                        })
-                    });
-                });
-                walked.map_err(VmError::Paging)?;
-            }
-            done?;
-            let Some(at) = moving else { return Ok(()) };
-            let found = parent.table.shared(self.tables(task)).lookup(at);
-            match found {
-                // Back: the reclaimer could not write it. Read-only, so there is nothing to flush.
-                Lookup::Mapped(leaf) => {
-                    let extent = Extent::block(leaf.frame, leaf.size.order());
-                    self.share_run(task, child, area, at.get() >> PAGE_SHIFT, extent, leaf.flags)?;
+        (from, end): (u64, u64),
+    ) -> Result<u64, VmError> {
+        let unreachable = VmError::Unreachable;
+        let table = parent.table.exclusive(self.tables(task));
+        let mut to = end;
+        if S::Pager::ACTIVE {
+            let first_moving = |at: VirtAddr, _, word| {
+                if let Away::Moving(_) = Away::of(word) {
+                    to = to.min(at.get() >> PAGE_SHIFT);
                 }
-                // Whoever is writing it may wait for this CPU.
-                _ => {
-                    self.tlbs.serve(&task.borrow());
-                    hugemm_base::sync::spin_loop();
-                }
-            }
+            };
+            table.walk_owners(pages(from, end).ok_or(unreachable)?, first_moving).map_err(VmError::Paging)?;
         }
+        if to == from {
+            return Ok(to);
+        }
+        let span = pages(from, to).ok_or(unreachable)?;
+        let mut done = Ok(());
+        let walked = table.walk(span, Flags::HARDWARE, |run| {
+            if done.is_ok() {
+                done = self.share_run(task, child, area, run.at.get() >> PAGE_SHIFT, run.extent, run.flags);
+            }
+        });
+        walked.map_err(VmError::Paging)?;
+        if S::Pager::ACTIVE {
+            let walked = table.walk_owners(span, |at, size, word| {
+                if done.is_ok() {
+                    done = self.share_word(task, child, at, size, word);
+                }
+            });
+            walked.map_err(VmError::Paging)?;
+        }
+        done.map(|()| to)
+    }
+
+    /// Gives the child a share of a page that is away, which the parent's table, locked, keeps from going.
+    fn share_word(
+        &self,
+        task: &Task<'_, '_, S>,
+        child: &Space<S>,
+        at: VirtAddr,
+        size: PageSize,
+        word: u64,
+    ) -> Result<(), VmError> {
+        let share = self.share_away(&mut task.borrow_mut(), word)?;
+        let entered = child.table.shared(self.tables(task)).enter_owner(at, size, share);
+        entered.map_err(|error| {
+            self.drop_away(&task.borrow(), share);
+            if error == PagingError::NoTable { VmError::NoMemory } else { VmError::Paging(error) }
+        })
+    }
+
+    /// A page is just moving: whoever moves it may wait for this CPU.
+    fn wait_for_reclaim(&self, task: &Task<'_, '_, S>) {
+        self.tlbs.serve(&task.borrow());
+        hugemm_base::sync::spin_loop();
     }
 
     /// Enters a run of the parent's pages in the child, read-only, with a reference for each.
@@ -226,30 +242,73 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
-        for page in (area.span.first()..area.span.first() + area.span.pages()).step_by(size as usize) {
+        let (mut page, end) = (area.span.first(), area.span.first() + area.span.pages());
+        while page < end {
             let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
-            // One lock at a time: a page table's must not be taken by whoever has it.
-            let found = parent.table.shared(self.tables(task)).lookup(span.start());
-            let Lookup::Mapped(leaf) = found else { continue };
-            let extent = Extent::block(leaf.frame, leaf.size.order());
-            if self.frames.references(leaf.frame) > 1 {
-                let request = Request::fault(kind.page.bytes());
-                let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
-                let owner = Owner { object: area.object, offset: area.offset_of(page) };
-                let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
-                let how = Mapping { flags: kind.flags, largest: kind.page };
-                let entered = self.enter_in_child(task, child, page, copy, how);
-                if entered.is_err() {
-                    self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
+            let leaf = {
+                // Alone, as above: a page has its reference, or its slot its holder, until the lock is given up.
+                let table = parent.table.exclusive(self.tables(task));
+                match table.lookup(span.start()) {
+                    Lookup::Mapped(leaf) => {
+                        self.get_page(&mut task.borrow_mut(), leaf.frame)?;
+                        Ok(Some(leaf))
+                    }
+                    Lookup::Owner(word) if matches!(Away::of(word), Away::Moving(_)) => Err(()),
+                    Lookup::Owner(word) => {
+                        self.share_word(task, child, span.start(), kind.page, word).map(|()| Ok(None))?
+                    }
+                    _ => Ok(None),
                 }
-                entered?;
-                continue;
+            };
+            match leaf {
+                Err(()) => {
+                    self.wait_for_reclaim(task);
+                    continue;
+                }
+                Ok(None) => {}
+                Ok(Some(leaf)) => {
+                    let shared = self.share_or_copy(task, parent, child, area, span, leaf, changed);
+                    let extent = Extent::block(leaf.frame, leaf.size.order());
+                    self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
+                    shared?;
+                }
             }
-            let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-            let stale = parent.table.shared(self.tables(task)).protect(span, change).map_err(VmError::Paging)?;
-            changed(stale, kind.page);
-            self.share_run(task, child, area, page, extent, leaf.flags)?;
+            page += size;
         }
         Ok(())
+    }
+
+    /// One page of the parent, to which the caller has a reference.
+    #[allow(clippy::too_many_arguments, reason = "a page where it is, and where it goes")]
+    fn share_or_copy(
+        &self,
+        task: &Task<'_, '_, S>,
+        parent: &Space<S>,
+        child: &Space<S>,
+        area: &AreaInfo,
+        span: Span,
+        leaf: Leaf,
+        changed: &mut impl FnMut(Stale, PageSize),
+    ) -> Result<(), VmError> {
+        let kind = area.kind;
+        let page = span.first();
+        let extent = Extent::block(leaf.frame, leaf.size.order());
+        // The parent's, ours, and a pin's.
+        if self.frames.references(leaf.frame) > 2 {
+            let request = Request::fault(kind.page.bytes());
+            let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
+            let owner = Owner { object: area.object, offset: area.offset_of(page) };
+            let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
+            let how = Mapping { flags: kind.flags, largest: kind.page };
+            let entered = self.enter_in_child(task, child, page, copy, how);
+            if entered.is_err() {
+                self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
+            }
+            return entered;
+        }
+        let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+        let stale = parent.table.shared(self.tables(task)).protect(span, change).map_err(VmError::Paging)?;
+        changed(stale, kind.page);
+        self.share_run(task, child, area, page, extent, leaf.flags)
     }
 }

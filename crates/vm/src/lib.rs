@@ -22,6 +22,7 @@
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `away.rs`, `refault.rs` | what stands for a page that is away; bringing it back |
 //! | [`evict`], [`ageing`] | what reclaim does to pages, through the reverse map |
+//! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
 //! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
@@ -50,6 +51,7 @@ mod followers;
 pub mod fork;
 mod guarded;
 mod mapping;
+mod moving;
 pub mod notifier;
 pub mod object;
 pub mod pager;

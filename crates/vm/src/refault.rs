@@ -31,7 +31,7 @@ impl<S: Setup> Vm<'_, S> {
         let page = area.page_at(at);
         let want = &Want::of_fault(area, at);
         let Some(_claim) = space.claims.claim(page.first()) else {
-            space.claims.wait(cx, page.first());
+            space.claims.wait(page.first(), || self.breathe(cx));
             return Ok(Served::Meanwhile);
         };
         let Some(held) = self.hold_away(cx, &space.table, page.start(), word)? else { return Ok(Served::Meanwhile) };
@@ -66,7 +66,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<bool, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
         let Some(_claim) = index.claims.claim(offset) else {
-            index.claims.wait(cx, offset);
+            index.claims.wait(offset, || self.breathe(cx));
             return Ok(false);
         };
         let at = VirtAddr::new(offset << PAGE_SHIFT);

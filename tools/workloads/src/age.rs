@@ -237,6 +237,37 @@ impl Process<'_> {
         Ok(())
     }
 
+    /// Touches so many random pages and reads all that follows from their numbers, from end to end.
+    pub fn read_whole<S: Setup>(
+        &mut self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        space: &Space<S>,
+        touch: &impl Touch<S>,
+        pages: u64,
+        touched: &mut Touched,
+    ) -> Result<(), Failed> {
+        for _ in 0..pages {
+            let page = self.random.below(self.wrote.len() as u64);
+            self.touch(cx, vm, space, touch, page, false, touched)?;
+            // Where nobody serves the fault, and where there is no memory, the page may be gone again.
+            let Some(words) = touch.reach(cx, VirtAddr::new(self.at.get() + page * PAGE_BYTES), false) else {
+                continue;
+            };
+            if words.word(MARK).is_none_or(|mark| mark == 0) {
+                continue;
+            }
+            for index in 0..FILLED {
+                let Some(found) = words.word(MARK + 1 + index) else { break };
+                let (process, word, expected) = (self.number, MARK + 1 + index, filled(page, index));
+                if found != expected {
+                    return Err(Failed::Wrong(Wrong { process, page, word, found, expected }));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Touches one page, and checks what is in it.
     #[allow(clippy::too_many_arguments, reason = "what a touch is")]
     pub fn touch<S: Setup>(

@@ -174,13 +174,14 @@ pub struct CountedPages<'a, 'm, E: Env>(pub &'a Frames<'m, E>);
 impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
     type Block = Pfn;
 
-    #[inline]
+    // Part of the loop, as in any caller that is hot.
+    #[inline(always)]
     fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<Pfn> {
         let block = self.0.alloc(cx, Request::order(order)).ok()?;
         self.0.count(block).ok()
     }
 
-    #[inline]
+    #[inline(always)]
     fn free(&self, cx: &CpuCx<'_, P>, block: Pfn, _order: Order) {
         let _ = self.0.put(cx, block);
     }

@@ -9,6 +9,7 @@ use hugemm_base::{Counters, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
     static CPU: Cell<u32> = const { Cell::new(0) };
@@ -18,6 +19,8 @@ thread_local! {
 #[derive(Default)]
 pub struct Threads {
     counters: [Counters; 8],
+    /// Whether all of them are where nobody may sleep.
+    pub atomic: AtomicBool,
 }
 
 impl Threads {
@@ -50,6 +53,10 @@ unsafe impl CpuLocal for Threads {
 impl Preempt for Threads {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Full
+    }
+
+    fn may_sleep(&self) -> bool {
+        !self.atomic.load(Ordering::Relaxed)
     }
 
     fn reschedule(&self) {

@@ -483,7 +483,7 @@ impl Run<'_> {
         let frames = self.frames;
         let (model, frozen) = (self.model, &mut self.frozen);
         let threads = self.threads;
-        let mut migrate = |block: Extent| {
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
             // Lets go of frozen blocks in the way.
             let found = frozen.iter().position(|b| block.covers(b.extent()));
             match found.filter(|_| migrate) {

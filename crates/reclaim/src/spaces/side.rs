@@ -21,7 +21,7 @@ pub(super) type Batch = DeferredUnmap<Keep, [AtomicU64; 2 * MOST_CPUS / 64]>;
 
 /// For one batch after the other. `None` if there are more CPUs than [`MOST_CPUS`].
 pub(super) fn batch<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Option<Batch> {
-    DeferredUnmap::with_masks(tlbs, Keep, [const { AtomicU64::new(0) }; 2 * MOST_CPUS / 64]).ok()
+    DeferredUnmap::with_masks(tlbs, Keep, core::array::from_fn(|_| AtomicU64::new(0))).ok()
 }
 
 /// A reclaiming task's view of the spaces.

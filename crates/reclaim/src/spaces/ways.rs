@@ -83,10 +83,14 @@ pub struct ReclaimCounts {
     pub age_flushes: Counter,
     /// Flushes caused by unmapping: one per batch.
     pub unmap_flushes: Counter,
-    /// Pages freed by direct reclaim, and how often it was asked.
+    /// Pages freed by direct reclaim.
     pub direct_freed: Counter,
     /// How often it was asked.
     pub direct: Counter,
+    /// Blocks of 2 MiB that were made by moving pages.
+    pub gathered: Counter,
+    /// Pages that moved for that.
+    pub moved: Counter,
     /// Pages freed by workers.
     pub worker_freed: Counter,
 }

@@ -15,7 +15,9 @@ const CPUS: u32 = 4;
 struct Program<'r, 'h> {
     rig: &'r Rig<'h>,
     cpu: u32,
+    /// Of the shared object, and of private areas.
     page: PageSize,
+    private_page: PageSize,
     shared_pages: u64,
     private_pages: u64,
     rng: Rng,
@@ -26,13 +28,13 @@ struct Program<'r, 'h> {
 
 impl<'h> Program<'_, 'h> {
     fn any_at(&mut self) -> u64 {
-        let (base, pages) = match self.rng.below(2) {
-            0 => (SHARED_AT, self.shared_pages),
-            _ => (PRIVATE_AT, self.private_pages),
+        let (base, pages, page) = match self.rng.below(2) {
+            0 => (SHARED_AT, self.shared_pages, self.page),
+            _ => (PRIVATE_AT, self.private_pages, self.private_page),
         };
         // One of this CPU's words of some page; of a 2 MiB page, in one of eight places.
-        let within = if self.page == PageSize::Size4K { 0 } else { self.rng.below(8) * 0x4_0000 };
-        base + self.rng.below(pages) * self.page.bytes() + within + u64::from(self.cpu) * 8
+        let within = if page == PageSize::Size4K { 0 } else { self.rng.below(8) * 0x4_0000 };
+        base + self.rng.below(pages) * page.bytes() + within + u64::from(self.cpu) * 8
     }
 
     fn check(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, expected: u64) {
@@ -59,6 +61,7 @@ impl<'h> Program<'_, 'h> {
             }
         }
         self.rig.vm.tlbs().serve(cx);
+        self.rig.vm.frames().serve(cx);
     }
 
     /// A child has the private pages as they are now, whatever the parent does then.
@@ -91,14 +94,15 @@ impl<'h> Program<'_, 'h> {
     fn unmap(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
         let first = self.rng.below(self.private_pages);
         let pages = (1 + self.rng.below(8)).min(self.private_pages - first);
-        let (start, bytes) = (PRIVATE_AT + first * self.page.bytes(), pages * self.page.bytes());
+        let (start, bytes) = (PRIVATE_AT + first * self.private_page.bytes(), pages * self.private_page.bytes());
         match self.rig.vm.unmap(cx, space, span(start, bytes)) {
             Ok(_) => {}
             Err(error) => return assert_eq!(error, VmError::NoMemory),
         }
         self.known.retain(|at, _| !(start..start + bytes).contains(at));
         loop {
-            match self.rig.vm.map(cx, space, span(start, bytes), AreaKind::private(self.page), Backing::Private) {
+            match self.rig.vm.map(cx, space, span(start, bytes), AreaKind::private(self.private_page), Backing::Private)
+            {
                 Ok(_) => return,
                 Err(error) => assert_eq!(error, VmError::NoMemory),
             }
@@ -107,10 +111,10 @@ impl<'h> Program<'_, 'h> {
     }
 }
 
-fn run(rig: &Rig<'_>, page: PageSize, seed: u64, steps: u64) {
+fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64) {
     // Half as much again as there is memory.
     let scale = if page == PageSize::Size4K { 1 } else { 2 };
-    let (shared_pages, private_pages) = ((scale << 22) / page.bytes(), (scale << 21) / page.bytes());
+    let (shared_pages, private_pages) = ((scale << 22) / page.bytes(), (scale << 21) / private_page.bytes());
     let object = rig
         .mmu
         .as_cpu(CpuId(0), |cx| rig.vm.create_shared(cx, shared_pages * page.pages(), page, false).expect("an object"));
@@ -131,6 +135,9 @@ fn run(rig: &Rig<'_>, page: PageSize, seed: u64, steps: u64) {
                             pager.set_ageing(Ageing::ALL[turn % 4]);
                             pager.lru(NODE).expect("one").set_policy(cx, Policy::ALL[turn / 4 % 2]);
                             pager.balance(&rig.vm, cx, NODE, 512, over);
+                            if page != private_page && turn % 16 == 0 {
+                                pager.gather(&rig.vm, cx, NODE);
+                            }
                             turn += 1;
                             rig.vm.tlbs().serve(cx);
                             std::thread::yield_now();
@@ -141,11 +148,13 @@ fn run(rig: &Rig<'_>, page: PageSize, seed: u64, steps: u64) {
                     let kind = AreaKind::private(page);
                     let shared = span(SHARED_AT, shared_pages * page.bytes());
                     rig.vm.map(cx, &space, shared, kind, Backing::Shared(object, 0)).expect("shared");
-                    let private = span(PRIVATE_AT, private_pages * page.bytes());
+                    let private = span(PRIVATE_AT, private_pages * private_page.bytes());
+                    let kind = AreaKind::private(private_page);
                     rig.vm.map(cx, &space, private, kind, Backing::Private).expect("private");
                     rig.enter(cx, &space);
                     let (rng, known) = (Rng(seed + u64::from(cpu) * 77), BTreeMap::new());
-                    let mut program = Program { rig, cpu, page, shared_pages, private_pages, rng, known, value: 0 };
+                    let mut program =
+                        Program { rig, cpu, page, private_page, shared_pages, private_pages, rng, known, value: 0 };
                     for _ in 0..steps {
                         program.step(cx, &space);
                     }
@@ -174,14 +183,25 @@ fn every_word_is_the_word_written_last() {
     // Longer where somebody asks for it.
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(2500);
     for (page, policy, mib) in [(PageSize::Size4K, Policy::Generations, 7), (PageSize::Size4K, Policy::TwoList, 8)] {
-        let size = Size { mib, swap: 2500, cpus: CPUS, policy };
-        with_rig(size, 31, &no_faults(), |rig| run(rig, page, 7, steps));
+        let size = Size { mib, swap: 2500, cpus: CPUS, policy, nodes: 1 };
+        with_rig(size, 31, &no_faults(), |rig| run(rig, [page; 2], 7, steps));
     }
 }
 
 #[test]
 fn every_word_of_large_pages_is_the_word_written_last() {
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(600);
-    let size = Size { mib: 20, swap: 2500, cpus: CPUS, policy: Policy::Generations };
-    with_rig(size, 32, &no_faults(), |rig| run(rig, PageSize::Size2M, 8, steps));
+    let size = Size { mib: 20, swap: 2500, cpus: CPUS, policy: Policy::Generations, nodes: 1 };
+    with_rig(size, 32, &no_faults(), |rig| run(rig, [PageSize::Size2M; 2], 8, steps));
+}
+
+/// Small pages break memory up, and move all the time to make blocks of it.
+#[test]
+fn every_word_is_the_word_written_last_while_pages_move() {
+    let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(800);
+    let size = Size { mib: 12, swap: 2500, cpus: CPUS, policy: Policy::TwoList, nodes: 1 };
+    with_rig(size, 33, &no_faults(), |rig| {
+        run(rig, [PageSize::Size2M, PageSize::Size4K], 9, steps);
+        assert!(rig.vm.pager().counts().moved.get() > 0, "no page moved");
+    });
 }

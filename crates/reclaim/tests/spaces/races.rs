@@ -1,13 +1,14 @@
-//! Faults on one page that is away, step by step.
+//! Faults and forks beside reclaim, step by step.
 
-use crate::rig::{Rig, Size, bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, PageSize};
+use crate::rig::{Model, Rig, Size, bounds, no_faults, span, with_rig};
+use hugemm_base::{CpuId, Extent, Order, PageSize, VirtAddr};
+use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_reclaim::Policy;
-use hugemm_vm::{AreaKind, Backing};
+use hugemm_vm::{AreaKind, Backing, Pager};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: Policy::Generations };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: Policy::Generations, nodes: 1 };
 
 /// The place that a page number has among the claims of a space or an object.
 fn place(page: u64) -> u64 {
@@ -67,6 +68,66 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
         rig.vm.destroy(cx, space).expect("destroyed");
         rig.vm.close(cx, object);
     });
+}
+
+/// CPU 0 forks, and has looked at what the parent has mapped; CPU 1 puts a page back that it had unhooked. The child has it.
+fn fork_beside_put_back(rig: &Rig<'_>) {
+    let at = |index: u64| AT + (index << 12);
+    let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+        let space = rig.vm.create(cx, bounds()).expect("a space");
+        let kind = AreaKind::private(PageSize::Size4K);
+        rig.vm.map(cx, &space, span(AT, 2 << 12), kind, Backing::Private).expect("an area");
+        rig.enter(cx, &space);
+        (0..2).for_each(|index| rig.put(cx, &space, at(index) + 8, index + 1).expect("memory"));
+        (0..3).for_each(|_| _ = rig.evict_all(cx));
+        // The first stays away.
+        assert_eq!(rig.get(cx, &space, at(1) + 8), Ok(2));
+        rig.leave(cx, &space);
+        space
+    });
+    let head = rig.mmu.as_cpu(CpuId(1), |cx| {
+        let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(1)));
+        let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+        rig.vm.frames().get(leaf.frame).expect("mapped");
+        let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+        let mut debt = None;
+        assert!(rig.vm.unhook(cx, leaf.frame, Order::ZERO, &deferred, &mut debt));
+        let receipt = deferred.flush(rig.vm.tlbs(), cx);
+        assert!(debt.expect("unhooked").release(&receipt).is_ok());
+        leaf.frame
+    });
+    let [waits, over, unused] = [const { AtomicBool::new(false) }; 3];
+    rig.store.sharing.arm(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            rig.beside_others_noting(0, &unused, |cx| {
+                let child = rig.vm.fork(cx, &space).expect("forked");
+                rig.enter(cx, &child);
+                (0..2).for_each(|index| assert_eq!(rig.get(cx, &child, at(index) + 8), Ok(index + 1)));
+                rig.leave(cx, &child);
+                rig.vm.destroy(cx, child).expect("destroyed");
+            });
+        });
+        rig.store.sharing.wait();
+        scope.spawn(|| {
+            rig.beside_others_noting(1, &waits, |cx| {
+                rig.vm.put_back(cx, head, Order::ZERO);
+                let page = Extent::block(head, Order::ZERO);
+                Pager::<Model<'_>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page, Order::ZERO);
+                over.store(true, Ordering::SeqCst);
+            });
+        });
+        while !waits.load(Ordering::SeqCst) && !over.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        rig.store.sharing.open();
+    });
+    rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+}
+
+#[test]
+fn a_fork_has_what_reclaim_puts_back_meanwhile() {
+    with_rig(SIZE, 52, &no_faults(), fork_beside_put_back);
 }
 
 #[test]

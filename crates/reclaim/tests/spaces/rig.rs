@@ -111,6 +111,8 @@ pub struct Size {
     pub swap: u64,
     pub cpus: u32,
     pub policy: Policy,
+    /// Each has as much memory and every so manieth CPU.
+    pub nodes: u32,
 }
 
 pub const NODE: NodeId = NodeId(0);
@@ -143,15 +145,21 @@ pub fn with_rig(size: Size, seed: u64, inject: &FaultPlan, test: impl for<'h> Fn
 
 fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
     let cpus = size.cpus;
-    let arenas = [ArenaSpec { extent: memory, node: NODE, descriptors: None }];
-    let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
+    let each = memory.pages() / u64::from(size.nodes);
+    let arena = |node: u32| {
+        let first = u64::from(node) * each;
+        ArenaSpec { extent: memory.slice(first, first + each), node: NodeId(node), descriptors: None }
+    };
+    let arenas: Vec<ArenaSpec> = (0..size.nodes).map(arena).collect();
+    let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
+    let config = Config { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, of this size, used once; one platform.
     let frames =
         unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
     // SAFETY: the only owner of the host's frames, released once.
-    unsafe { frames.release(Dirty::assume_owned(memory)) };
+    arenas.iter().for_each(|arena| unsafe { _ = frames.release(Dirty::assume_owned(arena.extent)) });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = Tlbs::<Deaf<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
@@ -164,11 +172,11 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
-    let lrus = [Lru::new(&frames, size.policy)];
+    let lrus: Vec<_> = arenas.iter().map(|_| Lru::new(&frames, size.policy)).collect();
     // Fails only where an allocation is made to fail.
     let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
     let store = ManuallyDrop::new(Watched::new(store));
-    let marks = Watermarks::for_node(memory.pages());
+    let marks = Watermarks::for_node(each);
     let parts = Parts {
         frames: &frames,
         tlbs: &tlbs,
@@ -184,7 +192,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     test(&rig);
     mmu.as_cpu(CpuId(0), |cx| {
         rig.vm.trim(cx);
-        assert_eq!(lrus[0].stats(cx).folios, 0, "left on the LRU");
+        lrus.iter().for_each(|lru| assert_eq!(lru.stats(cx).folios, 0, "left on an LRU"));
     });
     drop(rig);
     mmu.as_cpu(CpuId(0), |cx| {
@@ -242,7 +250,10 @@ impl<'h> Rig<'h> {
     pub fn beside_others_noting<R>(&self, cpu: u32, waits: &AtomicBool, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
         let serve = || {
             waits.store(true, Ordering::SeqCst);
-            self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
+            self.mmu.as_cpu(CpuId(cpu), |cx| {
+                self.vm.tlbs().serve(cx);
+                self.vm.frames().serve(cx);
+            });
         };
         self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
     }

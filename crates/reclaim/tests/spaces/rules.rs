@@ -2,15 +2,16 @@
 
 use crate::rig::{Follower, Handle, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Never, NodeId, PageSize, VirtAddr, VirtRange};
+use hugemm_frames::From;
 use hugemm_paging::{Flags, Lookup};
-use hugemm_reclaim::{Ageing, Budget, Policy, Swap};
+use hugemm_reclaim::{Ageing, Budget, Policy, Swap, Turn};
 use hugemm_vm::{AreaKind, Backing, Notifier, VmError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: Policy::Generations };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: Policy::Generations, nodes: 1 };
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 fn filled<'v, 'h>(rig: &'v Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, page: PageSize, pages: u64) -> Handle<'v, 'h> {
@@ -419,4 +420,119 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
             });
         });
     }
+}
+
+/// Memory is free, but in pieces: pages move, and a page of 2 MiB comes back whole. What cannot move stays.
+#[test]
+fn a_large_page_comes_back_where_memory_is_in_pieces() {
+    for (shared, policy) in [false, true].into_iter().zip(Policy::ALL) {
+        with_rig(Size { mib: 32, policy, ..SIZE }, 13, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let large = filled(rig, cx, PageSize::Size2M, 1);
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                expect(rig, true, rig.vm.lookup(cx, &large, VirtAddr::new(AT)));
+                rig.leave(cx, &large);
+                // All other memory in small pages of two spaces in turn, of which one goes.
+                let pages = rig.vm.frames().stats(cx).available() / 2 - 100;
+                let object = rig.vm.create_shared(cx, pages, PageSize::Size4K, false).expect("an object");
+                let at = |index: u64| AT + (index << 12);
+                let [gone, small] = [false, shared].map(|shared| {
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let from = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
+                    let kind = AreaKind::private(PageSize::Size4K);
+                    rig.vm.map(cx, &space, span(AT, pages << 12), kind, from).expect("an area");
+                    space
+                });
+                for index in 0..pages {
+                    for space in [&gone, &small] {
+                        rig.enter(cx, space);
+                        rig.put(cx, space, at(index) + 8, index).expect("memory");
+                        rig.leave(cx, space);
+                    }
+                }
+                let child = rig.vm.fork(cx, &small).expect("forked");
+                let mut pins = Vec::new();
+                rig.vm.pin(cx, &small, span(at(7), 4096), None, &Never, |pin| pins.push(pin)).expect("pinned");
+                rig.vm.destroy(cx, gone).expect("destroyed");
+                rig.vm.frames().drain(cx);
+                let stored = rig.store.stats(cx).stores;
+                assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 0, "in pieces");
+                rig.enter(cx, &large);
+                assert_eq!(rig.get(cx, &large, AT + 8), Ok(1));
+                rig.leave(cx, &large);
+                assert_eq!(rig.vm.pager().counts().gathered.get(), 1);
+                assert_eq!(rig.store.stats(cx).stores, stored, "pages move, none goes away");
+                for space in [&small, &child] {
+                    rig.enter(cx, space);
+                    for index in 0..pages {
+                        assert_eq!(rig.get(cx, space, at(index) + 8), Ok(index));
+                    }
+                    rig.leave(cx, space);
+                }
+                for pin in pins {
+                    let found = rig.vm.lookup(cx, &small, pin.at());
+                    assert!(matches!(found, Lookup::Mapped(leaf) if leaf.frame == pin.extent().base()), "{found:?}");
+                    rig.vm.unpin(cx, &small, pin);
+                }
+                for space in [large, small, child] {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                rig.vm.close(cx, object);
+            });
+        });
+    }
+}
+
+/// On which node the page is that is mapped at an address.
+fn node_at<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_, 'h>, at: u64) -> Option<NodeId> {
+    match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
+        Lookup::Mapped(leaf) => rig.vm.frames().node_of(leaf.frame),
+        _ => None,
+    }
+}
+
+/// Each node has its own LRU and marks: what is short on one is freed there, whatever the other has.
+#[test]
+fn each_node_is_reclaimed_by_itself() {
+    with_rig(Size { nodes: 2, ..SIZE }, 14, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let pager = rig.vm.pager();
+            let free = |cx: &crate::rig::Cx<'_, '_>, node| rig.vm.frames().node_stats(cx, NodeId(node)).available();
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let at = |node: u32, index: u64| AT * u64::from(node + 1) + (index << 12) + 8;
+            rig.enter(cx, &space);
+            // Node 1 down to its low mark, node 0 less than half full.
+            for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
+                let kind = AreaKind { from: From::Only(NodeId(node)), ..AreaKind::private(PageSize::Size4K) };
+                rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
+                (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
+            }
+            assert!(free(cx, 1) < pager.marks().low() && free(cx, 0) > pager.marks().high());
+            let (turn, done) = pager.balance(&rig.vm, cx, NodeId(0), u64::MAX, &Never);
+            assert_eq!((turn, done.scanned), (Turn::Balanced, 0));
+            let (turn, done) = pager.balance(&rig.vm, cx, NodeId(1), u64::MAX, &Never);
+            assert_eq!(turn, Turn::Balanced);
+            assert!(done.freed > 0 && free(cx, 1) >= pager.marks().high());
+            assert!(
+                (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+                "nothing of node 0 went"
+            );
+            let away =
+                (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
+            assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
+            assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
+            // An object is filled where it is wanted, not where the worker is.
+            let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
+            rig.vm.prefault_shared(&object, 0, 16).from(From::Only(NodeId(1))).work(cx, &Never).expect("memory");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            for index in 0..16 {
+                assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
+                assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId(1)));
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object);
+        });
+    });
 }

@@ -191,8 +191,10 @@ impl<'a> Sides<'a> {
                 churned.failed += more.failed;
                 steps += STEPS;
             }
-            // The last requests are the same for all, and so is what is live at the end.
+            // The last requests are the same for all; so is what is live before them, and at the end: how much had to be
+            // held at which moment decides what is left.
             let mut random = Random::new(!self.args.seed);
+            churned.failed += churn::settle(cx, source, &mut live, &mut random);
             let mut left = places * LAST_TURNS;
             while left > 0 {
                 interrupt::check()?;

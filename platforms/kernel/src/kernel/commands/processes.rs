@@ -53,7 +53,7 @@ pub struct Plan {
     pub time: u64,
     /// Pages that come back from swap, at least, however long it takes.
     pub least: u64,
-    /// Pages of a window that are touched again and again during it.
+    /// Pages of a window that are touched again and again during it, and pages that are read from end to end after it.
     pub hot: u64,
     /// The processes also have memory of their own, fork, and unmap and map anew.
     pub forks: bool,
@@ -87,7 +87,7 @@ pub struct Figures {
 /// Runs processes on all CPUs.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<Figures, Failure> {
-    let own = if plan.forks { (plan.shared / 16).next_multiple_of(plan.page.bytes()) } else { 0 };
+    let own = if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
     let book = (plan.shared + 2 * own) / PAGE_BYTES;
     let books = Scratch::new(cx, (book * u64::from(plan.procs)) as usize, || 0_u32)?;
     let terms = Terms {
@@ -275,7 +275,11 @@ impl Task<'_, '_, '_> {
             let random = Random::new(self.random.below(u64::MAX));
             let mut process = Process { number: part.number, at, wrote, alone, random, stores: part.stores };
             let (vm, hot, touched, mut result) = (self.vm, self.plan.hot, &mut self.touched, Ok(()));
-            touch.with(cx, vm, space, &mut |cx| result = process.window(cx, vm, space, &touch, hot, touched));
+            touch.with(cx, vm, space, &mut |cx| {
+                result = process
+                    .window(cx, vm, space, &touch, hot, touched)
+                    .and_then(|()| process.read_whole(cx, vm, space, &touch, hot, touched));
+            });
             part.stores = process.stores;
             touch.refusal().and(result)?;
         }

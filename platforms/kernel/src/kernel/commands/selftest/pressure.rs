@@ -12,7 +12,7 @@ use hugemm_reclaim::{Ageing, Policy};
 /// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
 const FRAMES: u64 = 2048;
 const FRAMES_PER_CPU: u64 = 256;
-const HUGE: u64 = 4;
+const HUGE: u64 = 6;
 
 /// Pages that come back in a round at each page size, at least: otherwise nothing would have been shown.
 const LEAST: u64 = 1024;

@@ -1,0 +1,64 @@
+//! Runs of positions, 64 to a word.
+
+use super::{SPAN, SPAN_SHIFT, WORD_BITS, WORDS};
+
+/// Bits `from..from + count` of a word; `count` is at most 64.
+pub(super) const fn mask(from: usize, count: usize) -> u64 {
+    if count >= WORD_BITS { u64::MAX } else { ((1 << count) - 1) << from }
+}
+
+/// The words that `[first, first + count)` touches, by number, and its bits in each.
+#[inline]
+pub(crate) fn spans(first: usize, count: usize) -> impl Iterator<Item = (usize, u64)> {
+    let (mut next, end) = (first, (first + count).min(SPAN));
+    core::iter::from_fn(move || {
+        let (at, bit) = (next / WORD_BITS, next % WORD_BITS);
+        let count = (WORD_BITS - bit).min(end.checked_sub(next).filter(|left| *left != 0)?);
+        next += count;
+        Some((at, mask(bit, count)))
+    })
+}
+
+/// The first naturally aligned run of `2^order` positions that are all set in the words that `word` gives.
+#[inline]
+pub(crate) fn first_run(order: u32, word: impl Fn(usize) -> u64) -> Option<usize> {
+    if order >= WORD_BITS.ilog2() {
+        let words = 1_usize << (order.min(SPAN_SHIFT) - WORD_BITS.ilog2());
+        let whole = |first: &usize| (*first..*first + words).all(|at| word(at) == u64::MAX);
+        return (0..WORDS).step_by(words).find(whole).map(|at| at * WORD_BITS);
+    }
+    (0..WORDS).find_map(|at| {
+        let mut runs = word(at);
+        for step in 0..order {
+            runs &= runs >> (1 << step);
+        }
+        runs &= every(order);
+        (runs != 0).then(|| at * WORD_BITS + runs.trailing_zeros() as usize)
+    })
+}
+
+/// How many naturally aligned runs of each order the words consist of, each as large as can be.
+pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] {
+    let mut counts = [0; SPAN_SHIFT as usize + 1];
+    let mut left = words;
+    for order in (0..=SPAN_SHIFT).rev() {
+        while let Some(first) = first_run(order, |at| left[at % WORDS]) {
+            counts[order as usize] += 1;
+            spans(first, 1 << order).for_each(|(at, bits)| left[at % WORDS] &= !bits);
+        }
+    }
+    counts
+}
+
+/// Every `2^order`th bit of a word, order at most 6 (bit 0 only).
+pub(super) const fn every(order: u32) -> u64 {
+    match order {
+        0 => u64::MAX,
+        1 => 0x5555_5555_5555_5555,
+        2 => 0x1111_1111_1111_1111,
+        3 => 0x0101_0101_0101_0101,
+        4 => 0x0001_0001_0001_0001,
+        5 => 0x0000_0001_0000_0001,
+        _ => 1,
+    }
+}

@@ -1,0 +1,96 @@
+//! Making a block of 2 MiB where memory is free, but in pieces.
+//!
+//! The blocks of pages that nobody has used for long are tried one after the other: the allocator keeps what is free there
+//! from being handed out ([`Frames::claim`](hugemm_frames::Frames::claim)), the pages move to other frames, a batch of
+//! them per flush, and the block is free. A block with something that cannot move (a table, a pinned page, what swap keeps
+//! there) stays as it was, but for the pages that have moved.
+
+use super::side::Side;
+use super::{Step, Steps};
+use crate::lru::{BATCH, Batch, Lru, Source};
+use crate::reclaimer::Reclaimer;
+use crate::swap::Swap;
+use hugemm_base::lock::RawLock;
+use hugemm_base::{Extent, Order, Pfn};
+use hugemm_vm::{Cx, Setup};
+
+/// Batches of the LRU that are looked at for blocks.
+const ROUNDS: usize = 4;
+
+/// Blocks that are tried: a claim may have to wait for other CPUs' caches.
+const TRIES: usize = 8;
+
+impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W, L, O> {
+    /// Empties and frees a block of the LRU's node; false if none of those that were tried, eight at most, could be emptied.
+    /// Moves at most 511 pages for each. Looks at up to 256 of the LRU's pages, which are rotated, so that the next call
+    /// tries others.
+    pub(super) fn gather(&self, cx: &mut Cx<'_, S>, lru: &Lru<'_, '_, S::Env, L>, order: Order) -> bool {
+        let (mut tried, mut tries) = ([None; TRIES], 0);
+        for source in [Source::Oldest, Source::Youngest] {
+            for _ in 0..ROUNDS {
+                let mut batch = Batch::new();
+                lru.isolate(cx, source, u64::MAX, &mut batch, |head| self.hold(head));
+                if batch.is_empty() {
+                    break;
+                }
+                lru.put_back(cx, &mut batch);
+                batch.folios().iter().for_each(|folio| self.release(cx, folio.pfn));
+                for folio in batch.folios().iter().filter(|folio| folio.order == Order::ZERO) {
+                    let block = Extent::block(Pfn::new(folio.pfn.number() & !(order.pages() - 1)), order);
+                    if tried.contains(&Some(block)) {
+                        continue;
+                    }
+                    let Some(place) = tried.get_mut(tries) else { return false };
+                    *place = Some(block);
+                    tries += 1;
+                    if self.empty(cx, block) {
+                        return true;
+                    }
+                }
+            }
+        }
+        false
+    }
+
+    fn empty(&self, cx: &mut Cx<'_, S>, block: Extent) -> bool {
+        let frames = self.vm.frames();
+        let mut out = |cx: &mut Cx<'_, S>, used: Extent| self.move_out(cx, used.base(), block);
+        let Ok(claimed) = frames.claim(cx, block, &mut out) else { return false };
+        frames.free_extent(cx, claimed);
+        true
+    }
+
+    /// Moves pages of the block, from `first` on, with one flush; whether the first has moved.
+    fn move_out(&self, cx: &mut Cx<'_, S>, first: Pfn, block: Extent) -> bool {
+        let mut unhooked = [first; BATCH];
+        let mut count = 0;
+        self.pager.steps.enter(Step::Unmap);
+        for page in (first.number()..block.end().number()).map(Pfn::new) {
+            if let Some(next) = unhooked.get_mut(count)
+                && self.vm.hold_mapped(cx, page)
+            {
+                if self.vm.unhook(cx, page, Order::ZERO, self.deferred, &mut self.debt.borrow_mut()) {
+                    *next = page;
+                    count += 1;
+                } else {
+                    self.release(cx, page);
+                }
+            }
+            if count == 0 {
+                break;
+            }
+        }
+        if count > 0 {
+            let _ = self.flush(cx);
+        }
+        self.pager.steps.enter(Step::Write);
+        let mut moved = false;
+        for page in &unhooked[..count] {
+            let done = self.vm.move_page(cx, *page);
+            self.pager.counts.moved.add(u64::from(done));
+            moved |= done && *page == first;
+        }
+        self.pager.steps.enter(Step::Other);
+        moved
+    }
+}

@@ -1,0 +1,253 @@
+//! Filling a range of a space: what is missing is found by looking, made by the batch with nothing locked, and entered if it
+//! still is.
+
+use super::{PIECE, Prefault};
+use crate::area::AreaInfo;
+use crate::error::VmError;
+use crate::fault::{Access, Served, Site};
+use crate::object::Owner;
+use crate::phases::{Phase, Phases};
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::supply::Want;
+use crate::unmap::pages;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_clear::Request;
+use hugemm_paging::{Flags, Lookup};
+
+/// Pages that are entered at a time.
+const BATCH: usize = 16;
+
+/// Blocks of adjoining pages that are to be entered.
+struct Batch {
+    blocks: [Extent; BATCH],
+    count: usize,
+    pages: u64,
+}
+
+impl Batch {
+    const fn new() -> Self {
+        Batch { blocks: [Extent::block(hugemm_base::Pfn::new(0), Order::ZERO); BATCH], count: 0, pages: 0 }
+    }
+
+    fn push(&mut self, block: Extent) {
+        // A run of frames is one block, so that it can become larger entries or a straight fill.
+        match self.count.checked_sub(1).and_then(|last| self.blocks[last].join(block)) {
+            Some(joined) => self.blocks[self.count - 1] = joined,
+            None => {
+                self.blocks[self.count] = block;
+                self.count += 1;
+            }
+        }
+        self.pages += block.pages();
+    }
+
+    fn blocks(&self) -> &[Extent] {
+        &self.blocks[..self.count]
+    }
+}
+
+impl<S: Setup> Prefault<'_, '_, '_, S> {
+    pub(super) fn fill_space(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        from: u64,
+        cancel: &impl Cancel,
+        phases: &impl Phases,
+    ) -> Result<(), VmError> {
+        let to = (from + PIECE).min(self.end);
+        let mut at = from;
+        while at < to {
+            let area = space.area_at(VirtAddr::new(at << PAGE_SHIFT))?;
+            let size = area.kind.page;
+            let (begins, ends) = (area.span.first(), area.span.first() + area.span.pages());
+            // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
+            let first = begins.max(self.first / size.pages() * size.pages());
+            let last = ends.min(self.end.next_multiple_of(size.pages()));
+            let (mut next, end) = self.own_part(from, first, last, size);
+            while next < end {
+                if cancel.requested() {
+                    return Err(VmError::Cancelled);
+                }
+                let site = Site { space, area: &area, phases };
+                let filled = self.fill_some(cx, site, next, end, cancel)?;
+                if filled == 0 {
+                    // Somebody is at the same page, or has taken the area away.
+                    self.vm.breathe(cx);
+                    let there = space.area_at(VirtAddr::new(next << PAGE_SHIFT))?;
+                    if !there.same_at(&area, next) {
+                        return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
+                    }
+                }
+                self.done.fetch_add(filled, Ordering::Relaxed);
+                next += filled;
+            }
+            at = ends.max(at + 1);
+        }
+        Ok(())
+    }
+
+    /// Fills some of `from..end` of an area, from the front; how many 4 KiB pages.
+    fn fill_some(
+        &self,
+        cx: &mut Cx<'_, S>,
+        site: Site<'_, S, impl Phases>,
+        from: u64,
+        end: u64,
+        cancel: &impl Cancel,
+    ) -> Result<u64, VmError> {
+        let Site { space, area, .. } = site;
+        let size = area.kind.page.pages();
+        let at = VirtAddr::new(from << PAGE_SHIFT);
+        // Pages of an object are entered one by one: there is no use in looking further.
+        let looked = if area.kind.shared { from + size } else { end };
+        match self.vm.absent(cx, space, from, looked, size) {
+            Absent::Mapped(leaf) => {
+                if self.writable && area.kind.flags.contains(Flags::WRITE) && !leaf.contains(Flags::WRITE) {
+                    self.vm.fault(cx, space, at, Access::Write)?;
+                    return Ok(0);
+                }
+                Ok(size)
+            }
+            Absent::Busy => Ok(0),
+            Absent::Away => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
+            Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
+            Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
+        }
+    }
+
+    /// One page of a shared area.
+    fn fill_shared(&self, cx: &mut Cx<'_, S>, site: Site<'_, S, impl Phases>, from: u64) -> Result<u64, VmError> {
+        let Site { space, area, phases } = site;
+        let size = area.kind.page.pages();
+        let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.span.start() }) };
+        let Some(object) = self.vm.registry.shared().get(area.object) else {
+            return Err(VmError::NoArea { at: page.start() });
+        };
+        let want = self.want(area, page.start());
+        let flags = area.kind.flags | Flags::ACCESSED;
+        // SAFETY: `Registry::get` took a reference.
+        let filled = unsafe { object.as_ref() };
+        let filled = match self.vm.enter_from_index(cx, space, area, page, filled, flags) {
+            Ok(Some(Served::Mapped)) => Ok(size),
+            Ok(Some(_)) => Ok(0),
+            Ok(None) => self.vm.supply_index(cx, filled, area.offset_of(from), &want, phases).map(|_| 0),
+            Err(error) => Err(error),
+        };
+        self.vm.put_object(cx, object);
+        filled
+    }
+
+    fn want(&self, area: &AreaInfo, at: VirtAddr) -> Want {
+        Want::of(area, Request::bulk(self.total), at, None)
+    }
+
+    /// A batch of pages for `from..end`, where nothing is mapped.
+    fn fill_private(
+        &self,
+        cx: &mut Cx<'_, S>,
+        site: Site<'_, S, impl Phases>,
+        from: u64,
+        end: u64,
+        cancel: &impl Cancel,
+    ) -> Result<u64, VmError> {
+        let Site { space, area, phases } = site;
+        let size = area.kind.page;
+        let mut batch = Batch::new();
+        let mut lack = None;
+        let holding = space.claims.hold();
+        phases.enter(Phase::Allocate);
+        while batch.count < BATCH && from + batch.pages < end {
+            let at = from + batch.pages;
+            let want = self.want(area, VirtAddr::new(at << PAGE_SHIFT));
+            let owner = Owner { object: area.object, offset: area.offset_of(at) };
+            let block = if size == PageSize::Size4K && !area.kind.pooled {
+                // Not past the 2 MiB that the addresses lie in, so that runs of frames lie as runs of addresses do.
+                let room = (end - at).min(512 - at % 512);
+                let most = Order::largest_within(room).unwrap_or(Order::ZERO);
+                self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
+            } else {
+                match self.vm.promised_page(cx, &holding, &want, owner, cancel, phases) {
+                    Ok(Some(page)) => Ok(page),
+                    Ok(None) if batch.count == 0 => return Ok(0),
+                    Ok(None) => break,
+                    Err(error) => Err(error),
+                }
+            };
+            match block {
+                Ok(block) => batch.push(block),
+                Err(error) => {
+                    lack = Some(error);
+                    break;
+                }
+            }
+        }
+        if batch.count == 0 {
+            // Another CPU that has entered this page meanwhile had what was missing.
+            let there = lack == Some(VmError::NoPool)
+                && self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT)) != Lookup::Absent;
+            return if there { Ok(0) } else { Err(lack.unwrap_or(VmError::NoMemory)) };
+        }
+        phases.enter(Phase::Map);
+        let entered = match pages(from, from + batch.pages) {
+            Some(span) => {
+                let flags = area.kind.flags | Flags::ACCESSED;
+                self.vm.enter(cx, space, area, span, batch.blocks().iter().copied(), flags)
+            }
+            None => Err(VmError::NoArea { at: area.span.start() }),
+        };
+        phases.enter(Phase::Other);
+        if entered == Ok(Served::Mapped) {
+            return match lack {
+                // What could be had is mapped; the next round meets the lack again, or finds it gone.
+                Some(VmError::Cancelled) => Err(VmError::Cancelled),
+                _ => Ok(batch.pages),
+            };
+        }
+        let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
+        for block in batch.blocks() {
+            self.vm.return_pages(cx, *block, &want);
+        }
+        // Somebody got ahead at one of the addresses, or the area is gone: looking again tells.
+        entered.map(|_| 0)
+    }
+}
+
+/// What a walk from an address on finds first.
+enum Absent {
+    /// A page with these flags.
+    Mapped(Flags),
+    /// A page that is being mapped or unmapped.
+    Busy,
+    /// A page that reclaim has taken away.
+    Away,
+    /// Nothing, for so many 4 KiB pages.
+    Pages(u64),
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Looks from page `from` on, whole pages of `size` 4 KiB pages. O(pages looked at) of them, at most a batch.
+    fn absent(&self, cx: &mut Cx<'_, S>, space: &Space<S>, from: u64, end: u64, size: u64) -> Absent {
+        let task = RefCell::new(cx);
+        let table = space.table.shared(self.tables(&task));
+        // What one batch takes.
+        let enough = if size == 1 { 512 } else { BATCH as u64 };
+        let mut found = 0;
+        let mut at = from;
+        while at < end && found < enough {
+            match table.lookup(VirtAddr::new(at << PAGE_SHIFT)) {
+                Lookup::Absent => found += 1,
+                _ if found > 0 => break,
+                Lookup::Mapped(leaf) => return Absent::Mapped(leaf.flags),
+                Lookup::Busy => return Absent::Busy,
+                Lookup::Owner(_) => return Absent::Away,
+            }
+            at += size;
+        }
+        Absent::Pages(found * size)
+    }
+}
