@@ -220,6 +220,11 @@ fn report(
             println!("\n{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
         } else {
             table::print(&title, &out);
+            if rates[0].runs() == 0 && args.page.iter().any(|page| PageSize::from(*page) == PageSize::Size4K) {
+                println!(
+                    "\n  The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8"
+                );
+            }
             println!(
                 "\n  Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 \
                  flushes nothing\n  when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages, and on \

@@ -44,3 +44,12 @@ fn what_cannot_be_done_names_the_way_out() {
     refused(&["bench", "age", "--seconds", "0"], &["--seconds 0 is no time"]);
     misused(&["bench", "age", "--procs", "15"], "15 is not in 1..=14");
 }
+
+/// With few processes the rate of ageing alone cannot be had; everything else can.
+#[test]
+fn few_processes_have_no_rate_and_lose_nothing() {
+    let few = ["bench", "age", "--procs", "1", "--shared", "96MB", "--seconds", "0.05", "--young", "batch", "--json"];
+    let document = document(&few);
+    assert!(!rows(&document, "bench.age.loops").is_empty());
+    assert!(rows(&document, "age.speedup_4k").is_empty());
+}
