@@ -1,5 +1,6 @@
 //! Starting CPUs, and running a function on several of them.
 
+use super::memory::frames;
 use super::platform::{KERNEL, Kernel};
 use super::{apic, clock, entry, layout, percpu, segments, tables, tlb, traps};
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
@@ -68,6 +69,8 @@ pub extern "C" fn ap_main(cpu: u64) -> ! {
         // Acquire pairs with the Release in `on_cpus`.
         let work = own.work.load(Ordering::Acquire);
         if work.is_null() {
+            // At the latest a tick later, who claims memory has what this CPU had cached.
+            frames().serve(&cx);
             interrupts::enable_and_hlt();
             continue;
         }

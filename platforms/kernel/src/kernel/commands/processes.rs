@@ -254,6 +254,7 @@ impl Task<'_, '_, '_> {
             }
             if parts.is_empty() {
                 // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
+                frames().serve(cx);
                 hlt();
                 continue;
             }
