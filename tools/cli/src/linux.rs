@@ -87,6 +87,7 @@ pub fn run(args: &Linux) -> Result<()> {
     Document::new(environment, rows).write(args.json.as_deref())?;
     match cells.iter().filter(|cell| cell.events.is_err()).count() {
         0 => Ok(()),
+        failed if failed == cells.len() => bail!("no guest did its work; the lines above say why"),
         failed => bail!("{failed} of {} guests did not do their work; the lines above say why", cells.len()),
     }
 }
