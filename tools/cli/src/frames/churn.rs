@@ -97,7 +97,8 @@ pub fn run(args: &Churn) -> Result<()> {
         rows.push(label(Row::single("bench.churn.operations", outcome.churned.spent.operations as f64, "count")));
         rows.push(label(Row::single("bench.churn.failed", outcome.churned.failed as f64, "count")));
     }
-    let met = verdict(&outcomes);
+    let lost = lost(&outcomes);
+    let met = lost.is_none();
     if outcomes.len() > 1 {
         let row = Row::single("frames.churn_vs_peers", f64::from(u8::from(met)), "bool");
         rows.push(row.label("goal", 1.0).label("met", met).label("bound", Bound::AtLeast.name()));
@@ -114,7 +115,9 @@ pub fn run(args: &Churn) -> Result<()> {
         println!("and so is what is in use then. How many extents can be allocated now without moving anything?");
         table::print("Extents left (of what the free memory could hold)", &lines);
         if outcomes.len() > 1 {
-            let word = if met { "yes" } else { "NO" };
+            let word = lost.map_or("yes".to_owned(), |Lost { name, percent, size, when }| {
+                format!("NO; {name} has {percent:.1} % more of {size} {when}")
+            });
             println!("\n  At least as many 2 MiB and 1 GiB extents as any other: {word}");
         }
         if let Some(note) = peers::note(args.no_peers) {
@@ -124,15 +127,31 @@ pub fn run(args: &Churn) -> Result<()> {
     machine.report(&args.common, environment, rows)
 }
 
-/// Whether the first has at least as many as each of the others, at every moment.
-fn verdict(outcomes: &[Outcome]) -> bool {
-    let Some((own, others)) = outcomes.split_first() else { return false };
-    others.iter().all(|other| {
-        own.states
-            .iter()
-            .zip(&other.states)
-            .all(|(own, other)| own.huge >= other.huge && own.gigantic >= other.gigantic)
-    })
+/// Where another has most more than the first, as a share of what the first has; none if nobody has more at any moment.
+fn lost(outcomes: &[Outcome]) -> Option<Lost> {
+    let (own, others) = outcomes.split_first()?;
+    let mut worst: Option<Lost> = None;
+    for other in others {
+        for (mine, theirs) in own.states.iter().zip(&other.states) {
+            for (size, mine_has, theirs_has) in
+                [("2 MiB", mine.huge, theirs.huge), ("1 GiB", mine.gigantic, theirs.gigantic)]
+            {
+                let percent = (theirs_has as f64 / mine_has.max(1) as f64 - 1.0) * 100.0;
+                if theirs_has > mine_has && worst.as_ref().is_none_or(|worst| percent > worst.percent) {
+                    worst = Some(Lost { name: other.name, percent, size, when: theirs.when });
+                }
+            }
+        }
+    }
+    worst
+}
+
+/// Another allocator that has more.
+struct Lost {
+    name: &'static str,
+    percent: f64,
+    size: &'static str,
+    when: &'static str,
 }
 
 struct Count(u64);
