@@ -4,7 +4,8 @@
 //! chunk, each pair costs a transfer of that line. So the node remembers for each chunk which CPU took from it last, and
 //! each CPU which chunk it took from last: a chunk is a CPU's while both agree.
 //!
-//! * A refill takes the lowest place that will do, as everybody does, unless that is in another CPU's chunk.
+//! * A refill takes the lowest place that will do, as everybody does, unless that is in another CPU's chunk; a large one does
+//!   not ask.
 //! * Then it takes from the CPU's own chunk; if nothing is left there, from the lowest place in nobody's, of the first few
 //!   2 MiB blocks that have room; and then from a fresh 2 MiB block. If there is none, it shares: memory is never refused.
 //!
@@ -28,6 +29,12 @@ const HALVES: usize = 1 << (BLOCK_ORDER - CHUNK_SHIFT);
 
 /// 2 MiB blocks with room that are looked at for a place in nobody's chunk, per order.
 const TRIES: usize = 4;
+
+/// Whether a refill of so many blocks should look for a place apart. Whoever fetches many fills memory rather than taking and
+/// dropping the same few again and again, and shares at the edges of what it got only; the look costs as much as the rest.
+pub(crate) const fn is_worth_it(blocks: u64) -> bool {
+    blocks < 1 << (CHUNK_SHIFT - 3)
+}
 
 /// Which CPU took from each chunk of a 2 MiB block last: its number plus 1 in 32 bits each. Node's lock.
 #[derive(Debug, Default)]
@@ -112,7 +119,9 @@ impl<'m, E: Env> Frames<'m, E> {
                             free = without(free, half);
                         }
                     }
-                    let at = block.starts.first_block(&free, order, |_| true)?;
+                    // Often nothing is left: what has room is another's.
+                    let left = free.iter().any(|word| *word != 0);
+                    let at = left.then(|| block.starts.first_block(&free, order, |_| true))??;
                     Some((arena, Pfn::new(first.number() + at as u64)))
                 });
                 found.map(|(arena, pfn)| (order, arena, pfn))

@@ -5,6 +5,7 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block};
 use crate::buddy::Content;
+use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
@@ -32,11 +33,12 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             return;
         }
+        let apart = chunk::is_worth_it(want).then_some(own);
         self.with_node(node, |lists| {
             let mut got = 0;
             while got < want {
                 let most = order + (want - got).ilog2();
-                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false, Some(own)) else { break };
+                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false, apart) else { break };
                 let Some(arena) = self.arena(taken.pfn) else { break };
                 own.found(taken.pfn);
                 self.note_chunk(own, arena, taken.pfn);
