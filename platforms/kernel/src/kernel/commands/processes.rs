@@ -29,6 +29,9 @@ const NODE: NodeId = NodeId(0);
 /// Processes at most.
 const MOST: usize = MOST_PROCESSES as usize;
 
+/// How long pages may take to come back after the time is over. They do at once, but on a host that is busy with others.
+const PATIENCE: u64 = 60_000_000_000;
+
 /// A CPU forks after so many windows.
 const FORK_EACH: usize = 4;
 
@@ -51,7 +54,7 @@ pub struct Plan {
     pub shared: u64,
     /// Nanoseconds.
     pub time: u64,
-    /// Pages that come back from swap, at least, however long it takes.
+    /// Pages that come back from swap, at least, if they do within [`PATIENCE`] more nanoseconds.
     pub least: u64,
     /// Pages of a window that are touched again and again during it, and pages that are read from end to end after it.
     pub hot: u64,
@@ -245,7 +248,10 @@ impl Task<'_, '_, '_> {
     fn play(&mut self, cx: Cx<'_>, is_worker: bool, parts: &mut [Option<Part<'_>>]) -> Result<u64, Failed> {
         let (pager, mut turn) = (self.vm.pager(), 0);
         let (until, store, least) = (self.until, self.store, self.plan.least);
-        let goes_on = |cx: &CpuCx<'_, Kernel>| cx.platform().now_ns() < until || store.stats(cx).loads < least;
+        let goes_on = |cx: &CpuCx<'_, Kernel>| {
+            let now = cx.platform().now_ns();
+            now < until || now < until + PATIENCE && store.stats(cx).loads < least
+        };
         // Relaxed: only to end.
         while !self.stop.load(Ordering::Relaxed) && goes_on(cx) {
             percpu::beat();

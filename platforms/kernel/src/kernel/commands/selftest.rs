@@ -71,6 +71,13 @@ pub enum Finding {
         /// How many.
         pages: u64,
     },
+    /// Memory was to be short and was not, or nothing came back from swap.
+    NoPressure {
+        /// Pages that came back.
+        back: u64,
+        /// How many should have.
+        least: u64,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -110,6 +117,9 @@ impl fmt::Display for Finding {
             }
             Finding::InSwap { pages } => {
                 write!(f, "{pages} pages are in swap though all address spaces have ended")
+            }
+            Finding::NoPressure { back, least } => {
+                write!(f, "self-test, pressure: {back} pages came back from swap, not {least}: nothing was shown")
             }
             Finding::Lost { expected, found } => {
                 write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")

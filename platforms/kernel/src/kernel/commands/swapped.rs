@@ -6,8 +6,8 @@ use crate::kernel::memory::{KernelEnv, Scratch, frames};
 use crate::kernel::vm::{self, KernelVm, OnKernel, Paging};
 use crate::kernel::{clock, percpu, smp, tlb};
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::PageSize;
 use hugemm_base::lock::SpinLock;
+use hugemm_base::{Order, PageSize};
 use hugemm_clear::{Clearer, Features, Policy as ClearPolicy, Profile};
 use hugemm_frames::{AllocError, Frozen, Request};
 use hugemm_lz4::Lz4;
@@ -129,24 +129,33 @@ fn on_ration<R>(
     }
 }
 
-/// The memory that others may not have, in blocks of 2 MiB.
+/// The memory that others may not have.
 struct Rest(Scratch<Option<Frozen>>);
 
 impl Rest {
-    /// Holds back what is free except about `leave` frames.
+    /// Holds back what is free except `leave` frames: blocks of 2 MiB first, then smaller ones, because after a long time
+    /// much may be free in pieces, and who had those would never be short.
     fn hold(cx: Cx<'_>, leave: u64) -> Result<Rest, AllocError> {
         smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
-        let order = PageSize::Size2M.order();
-        let blocks = frames().stats(cx).available() / order.pages() + 1;
-        let held = Scratch::new(cx, blocks as usize, || None)?;
-        for place in held.items.iter_mut() {
-            percpu::beat();
-            if frames().stats(cx).available() < leave + order.pages() {
-                break;
+        let largest = PageSize::Size2M.order();
+        let free = frames().stats(cx);
+        let pieces: u64 = free.blocks.iter().take(largest.get() as usize).sum();
+        // One more of each order, for a block that has to be divided.
+        let most = free.available() / largest.pages() + pieces + u64::from(largest.get()) + 1;
+        let held = Scratch::new(cx, most as usize, || None)?;
+        let mut places = held.items.iter_mut();
+        for order in (0..=largest.get()).rev().filter_map(|order| Order::new(order).ok()) {
+            while frames().stats(cx).available() >= leave + order.pages() {
+                percpu::beat();
+                let Ok(block) = frames().alloc(cx, Request::order(order)) else { break };
+                match places.next() {
+                    Some(place) => *place = Some(block),
+                    None => {
+                        frames().free(cx, block);
+                        break;
+                    }
+                }
             }
-            // What is free in smaller pieces stays so.
-            let Ok(block) = frames().alloc(cx, Request::order(order)) else { break };
-            *place = Some(block);
         }
         Ok(Rest(held))
     }

@@ -2,10 +2,11 @@
 //! fork, and unmap and map anew, while pages go to compressed swap and come back. Every touch checks what is in the page.
 
 use super::super::processes::{self, Plan};
-use super::{Cx, Failure};
-use crate::kernel::memory::frames;
+use super::{Cx, Failure, Finding};
+use crate::kernel::memory::{Scratch, frames};
 use crate::kernel::percpu;
-use hugemm_base::{Clock, PAGE_BYTES, PageSize};
+use hugemm_base::{Clock, Order, PAGE_BYTES, PageSize};
+use hugemm_frames::{AllocError, Frozen, Request};
 use hugemm_kernel::request::Plant;
 use hugemm_reclaim::{Ageing, Policy};
 
@@ -19,6 +20,9 @@ const LEAST: u64 = 1024;
 
 /// Pages of a window that its process uses all the time.
 const HOT: u64 = 8;
+
+/// Order of the pieces that memory may be in.
+const PIECE: u32 = 3;
 
 /// Processes: one for each CPU, as far as pages do not get more than sixteen references, which take a frame for a counter,
 /// for ever.
@@ -66,11 +70,47 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         let (least, forks, unflushed) = (LEAST, true, plant == Plant::UnflushedSwap);
         let hot = HOT;
         let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
-        let figures = processes::run(cx, &plan)?;
+        // Every other round of small pages begins with more memory in pieces than they may have.
+        let pieces = (page == PageSize::Size4K && seed & 1 == 1).then(|| Pieces::make(cx, 4 * frames)).transpose()?;
+        let figures = processes::run(cx, &plan);
+        if let Some(pieces) = pieces {
+            pieces.free(cx);
+        }
+        let figures = figures?;
+        if figures.swap.loads < LEAST {
+            return Err(Finding::NoPressure { back: figures.swap.loads, least: LEAST }.into());
+        }
         tally.checked += figures.touched.pages;
         tally.stored += figures.swap.stores;
         tally.back += figures.swap.loads;
         tally.refused += figures.touched.refused;
     }
     Ok(tally)
+}
+
+/// Memory of which every other block of 32 KiB is free.
+struct Pieces(Scratch<Option<Frozen>>);
+
+impl Pieces {
+    /// Of so many frames, or of half of those that are free.
+    fn make(cx: Cx<'_>, pages: u64) -> Result<Pieces, AllocError> {
+        let Ok(order) = Order::new(PIECE) else { return Err(AllocError::OutOfMemory) };
+        let count = pages.min(frames().stats(cx).available() / 2) / order.pages();
+        let held = Scratch::new(cx, count as usize, || None)?;
+        for place in held.items.iter_mut() {
+            percpu::beat();
+            *place = frames().alloc(cx, Request::order(order)).ok();
+        }
+        for block in held.items.iter_mut().step_by(2).filter_map(Option::take) {
+            frames().free(cx, block);
+        }
+        Ok(Pieces(held))
+    }
+
+    fn free(self, cx: Cx<'_>) {
+        for block in self.0.items.iter_mut().filter_map(Option::take) {
+            frames().free(cx, block);
+        }
+        self.0.free(cx);
+    }
 }
