@@ -42,8 +42,9 @@ impl<S: Setup> Vm<'_, S> {
     /// `found[i]` is what was found of page `i`. Mappings without recency and those of spaces that go away do not count.
     ///
     /// Other 4 KiB pages in the run's range, and in the [64 entries](AROUND) that its ends lie in, that have been used are
-    /// shown to `neighbour`, which says whether it wants them: then they count as looked at and are old afterwards. It is
-    /// called under a page table's lock, so what is mapped there can be held.
+    /// shown to `neighbour`, which says whether it wants them: then they count as looked at and are old afterwards, in all
+    /// mappings that are walked from then on. It is called under a page table's lock, so what is mapped there can be held;
+    /// in a run that spans no more than those 64 entries, once for a page that it wants.
     ///
     /// One lock round of the object and two per mapping; one walk per mapping over the run's range.
     pub fn age(
@@ -61,6 +62,8 @@ impl<S: Setup> Vm<'_, S> {
         let to = last + size;
         let mut mapped = false;
         let mut going = false;
+        // Neighbours that are wanted, by their place among the 64: frame number + 1.
+        let mut wanted = [0; AROUND as usize];
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();
@@ -101,7 +104,15 @@ impl<S: Setup> Vm<'_, S> {
                         }
                         // Another page of the object at the same offset: a process's own copy.
                         Ok(_) => false,
-                        Err(_) => neighbour.as_mut().is_some_and(|wants| wants(frame)),
+                        Err(_) => {
+                            let wanted = &mut wanted[(offset % AROUND) as usize];
+                            let known = *wanted == frame.number() + 1;
+                            let new = !known && neighbour.as_mut().is_some_and(|wants| wants(frame));
+                            if new {
+                                *wanted = frame.number() + 1;
+                            }
+                            known || new
+                        }
                     }
                 };
                 // In bounds: the area is.

@@ -209,6 +209,39 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
     }
 }
 
+/// D10: neighbours are harvested once each, in all mappings.
+#[test]
+fn look_around_takes_a_page_with_all_its_mappings() {
+    const PAGES: u64 = 64;
+    with_rig(SIZE, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
+            let kind = AreaKind::private(PageSize::Size4K);
+            let spaces = [(); 3].map(|()| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let all = span(AT, PAGES << 12);
+                rig.vm.map(cx, &space, all, kind, Backing::Shared(&object, 0)).expect("an area");
+                rig.enter(cx, &space);
+                (0..PAGES).for_each(|page| rig.put(cx, &space, AT + (page << 12), page).expect("memory"));
+                rig.leave(cx, &space);
+                space
+            });
+            let pager = rig.vm.pager();
+            let look = |cx: &mut _, scan| pager.shrink(&rig.vm, cx, NODE, Budget { free: u64::MAX, scan }, &Never);
+            assert_eq!(look(cx, 32).freed, 0, "all are young");
+            assert_eq!(pager.counts().young.get(), 3 * 32);
+            assert_eq!(pager.counts().around.get(), 32, "the other half, once each");
+            look(cx, PAGES);
+            assert_eq!(pager.counts().young.get(), 3 * 32, "nobody has used one since");
+            assert_eq!(pager.counts().around.get(), 32);
+            for space in spaces {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            rig.vm.close(cx, object);
+        });
+    });
+}
+
 /// D6, D8: locked pages stay; areas without recency do not count.
 #[test]
 fn areas_say_what_counts() {

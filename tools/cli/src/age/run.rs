@@ -11,7 +11,9 @@ use hugemm_host::interrupt;
 use hugemm_host::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
 use hugemm_paging::{RawEditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{Ageing, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats};
+use hugemm_reclaim::{
+    Ageing, BATCH, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats,
+};
 use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
 use hugemm_workloads::age::{InPlace, Process, Random, Touch, Touched, marks};
 use std::cell::Cell;
@@ -177,7 +179,8 @@ pub fn run(
 }
 
 /// Pages per second of ageing, by the run and page by page, over the same mappings of the same pages, alternating.
-/// Nothing is evicted, because everything has just been used by many; empty if something was all the same.
+/// Nothing is evicted, because everything has just been used;
+/// empty if a TLB remembered all pages of the only process, and so hid that.
 pub fn ageing_rates(
     machine: &Machine,
     memory: &mut [u8],
@@ -461,14 +464,15 @@ impl<'h> Rig<'_, 'h> {
                         (counts.aged.get() + counts.around.get(), pager.steps().of(Step::Age))
                     };
                     let (before, since) = seen();
-                    // Once over the list.
-                    let budget = Budget { free: u64::MAX, scan: pages };
-                    let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
-                    let (after, until) = seen();
-                    // Pages with few mappings are: then it is not ageing alone that has been measured.
-                    if progress.freed > pages / 4 {
-                        return anyhow::Ok(Vec::new());
+                    // Once over the list: a second look would find pages idle, and evict them.
+                    let budget = Budget { free: u64::MAX, scan: config.page.pages() * BATCH as u64 };
+                    while seen().0 - before < pages {
+                        let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
+                        if progress.freed > 0 || progress.empty {
+                            return anyhow::Ok(Vec::new());
+                        }
                     }
+                    let (after, until) = seen();
                     *rate = (after - before) as f64 * 1e9 / (until - since).max(1) as f64;
                 }
                 if run > 0 {
