@@ -94,17 +94,22 @@ impl<S: Setup> Vm<'_, S> {
                 let Some(span) = crate::unmap::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table.shared(self.tables(&task));
+                // Both go up.
+                let mut next = 0;
                 let choose = |page: u64, frame: Pfn| {
                     let offset = first + (page - start);
-                    match run.pages.binary_search_by_key(&offset, |page| page.0) {
-                        Ok(place) if run.pages[place].1 == frame => {
-                            found[place].young = true;
-                            found[place].users += 1;
-                            true
+                    while run.pages.get(next).is_some_and(|page| page.0 < offset) {
+                        next += 1;
+                    }
+                    match run.pages.get(next) {
+                        Some((at, head)) if *at == offset => {
+                            // If not, it is another page of the object at the same offset: a process's own copy.
+                            let same = *head == frame;
+                            found[next].young |= same;
+                            found[next].users += u32::from(same);
+                            same
                         }
-                        // Another page of the object at the same offset: a process's own copy.
-                        Ok(_) => false,
-                        Err(_) => {
+                        _ => {
                             let wanted = &mut wanted[(offset % AROUND) as usize];
                             let known = *wanted == frame.number() + 1;
                             let new = !known && neighbour.as_mut().is_some_and(|wants| wants(frame));
