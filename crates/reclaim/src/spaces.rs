@@ -22,7 +22,7 @@ mod ways;
 pub use ways::{Ageing, ReclaimCounts, Step, Steps};
 
 use crate::Budget;
-use crate::lru::{BATCH, Lru};
+use crate::lru::{BATCH, Lru, Neighbours};
 use crate::reclaimer::Reclaimer;
 use crate::shrink::Progress;
 use crate::swap::{Swap, SwapSlot};
@@ -225,6 +225,21 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
             }
             free_runs::<S>(frames, cx, last.into_iter().flatten());
         });
+    }
+
+    fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
+        for (node, lru) in (0..).map(NodeId).zip(self.lrus) {
+            let mut here = heads.iter().filter(|head| frames.node_of(**head) == Some(node)).peekable();
+            while here.peek().is_some() {
+                let mut some = Neighbours::new();
+                while some.has_room()
+                    && let Some(head) = here.next()
+                {
+                    some.push(*head);
+                }
+                lru.promote(cx, &some);
+            }
+        }
     }
 
     fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {

@@ -22,6 +22,7 @@
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `away.rs`, `refault.rs` | what stands for a page that is away; bringing it back |
 //! | [`evict`], [`ageing`] | what reclaim does to pages, through the reverse map |
+//! | `working_set.rs` | which pages of a range have been used, for others than reclaim |
 //! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
@@ -67,6 +68,7 @@ mod supply;
 mod tables;
 pub mod unmap;
 mod vm;
+mod working_set;
 pub mod zeroing;
 
 pub use ageing::{AgeRun, Recency};

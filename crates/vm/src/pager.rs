@@ -6,7 +6,7 @@
 
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use hugemm_base::{Extent, Order, Shortfall};
+use hugemm_base::{Extent, Order, Pfn, Shortfall};
 use hugemm_frames::{Frames, Frozen};
 
 /// Bits of a slot.
@@ -28,6 +28,10 @@ pub trait Pager<S: Setup> {
     /// Drops one reference of each page, frees those that lose their last, and forgets them before anybody can get them
     /// anew. May be called under a page table's lock; passes no reschedule point.
     fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
+
+    /// Pages have been used, as somebody else found out who has taken their accessed bits: they are as young as if reclaim
+    /// had found it. The caller holds a reference to each, and no lock.
+    fn used(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _heads: &[Pfn]) {}
 
     /// Copies what is in a slot into page number `page` of the block. The slot stays.
     fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage>;

@@ -16,6 +16,7 @@ fn a_day_adds_up_by_extent_and_page_by_page() {
     let document = document(&["run", "--size", "256MB", "--runs", "1", "--no-kernel", "--json"]);
     let flushes = rows(&document, "run.flushes");
     let count = |side, phase| of(&flushes, side, phase)["value"].as_f64().expect("a number");
+    assert_eq!((count("extent", "working sets"), count("page", "working sets")), (0.0, 0.0), "looking flushes nothing");
     for phase in ["fill pool", "shrink pool"] {
         assert!(count("extent", phase) <= 3.0, "{phase}: a constant number of flushes");
         assert!(count("page", phase) >= 30.0, "{phase}: one for each page and more");

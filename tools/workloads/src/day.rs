@@ -47,6 +47,8 @@ pub enum Phase {
     Pin,
     /// Guests of 4 KiB pages get their memory, shared and own, and write to all of it.
     Guests,
+    /// The host asks which pages each guest has used, and, after one has used a quarter of its own, again.
+    WorkingSets,
     /// One more guest wants as much as there is: pages that nobody uses go to swap and come back.
     Pressure,
     /// More is asked for than there is, and memory goes bad.
@@ -59,11 +61,12 @@ pub enum Phase {
 
 impl Phase {
     /// In order.
-    pub const ALL: [Phase; 8] = [
+    pub const ALL: [Phase; 9] = [
         Phase::Fill,
         Phase::Prefault,
         Phase::Pin,
         Phase::Guests,
+        Phase::WorkingSets,
         Phase::Pressure,
         Phase::Mishaps,
         Phase::Destroy,
@@ -77,6 +80,7 @@ impl Phase {
             Phase::Prefault => "prefault VM",
             Phase::Pin => "pin VM",
             Phase::Guests => "4 KiB guests",
+            Phase::WorkingSets => "working sets",
             Phase::Pressure => "pressure",
             Phase::Mishaps => "mishaps",
             Phase::Destroy => "destroy",
@@ -298,6 +302,9 @@ where
         for guest in &cast.guests {
             guest.check(cx, self.vm)?;
         }
+        self.phase(cx, site, Phase::WorkingSets, tell, |cx, _, figures| {
+            self.working_sets(cx, &cast, &mut books, figures)
+        })?;
         if site.reclaimed(cx).is_some() {
             self.phase(cx, site, Phase::Pressure, tell, |cx, site, figures| {
                 self.pressure(cx, site, &cast, &mut books, figures)
@@ -411,6 +418,27 @@ where
             // Every place was filled above, or an error returned.
             _ => Err(Trouble::Short { got: 0 }),
         }
+    }
+
+    /// Which pages guests have used: all of them, since they have just looked at all; then a quarter of one's own.
+    fn working_sets(
+        &self,
+        cx: &mut Cx<'_, S>,
+        cast: &Cast<'_, S>,
+        books: &mut Books,
+        figures: &mut Figures,
+    ) -> Result<(), Trouble> {
+        let each = self.plan.own + self.plan.shared;
+        for guest in &cast.guests {
+            books.check("pages that a guest has used", each, guest.working_set(cx, self.vm, self.by)?)?;
+        }
+        let some = self.plan.own / 4;
+        cast.guests[0].check_own(cx, self.vm, some)?;
+        for (guest, used) in cast.guests.iter().zip([some, 0, 0, 0]) {
+            books.check("pages that a guest has used since", used, guest.working_set(cx, self.vm, self.by)?)?;
+        }
+        figures.bytes = (2 * GUESTS as u64 * each) << PAGE_SHIFT;
+        Ok(())
     }
 
     /// A guest writes to as much memory as all have together, and then everybody looks for what they wrote.

@@ -4,7 +4,7 @@ use crate::rig::{Follower, Handle, NODE, Rig, Size, bounds, no_faults, span, wit
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, Never, NodeId, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::From;
-use hugemm_paging::{Flags, Lookup};
+use hugemm_paging::{Flags, Lookup, ShootdownBatch, ShootdownPolicy};
 use hugemm_reclaim::{Ageing, Budget, Policy, Swap, Turn};
 use hugemm_vm::{AreaKind, Backing, Notifier, VmError};
 use std::sync::Arc;
@@ -242,6 +242,77 @@ fn look_around_takes_a_page_with_all_its_mappings() {
     });
 }
 
+/// Makes the CPU forget the space's translations: what is used from then on shows in the tables.
+fn forget<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+    let mut batch = ShootdownBatch::new(space.tlb());
+    batch.changed(span(AT, 1 << 30).range(), PageSize::Size4K);
+    let _ = batch.flush(rig.vm.tlbs(), cx, &ShootdownPolicy::BATCHED);
+}
+
+/// D17: others may take accessed bits too, and flush nothing. Speculation may set more than was used, never fewer.
+#[test]
+fn a_working_set_is_what_was_used_since_the_last_look() {
+    for page in SIZES {
+        with_rig(SIZE, 6, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 4);
+                let at = |index: u64| AT + index * page.bytes();
+                let all = span(AT, 4 * page.bytes());
+                let look = |cx: &mut _, range| {
+                    let mut runs = Vec::new();
+                    let flushed = rig.vm.tlbs().counts();
+                    let pages = rig.vm.take_young(cx, &space, range, |run| runs.push(run)).expect("in the space");
+                    assert_eq!(rig.vm.tlbs().counts(), flushed, "no TLB was touched");
+                    assert_eq!(runs.iter().map(|run| run.pages()).sum::<u64>(), pages);
+                    assert!(runs.is_sorted_by_key(|run| run.first()));
+                    runs
+                };
+                assert_eq!(look(cx, all), [all]);
+                forget(rig, cx, &space);
+                for index in [0, 2, 3] {
+                    assert!(rig.get(cx, &space, at(index)).is_ok());
+                }
+                let runs = look(cx, all);
+                let shown = |page: u64| runs.iter().any(|run| (run.first()..run.first() + run.pages()).contains(&page));
+                assert!([0, 2, 3].into_iter().all(|index| shown(at(index) >> 12)), "{runs:?}");
+                // A part of a page is used as far as it was asked for.
+                forget(rig, cx, &space);
+                assert!(rig.get(cx, &space, at(1)).is_ok());
+                assert_eq!(look(cx, span(at(2) - 4096, 4096)), [span(at(2) - 4096, 4096)]);
+                assert!(rig.vm.take_young(cx, &space, span(0, 1 << 48), |_| ()).is_err());
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// D17: what somebody else found used is young for reclaim.
+#[test]
+fn reclaim_is_told_of_bits_that_others_take() {
+    with_rig(Size { policy: Policy::Generations, ..SIZE }, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 64);
+            let shrink =
+                |cx: &mut _, free, scan| rig.vm.pager().shrink(&rig.vm, cx, NODE, Budget { free, scan }, &Never).freed;
+            assert_eq!(shrink(cx, u64::MAX, 32), 0, "all are young, half by look-around");
+            forget(rig, cx, &space);
+            // Those that reclaim would look at first.
+            let used = 32..64;
+            used.clone().for_each(|index| assert!(rig.get(cx, &space, AT + (index << 12)).is_ok()));
+            let taken = rig.vm.take_young(cx, &space, span(AT, 64 << 12), |_| ()).expect("in the space");
+            assert!((32..=48).contains(&taken), "{taken}");
+            assert_eq!(shrink(cx, 16, 1 << 10), 16);
+            for index in used {
+                let at = VirtAddr::new(AT + (index << 12));
+                assert!(matches!(rig.vm.lookup(cx, &space, at), Lookup::Mapped(_)), "page {index} was used");
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
 /// D6, D8: locked pages stay; areas without recency do not count.
 #[test]
 fn areas_say_what_counts() {
@@ -325,6 +396,9 @@ fn followers_are_asked_and_told() {
             (0..4).for_each(|_| assert_eq!(rig.evict_all(cx), 0));
             assert!(second.asked.load(Ordering::Relaxed) >= 16);
             assert_eq!(second.told.load(Ordering::Relaxed), 0);
+            let mut runs = Vec::new();
+            let taken = rig.vm.take_young(cx, &space, span(AT, 4 << 12), |run| runs.push(run));
+            assert_eq!((taken, runs), (Ok(4), vec![span(AT, 4 << 12)]), "what only a follower has used counts");
             second.uses.store(0, Ordering::Relaxed);
             assert_eq!((0..4).map(|_| rig.evict_all(cx)).sum::<u64>(), 4);
             assert_eq!(second.told.load(Ordering::Relaxed), 4);

@@ -135,7 +135,7 @@ impl Books {
         self.check("store fences that were forgotten", 0, counters.fences_on_drop)
     }
 
-    fn check(&mut self, what: &'static str, expected: u64, found: u64) -> Result<(), Wrong> {
+    pub(crate) fn check(&mut self, what: &'static str, expected: u64, found: u64) -> Result<(), Wrong> {
         self.checks += 1;
         if expected == found { Ok(()) } else { Err(Wrong::new(what, expected, found)) }
     }

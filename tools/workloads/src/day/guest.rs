@@ -128,18 +128,49 @@ where
 
     /// Finds in every page what was written there.
     pub(crate) fn check(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        for (at, page, own) in self.every_page() {
-            breathe(cx, page);
-            let start = access(cx, vm, &self.space, at, false)?;
-            for word in words(self.number, own) {
-                // SAFETY: as in `write_page`.
-                let found = unsafe { start.add(word).read() };
-                if found != self.stamp(page, word) {
-                    return Err(Wrong::new("what a guest wrote", self.stamp(page, word), found).into());
-                }
+        self.every_page().try_for_each(|(at, page, own)| self.check_page(cx, vm, at, page, own))
+    }
+
+    /// The same for the first pages of its own.
+    pub(crate) fn check_own(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, pages: u64) -> Result<(), Trouble> {
+        let mut own = self.every_page().filter(|(_, page, own)| *own && *page < pages);
+        own.try_for_each(|(at, page, own)| self.check_page(cx, vm, at, page, own))
+    }
+
+    fn check_page(
+        &self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        at: VirtAddr,
+        page: u64,
+        own: bool,
+    ) -> Result<(), Trouble> {
+        breathe(cx, page);
+        let start = access(cx, vm, &self.space, at, false)?;
+        for word in words(self.number, own) {
+            // SAFETY: as in `write_page`.
+            let found = unsafe { start.add(word).read() };
+            if found != self.stamp(page, word) {
+                return Err(Wrong::new("what a guest wrote", self.stamp(page, word), found).into());
             }
         }
         Ok(())
+    }
+
+    /// How many pages it has used since this was asked last.
+    pub(crate) fn working_set(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, by: By) -> Result<u64, Trouble> {
+        let mut used = 0;
+        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
+            match by {
+                By::Extent => used += vm.take_young(cx, &self.space, pages(at, count)?, |_| ())?,
+                By::Page => {
+                    for page in 0..count {
+                        used += vm.take_young(cx, &self.space, pages(at + page * PAGE_BYTES, 1)?, |_| ())?;
+                    }
+                }
+            }
+        }
+        Ok(used)
     }
 
     /// Makes its first page be there.

@@ -1,0 +1,138 @@
+//! Which pages of a range have been used: for whoever measures a guest's working set, or looks for memory that is idle.
+//!
+//! The accessed bits are those that reclaim lives on. So taking them tells the [pager](crate::pager): a page that was
+//! found used here is as young for reclaim as if it had found that out itself (checklist D17). As with all ageing no TLB
+//! is touched: a CPU that keeps using a translation is seen again once it has dropped that.
+
+use crate::error::VmError;
+use crate::pager::Pager;
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::unmap::pages;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use hugemm_base::{Extent, Pfn};
+use hugemm_paging::{Lookup, Span};
+
+/// Pages that are looked at under one lock round of the page table: the bits of a word.
+const WINDOW: u64 = 64;
+
+impl<S: Setup> Vm<'_, S> {
+    /// Shows `visit` which pages of a range have been used, by the space or by its followers, since their accessed bits were
+    /// last taken (by this, or by reclaim), and takes them. Used pages that adjoin are shown as one span, in ascending
+    /// order; a page of 2 MiB or 1 GiB is used as a whole. Returns the number of 4 KiB pages.
+    ///
+    /// Reschedules now and then where the caller may sleep; nothing may be locked. Two lock rounds and one walk per 64 pages,
+    /// an atomic per used page; with a pager two more atomics, and LRU lock rounds: one per 64 pages, and one per run of 32
+    /// frames or less that adjoin. An error is that the range is not in the space.
+    pub fn take_young(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &Space<S>,
+        span: Span,
+        mut visit: impl FnMut(Span),
+    ) -> Result<u64, VmError> {
+        let (mut from, end) = (span.first(), span.first() + span.pages());
+        let bounds = space.bounds;
+        if from < bounds.first() || end > bounds.first() + bounds.pages() {
+            return Err(VmError::OutOfBounds { at: span.start() });
+        }
+        let mut used = 0;
+        let mut run = (from, from);
+        let mut show = |(first, end): (u64, u64)| {
+            if let Some(span) = pages(first, end) {
+                visit(span);
+            }
+        };
+        while let Some(Window { base, page, from: first, to, mut young }) = self.take_window(cx, space, (from, end)) {
+            while young != 0 {
+                let at = base + u64::from(young.trailing_zeros()) * page;
+                young &= young - 1;
+                let (at, next) = (at.max(first), (at + page).min(to));
+                used += next - at;
+                if at != run.1 {
+                    show(run);
+                    run.0 = at;
+                }
+                run.1 = next;
+            }
+            from = to;
+            self.breathe(cx);
+        }
+        show(run);
+        Ok(used)
+    }
+
+    /// Looks at the first 64 pages of `from..end` that an area has there; `None` if there is no area.
+    fn take_window(&self, cx: &mut Cx<'_, S>, space: &Space<S>, (from, end): (u64, u64)) -> Option<Window> {
+        let areas = space.areas.shared();
+        // What is pooled is not reclaim's, and what the area says of that is so while the list is locked.
+        let area = areas.meeting(from, end).next()?.info;
+        let size = area.kind.page;
+        let (page, from) = (size.pages(), from.max(area.span.first()));
+        let base = from - from % page;
+        let to = end.min(area.span.first() + area.span.pages()).min(base + WINDOW * page);
+        let place = |number: u64| pages(base + number * page, base + (number + 1) * page);
+        let mut followed = 0_u64;
+        if space.is_followed() {
+            for number in 0..(to - base).div_ceil(page) {
+                let young = place(number).is_some_and(|span| space.followers_age(span.range()));
+                followed |= u64::from(young) << number;
+            }
+        }
+        let (mut young, mut held, mut heads) = (0_u64, 0_u64, [Pfn::new(0); WINDOW as usize]);
+        {
+            let task = RefCell::new(&mut *cx);
+            let mut table = space.table.shared(self.tables(&task));
+            let mut note = |number: u64, frame: Pfn| {
+                let bit = 1 << number;
+                // Mapped, and the table locked: it has a reference that keeps it for that long.
+                if S::Pager::ACTIVE && !area.kind.pooled && held & bit == 0 && self.frames.get(frame).is_ok() {
+                    heads[number as usize] = frame;
+                    held |= bit;
+                }
+                young |= bit;
+            };
+            let mut take = |at: u64, frame| {
+                note((at - base) / page, frame);
+                true
+            };
+            // In bounds: the area is.
+            let _ = table.clear_young_of(pages(from, to)?, &mut take, |_| ());
+            while followed != 0 {
+                let number = u64::from(followed.trailing_zeros());
+                followed &= followed - 1;
+                if let Some(Lookup::Mapped(leaf)) = place(number).map(|span| table.lookup(span.start())) {
+                    note(number, leaf.frame);
+                }
+            }
+        }
+        drop(areas);
+        let mut count = 0;
+        for number in (0..WINDOW as usize).filter(|number| held >> number & 1 == 1) {
+            heads[count] = heads[number];
+            count += 1;
+        }
+        if count > 0 {
+            self.pager.used(self.frames, cx, &heads[..count]);
+            for run in heads[..count].chunk_by(|head, next| next.number() == head.number() + page) {
+                let run = Extent::new(run[0], run.len() as u64 * page).unwrap_or_default();
+                self.drop_pages(cx, run, size, false);
+            }
+        }
+        Some(Window { base, page, from, to, young })
+    }
+}
+
+/// At most 64 pages of one area.
+struct Window {
+    /// The first one's number.
+    base: u64,
+    /// Their size in 4 KiB pages.
+    page: u64,
+    /// What was asked for of them.
+    from: u64,
+    to: u64,
+    /// Which have been used.
+    young: u64,
+}
