@@ -1,5 +1,6 @@
-//! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back.
+//! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back. Guests that a signal ends did not break.
 
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -44,4 +45,23 @@ fn the_pool_is_put_back_on_interrupt() {
     assert_eq!(status.code(), Some(130), "{err}");
     assert!(err.contains("interrupted"), "{err}");
     assert_eq!(pool(), before, "the pool was not put back");
+}
+
+/// A terminal's Ctrl-C, and a service manager's SIGTERM, reach QEMU too, which then ends as if its guest had reset. A script
+/// stands for it: the signal and the end come right after each other.
+#[test]
+fn a_signal_that_ends_the_guest_is_the_reason() {
+    let dir = std::env::temp_dir().join(format!("hugemm-interrupt-{}", std::process::id()));
+    std::fs::create_dir(&dir).expect("a directory");
+    let qemu = dir.join("qemu-system-x86_64");
+    std::fs::write(&qemu, "#!/bin/sh\n[ \"$1\" = --version ] || kill -TERM $PPID\n").expect("a file");
+    std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    let hugemm = env!("CARGO_BIN_EXE_hugemm");
+    let boot = ["boot", "--accel", "tcg", "--memory", "64MB", "--cpus", "1", "--image", hugemm, "--", "selftest"];
+    let output = Command::new(hugemm).args(boot).env("PATH", &dir).output();
+    std::fs::remove_dir_all(&dir).expect("the directory");
+    let output = output.expect("the command starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(143), "{err}");
+    assert!(err.contains("interrupted by SIGTERM") && !err.contains("reset"), "{err}");
 }
