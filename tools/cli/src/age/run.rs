@@ -7,10 +7,11 @@ use hugemm_base::{CpuCx, CpuId, CpuLocal, Never, NoPressure, NodeId, PageSize, P
 use hugemm_clear::{Clearer, Policy as ClearPolicy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::interrupt;
 use hugemm_host::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{RawEditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_paging::{EditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
 use hugemm_reclaim::{Ageing, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats};
 use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
 use hugemm_workloads::age::{InPlace, Process, Random, Touch, Touched, marks};
@@ -37,7 +38,7 @@ impl<'h> Setup for OnHost<'h> {
     type Platform = Host<'h>;
     type Env = Plain;
     type Format = X86_64;
-    type Lock = ServingLock;
+    type Lock = EditLock<Serving>;
     type Tlb = &'h SoftMmu<'h, 'h>;
     type Pager = Pages<'h>;
     type Pressure = NoPressure;
@@ -46,51 +47,8 @@ impl<'h> Setup for OnHost<'h> {
 }
 
 thread_local! {
-    /// What this thread, a CPU, does while it waits for a lock: it serves shootdowns, as one with interrupts on would.
-    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
     /// What this thread does for reclaim, and since when.
     static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
-}
-
-/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer. Not `hugemm-testing`'s: that crate is for
-/// tests, and this is timed.
-pub struct ServingLock(AtomicU64);
-
-const WRITER: u64 = 1 << 32;
-
-impl ServingLock {
-    fn wait(&self, take: impl Fn(u64) -> Option<u64>) {
-        while self.0.fetch_update(Ordering::Acquire, Ordering::Relaxed, &take).is_err() {
-            if let Some(serve) = SERVE.get() {
-                serve();
-            }
-            std::hint::spin_loop();
-        }
-    }
-}
-
-// SAFETY: while the writer's bit is set nobody else gets in, and it is set only when nobody is. Acquire pairs with the
-// Release on leaving.
-unsafe impl RawEditLock for ServingLock {
-    fn new() -> Self {
-        ServingLock(AtomicU64::new(0))
-    }
-
-    fn lock_shared(&self) {
-        self.wait(|word| (word & WRITER == 0).then_some(word + 1));
-    }
-
-    unsafe fn unlock_shared(&self) {
-        self.0.fetch_sub(1, Ordering::Release);
-    }
-
-    fn lock_exclusive(&self) {
-        self.wait(|word| (word == 0).then_some(WRITER));
-    }
-
-    unsafe fn unlock_exclusive(&self) {
-        self.0.store(0, Ordering::Release);
-    }
 }
 
 /// Adds up what reclaim spends its time on, over all threads.
@@ -232,7 +190,7 @@ fn on_machine<R>(
     };
     // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
     let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
-    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store };
+    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default() };
     let result = f(&rig)?;
     host.run_on(CpuId(0), |cx| vm.trim(cx))?;
     drop(vm);
@@ -256,24 +214,19 @@ struct Rig<'a, 'h> {
     mmu: &'a SoftMmu<'h, 'h>,
     vm: &'a Vm<'h, OnHost<'h>>,
     store: &'a Store<'h>,
+    crew: Crew,
 }
 
 impl<'h> Rig<'_, 'h> {
-    /// Makes the calling thread a CPU that serves shootdowns while it waits for locks.
+    /// Makes the calling thread a CPU that serves shootdowns while it waits for locks, and after it has
+    /// [finished](Crew::work).
     fn as_cpu<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Host<'h>>) -> R) -> Result<R> {
         let serve = || {
             // SAFETY: an interrupt's context, which ends before the interrupted one is used again.
             let cx = unsafe { CpuCx::new(self.host) };
             self.vm.tlbs().serve(&cx);
         };
-        let serve: &dyn Fn() = &serve;
-        Ok(self.host.run_on(cpu, |cx| {
-            // SAFETY: taken out again before the closure ends.
-            SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
-            let result = f(cx);
-            SERVE.set(None);
-            result
-        })?)
+        Ok(self.host.run_on(cpu, |cx| self.crew.work(&serve, || f(cx)))?)
     }
 
     fn spaces<'v>(
@@ -319,23 +272,16 @@ impl<'h> Rig<'_, 'h> {
         let (object, spaces) = self.spaces(config, own)?;
         let start = Barrier::new(config.cpus as usize);
         let stop = AtomicBool::new(false);
-        let ended = AtomicU64::new(0);
         let total: Mutex<Figures> = Mutex::default();
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
             let cpus: Vec<_> = (0..config.cpus)
                 .map(|cpu| {
-                    let (spaces, start, stop, ended, total) = (&spaces, &start, &stop, &ended, &total);
+                    let (spaces, start, stop, total) = (&spaces, &start, &stop, &total);
                     scope.spawn(move || {
                         let done = self.as_cpu(CpuId(cpu), |cx| {
                             start.wait();
                             let done = self.play(cx, config, own, spaces, stop);
-                            // Others may still flush, and wait for this CPU.
                             stop.store(true, Ordering::Relaxed);
-                            ended.fetch_add(1, Ordering::Relaxed);
-                            while ended.load(Ordering::Relaxed) < u64::from(config.cpus) {
-                                self.vm.tlbs().serve(cx);
-                                std::hint::spin_loop();
-                            }
                             done
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
