@@ -11,10 +11,10 @@ use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::interrupt;
 use hugemm_host::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{EditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{Ageing, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats};
+use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_reclaim::{Ageing, Budget, Compressed, Level, Lru, Policy, Reclaim, Step, Steps};
 use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
-use hugemm_workloads::age::{InPlace, Process, Random, Touch, Touched, marks};
+use hugemm_workloads::age::{Figures, InPlace, Process, Random, Touch, marks};
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -100,27 +100,6 @@ pub struct RunConfig {
     pub swap: u64,
     pub time: Duration,
     pub check: bool,
-}
-
-/// What a run did.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Figures {
-    pub seconds: f64,
-    pub windows: u64,
-    pub touched: Touched,
-    pub lru: LruStats,
-    pub swap: SwapStats,
-    pub shootdowns: ShootdownCounts,
-    pub aged: u64,
-    pub around: u64,
-    pub young: u64,
-    pub age_flushes: u64,
-    pub unmap_flushes: u64,
-    pub stolen: u64,
-    pub age_ns: u64,
-    pub age_flush_ns: u64,
-    pub unmap_flush_ns: u64,
-    pub reclaim_ns: u64,
 }
 
 /// Runs the processes for a while on fresh frames.
@@ -286,9 +265,7 @@ impl<'h> Rig<'_, 'h> {
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
                         total.windows += done.windows;
-                        total.touched.pages += done.touched.pages;
-                        total.touched.faults += done.touched.faults;
-                        total.touched.refused += done.touched.refused;
+                        total.touched = total.touched.plus(done.touched);
                         total.seconds = total.seconds.max(done.seconds);
                         Ok(())
                     })
@@ -297,24 +274,11 @@ impl<'h> Rig<'_, 'h> {
             cpus.into_iter().map(|cpu| cpu.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
         results.into_iter().collect::<Result<()>>()?;
-        let mut figures = total.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Figures { seconds, windows, touched, .. } = total.into_inner().unwrap_or_else(PoisonError::into_inner);
         let pager = self.vm.pager();
-        let (counts, clock) = (pager.counts(), pager.steps());
-        self.as_cpu(CpuId(0), |cx| {
-            figures.lru = pager.lru(NODE).map(|lru| lru.stats(cx)).unwrap_or_default();
-            figures.swap = self.store.stats(cx);
-        })?;
-        figures.shootdowns = self.vm.tlbs().counts();
-        (figures.aged, figures.around, figures.young) = (counts.aged.get(), counts.around.get(), counts.young.get());
-        (figures.age_flushes, figures.unmap_flushes) = (counts.age_flushes.get(), counts.unmap_flushes.get());
-        figures.stolen = counts.direct_freed.get() + counts.worker_freed.get();
-        figures.age_ns = clock.of(Step::Age);
-        figures.age_flush_ns = clock.of(Step::AgeFlush);
-        figures.unmap_flush_ns = clock.of(Step::UnmapFlush);
-        figures.reclaim_ns = [Step::Age, Step::AgeFlush, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other]
-            .map(|step| clock.of(step))
-            .iter()
-            .sum();
+        let reclaimed = self
+            .as_cpu(CpuId(0), |cx| Figures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step)))?;
+        let figures = Figures { seconds, windows, touched, shootdowns: self.vm.tlbs().counts(), ..reclaimed };
         self.end(object, spaces)?;
         Ok(figures)
     }
