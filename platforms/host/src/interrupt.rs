@@ -13,6 +13,7 @@
 
 use crate::pool;
 use crate::roots::{field, text};
+use hugemm_base::Cancel;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io;
@@ -106,6 +107,20 @@ pub fn check() -> Result<(), Interrupted> {
     match signal() {
         None => Ok(()),
         Some(signal) => Err(Interrupted { signal }),
+    }
+}
+
+/// Stops an operation when the user does, at its next unit; units are not cut for it, so what is measured is not changed.
+#[derive(Clone, Copy, Debug)]
+pub struct UserStops;
+
+impl Cancel for UserStops {
+    fn possible(&self) -> bool {
+        false
+    }
+
+    fn requested(&self) -> bool {
+        requested()
     }
 }
 
