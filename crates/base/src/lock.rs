@@ -8,6 +8,24 @@ use core::cell::UnsafeCell;
 use core::fmt;
 use core::ops::{Deref, DerefMut};
 
+/// What a CPU does between two looks at a lock that it waits for: one whose interrupts do not come by themselves serves here
+/// what others ask of it.
+pub trait Pause {
+    /// Once, for a moment. May do what an interrupt handler may.
+    fn pause();
+}
+
+/// Nothing: interrupts, if they are on, come by themselves.
+#[derive(Clone, Copy, Debug)]
+pub struct Spin;
+
+impl Pause for Spin {
+    #[inline]
+    fn pause() {
+        crate::sync::spin_loop();
+    }
+}
+
 /// How to lock and unlock.
 ///
 /// # Safety

@@ -4,7 +4,9 @@
 //! tables away. Readers of tables therefore never meet a table that is being freed. One atomic read-modify-write to
 //! enter and one to leave, per call and not per page.
 
-use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, spin_loop};
+use core::marker::PhantomData;
+use hugemm_base::lock::{Pause, Spin};
+use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 
 /// How to enter and leave.
 ///
@@ -35,9 +37,10 @@ pub unsafe trait RawEditLock {
 }
 
 /// One word: how many share it, whether somebody is alone inside, whether somebody waits to be. Who waits to be alone
-/// goes before those who would share it later. Spins; not for interrupt handlers that may have interrupted a holder.
+/// goes before those who would share it later. Whoever waits does so by `P`; not for interrupt handlers that may have
+/// interrupted a holder.
 #[derive(Debug)]
-pub struct EditLock(AtomicU64);
+pub struct EditLock<P = Spin>(AtomicU64, PhantomData<fn() -> P>);
 
 /// Somebody is alone inside.
 const ALONE: u64 = 1 << 32;
@@ -56,16 +59,16 @@ const fn take(word: u64) -> Option<u64> {
 
 // SAFETY: `share` and `take` are applied atomically; while ALONE is set neither succeeds, and `take` needs a count of 0.
 // Acquire on entry pairs with the Release on leaving.
-unsafe impl RawEditLock for EditLock {
+unsafe impl<P: Pause> RawEditLock for EditLock<P> {
     fn new() -> Self {
-        EditLock(AtomicU64::new(0))
+        EditLock(AtomicU64::new(0), PhantomData)
     }
 
     #[inline]
     fn lock_shared(&self) {
         // Acquire pairs with the Release in `unlock_exclusive`.
         while self.0.transition(Ordering::Acquire, Ordering::Relaxed, share).is_err() {
-            spin_loop();
+            P::pause();
             // loom may answer a plain load with an old value for ever; a read-modify-write always sees the latest.
             #[cfg(loom)]
             self.0.fetch_add(0, Ordering::Relaxed);
@@ -84,7 +87,7 @@ unsafe impl RawEditLock for EditLock {
         while self.0.transition(Ordering::Acquire, Ordering::Relaxed, take).is_err() {
             // Relaxed: it only holds off those who come later.
             self.0.fetch_or(WAITING, Ordering::Relaxed);
-            spin_loop();
+            P::pause();
         }
     }
 

@@ -13,6 +13,7 @@
 
 use crate::pool;
 use crate::roots::{field, text};
+use hugemm_base::Cancel;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io;
@@ -64,14 +65,21 @@ pub fn install() -> Result<(), InstallError> {
     let status = text("/proc/self/status").unwrap_or_default();
     let ignored = field(&status, "SigIgn").and_then(|t| u64::from_str_radix(t, 16).ok()).unwrap_or(0);
     let caught = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored >> (signal - 1) & 1 == 0);
+    for signal in caught.clone() {
+        // By the handler itself and not by the thread: whoever sees what else the signal did, as a child that ended by it,
+        // sees the flag. Relaxed pairs with the load in `signal()`; nothing is published through it.
+        let flag = move || _ = RECEIVED.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
+        // SAFETY: an atomic exchange, which is async-signal-safe.
+        unsafe { signal_hook::low_level::register(signal, flag) }?;
+    }
     let mut signals = Signals::new(caught)?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
-        for signal in signals.forever() {
-            // Pairs with the load in `signal()`. Nothing is published through it: the flag is the message.
-            match RECEIVED.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => eprintln!("\n{}: giving back what was taken; once more ends it at once", signal_name(signal)),
-                Err(_) => end_at_once(signal),
-            }
+        let mut signals = signals.forever();
+        if let Some(first) = signals.next() {
+            eprintln!("\n{}: giving back what was taken; once more ends it at once", signal_name(first));
+        }
+        if let Some(second) = signals.next() {
+            end_at_once(second);
         }
     })?;
     *installed = true;
@@ -99,6 +107,20 @@ pub fn check() -> Result<(), Interrupted> {
     match signal() {
         None => Ok(()),
         Some(signal) => Err(Interrupted { signal }),
+    }
+}
+
+/// Stops an operation when the user does, at its next unit; units are not cut for it, so what is measured is not changed.
+#[derive(Clone, Copy, Debug)]
+pub struct UserStops;
+
+impl Cancel for UserStops {
+    fn possible(&self) -> bool {
+        false
+    }
+
+    fn requested(&self) -> bool {
+        requested()
     }
 }
 

@@ -4,6 +4,7 @@
 //! | module | job |
 //! |---|---|
 //! | [`cpu`] | threads as CPUs, memory as frames: the platform's traits |
+//! | [`crew`] | CPUs beside each other, which serve while they wait |
 //! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
 //! | [`mmu`] | simulated CPUs with TLBs, and an oracle that sees stale translations |
 //! | [`ipi`] | real interrupts, for timing shootdowns |
@@ -18,6 +19,7 @@
 
 pub mod cgroup;
 pub mod cpu;
+pub mod crew;
 pub mod environment;
 pub mod interrupt;
 pub mod ipi;

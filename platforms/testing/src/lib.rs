@@ -1,12 +1,7 @@
-//! What the tests of several crates share: threads as CPUs, CPUs that serve each other while they wait, zeroed memory that is
-//! given back, and random numbers.
+//! What the tests of several crates share: threads as CPUs, zeroed memory that is given back, and random numbers.
 //!
 //! Unlike `hugemm-host` nothing is asked of the system, so Miri can interpret it: threads are not bound to CPUs, and there
 //! are as many CPUs as a test wants.
-
-mod serving;
-
-pub use serving::{Crew, ServingLock};
 
 use hugemm_base::platform::{CpuLocal, Instrumented, PhysMap, Preempt, PreemptModel, StoreOrder, VectorUnit, Window};
 use hugemm_base::{Counters, CpuCx, CpuId, Extent, VirtAddr};

@@ -9,7 +9,7 @@ pub mod mmu;
 pub mod run;
 
 use crate::age::args::Age;
-use crate::age::run::{Figures, RunConfig, ageing_rates, run as run_one};
+use crate::age::run::{RunConfig, ageing_rates, run as run_one};
 use crate::args::Kind;
 use crate::document::Row;
 use crate::goals::Goals;
@@ -22,6 +22,7 @@ use hugemm_base::PageSize;
 use hugemm_host::environment::Environment;
 use hugemm_host::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_reclaim::{Ageing, Policy};
+use hugemm_workloads::age::Figures;
 use std::time::Duration;
 
 /// Runs of the comparison of ageing rates.
@@ -107,10 +108,6 @@ pub fn run(args: &Age) -> Result<()> {
     report(args, &machine, environment, &lines, &rates, [memory, shared, swap])
 }
 
-fn percent(part: u64, whole: u64) -> f64 {
-    100.0 * part as f64 / whole.max(1) as f64
-}
-
 fn report(
     args: &Age,
     machine: &Machine,
@@ -136,55 +133,30 @@ fn report(
     ]);
     let mut rows = Vec::new();
     for Line { config, figures, taken } in lines {
-        let loops = figures.windows as f64 / figures.seconds.max(f64::MIN_POSITIVE);
-        let age_flush = percent(figures.age_flush_ns, figures.reclaim_ns);
-        let unmap_flush = percent(figures.unmap_flush_ns, figures.reclaim_ns);
-        let rate = (figures.aged + figures.around) as f64 / (figures.age_ns as f64 / 1e3).max(f64::MIN_POSITIVE);
-        let refaults = figures.swap.loads;
         out.add_row([
             config.page.to_string(),
             config.policy.name().to_owned(),
             config.ageing.name().to_owned(),
-            format!("{loops:.1}"),
+            format!("{:.1}", figures.loops()),
             figures.lru.scanned.to_string(),
             figures.stolen.to_string(),
-            refaults.to_string(),
+            figures.swap.loads.to_string(),
             figures.age_flushes.to_string(),
             figures.unmap_flushes.to_string(),
             figures.shootdowns.interrupts.to_string(),
-            format!("{age_flush:.1}%"),
-            format!("{unmap_flush:.1}%"),
-            format!("{rate:.1}"),
+            format!("{:.1}%", figures.age_flush_share()),
+            format!("{:.1}%", figures.unmap_flush_share()),
+            format!("{:.1}", figures.aged_per_us()),
         ]);
-        let mut push = |metric: &str, value: f64, unit: &'static str| {
-            let row = Row::single(format!("bench.age.{metric}"), value, unit)
+        let taken = taken.map(|taken| ("bench.age.interrupts_taken", taken as f64, "count"));
+        rows.extend(figures.metrics().into_iter().chain(taken).map(|(metric, value, unit)| {
+            Row::single(metric, value, unit)
                 .label("page", config.page.to_string())
                 .label("lru", config.policy.name())
                 .label("young", config.ageing.name())
                 .label("procs", config.procs)
-                .label("cpus", config.cpus);
-            rows.push(row);
-        };
-        push("loops", loops, "1/s");
-        push("touched", figures.touched.pages as f64, "count");
-        push("faults", figures.touched.faults as f64, "count");
-        push("refused", figures.touched.refused as f64, "count");
-        push("scanned", figures.lru.scanned as f64, "count");
-        push("rotated", figures.lru.rotated as f64, "count");
-        push("activated", figures.lru.activated as f64, "count");
-        push("stolen", figures.stolen as f64, "count");
-        push("refaults", refaults as f64, "count");
-        push("refaults_per_loop", refaults as f64 / figures.windows.max(1) as f64, "count");
-        push("young_mappings", figures.young as f64, "count");
-        push("flushes_by_ageing", figures.age_flushes as f64, "count");
-        push("flushes_by_unmapping", figures.unmap_flushes as f64, "count");
-        push("ipis", figures.shootdowns.interrupts as f64, "count");
-        if let Some(taken) = taken {
-            push("interrupts_taken", *taken as f64, "count");
-        }
-        push("ageing_flush_share", age_flush, "percent");
-        push("unmap_flush_share", unmap_flush, "percent");
-        push("aged_per_us", rate, "1/us");
+                .label("cpus", config.cpus)
+        }));
     }
     let mut goals = Goals::new();
     let ours = || lines.iter().filter(|line| line.config.ageing == Ageing::Batch);
@@ -192,7 +164,7 @@ fn report(
         let (mut flushes, mut share) = (Samples::default(), Samples::default());
         for line in ours() {
             flushes.push(line.figures.age_flushes as f64);
-            share.push(percent(line.figures.age_flush_ns, line.figures.reclaim_ns));
+            share.push(line.figures.age_flush_share());
         }
         goals.at_most("age.flushes", &flushes, "count", 0.0);
         goals.at_most("age.flush_share_pct", &share, "percent", 0.0);

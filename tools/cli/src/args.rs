@@ -104,7 +104,7 @@ pub enum Mem {
     Mmap(Mmap),
 }
 
-/// Options of every command that measures.
+/// Options of every command that has results.
 #[derive(Debug, Args)]
 pub struct Common {
     /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
@@ -430,7 +430,6 @@ pub struct Replay {
     /// Refuse a trace in which a page is allocated twice with no free between, instead of counting the missing free.
     #[arg(long)]
     pub strict: bool,
-    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
 }

@@ -105,9 +105,9 @@ pub fn run(args: &Boot) -> Result<()> {
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
     let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
     Machine { image: Path::new(""), accel, cpu_model: CPU_MODEL, cpus, memory, timeout }.check()?;
-    document::check_writable(args.json.as_deref())?;
+    document::check_writable(args.common.json.as_deref())?;
     qemu::ready(accel, memory)?;
-    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    let quiet = args.common.json_only();
     let bar = progress::bar(0, quiet);
     bar.set_message("finding or building the kernel");
     let image = KERNEL.find(args.image.as_deref())?;
@@ -149,7 +149,7 @@ pub fn run(args: &Boot) -> Result<()> {
         }
     }
     rows.extend(goals.into_rows().chain(unjudged));
-    Document::new(environment, rows).write(args.json.as_deref())
+    Document::new(environment, rows).write(args.common.json.as_deref())
 }
 
 /// Why there is no result: the guest's report with names for its addresses on standard error, and one line for all.

@@ -37,7 +37,7 @@ impl std::error::Error for Regression {}
 /// Runs the command.
 pub fn run(args: &Compare) -> Result<()> {
     let (a, b) = (read(&args.a.0)?, read(&args.b.0)?);
-    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    let quiet = args.common.json_only();
     let Paired { pairs, missing, added } = pair(&a, &b);
     if pairs.is_empty() {
         bail!(
@@ -58,7 +58,7 @@ pub fn run(args: &Compare) -> Result<()> {
     if !quiet {
         print(args, &judged, &missing, &added, &differences);
     }
-    if args.json.is_some() {
+    if args.common.json.is_some() {
         let mut document = serde_json::to_value(Document::new(Environment::read()?, rows(&judged)))?;
         // What belongs to the comparison as a whole; fields are only ever added.
         document["compare"] = json!({
@@ -69,7 +69,7 @@ pub fn run(args: &Compare) -> Result<()> {
             "missing": missing,
             "added": added,
         });
-        crate::document::write(&document, args.json.as_deref())?;
+        crate::document::write(&document, args.common.json.as_deref())?;
     }
     let worse = judged.iter().filter(|(_, judgement)| judgement.verdict == Verdict::Worse).count();
     if worse > 0 {

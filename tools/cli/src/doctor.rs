@@ -13,15 +13,15 @@ use facts::Facts;
 
 /// Runs the command.
 pub fn run(args: &Doctor) -> Result<()> {
-    document::check_writable(args.json.as_deref())?;
+    document::check_writable(args.common.json.as_deref())?;
     let facts = Facts::read()?;
     let findings = checks::all(&facts);
-    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    let quiet = args.common.json_only();
     if !quiet {
         print(&findings);
     }
     let rows = findings.iter().map(row).collect();
-    Document::new(facts.environment, rows).write(args.json.as_deref())?;
+    Document::new(facts.environment, rows).write(args.common.json.as_deref())?;
     let blocking: Vec<&str> = findings.iter().filter(|f| f.state == State::Blocks).map(|f| f.name).collect();
     if !blocking.is_empty() {
         bail!("'make run' cannot work here: {}; the remedies stand beside them", blocking.join(", "));

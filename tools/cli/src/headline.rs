@@ -106,8 +106,8 @@ struct Line {
 
 /// Runs the command.
 pub fn run(args: &Headline) -> Result<()> {
-    document::check_writable(args.json.as_deref())?;
-    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    document::check_writable(args.common.json.as_deref())?;
+    let quiet = args.common.json_only();
     let environment = Environment::read()?;
     let mut lines: Vec<Line> = STEPS
         .iter()
@@ -153,7 +153,7 @@ pub fn run(args: &Headline) -> Result<()> {
     if rows.is_empty() {
         bail!("nothing could be measured: {}", failed.first().map_or("no command had a goal", String::as_str));
     }
-    Document::new(environment, rows).write(args.json.as_deref())
+    Document::new(environment, rows).write(args.common.json.as_deref())
 }
 
 /// Runs one command of this program and returns the rows of its document that have a goal.

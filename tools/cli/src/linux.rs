@@ -34,8 +34,8 @@ const BOOTS: u32 = 3;
 pub fn run(args: &Linux) -> Result<()> {
     let GuestCommand::Bench(work) = GuestLine::try_parse_from(&args.command).map_err(one_line)?.command;
     let images = args.kernels.iter().map(|file| LinuxImage::open(file)).collect::<Result<Vec<_>>>()?;
-    document::check_writable(args.json.as_deref())?;
-    let quiet = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    document::check_writable(args.common.json.as_deref())?;
+    let quiet = args.common.json_only();
     let environment = Environment::read()?;
     qemu::ready(args.accel, args.memory)?;
     let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
@@ -84,7 +84,7 @@ pub fn run(args: &Linux) -> Result<()> {
     if let Some(warning) = noise::warning(&rows).filter(|_| !quiet) {
         println!("\n  {warning}");
     }
-    Document::new(environment, rows).write(args.json.as_deref())?;
+    Document::new(environment, rows).write(args.common.json.as_deref())?;
     match cells.iter().filter(|cell| cell.events.is_err()).count() {
         0 => Ok(()),
         failed if failed == cells.len() => bail!("no guest did its work; the lines above say why"),

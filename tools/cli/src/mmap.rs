@@ -13,11 +13,11 @@ use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, bail};
-use hugemm_base::{Cancel, CpuId, Dirty, PageSize, PreemptModel};
+use hugemm_base::{CpuId, Dirty, PageSize, PreemptModel};
 use hugemm_clear::{Clearer, Policy};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_host::interrupt::{self, UserStops};
 use hugemm_host::memory::Backing;
 use hugemm_host::pool::HugetlbPool;
 use hugemm_workloads::faults::{self, Populate};
@@ -67,20 +67,6 @@ impl Job {
             x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
             x ^ (x >> 27)
         })
-    }
-}
-
-/// Stops a pass when the user does.
-struct UserStops;
-
-impl Cancel for UserStops {
-    /// No: units would be cut for it, and a pass takes a second at most. The loop asks between passes.
-    fn possible(&self) -> bool {
-        false
-    }
-
-    fn requested(&self) -> bool {
-        interrupt::requested()
     }
 }
 

@@ -204,6 +204,8 @@ impl Guest {
         let killed = enough || timed_out || silent;
         let status = if killed { None } else { Some(running.child.wait().context("cannot wait for QEMU")?) };
         let complaint = running.end();
+        // A signal to all processes of a terminal or a service ends QEMU too; then that is why.
+        interrupt::check()?;
         if accel == Accel::Kvm && last_words.is_empty() && status.is_some_and(|status| !status.success()) {
             let complaint = complaint.lines().next().unwrap_or("no reason given").to_owned();
             return Err(Refused { complaint }.into());

@@ -5,7 +5,7 @@ mod plan;
 mod run;
 mod trace;
 
-use crate::args::{Common, Replay};
+use crate::args::Replay;
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::size::Size;
@@ -22,8 +22,7 @@ const FRAGMENTATION_ORDERS: [u32; 2] = [3, 9];
 
 /// Runs the command.
 pub fn run(args: &Replay) -> Result<()> {
-    let common = Common { json: args.json.clone() };
-    let machine = Machine::new(&common)?;
+    let machine = Machine::new(&args.common)?;
     let total = std::fs::metadata(&args.file).map_or(0, |metadata| metadata.len());
     let bar = progress::bar(total, machine.quiet());
     bar.set_message("reading the trace");
@@ -48,7 +47,7 @@ pub fn run(args: &Replay) -> Result<()> {
         environment_text::print(&environment);
         print(&trace, &setup, &outcome);
     }
-    machine.report(&common, environment, rows(&trace, &setup, &outcome))
+    machine.report(&args.common, environment, rows(&trace, &setup, &outcome))
 }
 
 /// How much the allocator manages.

@@ -1,5 +1,6 @@
 //! Options of the commands that measure nothing.
 
+use crate::args::Common;
 use clap::{Args, ValueHint};
 use clap_complete::Shell;
 use std::path::PathBuf;
@@ -45,9 +46,8 @@ pub struct Compare {
     /// Show figures that are the same, too.
     #[arg(long)]
     pub all: bool,
-    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// `hugemm report`
@@ -70,9 +70,8 @@ pub struct Report {
 /// `hugemm doctor`
 #[derive(Debug, Args)]
 pub struct Doctor {
-    /// Print JSON instead of a table: to standard output, or to FILE (`--json=FILE`) beside the table.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// Where completions go.

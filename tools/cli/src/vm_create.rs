@@ -18,12 +18,12 @@ use crate::vm_create::args::{Clearing, How, Source, VmCreate};
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, anyhow, bail};
-use hugemm_base::{Cancel, CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_base::{CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
 use hugemm_clear::{Clearer, Policy};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_host::interrupt::{self, UserStops};
 use hugemm_host::memory::Backing;
 use hugemm_host::pool::HugetlbPool;
 use hugemm_hugetlb::HugePool;
@@ -50,19 +50,6 @@ impl<'h, 'a, 'm: 'a> Setup for OnHost<'h, 'a, 'm> {
     type Pressure = NoPressure;
     type Pool = Pools<'a, 'm>;
     type Notifier = ();
-}
-
-/// Stops a pass when the user does, at the next page or piece; units are not cut for it.
-struct UserStops;
-
-impl Cancel for UserStops {
-    fn possible(&self) -> bool {
-        false
-    }
-
-    fn requested(&self) -> bool {
-        interrupt::requested()
-    }
 }
 
 /// One line of the table.

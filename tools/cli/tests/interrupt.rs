@@ -1,8 +1,12 @@
-//! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back.
+//! Ctrl-C in the middle of a measurement: memory and hugetlb pool are given back. Guests that a signal ends did not break.
 
+mod support;
+
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use support::Scratch;
 
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
@@ -44,4 +48,19 @@ fn the_pool_is_put_back_on_interrupt() {
     assert_eq!(status.code(), Some(130), "{err}");
     assert!(err.contains("interrupted"), "{err}");
     assert_eq!(pool(), before, "the pool was not put back");
+}
+
+/// A terminal's Ctrl-C, and a service manager's SIGTERM, reach QEMU too, which then ends as if its guest had reset. A script
+/// stands for it: the signal and the end come right after each other.
+#[test]
+fn a_signal_that_ends_the_guest_is_the_reason() {
+    let scratch = Scratch::new("interrupt");
+    let qemu = scratch.put("qemu-system-x86_64", "#!/bin/sh\n[ \"$1\" = --version ] || kill -TERM $PPID\n");
+    std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    let hugemm = env!("CARGO_BIN_EXE_hugemm");
+    let boot = ["boot", "--accel", "tcg", "--memory", "64MB", "--cpus", "1", "--image", hugemm, "--", "selftest"];
+    let output = Command::new(hugemm).args(boot).env("PATH", scratch.path("")).output().expect("the command starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(143), "{err}");
+    assert!(err.contains("interrupted by SIGTERM") && !err.contains("reset"), "{err}");
 }

@@ -2,30 +2,8 @@
 
 mod support;
 
-use std::path::PathBuf;
 use std::process::Command;
-use support::{misused, refused};
-
-/// A file in a directory that is removed when the test ends.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str, content: &[u8]) -> Self {
-        let file = std::env::temp_dir().join(format!("hugemm-test-{}-{name}", std::process::id()));
-        std::fs::write(&file, content).expect("a scratch file");
-        Scratch(file)
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().expect("a path in UTF-8")
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
+use support::{Scratch, hugemm, misused, refused};
 
 /// A bzImage by its header, whose first instruction jumps to itself.
 fn hanging_kernel() -> Vec<u8> {
@@ -44,26 +22,28 @@ fn hanging_kernel() -> Vec<u8> {
 
 #[test]
 fn files_and_commands_are_checked_before_anything_boots() {
-    let kernel = Scratch::new("kernel", &hanging_kernel());
+    let scratch = Scratch::new("linux-files");
+    let kernel = scratch.put("kernel", hanging_kernel());
     refused(
         &["linux", "/nonexistent/vmlinuz", "--", "bench", "pool", "-n", "1"],
         &["cannot read /nonexistent/vmlinuz"],
     );
     refused(&["linux", env!("CARGO_BIN_EXE_hugemm"), "--", "bench", "pool", "-n", "1"], &["no bootable x86 kernel"]);
-    refused(&["linux", kernel.path(), "--", "bench", "swim"], &["after '--'", "swim", "--help"]);
-    refused(&["linux", kernel.path(), "--", "bench", "pool"], &["after '--'", "required", "-n"]);
-    refused(&["linux", kernel.path(), "--init", "/nonexistent/init", "--", "bench", "pool", "-n", "1"], &["no file"]);
-    let init = Scratch::new("init", b"\x7fELF: a program that nobody gets to");
-    let create = ["linux", kernel.path(), "--init", init.path(), "--", "bench", "vm-create", "-s", "2MB"];
+    refused(&["linux", &kernel, "--", "bench", "swim"], &["after '--'", "swim", "--help"]);
+    refused(&["linux", &kernel, "--", "bench", "pool"], &["after '--'", "required", "-n"]);
+    refused(&["linux", &kernel, "--init", "/nonexistent/init", "--", "bench", "pool", "-n", "1"], &["no file"]);
+    let init = scratch.put("init", b"\x7fELF: a program that nobody gets to");
+    let create = ["linux", &kernel, "--init", &init, "--", "bench", "vm-create", "-s", "2MB"];
     refused(&[&create[..], &["--how", "pin"]].concat(), &["after '--'", "pin"]);
-    misused(&["linux", kernel.path()], "required");
-    misused(&["linux", kernel.path(), "--cpus", "0", "--", "bench", "pool", "-n", "1"], "0 is not in 1..=255");
+    misused(&["linux", &kernel], "required");
+    misused(&["linux", &kernel, "--cpus", "0", "--", "bench", "pool", "-n", "1"], "0 is not in 1..=255");
 }
 
 #[test]
 fn a_missing_qemu_is_named_with_the_remedy() {
-    let (kernel, init) = (Scratch::new("kernel-2", &hanging_kernel()), Scratch::new("init-2", b"\x7fELF"));
-    let args = ["linux", kernel.path(), "--memory", "64MB", "--init", init.path(), "--", "bench", "pool", "-n", "1"];
+    let scratch = Scratch::new("linux-no-qemu");
+    let (kernel, init) = (scratch.put("kernel", hanging_kernel()), scratch.put("init", b"\x7fELF"));
+    let args = ["linux", &kernel, "--memory", "64MB", "--init", &init, "--", "bench", "pool", "-n", "1"];
     let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).env("PATH", "").output().expect("it starts");
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
@@ -77,10 +57,11 @@ fn a_guest_that_hangs_is_ended_and_named() {
         eprintln!("skipped: qemu-system-x86_64 is not installed");
         return;
     }
-    let (kernel, init) = (Scratch::new("kernel-3", &hanging_kernel()), Scratch::new("init-3", b"\x7fELF"));
-    let args = ["linux", kernel.path(), "--memory", "64MB", "--timeout", "2", "--init", init.path()];
+    let scratch = Scratch::new("linux-hangs");
+    let (kernel, init) = (scratch.put("kernel", hanging_kernel()), scratch.put("init", b"\x7fELF"));
+    let args = ["linux", &kernel, "--memory", "64MB", "--timeout", "2", "--init", &init];
     let work = ["--", "bench", "pool", "-n", "1"];
-    let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).args(work).output().expect("it starts");
+    let output = hugemm(&[&args[..], &work].concat());
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(!output.status.success());
     assert!(out.contains("no result"), "{out}");

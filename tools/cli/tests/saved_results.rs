@@ -3,13 +3,8 @@
 mod support;
 
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use support::{document, misused, refused, rows};
-
-fn hugemm(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).output().expect("the command starts")
-}
+use std::path::Path;
+use support::{Scratch, document, hugemm, misused, refused, rows};
 
 fn words(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -19,38 +14,12 @@ fn data(name: &str) -> String {
     format!("{}/tests/data/saved/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// A directory that is removed when the test ends.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("hugemm-saved-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&dir).expect("a directory");
-        Scratch(dir)
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().expect("UTF-8").to_owned()
-    }
-
-    fn put(&self, name: &str, content: &str) -> String {
-        std::fs::write(self.0.join(name), content).expect("written");
-        self.path(name)
-    }
-
-    /// A saved document with something changed.
-    fn changed(&self, name: &str, change: impl Fn(&mut Value)) -> String {
-        let text = std::fs::read_to_string(data("free.json")).expect("a fixture");
-        let mut document: Value = serde_json::from_str(&text).expect("JSON");
-        change(&mut document);
-        self.put(name, &document.to_string())
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+/// A saved document with something changed.
+fn changed(scratch: &Scratch, name: &str, change: impl Fn(&mut Value)) -> String {
+    let text = std::fs::read_to_string(data("free.json")).expect("a fixture");
+    let mut document: Value = serde_json::from_str(&text).expect("JSON");
+    change(&mut document);
+    scratch.put(name, document.to_string())
 }
 
 /// Makes every figure of a unit larger by a factor.
@@ -74,7 +43,7 @@ fn a_document_is_no_worse_than_itself() {
 #[test]
 fn a_regression_is_named_and_has_its_exit_code() {
     let scratch = Scratch::new("worse");
-    let slow = scratch.changed("slow.json", |document| scale(document, "ns per block", 40.0));
+    let slow = changed(&scratch, "slow.json", |document| scale(document, "ns per block", 40.0));
     let output = hugemm(&["compare", &data("free.json"), &slow, "--json"]);
     let err = words(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{err}");
@@ -91,7 +60,7 @@ fn a_regression_is_named_and_has_its_exit_code() {
 #[test]
 fn what_is_not_on_both_sides_is_named() {
     let scratch = Scratch::new("rows");
-    let other = scratch.changed("other.json", |document| {
+    let other = changed(&scratch, "other.json", |document| {
         document["results"][0]["metric"] = json!("bench.free.renamed");
         document["environment"]["cpu"]["model"] = json!("Another CPU");
         let found = document["results"].as_array_mut().expect("rows");
@@ -110,7 +79,7 @@ fn what_is_not_on_both_sides_is_named() {
 #[test]
 fn several_documents_make_one_side() {
     let scratch = Scratch::new("several");
-    let second = scratch.changed("second.json", |document| scale(document, "ns per block", 1.01));
+    let second = changed(&scratch, "second.json", |document| scale(document, "ns per block", 1.01));
     let both = format!("{},{second}", data("free.json"));
     let compared = document(&["compare", &both, &both, "--json"]);
     assert_eq!(compared["compare"]["a"].as_array().map(Vec::len), Some(2));

@@ -5,6 +5,10 @@
 //! stand 3.5 KiB that follow from the page's number and compress to a third. So every touch checks the page: what this
 //! process wrote last, the mark, and one of the words that follow.
 
+mod figures;
+
+pub use figures::Figures;
+
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::platform::Preempt;
@@ -148,6 +152,17 @@ pub struct Touched {
     pub faults: u64,
     /// Touches for which there was no memory.
     pub refused: u64,
+}
+
+impl Touched {
+    /// The sum.
+    pub fn plus(self, more: Touched) -> Touched {
+        Touched {
+            pages: self.pages + more.pages,
+            faults: self.faults + more.faults,
+            refused: self.refused + more.refused,
+        }
+    }
 }
 
 /// xorshift64*: only has to be irregular and repeatable.

@@ -12,12 +12,13 @@ use hugemm_base::{
 use hugemm_clear::{Clearer, Features, Policy as ClearPolicy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::memory::{Backing, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
 use hugemm_reclaim::{Compressed, Lru, Policy, Reclaim, Swap, SwapStats, Watermarks};
-use hugemm_testing::{Crew, Memory, ServingLock};
+use hugemm_testing::Memory;
 use hugemm_vm::{Access, NoPool, Notifier, Parts, Setup, Space, SpaceRef, Vm, VmError};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -36,7 +37,7 @@ impl<'h> Setup for Model<'h> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
     type Format = X86_64;
-    type Lock = ServingLock;
+    type Lock = EditLock<Serving>;
     type Tlb = Deaf<'h>;
     type Pager = Pages<'h>;
     type Pressure = NoPressure;

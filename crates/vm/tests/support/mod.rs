@@ -8,11 +8,12 @@ use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Short
 use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, From, Frozen, Mobility, Plain, Request};
 use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_testing::{Crew, Memory, ServingLock};
+use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -27,7 +28,7 @@ impl<'h> Setup for Model<'h> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
     type Format = X86_64;
-    type Lock = ServingLock;
+    type Lock = EditLock<Serving>;
     type Tlb = &'h Cpus<'h>;
     type Pager = hugemm_vm::NoPager;
     type Pressure = Relief;

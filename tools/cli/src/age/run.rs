@@ -7,15 +7,14 @@ use hugemm_base::{CpuCx, CpuId, CpuLocal, Never, NoPressure, NodeId, PageSize, P
 use hugemm_clear::{Clearer, Policy as ClearPolicy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::interrupt;
 use hugemm_host::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{RawEditLock, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{
-    Ageing, BATCH, Budget, Compressed, Level, Lru, LruStats, Policy, Reclaim, Step, Steps, Swap, SwapStats,
-};
+use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_reclaim::{Ageing, BATCH, Budget, Compressed, Level, Lru, Policy, Reclaim, Step, Steps};
 use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
-use hugemm_workloads::age::{InPlace, Process, Random, Touch, Touched, marks};
+use hugemm_workloads::age::{Figures, InPlace, Process, Random, Touch, marks};
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -39,7 +38,7 @@ impl<'h> Setup for OnHost<'h> {
     type Platform = Host<'h>;
     type Env = Plain;
     type Format = X86_64;
-    type Lock = ServingLock;
+    type Lock = EditLock<Serving>;
     type Tlb = &'h SoftMmu<'h, 'h>;
     type Pager = Pages<'h>;
     type Pressure = NoPressure;
@@ -48,51 +47,8 @@ impl<'h> Setup for OnHost<'h> {
 }
 
 thread_local! {
-    /// What this thread, a CPU, does while it waits for a lock: it serves shootdowns, as one with interrupts on would.
-    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
     /// What this thread does for reclaim, and since when.
     static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
-}
-
-/// A lock whose waiters take interrupts. Readers in the low half, bit 32 for a writer. Not `hugemm-testing`'s: that crate is for
-/// tests, and this is timed.
-pub struct ServingLock(AtomicU64);
-
-const WRITER: u64 = 1 << 32;
-
-impl ServingLock {
-    fn wait(&self, take: impl Fn(u64) -> Option<u64>) {
-        while self.0.fetch_update(Ordering::Acquire, Ordering::Relaxed, &take).is_err() {
-            if let Some(serve) = SERVE.get() {
-                serve();
-            }
-            std::hint::spin_loop();
-        }
-    }
-}
-
-// SAFETY: while the writer's bit is set nobody else gets in, and it is set only when nobody is. Acquire pairs with the
-// Release on leaving.
-unsafe impl RawEditLock for ServingLock {
-    fn new() -> Self {
-        ServingLock(AtomicU64::new(0))
-    }
-
-    fn lock_shared(&self) {
-        self.wait(|word| (word & WRITER == 0).then_some(word + 1));
-    }
-
-    unsafe fn unlock_shared(&self) {
-        self.0.fetch_sub(1, Ordering::Release);
-    }
-
-    fn lock_exclusive(&self) {
-        self.wait(|word| (word == 0).then_some(WRITER));
-    }
-
-    unsafe fn unlock_exclusive(&self) {
-        self.0.store(0, Ordering::Release);
-    }
 }
 
 /// Adds up what reclaim spends its time on, over all threads.
@@ -144,27 +100,6 @@ pub struct RunConfig {
     pub swap: u64,
     pub time: Duration,
     pub check: bool,
-}
-
-/// What a run did.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Figures {
-    pub seconds: f64,
-    pub windows: u64,
-    pub touched: Touched,
-    pub lru: LruStats,
-    pub swap: SwapStats,
-    pub shootdowns: ShootdownCounts,
-    pub aged: u64,
-    pub around: u64,
-    pub young: u64,
-    pub age_flushes: u64,
-    pub unmap_flushes: u64,
-    pub stolen: u64,
-    pub age_ns: u64,
-    pub age_flush_ns: u64,
-    pub unmap_flush_ns: u64,
-    pub reclaim_ns: u64,
 }
 
 /// Runs the processes for a while on fresh frames.
@@ -235,7 +170,7 @@ fn on_machine<R>(
     };
     // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
     let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
-    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store };
+    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default() };
     let result = f(&rig)?;
     host.run_on(CpuId(0), |cx| vm.trim(cx))?;
     drop(vm);
@@ -259,24 +194,19 @@ struct Rig<'a, 'h> {
     mmu: &'a SoftMmu<'h, 'h>,
     vm: &'a Vm<'h, OnHost<'h>>,
     store: &'a Store<'h>,
+    crew: Crew,
 }
 
 impl<'h> Rig<'_, 'h> {
-    /// Makes the calling thread a CPU that serves shootdowns while it waits for locks.
+    /// Makes the calling thread a CPU that serves shootdowns while it waits for locks, and after it has
+    /// [finished](Crew::work).
     fn as_cpu<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Host<'h>>) -> R) -> Result<R> {
         let serve = || {
             // SAFETY: an interrupt's context, which ends before the interrupted one is used again.
             let cx = unsafe { CpuCx::new(self.host) };
             self.vm.tlbs().serve(&cx);
         };
-        let serve: &dyn Fn() = &serve;
-        Ok(self.host.run_on(cpu, |cx| {
-            // SAFETY: taken out again before the closure ends.
-            SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
-            let result = f(cx);
-            SERVE.set(None);
-            result
-        })?)
+        Ok(self.host.run_on(cpu, |cx| self.crew.work(&serve, || f(cx)))?)
     }
 
     fn spaces<'v>(
@@ -322,30 +252,21 @@ impl<'h> Rig<'_, 'h> {
         let (object, spaces) = self.spaces(config, own)?;
         let start = Barrier::new(config.cpus as usize);
         let stop = AtomicBool::new(false);
-        let ended = AtomicU64::new(0);
         let total: Mutex<Figures> = Mutex::default();
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
             let cpus: Vec<_> = (0..config.cpus)
                 .map(|cpu| {
-                    let (spaces, start, stop, ended, total) = (&spaces, &start, &stop, &ended, &total);
+                    let (spaces, start, stop, total) = (&spaces, &start, &stop, &total);
                     scope.spawn(move || {
                         let done = self.as_cpu(CpuId(cpu), |cx| {
                             start.wait();
                             let done = self.play(cx, config, own, spaces, stop);
-                            // Others may still flush, and wait for this CPU.
                             stop.store(true, Ordering::Relaxed);
-                            ended.fetch_add(1, Ordering::Relaxed);
-                            while ended.load(Ordering::Relaxed) < u64::from(config.cpus) {
-                                self.vm.tlbs().serve(cx);
-                                std::hint::spin_loop();
-                            }
                             done
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
                         total.windows += done.windows;
-                        total.touched.pages += done.touched.pages;
-                        total.touched.faults += done.touched.faults;
-                        total.touched.refused += done.touched.refused;
+                        total.touched = total.touched.plus(done.touched);
                         total.seconds = total.seconds.max(done.seconds);
                         Ok(())
                     })
@@ -354,24 +275,11 @@ impl<'h> Rig<'_, 'h> {
             cpus.into_iter().map(|cpu| cpu.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
         results.into_iter().collect::<Result<()>>()?;
-        let mut figures = total.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let Figures { seconds, windows, touched, .. } = total.into_inner().unwrap_or_else(PoisonError::into_inner);
         let pager = self.vm.pager();
-        let (counts, clock) = (pager.counts(), pager.steps());
-        self.as_cpu(CpuId(0), |cx| {
-            figures.lru = pager.lru(NODE).map(|lru| lru.stats(cx)).unwrap_or_default();
-            figures.swap = self.store.stats(cx);
-        })?;
-        figures.shootdowns = self.vm.tlbs().counts();
-        (figures.aged, figures.around, figures.young) = (counts.aged.get(), counts.around.get(), counts.young.get());
-        (figures.age_flushes, figures.unmap_flushes) = (counts.age_flushes.get(), counts.unmap_flushes.get());
-        figures.stolen = counts.direct_freed.get() + counts.worker_freed.get();
-        figures.age_ns = clock.of(Step::Age);
-        figures.age_flush_ns = clock.of(Step::AgeFlush);
-        figures.unmap_flush_ns = clock.of(Step::UnmapFlush);
-        figures.reclaim_ns = [Step::Age, Step::AgeFlush, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other]
-            .map(|step| clock.of(step))
-            .iter()
-            .sum();
+        let reclaimed = self
+            .as_cpu(CpuId(0), |cx| Figures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step)))?;
+        let figures = Figures { seconds, windows, touched, shootdowns: self.vm.tlbs().counts(), ..reclaimed };
         self.end(object, spaces)?;
         Ok(figures)
     }

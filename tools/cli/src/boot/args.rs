@@ -1,7 +1,7 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
 use crate::age::args::{Lists, Mapped, Young};
-use crate::args::{Function, Page};
+use crate::args::{Common, Function, Page};
 use crate::cli_text;
 use crate::pool::args::{Flush, HugeSize, Hvo};
 use crate::qemu::Accel;
@@ -53,9 +53,8 @@ pub struct Boot {
     /// Seconds that the guest may take.
     #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub timeout: u64,
-    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
     /// What the kernel runs.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<String>,

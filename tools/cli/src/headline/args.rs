@@ -1,7 +1,7 @@
 //! Options of `hugemm bench headline`.
 
+use crate::args::Common;
 use clap::Args;
-use std::path::PathBuf;
 
 /// How the goals are chosen and what else there is.
 pub fn help() -> String {
@@ -18,7 +18,6 @@ pub struct Headline {
     /// Passes over all goals; with several, the median is judged.
     #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,
-    /// Print JSON instead of the table: to standard output, or to FILE (`--json=FILE`) beside the table.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
 }

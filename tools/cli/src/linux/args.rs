@@ -1,6 +1,6 @@
 //! Options of `hugemm linux`.
 
-use crate::args::{Function, Page};
+use crate::args::{Common, Function, Page};
 use crate::qemu::Accel;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -54,9 +54,8 @@ pub struct Linux {
     /// The guest's init program, instead of building it.
     #[arg(long, value_name = "FILE")]
     pub init: Option<PathBuf>,
-    /// Print JSON instead of tables: to standard output, or to FILE (`--json=FILE`) beside the tables.
-    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
     /// What the guests do.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<String>,

@@ -5,10 +5,10 @@ use crate::stand_in::StandIn;
 use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Cancel, CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
+use hugemm_base::{CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
 use hugemm_clear::{Clearer, Features, Policy};
 use hugemm_host::cpu::Host;
-use hugemm_host::interrupt;
+use hugemm_host::interrupt::UserStops;
 use hugemm_host::memory::Region;
 use hugemm_hugetlb::{Economy, FlushPolicy, Policy as EconomyPolicy};
 use hugemm_lz4::Lz4;
@@ -141,19 +141,6 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
     economy: &'a Economy<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
     setting: &'a Setting,
     pins: Vec<Pinned>,
-}
-
-/// Stops a creation when the user does, at the next page or piece; units are not cut for it.
-struct UserStops;
-
-impl Cancel for UserStops {
-    fn possible(&self) -> bool {
-        false
-    }
-
-    fn requested(&self) -> bool {
-        interrupt::requested()
-    }
 }
 
 impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for ThisSite<'_, 'm, 'h, 'e, 'p, 'g, 'r> {

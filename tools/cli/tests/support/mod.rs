@@ -3,9 +3,38 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 use serde_json::Value;
+use std::path::PathBuf;
 use std::process::{Command, Output};
 
-fn hugemm(args: &[&str]) -> Output {
+/// A directory that is removed when the test ends.
+pub(crate) struct Scratch(PathBuf);
+
+impl Scratch {
+    pub(crate) fn new(name: &str) -> Self {
+        let dir = std::env::temp_dir().join(format!("hugemm-test-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        Scratch(dir)
+    }
+
+    pub(crate) fn path(&self, name: &str) -> String {
+        self.0.join(name).to_str().expect("UTF-8").to_owned()
+    }
+
+    /// Makes a file there; its path.
+    pub(crate) fn put(&self, name: &str, content: impl AsRef<[u8]>) -> String {
+        std::fs::write(self.0.join(name), content).expect("written");
+        self.path(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The command as it is.
+pub(crate) fn hugemm(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).output().expect("the command starts")
 }
 

@@ -1,12 +1,13 @@
 //! Processes that share more memory than there is, in every way of ageing that is asked for.
 
-use super::processes::{self, Figures, Plan};
+use super::processes::{self, Plan};
 use super::{Cx, Failure, page_size};
 use crate::kernel::output::{progress, sample};
 use crate::kernel::percpu;
 use hugemm_base::PAGE_BYTES;
 use hugemm_kernel::request::Age;
 use hugemm_reclaim::{Ageing, Policy};
+use hugemm_workloads::age::Figures;
 
 /// Runs the command.
 #[inline(never)]
@@ -57,28 +58,7 @@ fn report(plan: &Plan, figures: &Figures) {
         ("procs", plan.procs.into()),
         ("cpus", percpu::count().into()),
     ];
-    let windows = figures.windows.max(1) as f64;
-    let share = |part: u64| 100.0 * part as f64 / figures.reclaim_ns.max(1) as f64;
-    let rate = (figures.aged + figures.around) as f64 * 1e3 / figures.age_ns.max(1) as f64;
-    sample("bench.age.loops", figures.windows as f64 / figures.seconds.max(f64::MIN_POSITIVE), "1/s", &labels);
-    for (metric, count) in [
-        ("bench.age.touched", figures.touched.pages),
-        ("bench.age.faults", figures.touched.faults),
-        ("bench.age.refused", figures.touched.refused),
-        ("bench.age.scanned", figures.lru.scanned),
-        ("bench.age.rotated", figures.lru.rotated),
-        ("bench.age.activated", figures.lru.activated),
-        ("bench.age.stolen", figures.stolen),
-        ("bench.age.refaults", figures.swap.loads),
-        ("bench.age.young_mappings", figures.young),
-        ("bench.age.flushes_by_ageing", figures.age_flushes),
-        ("bench.age.flushes_by_unmapping", figures.unmap_flushes),
-        ("bench.age.ipis", figures.shootdowns.interrupts),
-    ] {
-        sample(metric, count as f64, "count", &labels);
+    for (metric, value, unit) in figures.metrics() {
+        sample(metric, value, unit, &labels);
     }
-    sample("bench.age.refaults_per_loop", figures.swap.loads as f64 / windows, "count", &labels);
-    sample("bench.age.ageing_flush_share", share(figures.age_flush_ns), "percent", &labels);
-    sample("bench.age.unmap_flush_share", share(figures.unmap_flush_ns), "percent", &labels);
-    sample("bench.age.aged_per_us", rate, "1/us", &labels);
 }

@@ -14,10 +14,10 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr};
-use hugemm_paging::{ShootdownCounts, Span};
-use hugemm_reclaim::{Ageing, Level, LruStats, Policy, Step, Swap, SwapStats};
+use hugemm_paging::Span;
+use hugemm_reclaim::{Ageing, Level, Policy, Swap};
 use hugemm_vm::{Access, AreaKind, Backing, SharedRef, Space, SpaceRef, Vm, VmError};
-use hugemm_workloads::age::{Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
+use hugemm_workloads::age::{Failed, Figures, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
 use x86_64::instructions::hlt;
 
 /// Where the shared region begins in every space, and where a process's own memory does.
@@ -66,27 +66,6 @@ pub struct Plan {
     pub seed: u64,
 }
 
-/// What came of it.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Figures {
-    pub seconds: f64,
-    pub windows: u64,
-    pub touched: Touched,
-    pub lru: LruStats,
-    pub swap: SwapStats,
-    pub shootdowns: ShootdownCounts,
-    pub aged: u64,
-    pub around: u64,
-    pub young: u64,
-    pub age_flushes: u64,
-    pub unmap_flushes: u64,
-    pub stolen: u64,
-    pub age_ns: u64,
-    pub age_flush_ns: u64,
-    pub unmap_flush_ns: u64,
-    pub reclaim_ns: u64,
-}
-
 /// Runs processes on all CPUs.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<Figures, Failure> {
@@ -105,7 +84,6 @@ pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<Figures, Failure> {
     let before = tlbs().counts();
     let result = swapped::with(cx, &terms, |cx, vm, store| {
         let mut figures = live(cx, vm, store, plan, own, books.items)?;
-        figures.swap = store.stats(cx);
         figures.shootdowns = tlbs().counts().since(before);
         Ok(figures)
     });
@@ -204,9 +182,7 @@ fn play_all<'a>(
         match (&mut *total, windows) {
             (Ok(total), Ok(windows)) => {
                 total.windows += windows;
-                total.touched.pages += task.touched.pages;
-                total.touched.faults += task.touched.faults;
-                total.touched.refused += task.touched.refused;
+                total.touched = total.touched.plus(task.touched);
             }
             (Ok(_), Err(failed)) => {
                 // Relaxed: only to end the others.
@@ -216,19 +192,11 @@ fn play_all<'a>(
             (Err(_), _) => {}
         }
     });
-    let mut figures = core::mem::replace(&mut *total.lock(), Ok(Figures::default()))?;
-    figures.seconds = (cx.platform().now_ns() - begin) as f64 / 1e9;
+    let Figures { windows, touched, .. } = core::mem::replace(&mut *total.lock(), Ok(Figures::default()))?;
+    let seconds = (cx.platform().now_ns() - begin) as f64 / 1e9;
     let pager = vm.pager();
-    let (counts, clock) = (pager.counts(), pager.steps());
-    figures.lru = pager.lru(NODE).map(|lru| lru.stats(cx)).unwrap_or_default();
-    (figures.aged, figures.around, figures.young) = (counts.aged.get(), counts.around.get(), counts.young.get());
-    (figures.age_flushes, figures.unmap_flushes) = (counts.age_flushes.get(), counts.unmap_flushes.get());
-    figures.stolen = counts.direct_freed.get() + counts.worker_freed.get();
-    (figures.age_ns, figures.age_flush_ns) = (clock.of(Step::Age), clock.of(Step::AgeFlush));
-    figures.unmap_flush_ns = clock.of(Step::UnmapFlush);
-    let steps = [Step::Age, Step::AgeFlush, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
-    figures.reclaim_ns = steps.map(|step| clock.of(step)).iter().sum();
-    Ok(figures)
+    let reclaimed = Figures::of_reclaim(cx, pager, store, NODE, |step| pager.steps().of(step));
+    Ok(Figures { seconds, windows, touched, ..reclaimed })
 }
 
 /// What one CPU does.

@@ -1,0 +1,117 @@
+//! CPUs beside each other, each a thread: whoever waits for a lock, or has finished, goes on answering the others' shootdowns,
+//! as a CPU with interrupts on does.
+
+use hugemm_base::lock::Pause;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+thread_local! {
+    /// What this thread does while it waits for a lock.
+    static SERVE: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+    /// How often it has paused.
+    static PAUSES: Cell<u32> = const { Cell::new(0) };
+}
+
+/// A pause in so many gives the real CPU away: to a holder that does not run because there are more threads than CPUs. Not
+/// each, because waiting for a holder that does run is timed.
+const YIELDS: u32 = 64;
+
+/// For locks whose waiters serve what [`Crew::work`] was told to.
+#[derive(Clone, Copy, Debug)]
+pub struct Serving;
+
+impl Pause for Serving {
+    fn pause() {
+        if let Some(serve) = SERVE.get() {
+            serve();
+        }
+        let pauses = PAUSES.get().wrapping_add(1);
+        PAUSES.set(pauses);
+        if pauses.is_multiple_of(YIELDS) {
+            std::thread::yield_now();
+        }
+        std::hint::spin_loop();
+    }
+}
+
+/// CPUs that work beside each other.
+#[derive(Debug, Default)]
+pub struct Crew {
+    working: AtomicU64,
+}
+
+impl Crew {
+    /// Does a CPU's work. It calls `serve` while it waits for a lock that is [`Serving`]; when it has finished it goes on doing
+    /// so, as an idle CPU does, until all have: somebody may have asked it just before it left an address space.
+    ///
+    /// Whoever begins when all others have finished is not waited for: where that matters, the work begins with a barrier.
+    pub fn work<R>(&self, serve: &dyn Fn(), work: impl FnOnce() -> R) -> R {
+        self.working.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: taken out again before `serve` ends, also by a panic.
+        SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
+        let ends = Ends(self);
+        let result = work();
+        drop(ends);
+        while self.working.load(Ordering::SeqCst) > 0 {
+            serve();
+            std::thread::yield_now();
+        }
+        result
+    }
+}
+
+/// One CPU of those that work: not any more when it goes.
+struct Ends<'a>(&'a Crew);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        SERVE.set(None);
+        self.0.working.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn who_waits_or_has_finished_serves() {
+        let (crew, start, asked) = (Crew::default(), Barrier::new(2), AtomicBool::new(false));
+        let serve = || asked.store(true, Ordering::SeqCst);
+        let wait_until_served = || {
+            asked.store(false, Ordering::SeqCst);
+            while !asked.load(Ordering::SeqCst) {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                crew.work(&serve, || {
+                    start.wait();
+                    Serving::pause();
+                    assert!(asked.load(Ordering::SeqCst), "waiting for a lock");
+                    start.wait();
+                })
+            });
+            crew.work(&|| {}, || {
+                start.wait();
+                start.wait();
+                wait_until_served();
+            });
+        });
+        asked.store(false, Ordering::SeqCst);
+        Serving::pause();
+        assert!(!asked.load(Ordering::SeqCst), "nobody is at work");
+    }
+
+    #[test]
+    fn a_panic_ends_the_work() {
+        let crew = Crew::default();
+        let failed = std::panic::catch_unwind(|| crew.work(&|| {}, || panic!("planned")));
+        assert!(failed.is_err());
+        crew.work(&|| {}, || {});
+        assert!(SERVE.get().is_none());
+    }
+}
