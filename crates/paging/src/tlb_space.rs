@@ -129,8 +129,9 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
             // lazy and asks us, or we see its generation.
             full_fence(FencePoint::AfterWaking);
             let generation = self.domain.generation();
-            let tagged = &own.tags[own.tag.load(Ordering::Relaxed) as usize % own.tags.len()];
-            if tagged.seen.load(Ordering::Relaxed) < generation {
+            let tag = own.tag.load(Ordering::Relaxed) as usize % own.tags.len();
+            let tagged = &own.tags[tag];
+            if own.notice_expiry(Some(tag)) || tagged.seen.load(Ordering::Relaxed) < generation {
                 tlbs.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
                 tagged.seen.store(generation, Ordering::Relaxed);
                 own.counters.caught_up.add(1);
@@ -143,6 +144,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
         // or we see its generation, and with it its entries.
         full_fence(FencePoint::AfterJoining);
         let generation = self.domain.generation();
+        own.notice_expiry(None);
         let (tag, known) = own.tag_of(self.id, tlbs.hw.tags());
         let keep = known && own.tags[tag].seen.load(Ordering::Relaxed) == generation;
         own.counters.caught_up.add(u64::from(known && !keep));

@@ -27,6 +27,9 @@ pub struct TlbCpu {
     pub(crate) tags: [Tagged; TAGS],
     /// The tag to be taken next for a space that has none.
     next_tag: AtomicU64,
+    /// How often what is under its tags has been given up, by whomever, and how much of that it has noticed.
+    expired: AtomicU64,
+    noticed: AtomicU64,
     /// The same for the kernel's half.
     pub(crate) kernel: Tagged,
     pub(crate) slot: Slot,
@@ -54,6 +57,8 @@ impl Default for TlbCpu {
             tag: AtomicU64::new(0),
             tags: core::array::from_fn(|_| Tagged::new()),
             next_tag: AtomicU64::new(0),
+            expired: AtomicU64::new(0),
+            noticed: AtomicU64::new(0),
             kernel: Tagged::new(),
             slot: Slot::new(),
             spaces: AtomicU64::new(0),
@@ -63,6 +68,21 @@ impl Default for TlbCpu {
 }
 
 impl TlbCpu {
+    /// Whether what is under the tags was given up since this CPU noticed last. Then the tags are nobody's, but for `current`,
+    /// whose translations the caller invalidates.
+    pub(crate) fn notice_expiry(&self, current: Option<usize>) -> bool {
+        // Relaxed: a hint about recency; all others are this CPU's own.
+        let expired = self.expired.load(Ordering::Relaxed);
+        if expired == self.noticed.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.noticed.store(expired, Ordering::Relaxed);
+        for (_, tagged) in self.tags.iter().enumerate().filter(|(tag, _)| Some(*tag) != current) {
+            tagged.space.store(0, Ordering::Relaxed);
+        }
+        true
+    }
+
     /// The tag of a space, and whether anything under it is the space's. Otherwise the tag changes hands.
     pub(crate) fn tag_of(&self, space: u64, tags: usize) -> (usize, bool) {
         // Relaxed: only this CPU reads or writes these words.
@@ -129,6 +149,18 @@ impl<'m, H: TlbHw> Tlbs<'m, H> {
     /// Words that the inboxes of this many CPUs take.
     pub const fn inbox_words(cpus: usize) -> usize {
         cpus * Self::mask_words(cpus)
+    }
+
+    /// Gives up what CPUs keep under tags for spaces that they have switched away from: a CPU's next switch to each of them
+    /// begins with no translations. Nobody is interrupted or waited for; one atomic per CPU.
+    ///
+    /// For whoever ages pages without flushing: a translation that outlives its space's turn on the CPU hides every later
+    /// use, for as long as nothing else happens to flush it (checklist D20).
+    pub fn expire(&self) {
+        for cpu in self.cpus {
+            // Relaxed: a hint about recency.
+            cpu.expired.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// The TLBs of `cpus.len()` CPUs. `inboxes` has [`inbox_words`](Tlbs::inbox_words) words, all 0 at first.

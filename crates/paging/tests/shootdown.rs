@@ -182,6 +182,65 @@ fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     assert_eq!(tlbs.counts().since(before).caught_up, 1);
 }
 
+/// Notes with what each load began.
+#[derive(Default)]
+struct Tagging {
+    kept: Mutex<Vec<bool>>,
+    invalidated: AtomicU32,
+}
+
+// SAFETY: nothing is translated.
+unsafe impl TlbHw for &Tagging {
+    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {
+        self.invalidated.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
+        unreachable!("nobody is asked");
+    }
+
+    fn tags(&self) -> usize {
+        4
+    }
+
+    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, keep: bool) {
+        self.kept.lock().expect("not poisoned").push(keep);
+    }
+
+    fn unload(&self, _cpu: CpuId) {}
+}
+
+/// D20: what is kept under tags hides no use for longer than until it expires, and that costs no interrupt.
+#[test]
+fn what_is_kept_under_tags_expires() {
+    let (hw, parts) = (Tagging::default(), Parts::new(2));
+    let tlbs = parts.tlbs(&hw);
+    let spaces = [parts.space::<User, _>(&tlbs), parts.space::<User, _>(&tlbs)];
+    let cpu = Cpu::new(0);
+    let turn = || {
+        hw.kept.lock().expect("not poisoned").clear();
+        cpu.run(|cx| {
+            for (to, from) in [(0, 1), (1, 0)] {
+                spaces[to].switch_in(&tlbs, cx);
+                spaces[from].switch_out(&tlbs, cx);
+            }
+        });
+        hw.kept.lock().expect("not poisoned").clone()
+    };
+    turn();
+    assert_eq!(turn(), [true, true]);
+    tlbs.expire();
+    assert_eq!(turn(), [false, false]);
+    assert_eq!(turn(), [true, true]);
+    // A space that is still loaded, lazily, is not loaded again: it is invalidated.
+    cpu.run(|cx| spaces[1].enter_lazy(&tlbs, cx));
+    tlbs.expire();
+    cpu.run(|cx| spaces[1].switch_in(&tlbs, cx));
+    assert_eq!(hw.invalidated.load(Ordering::Relaxed), 1);
+    assert_eq!(turn(), [false, true]);
+    assert_eq!(tlbs.counts().targets, 0);
+}
+
 #[test]
 fn a_space_is_retired_when_only_lazy_cpus_are_left() {
     let parts = Parts::new(3);

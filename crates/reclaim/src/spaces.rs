@@ -44,6 +44,8 @@ pub struct Reclaim<'a, 'm, S: Setup, W, L: RawLock = SpinLock, O = ()> {
     swap: &'a W,
     marks: Watermarks,
     ageing: AtomicU64,
+    /// Pages looked at, of all counted, until what TLBs keep under tags expires.
+    round: AtomicU64,
     counts: ReclaimCounts,
     steps: O,
 }
@@ -61,7 +63,15 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     /// A pager over LRUs of the manager's frames, one per node, that stores pages in `swap`. `marks` are each node's.
     pub fn new(lrus: &'a [Lru<'a, 'm, S::Env, L>], swap: &'a W, marks: Watermarks, steps: O) -> Self {
         let counts = ReclaimCounts::default();
-        Reclaim { lrus, swap, marks, ageing: AtomicU64::new(Ageing::Batch as u64), counts, steps }
+        Reclaim {
+            lrus,
+            swap,
+            marks,
+            ageing: AtomicU64::new(Ageing::Batch as u64),
+            round: AtomicU64::new(0),
+            counts,
+            steps,
+        }
     }
 
     /// How accessed bits are read. Safe to change at any time.
@@ -160,8 +170,21 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         if side.debt.borrow().is_some() {
             let _ = Reclaimer::flush(&side, cx);
         }
+        self.expire(vm, cx);
         self.steps.enter(Step::Outside);
         Some(result)
+    }
+
+    /// Once per round of the lists: no CPU's tags hide for longer that a page is used. One load in between.
+    fn expire(&self, vm: &Vm<'_, S>, cx: &Cx<'_, S>) {
+        let aged = self.counts.aged.get();
+        // Relaxed: a hint; two tasks at once do it twice.
+        if aged < self.round.load(Ordering::Relaxed) {
+            return;
+        }
+        let pages: u64 = self.lrus.iter().map(|lru| lru.stats(cx).pages()).sum();
+        self.round.store(aged + pages.max(1), Ordering::Relaxed);
+        vm.tlbs().expire();
     }
 
     /// Blocks of `order`, at most [`BATCH`] at a time and all of one node, with that node's LRU.

@@ -529,6 +529,41 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
     }
 }
 
+/// D20: two spaces take turns on a CPU that keeps translations of both. Each uses a page in each of its turns, and a round of
+/// the lists lies between two of them: what is kept does not hide that.
+#[test]
+fn translations_kept_under_tags_do_not_hide_use_for_ever() {
+    for page in SIZES {
+        with_rig(SIZE, 14, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let spaces = [0, 1].map(|_| {
+                    let space = filled(rig, cx, page, 2);
+                    rig.leave(cx, &space);
+                    space
+                });
+                for turn in 0..80 {
+                    let (space, other) = (&spaces[turn % 2], &spaces[(turn + 1) % 2]);
+                    rig.enter(cx, space);
+                    rig.leave(cx, other);
+                    rig.put(cx, space, AT + 8, turn as u64).expect("memory");
+                    if turn % 2 == 1 {
+                        // One look at each of those that are used; the others are soon gone.
+                        let budget = Budget { free: u64::MAX, scan: 2 * page.pages() };
+                        rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
+                    }
+                }
+                let refaults: u64 = spaces.iter().map(|space| space.counters().refaulted.get()).sum();
+                // Until the others are gone a round is more than one look at all.
+                assert!(refaults <= 4, "pages that are used all the time went to swap {refaults} times");
+                spaces.iter().for_each(|space| rig.leave(cx, space));
+                for space in spaces {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+            });
+        });
+    }
+}
+
 /// Memory is free, but in pieces: pages move, and a page of 2 MiB comes back whole. What cannot move stays.
 #[test]
 fn a_large_page_comes_back_where_memory_is_in_pieces() {
