@@ -7,6 +7,7 @@ use hugemm_reclaim::{Ageing, Policy, Swap};
 use hugemm_vm::{AreaKind, Backing, SharedRef, Space, VmError};
 use std::collections::BTreeMap;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const SHARED_AT: u64 = 0x4000_0000;
 const PRIVATE_AT: u64 = 0x8000_0000;
@@ -120,10 +121,11 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
         .as_cpu(CpuId(0), |cx| rig.vm.create_shared(cx, shared_pages * page.pages(), page, false).expect("an object"));
     let start = Barrier::new(CPUS as usize);
     let over = CancelFlag::new();
-    let ended = std::sync::atomic::AtomicU32::new(0);
+    let [played, ended] = [(); 2].map(|()| AtomicU32::new(0));
     std::thread::scope(|scope| {
         for cpu in 0..CPUS {
-            let (object, start, over, ended): (&SharedRef<'_, _>, _, _, _) = (&object, &start, &over, &ended);
+            let (object, start, over): (&SharedRef<'_, _>, _, _) = (&object, &start, &over);
+            let (played, ended) = (&played, &ended);
             scope.spawn(move || {
                 rig.beside_others(cpu, |cx| {
                     start.wait();
@@ -158,13 +160,20 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                     for _ in 0..steps {
                         program.step(cx, &space);
                     }
+                    // Nobody's memory goes before everybody has his: one after the other they would have enough.
+                    played.fetch_add(1, Ordering::SeqCst);
+                    while played.load(Ordering::SeqCst) + 1 < CPUS {
+                        rig.vm.tlbs().serve(cx);
+                        rig.vm.frames().serve(cx);
+                        std::thread::yield_now();
+                    }
                     for (at, value) in program.known.clone() {
                         program.check(cx, &space, at, value);
                         rig.vm.tlbs().serve(cx);
                     }
                     rig.leave(cx, &space);
                     rig.vm.destroy(cx, space).expect("destroyed");
-                    if ended.fetch_add(1, std::sync::atomic::Ordering::SeqCst) + 2 == CPUS {
+                    if ended.fetch_add(1, Ordering::SeqCst) + 2 == CPUS {
                         over.raise();
                     }
                 });
