@@ -31,13 +31,38 @@ use hugemm_workloads::alloc_free::ranges::Trouble;
 /// The boot CPU's context.
 pub type Cx<'a> = &'a mut CpuCx<'static, Kernel>;
 
-/// Why a command failed.
-#[derive(Debug)]
-pub enum Failure {
+macro_rules! failures {
+    ($($(#[$doc:meta])* $variant:ident($type:ty),)+) => {
+        /// Why a command failed.
+        #[derive(Debug)]
+        pub enum Failure {
+            /// Memory for what is measured is not there.
+            Memory,
+            $($(#[$doc])* $variant($type),)+
+        }
+
+        $(impl From<$type> for Failure {
+            fn from(error: $type) -> Self {
+                Failure::$variant(error)
+            }
+        })+
+
+        impl fmt::Display for Failure {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self {
+                    Failure::Memory => {
+                        f.write_str("the guest has too little memory for this; use a larger --memory or a smaller size")
+                    }
+                    $(Failure::$variant(error) => error.fmt(f),)+
+                }
+            }
+        }
+    };
+}
+
+failures! {
     /// The line could not be read.
     Request(RequestError),
-    /// Memory for what is measured is not there.
-    Memory,
     /// A loop found no memory.
     Exhausted(Exhausted),
     /// Blocks could not be divided, or there were none.
@@ -62,46 +87,10 @@ pub enum Failure {
     Found(selftest::Finding),
 }
 
-macro_rules! from {
-    ($($variant:ident($type:ty),)+) => {
-        $(impl From<$type> for Failure {
-            fn from(error: $type) -> Self {
-                Failure::$variant(error)
-            }
-        })+
-
-        impl fmt::Display for Failure {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match self {
-                    Failure::Memory => {
-                        f.write_str("the guest has too little memory for this; use a larger --memory or a smaller size")
-                    }
-                    $(Failure::$variant(error) => error.fmt(f),)+
-                }
-            }
-        }
-    };
-}
-
 impl From<AllocError> for Failure {
     fn from(_: AllocError) -> Self {
         Failure::Memory
     }
-}
-
-from! {
-    Request(RequestError),
-    Exhausted(Exhausted),
-    Trouble(Trouble),
-    Clear(Reason),
-    Calibrate(CalibrateError),
-    Policy(ProfileError),
-    Paging(PagingError),
-    Pool(PoolError),
-    Vm(VmError),
-    Day(hugemm_workloads::day::Trouble),
-    Age(hugemm_workloads::age::Failed),
-    Found(selftest::Finding),
 }
 
 /// Runs a command.

@@ -41,13 +41,22 @@ struct Step {
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Pool) -> Result<(), Failure> {
     let size = if args.order == PageSize::Size1G.order().get() { PageSize::Size1G } else { PageSize::Size2M };
+    with_empty(cx, size, |cx, pool| all_sides(cx, args, pool))
+}
+
+/// Runs `f` with an empty pool, which is empty again when it ends.
+pub fn with_empty<T>(
+    cx: Cx<'_>,
+    size: PageSize,
+    f: impl FnOnce(Cx<'_>, &HugePool<'_, IrqLock>) -> Result<T, Failure>,
+) -> Result<T, Failure> {
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
     let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, size), Group::default)?;
     let mut nodes = [Counts::default()];
     let result = {
         let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut *groups.items, &mut nodes)?;
-        all_sides(cx, args, &pool)
+        f(cx, &pool)
     };
     groups.free(cx);
     result

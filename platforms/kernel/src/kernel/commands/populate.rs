@@ -1,7 +1,7 @@
 //! What `bench mem mmap` and `bench vm-create` have in common: an address space with one area that is filled once, by any
 //! number of CPUs, through the page fault path or by requests.
 
-use super::{Cx, Failure, region};
+use super::{Cx, Failure, pool, region};
 use crate::kernel::irq_lock::IrqLock;
 use crate::kernel::memory::{Scratch, frames};
 use crate::kernel::output::note;
@@ -9,7 +9,7 @@ use crate::kernel::{layout, percpu, smp, vm, vmemmap};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_clear::{Clearer, Features, Profile, calibrate};
-use hugemm_hugetlb::{Counts, Group, HugePool, Nodes, Policy};
+use hugemm_hugetlb::{HugePool, Nodes, Policy};
 use hugemm_paging::{ShootdownPolicy, Span};
 use hugemm_vm::{AreaKind, Backing, NoPager, Pinned, Pools, VmError};
 use hugemm_workloads::vm_create::{Creation, How, Split};
@@ -45,21 +45,14 @@ pub fn with_pool<T>(
     pages: u64,
     f: impl FnOnce(Cx<'_>, &HugePool<'_, IrqLock>) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
-    let (mut areas, count) = vmemmap::areas();
-    let areas = &mut areas[..count];
-    let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, size), Group::default)?;
-    let mut nodes = [Counts::default()];
-    let result = {
-        let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut *groups.items, &mut nodes)?;
+    pool::with_empty(cx, size, |cx, pool| {
         let economy = vmemmap::economy(Policy::default());
         economy.set_enabled(true);
         let filled = pool.set_size(cx, &economy, pages, Nodes::All, &Never)?;
-        let result = if filled.entered < pages { Err(Failure::Memory) } else { f(cx, &pool) };
+        let result = if filled.entered < pages { Err(Failure::Memory) } else { f(cx, pool) };
         pool.set_size(cx, &economy, 0, Nodes::All, &Never)?;
         result
-    };
-    groups.free(cx);
-    result
+    })
 }
 
 /// What is filled, and how.
