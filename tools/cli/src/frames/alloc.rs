@@ -1,7 +1,7 @@
 //! `hugemm bench alloc`: pairs, bulk and random frees on one to N CPUs, and the cost over the number of CPUs.
 
 use crate::document::Row;
-use crate::frames::area::{Area, Columns, Plan, Side, alternate, cell, figure, mean_each, rounds_in};
+use crate::frames::area::{Area, Columns, Plan, Sides, Work, alternate, cell, figure, mean_each, rounds_in};
 use crate::frames::args::{Alloc, Pattern};
 use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Goals;
@@ -111,33 +111,23 @@ impl Visit for Others<'_> {
     }
 }
 
-/// Collects the sides of one measurement.
-struct Sides<'a> {
-    area: &'a Area<'a>,
+/// The work of one measurement.
+#[derive(Clone, Copy)]
+struct Loops {
     case: Case,
     threads: u32,
     nanos: u64,
-    sides: Vec<Side<'a>>,
 }
 
-impl Visit for Sides<'_> {
-    fn visit<T: Peer>(&mut self) -> Result<()> {
-        let peer = Locked::<T>::new(self.area.extent)?;
-        self.add(T::NAME, peer, false);
-        Ok(())
-    }
-}
-
-impl<'a> Sides<'a> {
-    /// Adds a side. `own` says that it uses the area's allocator, whose lock rounds are then counted.
-    fn add<S>(&mut self, name: &'static str, source: S, own: bool)
+impl<'a> Work<'a> for Loops {
+    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
     where
         S: Source<Host<'a>> + Sync + 'a,
         S::Block: Send,
     {
-        let Sides { area, case, threads, nanos, .. } = *self;
+        let Loops { case, threads, nanos } = self;
         let (mut rounds, mut passes) = (None, 0);
-        let run = move || {
+        Box::new(move || {
             if case.pattern == Pattern::Pair && rounds.is_none() {
                 // How many pairs fill the time is found on all CPUs at once: that is where an allocator may be slow.
                 rounds = Some(rounds_in(nanos, |rounds| {
@@ -188,8 +178,7 @@ impl<'a> Sides<'a> {
             };
             let locks = (area.lock_rounds()? - before) as f64 / (operations * u64::from(threads)) as f64;
             Ok(figures.into_iter().chain([own.then_some(locks)]).collect())
-        };
-        self.sides.push(Side { name, run: Box::new(run) });
+        })
     }
 }
 
@@ -206,7 +195,7 @@ fn measure<'a>(
     args: &Alloc,
     bar: &indicatif::ProgressBar,
 ) -> Result<(Vec<&'static str>, Vec<Columns>)> {
-    let mut sides = Sides { area, case, threads, nanos: args.millis * 1_000_000, sides: Vec::new() };
+    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.millis * 1_000_000 });
     sides.add(FROZEN, FrozenBlocks(&area.frames), true);
     if args.counted {
         sides.add(COUNTED, CountedPages(&area.frames), true);

@@ -4,6 +4,7 @@
 //! (a kernel's direct map is made of those).
 
 use crate::args::Kind;
+use crate::frames::peers::{Locked, Peer, Visit};
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::size::Size;
@@ -151,6 +152,47 @@ pub struct Side<'a> {
     pub name: &'static str,
     /// Measures once.
     pub run: Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>,
+}
+
+/// What a comparison has every side do.
+pub trait Work<'a>: Copy {
+    /// One run of it with an allocator. `own` says that it is the area's, whose lock rounds are then counted.
+    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
+    where
+        S: Source<Host<'a>> + Sync + 'a,
+        S::Block: Send;
+}
+
+/// Collects the sides of one comparison.
+pub struct Sides<'a, W> {
+    area: &'a Area<'a>,
+    work: W,
+    /// So far.
+    pub sides: Vec<Side<'a>>,
+}
+
+impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
+    /// None so far.
+    pub fn new(area: &'a Area<'a>, work: W) -> Self {
+        Sides { area, work, sides: Vec::new() }
+    }
+
+    /// Adds a side; see [`Work::with`].
+    pub fn add<S>(&mut self, name: &'static str, source: S, own: bool)
+    where
+        S: Source<Host<'a>> + Sync + 'a,
+        S::Block: Send,
+    {
+        self.sides.push(Side { name, run: self.work.with(self.area, source, own) });
+    }
+}
+
+impl<'a, W: Work<'a> + 'a> Visit for Sides<'a, W> {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        let peer = Locked::<T>::new(self.area.extent)?;
+        self.add(T::NAME, peer, false);
+        Ok(())
+    }
 }
 
 /// Figures of one side by column, over all runs.

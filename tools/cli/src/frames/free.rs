@@ -3,9 +3,9 @@
 
 use super::parts;
 use crate::document::Row;
-use crate::frames::area::{Area, Columns, Plan, Side, alternate, cell, figure};
+use crate::frames::area::{Area, Columns, Plan, Sides, Work, alternate, cell, figure};
 use crate::frames::args::Free;
-use crate::frames::peers::{self, Locked, Peer, Visit};
+use crate::frames::peers::{self, Peer, Visit};
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::stats::Samples;
@@ -58,7 +58,7 @@ pub fn run(args: &Free) -> Result<()> {
     }
     let (mut rows, mut goals) = (Vec::new(), Goals::new());
     for order in &args.order {
-        let mut sides = Sides { area: &area, args, order: *order, sides: Vec::new() };
+        let mut sides = Sides::new(&area, Blocks { args, order: *order });
         sides.add(COUNTED, CountedPages(&area.frames), true);
         sides.add(FROZEN, FrozenBlocks(&area.frames), true);
         peers::each(args.measured.no_peers, &mut sides)?;
@@ -136,33 +136,23 @@ impl Visit for Names {
     }
 }
 
-/// The sides of one table.
-struct Sides<'a> {
-    area: &'a Area<'a>,
+/// The work of one table.
+#[derive(Clone, Copy)]
+struct Blocks<'a> {
     args: &'a Free,
     order: Order,
-    sides: Vec<Side<'a>>,
 }
 
-impl Visit for Sides<'_> {
-    fn visit<T: Peer>(&mut self) -> Result<()> {
-        let peer = Locked::<T>::new(self.area.extent)?;
-        self.add(T::NAME, peer, false);
-        Ok(())
-    }
-}
-
-impl<'a> Sides<'a> {
-    /// Adds a side. `own` says that it uses the area's allocator, whose lock rounds are then counted.
-    fn add<S>(&mut self, name: &'static str, source: S, own: bool)
+impl<'a> Work<'a> for Blocks<'a> {
+    fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
     where
         S: Source<Host<'a>> + Sync + 'a,
         S::Block: Send,
     {
-        let Sides { area, args, order, .. } = *self;
+        let Blocks { args, order } = self;
         let (n, held) = (blocks(args, order), held(args, area.extent.pages(), order));
         let mut turn = 0_u32;
-        let run = move || {
+        Box::new(move || {
             let mut extents = vec![Extent::default(); held as usize];
             // Either way first, by turns.
             turn += 1;
@@ -202,8 +192,7 @@ impl<'a> Sides<'a> {
             let speedup = each.zip(range).map(|(each, range)| each / range);
             let taking = range.map(|_| taking.each());
             Ok(vec![taking, range, each, speedup, Some(whole), locks])
-        };
-        self.sides.push(Side { name, run: Box::new(run) });
+        })
     }
 }
 
