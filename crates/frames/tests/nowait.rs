@@ -1,12 +1,13 @@
-//! Freeing without waiting while somebody else really holds the node's lock.
+//! Allocating and freeing without waiting, also while somebody else really holds the node's lock.
 
 mod support;
 
+use hugemm_base::Order;
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_frames::{AllocError, Config, Env, Frames, Request};
 use std::sync::atomic::{AtomicU32, Ordering};
-use support::{Memory, Threads, arena, extent};
+use support::{Memory, Threads, arena, extent, with_one_arena};
 
 /// Who gives the lock back next keeps it until the other thread says so.
 static STAGE: AtomicU32 = AtomicU32::new(IDLE);
@@ -92,4 +93,16 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
     assert_eq!((stats.free, stats.deferred), (4096, 0));
     let all = Request::order(hugemm_base::Order::new(12).expect("valid"));
     frames.free(&cx, frames.alloc(&cx, all).expect("merged again"));
+}
+
+/// Nothing waits: what cannot be freed at once is queued and counted, and freed by whoever has the lock next.
+#[test]
+fn nothing_is_lost_by_not_waiting() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let cx = threads.cx();
+        let block = frames.alloc_nowait(Request::order(Order::new(3).expect("valid"))).expect("nobody holds the lock");
+        frames.free_nowait(block);
+        assert_eq!(frames.alloc_nowait(Request::order(Order::MAX)), Err(AllocError::OutOfMemory));
+        assert_eq!(frames.stats(&cx).free, 1024);
+    });
 }

@@ -1,0 +1,69 @@
+//! Claims of particular frames.
+
+use super::support::{Threads, extent, with_one_arena};
+use super::{order, request};
+use hugemm_base::{CpuCx, Dirty, Extent, Pfn};
+use hugemm_frames::{AllocError, ClaimError, Frozen, NoMigration};
+
+/// C17 in small, and what a claim does with what is in the way.
+#[test]
+fn claims_take_migrate_or_roll_back() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let range = extent(1024, 1024);
+        let taken = frames.claim(&mut cx, range, &mut NoMigration).expect("free").into_extent();
+        assert_eq!(frames.claim(&mut cx, range, &mut NoMigration), Err(ClaimError::InUse(range.base())));
+        assert_eq!(frames.stats(&cx).isolated, 0, "rolled back");
+        // SAFETY: claimed above.
+        frames.free_extent(&cx, unsafe { Dirty::assume_owned(taken) });
+        assert_eq!(frames.stats(&cx).blocks[12], 1);
+        assert_eq!(frames.claim(&mut cx, extent(1, 512), &mut NoMigration), Err(ClaimError::Misaligned));
+        assert_eq!(frames.claim(&mut cx, extent(4096, 512), &mut NoMigration), Err(ClaimError::NotManaged));
+        // A page in use, a page in the cache.
+        let mut held = Some(frames.alloc(&cx, request(0).movable()).expect("memory"));
+        let at = held.as_ref().map(|b| b.pfn()).expect("held");
+        let around = Extent::block(at, order(9));
+        assert!(frames.claim(&mut cx, around, &mut NoMigration).is_err());
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
+            assert!(block.contains(at));
+            held.take().map(|b| frames.free(&threads.cx(), b)).is_some()
+        };
+        let taken = frames.claim(&mut cx, around, &mut migrate).expect("migrated");
+        assert_eq!(taken.extent(), around);
+        frames.free_extent(&cx, taken);
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).blocks[12], 1);
+    });
+}
+
+/// What a claim has isolated is free and yet not to be had, though it lies lowest and other blocks of its kind are free.
+#[test]
+fn isolated_blocks_are_not_allocated() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let cx = threads.cx();
+        let held: Vec<Frozen> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
+        // The first of the two that are claimed is free, the second in use until it is migrated.
+        let mut left: Vec<Option<Frozen>> = held.into_iter().map(Some).collect();
+        left.sort_by_key(|block| block.as_ref().map(|block| block.pfn()));
+        frames.free(&cx, left[0].take().expect("held"));
+        frames.free(&cx, left[3].take().expect("held"));
+        frames.drain(&cx);
+        let mut claimer = threads.cx();
+        let mut got = None;
+        let mut migrate = |_: &mut CpuCx<'_, Threads>, _: Extent| {
+            // Twice: one is free elsewhere, and the isolated one is not given instead of the other.
+            got = frames.alloc(&cx, request(9)).ok();
+            assert_eq!(frames.alloc(&cx, request(9)), Err(AllocError::OutOfMemory));
+            frames.free(&cx, left[1].take().expect("in use"));
+            true
+        };
+        let claimed = frames.claim(&mut claimer, extent(0, 1024), &mut migrate).expect("emptied");
+        assert_eq!(got.as_ref().map(|block| block.pfn()), Some(Pfn::new(1536)));
+        frames.free_extent(&cx, claimed);
+        for block in [got, left[2].take()].into_iter().flatten() {
+            frames.free(&cx, block);
+        }
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).extents(order(11)), 1);
+    });
+}

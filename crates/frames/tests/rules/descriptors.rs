@@ -1,0 +1,69 @@
+//! What descriptors are used for, and that those of tails are not.
+
+use super::request;
+use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{Dirty, ExtentChain, Order, Pfn};
+use hugemm_frames::{ArenaSpec, Config, Descriptor, Frozen, Put};
+use std::ptr::NonNull;
+
+/// Descriptors of tails may be anything, and are never written: here they do not even exist for all but the first
+/// frame of each 2 MiB while it is allocated as one block.
+#[test]
+fn tails_are_dont_care() {
+    let pages = 2048_usize;
+    let mut descriptors: Vec<Descriptor> = (0..pages).map(|_| Descriptor::default()).collect();
+    let spec = ArenaSpec { descriptors: NonNull::new(descriptors.as_mut_ptr()), ..arena(0, pages as u64, 0) };
+    let arenas = [spec];
+    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    release(&frames, extent(0, pages as u64));
+    let threads = Threads::default();
+    Threads::run_as(0);
+    let cx = threads.cx();
+    let garbage = 0xdead_beef_dead_beef;
+    let held: Vec<Frozen> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();
+    for block in &held {
+        for tail in block.extent().base().number() + 1..block.extent().end().number() {
+            for word in 0..8 {
+                frames.descriptor(Pfn::new(tail)).expect("managed").store(word, garbage);
+            }
+        }
+    }
+    // Freed, merged, allocated as one, freed in part: all without a look at a tail.
+    for block in held {
+        frames.free(&cx, block);
+    }
+    frames.drain(&cx);
+    let whole = frames.alloc(&cx, request(11)).expect("merged");
+    let counted = frames.count(whole).expect("fresh");
+    assert_eq!(frames.put(&cx, counted), Ok(Put::Last));
+    for tail in (0..pages as u64).filter(|tail| tail % 512 != 0) {
+        assert_eq!(frames.descriptor(Pfn::new(tail)).expect("managed").load(3), garbage, "tail {tail} was written");
+    }
+    // Nor does a split write any: what the heads that it makes say is their owner's business, as after an allocation.
+    let run = frames.split(frames.alloc(&cx, request(9)).expect("memory"), Order::ZERO);
+    for frame in run.extent().base().number() + 1..run.extent().end().number() {
+        assert_eq!(frames.descriptor(Pfn::new(frame)).expect("managed").load(3), garbage, "page {frame} was written");
+    }
+    frames.free_extent(&cx, run.into_dirty());
+}
+
+#[test]
+fn chains_of_extents_live_in_descriptors() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut chain = ExtentChain::new();
+        for _ in 0..100 {
+            let block = frames.alloc(&cx, request(2)).expect("memory");
+            chain.push(frames, block.into_dirty().into_extent());
+        }
+        assert_eq!(chain.pages(), 400);
+        while let Some(extent) = chain.pop(frames) {
+            // SAFETY: on the chain, hence owned.
+            frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent) });
+        }
+        assert_eq!(frames.stats(&cx).available(), 2048);
+    });
+}

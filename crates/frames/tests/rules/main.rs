@@ -1,0 +1,33 @@
+//! One test per rule of the checklist that random operations do not single out, by subject.
+
+mod claims;
+mod configuration;
+mod counted;
+mod descriptors;
+mod places;
+mod ranges;
+mod shortage;
+mod slabs;
+#[path = "../support/mod.rs"]
+mod support;
+mod zero;
+
+use hugemm_base::platform::Instrumented;
+use hugemm_base::{CounterSnapshot, CpuCx, Order};
+use hugemm_frames::Request;
+use support::Threads;
+
+fn order(order: u32) -> Order {
+    Order::new(order).expect("valid")
+}
+
+fn request(o: u32) -> Request {
+    Request::order(order(o))
+}
+
+/// A 1 GiB region without the cost of one: tests under Miri use less.
+const GIB: u64 = 1 << 18;
+
+fn counters(cx: &CpuCx<'_, Threads>) -> CounterSnapshot {
+    cx.platform().counters().snapshot()
+}

@@ -1,0 +1,167 @@
+//! Where blocks come from: nodes, mobility, low memory, chunks.
+
+use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use super::{GIB, order, request};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{NodeId, Order};
+use hugemm_frames::{AllocError, Config, From, Frozen};
+
+#[test]
+fn nodes_are_preferred_and_fallen_back_from() {
+    let arenas = [arena(0, 512, 0), arena(512, 512, 1)];
+    let config = Config { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(1), NodeId(0)] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    release(&frames, extent(0, 1024));
+    let threads = Threads::default();
+    Threads::run_as(0);
+    let cx = threads.cx();
+    let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").0;
+    let local = frames.alloc(&cx, request(0)).expect("memory");
+    let other = frames.alloc(&cx, request(0).from(From::Prefer(NodeId(0)))).expect("memory");
+    assert_eq!((node(&local), node(&other)), (1, 0));
+    frames.free(&cx, local);
+    frames.free(&cx, other);
+    frames.drain(&cx);
+    let all = frames.alloc(&cx, request(9).from(From::Only(NodeId(1)))).expect("memory");
+    assert_eq!(frames.alloc(&cx, request(0).from(From::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
+    assert_eq!(frames.alloc(&cx, request(0).from(From::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
+    let fallen = frames.alloc(&cx, request(0)).expect("fallback");
+    assert_eq!(node(&fallen), 0);
+    frames.free(&cx, fallen);
+    frames.free(&cx, all);
+}
+
+#[test]
+fn mobility_groups_by_2_mib() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut held: Vec<Frozen> = Vec::new();
+        for round in 0..600 {
+            let request = if round % 2 == 0 { request(0) } else { request(0).movable() };
+            held.push(frames.alloc(&cx, request).expect("memory"));
+        }
+        for a in &held {
+            for b in held.iter().take(50) {
+                let same_block = a.pfn().number() / 512 == b.pfn().number() / 512;
+                assert!(!same_block || a.mobility() == b.mobility(), "{a:?} and {b:?} share a block");
+            }
+        }
+        let scattered = frames.stats(&cx).fragmentation_permille(order(12));
+        assert_eq!(scattered, 1000);
+        for block in held {
+            frames.free(&cx, block);
+        }
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).fragmentation_permille(order(12)), 0);
+        assert_eq!(frames.stats(&cx).extents(order(9)), 8);
+    });
+}
+
+/// What lies high is not handed out again while there is room below: not from a cache, and not from the holes of a higher
+/// 1 GiB either, unless one is just as large as a larger block.
+#[test]
+#[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
+fn low_memory_is_used_first() {
+    with_one_arena(GIB, GIB + 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        blocks.sort_by_key(|block| block.pfn());
+        let (high, low) = (blocks.pop().expect("some"), blocks.remove(0));
+        let (high_extent, low_extent) = (high.extent(), low.extent());
+        frames.free(&cx, low);
+        frames.drain(&cx);
+        let first = frames.alloc(&cx, request(0)).expect("memory");
+        assert!(low_extent.contains(first.pfn()));
+        // Freed last, but high: the cache does not hand it out again.
+        let mut pages = frames.split(high, Order::ZERO);
+        frames.free(&cx, pages.pop().expect("a page"));
+        let mut held = vec![first];
+        for _ in 0..100 {
+            let page = frames.alloc(&cx, request(0)).expect("memory");
+            assert!(low_extent.contains(page.pfn()), "{page:?}");
+            held.push(page);
+        }
+        // Holes in the second 1 GiB, a whole 2 MiB in the first: that is divided.
+        let kept = pages.pop().expect("a page");
+        frames.free_extent(&cx, pages.into_dirty());
+        held.drain(..).for_each(|page| frames.free(&cx, page));
+        frames.drain(&cx);
+        let block = frames.alloc(&cx, request(3)).expect("memory");
+        assert!(low_extent.contains(block.pfn()) && !high_extent.contains(block.pfn()), "{block:?}");
+        frames.free(&cx, block);
+        frames.drain(&cx);
+        // A hole that is filled by just one block of an order that is never cached is worth more than a fresh 2 MiB.
+        let exact = frames.alloc(&cx, request(4)).expect("memory");
+        assert!(high_extent.contains(exact.pfn()), "{exact:?}");
+        frames.free(&cx, exact);
+        frames.free(&cx, kept);
+        blocks.into_iter().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).blocks[18], 1);
+    });
+}
+
+/// Several 2 MiB blocks of a cache, from different words and regions, refused ones among them, reach the node as they are.
+#[test]
+#[cfg_attr(miri, ignore = "more than a gibibyte of descriptors")]
+fn cached_2_mib_blocks_come_back_whole() {
+    with_one_arena(GIB, 2 * GIB, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        assert_eq!(blocks.len(), 1024);
+        // Every second one, from all over the place: no two of them adjoin.
+        let poisoned = blocks[700].pfn();
+        let (even, odd): (Vec<_>, Vec<_>) = blocks.drain(..).partition(|block| block.pfn().number() / 512 % 2 == 0);
+        even.into_iter().rev().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.blocks[9], stats.free), (512, 512 * 512));
+        frames.poison(&cx, poisoned);
+        odd.into_iter().for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.refused, stats.available()), (1, 2 * GIB - 1));
+        assert_eq!((stats.blocks[18], stats.extents(order(9))), (1, 1023));
+    });
+}
+
+/// Pages that two CPUs take by turns have their references on different lines, also where memory has holes; and where
+/// nothing else is left, they share.
+#[test]
+fn two_cpus_fill_their_caches_from_different_chunks() {
+    let arenas = [arena(0, 4096, 0)];
+    let config = Config { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    release(&frames, extent(0, 4096));
+    let threads = Threads::default();
+    let cx = threads.cx();
+    let mut held: [Vec<Frozen>; 2] = [Vec::new(), Vec::new()];
+    let chunks = |held: &[Vec<Frozen>; 2]| -> [std::collections::BTreeSet<u64>; 2] {
+        [0, 1].map(|cpu| held[cpu].iter().map(|block| block.pfn().number() >> 8).collect())
+    };
+    let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
+        for step in 0..count {
+            for (cpu, held) in held.iter_mut().enumerate() {
+                Threads::run_as(cpu as u32);
+                held.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
+            }
+        }
+    };
+    take(&mut held, 40);
+    let [zero, one] = chunks(&held);
+    assert!(zero.is_disjoint(&one), "{zero:?} {one:?}");
+    // Both 2 MiB in use stay few: a CPU goes on where it was.
+    assert!(zero.len() + one.len() <= 4, "{zero:?} {one:?}");
+    // All of the memory can be had.
+    let mut rest = Vec::new();
+    for cpu in [0, 1, 0, 1] {
+        Threads::run_as(cpu);
+        rest.extend(std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()));
+    }
+    let pages: u64 = held.iter().flatten().chain(&rest).map(|block| block.order().pages()).sum();
+    let cached = frames.stats(&cx).cached;
+    assert_eq!(pages + cached, 4096);
+    held.into_iter().flatten().chain(rest).for_each(|block| frames.free(&cx, block));
+}

@@ -1,0 +1,156 @@
+//! Freeing ranges and arrays of pages.
+
+use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use super::{GIB, counters, order, request};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
+use hugemm_frames::{ClaimError, Config, From, Poisoned, Put, RangeReport, RefError};
+
+/// C11, C6, X5: one lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
+#[test]
+#[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
+fn a_gibibyte_is_freed_in_one_lock_round() {
+    with_one_arena(GIB, GIB, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let rounds = |cx: &CpuCx<'_, Threads>| frames.stats(cx).lock_rounds;
+        let block = frames.alloc(&cx, request(18)).expect("memory");
+        let before = rounds(&cx);
+        frames.free(&cx, block);
+        assert_eq!(rounds(&cx) - before, 2, "one, and that of the statistics");
+        let block = frames.alloc(&cx, request(18)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let before = rounds(&cx);
+        let report = frames.free_range(&mut cx, whole);
+        assert_eq!(report, RangeReport { freed: GIB, runs: 1, ..RangeReport::default() });
+        assert_eq!(rounds(&cx) - before, 2);
+        let stats = frames.stats(&cx);
+        assert_eq!(stats.blocks[18], 1, "C13: largest blocks, not pages");
+        // Reschedule points, one per 512 MiB (C12): none after the last.
+        assert_eq!(counters(&cx).reschedules, 1);
+        // None where nobody may sleep.
+        let block = frames.alloc(&cx, request(18)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(frames.free_range(&mut cx, whole).freed, GIB);
+        assert_eq!(counters(&cx).reschedules, 1);
+    });
+}
+
+/// C3: the page somebody still references splits the run and is freed by its last put.
+#[test]
+fn extra_references_split_runs() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let block = frames.alloc(&cx, request(9)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let extra = Pfn::new(whole.base().number() + 77);
+        frames.get(extra).expect("held");
+        let report = frames.free_range(&mut cx, whole);
+        assert_eq!(report, RangeReport { freed: 511, kept: 1, runs: 2, ..RangeReport::default() });
+        assert_eq!(frames.stats(&cx).available(), 2047);
+        assert_eq!(frames.put(&cx, extra), Ok(Put::Last));
+        assert_eq!(frames.put(&cx, extra), Err(RefError::NotCounted));
+        assert_eq!(frames.stats(&cx).available(), 2048);
+    });
+}
+
+/// C4: refused pages split the run and never come back.
+#[test]
+fn poisoned_pages_split_runs_and_stay_out() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let block = frames.alloc(&cx, request(9)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let bad = Pfn::new(whole.base().number() + 100);
+        assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
+        assert_eq!(frames.poison(&cx, bad), Poisoned::Already);
+        let report = frames.free_range(&mut cx, whole);
+        assert_eq!(report, RangeReport { freed: 511, refused: 1, runs: 2, ..RangeReport::default() });
+        let free = Pfn::new(if whole.base().number() == 0 { 700 } else { 200 });
+        assert_eq!(frames.poison(&cx, free), Poisoned::Free);
+        let mut held = Vec::new();
+        while let Ok(block) = frames.alloc(&cx, request(0)) {
+            assert!(block.pfn() != bad && block.pfn() != free);
+            held.push(block);
+        }
+        assert_eq!(held.len(), 1022);
+        assert_eq!(frames.poison(&cx, Pfn::new(5000)), Poisoned::NotManaged);
+        for block in held {
+            frames.free(&cx, block);
+        }
+        assert_eq!(frames.stats(&cx).refused, 2);
+    });
+}
+
+/// C7, C8: heads and tails of folios, frozen and free pages and strangers are left alone; nothing is fine.
+#[test]
+fn ranges_of_other_things_are_left_alone() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let folio = frames.count(frames.alloc(&cx, request(4)).expect("memory")).expect("fresh");
+        let frozen = frames.alloc(&cx, request(0)).expect("memory");
+        let report = frames.free_range(&mut cx, extent(0, 3000));
+        assert_eq!(report, RangeReport { invalid: 3000, ..RangeReport::default() });
+        assert_eq!(frames.free_range(&mut cx, extent(0, 0)), RangeReport::default());
+        assert_eq!(frames.references(folio), 1);
+        // Tails are never counted.
+        let tail = Pfn::new(folio.number() + 1);
+        assert_eq!(frames.get(tail), Err(RefError::NotCounted));
+        assert_eq!(frames.try_get(&cx, tail), Ok(false));
+        assert_eq!(frames.head_of(tail), Some((folio, order(4))));
+        assert_eq!(frames.put(&cx, folio), Ok(Put::Last));
+        frames.free(&cx, frozen);
+        assert_eq!(frames.stats(&cx).available(), 2048);
+    });
+}
+
+/// C15: arrays, sorted or not, with strangers among them.
+#[test]
+fn arrays_are_freed_by_runs() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let block = frames.alloc(&cx, request(10)).expect("memory");
+        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let mut pages: Vec<Pfn> = (whole.base().number()..whole.end().number()).map(Pfn::new).collect();
+        let report = frames.free_array(&mut cx, &pages[..100]);
+        assert_eq!((report.freed, report.runs), (100, 1));
+        pages.drain(..100);
+        pages.reverse();
+        pages.push(Pfn::new(1 << 30));
+        let report = frames.free_unsorted(&mut cx, &mut pages);
+        assert_eq!((report.freed, report.runs, report.invalid), (924, 1, 1));
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).blocks[12], 1);
+    });
+}
+
+/// C5, C19: arenas that adjoin share nothing.
+#[test]
+fn ranges_split_at_the_border_of_arenas() {
+    let arenas = [arena(0, 768, 0), arena(768, 768, 1)];
+    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    release(&frames, extent(0, 1536));
+    let threads = Threads::default();
+    Threads::run_as(0);
+    let mut cx = threads.cx();
+    let left = frames.claim_exact(&cx, extent(512, 256)).expect("free").into_extent();
+    let right = frames.claim_exact(&cx, extent(768, 256)).expect("free").into_extent();
+    assert_eq!(frames.claim_exact(&cx, extent(400, 512)), Err(ClaimError::NotManaged));
+    let both = left.join(right).expect("adjoining");
+    // SAFETY: claimed above.
+    assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);
+    assert_eq!(frames.node_stats(&cx, NodeId(0)).available(), 768);
+    assert_eq!(frames.node_stats(&cx, NodeId(1)).available(), 768);
+    // And of counted ones: two runs.
+    let mut held: Vec<Pfn> = Vec::new();
+    for node in [0, 1] {
+        while let Ok(block) = frames.alloc(&cx, request(0).from(From::Only(NodeId(node)))) {
+            held.push(frames.count(block).expect("fresh"));
+        }
+    }
+    assert_eq!(held.len(), 1536);
+    let report = frames.free_range(&mut cx, extent(0, 1536));
+    assert_eq!(report, RangeReport { freed: 1536, runs: 2, ..RangeReport::default() });
+}

@@ -1,0 +1,83 @@
+//! Allocations that fail.
+
+use super::request;
+use super::slabs::Bytes;
+use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use super::zero::CountingZeroer;
+use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
+use hugemm_base::{CpuCx, Order, Pressure, Shortfall};
+use hugemm_frames::{Config, Frames, Frozen, Mobility, NoMigration, Plain, Slab};
+use std::cell::RefCell;
+
+#[test]
+fn pressure_is_asked_with_nothing_locked() {
+    struct Hoard<'a, 'm>(&'a Frames<'m, Plain<NoFaults>>, RefCell<Vec<Frozen>>);
+    impl Pressure<Threads> for Hoard<'_, '_> {
+        fn relieve(&self, cx: &mut CpuCx<'_, Threads>, need: Shortfall) -> u64 {
+            assert_eq!((need.order, need.pages, need.node), (Order::ZERO, 1, None));
+            // Would wait for ever if a lock were held.
+            self.1.borrow_mut().pop().map_or(0, |block| {
+                self.0.free(cx, block);
+                1
+            })
+        }
+    }
+    with_one_arena(0, 512, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let mut held = Vec::new();
+        while let Ok(block) = frames.alloc(&cx, request(0)) {
+            held.push(block);
+        }
+        let hoard = Hoard(frames, RefCell::new(held));
+        let block = frames.alloc_or_relieve(&mut cx, request(0), &hoard).expect("relieved");
+        frames.free(&cx, block);
+        for block in hoard.1.take() {
+            frames.free(&cx, block);
+        }
+        assert_eq!(frames.stats(&cx).available(), 512);
+    });
+}
+
+/// X4: every place where an allocation can fail, failed in turn; each time everything is there afterwards.
+#[test]
+fn every_allocation_point_can_fail() {
+    let runs = every_fault(|plan: &FaultPlan| {
+        let arenas = [arena(0, 1024, 0)];
+        let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let memory = Memory::for_config(&config);
+        let frames = memory.manager(&config, plan);
+        release(&frames, extent(0, 1024));
+        let threads = Threads::default();
+        Threads::run_as(0);
+        let mut cx = threads.cx();
+        let map = Bytes::new(1024);
+        let zeroer = CountingZeroer::new();
+        let slab: Slab = Slab::new(100, 4).expect("fits");
+        let mut blocks = Vec::new();
+        blocks.extend(frames.alloc(&cx, request(0)).ok());
+        blocks.extend(frames.alloc(&cx, request(5).movable()).ok());
+        blocks.extend(frames.alloc_zeroed(&mut cx, request(3), &zeroer).ok());
+        blocks.extend(frames.alloc_nowait(request(1)).ok());
+        let object = slab.alloc(&frames, &cx, &map).ok();
+        let exact = frames.claim_exact(&cx, extent(1000, 10)).ok();
+        let claimed = frames.claim(&mut cx, extent(512, 512), &mut NoMigration).ok();
+        for block in blocks {
+            frames.free(&cx, block);
+        }
+        if let Some(object) = object {
+            // SAFETY: ours, once.
+            unsafe { slab.free(&frames, &cx, &map, object) };
+        }
+        // SAFETY: the only manager and map.
+        unsafe { slab.trim(&frames, &cx, &map) };
+        for dirty in exact.into_iter().chain(claimed) {
+            frames.free_extent(&cx, dirty);
+        }
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!(stats.free, 1024, "{stats:?}");
+        assert_eq!(stats.blocks[10], 1, "{stats:?}");
+        let _ = Mobility::ALL;
+    });
+    assert_eq!(runs, 8, "seven points, and the run in which none fails");
+}

@@ -1,0 +1,70 @@
+//! Small objects.
+
+use super::support::with_one_arena;
+use hugemm_base::platform::{PhysMap, Window};
+use hugemm_base::{Extent, VirtAddr};
+use hugemm_frames::Slab;
+use std::cell::UnsafeCell;
+use std::ptr::NonNull;
+
+/// Frames with bytes: 4 KiB each, from a vector.
+pub(crate) struct Bytes(Vec<Page>);
+
+impl Bytes {
+    pub(crate) fn new(frames: usize) -> Self {
+        Bytes((0..frames).map(|_| Page(UnsafeCell::new([0; 4096]))).collect())
+    }
+}
+
+#[repr(C, align(4096))]
+struct Page(UnsafeCell<[u8; 4096]>);
+
+// SAFETY: every frame's window is its own page of the vector, which lives as long as the map.
+unsafe impl PhysMap for Bytes {
+    fn open(&self, extent: Extent, _user: Option<VirtAddr>) -> Option<Window> {
+        let page = self.0.get(extent.base().number() as usize)?;
+        Some(Window { ptr: page.0.get().cast(), pages: 1 })
+    }
+}
+
+#[test]
+fn slabs_take_and_give_frames_and_never_overlap() {
+    with_one_arena(0, 64, 1, |frames, threads| {
+        let cx = threads.cx();
+        let map = Bytes::new(64);
+        assert!(Slab::<hugemm_base::lock::SpinLock>::new(4096, 8).is_none());
+        assert!(Slab::<hugemm_base::lock::SpinLock>::new(8, 3).is_none());
+        for (size, align) in [(1, 1), (24, 8), (64, 64), (100, 4), (1000, 8), (2000, 16), (4032, 64)] {
+            let slab: Slab = Slab::new(size, align).expect("fits");
+            let mut held: Vec<NonNull<u8>> = Vec::new();
+            while let Ok(object) = slab.alloc(frames, &cx, &map) {
+                assert_eq!(object.as_ptr().addr() % align, 0);
+                // SAFETY: the object is `size` bytes of ours.
+                unsafe { object.write_bytes(held.len() as u8, size) };
+                held.push(object);
+                if held.len() == if cfg!(miri) { 9 } else { 3000 } {
+                    break;
+                }
+            }
+            let stats = slab.stats(&cx);
+            assert_eq!(stats.objects, held.len() as u64);
+            assert_eq!(stats.frames, stats.objects.div_ceil(slab.per_frame().into()));
+            for (index, object) in held.iter().enumerate() {
+                // SAFETY: as above.
+                let bytes = unsafe { std::slice::from_raw_parts(object.as_ptr(), size) };
+                assert!(bytes.iter().all(|b| *b == index as u8), "objects overlap");
+            }
+            // In an order that is neither first nor last in, first out.
+            while !held.is_empty() {
+                let object = held.swap_remove(held.len() * 7 % held.len().max(1) / 2);
+                // SAFETY: ours, once.
+                unsafe { slab.free(frames, &cx, &map, object) };
+            }
+            assert_eq!(slab.stats(&cx).frames, 1, "one is kept");
+            // SAFETY: the only manager and map.
+            unsafe { slab.trim(frames, &cx, &map) };
+            assert_eq!(slab.stats(&cx).frames, 0);
+            assert_eq!(frames.stats(&cx).available(), 64);
+        }
+    });
+}
