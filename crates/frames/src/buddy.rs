@@ -195,11 +195,10 @@ impl<'m, E: Env> Frames<'m, E> {
     /// looked.
     ///
     /// That is the lowest place with enough in one piece among those of the mobility, then a fresh 2 MiB block, and only
-    /// then the other mobility, its largest block; but a fresh 2 MiB block in a lower 1 GiB comes first, so that high ones
+    /// then the other mobility, its largest block. But a fresh 2 MiB block in a lower 1 GiB comes first, so that high ones
     /// become whole again, unless the place is just as large as is asked for and of an order that no cache holds. Within
-    /// each step, whoever wants zeroes gets them first and whoever does
-    /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and
-    /// fresh blocks before anything dirty.
+    /// each step, whoever wants zeroes gets them first and whoever does not leaves them for last; but a request for zeroes
+    /// goes through all known-zero memory of its own mobility and fresh blocks before anything dirty.
     pub(crate) fn take_up_to(
         &self,
         lists: &mut FreeLists,
@@ -219,13 +218,12 @@ impl<'m, E: Env> Frames<'m, E> {
                 return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
             }
         }
+        let fresh = if want_zero { Sought::Zero } else { Sought::Dirty };
         for known in prefer {
             let Some(found) = lists.find(&places, order, mobility, known) else { continue };
             let list = List::Small(mobility, known);
             let exact = found == order && !pcp::is_stocked(order);
-            let fresh = || self.lowest_2m(lists, if want_zero { Sought::Zero } else { Sought::Dirty });
-            let lower = if exact { None } else { fresh() };
-            if lower.is_some_and(|region| region < places.region(list, found)) {
+            if !exact && self.lowest_2m(lists, fresh).is_some_and(|region| region < places.region(list, found)) {
                 break;
             }
             return self.carve(lists, found, list, order, most, own);
