@@ -228,8 +228,8 @@ impl<'m, E: Env> Frames<'m, E> {
         let block = block.soiled();
         if let Some(own) = own
             && own.mailbox.is_quiet()
-            && own.is_near(block.pfn())
             && let Some(class) = own.class_of(&block)
+            && own.is_near(class, block.pfn())
         {
             return match class.push(block) {
                 Ok(()) => {}
@@ -254,7 +254,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut block = block;
         let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
         if let Some(class) = class.filter(|class| class.enabled()) {
-            let far = own.is_some_and(|own| own.is_far(&block));
+            let far = own.is_some_and(|own| own.is_far(class, &block));
             for _ in 0..if far { 2 } else { 0 } {
                 match class.push_leaver(block) {
                     Ok(()) => return,

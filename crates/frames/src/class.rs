@@ -28,8 +28,10 @@ pub(crate) struct Class<'m> {
     last: AtomicU64,
     /// Where the watermark starts, and what it shrinks to.
     least: u64,
-    /// Blocks on their way to the node, which are not to be allocated from here: how many, and which.
+    /// How many blocks are on their way to the node, which are not to be allocated from here.
     leaving: AtomicU64,
+    /// How many frames, from the CPU's first local one on, are near: see [`PerCpu::is_near`](crate::pcp::PerCpu::is_near).
+    near: AtomicU64,
 }
 
 #[cfg(not(loom))]
@@ -37,11 +39,23 @@ const _: () = assert!(size_of::<Class<'_>>() == 64);
 
 // Relaxed throughout: only the owner writes, and nobody draws a conclusion from what they read (see the protocol).
 impl<'m> Class<'m> {
-    /// A class over entries of which one in [`LEAVERS`] is for those that leave, with a watermark of `least` at least.
-    pub(crate) fn new(entries: &'m [AtomicU64], least: u64) -> Self {
+    /// A class over entries of which one in [`LEAVERS`] is for those that leave, with a watermark of `least` at least, to
+    /// which `near` frames are near.
+    pub(crate) fn new(entries: &'m [AtomicU64], least: u64, near: u64) -> Self {
         let least = least.min((entries.len() - entries.len() / LEAVERS) as u64);
         let (len, high, last) = (AtomicU64::new(0), AtomicU64::new(least), AtomicU64::new(NEITHER));
-        Class { len, high, entries, last, least, leaving: AtomicU64::new(0) }
+        Class { len, high, entries, last, least, leaving: AtomicU64::new(0), near: AtomicU64::new(near) }
+    }
+
+    /// How many frames are near.
+    #[inline]
+    pub(crate) fn near(&self) -> u64 {
+        self.near.load(Ordering::Relaxed)
+    }
+
+    /// From now on, `frames` are near.
+    pub(crate) fn set_near(&self, frames: u64) {
+        self.near.store(frames, Ordering::Relaxed);
     }
 
     /// How many there may ever be to allocate from.
@@ -221,7 +235,7 @@ mod tests {
     #[test]
     fn a_class_grows_for_streaks_only() {
         let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST);
+        let class = Class::new(&entries, LEAST, u64::MAX);
         // Both ways by turns: as small as can be.
         for _ in 0..4 {
             assert_eq!(class.want(), LEAST / 2);
@@ -236,7 +250,7 @@ mod tests {
     #[test]
     fn blocks_that_leave_are_a_change_of_direction() {
         let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST);
+        let class = Class::new(&entries, LEAST, u64::MAX);
         for pfn in 0..8 {
             assert_eq!(class.want(), LEAST / 2, "no reason to fetch more: as much is given back");
             assert_eq!(class.push_leaver(block(pfn)), Ok(()));
@@ -247,7 +261,7 @@ mod tests {
     #[test]
     fn the_highest_go_and_those_that_leave_are_not_handed_out() {
         let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
-        let class = Class::new(&entries, LEAST);
+        let class = Class::new(&entries, LEAST, u64::MAX);
         for pfn in [5, 1, 7, 3] {
             assert_eq!(class.push(block(pfn)), Ok(()));
         }

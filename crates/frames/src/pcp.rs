@@ -20,7 +20,8 @@
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //!
 //! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones.
-//!   So what is freed above the place where the last refill found room is only gathered, and goes back to the node.
+//!   So what is freed above the 2 MiB where the class's last refill found room is only gathered. All that is gathered goes
+//!   back before this CPU takes anything from the node: it may be the lowest place, or merge with what is there.
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
@@ -50,8 +51,11 @@ const LEAST_2M: u64 = 2;
 /// For so many entries of a class there is one more for a block that is not to be allocated from it again.
 const LEAVERS: u64 = 4;
 
-/// log2 of the frames of which all are near if one is: 128 MiB.
-const NEAR_SHIFT: u32 = 15;
+/// log2 of the frames of which all are near to a class of blocks of `order` if one is: 2 MiB; of 2 MiB blocks 128 MiB, because
+/// a refill brings many.
+const fn near_shift(order: u32) -> u32 {
+    if order == BLOCK_ORDER { 15 } else { BLOCK_ORDER }
+}
 
 /// Orders, as bits, that are allocated from the cache. The others are only gathered there on their way to the node.
 const STOCKED: u32 = 0b10_0000_1111;
@@ -137,8 +141,6 @@ pub(crate) struct PerCpu<'m> {
     pub(crate) chunks: Chunks,
     /// Frames that are certainly on the node.
     local: Extent,
-    /// How many of them, from the first on, are near: see [`is_near`](PerCpu::is_near).
-    near: AtomicU64,
     classes: [Class<'m>; CLASSES],
 }
 
@@ -174,30 +176,32 @@ impl<'m> PerCpu<'m> {
             let most = capacities[class / 2];
             let (own, others) = rest.split_at_checked((most + most / LEAVERS) as usize).unwrap_or((&[], rest));
             rest = others;
-            Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST })
+            Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST }, local.pages())
         });
-        let (mailbox, near) = (Mailbox::new(AtomicU64::new(0)), AtomicU64::new(local.pages()));
-        PerCpu { mailbox, number, node, chunks: Chunks::default(), local, near, classes }
+        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0)), number, node, chunks: Chunks::default(), local, classes }
     }
 
-    /// Whether a freed frame may be allocated again from the cache: it is on the node at the first look, and no more than
-    /// 128 MiB above where the last refill found room. What lies higher is given back, so that high memory empties.
+    /// Whether a freed frame may be allocated again from a class: it is on the node at the first look, and no higher than the
+    /// 2 MiB (128 MiB for blocks of 2 MiB) where the class's last refill found room. What lies higher is given back, so that
+    /// high memory empties.
     #[inline]
-    pub(crate) fn is_near(&self, pfn: Pfn) -> bool {
-        // One comparison: what is below the base wraps. Relaxed: the owner's alone.
-        pfn.number().wrapping_sub(self.local.base().number()) < self.near.load(Ordering::Relaxed)
+    pub(crate) fn is_near(&self, class: &Class<'m>, pfn: Pfn) -> bool {
+        // One comparison: what is below the base wraps.
+        pfn.number().wrapping_sub(self.local.base().number()) < class.near()
     }
 
-    /// Whether a block is of an order that is allocated from the cache, on the node at the first look, and not near.
-    pub(crate) fn is_far(&self, block: &Frozen) -> bool {
-        is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(block.pfn())
+    /// Whether a block of the class is of an order that is allocated from the cache, on the node at the first look, and not
+    /// near.
+    pub(crate) fn is_far(&self, class: &Class<'m>, block: &Frozen) -> bool {
+        is_stocked(block.log()) && self.local.contains(block.pfn()) && !self.is_near(class, block.pfn())
     }
 
-    /// A refill found room at a frame: that is as far as near is.
-    pub(crate) fn found(&self, pfn: Pfn) {
+    /// A refill of a class of blocks of `order` found room at a frame: that is as far as near is.
+    pub(crate) fn found(&self, class: &Class<'m>, order: u32, pfn: Pfn) {
         if self.local.contains(pfn) {
-            let end = ((pfn.number() >> NEAR_SHIFT) + 1) << NEAR_SHIFT;
-            self.near.store((end - self.local.base().number()).min(self.local.pages()), Ordering::Relaxed);
+            let shift = near_shift(order);
+            let end = ((pfn.number() >> shift) + 1) << shift;
+            class.set_near((end - self.local.base().number()).min(self.local.pages()));
         }
     }
 

@@ -12,7 +12,7 @@ use crate::free2m::Batch;
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
-use crate::pcp::PerCpu;
+use crate::pcp::{self, PerCpu};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 
@@ -27,7 +27,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if order == BLOCK_ORDER {
             let batches = self.with_node(node, |lists| self.take_many_2m(lists, want));
             for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
-                own.found(taken.pfn);
+                own.found(class, order, taken.pfn);
                 // At most half of what the watermark allows.
                 let _ = class.push(Frozen::make(taken.pfn, size, mobility, taken.zero));
             }
@@ -40,7 +40,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 let most = order + (want - got).ilog2();
                 let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false, apart) else { break };
                 let Some(arena) = self.arena(taken.pfn) else { break };
-                own.found(taken.pfn);
+                own.found(class, order, taken.pfn);
                 self.note_chunk(own, arena, taken.pfn);
                 arena.map_split_even(taken.pfn, k, order, mobility);
                 // Last first, so that they come out in ascending order.
@@ -60,12 +60,15 @@ impl<'m, E: Env> Frames<'m, E> {
         class.drain_highest(count, |words| self.free_cached(node, order, words));
     }
 
-    /// Before anything is taken from the node: gives back the 2 MiB blocks that this CPU has on their way there, lest something
-    /// goes to higher memory instead.
+    /// Before anything is taken from the node: gives back the blocks that this CPU has on their way there, lest something
+    /// goes to higher memory instead, or splits what they would make.
     pub(crate) fn return_leavers(&self, own: &PerCpu<'m>) {
-        for class in Mobility::ALL.into_iter().filter_map(|mobility| own.class(BLOCK_ORDER, mobility)) {
+        for (class, order) in own.all().filter(|(class, _)| class.all() != 0) {
+            if !pcp::is_stocked(order) {
+                self.drain_class(class, order, own.node.0, class.len());
+            }
             if class.len() != class.all() {
-                self.drain_leavers(class, BLOCK_ORDER, own.node.0);
+                self.drain_leavers(class, order, own.node.0);
             }
         }
     }

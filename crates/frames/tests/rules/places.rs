@@ -165,3 +165,54 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
     assert_eq!(pages + cached, 4096);
     held.into_iter().flatten().chain(rest).for_each(|block| frames.free(&cx, block));
 }
+
+/// What is freed above the 2 MiB where its class found room last is not handed out again before what is free there, however
+/// close it is; and another class that finds room higher makes no difference.
+#[test]
+fn a_cache_keeps_to_the_lowest_2_mib_with_room() {
+    with_one_arena(0, 1 << 16, 1, |frames, threads| {
+        let cx = threads.cx();
+        let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
+        blocks.sort_by_key(|block| block.pfn());
+        let (low, next) = (blocks.remove(0), blocks.remove(0));
+        let (low_extent, next_extent) = (low.extent(), next.extent());
+        // The lowest 2 MiB has room for pages only.
+        let (kept, given): (Vec<Frozen>, Vec<Frozen>) = std::iter::from_fn({
+            let mut pages = frames.split(low, Order::ZERO);
+            move || pages.pop()
+        })
+        .partition(|page| page.pfn().number() % 2 == 0);
+        given.into_iter().for_each(|page| frames.free(&cx, page));
+        let mut pages = frames.split(next, Order::ZERO);
+        let high = pages.pop().expect("a page");
+        frames.free_extent(&cx, pages.into_dirty());
+        frames.drain(&cx);
+        let mut held = vec![frames.alloc(&cx, request(0)).expect("memory")];
+        let pair = frames.alloc(&cx, request(1)).expect("memory");
+        assert!(low_extent.contains(held[0].pfn()) && next_extent.contains(pair.pfn()));
+        frames.free(&cx, high);
+        for _ in 0..200 {
+            let page = frames.alloc(&cx, request(0)).expect("memory");
+            assert!(low_extent.contains(page.pfn()), "{page:?}");
+            held.push(page);
+        }
+        held.into_iter().chain(kept).chain([pair]).chain(blocks).for_each(|block| frames.free(&cx, block));
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).free, 1 << 16);
+    });
+}
+
+/// A block that is gathered on its way to the node, and what it makes there, is found by the next allocation.
+#[test]
+fn what_is_gathered_merges_before_anything_is_taken() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        let first = frames.alloc(&cx, request(4)).expect("memory");
+        let place = first.pfn();
+        frames.free(&cx, first);
+        assert_eq!(frames.stats(&cx).cached, 16, "gathered");
+        let larger = frames.alloc(&cx, request(8)).expect("memory");
+        assert_eq!(larger.pfn(), place);
+        frames.free(&cx, larger);
+    });
+}
