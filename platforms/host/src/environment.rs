@@ -134,7 +134,7 @@ pub struct KernelInfo {
     pub release: String,
     /// `uname -v`.
     pub version: String,
-    /// The command line it was booted with.
+    /// What it was booted with that bears on results; nothing else of its command line.
     pub command_line: Option<String>,
     /// The preemption model: `none`, `voluntary`, `full`, `lazy` or `rt`.
     pub preemption: Option<String>,

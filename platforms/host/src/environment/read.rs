@@ -69,7 +69,7 @@ pub(super) fn read_kernel(roots: &Roots) -> KernelInfo {
         preemption_source: source.map(str::to_owned),
         release,
         version,
-        command_line,
+        command_line: command_line.as_deref().map(what_matters),
     }
 }
 
@@ -106,6 +106,44 @@ pub(super) fn preemption(
     let models =
         [("PREEMPT_LAZY", "lazy"), ("PREEMPT_VOLUNTARY", "voluntary"), ("PREEMPT_NONE", "none"), ("PREEMPT", "full")];
     models.into_iter().find(|(option, _)| set(option)).map(|(_, model)| (model, "config"))
+}
+
+/// Parameters of the kernel that results depend on, by how their names begin.
+const MATTERS: [&str; 26] = [
+    "amd_pstate",
+    "cma",
+    "debug_pagealloc",
+    "default_hugepagesz",
+    "hugepages",
+    "hugetlb",
+    "idle",
+    "init_on_",
+    "intel_pstate",
+    "isolcpus",
+    "kpti",
+    "mem=",
+    "memmap",
+    "mitigations",
+    "no5lvl",
+    "nohz",
+    "nopti",
+    "nosmt",
+    "numa",
+    "page_",
+    "preempt",
+    "processor.max_cstate",
+    "pti",
+    "rcu_nocbs",
+    "slub_debug",
+    "transparent_hugepage",
+];
+
+/// What of a kernel's command line bears on results. The rest may name machines and secrets, and results are published.
+fn what_matters(command_line: &str) -> String {
+    // What follows a lone `--` is for the first process.
+    let words = command_line.split_whitespace().take_while(|word| *word != "--");
+    let kept = words.filter(|word| MATTERS.iter().any(|name| word.starts_with(name)));
+    kept.collect::<Vec<_>>().join(" ")
 }
 
 /// The last `name=value` on the kernel's command line.

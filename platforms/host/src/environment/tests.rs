@@ -52,6 +52,11 @@ fn everything_is_read_and_survives_json() {
     assert_eq!(env.kernel.preemption.as_deref(), Some("lazy"));
     assert_eq!(env.kernel.preemption_source.as_deref(), Some("command_line"));
     assert_eq!(env.kernel.init_on_alloc, Some(false));
+    assert_eq!(
+        env.kernel.command_line.as_deref(),
+        Some("preempt=none preempt=lazy init_on_alloc=0"),
+        "and nothing that names a host"
+    );
     assert_eq!(env.hugetlb_optimize_vmemmap, Some(false));
     assert_eq!((env.hugetlb_pools[0].total_pages, env.hugetlb_pools[0].free_pages), (Some(12), None));
     assert_eq!(env.memory.swap_used_bytes, Some(512 << 20));
