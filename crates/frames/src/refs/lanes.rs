@@ -10,7 +10,7 @@ const ALL_HELD: u64 = 0x5555_5555_5555_5555;
 pub struct Dropped {
     /// Were referenced exactly once; frozen now and the caller's.
     pub last: u32,
-    /// Have the side count in use: [`put`] has to be called for each.
+    /// Have the side count in use: [`put`](super::put) has to be called for each.
     pub shared: u32,
     /// Had no reference. Unchanged.
     pub dead: u32,
