@@ -4,7 +4,7 @@ use crate::ipi::{self, ANY_SPACE, Request, Slot};
 use crate::shootdown_counters::{ShootdownCounters, ShootdownCounts};
 use core::fmt;
 use hugemm_base::platform::{Cpu, CpuId};
-use hugemm_base::sync::{AtomicU64, Ordering, spin_loop};
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering, spin_loop};
 use hugemm_base::{CpuCx, Invalidation, TlbHw, TlbScope};
 
 /// CPUs that one word of a mask stands for.
@@ -27,9 +27,8 @@ pub struct TlbCpu {
     pub(crate) tags: [Tagged; TAGS],
     /// The tag to be taken next for a space that has none.
     next_tag: AtomicU64,
-    /// How often what is under its tags has been given up, by whomever, and how much of that it has noticed.
-    expired: AtomicU64,
-    noticed: AtomicU64,
+    /// What is under its tags has been given up, by whomever, and it has not noticed yet.
+    expired: AtomicBool,
     /// The same for the kernel's half.
     pub(crate) kernel: Tagged,
     pub(crate) slot: Slot,
@@ -57,8 +56,7 @@ impl Default for TlbCpu {
             tag: AtomicU64::new(0),
             tags: core::array::from_fn(|_| Tagged::new()),
             next_tag: AtomicU64::new(0),
-            expired: AtomicU64::new(0),
-            noticed: AtomicU64::new(0),
+            expired: AtomicBool::new(false),
             kernel: Tagged::new(),
             slot: Slot::new(),
             spaces: AtomicU64::new(0),
@@ -72,11 +70,11 @@ impl TlbCpu {
     /// whose translations the caller invalidates.
     pub(crate) fn notice_expiry(&self, current: Option<usize>) -> bool {
         // Relaxed: a hint about recency; all others are this CPU's own.
-        let expired = self.expired.load(Ordering::Relaxed);
-        if expired == self.noticed.load(Ordering::Relaxed) {
+        if !self.expired.load(Ordering::Relaxed) {
             return false;
         }
-        self.noticed.store(expired, Ordering::Relaxed);
+        // Before the tags are emptied, which serves everybody who has asked by then.
+        self.expired.store(false, Ordering::Relaxed);
         for (_, tagged) in self.tags.iter().enumerate().filter(|(tag, _)| Some(*tag) != current) {
             tagged.space.store(0, Ordering::Relaxed);
         }
@@ -152,14 +150,14 @@ impl<'m, H: TlbHw> Tlbs<'m, H> {
     }
 
     /// Gives up what CPUs keep under tags for spaces that they have switched away from: a CPU's next switch to each of them
-    /// begins with no translations. Nobody is interrupted or waited for; one atomic per CPU.
+    /// begins with no translations. Nobody is interrupted or waited for; one store per CPU.
     ///
     /// For whoever ages pages without flushing: a translation that outlives its space's turn on the CPU hides every later
     /// use, for as long as nothing else happens to flush it (checklist D20).
     pub fn expire(&self) {
         for cpu in self.cpus {
             // Relaxed: a hint about recency.
-            cpu.expired.fetch_add(1, Ordering::Relaxed);
+            cpu.expired.store(true, Ordering::Relaxed);
         }
     }
 
