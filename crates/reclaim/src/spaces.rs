@@ -44,7 +44,7 @@ pub struct Reclaim<'a, 'm, S: Setup, W, L: RawLock = SpinLock, O = ()> {
     swap: &'a W,
     marks: Watermarks,
     ageing: AtomicU64,
-    /// Pages looked at, of all counted, until what TLBs keep under tags expires.
+    /// How many pages will have been looked at when what TLBs keep under tags expires next.
     round: AtomicU64,
     counts: ReclaimCounts,
     steps: O,
@@ -251,16 +251,13 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
     }
 
     fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
-        for (node, lru) in (0..).map(NodeId).zip(self.lrus) {
-            let mut here = heads.iter().filter(|head| frames.node_of(**head) == Some(node)).peekable();
-            while here.peek().is_some() {
-                let mut some = Neighbours::new();
-                while some.has_room()
-                    && let Some(head) = here.next()
-                {
-                    some.push(*head);
+        for some in heads.chunks(Neighbours::MOST) {
+            for (node, lru) in (0..).map(NodeId).zip(self.lrus) {
+                let mut here = Neighbours::new();
+                for head in some.iter().filter(|head| frames.node_of(**head) == Some(node)) {
+                    here.push(*head);
                 }
-                lru.promote(cx, &some);
+                lru.promote(cx, &here);
             }
         }
     }

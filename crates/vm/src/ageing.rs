@@ -111,12 +111,11 @@ impl<S: Setup> Vm<'_, S> {
                         }
                         _ => {
                             let wanted = &mut wanted[(offset % AROUND) as usize];
-                            let known = *wanted == frame.number() + 1;
-                            let new = !known && neighbour.as_mut().is_some_and(|wants| wants(frame));
-                            if new {
-                                *wanted = frame.number() + 1;
+                            let this = frame.number() + 1;
+                            if *wanted != this && neighbour.as_mut().is_some_and(|wants| wants(frame)) {
+                                *wanted = this;
                             }
-                            known || new
+                            *wanted == this
                         }
                     }
                 };

@@ -107,9 +107,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !span.start().is_aligned(bytes) || !span.pages().is_multiple_of(kind.page.pages()) {
             return Err(VmError::Misaligned { at: span.start() });
         }
-        let (first, end) = (span.first(), span.first() + span.pages());
-        let bounds = space.bounds;
-        if first < bounds.first() || end > bounds.first() + bounds.pages() {
+        if !space.covers(span) {
             return Err(VmError::OutOfBounds { at: span.start() });
         }
         let (object, offset, kind) = match backing {

@@ -66,6 +66,12 @@ impl<S: Setup> Space<S> {
         &self.tlb
     }
 
+    /// Whether all of a range is within the space.
+    pub(crate) fn covers(&self, span: Span) -> bool {
+        let (first, end) = (self.bounds.first(), self.bounds.first() + self.bounds.pages());
+        first <= span.first() && span.first() + span.pages() <= end
+    }
+
     /// Where its tables begin.
     pub fn root(&self) -> PhysAddr {
         self.table.root().start()

@@ -33,8 +33,7 @@ impl<S: Setup> Vm<'_, S> {
         mut visit: impl FnMut(Span),
     ) -> Result<u64, VmError> {
         let (mut from, end) = (span.first(), span.first() + span.pages());
-        let bounds = space.bounds;
-        if from < bounds.first() || end > bounds.first() + bounds.pages() {
+        if !space.covers(span) {
             return Err(VmError::OutOfBounds { at: span.start() });
         }
         let mut used = 0;
@@ -80,16 +79,16 @@ impl<S: Setup> Vm<'_, S> {
                 followed |= u64::from(young) << number;
             }
         }
-        let (mut young, mut held, mut heads) = (0_u64, 0_u64, [Pfn::new(0); WINDOW as usize]);
+        let (mut young, mut held, mut heads) = (0_u64, 0, [Pfn::new(0); WINDOW as usize]);
         {
             let task = RefCell::new(&mut *cx);
             let mut table = space.table.shared(self.tables(&task));
             let mut note = |number: u64, frame: Pfn| {
                 let bit = 1 << number;
                 // Mapped, and the table locked: it has a reference that keeps it for that long.
-                if S::Pager::ACTIVE && !area.kind.pooled && held & bit == 0 && self.frames.get(frame).is_ok() {
-                    heads[number as usize] = frame;
-                    held |= bit;
+                if S::Pager::ACTIVE && !area.kind.pooled && young & bit == 0 && self.frames.get(frame).is_ok() {
+                    heads[held] = frame;
+                    held += 1;
                 }
                 young |= bit;
             };
@@ -108,14 +107,9 @@ impl<S: Setup> Vm<'_, S> {
             }
         }
         drop(areas);
-        let mut count = 0;
-        for number in (0..WINDOW as usize).filter(|number| held >> number & 1 == 1) {
-            heads[count] = heads[number];
-            count += 1;
-        }
-        if count > 0 {
-            self.pager.used(self.frames, cx, &heads[..count]);
-            for run in heads[..count].chunk_by(|head, next| next.number() == head.number() + page) {
+        if held > 0 {
+            self.pager.used(self.frames, cx, &heads[..held]);
+            for run in heads[..held].chunk_by(|head, next| next.number() == head.number() + page) {
                 let run = Extent::new(run[0], run.len() as u64 * page).unwrap_or_default();
                 self.drop_pages(cx, run, size, false);
             }
