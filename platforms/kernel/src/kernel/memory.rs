@@ -167,3 +167,12 @@ impl<T> Scratch<T> {
         frames().free(cx, self.block);
     }
 }
+
+impl Scratch<Option<Frozen>> {
+    /// Gives back the blocks that it lists; the list stays, empty.
+    pub fn free_blocks(&mut self, cx: &CpuCx<'static, Kernel>) {
+        for block in self.items.iter_mut().filter_map(Option::take) {
+            frames().free(cx, block);
+        }
+    }
+}

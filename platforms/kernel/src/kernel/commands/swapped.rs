@@ -160,10 +160,8 @@ impl Rest {
         Ok(Rest(held))
     }
 
-    fn free(self, cx: Cx<'_>) {
-        for block in self.0.items.iter_mut().filter_map(Option::take) {
-            frames().free(cx, block);
-        }
+    fn free(mut self, cx: Cx<'_>) {
+        self.0.free_blocks(cx);
         self.0.free(cx);
     }
 }

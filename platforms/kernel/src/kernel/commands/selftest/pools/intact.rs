@@ -122,9 +122,7 @@ impl Intact {
                 *wrong.lock() = Some(finding);
             }
         });
-        for block in self.free.items.iter_mut().filter_map(Option::take) {
-            frames().free(cx, block);
-        }
+        self.free.free_blocks(cx);
         // Whatever is left in caches, out of the middle of free memory, would keep pages of 1 GiB from being had.
         frames().drain(cx);
         match wrong.lock().take() {
@@ -134,10 +132,8 @@ impl Intact {
     }
 
     /// Gives everything back.
-    pub fn free(self, cx: Cx<'_>) {
-        for block in self.others.items.iter_mut().filter_map(Option::take) {
-            frames().free(cx, block);
-        }
+    pub fn free(mut self, cx: Cx<'_>) {
+        self.others.free_blocks(cx);
         self.others.free(cx);
         self.free.free(cx);
     }
