@@ -31,6 +31,21 @@ pub struct Spread {
     pub shared: u64,
 }
 
+/// One of a guest's pages.
+#[derive(Clone, Copy)]
+struct Page {
+    /// Among its own, or among those that it shares.
+    number: u64,
+    own: bool,
+}
+
+impl Page {
+    fn at(self) -> VirtAddr {
+        let first = if self.own { AT } else { SHARED_AT };
+        VirtAddr::new(first + self.number * PAGE_BYTES)
+    }
+}
+
 /// One guest.
 pub struct Guest<'v, S: Setup> {
     /// Its address space.
@@ -91,34 +106,24 @@ where
         (page * 512 + word as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ ((self.number + 1) << 56)
     }
 
-    /// Every page: its address, its number, and whether it is the guest's own.
-    fn every_page(&self) -> impl Iterator<Item = (VirtAddr, u64, bool)> + use<S> {
+    /// Every page, its own first.
+    fn every_page(&self) -> impl Iterator<Item = Page> + use<S> {
         let Spread { own, shared } = self.spread;
-        let own = (0..own).map(|page| (VirtAddr::new(AT + page * PAGE_BYTES), page, true));
-        own.chain((0..shared).map(|page| (VirtAddr::new(SHARED_AT + page * PAGE_BYTES), page, false)))
+        let own = (0..own).map(|number| Page { number, own: true });
+        own.chain((0..shared).map(|number| Page { number, own: false }))
     }
 
     /// Writes to every page, and finds it zero where it writes.
     pub(crate) fn write(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        self.every_page().try_for_each(|(at, page, own)| {
-            breathe(cx, page);
-            self.write_page(cx, vm, at, page, own)
-        })
+        self.every_page().try_for_each(|page| self.write_page(cx, vm, page))
     }
 
-    fn write_page(
-        &self,
-        cx: &mut Cx<'_, S>,
-        vm: &Vm<'_, S>,
-        at: VirtAddr,
-        page: u64,
-        own: bool,
-    ) -> Result<(), Trouble> {
-        let start = access(cx, vm, &self.space, at, true)?;
-        let words = words(self.number, own);
-        for word in words {
+    fn write_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, page: Page) -> Result<(), Trouble> {
+        breathe(cx, page.number);
+        let start = access(cx, vm, &self.space, page.at(), true)?;
+        for word in words(self.number, page.own) {
             // SAFETY: the word lies in the page, and nothing takes that away before this task's next fault.
-            let before = unsafe { start.add(word).replace(self.stamp(page, word)) };
+            let before = unsafe { start.add(word).replace(self.stamp(page.number, word)) };
             if before != 0 {
                 return Err(Wrong::new("words of fresh memory that are zero", 0, before).into());
             }
@@ -128,30 +133,22 @@ where
 
     /// Finds in every page what was written there.
     pub(crate) fn check(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        self.every_page().try_for_each(|(at, page, own)| self.check_page(cx, vm, at, page, own))
+        self.every_page().try_for_each(|page| self.check_page(cx, vm, page))
     }
 
     /// The same for the first pages of its own.
     pub(crate) fn check_own(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, pages: u64) -> Result<(), Trouble> {
-        let mut own = self.every_page().filter(|(_, page, own)| *own && *page < pages);
-        own.try_for_each(|(at, page, own)| self.check_page(cx, vm, at, page, own))
+        self.every_page().take(pages as usize).try_for_each(|page| self.check_page(cx, vm, page))
     }
 
-    fn check_page(
-        &self,
-        cx: &mut Cx<'_, S>,
-        vm: &Vm<'_, S>,
-        at: VirtAddr,
-        page: u64,
-        own: bool,
-    ) -> Result<(), Trouble> {
-        breathe(cx, page);
-        let start = access(cx, vm, &self.space, at, false)?;
-        for word in words(self.number, own) {
+    fn check_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, page: Page) -> Result<(), Trouble> {
+        breathe(cx, page.number);
+        let start = access(cx, vm, &self.space, page.at(), false)?;
+        for word in words(self.number, page.own) {
             // SAFETY: as in `write_page`.
-            let found = unsafe { start.add(word).read() };
-            if found != self.stamp(page, word) {
-                return Err(Wrong::new("what a guest wrote", self.stamp(page, word), found).into());
+            let (found, expected) = (unsafe { start.add(word).read() }, self.stamp(page.number, word));
+            if found != expected {
+                return Err(Wrong::new("what a guest wrote", expected, found).into());
             }
         }
         Ok(())
@@ -182,9 +179,8 @@ where
     /// Writes to one page after the other until accesses fail for want of memory. Returns how many pages it got.
     pub(crate) fn take_all(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, books: &mut Books) -> Result<u64, Trouble> {
         let (mut got, mut failed) = (0, 0);
-        for (at, page, own) in self.every_page() {
-            breathe(cx, page);
-            match self.write_page(cx, vm, at, page, own) {
+        for page in self.every_page() {
+            match self.write_page(cx, vm, page) {
                 Ok(()) => got += 1,
                 Err(Trouble::Vm(VmError::NoMemory)) => failed += 1,
                 Err(error) => return Err(error),
