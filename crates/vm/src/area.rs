@@ -5,6 +5,7 @@
 //! the space's ordered tree, under the space's lock, and its object's list of areas, under the object's lock.
 
 use crate::object::Object;
+use crate::protection::Protection;
 use crate::setup::Setup;
 use crate::space::Space;
 use core::ptr::NonNull;
@@ -22,7 +23,7 @@ pub struct AreaKind {
     /// Size of its pages; its addresses are aligned to it.
     pub page: PageSize,
     /// What its mappings allow.
-    pub flags: Flags,
+    pub protection: Protection,
     /// Writes are seen through every area of the same object; otherwise only here, and fork copies on write.
     pub shared: bool,
     /// Pages come from the huge page pool and go back there.
@@ -42,7 +43,7 @@ impl AreaKind {
     pub const fn private(page: PageSize) -> Self {
         AreaKind {
             page,
-            flags: Flags::WRITE.with(Flags::USER),
+            protection: Protection::WRITE.with(Protection::USER),
             shared: false,
             pooled: false,
             reserved: false,
@@ -62,9 +63,14 @@ impl AreaKind {
         AreaKind { from, ..self }
     }
 
-    /// The same with other rights.
-    pub const fn allowing(self, flags: Flags) -> Self {
-        AreaKind { flags, ..self }
+    /// The same, allowing this.
+    pub const fn allowing(self, protection: Protection) -> Self {
+        AreaKind { protection, ..self }
+    }
+
+    /// What its mappings allow, in the page tables' words.
+    pub const fn flags(&self) -> Flags {
+        self.protection.flags()
     }
 }
 

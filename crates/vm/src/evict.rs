@@ -279,7 +279,7 @@ impl<S: Setup> Vm<'_, S> {
             None => self.places(object, owner, |place| {
                 if self.lookup(cx, place.space, place.at) == Lookup::Owner(moving) {
                     // Read-only: a store finds out whether the page is shared. Used and written, for all that is known.
-                    let flags = place.area.kind.flags.without(Flags::WRITE) | Flags::HARDWARE;
+                    let flags = place.area.kind.flags().without(Flags::WRITE) | Flags::HARDWARE;
                     back(cx, &place.space.table, place.at, flags);
                 }
                 true

@@ -151,7 +151,7 @@ impl<S: Setup> Vm<'_, S> {
         let areas = space.areas.shared();
         let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
         let info = area.info;
-        if !info.kind.flags.contains(access.needs()) {
+        if !info.kind.flags().contains(access.needs()) {
             return Err(VmError::Denied { at });
         }
         let task = RefCell::new(cx);
@@ -387,5 +387,5 @@ pub(crate) fn still(there: Option<&AreaInfo>, area: &AreaInfo, span: Span) -> bo
 /// write.
 pub(crate) fn fresh_flags(area: &AreaInfo, access: Access) -> Flags {
     let used = if access == Access::Write { Flags::HARDWARE } else { Flags::ACCESSED };
-    area.kind.flags | used
+    area.kind.flags() | used
 }

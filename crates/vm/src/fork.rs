@@ -299,7 +299,7 @@ impl<S: Setup> Vm<'_, S> {
             let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
             let owner = Owner { object: area.object, offset: area.offset_of(page) };
             let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
-            let how = Mapping { flags: kind.flags, largest: kind.page };
+            let how = Mapping { flags: kind.flags(), largest: kind.page };
             let entered = self.enter_in_child(task, child, page, copy, how);
             if entered.is_err() {
                 self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);

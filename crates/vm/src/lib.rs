@@ -10,6 +10,7 @@
 //! | [`setup`] | which types an embedder chooses |
 //! | `vm.rs` | what all spaces share; asking for relief |
 //! | [`area`] | areas never change; finding them |
+//! | `protection.rs` | what an area may be asked to allow |
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
 //! | `rmap.rs` | reverse-map walks |
@@ -60,6 +61,7 @@ mod phases;
 pub mod pin;
 pub mod pool;
 pub mod prefault;
+mod protection;
 mod refault;
 mod rmap;
 pub mod setup;
@@ -86,6 +88,7 @@ pub use phases::{Phase, Phases};
 pub use pin::{PinError, Pinned};
 pub use pool::{HugePool, NoPool, OutOfPool, Pools};
 pub use prefault::Prefault;
+pub use protection::Protection;
 pub use rmap::Place;
 pub use setup::{Cx, Setup};
 pub use space::{Space, SpaceCounters, SpaceRef};

@@ -156,7 +156,7 @@ impl<S: Setup> Vm<'_, S> {
         if !still(areas.find(span.first()).map(|area| &area.info), area, span) {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
-        let needs = area.kind.flags & Flags::WRITE;
+        let needs = area.kind.flags() & Flags::WRITE;
         let table = space.table.shared(self.tables(&task));
         let walked = table.walk(span, Flags::HARDWARE, |run| {
             if error.is_some() || !run.flags.contains(needs) || found.count == BATCH {

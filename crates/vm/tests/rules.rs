@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::{CpuId, Instrumented, Never, PageSize, VirtAddr};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, AreaKind, Backing, Phase, Served, VmError};
+use hugemm_vm::{Access, AreaKind, Backing, Phase, Protection, Served, VmError};
 use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -42,7 +42,7 @@ fn what_an_area_does_not_allow_is_denied() {
             let at = VirtAddr::new(AT);
             let fault = |cx: &mut _, access| rig.vm.fault(cx, &space, at, access);
             assert_eq!(fault(cx, Access::Read), Err(VmError::NoArea { at }));
-            let kind = AreaKind::private(PageSize::Size4K).allowing(hugemm_paging::Flags::USER);
+            let kind = AreaKind::private(PageSize::Size4K).allowing(Protection::USER);
             rig.vm.map(cx, &space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
             assert_eq!(fault(cx, Access::Write), Err(VmError::Denied { at }));
             assert_eq!(fault(cx, Access::Execute), Err(VmError::Denied { at }));

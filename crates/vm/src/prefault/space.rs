@@ -107,7 +107,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let looked = if area.kind.shared { from + size } else { end };
         match self.vm.absent(cx, space, from, looked, size) {
             Absent::Mapped(leaf) => {
-                if self.writable && area.kind.flags.contains(Flags::WRITE) && !leaf.contains(Flags::WRITE) {
+                if self.writable && area.kind.flags().contains(Flags::WRITE) && !leaf.contains(Flags::WRITE) {
                     self.vm.fault(cx, space, at, Access::Write)?;
                     return Ok(0);
                 }
@@ -129,7 +129,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             return Err(VmError::NoArea { at: page.start() });
         };
         let want = self.want(area, page.start());
-        let flags = area.kind.flags | Flags::ACCESSED;
+        let flags = area.kind.flags() | Flags::ACCESSED;
         // SAFETY: `Registry::get` took a reference.
         let filled = unsafe { object.as_ref() };
         let filled = match self.vm.enter_from_index(cx, space, area, page, filled, flags) {
@@ -195,7 +195,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         phases.enter(Phase::Map);
         let entered = match pages(from, from + batch.pages) {
             Some(span) => {
-                let flags = area.kind.flags | Flags::ACCESSED;
+                let flags = area.kind.flags() | Flags::ACCESSED;
                 self.vm.enter(cx, space, area, span, batch.blocks().iter().copied(), flags)
             }
             None => Err(VmError::NoArea { at: area.span.start() }),

@@ -1,0 +1,51 @@
+//! What belongs to one space is out of reach for the others, whatever safe code asks for.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, PageSize, VirtAddr};
+use hugemm_paging::{Flags, Lookup};
+use hugemm_vm::{AreaKind, Backing, Protection};
+use support::{bounds, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+const SECRET: u64 = 0x5ec2e7;
+
+/// Everything that an area may be asked to allow, stores always.
+fn protections() -> impl Iterator<Item = Protection> {
+    let choices = [Protection::EXEC, Protection::USER, Protection::WRITE_THROUGH, Protection::UNCACHED];
+    (0..1_u32 << choices.len()).map(move |chosen| {
+        let chosen = (0..choices.len()).filter(|&bit| chosen >> bit & 1 != 0).map(|bit| choices[bit]);
+        chosen.fold(Protection::WRITE, Protection::with)
+    })
+}
+
+/// A CPU that goes from one space to another uses nothing of the first, and nothing that has been freed, whatever the areas
+/// allow.
+#[test]
+fn no_translation_outlives_its_space() {
+    with_rig(16, 1, 31, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for protection in protections() {
+                let kind = AreaKind::private(PageSize::Size4K).allowing(protection);
+                let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
+                for space in [&first, &second] {
+                    rig.vm.map(cx, space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+                }
+                rig.enter(cx, &first);
+                rig.store(cx, &first, AT, SECRET).expect("a page");
+                let found = rig.vm.lookup(cx, &first, VirtAddr::new(AT));
+                let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+                assert_eq!(leaf.flags, protection.flags() | Flags::HARDWARE, "what was asked for, and nothing else");
+                rig.leave(cx, &first);
+                rig.enter(cx, &second);
+                assert_eq!(rig.load(cx, &second, AT), Ok(0), "what another wrote, {protection:?}");
+                rig.vm.destroy(cx, first).expect("destroyed");
+                assert_eq!(rig.load(cx, &second, AT), Ok(0), "what has been freed, {protection:?}");
+                rig.leave(cx, &second);
+                rig.vm.destroy(cx, second).expect("destroyed");
+            }
+        });
+    });
+}
