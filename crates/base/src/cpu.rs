@@ -44,12 +44,47 @@
 //! }
 //! ```
 //!
-//! ```compile_fail,E0502
+//! ```compile_fail,E0500
 //! # use hugemm_base::{platform::Cpu, CpuCx};
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
-//!     let pin = cx.pin();
-//!     cx.reschedule(); // error: `cx` is borrowed by `pin`
-//!     drop(pin);
+//!     cx.pinned(|_| cx.reschedule()); // error: `cx` is borrowed while the task is pinned
+//! }
+//! ```
+//!
+//! Pins are scopes, not values: an inner one ends before the outer one, whatever the code in it does, and nothing can keep
+//! the token past the scope's end or forget to end it:
+//!
+//! ```compile_fail
+//! # use hugemm_base::{platform::Cpu, CpuCx};
+//! fn rule<P: Cpu>(cx: &CpuCx<'_, P>) {
+//!     let pin = cx.pinned(|pin| pin); // error: the token's lifetime ends with the scope
+//!     let _ = pin.cpu();
+//! }
+//! ```
+//!
+//! The platform's own reschedule points, which know of no debts, are out of safe code's reach:
+//!
+//! ```compile_fail,E0133
+//! # use hugemm_base::{platform::Cpu, CpuCx, Unfenced};
+//! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
+//!     let debt = Unfenced::streaming((), cx);
+//!     cx.platform().reschedule(); // error: unsafe; `CpuCx::reschedule` is the way
+//!     debt.fence();
+//! }
+//! ```
+//!
+//! ```compile_fail,E0133
+//! # use hugemm_base::{platform::Cpu, CpuCx, CpuId};
+//! fn rule<P: Cpu>(cx: &CpuCx<'_, P>) -> bool {
+//!     cx.pinned(|_| cx.platform().migrate(CpuId(1))) // error: unsafe; `CpuCx::migrate` is the way
+//! }
+//! ```
+//!
+//! ```compile_fail,E0133
+//! # use hugemm_base::{platform::Cpu, CpuCx};
+//! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
+//!     let _ = cx.platform().pin(); // error: unsafe; `CpuCx::pinned` is the way
+//!     cx.reschedule();
 //! }
 //! ```
 //!
@@ -107,7 +142,8 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
     /// A reschedule point: the platform may run something else here. May sleep.
     pub fn reschedule(&mut self) {
         self.platform.counters().reschedules.add(1);
-        self.platform.reschedule();
+        // SAFETY: whatever belongs to this CPU borrows the context, which is borrowed exclusively here.
+        unsafe { self.platform.reschedule() }
     }
 
     /// A cancellation point: whether the operation should stop here. Never sleeps; counts a yes.
@@ -121,38 +157,98 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
 
     /// Moves the task to another CPU; false if the platform cannot.
     pub fn migrate(&mut self, to: CpuId) -> bool {
-        self.platform.migrate(to)
+        // SAFETY: as in `reschedule`.
+        unsafe { self.platform.migrate(to) }
     }
 
-    /// Pins the task to its CPU until the pin is dropped. In a kernel this turns interrupts off: keep it short.
-    pub fn pin(&self) -> CpuPin<'_, P> {
-        let state = self.platform.pin();
-        CpuPin { cpu: self.platform.current(), state, platform: self.platform, stays: PhantomData }
+    /// Runs `f` with the task pinned to its CPU: in a kernel with interrupts off, so keep it short. Nests; ends when `f`
+    /// returns or unwinds, and no other way.
+    #[inline]
+    pub fn pinned<R>(&self, f: impl FnOnce(CpuPin<'_>) -> R) -> R {
+        // SAFETY: undone when this call ends; calls nest, and whatever may reschedule needs the context exclusively, which is
+        // borrowed until then.
+        let state = unsafe { self.platform.pin() };
+        // SAFETY: this call's pin; those made since were made and undone within `f`.
+        let _end = AtEnd(|| unsafe { self.platform.unpin(state) });
+        f(CpuPin { cpu: self.platform.current(), stays: PhantomData })
     }
 
-    /// Makes the vector registers usable until the token is dropped, if the platform has any to give.
-    pub fn vector(&self) -> Option<VectorCx<'_, P>> {
-        // Lazily: a token that is made and thrown away would end a use that was refused.
-        self.platform.vector_begin().then(|| VectorCx { platform: self.platform, stays: PhantomData })
+    /// Runs `f` with the task kept on its CPU, and other tasks off it, with interrupts as they are. Nests; ends when `f`
+    /// returns or unwinds.
+    #[inline]
+    pub fn staying<R>(&self, f: impl FnOnce() -> R) -> R {
+        // SAFETY: as in `pinned`.
+        let state = unsafe { self.platform.stay() };
+        // SAFETY: as in `pinned`.
+        let _end = AtEnd(|| unsafe { self.platform.unstay(state) });
+        f()
+    }
+
+    /// Runs `f` with the vector registers usable, if they are `wanted` and the platform has them to give; the token says so.
+    /// Nests; ends when `f` returns or unwinds.
+    #[inline]
+    pub fn with_vector<R>(&self, wanted: bool, f: impl FnOnce(Option<VectorCx<'_>>) -> R) -> R {
+        // SAFETY: as in `pinned`; a use that is refused has no end.
+        if !wanted || !unsafe { self.platform.vector_begin() } {
+            return f(None);
+        }
+        // SAFETY: as in `pinned`.
+        let _end = AtEnd(|| unsafe { self.platform.vector_end() });
+        f(Some(VectorCx { stays: PhantomData }))
+    }
+
+    /// On its way out: use [`pinned`](CpuCx::pinned).
+    #[doc(hidden)]
+    pub fn pin(&self) -> OldPin<'_, P> {
+        // SAFETY: none: this is what goes.
+        let state = unsafe { self.platform.pin() };
+        OldPin { platform: self.platform, cpu: self.platform.current(), state, stays: PhantomData }
+    }
+}
+
+/// Runs a function at the end of a scope, also when that is left by unwinding.
+struct AtEnd<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for AtEnd<F> {
+    #[inline]
+    fn drop(&mut self) {
+        (self.0)();
     }
 }
 
 /// Proof that the task stays on one CPU and that nothing else runs there: per-CPU data may be accessed with plain loads
-/// and stores.
-pub struct CpuPin<'cx, P: Cpu> {
+/// and stores, and a [`PinnedLock`](crate::lock::PinnedLock) may be taken. [`CpuCx::pinned`] lends it for a scope.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuPin<'pin> {
+    cpu: CpuId,
+    stays: PhantomData<(&'pin (), *const ())>,
+}
+
+impl CpuPin<'_> {
+    /// The CPU.
+    #[inline]
+    pub fn cpu(self) -> CpuId {
+        self.cpu
+    }
+}
+
+/// Proof that the vector registers belong to the task. [`CpuCx::with_vector`] lends it for a scope.
+#[derive(Clone, Copy, Debug)]
+pub struct VectorCx<'scope> {
+    stays: PhantomData<(&'scope (), *const ())>,
+}
+
+/// On its way out: use [`CpuCx::pinned`].
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct OldPin<'cx, P: Cpu> {
     platform: &'cx P,
     cpu: CpuId,
     state: usize,
     stays: PhantomData<*const ()>,
 }
 
-impl<P: Cpu> fmt::Debug for CpuPin<'_, P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CpuPin").field("cpu", &self.cpu).finish_non_exhaustive()
-    }
-}
-
-impl<P: Cpu> CpuPin<'_, P> {
+impl<P: Cpu> OldPin<'_, P> {
     /// The CPU.
     #[inline]
     pub fn cpu(&self) -> CpuId {
@@ -160,28 +256,9 @@ impl<P: Cpu> CpuPin<'_, P> {
     }
 }
 
-impl<P: Cpu> Drop for CpuPin<'_, P> {
+impl<P: Cpu> Drop for OldPin<'_, P> {
     fn drop(&mut self) {
-        // SAFETY: `state` came from the `pin` that made this value, and pins borrow the context, so they end in
-        // reverse order unless deliberately reordered by moving them; the trait requires nesting support either way.
+        // SAFETY: `state` came from the `pin` that made this value.
         unsafe { self.platform.unpin(self.state) }
-    }
-}
-
-/// Proof that the vector registers belong to the task.
-pub struct VectorCx<'cx, P: Cpu> {
-    platform: &'cx P,
-    stays: PhantomData<*const ()>,
-}
-
-impl<P: Cpu> fmt::Debug for VectorCx<'_, P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("VectorCx").finish_non_exhaustive()
-    }
-}
-
-impl<P: Cpu> Drop for VectorCx<'_, P> {
-    fn drop(&mut self) {
-        self.platform.vector_end();
     }
 }

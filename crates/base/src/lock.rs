@@ -1,11 +1,79 @@
 //! A small seam for locks: the platform says how to wait, the library says what is protected.
 //!
-//! A kernel plugs in its own lock (one that spins with interrupts off, a queued lock); everybody else uses [`SpinLock`].
-//! Nothing in hugemm calls out, sleeps or reschedules while it holds one.
+//! A kernel plugs in its own lock (a queued one, say); everybody else uses [`SpinLock`]. Nothing in hugemm calls out, sleeps
+//! or reschedules while it holds one.
+//!
+//! | lock | for what | taken with |
+//! |---|---|---|
+//! | [`PinnedLock`] | what an interrupt may want too: memory | a [`CpuPin`], so interrupts are off while it is held |
+//! | [`Lock`] | what no interrupt wants | nothing |
+//!
+//! An interrupt that wants the lock which the task under it holds waits for ever. So whoever takes a [`PinnedLock`] must show
+//! a pin, and its guard ends before the pin does; that goes for [`try_lock`](PinnedLock::try_lock) too, for the holder is the
+//! one who is interrupted.
+//!
+//! ```compile_fail,E0061
+//! # use hugemm_base::lock::{PinnedLock, SpinLock};
+//! fn rule(lock: &PinnedLock<SpinLock, u64>) -> u64 {
+//!     *lock.lock() // error: the pin is missing
+//! }
+//! ```
+//!
+//! ```compile_fail,E0061
+//! # use hugemm_base::lock::{PinnedLock, SpinLock};
+//! fn rule(lock: &PinnedLock<SpinLock, u64>) -> bool {
+//!     lock.try_lock().is_some() // error: the pin is missing
+//! }
+//! ```
+//!
+//! ```compile_fail
+//! # use hugemm_base::{platform::Cpu, CpuCx, lock::{PinnedLock, SpinLock}};
+//! fn rule<P: Cpu>(cx: &CpuCx<'_, P>, lock: &PinnedLock<SpinLock, u64>) -> u64 {
+//!     let guard = cx.pinned(|pin| lock.lock(pin)); // error: the guard would outlive the pin
+//!     *guard
+//! }
+//! ```
+//!
+//! ```
+//! # use hugemm_base::{platform::Cpu, CpuCx, lock::{PinnedLock, SpinLock}};
+//! fn rule<P: Cpu>(cx: &CpuCx<'_, P>, lock: &PinnedLock<SpinLock, u64>) -> u64 {
+//!     cx.pinned(|pin| *lock.lock(pin))
+//! }
+//! ```
+//!
+//! The guards' bounds are those of the `lock_api` crate: a guard may be shared between threads if what it guards may be, and
+//! it stays on its thread, because a raw lock may have to be given back by the CPU that took it.
+//!
+//! ```compile_fail,E0277
+//! # use core::cell::Cell;
+//! # use hugemm_base::lock::{LockGuard, SpinLock};
+//! fn rule(guard: LockGuard<'_, SpinLock, Cell<u64>>) {
+//!     fn needs_sync<T: Sync>(_: T) {}
+//!     needs_sync(guard); // error: a `Cell` is not `Sync`
+//! }
+//! ```
+//!
+//! ```compile_fail,E0277
+//! # use hugemm_base::lock::{LockGuard, SpinLock};
+//! fn rule(guard: LockGuard<'_, SpinLock, u64>) {
+//!     fn needs_send<T: Send>(_: T) {}
+//!     needs_send(guard); // error: a guard is not `Send`
+//! }
+//! ```
+//!
+//! ```
+//! # use hugemm_base::lock::{LockGuard, SpinLock};
+//! fn rule(guard: LockGuard<'_, SpinLock, u64>) {
+//!     fn needs_sync<T: Sync>(_: T) {}
+//!     needs_sync(guard);
+//! }
+//! ```
 
+use crate::cpu::CpuPin;
 use crate::sync::{AtomicBool, Ordering};
 use core::cell::UnsafeCell;
 use core::fmt;
+use core::marker::PhantomData;
 use core::ops::{Deref, DerefMut};
 
 /// What a CPU does between two looks at a lock that it waits for: one whose interrupts do not come by themselves serves here
@@ -90,7 +158,7 @@ unsafe impl RawLock for SpinLock {
     }
 }
 
-/// A `T` that only the holder of the lock can reach.
+/// A `T` that only the holder of the lock can reach, and that no interrupt wants.
 pub struct Lock<L, T> {
     raw: L,
     value: UnsafeCell<T>,
@@ -109,14 +177,14 @@ impl<L: RawLock, T> Lock<L, T> {
     #[inline]
     pub fn lock(&self) -> LockGuard<'_, L, T> {
         self.raw.lock();
-        LockGuard { lock: self }
+        LockGuard { lock: self, stays: PhantomData }
     }
 
     /// Takes the lock if nobody has it; never waits.
     #[inline]
     pub fn try_lock(&self) -> Option<LockGuard<'_, L, T>> {
         // Lazily: a guard made in vain would unlock when dropped.
-        self.raw.try_lock().then(|| LockGuard { lock: self })
+        self.raw.try_lock().then(|| LockGuard { lock: self, stays: PhantomData })
     }
 }
 
@@ -126,10 +194,43 @@ impl<L, T> fmt::Debug for Lock<L, T> {
     }
 }
 
-/// Holds a [`Lock`]; gives it back when dropped.
+/// A `T` that only the holder of the lock can reach, who is pinned: what an interrupt may want too.
+pub struct PinnedLock<L, T>(Lock<L, T>);
+
+impl<L: RawLock, T> PinnedLock<L, T> {
+    /// An unlocked lock around `value`.
+    pub fn new(value: T) -> Self {
+        PinnedLock(Lock::new(value))
+    }
+
+    /// Waits until the lock is the caller's, who must not have it already. Any context that the lock's users share.
+    #[inline]
+    pub fn lock<'a>(&'a self, _pin: CpuPin<'a>) -> LockGuard<'a, L, T> {
+        self.0.lock()
+    }
+
+    /// Takes the lock if nobody has it; never waits. Any context.
+    #[inline]
+    pub fn try_lock<'a>(&'a self, _pin: CpuPin<'a>) -> Option<LockGuard<'a, L, T>> {
+        self.0.try_lock()
+    }
+}
+
+impl<L, T> fmt::Debug for PinnedLock<L, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedLock").finish_non_exhaustive()
+    }
+}
+
+/// Holds a [`Lock`] or a [`PinnedLock`]; gives it back when dropped.
 pub struct LockGuard<'a, L: RawLock, T> {
     lock: &'a Lock<L, T>,
+    /// A raw pointer: some raw locks must be given back where they were taken.
+    stays: PhantomData<*const ()>,
 }
+
+// SAFETY: a shared guard gives shared access to the value and nothing else.
+unsafe impl<L: RawLock + Sync, T: Sync> Sync for LockGuard<'_, L, T> {}
 
 impl<L: RawLock, T: fmt::Debug> fmt::Debug for LockGuard<'_, L, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -84,16 +84,21 @@ impl PreemptModel {
 ///
 /// # Safety
 ///
-/// Between [`pin`](CpuLocal::pin) and the matching [`unpin`](CpuLocal::unpin) the calling task stays on one CPU and no
-/// other task runs on it, so that per-CPU data may be accessed with plain loads and stores; and
-/// [`current`](CpuLocal::current) answers that CPU, below [`Topology::cpus`].
+/// Between [`pin`](CpuLocal::pin) and the matching [`unpin`](CpuLocal::unpin) the calling task stays on one CPU and nothing
+/// else that pins runs on it, interrupt handlers included, so that per-CPU data may be accessed with plain loads and stores;
+/// and [`current`](CpuLocal::current) answers that CPU, below [`Topology::cpus`].
 pub unsafe trait CpuLocal {
     /// The CPU that runs the caller. A hint unless pinned.
     fn current(&self) -> CpuId;
 
     /// Pins the caller: interrupts off in a kernel, nothing at all where a thread is bound to its CPU. Nests. Returns
-    /// what `unpin` needs to restore the previous state.
-    fn pin(&self) -> usize;
+    /// what `unpin` needs to restore the previous state. Code other than platforms calls
+    /// [`CpuCx::pinned`](crate::CpuCx::pinned).
+    ///
+    /// # Safety
+    ///
+    /// It is undone before the task passes a reschedule or migration point.
+    unsafe fn pin(&self) -> usize;
 
     /// Undoes the matching `pin`.
     ///
@@ -104,8 +109,13 @@ pub unsafe trait CpuLocal {
 
     /// Keeps the caller on its CPU, and other tasks off it, with interrupts on: preemption off in a kernel that has
     /// preemption. Nests. Returns what `unstay` needs. The provided one does nothing, which is right only where a task
-    /// leaves its CPU at reschedule and migration points alone.
-    fn stay(&self) -> usize {
+    /// leaves its CPU at reschedule and migration points alone. Code other than platforms calls
+    /// [`CpuCx::staying`](crate::CpuCx::staying).
+    ///
+    /// # Safety
+    ///
+    /// It is undone before the task passes a reschedule or migration point.
+    unsafe fn stay(&self) -> usize {
         0
     }
 
@@ -137,11 +147,22 @@ pub trait Preempt {
         true
     }
 
-    /// A point where the platform may run something else. May sleep.
-    fn reschedule(&self);
+    /// A point where the platform may run something else. May sleep. Code other than platforms calls
+    /// [`CpuCx::reschedule`](crate::CpuCx::reschedule).
+    ///
+    /// # Safety
+    ///
+    /// The task is not pinned, owes no store fence and uses nothing else that belongs to this CPU: what borrows its
+    /// [`CpuCx`](crate::CpuCx) has ended.
+    unsafe fn reschedule(&self);
 
-    /// Moves the caller to another CPU; false if that is not possible (no such CPU, or not allowed).
-    fn migrate(&self, _to: CpuId) -> bool {
+    /// Moves the caller to another CPU; false if that is not possible (no such CPU, or not allowed). Code other than
+    /// platforms calls [`CpuCx::migrate`](crate::CpuCx::migrate).
+    ///
+    /// # Safety
+    ///
+    /// As for [`reschedule`](Preempt::reschedule).
+    unsafe fn migrate(&self, _to: CpuId) -> bool {
         false
     }
 }
@@ -184,13 +205,23 @@ pub trait StoreBuffer {
 
 /// Use of vector registers outside user space.
 pub trait VectorUnit {
-    /// Makes the vector registers usable for the caller; false if they are not to be had here and now. Does not sleep.
-    fn vector_begin(&self) -> bool {
+    /// Makes the vector registers usable for the caller; false if they are not to be had here and now, which may be
+    /// because they are in use. Uses that are granted nest. Does not sleep. Code other than platforms calls
+    /// [`CpuCx::with_vector`](crate::CpuCx::with_vector).
+    ///
+    /// # Safety
+    ///
+    /// A use that is granted is ended before the task passes a reschedule or migration point.
+    unsafe fn vector_begin(&self) -> bool {
         false
     }
 
     /// Ends the use.
-    fn vector_end(&self) {}
+    ///
+    /// # Safety
+    ///
+    /// Ends the latest use on this task that was granted and has not ended.
+    unsafe fn vector_end(&self) {}
 }
 
 /// CPUs and NUMA nodes.

@@ -138,10 +138,15 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
     /// Clears `bytes` from `offset` on, fence included, and reads them afterwards if `touch`; the time in ns, or
     /// [`NOT_RUN`] if `p` needs vector registers and they are not to be had at the moment.
     fn time(&mut self, p: Primitive, offset: usize, bytes: usize, touch: bool) -> u64 {
-        let vector = if p.needs_vector() { self.cx.vector() } else { None };
-        if p.needs_vector() && vector.is_none() {
-            return NOT_RUN;
-        }
+        let cx = &*self.cx;
+        cx.with_vector(p.needs_vector(), |vector| match vector {
+            None if p.needs_vector() => NOT_RUN,
+            _ => self.time_with(p, offset, bytes, touch),
+        })
+    }
+
+    /// The same. Vector registers are usable if `p` needs them.
+    fn time_with(&self, p: Primitive, offset: usize, bytes: usize, touch: bool) -> u64 {
         let platform = self.cx.platform();
         let start = platform.now_ns();
         // SAFETY: `offset + bytes` is within the scratch (the callers cut it down to size), which is borrowed mutably;
@@ -155,9 +160,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
             // SAFETY: as above; the bytes were just initialised.
             unsafe { read_lines(self.base.add(offset), bytes) };
         }
-        let time = platform.now_ns().saturating_sub(start);
-        drop(vector);
-        time
+        platform.now_ns().saturating_sub(start)
     }
 
     /// Leaves the caches full of dirty lines of the scratch's end.
@@ -216,7 +219,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         let mut general: Option<(Primitive, u64)> = None;
         let mut any: Option<(Primitive, u64)> = None;
         for p in features.iter().filter(|p| p.class() == class && *p != Primitive::Model) {
-            if p.needs_vector() && self.cx.vector().is_none() {
+            if p.needs_vector() && self.cx.with_vector(true, |vector| vector.is_none()) {
                 continue;
             }
             let time = time(self, p);

@@ -228,8 +228,21 @@ impl Clearer {
         request: &Request,
     ) -> (Owed, Result<Primitive, Pfn>) {
         // Vector registers are fetched only if they would be used, and held for this unit.
-        let vector = if best.any.needs_vector() { cx.vector() } else { None };
-        let primitive = if best.any.needs_vector() && vector.is_none() { best.general } else { best.any };
+        cx.with_vector(best.any.needs_vector(), |vector| {
+            let primitive = if best.any.needs_vector() && vector.is_none() { best.general } else { best.any };
+            self.clear_part_with(cx, clearing, unit, primitive, request)
+        })
+    }
+
+    /// The same with `primitive`. Vector registers are usable if it needs them.
+    fn clear_part_with<P: Cpu + PhysMap>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        clearing: &mut Clearing,
+        unit: Extent,
+        primitive: Primitive,
+        request: &Request,
+    ) -> (Owed, Result<Primitive, Pfn>) {
         let offset = (unit.base().number() - clearing.extent().base().number()) << PAGE_SHIFT;
         let mut user = request.user.and_then(|base| base.checked_add(offset));
         let mut done = Ok(primitive);
@@ -241,8 +254,8 @@ impl Clearer {
             };
             let pages = window.pages.min(rest.pages());
             // SAFETY: `primitive` is in `features` (checked by `new`; `best` comes from the policy); the window maps
-            // `pages` frames of `unit` writable, which `clearing` owns exclusively, page-aligned; `vector` is held if
-            // it is needed; streaming stores are put behind their fence below.
+            // `pages` frames of `unit` writable, which `clearing` owns exclusively, page-aligned; vector registers are
+            // usable if they are needed; streaming stores are put behind their fence below.
             unsafe { self.store_zeroes(cx, primitive, window.ptr, pages << PAGE_SHIFT) };
             // SAFETY: `window` was opened above and is not used again.
             unsafe { cx.platform().close(window) };
@@ -251,7 +264,6 @@ impl Clearer {
             user = user.and_then(|address| address.checked_add(pages << PAGE_SHIFT));
             (_, rest) = rest.split_at(pages);
         }
-        drop(vector);
         let bytes = unit.bytes() - rest.bytes();
         let counters = cx.platform().counters();
         counters.units.add(1);

@@ -233,8 +233,9 @@ mod host {
             self.0.current()
         }
 
-        fn pin(&self) -> usize {
-            self.0.pin()
+        unsafe fn pin(&self) -> usize {
+            // SAFETY: the caller's promise.
+            unsafe { self.0.pin() }
         }
 
         unsafe fn unpin(&self, state: usize) {
@@ -248,7 +249,7 @@ mod host {
             self.0.preempt_model()
         }
 
-        fn reschedule(&self) {}
+        unsafe fn reschedule(&self) {}
     }
 
     impl VectorUnit for Forgetful<'_, '_> {}

@@ -28,7 +28,7 @@ unsafe impl CpuLocal for Machine {
     }
 
     #[inline]
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -41,7 +41,7 @@ impl Preempt for Machine {
         PreemptModel::Full
     }
 
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the provided methods.

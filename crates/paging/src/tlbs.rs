@@ -268,22 +268,21 @@ impl<'m, H: TlbHw> Tlbs<'m, H> {
             platform.interrupts_on(),
             "a shootdown with interrupts off deadlocks with a CPU that waits for this one: release the lock first"
         );
-        let stay = platform.stay();
-        let me = platform.current();
-        let own = &self.cpus[me.0 as usize];
-        if request.what.ranges.is_all() {
-            own.counters.flushes_all.add(1);
-        } else {
-            own.counters.flushes_range.add(1);
-            own.counters.pages.add(request.what.ranges.pages(request.what.stride));
-        }
-        if !request.unload && self.hw.broadcast(me, request.scope, &request.what) {
-            own.counters.broadcasts.add(1);
-        } else {
-            self.shoot_by_interrupt(cx, me, users, lazy, request);
-        }
-        // SAFETY: `stay` is what the matching call above returned, and nothing in between left one undone.
-        unsafe { platform.unstay(stay) };
+        cx.staying(|| {
+            let me = platform.current();
+            let own = &self.cpus[me.0 as usize];
+            if request.what.ranges.is_all() {
+                own.counters.flushes_all.add(1);
+            } else {
+                own.counters.flushes_range.add(1);
+                own.counters.pages.add(request.what.ranges.pages(request.what.stride));
+            }
+            if !request.unload && self.hw.broadcast(me, request.scope, &request.what) {
+                own.counters.broadcasts.add(1);
+            } else {
+                self.shoot_by_interrupt(cx, me, users, lazy, request);
+            }
+        });
     }
 
     fn shoot_by_interrupt<P: Cpu>(

@@ -33,7 +33,7 @@ unsafe impl CpuLocal for Cpu {
         self.0
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -45,7 +45,7 @@ impl Preempt for Cpu {
         PreemptModel::None
     }
 
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the hardware's own barriers.

@@ -39,7 +39,7 @@ unsafe impl CpuLocal for Cpu {
         CpuId(self.number.get())
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         usize::from(self.interrupts.replace(false))
     }
 
@@ -57,7 +57,7 @@ impl Preempt for Cpu {
         PreemptModel::None
     }
 
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the hardware's own barriers.

@@ -44,9 +44,9 @@ pub use policy::{Policy, Verdict, Was};
 use crate::links::Words;
 use crate::words::STATE;
 use core::fmt;
-use hugemm_base::lock::{Lock, LockGuard, RawLock, SpinLock};
+use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuPin, Order, Pfn};
+use hugemm_base::{CpuCx, Order, Pfn};
 use hugemm_frames::{Env, Frames};
 use lists::Lists;
 
@@ -113,7 +113,7 @@ impl LruStats {
 /// The LRU of one node. See the [module's documentation](self).
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
     frames: &'f Frames<'m, E>,
-    lists: Lock<L, Lists>,
+    lists: PinnedLock<L, Lists>,
 }
 
 impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
@@ -122,33 +122,30 @@ impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
     }
 }
 
-/// The lock, and the pin under it; in the order in which they must end.
-struct Held<'a, 'cx, P: Cpu, L: RawLock> {
-    lists: LockGuard<'a, L, Lists>,
-    _pin: CpuPin<'cx, P>,
-}
-
 impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: Policy) -> Self {
-        Lru { frames, lists: Lock::new(Lists::new(policy)) }
+        Lru { frames, lists: PinnedLock::new(Lists::new(policy)) }
     }
 
-    fn lock<'a, 'cx, P: Cpu>(&'a self, cx: &'cx CpuCx<'_, P>) -> Held<'a, 'cx, P, L> {
-        let pin = cx.pin();
-        let mut lists = self.lists.lock();
-        lists.stats.lock_rounds += 1;
-        Held { lists, _pin: pin }
+    /// One lock round.
+    fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut Lists) -> R) -> R {
+        cx.pinned(|pin| {
+            let mut lists = self.lists.lock(pin);
+            lists.stats.lock_rounds += 1;
+            f(&mut lists)
+        })
     }
 
     /// Puts folios on that are not: head and order of each. For their owner, who holds references to them. One lock
     /// round per [`BATCH`].
     pub fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, folios: &[(Pfn, Order)]) {
         for some in folios.chunks(BATCH) {
-            let mut held = self.lock(cx);
-            for (pfn, order) in some {
-                held.lists.insert(self.frames, *pfn, *order);
-            }
+            self.locked(cx, |lists| {
+                for (pfn, order) in some {
+                    lists.insert(self.frames, *pfn, *order);
+                }
+            });
         }
     }
 
@@ -159,7 +156,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// Takes a folio off for good. For its owner, before the last reference is dropped.
     pub fn remove<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> Removed {
-        self.lock(cx).lists.remove(self.frames, head)
+        self.locked(cx, |lists| lists.remove(self.frames, head))
     }
 
     /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is
@@ -172,13 +169,14 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         mut put: impl FnMut(Pfn) -> Option<T>,
         last: &mut [Option<T>; BATCH],
     ) {
-        let mut held = self.lock(cx);
-        for (head, last) in heads.zip(last) {
-            *last = put(head);
-            if last.is_some() {
-                held.lists.remove(self.frames, head);
+        self.locked(cx, |lists| {
+            for (head, last) in heads.zip(last) {
+                *last = put(head);
+                if last.is_some() {
+                    lists.remove(self.frames, head);
+                }
             }
-        }
+        });
     }
 
     /// Takes folios off for a look, into an empty batch: at most [`BATCH`], and none more once there are `most_pages`.
@@ -192,7 +190,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         batch: &mut Batch,
         hold: impl FnMut(Pfn) -> bool,
     ) {
-        self.lock(cx).lists.isolate(self.frames, source, most_pages, batch, hold);
+        self.locked(cx, |lists| lists.isolate(self.frames, source, most_pages, batch, hold));
     }
 
     /// Does with each folio of a batch what its verdict says, and marks those whose owners took them off meanwhile. One
@@ -201,19 +199,21 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         if batch.is_empty() {
             return;
         }
-        let mut held = self.lock(cx);
-        for folio in batch.folios_mut() {
-            held.lists.put_back(self.frames, folio);
-        }
+        self.locked(cx, |lists| {
+            for folio in batch.folios_mut() {
+                lists.put_back(self.frames, folio);
+            }
+        });
     }
 
     /// Puts those folios of a batch on again that were released and whose verdict has been changed since. For the isolator,
     /// while it is the only one to know them. One lock round.
     pub fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
-        let mut held = self.lock(cx);
-        for folio in batch.folios() {
-            held.lists.put_again(self.frames, folio);
-        }
+        self.locked(cx, |lists| {
+            for folio in batch.folios() {
+                lists.put_again(self.frames, folio);
+            }
+        });
     }
 
     /// Look-around: treats folios as looked at and found young; how many were on the LRU. The caller holds references to
@@ -222,23 +222,22 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         if neighbours.heads().is_empty() {
             return 0;
         }
-        let mut held = self.lock(cx);
-        neighbours.heads().iter().filter(|head| held.lists.promote(self.frames, **head)).count()
+        self.locked(cx, |lists| neighbours.heads().iter().filter(|head| lists.promote(self.frames, **head)).count())
     }
 
     /// The policy now in force.
     pub fn policy<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Policy {
-        self.lock(cx).lists.policy
+        self.locked(cx, |lists| lists.policy)
     }
 
     /// Changes the policy. Folios stay where they are: the youngest list is the active one, all others are inactive. O(1);
     /// safe at any time.
     pub fn set_policy<P: Cpu>(&self, cx: &CpuCx<'_, P>, policy: Policy) {
-        self.lock(cx).lists.policy = policy;
+        self.locked(cx, |lists| lists.policy = policy);
     }
 
     /// Numbers. One lock round (counted).
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> LruStats {
-        self.lock(cx).lists.stats()
+        self.locked(cx, |lists| lists.stats())
     }
 }

@@ -23,7 +23,7 @@ unsafe impl CpuLocal for Tiny {
         CpuId(0)
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -35,7 +35,7 @@ impl Preempt for Tiny {
         PreemptModel::Full
     }
 
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the provided barriers.

@@ -27,7 +27,7 @@ unsafe impl CpuLocal for OneCpu {
         CpuId(0)
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         let enabled = interrupts::are_enabled();
         interrupts::disable();
         usize::from(enabled)
@@ -45,7 +45,7 @@ impl Preempt for OneCpu {
         PreemptModel::None
     }
 
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the provided barriers.

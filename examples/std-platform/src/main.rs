@@ -9,7 +9,7 @@ unsafe impl CpuLocal for Tiny {
     fn current(&self) -> CpuId {
         CpuId(0)
     }
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
     unsafe fn unpin(&self, _state: usize) {}
@@ -18,7 +18,7 @@ impl Preempt for Tiny {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Full
     }
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 // SAFETY: the provided barriers.
 unsafe impl StoreOrder for Tiny {}

@@ -294,7 +294,7 @@ unsafe impl CpuLocal for Host<'_> {
     }
 
     #[inline]
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -310,7 +310,7 @@ impl Preempt for Host<'_> {
 
     /// Linux preempts threads by itself; a reschedule point has nothing to add.
     #[inline]
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the provided barriers are right on the hardware; with a store model the fence also drains this CPU's buffer,
@@ -331,7 +331,7 @@ unsafe impl StoreOrder for Host<'_> {
 impl VectorUnit for Host<'_> {
     /// User space owns its vector registers always.
     #[inline]
-    fn vector_begin(&self) -> bool {
+    unsafe fn vector_begin(&self) -> bool {
         true
     }
 }

@@ -62,7 +62,7 @@ unsafe impl<M> CpuLocal for Threads<M> {
     }
 
     #[inline]
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -75,7 +75,7 @@ impl<M> Preempt for Threads<M> {
         PreemptModel::Full
     }
 
-    fn reschedule(&self) {
+    unsafe fn reschedule(&self) {
         std::thread::yield_now();
     }
 }

@@ -22,7 +22,7 @@ unsafe impl CpuLocal for StandIn<'_, '_> {
         self.cpu
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -34,7 +34,7 @@ impl Preempt for StandIn<'_, '_> {
         self.host.preempt_model()
     }
 
-    fn reschedule(&self) {}
+    unsafe fn reschedule(&self) {}
 }
 
 // SAFETY: the hardware's own barriers.

@@ -11,7 +11,6 @@ pub use figures::Figures;
 
 use core::fmt;
 use core::ptr::NonNull;
-use hugemm_base::platform::Preempt;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{PAGE_BYTES, PageSize, VirtAddr};
 use hugemm_paging::Span;
@@ -439,7 +438,7 @@ impl Process<'_> {
                 Err(error) => return Err(error.into()),
             }
             vm.tlbs().serve(cx);
-            cx.platform().reschedule();
+            cx.reschedule();
         }
         Err(VmError::NoMemory.into())
     }

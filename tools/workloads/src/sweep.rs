@@ -76,14 +76,17 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
 
 /// Clears a piece with one primitive and pays its fence.
 fn clear_with<P: Cpu + PhysMap>(cx: &CpuCx<'_, P>, primitive: Primitive, piece: Extent) -> Result<(), Reason> {
-    let vector = if primitive.needs_vector() { Some(cx.vector().ok_or(Reason::BadSize)?) } else { None };
     let owed = if primitive.class() == Class::Streaming { Owed::Fence } else { Owed::Publish };
-    each_window(cx, piece, |ptr, bytes| {
-        // SAFETY: the window maps frames of `memory`, which the workload owns; `pass` checked that the CPU has the
-        // primitive; vector registers are held if it needs them; the fence follows.
-        unsafe { raw::zero(primitive, ptr, bytes) }
+    cx.with_vector(primitive.needs_vector(), |vector| {
+        if primitive.needs_vector() && vector.is_none() {
+            return Err(Reason::BadSize);
+        }
+        each_window(cx, piece, |ptr, bytes| {
+            // SAFETY: the window maps frames of `memory`, which the workload owns; `pass` checked that the CPU has the
+            // primitive; vector registers are usable if it needs them; the fence follows.
+            unsafe { raw::zero(primitive, ptr, bytes) }
+        })
     })?;
-    drop(vector);
     Unfenced::owing(owed, (), cx).fence();
     Ok(())
 }

@@ -203,7 +203,7 @@ unsafe impl CpuLocal for Script {
         CpuId(0)
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -219,7 +219,7 @@ impl Preempt for Script {
         self.may_sleep.get()
     }
 
-    fn reschedule(&self) {
+    unsafe fn reschedule(&self) {
         assert!(self.may_sleep.get(), "a reschedule point in a context that may not sleep");
         self.record(Event::Reschedule);
         let number = self.count(Event::Reschedule);
@@ -241,14 +241,14 @@ unsafe impl StoreOrder for Script {
 }
 
 impl VectorUnit for Script {
-    fn vector_begin(&self) -> bool {
+    unsafe fn vector_begin(&self) -> bool {
         let left = self.vector_grants.get();
         self.vector_grants.set(left.saturating_sub(1));
         self.record(if left > 0 { Event::VectorBegin } else { Event::VectorRefuse });
         left > 0
     }
 
-    fn vector_end(&self) {
+    unsafe fn vector_end(&self) {
         self.record(Event::VectorEnd);
     }
 }

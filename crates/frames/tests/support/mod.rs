@@ -42,7 +42,7 @@ unsafe impl CpuLocal for Threads {
     }
 
     #[inline]
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         0
     }
 
@@ -59,7 +59,7 @@ impl Preempt for Threads {
         !self.atomic.load(Ordering::Relaxed)
     }
 
-    fn reschedule(&self) {
+    unsafe fn reschedule(&self) {
         std::thread::yield_now();
     }
 }

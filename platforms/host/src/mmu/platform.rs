@@ -15,7 +15,7 @@ unsafe impl CpuLocal for Mmu<'_, '_> {
         if model == self.identity() { cpu } else { CpuId(0) }
     }
 
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         let cpu = self.current();
         // Relaxed: written by the CPU's player; others take it as a hint.
         self.cpus[cpu.0 as usize].pins.fetch_add(1, Ordering::Relaxed);
@@ -72,7 +72,7 @@ impl Preempt for Mmu<'_, '_> {
         self.host().preempt_model()
     }
 
-    fn reschedule(&self) {
+    unsafe fn reschedule(&self) {
         self.meanwhile();
     }
 }
@@ -90,7 +90,7 @@ unsafe impl StoreOrder for Mmu<'_, '_> {
 }
 
 impl VectorUnit for Mmu<'_, '_> {
-    fn vector_begin(&self) -> bool {
+    unsafe fn vector_begin(&self) -> bool {
         true
     }
 }

@@ -23,7 +23,7 @@ unsafe impl CpuLocal for Kernel {
     }
 
     #[inline]
-    fn pin(&self) -> usize {
+    unsafe fn pin(&self) -> usize {
         let were_on = interrupts::are_enabled();
         if were_on {
             interrupts::disable();
@@ -53,7 +53,7 @@ impl Preempt for Kernel {
     }
 
     /// There is nothing else to run: the point is progress, and the watchdog may know.
-    fn reschedule(&self) {
+    unsafe fn reschedule(&self) {
         percpu::beat();
     }
 }
