@@ -144,7 +144,8 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
     let inboxes: Vec<AtomicU64> = (0..CPUS).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and nobody else's.
     let tlbs = unsafe { Tlbs::new(&cpus, &inboxes, mmu) }.expect("fits");
-    let space: TlbSpace<Kernel> = TlbSpace::new(&tlbs, tables[0].start()).expect("few CPUs");
+    // SAFETY: the kernel's tables, which stay; there is no other space.
+    let space: TlbSpace<Kernel> = unsafe { TlbSpace::new(&tlbs, tables[0].start()) }.expect("few CPUs");
     for cpu in 0..CPUS {
         mmu.as_cpu(CpuId(cpu), |cx| space.online(&tlbs, cx));
     }

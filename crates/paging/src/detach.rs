@@ -7,7 +7,17 @@
 //! their final bits, the entries emptied and the tables freed.
 //!
 //! ```text
-//! detach ──► Unhooked ──behind(domain)──► Pending<Detached> ──release(receipt)──► Detached ──► harvest
+//! detach ──► Unhooked ──batch.detached──► Pending<Detached> ──release(receipt)──► Detached ──► harvest
+//! ```
+//!
+//! Only a batch of the space whose table it was takes it; there is no way round that by naming a flush domain:
+//!
+//! ```compile_fail,E0624
+//! # use hugemm_base::FlushDomain;
+//! # use hugemm_paging::{Keep, Unhooked, User};
+//! fn rule(unhooked: Unhooked, any: &FlushDomain<User, Keep>) {
+//!     let _debt = unhooked.behind(any); // error: private
+//! }
 //! ```
 //!
 //! A `Pending` that is dropped leaves its addresses blocked and its frames in use, which is safe; the domain counts it.
@@ -23,15 +33,17 @@ use crate::page_table::{Editing, Exclusive, Tree};
 use crate::run::{Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
-use hugemm_base::{FlushDomain, Pending, Pfn, Quarantine, TlbFlush, VirtRange};
+use hugemm_base::{FlushDomain, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtRange};
 
-/// What was detached, before its flush.
+/// What was detached, before its flush: [`ShootdownBatch::detached`](crate::ShootdownBatch::detached) puts it behind one.
 #[derive(Debug)]
 #[must_use = "what is detached stays blocked until it is flushed and harvested"]
 pub struct Unhooked {
     detached: Detached,
     leaves: u64,
     tables: u64,
+    /// Level of the smallest leaf among them, as far as it is known.
+    smallest: u32,
 }
 
 impl Unhooked {
@@ -51,9 +63,19 @@ impl Unhooked {
         self.leaves + self.tables
     }
 
+    /// How far apart the pages to be invalidated are at least: what is below a table that went as a whole may be any size.
+    pub fn stride(&self) -> PageSize {
+        level::size(self.smallest)
+    }
+
+    /// The root of the table that it comes from.
+    pub(crate) fn root(&self) -> Pfn {
+        self.detached.root
+    }
+
     /// Puts it behind a flush of the address space. `domain` is the one whose flushes reach every CPU that translates by
     /// this table.
-    pub fn behind<K, Q: Quarantine<Detached>>(
+    pub(crate) fn behind<K, Q: Quarantine<Detached>>(
         self,
         domain: &FlushDomain<K, Q>,
     ) -> Pending<Detached, TlbFlush<'_, K, Q>> {
@@ -116,7 +138,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             return Err(PagingError::Busy { at: level::address(page) });
         }
         let nothing = Detached { span, root: self.tree.root, any: false, next: first };
-        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0 };
+        let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, smallest: level::of(PageSize::Size1G) };
         let root = self.tree.table(self.tree.root);
         self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked);
         if unhooked.entries() > 0 {
@@ -152,7 +174,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         differ: Flags,
         mut visit: impl FnMut(Run),
     ) -> Result<(Harvest, Option<Detached>), (PagingError, Detached)> {
-        if detached.root != self.tree.root {
+        // Two handles may share a root: each has its own addresses and its own outstanding ranges.
+        if detached.root != self.tree.root || self.tree.check(detached.span).is_err() {
             return Err((PagingError::Foreign, detached));
         }
         let Detached { span, any: true, next, .. } = detached else { return Ok((Harvest::default(), None)) };
@@ -224,11 +247,13 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                         table.flip(slot.index, F::DETACHED);
                     }
                     unhooked.leaves += 1;
+                    unhooked.smallest = unhooked.smallest.min(level);
                 }
                 Kind::Table if slot.whole && self.may_unhook(level) => {
                     // Hardware does not write to entries that refer to tables: see `PageFormat::table`.
                     table.set(slot.index, entry ^ F::DETACHED);
                     unhooked.tables += 1;
+                    unhooked.smallest = 0;
                 }
                 Kind::Table => self.detach(self.below(entry), level - 1, slot.first, slot.end, editing, unhooked),
                 Kind::Empty | Kind::Owner | Kind::Detached | Kind::Reserved => {}

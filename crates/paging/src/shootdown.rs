@@ -143,15 +143,20 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     }
 
     /// What was [detached](crate::detach) from the space's tables, behind this batch; `None` if nothing was mapped
-    /// there, and then there is nothing to flush or harvest.
-    pub fn detached(&mut self, unhooked: Unhooked, stride: PageSize) -> Option<Pending<Detached, TlbFlush<'s, K, Q>>>
+    /// there, and then there is nothing to flush or harvest. What comes from another table is handed back: no flush of
+    /// this space pays for it.
+    pub fn detached(&mut self, unhooked: Unhooked) -> Result<Option<Pending<Detached, TlbFlush<'s, K, Q>>>, Unhooked>
     where
         Q: Quarantine<Detached>,
     {
-        self.note(unhooked.flush()?, stride, unhooked.tables());
+        if unhooked.root().start() != self.space.root() {
+            return Err(unhooked);
+        }
+        let Some(range) = unhooked.flush() else { return Ok(None) };
+        self.note(range, unhooked.stride(), unhooked.tables());
         let debt = unhooked.behind(&self.space.domain);
         self.need = self.need.max(debt.barrier().need());
-        Some(debt)
+        Ok(Some(debt))
     }
 
     fn note(&mut self, range: VirtRange, stride: PageSize, tables: bool) {

@@ -76,7 +76,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// it, and dirty if they are writable: CPUs may still be setting those bits in the old table.
     ///
     /// Shows `old_table` the table's frame, which CPUs walk until the [`Stale`] range has been flushed, lazy ones
-    /// included: keep it on a chain behind that flush; then it can be [freed](crate::TableMemory::free).
+    /// included, and with what they keep of upper levels ([`Stale::tables`]): keep it on a chain behind that flush; then
+    /// it can be [freed](crate::TableMemory::free).
     pub fn collapse(
         &mut self,
         at: VirtAddr,
@@ -104,7 +105,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         // Hardware does not write to entries that refer to tables, so a plain store loses nothing.
         table.publish(level::index(page, level), F::leaf(new.frame, level, new.flags));
         old_table(F::frame(entry));
-        Ok(Stale::new(block, 1))
+        Ok(Stale::with_tables(block, 1, true))
     }
 }
 

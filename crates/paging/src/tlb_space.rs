@@ -1,4 +1,21 @@
 //! Who may hold translations of an address space: the CPUs that have it loaded, and which of them are lazy.
+//!
+//! Whoever says which tables are a space's answers for them, and so does who says that a CPU uses none of its addresses:
+//!
+//! ```compile_fail,E0133
+//! # use hugemm_paging::{Counting, TlbSpace, Tlbs, User};
+//! fn rule(tlbs: &Tlbs<'_, Counting>) {
+//!     let _space: Result<TlbSpace<User>, _> = TlbSpace::new(tlbs, hugemm_base::PhysAddr::new(0x1000)); // error: unsafe
+//! }
+//! ```
+//!
+//! ```compile_fail,E0133
+//! # use hugemm_base::{CpuCx, platform::Cpu};
+//! # use hugemm_paging::{Counting, TlbSpace, Tlbs, User};
+//! fn rule<P: Cpu>(space: &TlbSpace<User>, tlbs: &Tlbs<'_, Counting>, cx: &CpuCx<'_, P>) {
+//!     space.enter_lazy(tlbs, cx); // error: unsafe
+//! }
+//! ```
 
 use crate::ipi::Request;
 use crate::tlbs::{Tlbs, TlbsError, WORD};
@@ -63,14 +80,26 @@ impl<K, Q, M> fmt::Debug for TlbSpace<K, Q, M> {
 
 impl<K: SpaceKind> TlbSpace<K> {
     /// A space on at most 64 CPUs; an error if there are more.
-    pub fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>, root: PhysAddr) -> Result<Self, TlbsError> {
-        Self::with_masks(tlbs, root, Keep, [AtomicU64::new(0), AtomicU64::new(0)])
+    ///
+    /// # Safety
+    ///
+    /// As [`with_masks`](TlbSpace::with_masks).
+    pub unsafe fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>, root: PhysAddr) -> Result<Self, TlbsError> {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { Self::with_masks(tlbs, root, Keep, [AtomicU64::new(0), AtomicU64::new(0)]) }
     }
 }
 
 impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
     /// A space whose tables begin at `root`. `masks` has two words for each 64 CPUs, all 0. Nobody uses it yet.
-    pub fn with_masks<H: TlbHw>(
+    ///
+    /// # Safety
+    ///
+    /// * Any CPU of `tlbs` may load `root` at any time: the tables map what runs there as those that it walks now do, and
+    ///   stay until the space has been [retired](TlbSpace::retire), or for ever.
+    /// * It is the only space with this root, and CPUs load the root through it only.
+    /// * Its methods are given `tlbs`, or another view of the same slices.
+    pub unsafe fn with_masks<H: TlbHw>(
         tlbs: &Tlbs<'_, H>,
         root: PhysAddr,
         quarantine: Q,
@@ -115,7 +144,7 @@ impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
 impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     /// Loads the space on the calling CPU, or wakes the CPU if it has it loaded lazily. What was flushed while it was away
     /// is caught up with. The space that was loaded before is to be given to [`switch_out`](TlbSpace::switch_out) after
-    /// this. Any context; pins. One atomic and one full fence; the invalidation only if a flush was missed.
+    /// this. Any context; pins. Two atomics and one full fence; the invalidation only if a flush was missed.
     pub fn switch_in<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
         let pin = cx.pin();
         let cpu = pin.cpu();
@@ -138,10 +167,13 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
             }
             return;
         }
+        // Whoever loaded another space over this one while it was lazy here left the bit behind. Before it is a user's
+        // again: an initiator must not find both. Relaxed: ordered by the fence.
+        self.lazy()[word].fetch_and(!bit, Ordering::Relaxed);
         // Relaxed: ordered by the fence.
         self.users()[word].fetch_or(bit, Ordering::Relaxed);
-        // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees our bit and asks us,
-        // or we see its generation, and with it its entries.
+        // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees our bit, and that we
+        // are not lazy, and asks us, or we see its generation, and with it its entries.
         full_fence(FencePoint::AfterJoining);
         let generation = self.domain.generation();
         own.notice_expiry(None);
@@ -172,10 +204,13 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
         self.users()[word].fetch_and(!bit, Ordering::Release);
     }
 
-    /// Promises that the calling CPU uses no address of the space until it switches in again, though its tables stay
-    /// loaded: an idle CPU, or a kernel task. It is then left out of shootdowns that free no tables. Any context; pins.
-    /// One atomic.
-    pub fn enter_lazy<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+    /// Leaves the calling CPU out of shootdowns that free no tables until it switches in again, though the space's tables
+    /// stay loaded: an idle CPU, or a kernel task. Any context; pins. One atomic.
+    ///
+    /// # Safety
+    ///
+    /// Until then the CPU uses no address of the space: what it would use may have been freed.
+    pub unsafe fn enter_lazy<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
         let pin = cx.pin();
         let (word, bit) = place(pin.cpu());
         // Relaxed: only this CPU reads or writes it.

@@ -137,7 +137,8 @@ impl Machine {
         let (each, inboxes): (Vec<_>, Vec<_>) = (0..cpus).map(|_| (TlbCpu::default(), AtomicU64::new(0))).unzip();
         // SAFETY: these are the CPUs of the tests' contexts.
         let tlbs = unsafe { Tlbs::new(&each, &inboxes, &hw) }.expect("fits");
-        let space = TlbSpace::new(&tlbs, PhysAddr::new(0x1000)).expect("fits");
+        // SAFETY: the only space; what is walked is the model's own.
+        let space = unsafe { TlbSpace::new(&tlbs, PhysAddr::new(0x1000)) }.expect("fits");
         let deferred = DeferredUnmap::new(&tlbs).expect("fits");
         let (done, lock) = (AtomicU64::new(0), Mutex::new(()));
         Arc::new(Machine { cpus: each, inboxes, hw, space, deferred, done, lock })
@@ -250,7 +251,8 @@ fn waking() {
     check(3, || {
         let machine = Machine::new(2);
         machine.warm(1);
-        machine.on(1, |tlbs, cx| machine.space.enter_lazy(tlbs, cx));
+        // SAFETY: it uses no address before it wakes.
+        machine.on(1, |tlbs, cx| unsafe { machine.space.enter_lazy(tlbs, cx) });
         let other = Arc::clone(&machine);
         let waker = thread::spawn(move || {
             other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
@@ -296,7 +298,8 @@ fn tables_are_freed_after_lazy_cpus_have_answered() {
     check(3, || {
         let machine = Machine::new(2);
         machine.warm(1);
-        machine.on(1, |tlbs, cx| machine.space.enter_lazy(tlbs, cx));
+        // SAFETY: it uses no address before it wakes.
+        machine.on(1, |tlbs, cx| unsafe { machine.space.enter_lazy(tlbs, cx) });
         let table = Arc::new(UnsafeCell::new(0));
         let (other, walked) = (Arc::clone(&machine), Arc::clone(&table));
         let lazy = thread::spawn(move || {
@@ -328,7 +331,8 @@ fn accesses_before_laziness_come_before_the_reuse() {
                 used.with_mut(|_| ());
                 other.on(1, |tlbs, cx| match leaves {
                     true => other.space.switch_out(tlbs, cx),
-                    false => other.space.enter_lazy(tlbs, cx),
+                    // SAFETY: it uses no address any more.
+                    false => unsafe { other.space.enter_lazy(tlbs, cx) },
                 });
                 other.serve_until(1, 1);
             });

@@ -97,6 +97,24 @@ fn threads_race_with_the_hardware() {
     });
 }
 
+/// A CPU that loads another space over one in which it was lazy, and comes back, is no longer lazy there: a flush asks it.
+#[test]
+fn a_cpu_that_comes_back_is_no_longer_lazy() {
+    for seed in 0..20 {
+        let done = world::with_memory(|memory| World::new(memory, seed, None).come_back());
+        assert_eq!(done, Ok(()), "seed {seed}");
+    }
+}
+
+/// The table that a larger page has replaced is freed after every CPU that may walk it has let go of it, lazy ones included.
+#[test]
+fn a_collapsed_table_is_walked_by_nobody() {
+    for seed in 0..20 {
+        let done = world::with_memory(|memory| World::new(memory, seed, None).collapse_beside_a_lazy_cpu());
+        assert_eq!(done, Ok(()), "seed {seed}");
+    }
+}
+
 /// What the model promises about itself: a run is repeatable, and frames are known.
 #[test]
 fn the_model_is_repeatable() {

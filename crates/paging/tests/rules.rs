@@ -3,10 +3,10 @@
 mod support;
 
 use hugemm_base::inject::{NoFaults, every_fault};
-use hugemm_base::{Extent, FlushDomain, PageSize, Pfn, Quarantine, VirtRange};
+use hugemm_base::{Extent, PageSize, Pfn};
 use hugemm_paging::{
-    Aarch64, Change, Detached, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError,
-    Run, Span, X86_64,
+    Aarch64, Change, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, Span,
+    X86_64,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use support::{Heap, access, at, extent, lower, span};
@@ -166,49 +166,6 @@ fn whole_tables_are_unhooked_by_one_store() {
     assert_eq!((seen.len(), seen[0].extent), (1, extent(GIB, GIB)));
     assert_eq!(heap.live(), tables - 513);
     assert_eq!(unmap(&table, &heap, span(GIB, GIB)), [], "gone");
-}
-
-struct Space;
-
-#[derive(Default)]
-struct Kept(std::cell::RefCell<Vec<Detached>>);
-
-impl Quarantine<Detached> for Kept {
-    fn take(&self, value: Detached, _range: VirtRange) {
-        self.0.borrow_mut().push(value);
-    }
-}
-
-/// The ordinary way: behind a flush of the space's domain, out against its receipt.
-#[test]
-fn a_receipt_releases_what_was_detached() {
-    let (heap, domain) = (Heap::new(NoFaults), FlushDomain::<Space, _>::new(Kept::default()));
-    let table = table::<X86_64, _>(&heap);
-    table.exclusive(&heap).map(span(10, 10), [extent(70, 10)], SMALL).expect("mapped");
-    let unhooked = table.exclusive(&heap).detach(span(12, 3), Editing::LIVE).expect("detached");
-    assert!(!unhooked.tables());
-    let (range, pending) = (unhooked.flush().expect("something"), unhooked.behind(&domain));
-    // SAFETY: no CPU holds anything.
-    let receipt = unsafe { domain.flush(range.into(), false, |_| ()) };
-    let detached = pending.release(&receipt).expect("paid");
-    let other = crate::table::<X86_64, _>(&heap);
-    let (error, detached) = other.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another table's");
-    assert_eq!(error, PagingError::Foreign);
-    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
-    assert_eq!(harvest.pages, 3);
-
-    // A debt that is dropped blocks its addresses, and nothing is lost: it is still there in the end.
-    let unhooked = table.exclusive(&heap).detach(span(15, 3), Editing::LIVE).expect("detached");
-    drop(unhooked.behind(&domain));
-    assert_eq!((domain.dropped_debts(), domain.quarantine().0.borrow().len()), (1, 1));
-    assert_eq!(table.shared(&heap).lookup(at(15)), Lookup::Busy);
-    let mut left = 0;
-    // SAFETY: nothing is cached anywhere, and the quarantined token is not used any more.
-    unsafe { table.retire(&mut &heap, |run| left += run.extent.pages()) };
-    assert_eq!(left, 7);
-    // SAFETY: as above.
-    unsafe { other.retire(&mut &heap, |_| ()) };
-    assert_eq!(heap.live(), 0);
 }
 
 #[test]

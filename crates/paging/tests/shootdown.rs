@@ -1,5 +1,9 @@
 //! Who is asked, what it costs, and what is refused.
 
+mod support;
+
+use hugemm_base::Quarantine;
+use hugemm_base::inject::NoFaults;
 use hugemm_base::platform::{Instrumented, Preempt, StoreOrder, VectorUnit};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
@@ -7,12 +11,13 @@ use hugemm_base::{
     VirtRange,
 };
 use hugemm_paging::{
-    Counting, DeferredUnmap, Keep, Kernel, ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu,
-    TlbSpace, Tlbs, TlbsError, User,
+    Counting, DeferredUnmap, Detached, EditLock, Editing, Flags, Keep, Kernel, Lookup, Mapping, PageTable, PagingError,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu, TlbSpace, Tlbs, TlbsError, User, X86_64,
 };
 use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use support::{Heap, at, extent, lower, span};
 
 /// A CPU that the thread plays.
 struct Cpu {
@@ -92,7 +97,8 @@ impl Parts {
 
     fn space<K: SpaceKind, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>) -> TlbSpace<K, Keep, Vec<AtomicU64>> {
         let masks = words(2 * self.cpus.len().div_ceil(64));
-        TlbSpace::with_masks(tlbs, PhysAddr::new(0x1000), Keep, masks).expect("fits")
+        // SAFETY: these CPUs walk nothing.
+        unsafe { TlbSpace::with_masks(tlbs, PhysAddr::new(0x1000), Keep, masks) }.expect("fits")
     }
 }
 
@@ -155,7 +161,8 @@ fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     for number in [0, 1, 64, 129] {
         on(number, &|cx| space.switch_in(&tlbs, cx));
     }
-    on(64, &|cx| space.enter_lazy(&tlbs, cx));
+    // SAFETY: it uses nothing at all.
+    on(64, &|cx| unsafe { space.enter_lazy(&tlbs, cx) });
     on(129, &|cx| {
         other.switch_in(&tlbs, cx);
         space.switch_out(&tlbs, cx);
@@ -175,7 +182,8 @@ fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     let before = tlbs.counts();
     on(64, &|cx| space.switch_in(&tlbs, cx));
     assert_eq!(tlbs.counts().since(before).caught_up, 0);
-    on(64, &|cx| space.enter_lazy(&tlbs, cx));
+    // SAFETY: it uses nothing at all.
+    on(64, &|cx| unsafe { space.enter_lazy(&tlbs, cx) });
     cpu.run(|cx| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
     let before = tlbs.counts();
     on(64, &|cx| space.switch_in(&tlbs, cx));
@@ -233,7 +241,8 @@ fn what_is_kept_under_tags_expires() {
     assert_eq!(turn(), [false, false]);
     assert_eq!(turn(), [true, true]);
     // A space that is still loaded, lazily, is not loaded again: it is invalidated.
-    cpu.run(|cx| spaces[1].enter_lazy(&tlbs, cx));
+    // SAFETY: it uses nothing at all.
+    cpu.run(|cx| unsafe { spaces[1].enter_lazy(&tlbs, cx) });
     tlbs.expire();
     cpu.run(|cx| spaces[1].switch_in(&tlbs, cx));
     assert_eq!(hw.invalidated.load(Ordering::Relaxed), 1);
@@ -251,7 +260,8 @@ fn a_space_is_retired_when_only_lazy_cpus_are_left() {
     cpu.number.set(0);
     let space = cpu.run(|cx| space.retire(&tlbs, cx)).expect_err("CPU 1 uses it");
     cpu.number.set(1);
-    cpu.run(|cx| space.enter_lazy(&tlbs, cx));
+    // SAFETY: it uses nothing at all.
+    cpu.run(|cx| unsafe { space.enter_lazy(&tlbs, cx) });
     cpu.number.set(0);
     let before = tlbs.counts();
     cpu.run(|cx| space.retire(&tlbs, cx)).expect("nobody uses it");
@@ -384,7 +394,8 @@ fn parts_that_do_not_fit_are_refused() {
     // SAFETY: never used.
     assert_eq!(unsafe { Tlbs::new(&[], &[], Counting) }.expect_err("none"), TlbsError::NoCpus);
     let tlbs = parts.tlbs(Counting);
-    let error = TlbSpace::<User>::new(&tlbs, PhysAddr::new(0)).expect_err("two masks of two words");
+    // SAFETY: never used.
+    let error = unsafe { TlbSpace::<User>::new(&tlbs, PhysAddr::new(0)) }.expect_err("two masks of two words");
     assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
     assert_eq!(error.to_string(), "2 words are too few for the masks of these CPUs; give 4");
 }
@@ -452,4 +463,86 @@ fn all_cpus_shoot_each_other_under_a_lock_convoy() {
     let counts = tlbs.counts();
     assert_eq!(counts.targets, counts.served);
     assert!(*convoy.lock().expect("unpoisoned") > 0 && counts.targets > 0);
+}
+
+#[derive(Default)]
+struct Kept(Mutex<Vec<Detached>>);
+
+impl Quarantine<Detached> for Kept {
+    fn take(&self, value: Detached, _range: VirtRange) {
+        self.0.lock().expect("unpoisoned").push(value);
+    }
+}
+
+fn table(heap: &Heap) -> PageTable<X86_64, EditLock> {
+    // SAFETY: one heap; nobody translates by the table.
+    unsafe { PageTable::new(&mut &*heap, lower::<X86_64>()) }.expect("a root")
+}
+
+/// Out against the receipt of its own space's flush, and nobody else's: neither a batch of another space takes what was
+/// detached, nor another table, nor the other half of the same one.
+#[test]
+fn what_was_detached_is_paid_for_by_its_own_space() {
+    let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Cpu::new(0));
+    let tlbs = parts.tlbs(Counting);
+    let (table, other) = (table(&heap), table(&heap));
+    let new = |table: &PageTable<X86_64, EditLock>| {
+        let masks = words(2);
+        // SAFETY: each of another table; nothing is walked.
+        unsafe { TlbSpace::<User, _, _>::with_masks(&tlbs, table.root().start(), Kept::default(), masks) }
+            .expect("fits")
+    };
+    let (space, others) = (new(&table), new(&other));
+    let small = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+    table.exclusive(&heap).map(span(10, 10), [extent(70, 10)], small).expect("mapped");
+
+    let unhooked = table.exclusive(&heap).detach(span(12, 3), Editing::LIVE).expect("detached");
+    assert!(!unhooked.tables());
+    let unhooked = ShootdownBatch::new(&others).detached(unhooked).expect_err("another space's");
+    let mut batch = ShootdownBatch::new(&space);
+    let pending = batch.detached(unhooked).expect("its own").expect("something");
+    let receipt = cpu.run(|cx| batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED));
+    let detached = pending.release(&receipt).expect("paid");
+    let (error, detached) = other.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another table's");
+    assert_eq!(error, PagingError::Foreign);
+    let upper = hugemm_paging::Span::new(VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
+    // SAFETY: it edits another half of the same tables.
+    let half = unsafe { PageTable::<X86_64>::adopt(table.root(), upper) }.expect("a half");
+    let (error, detached) = half.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another half's");
+    assert_eq!(error, PagingError::Foreign);
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    assert_eq!(harvest.pages, 3);
+
+    // A debt that is dropped blocks its addresses, and nothing is lost: it is still there in the end.
+    let unhooked = table.exclusive(&heap).detach(span(15, 3), Editing::LIVE).expect("detached");
+    drop(ShootdownBatch::new(&space).detached(unhooked).expect("its own"));
+    assert_eq!(space.domain().dropped_debts(), 1);
+    assert_eq!(space.domain().quarantine().0.lock().expect("unpoisoned").len(), 1);
+    assert_eq!(table.shared(&heap).lookup(at(15)), Lookup::Busy);
+    let mut left = 0;
+    // SAFETY: nothing is cached anywhere, and the quarantined token is not used any more.
+    unsafe { table.retire(&mut &heap, |run| left += run.extent.pages()) };
+    assert_eq!(left, 7);
+    // SAFETY: as above.
+    unsafe { other.retire(&mut &heap, |_| ()) };
+    assert_eq!(heap.live(), 0);
+}
+
+/// What is invalidated is as fine as the smallest leaf that went, whoever asks: below a table that went as a whole that may
+/// be any.
+#[test]
+fn what_was_detached_knows_its_stride() {
+    let heap = Heap::new(NoFaults);
+    let table = table(&heap);
+    let all = |largest| Mapping { flags: Flags::WRITE, largest };
+    table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], all(PageSize::Size2M)).expect("mapped");
+    table.exclusive(&heap).map(span(512, 5), [extent(0, 5)], all(PageSize::Size4K)).expect("mapped");
+    table.exclusive(&heap).map(span(1 << 18, 1 << 18), [extent(0, 1 << 18)], all(PageSize::Size1G)).expect("mapped");
+    table.exclusive(&heap).map(span(1 << 19, 1 << 18), [extent(0, 1 << 18)], all(PageSize::Size2M)).expect("mapped");
+    let stride =
+        |first, pages| table.exclusive(&heap).detach(span(first, pages), Editing::LIVE).expect("detached").stride();
+    assert_eq!(stride(1 << 18, 1 << 18), PageSize::Size1G);
+    assert_eq!(stride(1 << 19, 1 << 18), PageSize::Size4K, "a table");
+    assert_eq!(stride(0, 514), PageSize::Size4K);
+    assert_eq!(stride(514, 3), PageSize::Size4K);
 }

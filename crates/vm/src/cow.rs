@@ -138,7 +138,7 @@ impl<S: Setup> Vm<'_, S> {
                 Err(error) => return Err(VmError::Paging(error)),
             }
         };
-        let Some(detached) = self.flush_unhooked(cx, space, unhooked, area.kind.page) else {
+        let Some(detached) = self.flush_unhooked(cx, space, unhooked) else {
             return Ok(Served::Meanwhile);
         };
         let task = RefCell::new(&mut *cx);

@@ -185,7 +185,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             }
             self.breathe(cx);
         };
-        let detached = unhooked.and_then(|unhooked| self.flush_unhooked(cx, space, unhooked, PageSize::Size4K));
+        let detached = unhooked.and_then(|unhooked| self.flush_unhooked(cx, space, unhooked));
         if let Some(detached) = detached {
             let task = RefCell::new(cx);
             let harvested = space.table.exclusive(self.tables(&task)).harvest(detached, Flags::HARDWARE, |_| ());

@@ -133,7 +133,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         };
         // SAFETY: the slab was made for these CPUs; the masks are in the space, which is gone before its memory is.
         let masks = unsafe { CpuMasks::behind(memory, self.tlbs.cpus()) };
-        let Ok(tlb) = TlbSpace::with_masks(self.tlbs, root.start(), Keep, masks) else {
+        // SAFETY: the table was made above, with the half that all spaces have in common, and is retired after the space.
+        let Ok(tlb) = (unsafe { TlbSpace::with_masks(self.tlbs, root.start(), Keep, masks) }) else {
             // There are as many words as it takes, so this cannot be.
             // SAFETY: made above with this slab; nobody has seen it.
             unsafe { self.space_slab.free(self.frames, cx, cx.platform(), memory.cast()) };

@@ -14,9 +14,9 @@ use crate::vm::Vm;
 use core::cell::RefCell;
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
+use hugemm_base::VirtAddr;
 use hugemm_base::platform::Preempt;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{PageSize, VirtAddr};
 use hugemm_paging::{Detached, Editing, Exclusive, Flags, PageTable, PagingError, Run, ShootdownBatch, Span, Unhooked};
 use intrusive_collections::UnsafeRef;
 
@@ -79,7 +79,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut removed = Areas::new();
         let flushed = space.changing(cx, span.range(), |cx| {
             let unhooked = self.take_out(cx, space, span, &mut removed, spare)?;
-            Ok(self.flush_unhooked(cx, space, unhooked, PageSize::Size4K))
+            Ok(self.flush_unhooked(cx, space, unhooked))
         })?;
         let mut report = Unmapped::default();
         for area in removed.meeting(first, end) {
@@ -175,15 +175,10 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Flushes what was detached, if anything was.
-    pub(crate) fn flush_unhooked(
-        &self,
-        cx: &Cx<'_, S>,
-        space: &Space<S>,
-        unhooked: Unhooked,
-        stride: PageSize,
-    ) -> Option<Detached> {
+    pub(crate) fn flush_unhooked(&self, cx: &Cx<'_, S>, space: &Space<S>, unhooked: Unhooked) -> Option<Detached> {
         let mut batch = ShootdownBatch::new(&space.tlb);
-        let debt = batch.detached(unhooked, stride)?;
+        // It comes from this space's table, so it is not handed back.
+        let debt = batch.detached(unhooked).ok()??;
         let receipt = batch.flush(self.tlbs, cx, &self.shootdown);
         // The receipt is of this batch, so it pays. If it did not, the addresses would stay blocked, and be counted.
         debt.release(&receipt).ok()

@@ -164,7 +164,8 @@ impl<'r, 'h> World<'r, 'h> {
                 if let Some(space) = self.loaded[cpu as usize].take() {
                     self.rig.mmu.as_cpu(CpuId(cpu), |cx| {
                         self.rig.mmu.pause(CpuId(cpu), true);
-                        self.space(space).tlb().enter_lazy(self.rig.vm.tlbs(), cx);
+                        // SAFETY: it accesses nothing before it wakes.
+                        unsafe { self.space(space).tlb().enter_lazy(self.rig.vm.tlbs(), cx) };
                         self.rig.mmu.meanwhile();
                         self.space(space).tlb().switch_in(self.rig.vm.tlbs(), cx);
                         self.rig.mmu.pause(CpuId(cpu), false);

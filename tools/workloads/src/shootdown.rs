@@ -131,7 +131,8 @@ where
             }
             Operation::Unmap => {
                 let unhooked = setup.table.exclusive(setup.tables.memory(cx)).detach(part, Editing::LIVE)?;
-                let debt = batch.detached(unhooked, PageSize::Size4K);
+                // A set-up whose space and table are not each other's leaves it blocked.
+                let debt = batch.detached(unhooked).map_err(|_| PagingError::Foreign)?;
                 let receipt = batch.flush(setup.tlbs, cx, policy);
                 // A debt that its own receipt does not pay is none of ours; the domain counts it.
                 if let Some(Ok(detached)) = debt.map(|debt| debt.release(&receipt)) {

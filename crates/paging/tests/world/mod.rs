@@ -6,6 +6,7 @@
 mod frames;
 mod ops;
 mod race;
+mod scenes;
 
 pub use frames::with_memory;
 
@@ -111,7 +112,8 @@ impl World {
             let bounds = Span::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
             // SAFETY: one pool; every detach below is behind the space's flush domain.
             let table: PageTable<X86_64, EditLock> = unsafe { PageTable::new(&mut &pool, bounds) }.expect("a root");
-            let tlb = TlbSpace::new(&tlbs, table.root().start()).expect("fits");
+            // SAFETY: each has a table of its own, which stays.
+            let tlb = unsafe { TlbSpace::new(&tlbs, table.root().start()) }.expect("fits");
             Space { table, tlb }
         });
         let spaces = Box::leak(spaces.collect::<Box<[_]>>());

@@ -49,7 +49,8 @@ impl World {
             }
             (Some(from), 1 | 2) => {
                 self.mmu.pause(cpu, true);
-                self.spaces[from].tlb.enter_lazy(&self.tlbs, cx);
+                // SAFETY: a paused CPU uses no address.
+                unsafe { self.spaces[from].tlb.enter_lazy(&self.tlbs, cx) };
                 self.state.borrow_mut()[cpu.0 as usize] = (Some(from), true);
             }
             _ => {
@@ -139,7 +140,7 @@ impl World {
                 debts.push(batch.unhooked(detached, range, PageSize::Size4K, false));
                 continue;
             }
-            debts.extend(batch.detached(unhooked, PageSize::Size4K));
+            debts.extend(batch.detached(unhooked).map_err(|_| "another table's")?);
             self.mmu.meanwhile();
         }
         let receipt = batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);

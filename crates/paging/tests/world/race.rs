@@ -68,7 +68,7 @@ impl Shared<'_> {
                 }
                 let unhooked = space.table.exclusive(&world.pool).detach(span, Editing::LIVE).expect("mapped");
                 let mut batch = ShootdownBatch::new(&space.tlb);
-                let debt = batch.detached(unhooked, PageSize::Size4K).expect("mapped");
+                let debt = batch.detached(unhooked).expect("its own").expect("mapped");
                 let receipt = batch.flush(&world.tlbs, cx, &ShootdownPolicy::BATCHED);
                 let detached = debt.release(&receipt).expect("paid");
                 let done = space.table.exclusive(&world.pool).harvest(detached, Flags::NONE, |run| {

@@ -121,9 +121,13 @@ pub unsafe fn store(at: VirtAddr, word: u64) -> bool {
 }
 
 /// Loads the word at an aligned address of the loaded space, as a task does; `None` if the fault could not be served.
-pub fn load(at: VirtAddr) -> Option<u64> {
+///
+/// # Safety
+///
+/// The address is one of the loaded space's half, where nobody has anything that a word must not be made of.
+pub unsafe fn load(at: VirtAddr) -> Option<u64> {
     debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
     let mut word = 0;
-    // SAFETY: the space's half is memory or nothing; a fault that is not served ends the load at `access_failed`.
+    // SAFETY: one load of the caller's choice; a fault that is not served ends it at `access_failed`.
     (unsafe { load_word(at.get(), &mut word) } != 0).then_some(word)
 }

@@ -49,7 +49,8 @@ impl<'a> Space<'a> {
         // table joins first.
         let table = unsafe { PageTable::beside(&mut memory(cx), lower, tables::kernel()) }?;
         let root = table.root().start();
-        let tlb = TlbSpace::new(tlbs(), root).unwrap_or_else(|error| panic!("{error}"));
+        // SAFETY: a table of its own, with the kernel's half; `free` retires the space before the table.
+        let tlb = unsafe { TlbSpace::new(tlbs(), root) }.unwrap_or_else(|error| panic!("{error}"));
         Ok(Space { table, tlb, pages })
     }
 
@@ -59,16 +60,22 @@ impl<'a> Space<'a> {
         page_fault::with(cx, &self.tlb, &|cx, at, access| self.serve(cx, at, access), f)
     }
 
-    /// Runs `f` while the calling CPU, in [`with`](Space::with), is lazy: it uses no address of the space.
-    pub fn lazily(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce()) {
-        self.tlb.enter_lazy(tlbs(), cx);
+    /// Runs `f` while the calling CPU, in [`with`](Space::with), is lazy.
+    ///
+    /// # Safety
+    ///
+    /// `f` uses no address of the space.
+    pub unsafe fn lazily(&self, cx: &mut CpuCx<'static, Kernel>, f: impl FnOnce()) {
+        // SAFETY: `f` has no address of the space, which is the caller's promise.
+        unsafe { self.tlb.enter_lazy(tlbs(), cx) };
         f();
         self.tlb.switch_in(tlbs(), cx);
     }
 
     /// The same in the wrong way, on purpose: it never says that it has woken.
     pub fn lazily_for_ever(&self, cx: &mut CpuCx<'static, Kernel>) {
-        self.tlb.enter_lazy(tlbs(), cx);
+        // SAFETY: none: this is the planted bug, which the self-test must find.
+        unsafe { self.tlb.enter_lazy(tlbs(), cx) };
     }
 
     /// Maps frames.
@@ -82,17 +89,17 @@ impl<'a> Space<'a> {
         self.table.shared(memory(cx)).map(span, runs, Mapping { flags: Flags::WRITE, largest })
     }
 
-    /// Unmaps a span: detach, flush, harvest. `stride` is the smallest page in it. The runs' frames are the caller's.
+    /// Unmaps a span: detach, flush, harvest. The runs' frames are the caller's.
     pub fn unmap(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
         span: Span,
-        stride: PageSize,
         visit: impl FnMut(Run),
     ) -> Result<Harvest, PagingError> {
         let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
         let mut batch = ShootdownBatch::new(&self.tlb);
-        let Some(pending) = batch.detached(unhooked, stride) else { return Ok(Harvest::default()) };
+        let pending = batch.detached(unhooked).map_err(|_| PagingError::Foreign)?;
+        let Some(pending) = pending else { return Ok(Harvest::default()) };
         let receipt = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
         let detached = pending.release(&receipt).unwrap_or_else(|_| panic!("a flush that does not pay its own debt"));
         self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit).map_err(|(error, _)| error)

@@ -85,7 +85,8 @@ pub fn kernel_half() -> &'static TlbSpace<KernelHalf> {
 pub fn init(cpus: &'static [TlbCpu], inboxes: &'static [AtomicU64]) {
     // SAFETY: as many CPUs as the platform has, their hardware, and slices of their own.
     let tlbs = unsafe { Tlbs::new(cpus, inboxes, Hardware) }.unwrap_or_else(|error| panic!("{error}"));
-    let half = TlbSpace::new(&tlbs, PhysAddr::new(tables::root())).unwrap_or_else(|error| panic!("{error}"));
+    // SAFETY: the kernel's own tables, which stay; there is no other space with this root.
+    let half = unsafe { TlbSpace::new(&tlbs, PhysAddr::new(tables::root())) }.unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: alone, and nobody has asked for either.
     unsafe {
         TLBS.set(tlbs);

@@ -174,7 +174,8 @@ fn on_machine<H: TlbHw + Sync>(
         })?
         .context("an empty page table")?;
     let space: TlbSpace<User, Keep, Vec<AtomicU64>> =
-        TlbSpace::with_masks(&tlbs, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64)))?;
+        // SAFETY: no CPU of these translates by anything, and there is no other space.
+        unsafe { TlbSpace::with_masks(&tlbs, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64))) }?;
     // SAFETY: the host's memory is a direct map.
     let tables = unsafe { FromFrames::new(&frames) };
     let frame = host.frames().base();

@@ -298,7 +298,8 @@ impl Here {
 
 impl Words for Here {
     fn word(&self, index: usize) -> Option<u64> {
-        page_fault::load(self.at(index))
+        // SAFETY: a word of the process's own area, which only tasks in it access.
+        unsafe { page_fault::load(self.at(index)) }
     }
 
     fn set_word(&self, index: usize, value: u64) -> bool {

@@ -124,7 +124,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     let list = RefCell::new(List { runs: &mut runs.items[..], count: 0 });
     for piece in 0..PIECES {
         let span = span(START + piece * PageSize::Size2M.bytes(), PageSize::Size2M.bytes());
-        space.unmap(cx, span, PageSize::Size4K, |run| list.borrow_mut().push(run))?;
+        space.unmap(cx, span, |run| list.borrow_mut().push(run))?;
         list.borrow_mut().give_back(cx);
     }
     space.free(cx, |_| ());
@@ -200,7 +200,10 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
             // Left out of flushes for a while, except of those that free tables.
             match round.plant {
                 Plant::LazyCpu => round.space.lazily_for_ever(cx),
-                _ => round.space.lazily(cx, || (0..random.below(LAZY)).for_each(|_| core::hint::spin_loop())),
+                // SAFETY: spinning uses no address.
+                _ => unsafe {
+                    round.space.lazily(cx, || (0..random.below(LAZY)).for_each(|_| core::hint::spin_loop()));
+                },
             }
         }
         if random.below(4) != 0 {
@@ -231,7 +234,7 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
                 list.give_back(cx);
             })
         } else {
-            round.space.unmap(cx, range, PageSize::Size4K, visit)
+            round.space.unmap(cx, range, visit)
         };
         match result {
             Ok(_) => {}

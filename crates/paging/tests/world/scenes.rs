@@ -1,0 +1,96 @@
+//! Short scenes with an outcome, on the same machine.
+
+use super::{World, at};
+use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn};
+use hugemm_host::mmu::Mmu;
+use hugemm_paging::{Editing, Flags, Mapping, ShootdownBatch, ShootdownPolicy, Span, TableMemory};
+
+const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest: PageSize::Size4K };
+
+type Cx<'p> = CpuCx<'p, Mmu<'static, 'static>>;
+
+/// CPU 0 changes things, CPU 1 is in the way.
+const ME: CpuId = CpuId(0);
+const OTHER: CpuId = CpuId(1);
+
+fn span(first: u64, pages: u64) -> Span {
+    Span::new(at(first), pages << 12).expect("a span")
+}
+
+impl World {
+    fn checked(&self) -> Result<(), String> {
+        (0..200).for_each(|_| self.mmu.meanwhile());
+        self.mmu.check().map_err(|violation| violation.to_string())
+    }
+
+    /// Maps a page in a space and has the other CPU, which has loaded it, use it.
+    fn in_use(&self, space: usize, page: u64, frame: Extent) {
+        self.spaces[space].table.shared(&self.pool).map(span(page, frame.pages()), [frame], SMALL).expect("free");
+        self.mmu.as_cpu(OTHER, |cx| self.spaces[space].tlb.switch_in(&self.tlbs, cx));
+        (0..8).for_each(|_| self.mmu.store(OTHER, at(page), 7).expect("mapped"));
+    }
+
+    fn unmap_page(&self, cx: &Cx<'_>, space: usize, page: u64) {
+        let this = &self.spaces[space];
+        let unhooked = this.table.exclusive(&self.pool).detach(span(page, 1), Editing::LIVE).expect("mapped");
+        let mut batch = ShootdownBatch::new(&this.tlb);
+        let debt = batch.detached(unhooked).expect("its own").expect("something");
+        let detached = debt.release(&batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED)).expect("paid");
+        let give = |run: hugemm_paging::Run| self.pool.give(run.extent);
+        this.table.exclusive(&self.pool).harvest(detached, Flags::NONE, give).expect("its own");
+    }
+
+    /// The other CPU idles lazily in a space, loads another one, returns, and a page goes.
+    pub fn come_back(&self) -> Result<(), String> {
+        self.in_use(0, 5, self.pool.take().expect("a frame"));
+        self.mmu.as_cpu(OTHER, |cx| {
+            self.mmu.pause(OTHER, true);
+            // SAFETY: it is paused.
+            unsafe { self.spaces[0].tlb.enter_lazy(&self.tlbs, cx) };
+            self.spaces[1].tlb.switch_in(&self.tlbs, cx);
+            self.spaces[0].tlb.switch_in(&self.tlbs, cx);
+            self.mmu.pause(OTHER, false);
+        });
+        (0..8).for_each(|_| self.mmu.store(OTHER, at(5), 8).expect("mapped"));
+        self.mmu.as_cpu(ME, |cx| self.unmap_page(cx, 0, 5));
+        let _ = self.mmu.load(OTHER, at(5));
+        self.checked()
+    }
+
+    /// An aligned block of 2 MiB of frames.
+    fn block(&self) -> Extent {
+        loop {
+            let frame = self.pool.take().expect("a block").base();
+            if frame.number().is_multiple_of(512) {
+                (1..512).for_each(|_| _ = self.pool.take().expect("a block"));
+                return Extent::new(frame, 512).expect("a block");
+            }
+        }
+    }
+
+    /// The other CPU idles lazily while the table that it has walked gives way to a larger page and is freed.
+    pub fn collapse_beside_a_lazy_cpu(&self) -> Result<(), String> {
+        self.in_use(0, 512, self.block());
+        (512..528).for_each(|page| _ = self.mmu.load(OTHER, at(page)));
+        self.mmu.as_cpu(OTHER, |cx| {
+            self.mmu.pause(OTHER, true);
+            // SAFETY: it is paused.
+            unsafe { self.spaces[0].tlb.enter_lazy(&self.tlbs, cx) };
+        });
+        self.mmu.as_cpu(ME, |cx| self.collapse(cx, 0, 512));
+        self.checked()
+    }
+
+    fn collapse(&self, cx: &Cx<'_>, space: usize, page: u64) {
+        let this = &self.spaces[space];
+        let mut old: Option<Pfn> = None;
+        let mut table = this.table.exclusive(&self.pool);
+        let stale = table.collapse(at(page), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+        drop(table);
+        let mut batch = ShootdownBatch::new(&this.tlb);
+        batch.stale(stale, PageSize::Size4K);
+        batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
+        // SAFETY: every CPU that could walk it has been flushed.
+        unsafe { (&self.pool).free(old.expect("a table")) };
+    }
+}
