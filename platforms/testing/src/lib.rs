@@ -2,106 +2,22 @@
 //!
 //! Unlike `hugemm-host` nothing is asked of the system, so Miri can interpret it: threads are not bound to CPUs, and there
 //! are as many CPUs as a test wants.
+//!
+//! # Interrupts
+//!
+//! The pin is real. A test may give its thread an interrupt handler ([`Threads::interrupted`]), which then runs wherever an
+//! interrupt could come and be noticed: before and after every call of the platform, before and after every change of a
+//! [`TestLock`], and where the test says so ([`interrupt_point`]); never while the CPU is pinned, hence never in a handler.
+//! A handler that allocates and frees finds the places that forgot their pin: they find their data changed, or the handler
+//! wants the lock that they hold, and says so.
 
-use hugemm_base::platform::{CpuLocal, Instrumented, PhysMap, Preempt, PreemptModel, StoreOrder, VectorUnit, Window};
-use hugemm_base::{Counters, CpuCx, CpuId, Extent, VirtAddr};
+mod cpu;
+mod lock;
+
+pub use cpu::{CPUS, Threads, interrupt_point, run_as, this_cpu};
+pub use lock::TestLock;
+
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::cell::Cell;
-use std::ops::Deref;
-
-/// Most CPUs.
-pub const CPUS: usize = 8;
-
-thread_local! {
-    static CPU: Cell<u32> = const { Cell::new(0) };
-}
-
-/// Makes the calling thread the CPU `cpu`; the test gives each of its threads a number of its own.
-pub fn run_as(cpu: u32) {
-    CPU.set(cpu);
-}
-
-/// Which CPU the calling thread is.
-pub fn this_cpu() -> usize {
-    CPU.get() as usize % CPUS
-}
-
-/// A machine whose CPUs are threads, with the test's idea of memory.
-#[derive(Debug, Default)]
-pub struct Threads<M = ()> {
-    counters: [Counters; CPUS],
-    memory: M,
-}
-
-impl<M> Threads<M> {
-    /// A machine with this memory.
-    pub fn new(memory: M) -> Self {
-        Threads { counters: Default::default(), memory }
-    }
-
-    /// The calling thread's context.
-    pub fn cx(&self) -> CpuCx<'_, Threads<M>> {
-        // SAFETY: the tests have one context per thread at a time and never reschedule with debts open.
-        unsafe { CpuCx::new(self) }
-    }
-}
-
-impl<M> Deref for Threads<M> {
-    type Target = M;
-
-    fn deref(&self) -> &M {
-        &self.memory
-    }
-}
-
-// SAFETY: each test gives each of its threads a number of its own.
-unsafe impl<M> CpuLocal for Threads<M> {
-    #[inline]
-    fn current(&self) -> CpuId {
-        CpuId(CPU.get())
-    }
-
-    #[inline]
-    unsafe fn pin(&self) -> usize {
-        0
-    }
-
-    #[inline]
-    unsafe fn unpin(&self, _state: usize) {}
-}
-
-impl<M> Preempt for Threads<M> {
-    fn preempt_model(&self) -> PreemptModel {
-        PreemptModel::Full
-    }
-
-    unsafe fn reschedule(&self) {
-        std::thread::yield_now();
-    }
-}
-
-// SAFETY: the provided methods.
-unsafe impl<M> StoreOrder for Threads<M> {}
-
-impl<M> VectorUnit for Threads<M> {}
-
-impl<M> Instrumented for Threads<M> {
-    fn counters(&self) -> &Counters {
-        &self.counters[this_cpu()]
-    }
-}
-
-// SAFETY: the memory's own promises.
-unsafe impl<M: PhysMap> PhysMap for Threads<M> {
-    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
-        self.memory.open(extent, user)
-    }
-
-    unsafe fn close(&self, window: Window) {
-        // SAFETY: passed on.
-        unsafe { self.memory.close(window) }
-    }
-}
 
 /// Zeroed memory that is given back at the end.
 #[derive(Debug)]

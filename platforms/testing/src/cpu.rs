@@ -1,0 +1,268 @@
+//! Threads as CPUs, with pins and interrupts.
+
+use hugemm_base::platform::{CpuLocal, Instrumented, PhysMap, Preempt, PreemptModel, StoreOrder, VectorUnit, Window};
+use hugemm_base::{Counters, CpuCx, CpuId, Extent, VirtAddr};
+use std::cell::{Cell, RefCell};
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Most CPUs.
+pub const CPUS: usize = 8;
+
+/// An interrupt handler, lent by the call of [`Threads::interrupted`] that runs on this thread.
+type Handler = *mut (dyn FnMut() + 'static);
+
+thread_local! {
+    static CPU: Cell<u32> = const { Cell::new(0) };
+    /// Pins that have not ended. A handler runs with one.
+    static PINS: Cell<usize> = const { Cell::new(0) };
+    static HANDLER: RefCell<Option<Handler>> = const { RefCell::new(None) };
+}
+
+/// Makes the calling thread the CPU `cpu`; the test gives each of its threads a number of its own.
+pub fn run_as(cpu: u32) {
+    CPU.set(cpu);
+}
+
+/// Which CPU the calling thread is.
+pub fn this_cpu() -> usize {
+    CPU.get() as usize % CPUS
+}
+
+/// An interrupt may come here: the calling thread's handler runs, unless the CPU is pinned or the thread has none.
+pub fn interrupt_point() {
+    if PINS.get() != 0 || std::thread::panicking() {
+        return;
+    }
+    let Some(handler) = HANDLER.with_borrow(|handler| *handler) else { return };
+    PINS.set(1);
+    let _on_again = Restore(&PINS, 0);
+    // SAFETY: `interrupted` lends the handler until it returns, on this thread; it is not running already, because it runs
+    // pinned.
+    unsafe { (*handler)() }
+}
+
+/// Puts a thread's word back, also when unwinding.
+struct Restore(&'static std::thread::LocalKey<Cell<usize>>, usize);
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        self.0.set(self.1);
+    }
+}
+
+/// Puts the former handler back.
+struct Former(Option<Handler>);
+
+impl Drop for Former {
+    fn drop(&mut self) {
+        HANDLER.set(self.0);
+    }
+}
+
+/// A machine whose CPUs are threads, with the test's idea of memory.
+#[derive(Debug, Default)]
+pub struct Threads<M = ()> {
+    counters: [Counters; CPUS],
+    /// Whether all of them are where nobody may sleep. A pinned one is there anyway.
+    pub atomic: AtomicBool,
+    memory: M,
+}
+
+impl<M> Threads<M> {
+    /// A machine with this memory.
+    pub fn new(memory: M) -> Self {
+        Threads { counters: Default::default(), atomic: AtomicBool::new(false), memory }
+    }
+
+    /// The calling thread's context.
+    pub fn cx(&self) -> CpuCx<'_, Threads<M>> {
+        // SAFETY: the tests have one context per thread at a time and never reschedule with debts open; an interrupt's is
+        // another task's.
+        unsafe { CpuCx::new(self) }
+    }
+
+    /// Runs `body` on the calling thread, and `handler` at every point of it where an interrupt could come (see the
+    /// [crate's documentation](crate)).
+    pub fn interrupted<R>(
+        &self,
+        mut handler: impl FnMut(&mut CpuCx<'_, Threads<M>>),
+        body: impl FnOnce(&mut CpuCx<'_, Threads<M>>) -> R,
+    ) -> R {
+        let mut call = || handler(&mut self.cx());
+        let lent: *mut (dyn FnMut() + '_) = &raw mut call;
+        // SAFETY: only the lifetime is changed; nobody has the pointer any more when this call ends, for then the former
+        // handler is back.
+        let lent = unsafe { core::mem::transmute::<*mut (dyn FnMut() + '_), Handler>(lent) };
+        let _former = Former(HANDLER.replace(Some(lent)));
+        body(&mut self.cx())
+    }
+}
+
+impl<M> Deref for Threads<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.memory
+    }
+}
+
+// SAFETY: each test gives each of its threads a number of its own; a pinned thread runs no interrupt handler.
+unsafe impl<M> CpuLocal for Threads<M> {
+    #[inline]
+    fn current(&self) -> CpuId {
+        interrupt_point();
+        CpuId(CPU.get())
+    }
+
+    unsafe fn pin(&self) -> usize {
+        interrupt_point();
+        PINS.replace(PINS.get() + 1)
+    }
+
+    unsafe fn unpin(&self, state: usize) {
+        let pins = PINS.replace(state);
+        assert!(pins == state + 1 || std::thread::panicking(), "pin {state} ended while there were {pins}");
+        interrupt_point();
+    }
+
+    fn interrupts_on(&self) -> bool {
+        PINS.get() == 0
+    }
+}
+
+impl<M> Preempt for Threads<M> {
+    fn preempt_model(&self) -> PreemptModel {
+        interrupt_point();
+        PreemptModel::Full
+    }
+
+    fn may_sleep(&self) -> bool {
+        interrupt_point();
+        // Relaxed: nothing is published by it.
+        PINS.get() == 0 && !self.atomic.load(Ordering::Relaxed)
+    }
+
+    unsafe fn reschedule(&self) {
+        assert_eq!(PINS.get(), 0, "rescheduled while pinned");
+        interrupt_point();
+        std::thread::yield_now();
+    }
+}
+
+// SAFETY: the hardware's barriers.
+unsafe impl<M> StoreOrder for Threads<M> {
+    fn store_fence(&self) {
+        interrupt_point();
+        hugemm_base::store_fence::hardware_store_fence();
+    }
+
+    fn publish_barrier(&self) {
+        hugemm_base::store_fence::hardware_publish_barrier();
+        interrupt_point();
+    }
+}
+
+impl<M> VectorUnit for Threads<M> {}
+
+impl<M> Instrumented for Threads<M> {
+    fn counters(&self) -> &Counters {
+        interrupt_point();
+        &self.counters[this_cpu()]
+    }
+}
+
+// SAFETY: the memory's own promises.
+unsafe impl<M: PhysMap> PhysMap for Threads<M> {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        interrupt_point();
+        self.memory.open(extent, user)
+    }
+
+    unsafe fn close(&self, window: Window) {
+        // SAFETY: passed on.
+        unsafe { self.memory.close(window) }
+        interrupt_point();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TestLock;
+    use hugemm_base::lock::{Lock, PinnedLock};
+
+    #[test]
+    fn interrupts_come_where_nothing_is_pinned_and_nowhere_else() {
+        let threads: Threads = Threads::default();
+        let (came, outer) = (Cell::new(0), Cell::new(0));
+        let handler = |cx: &mut CpuCx<'_, Threads>| {
+            came.set(came.get() + 1);
+            assert!(!cx.platform().interrupts_on() && !cx.platform().may_sleep());
+            // Not into itself.
+            cx.pinned(|_| ());
+        };
+        threads.interrupted(handler, |cx| {
+            cx.pinned(|_| {
+                outer.set(came.get());
+                assert_eq!(outer.get(), 1, "before the pin");
+                cx.pinned(|_| threads.counters().reschedules.add(1));
+                threads.preempt_model();
+                assert_eq!(came.get(), outer.get(), "pinned, also when an inner pin has ended");
+            });
+            assert_eq!(came.get(), 2, "after the pin");
+            let _ = threads.counters();
+            cx.reschedule();
+            assert_eq!(came.get(), 5, "counters, the count of reschedules, and itself");
+        });
+        threads.counters().reschedules.add(1);
+        assert_eq!(came.get(), 5, "nobody handles them any more");
+    }
+
+    #[test]
+    fn a_lock_that_is_pinned_may_be_wanted_by_interrupts() {
+        let threads: Threads = Threads::default();
+        let count: PinnedLock<TestLock, u32> = PinnedLock::new(0);
+        let handler = |cx: &mut CpuCx<'_, Threads>| cx.pinned(|pin| *count.lock(pin) += 1);
+        let seen = threads.interrupted(handler, |cx| {
+            cx.pinned(|pin| *count.lock(pin) += 100);
+            cx.pinned(|pin| *count.try_lock(pin).expect("nobody has it"))
+        });
+        assert_eq!(seen, 103, "around the first pin and before the second");
+    }
+
+    #[test]
+    #[should_panic(expected = "cpu3 wants a lock that it holds")]
+    fn a_lock_that_is_not_pinned_must_not() {
+        run_as(3);
+        let threads: Threads = Threads::default();
+        let count: Lock<TestLock, u32> = Lock::new(0);
+        threads.interrupted(|_| *count.lock() += 1, |_| *count.lock() += 100);
+    }
+
+    #[test]
+    #[should_panic(expected = "wants a lock that it holds")]
+    fn trying_is_no_better() {
+        let threads: Threads = Threads::default();
+        let count: Lock<TestLock, u32> = Lock::new(0);
+        threads.interrupted(|_| *count.lock() += 1, |_| count.try_lock().map(|mut count| *count += 100));
+    }
+
+    #[test]
+    #[should_panic(expected = "rescheduled while pinned")]
+    fn a_pinned_task_stays() {
+        let threads: Threads = Threads::default();
+        // SAFETY: none; that is the point, and the platform looks.
+        threads.cx().pinned(|_| unsafe { threads.reschedule() });
+    }
+
+    #[test]
+    fn a_pin_ends_when_its_scope_unwinds() {
+        let threads: Threads = Threads::default();
+        let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            threads.cx().pinned(|_| std::panic::resume_unwind(Box::new(1)))
+        }));
+        assert!(unwound.is_err());
+        assert!(threads.interrupts_on());
+    }
+}
