@@ -118,6 +118,15 @@ impl<'cx, T, P: Cpu> Unfenced<'cx, T, P> {
     }
 }
 
+impl<'cx, P: Cpu> Unfenced<'cx, (), P> {
+    /// Puts `value` behind this debt. A debt that is made before the first store and guards what the stores were made to
+    /// in the end is paid on every way out, also by whoever unwinds in between.
+    pub fn guard<T>(self, value: T) -> Unfenced<'cx, T, P> {
+        let ((), barrier) = self.into_parts();
+        Pending::new(value, barrier)
+    }
+}
+
 /// The fence that orders streaming stores on this hardware.
 #[inline]
 pub fn hardware_store_fence() {

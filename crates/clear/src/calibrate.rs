@@ -13,7 +13,7 @@
 
 use crate::features::Features;
 use crate::primitive::{Class, Primitive};
-use crate::profile::{Best, Crossover, Profile};
+use crate::profile::{Best, Crossover, Mbps, Profile};
 use crate::raw;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx};
@@ -93,18 +93,12 @@ pub fn calibrate<P: Cpu + Clock>(
     let cached = bench.best(features, Class::Cached, Bench::hot_run).unwrap_or(Best::only(Primitive::Portable));
     bench.fill_caches(cached.any);
     let bulk = bench.best(features, Class::Streaming, Bench::cold_run);
-    let cached_time = bench.cold_run(cached.any);
-    if cached_time == 0 {
-        return Err(CalibrateError::ClockTooCoarse);
-    }
+    let cached_mbps = bench.bandwidths(cached)?;
     let (crossover, bulk_mbps) = match bulk {
-        None => (Crossover::always(u64::MAX), 0),
-        Some(bulk) => {
-            let bulk_time = bench.cold_run(bulk.any);
-            (bench.crossovers(cached.any, bulk.any), mbps(COLD_RUN, bulk_time))
-        }
+        None => (Crossover::always(u64::MAX), Mbps::UNKNOWN),
+        Some(bulk) => (bench.crossovers(cached.any, bulk.any), bench.bandwidths(bulk)?),
     };
-    Ok(Profile { cached, bulk, crossover, cached_mbps: mbps(COLD_RUN, cached_time), bulk_mbps })
+    Ok(Profile { cached, bulk, crossover, cached_mbps, bulk_mbps })
 }
 
 /// Bandwidth in MB/s of `bytes` in `nanos`; 0 if no time passed.
@@ -160,7 +154,8 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
             // SAFETY: as above; the bytes were just initialised.
             unsafe { read_lines(self.base.add(offset), bytes) };
         }
-        platform.now_ns().saturating_sub(start)
+        // Whatever the clock says, sums of it do not overflow.
+        platform.now_ns().saturating_sub(start).min(NOT_RUN)
     }
 
     /// Leaves the caches full of dirty lines of the scratch's end.
@@ -242,6 +237,16 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
 
     fn cold_run(&mut self, p: Primitive) -> u64 {
         self.cold(p, COLD_RUN, false)
+    }
+
+    /// Bandwidths of two primitives on cold memory.
+    fn bandwidths(&mut self, of: Best) -> Result<Mbps, CalibrateError> {
+        let mut bandwidth = |p| match self.cold_run(p) {
+            0 => Err(CalibrateError::ClockTooCoarse),
+            time => Ok(mbps(COLD_RUN, time)),
+        };
+        let general = bandwidth(of.general)?;
+        Ok(Mbps { general, any: if of.any == of.general { general } else { bandwidth(of.any)? } })
     }
 
     /// The crossovers between two primitives.

@@ -173,13 +173,17 @@ impl Clearer {
             if cx.cancelled(cancel) {
                 return Err(Stopped { clearing, reason: StopReason::Cancelled });
             }
+            let (here, model) = (&*cx, cx.preempt_model());
             let best = self.policy.primitives(request, sweep);
-            let unit_bytes = self.policy.unit_bytes(best.any, cx.preempt_model(), cancel.possible());
-            let (unit, _) = part.split_at(unit_bytes >> PAGE_SHIFT);
-            let (owed, done) = self.clear_part(cx, &mut clearing, unit, best, request);
-            clearing = Unfenced::owing(owed, clearing, cx).fence();
+            let (primitive, unit, debt, done) = with_one_of(here, best, |primitive| {
+                let unit_bytes = self.policy.unit_bytes(primitive, model, cancel.possible());
+                let (unit, _) = part.split_at(unit_bytes >> PAGE_SHIFT);
+                let (debt, done) = self.clear_part(here, &mut clearing, unit, primitive, request);
+                (primitive, unit, debt, done)
+            });
+            clearing = debt.guard(clearing).fence();
             match done {
-                Ok(primitive) => {
+                Ok(()) => {
                     bulk |= primitive.class() == Class::Streaming;
                     observer.cleared(&Unit { extent: unit, sweep, primitive });
                 }
@@ -205,47 +209,36 @@ impl Clearer {
         let extent = dirty.extent();
         let best = self.policy.primitives(request, Sweep::Far);
         let mut clearing = dirty.begin();
-        let (owed, done) = self.clear_part(cx, &mut clearing, extent, best, request);
-        if let Ok(primitive) = done {
-            count_clear(cx, primitive.class() == Class::Streaming);
-        }
-        let result = clearing.finish().map_err(|clearing| {
+        let (debt, done) = with_one_of(cx, best, |primitive| {
+            let (debt, done) = self.clear_part(cx, &mut clearing, extent, primitive, request);
+            if done.is_ok() {
+                count_clear(cx, primitive.class() == Class::Streaming);
+            }
+            (debt, done)
+        });
+        debt.guard(clearing.finish().map_err(|clearing| {
             let reason = StopReason::Unreachable(done.err().unwrap_or(extent.base()));
             Stopped { clearing, reason }
-        });
-        Unfenced::owing(owed, result, cx)
+        }))
     }
 
     /// Clears `unit`, a prefix of the next part, and records it. Returns what the stores owe, which the callers put
-    /// `clearing` behind at once, and the primitive used, or the first frame that could not be reached: what was stored
-    /// before that is recorded and owed for all the same.
-    fn clear_part<P: Cpu + PhysMap>(
+    /// `clearing` behind at once, and the first frame that could not be reached, if one could not: what was stored before
+    /// that is recorded and owed for all the same. Vector registers are usable if `primitive` needs them.
+    fn clear_part<'cx, P: Cpu + PhysMap>(
         &self,
-        cx: &CpuCx<'_, P>,
-        clearing: &mut Clearing,
-        unit: Extent,
-        best: Best,
-        request: &Request,
-    ) -> (Owed, Result<Primitive, Pfn>) {
-        // Vector registers are fetched only if they would be used, and held for this unit.
-        cx.with_vector(best.any.needs_vector(), |vector| {
-            let primitive = if best.any.needs_vector() && vector.is_none() { best.general } else { best.any };
-            self.clear_part_with(cx, clearing, unit, primitive, request)
-        })
-    }
-
-    /// The same with `primitive`. Vector registers are usable if it needs them.
-    fn clear_part_with<P: Cpu + PhysMap>(
-        &self,
-        cx: &CpuCx<'_, P>,
+        cx: &'cx CpuCx<'_, P>,
         clearing: &mut Clearing,
         unit: Extent,
         primitive: Primitive,
         request: &Request,
-    ) -> (Owed, Result<Primitive, Pfn>) {
+    ) -> (Unfenced<'cx, (), P>, Result<(), Pfn>) {
+        let streaming = primitive.class() == Class::Streaming;
+        // Made before the first store, so that whoever unwinds out of a window pays it.
+        let debt = Unfenced::owing(if streaming { Owed::Fence } else { Owed::Publish }, (), cx);
         let offset = (unit.base().number() - clearing.extent().base().number()) << PAGE_SHIFT;
         let mut user = request.user.and_then(|base| base.checked_add(offset));
-        let mut done = Ok(primitive);
+        let mut done = Ok(());
         let mut rest = unit;
         while !rest.is_empty() {
             let Some(window) = cx.platform().open(rest, user) else {
@@ -253,13 +246,13 @@ impl Clearer {
                 break;
             };
             let pages = window.pages.min(rest.pages());
-            // SAFETY: `primitive` is in `features` (checked by `new`; `best` comes from the policy); the window maps
-            // `pages` frames of `unit` writable, which `clearing` owns exclusively, page-aligned; vector registers are
-            // usable if they are needed; streaming stores are put behind their fence below.
+            // SAFETY: `primitive` is in `features` (checked by `new`; it comes from the policy); the window maps `pages`
+            // frames of `unit` writable, which `clearing` owns exclusively, page-aligned; vector registers are usable if
+            // they are needed; streaming stores are behind `debt`.
             unsafe { self.store_zeroes(cx, primitive, window.ptr, pages << PAGE_SHIFT) };
             // SAFETY: `window` was opened above and is not used again.
             unsafe { cx.platform().close(window) };
-            // SAFETY: exactly these frames were stored to, and both callers put `clearing` behind what is owed.
+            // SAFETY: exactly these frames were stored to, and both callers put `clearing` behind `debt`.
             unsafe { clearing.advance(pages) };
             user = user.and_then(|address| address.checked_add(pages << PAGE_SHIFT));
             (_, rest) = rest.split_at(pages);
@@ -267,17 +260,8 @@ impl Clearer {
         let bytes = unit.bytes() - rest.bytes();
         let counters = cx.platform().counters();
         counters.units.add(1);
-        let owed = match primitive.class() {
-            Class::Cached => {
-                counters.bytes_cached.add(bytes);
-                Owed::Publish
-            }
-            Class::Streaming => {
-                counters.bytes_bulk.add(bytes);
-                Owed::Fence
-            }
-        };
-        (owed, done)
+        if streaming { &counters.bytes_bulk } else { &counters.bytes_cached }.add(bytes);
+        (debt, done)
     }
 
     /// Stores zeroes with `primitive`.
@@ -298,6 +282,13 @@ impl Clearer {
         // SAFETY: the caller's promise.
         unsafe { raw::zero(primitive, ptr, bytes) }
     }
+}
+
+/// Runs `f` with the one of the two that can really be used here and now. Vector registers are fetched only if they would be
+/// used, and held until `f` returns.
+fn with_one_of<P: Cpu, R>(cx: &CpuCx<'_, P>, best: Best, f: impl FnOnce(Primitive) -> R) -> R {
+    let wanted = best.any.needs_vector();
+    cx.with_vector(wanted, |vector| f(if wanted && vector.is_none() { best.general } else { best.any }))
 }
 
 /// Counts an extent that was cleared to its end.

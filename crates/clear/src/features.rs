@@ -307,6 +307,29 @@ mod arch {
             assert!(movnt_slow(&id).is_some());
         }
 
+        /// What CPUID says of the model decides what is used before anything is measured: on a listed one no MOVNT store,
+        /// on its neighbours the widest.
+        #[test]
+        fn movnt_is_not_guessed_to_be_good_where_it_is_known_to_be_slow() {
+            use crate::profile::{Best, Profile};
+            let guess = |cpu| Profile::uncalibrated(&from_cpuid(cpu, || XCR0_AVX512), None).bulk;
+            // Skylake client parts, Skylake-SP, Cascade Lake, Cooper Lake.
+            for signature in [0x0004_06E3, 0x0005_06E3, 0x0005_0654, 0x0005_0657, 0x0005_065B] {
+                let cpu = Fake { signature, ..CASCADE_LAKE };
+                assert_eq!(guess(cpu), None, "{signature:#x}");
+                // The list is about MOVNT alone.
+                let whole_lines = Fake { ecx7: 1 << 28, ..cpu };
+                assert_eq!(guess(whole_lines), Some(Best::only(Primitive::Movdir64b)), "{signature:#x}");
+            }
+            // Broadwell-X, Ice Lake-SP, Sapphire Rapids; Cascade Lake's numbers in another family; AMD's Milan.
+            for signature in [0x0004_06F1, 0x0006_06A6, 0x0008_06F8, 0x0015_0F57] {
+                let best = Best { general: Primitive::Movnti, any: Primitive::Avx512Stream };
+                assert_eq!(guess(Fake { signature, ..CASCADE_LAKE }), Some(best), "{signature:#x}");
+            }
+            let best = Best { general: Primitive::Movnti, any: Primitive::Avx2Stream };
+            assert_eq!(guess(Fake { capacity: 0, ..MILAN }), Some(best));
+        }
+
         #[test]
         fn guest_without_clzero() {
             let f = from_cpuid(Fake { capacity: 0, ..MILAN }, || XCR0_AVX);

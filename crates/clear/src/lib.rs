@@ -35,4 +35,4 @@ pub use features::Features;
 pub use parallel::{Lane, Outcome, ParallelClear};
 pub use policy::{Policy, Request};
 pub use primitive::{Class, Primitive};
-pub use profile::{Best, Crossover, Profile, ProfileError, Warmth};
+pub use profile::{Best, Crossover, Mbps, Profile, ProfileError, Warmth};

@@ -5,7 +5,7 @@
 //! whether the caller will touch it at once. The part around the first touch is always cached, whatever the rest is
 //! (seeds 000 and 003; checklist B4–B7, B12).
 
-use crate::primitive::Primitive;
+use crate::primitive::{Class, Primitive};
 use crate::profile::{Best, Profile, Warmth};
 use hugemm_base::{PAGE_BYTES, PreemptModel, Sweep, VirtAddr};
 
@@ -64,7 +64,8 @@ pub struct Policy {
     /// Largest unit in bytes under a cooperative model, instead of the one computed from bandwidth. Rounded down to
     /// whole pages; one page at least. 4096 is the page-at-a-time way of old.
     pub unit: Option<u64>,
-    /// Use this primitive for everything.
+    /// Use this primitive for everything. If it needs vector registers and they are not to be had, the profile's general
+    /// one takes over.
     pub force: Option<Primitive>,
 }
 
@@ -88,8 +89,16 @@ impl Policy {
 
     /// The primitives for one part of an extent of such a request.
     pub const fn primitives(&self, request: &Request, sweep: Sweep) -> Best {
-        if let Some(p) = self.force {
-            return Best::only(p);
+        if let Some(any) = self.force {
+            if !any.needs_vector() {
+                return Best::only(any);
+            }
+            // Without vector registers it cannot be run, whoever asks for it.
+            let general = match (any.class(), self.profile.bulk) {
+                (Class::Streaming, Some(bulk)) => bulk.general,
+                _ => self.profile.cached.general,
+            };
+            return Best { general, any };
         }
         match (self.profile.bulk, sweep) {
             (Some(bulk), Sweep::Far) if self.is_bulk(request) => bulk,
@@ -97,7 +106,8 @@ impl Policy {
         }
     }
 
-    /// Largest number of bytes to clear with `p` between two reschedule points; a multiple of the page size.
+    /// Largest number of bytes to clear with `p` between two reschedule points; a multiple of the page size. `p` is the
+    /// primitive that the unit will really be cleared with: without vector registers that is a slower one.
     ///
     /// Unbounded under a preemptible model, unless the caller can be `cancelled`: a request to stop is only seen
     /// between units. Otherwise what [`UNIT_TARGET_US`] allows at the measured bandwidth, as a power of two; one page
@@ -110,10 +120,7 @@ impl Policy {
             let whole = bytes & !(PAGE_BYTES - 1);
             return if whole == 0 { PAGE_BYTES } else { whole };
         }
-        let mbps = match self.profile.bulk {
-            Some(bulk) if bulk.any as u8 == p as u8 || bulk.general as u8 == p as u8 => self.profile.bulk_mbps,
-            _ => self.profile.cached_mbps,
-        };
+        let mbps = self.profile.mbps(p);
         if mbps == 0 {
             return if matches!(p, Primitive::Portable) { PAGE_BYTES } else { DEFAULT_UNIT };
         }
@@ -126,15 +133,15 @@ impl Policy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::Crossover;
+    use crate::profile::{Crossover, Mbps};
 
     fn profile() -> Profile {
         Profile {
             cached: Best::only(Primitive::RepStosb),
             bulk: Some(Best::only(Primitive::Clzero)),
             crossover: Crossover { hot: 64 << 20, hot_touched: 128 << 20, cold: 1 << 20, cold_touched: 8 << 20 },
-            cached_mbps: 10_000,
-            bulk_mbps: 40_000,
+            cached_mbps: Mbps::only(10_000),
+            bulk_mbps: Mbps::only(40_000),
         }
     }
 
@@ -191,9 +198,42 @@ mod tests {
         }
     }
 
+    /// Each of the four is sized by its own bandwidth, and what is none of them by nobody's.
+    #[test]
+    fn a_unit_is_sized_by_the_primitive_that_clears_it() {
+        use Primitive::{Avx2Store, Avx2Stream, Avx512Stream, Movnti, RepStosb};
+        let policy = Policy::new(Profile {
+            cached: Best { general: RepStosb, any: Avx2Store },
+            bulk: Some(Best { general: Movnti, any: Avx2Stream }),
+            cached_mbps: Mbps { general: 5_000, any: 10_000 },
+            bulk_mbps: Mbps { general: 20_000, any: 40_000 },
+            ..profile()
+        });
+        let unit = |p| policy.unit_bytes(p, PreemptModel::None, false);
+        let units = [RepStosb, Avx2Store, Movnti, Avx2Stream, Avx512Stream].map(unit);
+        assert_eq!(units, [8 << 20, 16 << 20, 32 << 20, 64 << 20, DEFAULT_UNIT]);
+        let cached_only = Policy::new(Profile { bulk: None, ..policy.profile });
+        assert_eq!(cached_only.unit_bytes(Movnti, PreemptModel::None, false), DEFAULT_UNIT);
+    }
+
+    /// What is forced and needs vector registers has somebody to stand in for it, who does not and is of its class.
+    #[test]
+    fn a_forced_vector_primitive_has_a_general_one_behind_it() {
+        use Primitive::{Avx2Store, Avx2Stream, Movnti, RepStosb};
+        let bulk = Some(Best { general: Movnti, any: Avx2Stream });
+        let forced = |force, bulk| {
+            let policy = Policy { force: Some(force), ..Policy::new(Profile { bulk, ..profile() }) };
+            policy.primitives(&Request::bulk(1 << 40), Sweep::Far)
+        };
+        assert_eq!(forced(Avx2Stream, bulk), Best { general: Movnti, any: Avx2Stream });
+        assert_eq!(forced(Avx2Stream, None), Best { general: RepStosb, any: Avx2Stream });
+        assert_eq!(forced(Avx2Store, bulk), Best { general: RepStosb, any: Avx2Store });
+        assert_eq!(forced(RepStosb, bulk), Best::only(RepStosb));
+    }
+
     #[test]
     fn units_without_a_measurement() {
-        let unmeasured = Policy::new(Profile { cached_mbps: 0, bulk_mbps: 0, ..profile() });
+        let unmeasured = Policy::new(Profile { cached_mbps: Mbps::UNKNOWN, bulk_mbps: Mbps::UNKNOWN, ..profile() });
         assert_eq!(unmeasured.unit_bytes(Primitive::RepStosb, PreemptModel::None, false), DEFAULT_UNIT);
         assert_eq!(unmeasured.unit_bytes(Primitive::Portable, PreemptModel::None, false), PAGE_BYTES);
         let fixed = Policy { unit: Some(32 << 20), ..unmeasured };

@@ -33,6 +33,25 @@ impl Best {
     }
 }
 
+/// Bandwidths of the two primitives of a [`Best`] on cold memory in MB/s (10^6 bytes per second); 0 if not measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Mbps {
+    /// Of [`Best::general`].
+    pub general: u32,
+    /// Of [`Best::any`].
+    pub any: u32,
+}
+
+impl Mbps {
+    /// Nothing was measured.
+    pub const UNKNOWN: Mbps = Mbps::only(0);
+
+    /// The same bandwidth for both.
+    pub const fn only(mbps: u32) -> Self {
+        Mbps { general: mbps, any: mbps }
+    }
+}
+
 /// Request sizes in bytes from which on the bulk primitive beats the cached one. `u64::MAX`: never.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Crossover {
@@ -72,10 +91,10 @@ pub struct Profile {
     pub bulk: Option<Best>,
     /// From which request size on bulk is better.
     pub crossover: Crossover,
-    /// Bandwidth of the cached primitive on cold memory in MB/s (10^6 bytes per second); 0 if not measured.
-    pub cached_mbps: u32,
-    /// Bandwidth of the bulk primitive on cold memory in MB/s; 0 if not measured.
-    pub bulk_mbps: u32,
+    /// Bandwidths of the cached primitives.
+    pub cached_mbps: Mbps,
+    /// Bandwidths of the bulk primitives.
+    pub bulk_mbps: Mbps,
 }
 
 /// The threshold of seed 003 where the last-level cache's size is not known either: 8 MiB.
@@ -100,8 +119,24 @@ impl Profile {
             cached: first(&[RepStosb, RepStosq, DcZva, Unrolled, Portable]).unwrap_or(Best::only(Portable)),
             bulk: first(&[Clzero, Movdir64b, Avx512Stream, Avx2Stream, Movnti, Stnp]),
             crossover: Crossover::always(llc.unwrap_or(DEFAULT_THRESHOLD)),
-            cached_mbps: 0,
-            bulk_mbps: 0,
+            cached_mbps: Mbps::UNKNOWN,
+            bulk_mbps: Mbps::UNKNOWN,
+        }
+    }
+
+    /// Bandwidth of `p` in MB/s; 0 if it was not measured.
+    pub const fn mbps(&self, p: Primitive) -> u32 {
+        let (best, mbps) = match (p.class(), self.bulk) {
+            (Class::Streaming, Some(bulk)) => (bulk, self.bulk_mbps),
+            (Class::Streaming, None) => return 0,
+            (Class::Cached, _) => (self.cached, self.cached_mbps),
+        };
+        if best.general as u8 == p as u8 {
+            mbps.general
+        } else if best.any as u8 == p as u8 {
+            mbps.any
+        } else {
+            0
         }
     }
 

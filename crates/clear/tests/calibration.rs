@@ -6,7 +6,9 @@ mod support;
 
 use hugemm_base::{CpuId, PreemptModel};
 use hugemm_clear::calibrate::MIN_SCRATCH;
-use hugemm_clear::{Best, CalibrateError, Class, Clearer, Crossover, Features, Policy, Primitive, Profile, calibrate};
+use hugemm_clear::{
+    Best, CalibrateError, Class, Clearer, Crossover, Features, Mbps, Policy, Primitive, Profile, calibrate,
+};
 use hugemm_host::cpu::Host;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -45,14 +47,14 @@ fn a_calibrated_profile_can_be_used_as_it_is() {
     assert!(Clearer::new(features, Policy::new(profile)).is_ok());
     let named = [Some(profile.cached), profile.bulk].into_iter().flatten().flat_map(|best| [best.general, best.any]);
     assert!(named.into_iter().all(|p| features.contains(p) && p != Primitive::Model));
-    assert!(profile.cached_mbps > 0);
+    assert!(profile.cached_mbps.general > 0 && profile.cached_mbps.any > 0);
     // Units follow from the bandwidths: whole pages, and no more than the largest one can be.
     let policy = Policy::new(profile);
     let unit = policy.unit_bytes(profile.cached.any, PreemptModel::None, false);
     assert!(unit.is_multiple_of(4096) && unit < 4 << 30);
     let streaming = features.iter().any(|p| p.class() == Class::Streaming);
     assert_eq!(profile.bulk.is_some(), streaming);
-    assert_eq!(profile.bulk_mbps > 0, streaming);
+    assert_eq!((profile.bulk_mbps.general > 0, profile.bulk_mbps.any > 0), (streaming, streaming));
     let Crossover { hot, hot_touched, cold, cold_touched } = profile.crossover;
     for bytes in [hot, hot_touched, cold, cold_touched] {
         assert!(bytes == u64::MAX || (bytes.is_power_of_two() && (4096..=64 << 20).contains(&bytes)), "{bytes}");
@@ -106,6 +108,23 @@ fn a_clock_that_goes_backwards_does_no_harm() {
     assert_eq!(result, Err(CalibrateError::ClockTooCoarse));
 }
 
+/// A clock that jumps as far as it can, and stands still at times.
+#[test]
+fn a_clock_that_jumps_does_no_harm() {
+    for still in [2, 3, 7] {
+        let script = script();
+        let mut now = 0_u64;
+        script.set_clock(move |_, reading| {
+            now = if reading % still == 0 { now } else { now ^ u64::MAX };
+            now
+        });
+        match scripted(&script, &Features::detect(), scratch().bytes()) {
+            Ok(profile) => assert_eq!(profile.check(&Features::detect()), Ok(())),
+            Err(error) => assert_eq!(error, CalibrateError::ClockTooCoarse),
+        }
+    }
+}
+
 /// Row B2: a CPU that has nothing special clears with plain stores and has no bulk.
 #[test]
 fn without_streaming_stores_there_is_no_bulk() {
@@ -113,8 +132,8 @@ fn without_streaming_stores_there_is_no_bulk() {
     let script = script();
     let profile = scripted(&script, &Features::none(), scratch().bytes()).expect("calibrated");
     assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), None));
-    assert_eq!((profile.crossover, profile.bulk_mbps), (Crossover::always(u64::MAX), 0));
-    assert!(profile.cached_mbps > 0);
+    assert_eq!((profile.crossover, profile.bulk_mbps), (Crossover::always(u64::MAX), Mbps::UNKNOWN));
+    assert!(profile.cached_mbps.general > 0);
     assert_eq!(script.count(Event::Fence), 0);
 }
 

@@ -297,6 +297,37 @@ fn what_the_cpu_lacks_is_refused() {
     );
 }
 
+/// Row A16: what a unit takes at the bandwidth of the primitive that clears it stays within the bound, also where a fast
+/// vector primitive was asked for and its registers are not to be had.
+#[test]
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+fn a_unit_without_vector_registers_is_no_longer_than_with_them() {
+    use hugemm_clear::policy::UNIT_TARGET_US;
+    use hugemm_clear::{Best, Features, Mbps};
+    // Nothing is run that this CPU may lack: where registers are refused, the vector primitive is only named.
+    let (general, any) = (Primitive::Movnti, Primitive::Avx512Stream);
+    // SAFETY: the script grants no vector registers, so the primitive is never run.
+    let features = unsafe { Features::detect().with(any) };
+    let bulk_mbps = Mbps { general: 50, any: 40_000 };
+    let profile = hugemm_clear::Profile { bulk: Some(Best { general, any }), bulk_mbps, ..PROFILE };
+    for force in [None, Some(any)] {
+        let clearer = Clearer::new(features, Policy { force, ..Policy::new(profile) }).expect("valid");
+        let script = Script::new(Memory::heap(64));
+        let mut longest = 0;
+        let mut observer = |unit: &Unit| {
+            assert_eq!(unit.primitive, general);
+            longest = longest.max(unit.extent.bytes() / u64::from(bulk_mbps.general));
+        };
+        assert!(script.run(|cx| clearer.clear_observed(cx, script.dirty(), &BULK, &Never, &mut observer)).is_ok());
+        assert!(script.memory.zero(0..64));
+        assert!(longest <= UNIT_TARGET_US && longest > UNIT_TARGET_US / 4, "{longest} us, {force:?}");
+        // At once, too, nobody runs what needs registers without having them.
+        script.memory.dirty(0..64);
+        assert!(script.run(|cx| clearer.clear_now(cx, script.dirty(), &BULK).fence()).is_ok());
+        assert!(script.memory.zero(0..64));
+    }
+}
+
 /// Row B2: vector registers are held for a unit, not across its barrier, and where they are not to be had the general
 /// primitive takes over.
 #[test]

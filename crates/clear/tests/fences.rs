@@ -123,10 +123,10 @@ mod host {
     use hugemm_base::platform::{Cpu, StoreBuffer};
     use hugemm_base::store_fence::hardware_store_fence;
     use hugemm_base::{
-        Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, Pfn, PhysMap, Preempt, PreemptModel, StoreOrder,
-        VectorUnit, VirtAddr, Window,
+        Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, NodeId, Pfn, PhysMap, Preempt, PreemptModel,
+        StoreOrder, Topology, VectorUnit, VirtAddr, Window,
     };
-    use hugemm_clear::{Class, Clearer, Content, Features, Policy, Primitive};
+    use hugemm_clear::{Class, Clearer, Content, Features, Lane, Outcome, ParallelClear, Policy, Primitive};
     use hugemm_host::cpu::{BASE_FRAME, Host};
     use proptest::prelude::*;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -214,56 +214,91 @@ mod host {
         }
     }
 
-    /// The host with a fence that does nothing, as a platform that forgot to implement it.
-    struct Forgetful<'h, 'm>(&'h Host<'m>);
+    /// The host with planted faults: a fence that does nothing, as on a platform that forgot to implement it; windows of
+    /// one page, of which the last one panics instead of being opened.
+    struct Faulty<'h, 'm> {
+        host: &'h Host<'m>,
+        fences: bool,
+        windows: AtomicU64,
+    }
 
-    // SAFETY: deliberately not kept: `store_fence` orders nothing. Only the store model's stores, which are atomics,
-    // run on it.
-    unsafe impl StoreOrder for Forgetful<'_, '_> {
-        fn store_fence(&self) {}
+    impl<'h, 'm> Faulty<'h, 'm> {
+        fn forgetful(host: &'h Host<'m>) -> Self {
+            Faulty { host, fences: false, windows: AtomicU64::new(u64::MAX) }
+        }
+
+        fn fragile(host: &'h Host<'m>, windows: u64) -> Self {
+            Faulty { host, fences: true, windows: AtomicU64::new(windows) }
+        }
+    }
+
+    // SAFETY: deliberately not kept where `fences` is off: `store_fence` orders nothing. Only the store model's stores,
+    // which are atomics, run on it.
+    unsafe impl StoreOrder for Faulty<'_, '_> {
+        fn store_fence(&self) {
+            if self.fences {
+                self.host.store_fence();
+            }
+        }
 
         fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
-            self.0.store_buffer()
+            self.host.store_buffer()
         }
     }
 
     // SAFETY: the host's.
-    unsafe impl CpuLocal for Forgetful<'_, '_> {
+    unsafe impl CpuLocal for Faulty<'_, '_> {
         fn current(&self) -> CpuId {
-            self.0.current()
+            self.host.current()
         }
 
         unsafe fn pin(&self) -> usize {
             // SAFETY: the caller's promise.
-            unsafe { self.0.pin() }
+            unsafe { self.host.pin() }
         }
 
         unsafe fn unpin(&self, state: usize) {
             // SAFETY: the caller's promise.
-            unsafe { self.0.unpin(state) }
+            unsafe { self.host.unpin(state) }
         }
     }
 
-    impl Preempt for Forgetful<'_, '_> {
+    impl Preempt for Faulty<'_, '_> {
         fn preempt_model(&self) -> PreemptModel {
-            self.0.preempt_model()
+            self.host.preempt_model()
         }
 
         unsafe fn reschedule(&self) {}
     }
 
-    impl VectorUnit for Forgetful<'_, '_> {}
+    impl Topology for Faulty<'_, '_> {
+        fn cpus(&self) -> u32 {
+            self.host.cpus()
+        }
 
-    impl Instrumented for Forgetful<'_, '_> {
-        fn counters(&self) -> &Counters {
-            self.0.counters()
+        fn node_of_cpu(&self, cpu: CpuId) -> NodeId {
+            self.host.node_of_cpu(cpu)
+        }
+
+        fn node_run(&self, extent: Extent) -> (NodeId, u64) {
+            self.host.node_run(extent)
         }
     }
 
-    // SAFETY: the host's windows.
-    unsafe impl PhysMap for Forgetful<'_, '_> {
+    impl VectorUnit for Faulty<'_, '_> {}
+
+    impl Instrumented for Faulty<'_, '_> {
+        fn counters(&self) -> &Counters {
+            self.host.counters()
+        }
+    }
+
+    // SAFETY: the host's windows, a page at a time.
+    unsafe impl PhysMap for Faulty<'_, '_> {
         fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
-            self.0.open(extent, user)
+            // Relaxed: each test has one thread per window.
+            assert!(self.windows.fetch_sub(1, Ordering::Relaxed) > 1, "planned");
+            self.host.open(extent.split_at(1).0, user)
         }
     }
 
@@ -273,12 +308,70 @@ mod host {
         let mut memory = Memory::heap(8);
         let host = Host::new(&places(2), memory.bytes()).expect("a machine").with_store_model(7);
         let clear = |_: &mut CpuCx<'_, Host<'_>>| {
-            let platform = Forgetful(&host);
+            let platform = Faulty::forgetful(&host);
             // SAFETY: the task has no other context of this platform.
             let mut cx = unsafe { CpuCx::new(&platform) };
             clear_by(&mut cx, host.frames(), 8);
         };
         assert!(stale_after(&host, clear) > 0);
+    }
+
+    /// Row B10: whatever `clear` does when a window cannot be opened in the middle of a unit, whoever gets the frames next
+    /// may write to them: no store of the clear arrives later. How many words lost what was written.
+    fn lost_after_unwinding(windows: u64, clear: impl Fn(&mut CpuCx<'_, Faulty<'_, '_>>, &Clearer)) -> usize {
+        let mut memory = Memory::heap(8);
+        let host = Host::new(&places(1), memory.bytes()).expect("a machine").with_store_model(windows).strict();
+        host.set_preempt_model(PreemptModel::None);
+        let platform = Faulty::fragile(&host, windows);
+        let lost = host.run_on(CpuId(0), |_| {
+            // SAFETY: the task uses no other context of this platform.
+            let mut cx = unsafe { CpuCx::new(&platform) };
+            let unwound = catch_unwind(AssertUnwindSafe(|| clear(&mut cx, &clearer(8))));
+            assert!(unwound.is_err(), "all {windows} windows were opened");
+            let words = words(&host, host.frames());
+            words.iter().for_each(|word| word.store(!0, Ordering::Relaxed));
+            host.store_fence();
+            words.iter().filter(|word| word.load(Ordering::Relaxed) != !0).count()
+        });
+        let owed = platform.counters().snapshot();
+        assert_eq!((owed.fences, owed.fences_on_drop), (1, 1), "{windows} windows");
+        lost.expect("the CPU exists")
+    }
+
+    #[test]
+    fn a_clear_that_unwinds_in_a_unit_leaves_no_store_behind() {
+        for windows in 1..=8 {
+            let lost = lost_after_unwinding(windows, |cx, clearer| {
+                // SAFETY: the test owns the frames.
+                let dirty = unsafe { Dirty::assume_owned(pages(0, 8)) };
+                let _ = clearer.clear(cx, dirty, &BULK, &Never);
+            });
+            assert_eq!(lost, 0, "{windows} windows");
+            let lost = lost_after_unwinding(windows, |cx, clearer| {
+                // SAFETY: as above.
+                let dirty = unsafe { Dirty::assume_owned(pages(0, 8)) };
+                let _ = clearer.clear_now(cx, dirty, &BULK).fence();
+            });
+            assert_eq!(lost, 0, "{windows} windows, at once");
+        }
+    }
+
+    /// The same for a worker of a parallel clear, whose frames go back to their owner as dirty.
+    #[test]
+    fn a_worker_that_unwinds_in_a_unit_leaves_no_store_behind() {
+        for windows in 1..=8 {
+            let lost = lost_after_unwinding(windows, |cx, clearer| {
+                let mut lanes = [Lane::empty()];
+                // SAFETY: the test owns the frames.
+                let dirty = unsafe { Dirty::assume_owned(pages(0, 8)) };
+                let shared = ParallelClear::new(dirty, &mut lanes, cx.platform()).expect("a lane");
+                let unwound =
+                    catch_unwind(AssertUnwindSafe(|| shared.work(cx, clearer, &BULK, &Never, &mut ()).is_ok()));
+                assert!(matches!(shared.finish(), Outcome::Dirty(_)));
+                unwound.unwrap_or_else(|panic| resume_unwind(panic));
+            });
+            assert_eq!(lost, 0, "{windows} windows");
+        }
     }
 
     #[test]

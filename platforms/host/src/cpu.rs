@@ -15,10 +15,10 @@ use hugemm_base::{
     Clock, CounterSnapshot, Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, NodeId, PAGE_BYTES, Pfn,
     PhysMap, Preempt, PreemptModel, StoreOrder, Topology, VectorUnit, VirtAddr, Window,
 };
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
@@ -42,6 +42,7 @@ pub struct Host<'m> {
     frames: Extent,
     node: NodeId,
     preempt: AtomicU8,
+    vectors: AtomicBool,
     store_model: Option<StoreModel>,
     strict: bool,
     started: Instant,
@@ -66,6 +67,9 @@ unsafe impl Send for Host<'_> {}
 thread_local! {
     /// Which CPU of which host this thread is, while it is one; host 0 is none. Two words that are read at every pin.
     static CURRENT: Cell<(usize, CpuId)> = const { Cell::new((0, CpuId(0))) };
+
+    /// What it is beneath that: the machines in whose turns the present one was begun, innermost last.
+    static BENEATH: RefCell<Vec<(usize, CpuId)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Why a host could not be made or a thread could not become one of its CPUs.
@@ -125,6 +129,7 @@ impl<'m> Host<'m> {
             frames,
             node: first.node,
             preempt: AtomicU8::new(PreemptModel::Full as u8),
+            vectors: AtomicBool::new(true),
             store_model: None,
             strict: false,
             started: Instant::now(),
@@ -179,6 +184,13 @@ impl<'m> Host<'m> {
         self.preempt.store(model as u8, Ordering::Relaxed);
     }
 
+    /// Whether vector registers are to be had from now on, as they are at first. In a kernel they often are not, and
+    /// what then takes over can be measured here.
+    pub fn grant_vectors(&self, granted: bool) {
+        // Relaxed: nothing is published by it.
+        self.vectors.store(granted, Ordering::Relaxed);
+    }
+
     /// The sum of all CPUs' counters.
     pub fn counters_sum(&self) -> CounterSnapshot {
         let each = self.cpus.iter().map(|slot| slot.counters.snapshot());
@@ -187,12 +199,12 @@ impl<'m> Host<'m> {
 
     /// Makes the calling thread the CPU `cpu` for the time of `f`. Waits while another thread is that CPU.
     ///
-    /// The thread's former CPU binding is restored afterwards, also when `f` panics.
+    /// The thread's former CPU binding is restored afterwards, also when `f` panics. Within `f` the thread may take a turn on
+    /// another machine; it is then bound to that one's real CPU, and still the same CPU of this one.
     pub fn run_on<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Self>) -> R) -> Result<R, CpuError> {
         let slot = self.cpus.get(cpu.0 as usize).ok_or(CpuError::NoSuchCpu { cpu, cpus: self.cpus.len() as u32 })?;
-        let (host, nested) = CURRENT.get();
-        if host == self.identity() {
-            return Err(CpuError::Nested { cpu: nested });
+        if let Some(cpu) = self.occupant() {
+            return Err(CpuError::Nested { cpu });
         }
         let _occupied = slot.occupied.lock().unwrap_or_else(PoisonError::into_inner);
         let _binding = Binding::bind(slot.place.os_cpu)?;
@@ -230,6 +242,18 @@ impl<'m> Host<'m> {
         self.cpus.as_ptr().addr()
     }
 
+    /// Which CPU of this host the thread is.
+    #[inline]
+    fn occupant(&self) -> Option<CpuId> {
+        let (host, cpu) = CURRENT.get();
+        if host == self.identity() { Some(cpu) } else { self.occupant_beneath() }
+    }
+
+    #[cold]
+    fn occupant_beneath(&self) -> Option<CpuId> {
+        BENEATH.with_borrow(|turns| turns.iter().find(|(host, _)| *host == self.identity()).map(|(_, cpu)| *cpu))
+    }
+
     fn slot(&self) -> &Slot {
         &self.cpus[self.current().0 as usize]
     }
@@ -249,12 +273,15 @@ struct Current((usize, CpuId));
 
 impl Current {
     fn set(to: (usize, CpuId)) -> Self {
-        Current(CURRENT.replace(to))
+        let former = CURRENT.replace(to);
+        BENEATH.with_borrow_mut(|turns| turns.push(former));
+        Current(former)
     }
 }
 
 impl Drop for Current {
     fn drop(&mut self) {
+        BENEATH.with_borrow_mut(|turns| turns.pop());
         CURRENT.set(self.0);
     }
 }
@@ -288,9 +315,8 @@ impl Drop for Binding {
 unsafe impl CpuLocal for Host<'_> {
     #[inline]
     fn current(&self) -> CpuId {
-        let (host, cpu) = CURRENT.get();
         // Not one of this host's CPUs: counts go to the first. Contexts exist only on threads that are CPUs.
-        if host == self.identity() { cpu } else { CpuId(0) }
+        self.occupant().unwrap_or(CpuId(0))
     }
 
     #[inline]
@@ -329,10 +355,10 @@ unsafe impl StoreOrder for Host<'_> {
 }
 
 impl VectorUnit for Host<'_> {
-    /// User space owns its vector registers always.
+    /// User space owns its vector registers always; a host can be told not to grant them.
     #[inline]
     unsafe fn vector_begin(&self) -> bool {
-        true
+        self.vectors.load(Ordering::Relaxed)
     }
 }
 

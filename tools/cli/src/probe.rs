@@ -74,10 +74,10 @@ fn print_profile(calibrated: &Calibrated, calibration: &Calibration) {
         true => best.general.to_string(),
         false => format!("{} (without vector registers {})", best.any, best.general),
     };
-    println!("  best cached primitive   {}, {:.1} GB/s cold", named(cached), f64::from(cached_mbps) / 1e3);
+    println!("  best cached primitive   {}, {:.1} GB/s cold", named(cached), f64::from(cached_mbps.any) / 1e3);
     match bulk {
         Some(bulk) => {
-            println!("  best bulk primitive     {}, {:.1} GB/s cold", named(bulk), f64::from(bulk_mbps) / 1e3)
+            println!("  best bulk primitive     {}, {:.1} GB/s cold", named(bulk), f64::from(bulk_mbps.any) / 1e3)
         }
         None => println!("  best bulk primitive     none that this CPU has"),
     }
@@ -217,7 +217,7 @@ fn policy_share(each: &[Samples]) -> f64 {
 }
 
 /// The longest time in ms between two reschedule points of a cooperative clear of all memory, by run; cached and bulk
-/// alternate.
+/// alternate, each with and without vector registers.
 fn worst_unit(
     cx: &mut CpuCx<'_, Host<'_>>,
     clearer: &Clearer,
@@ -229,8 +229,9 @@ fn worst_unit(
     let mut worst = Samples::default();
     for _ in 0..runs {
         let mut longest = 0;
-        for threshold in [0, u64::MAX] {
+        for (threshold, vectors) in [(0, true), (u64::MAX, true), (0, false), (u64::MAX, false)] {
             interrupt::check()?;
+            host.grant_vectors(vectors);
             let policy = Policy { threshold: Some(threshold), ..*clearer.policy() };
             let cooperative = Clearer::new(*clearer.features(), policy)?;
             let request = Request::bulk(memory.extent().bytes()).with_warmth(Warmth::Cold);
@@ -247,6 +248,7 @@ fn worst_unit(
         }
         worst.push(longest as f64 / 1e6);
     }
+    host.grant_vectors(true);
     host.set_preempt_model(PreemptModel::Full);
     Ok((worst, memory))
 }

@@ -1,7 +1,7 @@
 //! A calibrated profile on disk: JSON to be read again, or Rust source to be embedded.
 
 use anyhow::{Context, Result, anyhow};
-use hugemm_clear::{Best, Crossover, Primitive, Profile};
+use hugemm_clear::{Best, Crossover, Mbps, Primitive, Profile};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write;
 use std::path::Path;
@@ -14,6 +14,11 @@ struct Saved {
     crossover: Bytes,
     cached_mbps: u32,
     bulk_mbps: u32,
+    /// Without vector registers. Files of older versions do not have these: not measured.
+    #[serde(default)]
+    cached_general_mbps: u32,
+    #[serde(default)]
+    bulk_general_mbps: u32,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -56,8 +61,10 @@ pub fn to_json(profile: &Profile) -> serde_json::Result<String> {
             cold: finite(c.cold),
             cold_touched: finite(c.cold_touched),
         },
-        cached_mbps: profile.cached_mbps,
-        bulk_mbps: profile.bulk_mbps,
+        cached_mbps: profile.cached_mbps.any,
+        bulk_mbps: profile.bulk_mbps.any,
+        cached_general_mbps: profile.cached_mbps.general,
+        bulk_general_mbps: profile.bulk_mbps.general,
     };
     Ok(serde_json::to_string_pretty(&saved)? + "\n")
 }
@@ -75,18 +82,19 @@ fn from_json(text: &str) -> Result<Profile> {
             cold: size(c.cold),
             cold_touched: size(c.cold_touched),
         },
-        cached_mbps: saved.cached_mbps,
-        bulk_mbps: saved.bulk_mbps,
+        cached_mbps: Mbps { general: saved.cached_general_mbps, any: saved.cached_mbps },
+        bulk_mbps: Mbps { general: saved.bulk_general_mbps, any: saved.bulk_mbps },
     })
 }
 
 /// The profile as a Rust constant.
 pub fn to_rust(profile: &Profile) -> String {
     let best = |b: Best| format!("Best {{ general: Primitive::{:?}, any: Primitive::{:?} }}", b.general, b.any);
+    let mbps = |mbps: Mbps| format!("Mbps {{ general: {}, any: {} }}", mbps.general, mbps.any);
     let size = |bytes| finite(bytes).map_or("u64::MAX".into(), |bytes| bytes.to_string());
     let c = &profile.crossover;
     let bulk = profile.bulk.map_or("None".into(), |bulk| format!("Some({})", best(bulk)));
-    let mut text = String::from("use hugemm_clear::{Best, Crossover, Primitive, Profile};\n\n");
+    let mut text = String::from("use hugemm_clear::{Best, Crossover, Mbps, Primitive, Profile};\n\n");
     text.push_str("/// Measured by `hugemm probe`.\npub const PROFILE: Profile = Profile {\n");
     // Writing to a String cannot fail.
     let _ = writeln!(text, "    cached: {},\n    bulk: {bulk},\n    crossover: Crossover {{", best(profile.cached));
@@ -98,7 +106,8 @@ pub fn to_rust(profile: &Profile) -> String {
     let _ = writeln!(
         text,
         "    }},\n    cached_mbps: {},\n    bulk_mbps: {},\n}};",
-        profile.cached_mbps, profile.bulk_mbps
+        mbps(profile.cached_mbps),
+        mbps(profile.bulk_mbps)
     );
     text
 }
@@ -125,8 +134,8 @@ mod tests {
             cached: Best::only(Primitive::RepStosb),
             bulk: Some(Best { general: Primitive::Movnti, any: Primitive::Avx2Stream }),
             crossover: Crossover { hot: 8 << 20, hot_touched: u64::MAX, cold: 4096, cold_touched: 1 << 20 },
-            cached_mbps: 15_000,
-            bulk_mbps: 48_000,
+            cached_mbps: Mbps::only(15_000),
+            bulk_mbps: Mbps { general: 20_000, any: 48_000 },
         }
     }
 
@@ -135,6 +144,9 @@ mod tests {
         for p in [profile(), Profile { bulk: None, ..profile() }] {
             assert_eq!(from_json(&to_json(&p).expect("json")).expect("profile"), p);
         }
+        // A file of an older version: what it does not say was not measured.
+        let old: String = to_json(&profile()).expect("json").replace("general_mbps", "unknown_mbps");
+        assert_eq!(from_json(&old).expect("profile").bulk_mbps, Mbps { general: 0, any: 48_000 });
         assert!(from_json("{}").is_err());
         assert!(from_json(&to_json(&profile()).expect("json").replace("movnti", "movntx")).is_err());
     }
@@ -142,9 +154,12 @@ mod tests {
     #[test]
     fn rust_names_every_field() {
         let text = to_rust(&profile());
-        for part in
-            ["cached: Best { general: Primitive::RepStosb", "any: Primitive::Avx2Stream", "hot_touched: u64::MAX"]
-        {
+        for part in [
+            "cached: Best { general: Primitive::RepStosb",
+            "any: Primitive::Avx2Stream",
+            "hot_touched: u64::MAX",
+            "bulk_mbps: Mbps { general: 20000, any: 48000 }",
+        ] {
             assert!(text.contains(part), "{text}");
         }
     }

@@ -11,7 +11,7 @@ use hugemm_base::{
     Cancel, Clock, CounterSnapshot, Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, NodeId, Pfn,
     PhysMap, Preempt, PreemptModel, StoreOrder, Topology, VectorUnit, VirtAddr, Window,
 };
-use hugemm_clear::{Best, Clearer, Crossover, Features, Policy, Primitive, Profile, Request, Unit};
+use hugemm_clear::{Best, Clearer, Crossover, Features, Mbps, Policy, Primitive, Profile, Request, Unit};
 use memory::Memory;
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
@@ -27,8 +27,8 @@ pub(crate) const PROFILE: Profile = Profile {
     cached: Best::only(Primitive::Portable),
     bulk: Some(Best::only(Primitive::Model)),
     crossover: Crossover::always(8 << 20),
-    cached_mbps: 0,
-    bulk_mbps: 0,
+    cached_mbps: Mbps::UNKNOWN,
+    bulk_mbps: Mbps::UNKNOWN,
 };
 
 /// A request that [`PROFILE`] serves with cached stores.

@@ -1,0 +1,41 @@
+//! A thread is one CPU of one machine, and gets what that machine grants.
+
+use hugemm_base::{CpuId, CpuLocal, NodeId};
+use hugemm_host::cpu::{CpuError, CpuPlace, Host};
+
+fn machine(cpus: usize) -> Host<'static> {
+    Host::new(&vec![CpuPlace { os_cpu: 0, node: NodeId(0) }; cpus], &mut []).expect("a machine")
+}
+
+/// Whoever takes a turn on a second machine is the same CPU of the first, whose contexts and pins are still there.
+#[test]
+fn a_turn_on_another_machine_leaves_the_cpu_what_it_is() {
+    let (outer, inner) = (machine(3), machine(2));
+    outer
+        .run_on(CpuId(2), |cx| {
+            let within = inner.run_on(CpuId(1), |within| {
+                assert_eq!((cx.platform().current(), within.platform().current()), (CpuId(2), CpuId(1)));
+                assert_eq!(cx.pinned(|pin| pin.cpu()), CpuId(2));
+                // Nobody is two CPUs of one machine, however deep.
+                let again = outer.run_on(CpuId(0), |_| ());
+                assert!(matches!(again, Err(CpuError::Nested { cpu: CpuId(2) })), "{again:?}");
+            });
+            assert!(within.is_ok());
+            assert_eq!((outer.current(), inner.current()), (CpuId(2), CpuId(0)), "the turn is over");
+            let again = outer.run_on(CpuId(0), |_| ());
+            assert!(matches!(again, Err(CpuError::Nested { cpu: CpuId(2) })), "{again:?}");
+        })
+        .expect("the CPU exists");
+}
+
+#[test]
+fn vector_registers_are_granted_until_the_machine_is_told_otherwise() {
+    let host = machine(1);
+    let granted =
+        || host.run_on(CpuId(0), |cx| cx.with_vector(true, |vector| vector.is_some())).expect("the CPU exists");
+    assert!(granted());
+    host.grant_vectors(false);
+    assert!(!granted());
+    host.grant_vectors(true);
+    assert!(granted());
+}
