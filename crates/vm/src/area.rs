@@ -148,7 +148,12 @@ impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
 }
 
 /// The areas of a space, by address.
-pub(crate) struct Areas<S: Setup>(RBTree<ByAddress<S>>);
+pub(crate) struct Areas<S: Setup> {
+    tree: RBTree<ByAddress<S>>,
+    /// A fork has the space to itself, across reschedule points: until it has finished, areas neither come nor go, nothing
+    /// is entered in them and nothing copied. Changed and relied on under the list's lock.
+    pub(crate) forking: bool,
+}
 
 // SAFETY: the tree refers to areas, which may be sent and shared.
 unsafe impl<S: Setup> Send for Areas<S> {}
@@ -157,18 +162,29 @@ unsafe impl<S: Setup> Sync for Areas<S> {}
 
 impl<S: Setup> Areas<S> {
     pub(crate) fn new() -> Self {
-        Areas(RBTree::new(ByAddress::NEW))
+        Areas { tree: RBTree::new(ByAddress::NEW), forking: false }
     }
 
     /// The area that holds a page. O(log areas).
     pub(crate) fn find(&self, page: u64) -> Option<&Area<S>> {
-        let area = self.0.upper_bound(Bound::Included(&page)).get()?;
+        let area = self.tree.upper_bound(Bound::Included(&page)).get()?;
         (page - area.info.span.first() < area.info.span.pages()).then_some(area)
+    }
+
+    /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
+    /// now promises the same. True for as long as the list stays locked.
+    pub(crate) fn admit(&self, area: &AreaInfo, span: Span) -> bool {
+        !self.forking
+            && self.find(span.first()).is_some_and(|there| {
+                let there = &there.info;
+                there.same_at(area, span.first())
+                    && span.first() + span.pages() <= there.span.first() + there.span.pages()
+            })
     }
 
     /// The first area that ends after `page`.
     pub(crate) fn first_after(&self, page: u64) -> Option<&Area<S>> {
-        self.find(page).or_else(|| self.0.lower_bound(Bound::Included(&page)).get())
+        self.find(page).or_else(|| self.tree.lower_bound(Bound::Included(&page)).get())
     }
 
     /// Areas that meet a range of pages, in ascending order.
@@ -183,12 +199,12 @@ impl<S: Setup> Areas<S> {
 
     /// Adds an area that meets none of the others.
     pub(crate) fn insert(&mut self, area: UnsafeRef<Area<S>>) {
-        self.0.insert(area);
+        self.tree.insert(area);
     }
 
     /// Takes the first area that ends after `page` and begins before `end` out.
     pub(crate) fn take(&mut self, page: u64, end: u64) -> Option<UnsafeRef<Area<S>>> {
         let first = self.first_after(page).filter(|area| area.info.span.first() < end)?.info.span.first();
-        self.0.find_mut(&first).remove()
+        self.tree.find_mut(&first).remove()
     }
 }

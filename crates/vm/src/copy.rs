@@ -13,17 +13,10 @@ const UNIT: u64 = 2 << 20;
 impl<S: Setup> Vm<'_, S> {
     /// Copies `from`, which nobody writes to meanwhile, to `to`: right of the touched page, left of it, and its
     /// neighbourhood last, as pages are cleared. Stops at the first frame that is known to be bad; the copy is then
-    /// incomplete and must not be mapped. `locked`: the caller holds a lock, so no reschedule point is passed.
+    /// incomplete and must not be mapped. Passes a reschedule point after each unit; may sleep.
     ///
     /// The stores are ordinary ones: publishing the copy orders them.
-    pub(crate) fn copy_pages(
-        &self,
-        cx: &mut Cx<'_, S>,
-        from: Extent,
-        to: &Dirty,
-        touched: u64,
-        locked: bool,
-    ) -> Result<(), VmError> {
+    pub(crate) fn copy_pages(&self, cx: &mut Cx<'_, S>, from: Extent, to: &Dirty, touched: u64) -> Result<(), VmError> {
         let whole = to.extent();
         // SAFETY: the numbers order the copy; nothing is cleared or advanced through this value, and it is given up below.
         let mut order = folio::begin_around(unsafe { Dirty::assume_owned(whole) }, touched);
@@ -35,7 +28,7 @@ impl<S: Setup> Vm<'_, S> {
             if copied.is_err() {
                 break;
             }
-            if !locked && cx.platform().may_sleep() {
+            if cx.platform().may_sleep() {
                 cx.reschedule();
             }
             // SAFETY: this value stands for an order only; it is abandoned as dirty whatever has been recorded.

@@ -6,7 +6,7 @@
 
 use crate::area::AreaInfo;
 use crate::error::VmError;
-use crate::fault::{Access, Served, fresh_flags, still};
+use crate::fault::{Access, Served, fresh_flags};
 use crate::object::Owner;
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
@@ -34,7 +34,7 @@ impl<S: Setup> Vm<'_, S> {
         let old = {
             let task = RefCell::new(&mut *cx);
             let areas = space.areas.shared();
-            if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
+            if !areas.admit(area, page) {
                 return Ok(Served::Meanwhile);
             }
             let mut table = space.table.shared(self.tables(&task));
@@ -81,20 +81,20 @@ impl<S: Setup> Vm<'_, S> {
         served
     }
 
-    /// A counted copy of a page, to which the caller has a reference. `locked`: the caller holds a lock, so nobody is asked
-    /// for relief and no reschedule point passed.
+    /// A counted copy of a page, to which the caller has a reference. `alone`: the caller has something to itself that
+    /// others wait for, so nobody is asked for relief.
     pub(crate) fn copy_of(
         &self,
         cx: &mut Cx<'_, S>,
         from: Extent,
         want: &Want,
         owner: Owner,
-        locked: bool,
+        alone: bool,
     ) -> Result<Extent, VmError> {
-        let block = self.block_for_copy(cx, want, locked)?;
+        let block = self.block_for_copy(cx, want, alone)?;
         let (head, mobility) = (block.pfn(), block.mobility());
         let dirty = block.into_dirty();
-        match self.copy_pages(cx, from, &dirty, want.touched.unwrap_or(0), locked) {
+        match self.copy_pages(cx, from, &dirty, want.touched.unwrap_or(0)) {
             Ok(()) => {
                 let _ = dirty.into_extent();
                 // SAFETY: the block that was taken apart above.
@@ -123,7 +123,7 @@ impl<S: Setup> Vm<'_, S> {
         copy: Extent,
     ) -> Result<Served, VmError> {
         let areas = space.areas.shared();
-        if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
+        if !areas.admit(area, page) {
             return Ok(Served::Meanwhile);
         }
         let unhooked = {

@@ -68,8 +68,10 @@ enum Found<S: Setup> {
     Away(u64),
     /// A page is mapped, but not for this access.
     ReadOnly,
-    /// There is nothing to do, or not now.
+    /// There is nothing to do.
     Meanwhile,
+    /// Somebody is at the page, or has the space to itself.
+    Busy,
 }
 
 /// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
@@ -128,6 +130,10 @@ impl<S: Setup> Vm<'_, S> {
         let site = Site { space, area: &area, phases };
         match found {
             Found::Meanwhile => Ok(Served::Meanwhile),
+            Found::Busy => {
+                self.breathe(cx);
+                Ok(Served::Meanwhile)
+            }
             Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
             Found::Away(word) => self.refault_private(cx, site, at, access, word),
             Found::Absent(None) => self.fault_private(cx, site, at, access),
@@ -154,11 +160,14 @@ impl<S: Setup> Vm<'_, S> {
         if !info.kind.flags().contains(access.needs()) {
             return Err(VmError::Denied { at });
         }
+        if areas.forking {
+            return Ok((info, Found::Busy));
+        }
         let task = RefCell::new(cx);
         let found = match space.table.shared(self.tables(&task)).lookup(at) {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
             Lookup::Mapped(_) => Found::ReadOnly,
-            Lookup::Busy => Found::Meanwhile,
+            Lookup::Busy => Found::Busy,
             Lookup::Owner(word) => Found::Away(word),
             Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
                 // SAFETY: the area holds a reference, and is there while the list is locked.
@@ -312,7 +321,7 @@ impl<S: Setup> Vm<'_, S> {
         let served = self.try_map(cx, |task| {
             let busy = Err(PagingError::Busy { at: page.start() });
             let areas = space.areas.shared();
-            if !still(areas.find(page.first()).map(|area| &area.info), area, page) {
+            if !areas.admit(area, page) {
                 return busy;
             }
             // Held until the page is mapped: whoever takes it out of the index finds the mapping.
@@ -347,8 +356,7 @@ impl<S: Setup> Vm<'_, S> {
         let how = Mapping { flags, largest: area.kind.page };
         self.try_map(cx, |task| {
             let areas = space.areas.shared();
-            let there = areas.find(span.first()).map(|area| &area.info);
-            if !still(there, area, span) {
+            if !areas.admit(area, span) {
                 return Err(PagingError::Busy { at: span.start() });
             }
             space.table.shared(self.tables(task)).map(span, frames.clone(), how)
@@ -374,13 +382,6 @@ impl<S: Setup> Vm<'_, S> {
         }
         Err(VmError::NoMemory)
     }
-}
-
-/// Whether what is there now promises about `span` what `area` did.
-pub(crate) fn still(there: Option<&AreaInfo>, area: &AreaInfo, span: Span) -> bool {
-    there.is_some_and(|there| {
-        there.same_at(area, span.first()) && span.first() + span.pages() <= there.span.first() + there.span.pages()
-    })
 }
 
 /// The flags of a page that is entered because of an access: what the access will set is set, to spare hardware the

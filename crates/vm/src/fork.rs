@@ -2,9 +2,10 @@
 //!
 //! Private pages are shared by both until one of them writes. By the range: write-protect what the parent has, by whole
 //! tables where an area covers them ([`hugemm_paging::write_protect`]), take a reference to each page, enter the runs in the
-//! child; one flush of the parent for all of it. The parent's area list is
-//! held alone throughout, and until the flush is over: otherwise one of the parent's threads could copy a page, while
-//! another still stores to the old one through its TLB.
+//! child; one flush of the parent for all of it. The fork has the parent to itself throughout, and until the flush is over:
+//! otherwise one of the parent's threads could copy a page, while another still stores to the old one through its TLB; or
+//! store what the child does not get before what it gets. That is a mark in the area list, not a lock: whoever meets it lets
+//! others run and comes again, and the fork itself passes a reschedule point after every part.
 //!
 //! Pages that a device may be writing to are copied for the child instead, and stay the parent's as they are. What is
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
@@ -13,7 +14,7 @@
 use crate::area::{Area, AreaInfo, AreaKind};
 use crate::away::Away;
 use crate::error::VmError;
-use crate::object::Owner;
+use crate::object::{Object, Owner};
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::{Space, SpaceRef};
@@ -21,6 +22,7 @@ use crate::supply::Want;
 use crate::unmap::pages;
 use crate::vm::Vm;
 use core::cell::RefCell;
+use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_clear::Request;
@@ -30,12 +32,13 @@ use intrusive_collections::UnsafeRef;
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
 const ROUNDS: u32 = 3;
 
-/// 4 KiB pages that are shared before others get the parent's table again: 1 GiB, the largest page.
-const SECTION: u64 = 1 << 18;
+/// Pages that are shared between two reschedule points, under one lock round of the parent's table: 0.2 ms.
+const PART: u64 = 1 << 14;
 
 impl<S: Setup> Vm<'_, S> {
-    /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. When memory
-    /// runs out, the parent is as it was, apart from write-protection that its next stores undo.
+    /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. Meanwhile the
+    /// parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
+    /// write-protection that its next stores undo. Passes reschedule points; may sleep.
     pub fn fork<'v>(&'v self, cx: &mut Cx<'_, S>, parent: &Space<S>) -> Result<SpaceRef<'v, S>, VmError> {
         for round in 0.. {
             let child = self.create(cx, parent.bounds)?;
@@ -54,35 +57,63 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &Space<S>, child: &Space<S>) -> Result<(), VmError> {
-        let areas = parent.areas.exclusive();
-        let mut batch = ShootdownBatch::new(&parent.tlb);
-        let mut done = Ok(());
-        for area in areas.meeting(0, u64::MAX) {
-            done = self.inherit(cx, child, area);
-            if done.is_ok() && !area.info.kind.shared {
-                let task = RefCell::new(&mut *cx);
-                done = self.share_pages(&task, parent, child, &area.info, |stale, page| batch.stale(stale, page));
-            }
-            if done.is_err() {
-                break;
-            }
+        while core::mem::replace(&mut parent.areas.exclusive().forking, true) {
+            // Another fork.
+            self.breathe(cx);
         }
+        let mut batch = ShootdownBatch::new(&parent.tlb);
+        let done = self.inherit_all(cx, parent, child, |stale, page| batch.stale(stale, page));
         // Also after a failure: entries have lost rights, and a store through an old one must not go on.
         if !batch.is_empty() {
             batch.flush(self.tlbs, cx, &self.shootdown);
         }
-        drop(areas);
+        parent.areas.exclusive().forking = false;
         done
     }
 
-    /// Gives the child an area like the parent's.
-    fn inherit(&self, cx: &mut Cx<'_, S>, child: &Space<S>, area: &Area<S>) -> Result<(), VmError> {
+    /// Gives the child every area of the parent, and what is in the private ones.
+    fn inherit_all(
+        &self,
+        cx: &mut Cx<'_, S>,
+        parent: &Space<S>,
+        child: &Space<S>,
+        mut changed: impl FnMut(Stale, PageSize),
+    ) -> Result<(), VmError> {
+        // SeqCst: pairs with `pin_batch`; nobody takes references for pins during a fork.
+        let pinned = parent.pins.load(Ordering::SeqCst) > 0;
+        let mut next = 0;
+        while let Some((object, area)) =
+            // The list does not change meanwhile.
+            parent.areas.shared().first_after(next).map(|area| (area.object, area.info))
+        {
+            self.inherit(cx, child, object, area)?;
+            if !area.kind.shared {
+                if pinned {
+                    self.share_one_by_one(cx, parent, child, &area, &mut changed)?;
+                } else {
+                    self.share_pages(cx, parent, child, &area, &mut changed)?;
+                }
+            }
+            next = area.span.first() + area.span.pages();
+            self.breathe(cx);
+        }
+        Ok(())
+    }
+
+    /// Gives the child an area like the parent's, of this object.
+    fn inherit(
+        &self,
+        cx: &mut Cx<'_, S>,
+        child: &Space<S>,
+        object: NonNull<Object<S>>,
+        area: AreaInfo,
+    ) -> Result<(), VmError> {
         // What the pool has promised, it has promised to the parent.
-        let info = AreaInfo { kind: AreaKind { reserved: false, ..area.info.kind }, ..area.info };
-        let own = Area::new(core::ptr::NonNull::from(child), area.object, info);
+        let info = AreaInfo { kind: AreaKind { reserved: false, ..area.kind }, ..area };
+        let own = Area::new(NonNull::from(child), object, info);
         let own = self.try_new_in(&self.area_slab, cx, own)?;
-        // SAFETY: the parent's area holds a reference.
-        unsafe { area.object.as_ref() }.get();
+        // SAFETY: the parent's area, which stays, holds a reference.
+        unsafe { object.as_ref() }.get();
         // SAFETY: never moved, and freed after it has left all lists.
         let own = unsafe { UnsafeRef::from_raw(own.as_ptr()) };
         self.enlist(&own);
@@ -90,29 +121,24 @@ impl<S: Setup> Vm<'_, S> {
         Ok(())
     }
 
-    /// Shows the child what the parent has in one private area. Under the parent's area list, held alone.
+    /// Shows the child what the parent has in one private area, by parts.
     fn share_pages(
         &self,
-        task: &Task<'_, '_, S>,
+        cx: &mut Cx<'_, S>,
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
-        mut changed: impl FnMut(Stale, PageSize),
+        changed: &mut impl FnMut(Stale, PageSize),
     ) -> Result<(), VmError> {
-        // SeqCst: pairs with `pin_batch`; nobody takes references for pins while the area list is held alone.
-        let pinned = parent.pins.load(Ordering::SeqCst) > 0;
-        if pinned {
-            return self.share_one_by_one(task, parent, child, area, &mut changed);
-        }
-        let stale = parent.table.exclusive(self.tables(task)).write_protect(area.span).map_err(VmError::Paging)?;
-        changed(stale, area.kind.page);
         let (mut from, end) = (area.span.first(), area.span.first() + area.span.pages());
+        let part = PART * area.kind.page.pages();
         while from < end {
-            let to = self.share_until_moving(task, parent, child, area, (from, end.min(from + SECTION)))?;
-            if to == from {
-                self.wait_for_reclaim(task);
-            }
-            from = to;
+            // Parts end at multiples of their size, so that they are whole tables where the area is.
+            let to = end.min((from + 1).next_multiple_of(part));
+            let task = RefCell::new(&mut *cx);
+            from = self.share_until_moving(&task, parent, child, area, (from, to), changed)?;
+            // Whoever moves a page, if there was one, may wait for this CPU.
+            self.breathe(cx);
         }
         Ok(())
     }
@@ -127,9 +153,10 @@ impl<S: Setup> Vm<'_, S> {
         child: &Space<S>,
         area: &AreaInfo,
         (from, end): (u64, u64),
+        changed: &mut impl FnMut(Stale, PageSize),
     ) -> Result<u64, VmError> {
         let unreachable = VmError::Unreachable;
-        let table = parent.table.exclusive(self.tables(task));
+        let mut table = parent.table.exclusive(self.tables(task));
         let mut to = end;
         if S::Pager::ACTIVE {
             let first_moving = |at: VirtAddr, _, word| {
@@ -143,6 +170,8 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(to);
         }
         let span = pages(from, to).ok_or(unreachable)?;
+        // Under the lock under which references are taken: what is put back between the two would be writable and shared.
+        changed(table.write_protect(span).map_err(VmError::Paging)?, area.kind.page);
         let mut done = Ok(());
         let walked = table.walk(span, Flags::HARDWARE, |run| {
             if done.is_ok() {
@@ -176,12 +205,6 @@ impl<S: Setup> Vm<'_, S> {
             self.drop_away(&task.borrow(), share);
             if error == PagingError::NoTable { VmError::NoMemory } else { VmError::Paging(error) }
         })
-    }
-
-    /// A page is just moving: whoever moves it may wait for this CPU.
-    fn wait_for_reclaim(&self, task: &Task<'_, '_, S>) {
-        self.tlbs.serve(&task.borrow());
-        hugemm_base::sync::spin_loop();
     }
 
     /// Enters a run of the parent's pages in the child, read-only, with a reference for each.
@@ -234,7 +257,7 @@ impl<S: Setup> Vm<'_, S> {
     /// The same where some pages may be pinned: those are copied.
     fn share_one_by_one(
         &self,
-        task: &Task<'_, '_, S>,
+        cx: &mut Cx<'_, S>,
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
@@ -244,6 +267,10 @@ impl<S: Setup> Vm<'_, S> {
         let size = kind.page.pages();
         let (mut page, end) = (area.span.first(), area.span.first() + area.span.pages());
         while page < end {
+            if page.is_multiple_of(PART * size) {
+                self.breathe(cx);
+            }
+            let task = &RefCell::new(&mut *cx);
             let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
             let leaf = {
                 // Alone, as above: a page has its reference, or its slot its holder, until the lock is given up.
@@ -262,7 +289,8 @@ impl<S: Setup> Vm<'_, S> {
             };
             match leaf {
                 Err(()) => {
-                    self.wait_for_reclaim(task);
+                    // Whoever moves it may wait for this CPU.
+                    self.breathe(&mut task.borrow_mut());
                     continue;
                 }
                 Ok(None) => {}

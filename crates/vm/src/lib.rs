@@ -34,8 +34,9 @@
 //!
 //! A space's area list, then an object's area list, then an object's index, then a space's page table; the registry of
 //! objects and the slabs come last and alone. None is taken with interrupts off, and nothing sleeps or reschedules under
-//! one. The area list is held while other CPUs are flushed by copy-on-write and fork; they serve such requests while they
-//! wait for it, because they wait with interrupts on.
+//! one. The area list is held while other CPUs are flushed by copy-on-write; they serve such requests while they wait for it,
+//! because they wait with interrupts on. A fork holds none of them for long: it marks the list, and whoever meets the mark
+//! lets others run and looks again.
 #![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
 

@@ -169,6 +169,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::Overlap { at: met.info.span.start() });
                 }
                 let emptied = match area.info.kind.page {
+                    _ if areas.forking => Err(PagingError::Busy { at: span.start() }),
                     PageSize::Size4K => Ok(None),
                     _ => space.table.exclusive(self.tables(&task)).detach(span, Editing::LIVE).map(Some),
                 };
@@ -178,7 +179,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                         areas.insert(area.clone());
                         break unhooked;
                     }
-                    // Another task is between its own detach and harvest near here.
+                    // Another task is between its own detach and harvest near here, or forks.
                     Err(PagingError::Busy { .. }) => {}
                     Err(error) => return Err(VmError::Paging(error)),
                 }

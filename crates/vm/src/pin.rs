@@ -7,7 +7,7 @@
 
 use crate::area::AreaInfo;
 use crate::error::VmError;
-use crate::fault::{Site, still};
+use crate::fault::Site;
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
 use crate::unmap::pages;
@@ -120,7 +120,7 @@ impl<S: Setup> Vm<'_, S> {
         for _ in 0..ATTEMPTS {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
             // Counted before the pages are looked at, so that a fork which shares one of them has been or will be seen.
-            // SeqCst: pairs with the load in `fork`, under whose exclusive lock of the area list nothing is pinned.
+            // SeqCst: pairs with the load in `fork`, during which nothing is pinned.
             space.pins.fetch_add(span.pages(), Ordering::SeqCst);
             let (found, error) = self.take_references(cx, space, area, span);
             if error.is_none() && found.pages == span.pages() {
@@ -151,9 +151,12 @@ impl<S: Setup> Vm<'_, S> {
         let mut found = Found { runs: [None; BATCH], count: 0, pages: 0 };
         let mut error = None;
         let task = RefCell::new(cx);
-        // No fork meanwhile.
+        // Held until the references are taken: no fork meanwhile.
         let areas = space.areas.shared();
-        if !still(areas.find(span.first()).map(|area| &area.info), area, span) {
+        if areas.forking {
+            return (found, None);
+        }
+        if !areas.admit(area, span) {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
         let needs = area.kind.flags() & Flags::WRITE;

@@ -196,6 +196,8 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
                 _ => true,
             };
             if !filled {
+                // Somebody is at the page, or holds what the pool has promised for it.
+                self.vm.breathe(cx);
                 continue;
             }
             self.done.fetch_add(size.pages(), Ordering::Relaxed);

@@ -7,7 +7,7 @@
 
 use crate::away::Away;
 use crate::error::VmError;
-use crate::fault::{Access, Served, Site, fresh_flags, still};
+use crate::fault::{Access, Served, Site, fresh_flags};
 use crate::object::{Object, Owner};
 use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
@@ -39,7 +39,7 @@ impl<S: Setup> Vm<'_, S> {
         let brought = self.page_from(cx, held, want, owner);
         let entered = brought.map(|extent| {
             let areas = space.areas.shared();
-            let there = still(areas.find(page.first()).map(|area| &area.info), area, page);
+            let there = areas.admit(area, page);
             let flags = fresh_flags(area, access) | Flags::DIRTY;
             let entered = there && self.enter_back(cx, &space.table, page.start(), word, extent, want, flags);
             drop(areas);

@@ -17,8 +17,8 @@ pub trait Setup: Sized {
     type Env: Env;
     /// Of the page tables.
     type Format: PageFormat;
-    /// How to wait for area lists and page tables. Held while entries are edited and, by fork and copy-on-write, while
-    /// other CPUs are flushed: never taken with interrupts off.
+    /// How to wait for area lists and page tables. Held while entries are edited and, by copy-on-write, while other CPUs
+    /// are flushed: never taken with interrupts off.
     type Lock: RawEditLock;
     /// TLBs.
     type Tlb: TlbHw;

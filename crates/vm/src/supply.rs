@@ -157,8 +157,9 @@ impl<S: Setup> Vm<'_, S> {
         Err(VmError::NoMemory)
     }
 
-    /// A block to be overwritten: for a copy. `locked`: the caller holds a lock, so nobody is asked for relief.
-    pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, locked: bool) -> Result<Frozen, VmError> {
+    /// A block to be overwritten: for a copy. `alone`: the caller has something to itself that
+    /// others wait for, so nobody is asked for relief.
+    pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, alone: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
             let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
@@ -171,7 +172,7 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
         }
         let request = Request::order(order).movable().from(want.from);
-        if locked {
+        if alone {
             return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
         }
         self.relieved(cx, order, |cx| self.frames.alloc(cx, request))

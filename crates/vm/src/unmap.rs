@@ -122,7 +122,9 @@ impl<S: Setup> Vm<'_, S> {
                 let task = RefCell::new(&mut *cx);
                 let mut areas = space.areas.exclusive();
                 let cuts = cuts(&areas, first, end)?;
-                if spare.count() >= cuts {
+                if areas.forking {
+                    true
+                } else if spare.count() >= cuts {
                     let detached = {
                         let mut table = space.table.exclusive(self.tables(&task));
                         let ready =
@@ -143,7 +145,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
             };
             if busy {
-                // Another task is between its own detach and harvest near here.
+                // Another task is between its own detach and harvest near here, or forks.
                 self.breathe(cx);
             } else {
                 spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);

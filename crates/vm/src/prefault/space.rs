@@ -221,7 +221,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
 enum Absent {
     /// A page with these flags.
     Mapped(Flags),
-    /// A page that is being mapped or unmapped.
+    /// A page that is being mapped or unmapped, or a fork that has the space to itself.
     Busy,
     /// A page that reclaim has taken away.
     Away,
@@ -232,6 +232,9 @@ enum Absent {
 impl<S: Setup> Vm<'_, S> {
     /// Looks from page `from` on, whole pages of `size` 4 KiB pages. O(pages looked at) of them, at most a batch.
     fn absent(&self, cx: &mut Cx<'_, S>, space: &Space<S>, from: u64, end: u64, size: u64) -> Absent {
+        if space.areas.shared().forking {
+            return Absent::Busy;
+        }
         let task = RefCell::new(cx);
         let table = space.table.shared(self.tables(&task));
         // What one batch takes.

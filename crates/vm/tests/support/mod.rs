@@ -2,6 +2,8 @@
 //! as a task does: translate, fault, repeat.
 #![allow(dead_code, unreachable_pub)]
 
+mod metered;
+
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
@@ -12,9 +14,10 @@ use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
+use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs};
 use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
+pub use metered::{Metered, most_between_reschedules};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -27,7 +30,7 @@ pub struct Model<'h>(PhantomData<&'h ()>);
 impl<'h> Setup for Model<'h> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
-    type Format = X86_64;
+    type Format = Metered;
     type Lock = EditLock<Serving>;
     type Tlb = &'h Cpus<'h>;
     type Pager = hugemm_vm::NoPager;

@@ -1,0 +1,177 @@
+//! Nothing that takes long goes on for long without letting others run, and what others do then is right.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{Cancel, CpuId, Instrumented, Never, PageSize};
+use hugemm_vm::{Access, AreaKind, Backing, Phase, VmError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use support::{bounds, most_between_reschedules, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+
+/// Pages of a part, and what lies in the tables at its ends.
+const PART: u64 = 16_384 + 3 * 512;
+
+/// A fork of 50000 pages, and one of 20000 that may be pinned.
+#[test]
+fn forks_let_others_run() {
+    for pinned in [false, true] {
+        with_rig(256, 1, 41, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let pages = if pinned { 20_000 } else { 50_000 };
+                let area = span(AT + 0x5000, pages << 12);
+                let kind = AreaKind::private(PageSize::Size4K);
+                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+                rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+                let mut pins = Vec::new();
+                if pinned {
+                    let first = span(area.start().get(), 0x1000);
+                    rig.vm.pin(cx, &space, first, None, &Never, |run| pins.push(run)).expect("pinned");
+                }
+                let counters: *const _ = cx.platform().counters();
+                let mut child = None;
+                // SAFETY: the CPU's counters stay where they are.
+                let most = most_between_reschedules(unsafe { &*counters }, || {
+                    child = Some(rig.vm.fork(cx, &space).expect("forked"));
+                });
+                // One by one, a page is an entry of the parent's and one of the child's.
+                let bound = if pinned { 2 * PART } else { PART };
+                assert!((bound / 2..bound).contains(&most), "{most} entries");
+                for pin in pins {
+                    rig.vm.unpin(cx, &space, pin);
+                }
+                for space in child.into_iter().chain([space]) {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+            });
+        });
+    }
+}
+
+/// Ends what the other threads do.
+struct Stop<'a>(&'a AtomicU64);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(1, Ordering::Relaxed);
+    }
+}
+
+/// While a fork lets others run, the parent's threads go on. The child sees no store without those that the same thread
+/// made before it; and what comes or goes meanwhile is in the child as a whole or not at all.
+#[test]
+fn a_fork_is_one_moment_for_each_thread() {
+    with_rig(64, 3, 42, &no_faults(), |rig| {
+        let kind = AreaKind::private(PageSize::Size4K);
+        // Four thousand parts.
+        let bytes = 256 << 30;
+        let (low, high) = (AT, AT + bytes - 0x1000);
+        let (before, behind) = (AT - 0x10_0000, AT + 2 * bytes);
+        let stop = AtomicU64::new(0);
+        let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            rig.vm.map(cx, &space, span(AT, bytes), kind, Backing::Private).expect("an area");
+            space
+        });
+        std::thread::scope(|scope| {
+            let (space, stop) = (&space, &stop);
+            // Stores a number at a place, in a page of its own, and last high up.
+            scope.spawn(move || {
+                rig.beside_others(1, |cx| {
+                    rig.enter(cx, space);
+                    let mut number = 0;
+                    while stop.load(Ordering::Relaxed) == 0 {
+                        number += 1;
+                        rig.store(cx, space, low, number).expect("memory");
+                        rig.store(cx, space, low + (1 + number % 2000) * 0x1000, number).expect("memory");
+                        rig.store(cx, space, high, number).expect("memory");
+                    }
+                    rig.leave(cx, space);
+                });
+            });
+            // Areas come and go: one above all others, never without one below.
+            scope.spawn(move || {
+                rig.beside_others(2, |cx| {
+                    while stop.load(Ordering::Relaxed) == 0 {
+                        let areas = [before, behind].map(|at| span(at, 0x2000));
+                        for area in areas {
+                            rig.vm.map(cx, space, area, kind, Backing::Private).expect("an area");
+                        }
+                        for area in areas {
+                            rig.vm.fault(cx, space, area.start(), Access::Write).expect("memory");
+                            rig.vm.prefault(space, area, None).work(cx, &Never).expect("memory");
+                        }
+                        for area in areas.into_iter().rev() {
+                            rig.vm.unmap(cx, space, area).expect("unmapped");
+                        }
+                    }
+                });
+            });
+            rig.beside_others(0, |cx| {
+                // Also when something is found wrong.
+                let _stop = Stop(stop);
+                for _ in 0..60 {
+                    let child = rig.vm.fork(cx, space).expect("forked");
+                    rig.enter(cx, &child);
+                    let last = rig.load(cx, &child, high).expect("memory");
+                    let first = rig.load(cx, &child, low).expect("memory");
+                    assert!(first >= last, "{last} was stored after {first}");
+                    let own = rig.load(cx, &child, low + (1 + last % 2000) * 0x1000).expect("memory");
+                    assert!(own >= last, "{last} was stored after {own}");
+                    let [below, above] = [before, behind].map(|at| rig.load(cx, &child, at));
+                    assert!(below == Ok(0) || above != Ok(0), "{above:?} without {below:?}");
+                    rig.leave(cx, &child);
+                    rig.vm.destroy(cx, child).expect("destroyed");
+                }
+            });
+        });
+        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+    });
+}
+
+/// Stops after so many looks.
+struct After(AtomicU64);
+
+impl Cancel for After {
+    fn requested(&self) -> bool {
+        self.0.fetch_sub(1, Ordering::Relaxed) == 0
+    }
+}
+
+/// Whoever fills an object while somebody else holds the pool's last page lets that one run before every other look.
+#[test]
+fn waiting_for_a_promised_page_lets_others_run() {
+    const LOOKS: u64 = 100;
+    with_rig(16, 2, 43, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 2);
+            let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let area = span(AT, 4 << 20);
+            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
+            let waits = |phase| {
+                if phase != Phase::Map {
+                    return;
+                }
+                // The first page is taken and not entered yet; the second is missing for now.
+                let missing = std::mem::take(&mut *rig.vm.pool().free.lock().expect("pool"));
+                rig.mmu.as_cpu(CpuId(1), |cx| {
+                    let before = cx.platform().counters().reschedules.get();
+                    let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &After(AtomicU64::new(LOOKS)));
+                    assert_eq!(filled, Err(VmError::Cancelled));
+                    let passed = cx.platform().counters().reschedules.get() - before;
+                    assert!(passed >= LOOKS - 2, "{passed} reschedule points in {LOOKS} looks");
+                });
+                rig.vm.pool().free.lock().expect("pool").extend(missing);
+            };
+            rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
+            rig.vm.prefault_shared(&object, 0, 1024).work(cx, &Never).expect("promised");
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object);
+        });
+    });
+}
