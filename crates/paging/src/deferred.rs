@@ -30,11 +30,17 @@ use hugemm_base::{
 };
 
 /// The pure transitions of a space's word: pending count in the low half, flushed count in the high half. Both wrap; they
-/// are compared by their difference, which stays far below 2^31.
+/// are compared by their difference, which is kept below 2^31.
 pub(crate) mod word {
-    /// One more unmap is pending.
+    /// How far the flushed count may be behind.
+    const FURTHEST: u32 = i32::MAX as u32;
+
+    /// One more unmap is pending. A space that nobody settles for very long has its flushed count taken along: it stays
+    /// behind, so nothing is taken for flushed, and a flush that began before is not taken for a later one.
     pub(crate) const fn unmapped(word: u64) -> u64 {
-        word & !0xffff_ffff | (word as u32).wrapping_add(1) as u64
+        let (pending, flushed) = (word as u32, (word >> 32) as u32);
+        let flushed = flushed.wrapping_add((pending.wrapping_sub(flushed) >= FURTHEST) as u32);
+        (flushed as u64) << 32 | pending.wrapping_add(1) as u64
     }
 
     /// The pending count, if it is ahead of the flushed one.
@@ -192,6 +198,28 @@ mod tests {
         let one = word::unmapped(start);
         assert_eq!((one as u32, one >> 32, word::pending(one)), (0, 0xffff_ffff, Some(0)));
         assert_eq!(word::flushed(one, 0), Some(0));
+    }
+
+    /// 2^32 unmaps of a space that nobody settles do not make it look settled, and a flush that began before the last of
+    /// them settles nothing.
+    #[test]
+    fn what_was_never_flushed_is_never_settled() {
+        for flushed in [0_u32, 7, u32::MAX] {
+            for behind in [1, i32::MAX as u32 - 1, i32::MAX as u32, u32::MAX] {
+                let mut now = u64::from(flushed) << 32 | u64::from(flushed.wrapping_add(behind));
+                for _ in 0..4 {
+                    let began = word::pending(now).expect("pending");
+                    now = word::unmapped(now);
+                    assert!(word::pending(now).is_some(), "{behind}");
+                    let settled = word::flushed(now, began).unwrap_or(now);
+                    assert!(word::pending(settled).is_some(), "{behind}");
+                }
+                if behind < u32::MAX {
+                    let all = word::flushed(now, word::pending(now).expect("pending")).expect("a later flush");
+                    assert_eq!(word::pending(all), None);
+                }
+            }
+        }
     }
 
     proptest! {

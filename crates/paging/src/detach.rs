@@ -33,6 +33,7 @@ use crate::page_table::{Editing, Exclusive, Tree};
 use crate::run::{Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
+use core::marker::PhantomData;
 use hugemm_base::{FlushDomain, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtRange};
 
 /// What was detached, before its flush: [`ShootdownBatch::detached`](crate::ShootdownBatch::detached) puts it behind one.
@@ -152,7 +153,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// empties the entries and gives the tables back. Leaves that differ in those of `differ` that hardware changes make
     /// one run nevertheless, which has them if any leaf has. The runs' frames are the caller's again.
     ///
-    /// Reads 8 bytes per page, writes only entries of tables that stay.
+    /// Reads 8 bytes per page, writes only entries of tables that stay. If `visit` unwinds, what it was shown is the
+    /// caller's, and the rest stays in use and blocked for good.
     pub fn harvest(
         &mut self,
         detached: Detached,
@@ -235,6 +237,20 @@ impl Budget {
     }
 }
 
+/// Empties the detached entries of a part of a table, however showing them ends.
+struct Emptied<F: PageFormat>(Table, usize, usize, PhantomData<F>);
+
+impl<F: PageFormat> Drop for Emptied<F> {
+    fn drop(&mut self) {
+        let Emptied(table, from, to, _) = *self;
+        for index in from..to {
+            if kind::<F>(table.get(index), 0) == Kind::Detached {
+                table.set(index, 0);
+            }
+        }
+    }
+}
+
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn detach(&self, table: Table, level: u32, first: u64, end: u64, editing: Editing, unhooked: &mut Unhooked) {
         for slot in slots(first, end, level) {
@@ -273,12 +289,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if level == 0 {
             let from = level::index(first, 0);
             let to = from + (end - first) as usize;
+            let emptied = Emptied::<F>(table, from, to, PhantomData);
             runs.scan(table, from, to, 0, first, F::DETACHED);
-            for index in from..to {
-                if kind::<F>(table.get(index), 0) == Kind::Detached {
-                    table.set(index, 0);
-                }
-            }
+            drop(emptied);
             budget.left = budget.left.saturating_sub(end - first);
             return 0;
         }
@@ -290,12 +303,16 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Detached => {
-                    let entry = entry ^ F::DETACHED;
+                    // Emptied before anything is shown or given back: a visitor that unwinds leaves behind what nobody
+                    // reaches, not what is shown and freed again.
+                    table.set(slot.index, 0);
                     // SAFETY: the entry was hidden before a flush that has taken place, so no CPU walks what is below it;
-                    // and it was the only one to refer to it. A part's entry goes on hiding the rest.
-                    tables += unsafe { self.reap_within(entry, level, slot.first, slot.end, runs, budget) };
-                    if budget.stopped.is_none() {
-                        table.set(slot.index, 0);
+                    // and it was the only one to refer to it.
+                    tables +=
+                        unsafe { self.reap_within(entry ^ F::DETACHED, level, slot.first, slot.end, runs, budget) };
+                    if budget.stopped.is_some() {
+                        // A part's entry goes on hiding the rest.
+                        table.set(slot.index, entry);
                     }
                 }
                 Kind::Table if !slot.whole || !self.may_unhook(level) => {
@@ -338,11 +355,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 if budget.stops_at(slot.first) {
                     return;
                 }
+                let entry = table.get(slot.index);
+                table.set(slot.index, 0);
                 // SAFETY: reached through this table only.
-                tables +=
-                    unsafe { self.reap_within(table.get(slot.index), level - 1, slot.first, slot.end, runs, budget) };
-                if budget.stopped.is_none() {
-                    table.set(slot.index, 0);
+                tables += unsafe { self.reap_within(entry, level - 1, slot.first, slot.end, runs, budget) };
+                if budget.stopped.is_some() {
+                    table.set(slot.index, entry);
                 }
             }
         });

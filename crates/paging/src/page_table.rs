@@ -306,8 +306,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// Whether no leaf reaches over either end of the range. O(levels).
     pub(crate) fn check_ends(&self, first: u64, end: u64) -> Result<(), PagingError> {
         for page in [first, end] {
-            // A leaf that begins exactly here reaches over nothing. The end of the address space has no page.
-            if page >> level::shift(F::LEVELS) != first >> level::shift(F::LEVELS) {
+            // What lies behind the last address is not this table's to look at: it has no page, or its tables are edited, and
+            // given back, under another lock.
+            if page == self.bounds.first() + self.bounds.pages() {
                 continue;
             }
             let End { entry, level, .. } = self.descend(page);

@@ -33,6 +33,11 @@ macro_rules! counts {
                 ShootdownCounts { $($name: self.$name.wrapping_sub(earlier.$name),)* }
             }
 
+            /// How many flushes were started, of whatever kind.
+            pub fn flushes(self) -> u64 {
+                self.flushes_all + self.flushes_range
+            }
+
             /// Every count's name and value.
             pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()

@@ -191,6 +191,11 @@ impl<'m, H: TlbHw> Tlbs<'m, H> {
         self.cpus.iter().fold(ShootdownCounts::default(), |sum, cpu| sum.plus(cpu.counters.read()))
     }
 
+    /// What one CPU has counted: the flushes that it started, and what it did for others. Nothing if there is no such CPU.
+    pub fn counts_of(&self, cpu: CpuId) -> ShootdownCounts {
+        self.cpus.get(cpu.0 as usize).map_or(ShootdownCounts::default(), |cpu| cpu.counters.read())
+    }
+
     /// Does what other CPUs have asked of this one: the interrupt handler's whole job, also to be called wherever a CPU
     /// waits with interrupts off. Any context; pins. One load per 64 CPUs if there is nothing.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {

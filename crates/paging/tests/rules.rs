@@ -5,8 +5,8 @@ mod support;
 use hugemm_base::inject::{NoFaults, every_fault};
 use hugemm_base::{Extent, PageSize, Pfn};
 use hugemm_paging::{
-    Aarch64, Change, EditLock, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, Span,
-    X86_64,
+    Aarch64, Change, EditLock, Editing, Flags, Leaf, Lookup, Mapping, NoTable, PageFormat, PageTable, PagingError, Run,
+    Span, TableContent, TableMemory, X86_64,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use support::{Heap, access, at, extent, lower, span};
@@ -226,6 +226,165 @@ fn a_harvest_may_come_in_parts() {
     // One of level 2; of level 1 for the first, the second and the last GiB; of level 0 where they have 4 KiB pages.
     assert_eq!(tables, 1 + 3 + 3);
     table.exclusive(&heap).map(span(0, 1), [extent(0, 1)], SMALL).expect("all of it is free");
+}
+
+/// What a visitor was shown before it unwound is not shown again, nor its tables given back twice.
+#[test]
+fn a_visitor_may_unwind() {
+    for pages in [20, 3 * GIB] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        // Every second frame, so that there are many runs.
+        let frames = (0..2048).map(|i| extent(i * 2, 1));
+        table.exclusive(&heap).map(span(0, pages.min(2048)), frames, SMALL).expect("mapped");
+        let unhooked = table.exclusive(&heap).detach(span(0, pages), Editing::LIVE).expect("detached");
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let mut seen = Vec::new();
+        let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            table.exclusive(&heap).harvest(detached, Flags::NONE, |run| {
+                seen.push(run.extent.base());
+                assert!(seen.len() < 15, "the visitor's own mistake");
+            })
+        }));
+        assert!(unwound.is_err());
+        // SAFETY: nothing is cached anywhere, and no token is left.
+        unsafe { table.retire(&mut &heap, |run| assert!(!seen.contains(&run.extent.base()), "shown twice")) };
+    }
+}
+
+/// Tables, of which one may not be looked at.
+struct Watched<'a> {
+    heap: &'a Heap,
+    forbidden: Pfn,
+}
+
+// SAFETY: passes everything on.
+unsafe impl TableMemory for Watched<'_> {
+    fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        let mut heap = self.heap;
+        heap.alloc(content)
+    }
+
+    unsafe fn free(&mut self, table: Pfn) {
+        let mut heap = self.heap;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { heap.free(table) }
+    }
+
+    fn reach(&self, table: Pfn) -> std::ptr::NonNull<u8> {
+        assert_ne!(table, self.forbidden, "another table's tables, under this one's lock");
+        self.heap.reach(table)
+    }
+}
+
+/// A range that ends where the other half begins, or the address space ends, is edited without a look beyond.
+#[test]
+fn nothing_is_looked_at_behind_the_last_address() {
+    let heap = Heap::new(NoFaults);
+    let upper = Span::new(hugemm_base::VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
+    // SAFETY: as in `table`.
+    let kernel = unsafe { PageTable::<X86_64>::with_fixed_top(&mut &heap, upper) }.expect("tables");
+    // SAFETY: as in `table`.
+    let user = unsafe { PageTable::<X86_64>::beside(&mut &heap, lower::<X86_64>(), &kernel) }.expect("a root");
+    let memory = &heap;
+    // SAFETY: the kernel's root has 512 words.
+    let entry = unsafe { memory.reach(kernel.root()).cast::<u64>().add(256).read() };
+    let watched = || Watched { heap: &heap, forbidden: Pfn::new((entry & 0x000f_ffff_ffff_f000) >> 12) };
+    let last = span((1 << 35) - 3, 3);
+    user.shared(watched()).map(last, [extent(0, 3)], SMALL).expect("mapped");
+    let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+    assert_eq!(user.shared(watched()).protect(last, change).map(|stale| stale.entries()), Ok(3));
+    assert_eq!(user.exclusive(watched()).detach(last, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
+    let top = Span::new(hugemm_base::VirtAddr::new(0xffff_ffff_ffff_d000), 3 << 12).expect("the end");
+    kernel.exclusive(&heap).map(top, [extent(0, 3)], SMALL).expect("mapped");
+    assert_eq!(kernel.exclusive(&heap).detach(top, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
+}
+
+/// A page is written between the moment at which an edit has read its entry and the one at which it stores another: the
+/// written page is known as written, whatever takes its place. `choose` is asked in between.
+#[test]
+fn a_write_amid_an_edit_is_not_lost() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let write = |page| assert!(access::<X86_64, _>(&heap, table.root(), at(page), true).is_some());
+    let flags = |page| match table.shared(&heap).lookup(at(page)) {
+        Lookup::Mapped(leaf) => leaf.flags & Flags::HARDWARE,
+        other => panic!("{other:?}"),
+    };
+    table.exclusive(&heap).map(span(0, 4), [extent(0, 4)], SMALL).expect("mapped");
+    let remapped = table.exclusive(&heap).remap(span(0, 4), Editing::LIVE, |at, leaf| {
+        if at.get() >> 12 == 2 {
+            write(2);
+        }
+        Some(Leaf { frame: Pfn::new(leaf.frame.number() + 100), ..leaf })
+    });
+    assert_eq!(remapped.map(|stale| stale.entries()), Ok(4));
+    assert_eq!([flags(1), flags(2)], [Flags::NONE, Flags::HARDWARE]);
+    assert_eq!(table.shared(&heap).translate(at(2)).map(|phys| phys.get() >> 12), Some(102));
+
+    table.exclusive(&heap).map(span(512, 512), [extent(512, 512)], DATA).expect("mapped");
+    let split = table.exclusive(&heap).split_with(at(512), Editing::LIVE, |at, leaf| {
+        if at.get() >> 12 == 700 {
+            write(700);
+        }
+        leaf
+    });
+    assert_eq!(split.map(|stale| stale.entries()), Ok(1));
+    assert_eq!([flags(512), flags(1023)], [Flags::HARDWARE; 2], "one bit spoke for all of it");
+}
+
+/// Frames for tables; the second look at the newest, when it leaves the stock for which it was allocated, is the moment at
+/// which a CPU writes to a page.
+struct Meanwhile<'a, F> {
+    heap: &'a Heap,
+    new: std::cell::Cell<Option<Pfn>>,
+    looks: std::cell::Cell<u32>,
+    write: F,
+}
+
+// SAFETY: passes everything on.
+unsafe impl<F: Fn()> TableMemory for Meanwhile<'_, F> {
+    fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        let mut heap = self.heap;
+        let table = heap.alloc(content)?;
+        self.new.set(Some(table));
+        self.looks.set(0);
+        Ok(table)
+    }
+
+    unsafe fn free(&mut self, table: Pfn) {
+        let mut heap = self.heap;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { heap.free(table) }
+    }
+
+    fn reach(&self, table: Pfn) -> std::ptr::NonNull<u8> {
+        if self.new.get() == Some(table) {
+            self.looks.set(self.looks.get() + 1);
+            if self.looks.get() == 2 {
+                (self.write)();
+            }
+        }
+        self.heap.reach(table)
+    }
+}
+
+/// The same for a split, in which nobody is asked: the page is written when the new table is looked at.
+#[test]
+fn a_write_amid_a_split_is_not_lost() {
+    for from in [PageSize::Size2M, PageSize::Size1G] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        let pages = from.pages();
+        table.exclusive(&heap).map(span(pages, pages), [extent(pages, pages)], DATA).expect("mapped");
+        let write = || assert!(access::<X86_64, _>(&heap, table.root(), at(pages + 7), true).is_some());
+        let memory = Meanwhile { heap: &heap, new: std::cell::Cell::new(None), looks: std::cell::Cell::new(0), write };
+        let split = table.exclusive(memory).split(span(pages + 7, 1), PageSize::Size4K, Editing::LIVE);
+        assert!(split.expect("room").entries() >= 1);
+        let Lookup::Mapped(leaf) = table.shared(&heap).lookup(at(pages + 7)) else { panic!("unmapped") };
+        assert_eq!((leaf.size, leaf.flags & Flags::HARDWARE), (PageSize::Size4K, Flags::HARDWARE));
+    }
 }
 
 #[test]

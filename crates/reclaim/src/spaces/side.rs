@@ -7,7 +7,7 @@ use crate::swap::{StoreError, Swap};
 use core::cell::{Cell, RefCell};
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_base::{CpuLocal, Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
 use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, Tlbs};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Debt, Pager, Recency, Setup, Vm, VmError};
@@ -103,8 +103,9 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
                 if way == Ageing::NoFlush {
                     return;
                 }
-                counts.age_flushes.add(1);
-                if way == Ageing::Flush {
+                if way == Ageing::NoSync {
+                    counts.age_flushes.add(1);
+                } else {
                     self.pager.steps.enter(Step::AgeFlush);
                     let mut batch = ShootdownBatch::new(tlb);
                     let stride = if folio.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
@@ -145,10 +146,14 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
         self.pager.steps.enter(Step::Age);
         self.pager.counts.aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
+        // Whoever flushes because of ageing, on whatever path, is counted where flushes are started.
+        let (tlbs, cpu) = (self.vm.tlbs(), cx.platform().current());
+        let before = tlbs.counts_of(cpu);
         match self.pager.ageing() {
             Ageing::Batch => self.age_runs(cx, folios, looks, neighbours),
             way => self.age_pages(cx, folios, looks, way),
         }
+        self.pager.counts.age_flushes.add(tlbs.counts_of(cpu).since(before).flushes());
         self.pager.steps.enter(Step::Other);
     }
 

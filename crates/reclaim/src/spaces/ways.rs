@@ -79,7 +79,8 @@ pub struct ReclaimCounts {
     pub young: Counter,
     /// Pages of which neighbours' looks were made.
     pub around: Counter,
-    /// Flushes caused by ageing, waited for or not.
+    /// Flushes that were started while pages were aged, as the TLB layer counts them; with [`Ageing::NoSync`] those that
+    /// it does without.
     pub age_flushes: Counter,
     /// Flushes caused by unmapping: one per batch.
     pub unmap_flushes: Counter,
