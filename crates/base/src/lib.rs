@@ -61,4 +61,4 @@ pub use pressure::{NoPressure, Pressure, Shortfall};
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};
 pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush};
-pub use tlb_ranges::{Invalidation, RangeSet, VirtRange};
+pub use tlb_ranges::{Invalidation, RangeSet, VirtRange, X86Flush};

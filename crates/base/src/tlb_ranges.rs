@@ -1,6 +1,7 @@
 //! What one TLB flush invalidates: a few ranges, or everything.
 
 use crate::addr::VirtAddr;
+use crate::platform::TlbScope;
 use crate::size::PageSize;
 use core::fmt;
 
@@ -187,6 +188,37 @@ pub struct Invalidation {
 impl Invalidation {
     /// Everything of the scope.
     pub const ALL: Invalidation = Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: true };
+
+    /// What one CPU executes for it on x86-64. `tagged`: CR4.PCIDE is set.
+    ///
+    /// INVLPG takes a global translation under whatever PCID, but what is kept of upper levels under the current one only
+    /// (Intel SDM volume 3, "Operations that Invalidate TLBs and Paging-Structure Caches"). Every space has walked the
+    /// kernel's tables, so where there are PCIDs they are let go of under all of them.
+    pub fn on_x86_64(&self, scope: TlbScope, tagged: bool) -> impl Iterator<Item = X86Flush> + use<> {
+        let whole = match scope {
+            TlbScope::Kernel if self.ranges.is_all() || self.tables && tagged => Some(X86Flush::All),
+            TlbScope::Space if self.ranges.is_all() => Some(X86Flush::Space),
+            _ => None,
+        };
+        let (ranges, stride) = (if whole.is_some() { RangeSet::EMPTY } else { self.ranges }, self.stride);
+        let pages = (0..ranges.len).flat_map(move |at| {
+            let range = ranges.ranges[at];
+            let first = range.first().align_down(stride.bytes()).get();
+            (0..range.pages(stride)).map(move |page| X86Flush::Page(VirtAddr::new(first + page * stride.bytes())))
+        });
+        whole.into_iter().chain(pages)
+    }
+}
+
+/// One of the instructions by which an x86-64 CPU invalidates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum X86Flush {
+    /// INVLPG: one page's translations under the current PCID and its global one, and upper levels under the current PCID.
+    Page(VirtAddr),
+    /// CR3 written back: everything under the current PCID that is not global.
+    Space,
+    /// CR4.PGE off and on again: everything under every PCID, global translations included.
+    All,
 }
 
 #[cfg(all(test, not(loom)))]
@@ -196,6 +228,26 @@ mod tests {
 
     fn range(start: u64, bytes: u64) -> VirtRange {
         VirtRange::new(VirtAddr::new(start), bytes).expect("a range")
+    }
+
+    #[test]
+    fn what_x86_64_executes() {
+        let steps = |scope, what: Invalidation, tagged| what.on_x86_64(scope, tagged).collect::<Vec<_>>();
+        let page = |at| X86Flush::Page(VirtAddr::new(at));
+        let small = |tables| Invalidation { ranges: range(0x3000, 0x2000).into(), stride: PageSize::Size4K, tables };
+        for tagged in [false, true] {
+            assert_eq!(steps(TlbScope::Space, Invalidation::ALL, tagged), [X86Flush::Space]);
+            assert_eq!(steps(TlbScope::Kernel, Invalidation::ALL, tagged), [X86Flush::All]);
+            assert_eq!(steps(TlbScope::Space, small(true), tagged), [page(0x3000), page(0x4000)]);
+            assert_eq!(steps(TlbScope::Kernel, small(false), tagged), [page(0x3000), page(0x4000)]);
+        }
+        assert_eq!(steps(TlbScope::Kernel, small(true), false), [page(0x3000), page(0x4000)]);
+        assert_eq!(steps(TlbScope::Kernel, small(true), true), [X86Flush::All]);
+        let mut ranges = RangeSet::from(range(0x3f_f000, 0x2000));
+        ranges.add(range(u64::MAX - 0xfff, 0x1000));
+        let huge = Invalidation { ranges, stride: PageSize::Size2M, tables: false };
+        let top = page(0u64.wrapping_sub(1 << 21));
+        assert_eq!(steps(TlbScope::Space, huge, true), [page(0x20_0000), page(0x40_0000), top]);
     }
 
     #[test]

@@ -4,6 +4,8 @@
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use core::arch::asm;
+#[cfg(target_arch = "x86_64")]
+use hugemm_base::X86Flush;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use hugemm_base::{Invalidation, TlbScope};
 
@@ -11,50 +13,60 @@ use hugemm_base::{Invalidation, TlbScope};
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) const NONE: () = ();
 
-/// Invalidates on the calling CPU: INVLPG per page, which also drops upper-level entries and global ones; all of a space
-/// by reloading CR3; all of the kernel's by switching global pages off and on.
+/// Invalidates on the calling CPU, by the instructions of [`Invalidation::on_x86_64`].
 ///
 /// # Safety
 ///
 /// In ring 0 with interrupts off, CR4.PGE set, and CR3 holding the loaded space's tables (bit 63 is not kept by CR3, so
-/// that writing it back invalidates).
+/// that writing it back invalidates). Where CR4.PCIDE is set, leaves of the kernel's half are global.
 #[cfg(target_arch = "x86_64")]
 pub unsafe fn here(scope: TlbScope, what: &Invalidation) {
     /// CR4.PGE: global pages.
     const GLOBAL_PAGES: u64 = 1 << 7;
-    if !what.ranges.is_all() {
-        let bytes = what.stride.bytes();
-        for range in what.ranges.as_slice() {
-            let first = range.first().align_down(bytes).get();
-            for page in 0..range.pages(what.stride) {
-                // SAFETY: invalidation changes no memory that the compiler knows of; no `nomem`, so that entry stores
-                // come before.
-                unsafe { asm!("invlpg [{}]", in(reg) first + page * bytes, options(nostack, preserves_flags)) };
-            }
+    // SAFETY: ring 0, as the caller promises.
+    let tagged = scope == TlbScope::Kernel && unsafe { has_pcids() };
+    for step in what.on_x86_64(scope, tagged) {
+        match step {
+            // SAFETY: invalidation changes no memory that the compiler knows of; no `nomem`, so that entry stores come
+            // before.
+            X86Flush::Page(page) => unsafe {
+                asm!("invlpg [{}]", in(reg) page.get(), options(nostack, preserves_flags));
+            },
+            // SAFETY: the register gets the value that it has.
+            X86Flush::Space => unsafe {
+                asm!("mov {0}, cr3", "mov cr3, {0}", out(reg) _, options(nostack, preserves_flags));
+            },
+            // SAFETY: the register ends with the value that it has; without global pages in between nothing is lost but
+            // translations.
+            X86Flush::All => unsafe {
+                asm!(
+                    "mov {0}, cr4",
+                    "mov {1}, {0}",
+                    "and {1}, {off}",
+                    "mov cr4, {1}",
+                    "mov cr4, {0}",
+                    out(reg) _,
+                    out(reg) _,
+                    off = const !GLOBAL_PAGES as i32,
+                    options(nostack)
+                );
+            },
         }
-        return;
     }
-    match scope {
-        // SAFETY: the register gets the value that it has.
-        TlbScope::Space => unsafe {
-            asm!("mov {0}, cr3", "mov cr3, {0}", out(reg) _, options(nostack, preserves_flags));
-        },
-        // SAFETY: the register ends with the value that it has; without global pages in between nothing is lost but
-        // translations.
-        TlbScope::Kernel => unsafe {
-            asm!(
-                "mov {0}, cr4",
-                "mov {1}, {0}",
-                "and {1}, {off}",
-                "mov cr4, {1}",
-                "mov cr4, {0}",
-                out(reg) _,
-                out(reg) _,
-                off = const !GLOBAL_PAGES as i32,
-                options(nostack)
-            );
-        },
-    }
+}
+
+/// Whether address spaces have PCIDs: CR4.PCIDE.
+///
+/// # Safety
+///
+/// In ring 0.
+#[cfg(target_arch = "x86_64")]
+unsafe fn has_pcids() -> bool {
+    const PCIDS: u64 = 1 << 17;
+    let cr4: u64;
+    // SAFETY: reading the register changes nothing.
+    unsafe { asm!("mov {}, cr4", out(reg) cr4, options(nomem, nostack, preserves_flags)) };
+    cr4 & PCIDS != 0
 }
 
 /// Invalidates on the calling CPU, and waits for it.

@@ -115,6 +115,16 @@ fn a_collapsed_table_is_walked_by_nobody() {
     }
 }
 
+/// A table of the kernel's half is let go of under the tags of all spaces, not only of the one that is loaded.
+#[test]
+fn the_kernels_tables_go_from_every_tag() {
+    // Odd seeds have two tags.
+    for seed in (1..40).step_by(2) {
+        let done = world::with_memory(|memory| World::new(memory, seed, None).collapse_in_the_kernels_half());
+        assert_eq!(done, Ok(()), "seed {seed}");
+    }
+}
+
 /// What the model promises about itself: a run is repeatable, and frames are known.
 #[test]
 fn the_model_is_repeatable() {

@@ -8,8 +8,9 @@
 //!
 //! * It keeps every translation, of every tag, until that is invalidated, or evicted at random.
 //! * It may walk again although it has a translation; then it has both, and picks one at random for each access.
-//! * It keeps entries of upper levels too, and walks from any of them.
-//! * It invalidates exactly what it is asked to, page by page at the stride it is told.
+//! * It keeps entries of upper levels too, those of the kernel's half under the tag of every space that walked them, and
+//!   walks from any of them.
+//! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told.
 //! * It walks speculatively, lazy CPUs included, and sets accessed bits, and dirty bits on stores, by locked updates.
 //!
 //! While a CPU waits for others to acknowledge, and between any two steps if a test calls

@@ -1,9 +1,12 @@
 //! Short scenes with an outcome, on the same machine.
 
 use super::{World, at};
-use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn};
+use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr};
 use hugemm_host::mmu::Mmu;
-use hugemm_paging::{Editing, Flags, Mapping, ShootdownBatch, ShootdownPolicy, Span, TableMemory};
+use hugemm_paging::{
+    Editing, Flags, Kernel, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, Span, TableMemory, TlbSpace, User,
+    X86_64,
+};
 
 const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest: PageSize::Size4K };
 
@@ -92,5 +95,57 @@ impl World {
         batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
         // SAFETY: every CPU that could walk it has been flushed.
         unsafe { (&self.pool).free(old.expect("a table")) };
+    }
+
+    /// The other CPU walks a table of the kernel's half under the tags of two spaces. It gives way to a larger page by a
+    /// flush page by page, and is freed, while the CPU has the one loaded; then it goes back to the other.
+    pub fn collapse_in_the_kernels_half(&self) -> Result<(), String> {
+        let upper = Span::new(VirtAddr::new(0xffff_8000_0000_0000), 1 << 39).expect("a slot");
+        let lower = Span::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
+        let mut memory = &self.pool;
+        // SAFETY: one pool; what goes is behind the kernel's flush domain.
+        let kernel: PageTable<X86_64> = unsafe { PageTable::with_fixed_top(&mut memory, upper) }.expect("tables");
+        let block = self.block();
+        let small = Mapping { flags: Flags::WRITE | Flags::GLOBAL, largest: PageSize::Size4K };
+        let at = |page: u64| VirtAddr::new(upper.start().get() + (page << 12));
+        let range = Span::new(upper.start(), PageSize::Size2M.bytes()).expect("a block");
+        kernel.shared(&self.pool).map(range, [block], small).expect("free");
+        // SAFETY: as above, and the kernel's table stays.
+        let tables = [(); 2].map(|()| unsafe { PageTable::beside(&mut memory, lower, &kernel) }.expect("a root"));
+        // SAFETY: each has a table of its own, which stays.
+        let half: TlbSpace<Kernel> = unsafe { TlbSpace::new(&self.tlbs, kernel.root().start()) }.expect("fits");
+        let spaces = tables.each_ref().map(|table: &PageTable<X86_64>| {
+            // SAFETY: as above.
+            let space: TlbSpace<User> = unsafe { TlbSpace::new(&self.tlbs, table.root().start()) }.expect("fits");
+            space
+        });
+        let walk = |cpu| (0..64).for_each(|page| _ = self.mmu.load(cpu, at(page * 8)));
+        self.mmu.as_cpu(ME, |cx| half.online(&self.tlbs, cx));
+        self.mmu.as_cpu(OTHER, |cx| {
+            half.online(&self.tlbs, cx);
+            spaces[0].switch_in(&self.tlbs, cx);
+            walk(OTHER);
+            spaces[1].switch_in(&self.tlbs, cx);
+            spaces[0].switch_out(&self.tlbs, cx);
+            walk(OTHER);
+        });
+        let mut old: Option<Pfn> = None;
+        let mut table = kernel.exclusive(&self.pool);
+        let stale = table.collapse(at(0), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+        drop(table);
+        self.mmu.as_cpu(ME, |cx| {
+            let mut batch = ShootdownBatch::new(&half);
+            batch.stale(stale, PageSize::Size4K);
+            batch.flush(&self.tlbs, cx, &ShootdownPolicy { range_limit: u64::MAX, pages_per_batch: u64::MAX });
+        });
+        // SAFETY: every CPU that could walk it has been flushed.
+        unsafe { (&self.pool).free(old.expect("a table")) };
+        self.mmu.as_cpu(OTHER, |cx| {
+            walk(OTHER);
+            spaces[0].switch_in(&self.tlbs, cx);
+            spaces[1].switch_out(&self.tlbs, cx);
+            walk(OTHER);
+        });
+        self.checked()
     }
 }

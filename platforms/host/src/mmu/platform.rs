@@ -31,10 +31,11 @@ unsafe impl CpuLocal for Mmu<'_, '_> {
     }
 }
 
-// SAFETY: `CpuTlb` drops what it is told to; a CPU that nobody plays is served for, the others serve by themselves.
+// SAFETY: `CpuTlb` drops what x86-64's instructions drop; a CPU that nobody plays is served for, the others serve by themselves.
 unsafe impl TlbHw for Mmu<'_, '_> {
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
-        self.tlb(cpu).invalidate(scope, what);
+        let mut tlb = self.tlb(cpu);
+        what.on_x86_64(scope, self.tags > 1).for_each(|step| tlb.execute(step, scope, what.tables));
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

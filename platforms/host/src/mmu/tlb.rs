@@ -1,7 +1,7 @@
 //! What one CPU remembers.
 
 use super::{Access, Random};
-use hugemm_base::{Invalidation, PAGE_SHIFT, Pfn, PhysAddr, TlbScope, VirtAddr};
+use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, TlbScope, VirtAddr, X86Flush};
 
 /// Translations that a CPU keeps before it has to evict.
 const CAPACITY: usize = 64;
@@ -116,33 +116,23 @@ impl CpuTlb {
         self.recent.push((at, access));
     }
 
-    /// Does exactly what is asked and no more.
-    pub(super) fn invalidate(&mut self, scope: TlbScope, what: &Invalidation) {
+    /// Does exactly what an instruction does and no more: less even, where nothing more was asked for. What it must reach
+    /// is of `scope`; upper levels stay unless `tables` are asked for.
+    pub(super) fn execute(&mut self, step: X86Flush, scope: TlbScope, tables: bool) {
         let tag = self.tag;
-        let all = what.ranges.is_all();
-        let named = |base: u64, bytes: u64| {
-            let stride = what.stride.bytes();
-            all || what.ranges.as_slice().iter().any(|range| {
-                // The first address named that is not below the entry.
-                let first = range.first().align_down(stride).get();
-                let steps = base.saturating_sub(first).div_ceil(stride);
-                let address = first.saturating_add(steps.saturating_mul(stride));
-                address <= range.last().get() && address - base.min(address) < bytes && address >= base
-            })
+        let mine = |t: &Translation| match scope {
+            TlbScope::Space => t.tag == tag && !t.global,
+            TlbScope::Kernel => t.global,
         };
-        let mine = |entry_tag: usize, global: bool| match scope {
-            TlbScope::Space => entry_tag == tag && !global,
-            TlbScope::Kernel => global,
+        let named = |base: u64, bytes: u64| match step {
+            X86Flush::Page(at) => at.get().wrapping_sub(base) < bytes,
+            X86Flush::Space | X86Flush::All => true,
         };
-        self.leaves.retain(|t| !(mine(t.tag, t.global) && named(t.base, reach(t.level))));
-        if what.tables {
-            let whole = |t: &CachedTable| {
-                all || what.ranges.as_slice().iter().any(|range| {
-                    range.first().get() < t.base.saturating_add(reach(t.level + 1)) && t.base <= range.last().get()
-                })
-            };
-            // Tables have no global mark: those of the kernel's half may be under any tag.
-            self.tables.retain(|t| !((scope == TlbScope::Kernel || t.tag == tag) && whole(t)));
+        self.leaves.retain(|t| !(mine(t) && named(t.base, reach(t.level))));
+        if tables {
+            // Tables have no global mark: those of the kernel's half are under each tag whose space has walked them.
+            let every_tag = step == X86Flush::All;
+            self.tables.retain(|t| !((every_tag || t.tag == tag) && named(t.base, reach(t.level + 1))));
         }
     }
 
