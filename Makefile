@@ -10,13 +10,14 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm recl
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel lint package deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants lint package deep clean
 
 help:
 	@echo "make run    a day in the life of a virtual machine host, on this machine (a minute or two)"
 	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
+	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 
 build:
@@ -76,6 +77,12 @@ test-kernel:
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    $(CARGO) test --locked -p hugemm-cli --test kernel -- --ignored --test-threads 2; \
 	else echo "skipped: the reference kernel"; fi
+
+# See docs/mutants.md.
+SAMPLE ?= 60
+SEED ?= $(shell git rev-parse HEAD)
+mutants:
+	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
 lint:
 	$(CARGO) fmt --all --check
