@@ -196,14 +196,6 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
         let _end = AtEnd(|| unsafe { self.platform.vector_end() });
         f(Some(VectorCx { stays: PhantomData }))
     }
-
-    /// On its way out: use [`pinned`](CpuCx::pinned).
-    #[doc(hidden)]
-    pub fn pin(&self) -> OldPin<'_, P> {
-        // SAFETY: none: this is what goes.
-        let state = unsafe { self.platform.pin() };
-        OldPin { platform: self.platform, cpu: self.platform.current(), state, stays: PhantomData }
-    }
 }
 
 /// Runs a function at the end of a scope, also when that is left by unwinding.
@@ -236,29 +228,4 @@ impl CpuPin<'_> {
 #[derive(Clone, Copy, Debug)]
 pub struct VectorCx<'scope> {
     stays: PhantomData<(&'scope (), *const ())>,
-}
-
-/// On its way out: use [`CpuCx::pinned`].
-#[doc(hidden)]
-#[derive(Debug)]
-pub struct OldPin<'cx, P: Cpu> {
-    platform: &'cx P,
-    cpu: CpuId,
-    state: usize,
-    stays: PhantomData<*const ()>,
-}
-
-impl<P: Cpu> OldPin<'_, P> {
-    /// The CPU.
-    #[inline]
-    pub fn cpu(&self) -> CpuId {
-        self.cpu
-    }
-}
-
-impl<P: Cpu> Drop for OldPin<'_, P> {
-    fn drop(&mut self) {
-        // SAFETY: `state` came from the `pin` that made this value.
-        unsafe { self.platform.unpin(self.state) }
-    }
 }

@@ -104,18 +104,19 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env.fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
-        let pin = cx.pin();
-        let own = self.cpus.get(pin.cpu().0 as usize);
-        let Request { order, mobility, from } = request;
-        if let Some(own) = own
-            && own.mailbox.is_quiet()
-            && from == From::Local
-            && let Some(class) = own.stock(order.get(), mobility)
-            && let Some(block) = class.pop()
-        {
-            return Ok(block);
-        }
-        self.alloc_slow(own, order, mobility, from, false)
+        cx.pinned(|pin| {
+            let own = self.cpus.get(pin.cpu().0 as usize);
+            let Request { order, mobility, from } = request;
+            if let Some(own) = own
+                && own.mailbox.is_quiet()
+                && from == From::Local
+                && let Some(class) = own.stock(order.get(), mobility)
+                && let Some(block) = class.pop()
+            {
+                return Ok(block);
+            }
+            self.alloc_slow(own, order, mobility, from, false)
+        })
     }
 
     /// The same, but calls `pressure` when memory is short, with nothing locked and unpinned, and tries again while it
@@ -223,20 +224,21 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
     #[inline]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
-        let pin = cx.pin();
-        let own = self.cpus.get(pin.cpu().0 as usize);
-        let block = block.soiled();
-        if let Some(own) = own
-            && own.mailbox.is_quiet()
-            && let Some(class) = own.class_of(&block)
-            && own.is_near(class, block.pfn())
-        {
-            return match class.push(block) {
-                Ok(()) => {}
-                Err(block) => self.free_missed(Some(own), block),
-            };
-        }
-        self.free_missed(own, block);
+        cx.pinned(|pin| {
+            let own = self.cpus.get(pin.cpu().0 as usize);
+            let block = block.soiled();
+            if let Some(own) = own
+                && own.mailbox.is_quiet()
+                && let Some(class) = own.class_of(&block)
+                && own.is_near(class, block.pfn())
+            {
+                return match class.push(block) {
+                    Ok(()) => {}
+                    Err(block) => self.free_missed(Some(own), block),
+                };
+            }
+            self.free_missed(own, block);
+        })
     }
 
     /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.

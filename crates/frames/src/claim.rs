@@ -99,14 +99,15 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env.fault(FAULT_CLAIM) {
             return Err(ClaimError::InUse(extent.base()));
         }
-        let _pin = cx.pin();
-        let result = self.with_node(arena.node, |lists| {
-            self.all_free(arena, extent)?;
-            if self.any_isolated(arena, extent) {
-                return Err(ClaimError::Contended);
-            }
-            self.take_free(lists, arena, extent);
-            Ok(())
+        let result = cx.pinned(|_| {
+            self.with_node(arena.node, |lists| {
+                self.all_free(arena, extent)?;
+                if self.any_isolated(arena, extent) {
+                    return Err(ClaimError::Contended);
+                }
+                self.take_free(lists, arena, extent);
+                Ok(())
+            })
         });
         result.unwrap_or(Err(ClaimError::NotManaged))?;
         // SAFETY: the frames were free and have just been taken out, so they are the caller's.
@@ -202,14 +203,15 @@ impl<'m, E: Env> Frames<'m, E> {
         self.isolate(cx, arena, extent)?;
         self.drain_everywhere(cx);
         let result = self.empty(cx, arena, extent, migrate);
-        let _pin = cx.pin();
-        let taken = self.with_node(arena.node, |lists| {
-            let result = result.and_then(|()| self.all_free(arena, extent));
-            if result.is_ok() {
-                self.take_free(lists, arena, extent);
-            }
-            self.mark(lists, arena, extent, false);
-            result
+        let taken = cx.pinned(|_| {
+            self.with_node(arena.node, |lists| {
+                let result = result.and_then(|()| self.all_free(arena, extent));
+                if result.is_ok() {
+                    self.take_free(lists, arena, extent);
+                }
+                self.mark(lists, arena, extent, false);
+                result
+            })
         });
         taken.unwrap_or(Err(ClaimError::NotManaged))?;
         // SAFETY: as in `claim_exact`.
@@ -218,13 +220,14 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Step 1.
     fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, arena: &Arena<'m>, extent: Extent) -> Result<(), ClaimError> {
-        let _pin = cx.pin();
-        let result = self.with_node(arena.node, |lists| {
-            if arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
-                return Err(ClaimError::Contended);
-            }
-            self.mark(lists, arena, extent, true);
-            Ok(())
+        let result = cx.pinned(|_| {
+            self.with_node(arena.node, |lists| {
+                if arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
+                    return Err(ClaimError::Contended);
+                }
+                self.mark(lists, arena, extent, true);
+                Ok(())
+            })
         });
         result.unwrap_or(Err(ClaimError::NotManaged))
     }
@@ -307,10 +310,7 @@ impl<'m, E: Env> Frames<'m, E> {
         while at < extent.end().number() {
             // A look without the lock, at blocks that may be changing: only a hint of what to migrate. Step 4 decides.
             let rest = extent.slice(at - extent.base().number(), extent.pages());
-            let used = {
-                let _pin = cx.pin();
-                self.with_node(arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(()))
-            };
+            let used = cx.pinned(|_| self.with_node(arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(())));
             let Err(ClaimError::InUse(used)) = used else { return Ok(()) };
             if used.number() != at {
                 (at, attempts, drained) = (used.number(), 0, true);

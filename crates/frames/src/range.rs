@@ -222,8 +222,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees frozen frames of one arena whose ends are block borders in the map.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
-        let pin = cx.pin();
-        self.free_slow(self.cpus.get(pin.cpu().0 as usize), extent, content);
+        cx.pinned(|pin| self.free_slow(self.cpus.get(pin.cpu().0 as usize), extent, content));
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.

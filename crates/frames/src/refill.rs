@@ -170,19 +170,21 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the
     /// purpose. Cheap when there is nothing. Any context but NMI.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
-            self.serve_own(own);
-        }
+        cx.pinned(|pin| {
+            if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
+                self.serve_own(own);
+            }
+        })
     }
 
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
-            self.serve_own(own);
-            self.drain_cache(own);
-        }
+        cx.pinned(|pin| {
+            if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
+                self.serve_own(own);
+                self.drain_cache(own);
+            }
+        })
     }
 
     /// Gives everything that a CPU has cached back, on its behalf.

@@ -38,41 +38,42 @@ pub enum Poisoned {
 impl<'m, E: Env> Frames<'m, E> {
     /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI.
     pub fn poison<P: hugemm_base::platform::Cpu>(&self, cx: &hugemm_base::CpuCx<'_, P>, pfn: Pfn) -> Poisoned {
-        let _pin = cx.pin();
-        let Some(arena) = self.arena(pfn) else { return Poisoned::NotManaged };
-        let outcome = self.with_node(arena.node, |lists| {
-            let block = arena.block(pfn);
-            if block.refused.get(in_block(pfn)) {
-                return Poisoned::Already;
+        cx.pinned(|_| {
+            let Some(arena) = self.arena(pfn) else { return Poisoned::NotManaged };
+            let outcome = self.with_node(arena.node, |lists| {
+                let block = arena.block(pfn);
+                if block.refused.get(in_block(pfn)) {
+                    return Poisoned::Already;
+                }
+                block.refused.put_locked(in_block(pfn), true);
+                arena.region(pfn).refused.put_locked(in_region(pfn), true);
+                // Relaxed: see `is_careful`; a cache that has the frame already is asked below.
+                self.careful.fetch_add(1, Ordering::Relaxed);
+                let (head, order) = arena.block_of(pfn);
+                if !self.is_free(arena, head, order) {
+                    return Poisoned::InUse;
+                }
+                let content = self.remove_block(lists, arena, head, order);
+                lists.refused += 1;
+                let Ok(order) = Order::new(order) else { return Poisoned::Free };
+                let whole = Extent::block(head, order);
+                arena.map_cut(pfn);
+                if arena.extent.contains(Pfn::new(pfn.number() + 1)) && whole.contains(Pfn::new(pfn.number() + 1)) {
+                    arena.map_cut(Pfn::new(pfn.number() + 1));
+                }
+                let at = pfn.number() - head.number();
+                for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
+                    self.free_chunks(lists, arena, part, content);
+                }
+                Poisoned::Free
+            });
+            if outcome == Some(Poisoned::InUse) {
+                for cpu in self.cpus {
+                    cpu.mailbox.post();
+                }
             }
-            block.refused.put_locked(in_block(pfn), true);
-            arena.region(pfn).refused.put_locked(in_region(pfn), true);
-            // Relaxed: see `is_careful`; a cache that has the frame already is asked below.
-            self.careful.fetch_add(1, Ordering::Relaxed);
-            let (head, order) = arena.block_of(pfn);
-            if !self.is_free(arena, head, order) {
-                return Poisoned::InUse;
-            }
-            let content = self.remove_block(lists, arena, head, order);
-            lists.refused += 1;
-            let Ok(order) = Order::new(order) else { return Poisoned::Free };
-            let whole = Extent::block(head, order);
-            arena.map_cut(pfn);
-            if arena.extent.contains(Pfn::new(pfn.number() + 1)) && whole.contains(Pfn::new(pfn.number() + 1)) {
-                arena.map_cut(Pfn::new(pfn.number() + 1));
-            }
-            let at = pfn.number() - head.number();
-            for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
-                self.free_chunks(lists, arena, part, content);
-            }
-            Poisoned::Free
-        });
-        if outcome == Some(Poisoned::InUse) {
-            for cpu in self.cpus {
-                cpu.mailbox.post();
-            }
-        }
-        outcome.unwrap_or(Poisoned::NotManaged)
+            outcome.unwrap_or(Poisoned::NotManaged)
+        })
     }
 
     /// Whether a frame is poisoned.

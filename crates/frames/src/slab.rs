@@ -14,7 +14,7 @@ use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use core::mem::{align_of, size_of};
 use core::ptr::{NonNull, null_mut};
-use hugemm_base::lock::{Lock, RawLock, SpinLock};
+use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::{Cpu, PhysMap, Window};
 use hugemm_base::{CpuCx, Order, PAGE_BYTES, Pfn};
 
@@ -53,7 +53,7 @@ pub struct Slab<L: RawLock = SpinLock> {
     size: usize,
     per_frame: u32,
     first: usize,
-    state: Lock<L, State>,
+    state: PinnedLock<L, State>,
 }
 
 impl<L: RawLock> core::fmt::Debug for Slab<L> {
@@ -85,7 +85,7 @@ impl<L: RawLock> Slab<L> {
             return None;
         }
         let state = State { partial: null_mut(), frames: 0, objects: 0, empty: 0 };
-        Some(Slab { size, per_frame: per_frame as u32, first, state: Lock::new(state) })
+        Some(Slab { size, per_frame: per_frame as u32, first, state: PinnedLock::new(state) })
     }
 
     /// A slab for values of type `T`.
@@ -100,9 +100,10 @@ impl<L: RawLock> Slab<L> {
 
     /// What it holds now.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> SlabStats {
-        let _pin = cx.pin();
-        let state = self.state.lock();
-        SlabStats { frames: state.frames, objects: state.objects }
+        cx.pinned(|pin| {
+            let state = self.state.lock(pin);
+            SlabStats { frames: state.frames, objects: state.objects }
+        })
     }
 
     /// One object, uninitialised.
@@ -146,38 +147,40 @@ impl<L: RawLock> Slab<L> {
                 self.piece(header, index).cast::<u32>().write(next);
             }
         }
-        let _pin = cx.pin();
-        let mut state = self.state.lock();
-        state.frames += 1;
-        state.empty += 1;
-        // SAFETY: just initialised, on no list.
-        unsafe { state.link(header) };
+        cx.pinned(|pin| {
+            let mut state = self.state.lock(pin);
+            state.frames += 1;
+            state.empty += 1;
+            // SAFETY: just initialised, on no list.
+            unsafe { state.link(header) };
+        });
         Ok(())
     }
 
     /// A piece of a frame that has one.
     fn take<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Option<NonNull<u8>> {
-        let _pin = cx.pin();
-        let mut state = self.state.lock();
-        let header = state.partial;
-        if header.is_null() {
-            return None;
-        }
-        // SAFETY: headers on the list are in frames that the slab owns and have a free piece; the lock is held.
-        unsafe {
-            let index = (*header).free;
-            let piece = self.piece(header, index);
-            (*header).free = piece.cast::<u32>().read();
-            if (*header).used == 0 {
-                state.empty -= 1;
+        cx.pinned(|pin| {
+            let mut state = self.state.lock(pin);
+            let header = state.partial;
+            if header.is_null() {
+                return None;
             }
-            (*header).used += 1;
-            if (*header).free == NONE {
-                state.unlink(header);
+            // SAFETY: headers on the list are in frames that the slab owns and have a free piece; the lock is held.
+            unsafe {
+                let index = (*header).free;
+                let piece = self.piece(header, index);
+                (*header).free = piece.cast::<u32>().read();
+                if (*header).used == 0 {
+                    state.empty -= 1;
+                }
+                (*header).used += 1;
+                if (*header).free == NONE {
+                    state.unlink(header);
+                }
+                state.objects += 1;
+                NonNull::new(piece)
             }
-            state.objects += 1;
-            NonNull::new(piece)
-        }
+        })
     }
 
     /// Gives an object back.
@@ -196,30 +199,29 @@ impl<L: RawLock> Slab<L> {
         let object = object.as_ptr();
         let header = object.map_addr(|address| address & !(FRAME - 1)).cast::<Header>();
         let index = ((object.addr() - header.addr() - self.first) / self.size) as u32;
-        let pin = cx.pin();
-        let mut state = self.state.lock();
-        // SAFETY: the object is a piece of a frame of this slab, so its header is where the frame begins; the lock is
-        // held.
-        let gone = unsafe {
-            object.cast::<u32>().write((*header).free);
-            if (*header).free == NONE {
-                state.link(header);
+        let gone = cx.pinned(|pin| {
+            let mut state = self.state.lock(pin);
+            // SAFETY: the object is a piece of a frame of this slab, so its header is where the frame begins; the lock is
+            // held.
+            unsafe {
+                object.cast::<u32>().write((*header).free);
+                if (*header).free == NONE {
+                    state.link(header);
+                }
+                (*header).free = index;
+                (*header).used -= 1;
+                state.objects -= 1;
+                let empty = (*header).used == 0;
+                if empty && state.empty == 1 {
+                    state.unlink(header);
+                    state.frames -= 1;
+                    Some((*header).pfn)
+                } else {
+                    state.empty += u64::from(empty);
+                    None
+                }
             }
-            (*header).free = index;
-            (*header).used -= 1;
-            state.objects -= 1;
-            let empty = (*header).used == 0;
-            if empty && state.empty == 1 {
-                state.unlink(header);
-                state.frames -= 1;
-                Some((*header).pfn)
-            } else {
-                state.empty += u64::from(empty);
-                None
-            }
-        };
-        drop(state);
-        drop(pin);
+        });
         if let Some(pfn) = gone {
             // SAFETY: the slab owned the frame, nothing of it is in use, and it is off the list.
             unsafe { self.give_back(frames, cx, map, header, pfn) };
@@ -232,23 +234,26 @@ impl<L: RawLock> Slab<L> {
     ///
     /// `frames` and `map` are those that the slab has always been used with.
     pub unsafe fn trim<E: Env, P: Cpu>(&self, frames: &Frames<'_, E>, cx: &CpuCx<'_, P>, map: &impl PhysMap) {
-        let pin = cx.pin();
-        let mut state = self.state.lock();
-        let mut header = state.partial;
-        // SAFETY: headers on the list are the slab's; the lock is held.
-        unsafe {
-            while !header.is_null() && (*header).used != 0 {
-                header = (*header).next;
+        let kept = cx.pinned(|pin| {
+            let mut state = self.state.lock(pin);
+            let mut header = state.partial;
+            // SAFETY: headers on the list are the slab's; the lock is held.
+            unsafe {
+                while !header.is_null() && (*header).used != 0 {
+                    header = (*header).next;
+                }
+                if header.is_null() {
+                    return None;
+                }
+                state.unlink(header);
             }
-            if header.is_null() {
-                return;
-            }
-            state.unlink(header);
             state.frames -= 1;
             state.empty -= 1;
-            drop(state);
-            drop(pin);
-            self.give_back(frames, cx, map, header, (*header).pfn);
+            Some(header)
+        });
+        if let Some(header) = kept {
+            // SAFETY: the frame is the slab's, off the list, and nothing of it is in use.
+            unsafe { self.give_back(frames, cx, map, header, (*header).pfn) };
         }
     }
 

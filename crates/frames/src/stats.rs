@@ -65,27 +65,28 @@ impl NodeStats {
 impl<E: Env> Frames<'_, E> {
     /// One node's numbers; zeroes if there is no such node. Takes the node's lock (one round, counted), for O(GiB of node).
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
-        let _pin = cx.pin();
         let Some(owner) = self.nodes.get(node.0 as usize) else { return NodeStats::default() };
-        let cached = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
-        let mut blocks = [0; ORDERS];
-        let stats = self.with_node(node.0, |lists| NodeStats {
-            blocks: {
-                for (sum, count) in blocks.iter_mut().zip(lists.blocks) {
-                    *sum = count;
-                }
-                self.count_2m(node.0, &mut blocks);
-                blocks
-            },
-            free: lists.pages,
-            isolated: lists.isolated,
-            cached,
-            // Relaxed: a statistic.
-            deferred: owner.deferred_pages.load(Ordering::Relaxed),
-            refused: lists.refused,
-            lock_rounds: lists.rounds,
-        });
-        stats.unwrap_or_default()
+        cx.pinned(|_| {
+            let cached = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
+            let mut blocks = [0; ORDERS];
+            let stats = self.with_node(node.0, |lists| NodeStats {
+                blocks: {
+                    for (sum, count) in blocks.iter_mut().zip(lists.blocks) {
+                        *sum = count;
+                    }
+                    self.count_2m(node.0, &mut blocks);
+                    blocks
+                },
+                free: lists.pages,
+                isolated: lists.isolated,
+                cached,
+                // Relaxed: a statistic.
+                deferred: owner.deferred_pages.load(Ordering::Relaxed),
+                refused: lists.refused,
+                lock_rounds: lists.rounds,
+            });
+            stats.unwrap_or_default()
+        })
     }
 
     /// The sum over all nodes. Exact when nothing else runs: frames released = available + refused + in use.

@@ -88,19 +88,20 @@ impl<E: Env> Frames<'_, E> {
         if self.env.fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
-        let pin = cx.pin();
-        let own = self.cpus.get(pin.cpu().0 as usize);
-        let class = own.filter(|own| request.from == From::Local && own.mailbox.is_quiet());
-        let class = class.and_then(|own| own.stock(request.order.get(), request.mobility));
-        if let Some(class) = class
-            && class.next_is_zero()
-            && let Some(block) = class.pop()
-        {
-            return Ok(block);
-        }
-        // Relaxed: a hint that saves a lock round where nothing is known to be zero.
-        let zeroes = self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
-        self.alloc_slow(own, request.order, request.mobility, request.from, zeroes)
+        cx.pinned(|pin| {
+            let own = self.cpus.get(pin.cpu().0 as usize);
+            let class = own.filter(|own| request.from == From::Local && own.mailbox.is_quiet());
+            let class = class.and_then(|own| own.stock(request.order.get(), request.mobility));
+            if let Some(class) = class
+                && class.next_is_zero()
+                && let Some(block) = class.pop()
+            {
+                return Ok(block);
+            }
+            // Relaxed: a hint that saves a lock round where nothing is known to be zero.
+            let zeroes = self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
+            self.alloc_slow(own, request.order, request.mobility, request.from, zeroes)
+        })
     }
 }
 

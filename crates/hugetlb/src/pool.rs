@@ -7,7 +7,7 @@ use crate::counts::{self, Counts};
 use crate::group::{Area, GROUP, Group, each};
 use crate::page::HugePage;
 use core::fmt;
-use hugemm_base::lock::{Lock, RawLock, SpinLock};
+use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, Ordering};
 use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn};
@@ -109,7 +109,7 @@ pub struct HugePool<'m, L: RawLock = SpinLock> {
     size: PageSize,
     areas: &'m [Area],
     groups: &'m [Group],
-    state: Lock<L, State<'m>>,
+    state: PinnedLock<L, State<'m>>,
     resizing: AtomicBool,
 }
 
@@ -143,7 +143,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         if groups.len() < first {
             return Err(PoolError::TooSmall);
         }
-        let state = Lock::new(State { nodes, reserved: 0, overcommit: 0 });
+        let state = PinnedLock::new(State { nodes, reserved: 0, overcommit: 0 });
         Ok(HugePool { size, areas, groups, state, resizing: AtomicBool::new(false) })
     }
 
@@ -181,10 +181,9 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         self.groups.iter().map(|group| u64::from((group.lean.get() & group.pool.get()).count_ones())).sum()
     }
 
-    /// Runs `f` under the lock. The caller is pinned meanwhile, so an interrupt cannot want the lock.
+    /// Runs `f` under the lock, pinned.
     pub(crate) fn locked<P: Cpu, R>(&self, cx: &CpuCx<'_, P>, f: impl FnOnce(&mut State<'m>) -> R) -> R {
-        let _pin = cx.pin();
-        f(&mut self.state.lock())
+        cx.pinned(|pin| f(&mut self.state.lock(pin)))
     }
 
     pub(crate) fn areas(&self) -> &'m [Area] {

@@ -33,7 +33,7 @@ use crate::phases::{MOST_UNITS, Phases, Step};
 use crate::pool::{HugePool, Nodes, Resizing};
 use crate::vmemmap::{Economy, FlushPolicy, Work};
 use debts::Debts;
-use hugemm_base::lock::{Lock, RawLock, SpinLock};
+use hugemm_base::lock::{Lock, PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{Cancel, CpuCx, ExtentChain, Never, PageSize, Pfn};
@@ -116,7 +116,7 @@ pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     /// Pages to allocate, in all.
     want: u64,
     phases: Phases,
-    debts: Lock<SpinLock, Debts<'e, V>>,
+    debts: PinnedLock<SpinLock, Debts<'e, V>>,
     /// First and last group with staged pages.
     low: AtomicU64,
     high: AtomicU64,
@@ -157,7 +157,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
             node_count,
             want: 0,
             phases: Phases::new(1),
-            debts: Lock::new(Debts { owed: None, loose: ExtentChain::new() }),
+            debts: PinnedLock::new(Debts { owed: None, loose: ExtentChain::new() }),
             low: AtomicU64::new(u64::MAX),
             high: AtomicU64::new(0),
             dry: AtomicU64::new(0),
@@ -335,7 +335,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
 
     fn open_free<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         let pages = if self.direction.grows() { 0 } else { self.units() };
-        match self.chain_units().max(pages) {
+        match self.chain_units(cx).max(pages) {
             0 => self.between(cx, phase::FREE),
             units => self.phases.open(phase::FREE, units.min(MOST_UNITS)),
         }

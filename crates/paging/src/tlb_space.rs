@@ -146,62 +146,64 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     /// is caught up with. The space that was loaded before is to be given to [`switch_out`](TlbSpace::switch_out) after
     /// this. Any context; pins. Two atomics and one full fence; the invalidation only if a flush was missed.
     pub fn switch_in<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        let cpu = pin.cpu();
-        let (word, bit) = place(cpu);
-        let own = &tlbs.cpus[cpu.0 as usize];
-        // Relaxed on `own`: only this CPU reads or writes it.
-        if own.loaded.load(Ordering::Relaxed) == self.id {
-            // Relaxed: ordered by the fence.
-            self.lazy()[word].fetch_and(!bit, Ordering::Relaxed);
-            // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees that we are not
-            // lazy and asks us, or we see its generation.
-            full_fence(FencePoint::AfterWaking);
-            let generation = self.domain.generation();
-            let tag = own.tag.load(Ordering::Relaxed) as usize % own.tags.len();
-            let tagged = &own.tags[tag];
-            if own.notice_expiry(Some(tag)) || tagged.seen.load(Ordering::Relaxed) < generation {
-                tlbs.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
-                tagged.seen.store(generation, Ordering::Relaxed);
-                own.counters.caught_up.add(1);
+        cx.pinned(|pin| {
+            let cpu = pin.cpu();
+            let (word, bit) = place(cpu);
+            let own = &tlbs.cpus[cpu.0 as usize];
+            // Relaxed on `own`: only this CPU reads or writes it.
+            if own.loaded.load(Ordering::Relaxed) == self.id {
+                // Relaxed: ordered by the fence.
+                self.lazy()[word].fetch_and(!bit, Ordering::Relaxed);
+                // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees that we are not
+                // lazy and asks us, or we see its generation.
+                full_fence(FencePoint::AfterWaking);
+                let generation = self.domain.generation();
+                let tag = own.tag.load(Ordering::Relaxed) as usize % own.tags.len();
+                let tagged = &own.tags[tag];
+                if own.notice_expiry(Some(tag)) || tagged.seen.load(Ordering::Relaxed) < generation {
+                    tlbs.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
+                    tagged.seen.store(generation, Ordering::Relaxed);
+                    own.counters.caught_up.add(1);
+                }
+                return;
             }
-            return;
-        }
-        // Whoever loaded another space over this one while it was lazy here left the bit behind. Before it is a user's
-        // again: an initiator must not find both. Relaxed: ordered by the fence.
-        self.lazy()[word].fetch_and(!bit, Ordering::Relaxed);
-        // Relaxed: ordered by the fence.
-        self.users()[word].fetch_or(bit, Ordering::Relaxed);
-        // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees our bit, and that we
-        // are not lazy, and asks us, or we see its generation, and with it its entries.
-        full_fence(FencePoint::AfterJoining);
-        let generation = self.domain.generation();
-        own.notice_expiry(None);
-        let (tag, known) = own.tag_of(self.id, tlbs.hw.tags());
-        let keep = known && own.tags[tag].seen.load(Ordering::Relaxed) == generation;
-        own.counters.caught_up.add(u64::from(known && !keep));
-        tlbs.hw.load(cpu, self.root, tag, keep);
-        own.tags[tag].seen.store(generation, Ordering::Relaxed);
-        own.tag.store(tag as u64, Ordering::Relaxed);
-        own.loaded.store(self.id, Ordering::Relaxed);
+            // Whoever loaded another space over this one while it was lazy here left the bit behind. Before it is a user's
+            // again: an initiator must not find both. Relaxed: ordered by the fence.
+            self.lazy()[word].fetch_and(!bit, Ordering::Relaxed);
+            // Relaxed: ordered by the fence.
+            self.users()[word].fetch_or(bit, Ordering::Relaxed);
+            // Pairs with the fence after the count in `FlushDomain::advance`: either the initiator sees our bit, and that we
+            // are not lazy, and asks us, or we see its generation, and with it its entries.
+            full_fence(FencePoint::AfterJoining);
+            let generation = self.domain.generation();
+            own.notice_expiry(None);
+            let (tag, known) = own.tag_of(self.id, tlbs.hw.tags());
+            let keep = known && own.tags[tag].seen.load(Ordering::Relaxed) == generation;
+            own.counters.caught_up.add(u64::from(known && !keep));
+            tlbs.hw.load(cpu, self.root, tag, keep);
+            own.tags[tag].seen.store(generation, Ordering::Relaxed);
+            own.tag.store(tag as u64, Ordering::Relaxed);
+            own.loaded.store(self.id, Ordering::Relaxed);
+        })
     }
 
     /// Ends the calling CPU's use of the space: loads the kernel's tables if nothing else has been loaded meanwhile, and
     /// is asked nothing more. Any context; pins. Two atomics.
     pub fn switch_out<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        let cpu = pin.cpu();
-        let (word, bit) = place(cpu);
-        let own = &tlbs.cpus[cpu.0 as usize];
-        // Relaxed: only this CPU reads or writes it.
-        if own.loaded.load(Ordering::Relaxed) == self.id {
-            tlbs.hw.unload(cpu);
-            own.loaded.store(0, Ordering::Relaxed);
-        }
-        // Release pairs with the Acquire of an initiator that finds us gone: what we did through our translations has
-        // happened.
-        self.lazy()[word].fetch_and(!bit, Ordering::Release);
-        self.users()[word].fetch_and(!bit, Ordering::Release);
+        cx.pinned(|pin| {
+            let cpu = pin.cpu();
+            let (word, bit) = place(cpu);
+            let own = &tlbs.cpus[cpu.0 as usize];
+            // Relaxed: only this CPU reads or writes it.
+            if own.loaded.load(Ordering::Relaxed) == self.id {
+                tlbs.hw.unload(cpu);
+                own.loaded.store(0, Ordering::Relaxed);
+            }
+            // Release pairs with the Acquire of an initiator that finds us gone: what we did through our translations has
+            // happened.
+            self.lazy()[word].fetch_and(!bit, Ordering::Release);
+            self.users()[word].fetch_and(!bit, Ordering::Release);
+        })
     }
 
     /// Leaves the calling CPU out of shootdowns that free no tables until it switches in again, though the space's tables
@@ -211,14 +213,15 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     ///
     /// Until then the CPU uses no address of the space: what it would use may have been freed.
     pub unsafe fn enter_lazy<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        let (word, bit) = place(pin.cpu());
-        // Relaxed: only this CPU reads or writes it.
-        if tlbs.cpus[pin.cpu().0 as usize].loaded.load(Ordering::Relaxed) == self.id {
-            // Release pairs with the Acquire of an initiator that leaves us out: what we did through our translations has
-            // happened.
-            self.lazy()[word].fetch_or(bit, Ordering::Release);
-        }
+        cx.pinned(|pin| {
+            let (word, bit) = place(pin.cpu());
+            // Relaxed: only this CPU reads or writes it.
+            if tlbs.cpus[pin.cpu().0 as usize].loaded.load(Ordering::Relaxed) == self.id {
+                // Release pairs with the Acquire of an initiator that leaves us out: what we did through our translations has
+                // happened.
+                self.lazy()[word].fetch_or(bit, Ordering::Release);
+            }
+        })
     }
 
     /// Makes every lazy CPU let go of the tables, so that all of them, the root included, can be freed. The space comes
@@ -244,23 +247,25 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<Kernel, Q, M> {
     /// The calling CPU may from here on hold translations of the kernel's half. At start-up, before it uses memory whose
     /// mapping may change; starts with a flush. Pins.
     pub fn online<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        let (word, bit) = place(pin.cpu());
-        let own = &tlbs.cpus[pin.cpu().0 as usize];
-        // Orders as in `TlbSpace::switch_in`.
-        self.users()[word].fetch_or(bit, Ordering::Relaxed);
-        full_fence(FencePoint::AfterJoining);
-        let generation = self.domain.generation();
-        tlbs.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
-        own.kernel.seen.store(generation, Ordering::Relaxed);
+        cx.pinned(|pin| {
+            let (word, bit) = place(pin.cpu());
+            let own = &tlbs.cpus[pin.cpu().0 as usize];
+            // Orders as in `TlbSpace::switch_in`.
+            self.users()[word].fetch_or(bit, Ordering::Relaxed);
+            full_fence(FencePoint::AfterJoining);
+            let generation = self.domain.generation();
+            tlbs.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
+            own.kernel.seen.store(generation, Ordering::Relaxed);
+        })
     }
 
     /// The calling CPU uses no translation of the kernel's half that may change any more: it is about to stop. Pins.
     pub fn offline<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        let (word, bit) = place(pin.cpu());
-        // Release pairs with the Acquire of an initiator that finds us gone.
-        self.users()[word].fetch_and(!bit, Ordering::Release);
+        cx.pinned(|pin| {
+            let (word, bit) = place(pin.cpu());
+            // Release pairs with the Acquire of an initiator that finds us gone.
+            self.users()[word].fetch_and(!bit, Ordering::Release);
+        })
     }
 }
 

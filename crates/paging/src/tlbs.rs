@@ -199,8 +199,7 @@ impl<'m, H: TlbHw> Tlbs<'m, H> {
     /// Does what other CPUs have asked of this one: the interrupt handler's whole job, also to be called wherever a CPU
     /// waits with interrupts off. Any context; pins. One load per 64 CPUs if there is nothing.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let pin = cx.pin();
-        self.serve_as(pin.cpu());
+        cx.pinned(|pin| self.serve_as(pin.cpu()));
     }
 
     /// The same as CPU `cpu`, which is the caller's, pinned, or one that a simulation plays.
@@ -334,8 +333,7 @@ impl<'m, H: TlbHw> Tlbs<'m, H> {
         }
         if here {
             // While the others are on their way.
-            let _pin = cx.pin();
-            self.apply(me, request);
+            cx.pinned(|_| self.apply(me, request));
         }
         own.slot.acknowledge();
         while !own.slot.is_done() {

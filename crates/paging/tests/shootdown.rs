@@ -380,8 +380,7 @@ fn a_shootdown_with_interrupts_off() {
     let tlbs = parts.tlbs(Counting);
     let (space, cpu) = (parts.space(&tlbs), Cpu::new(0));
     cpu.run(|cx| {
-        let _pin = cx.pin();
-        change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED);
+        cx.pinned(|_| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
     });
 }
 

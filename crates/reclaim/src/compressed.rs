@@ -48,7 +48,7 @@ use bytes::Span;
 use classes::{CLASSES, ClassSpec, TABLE};
 use core::fmt;
 use hugemm_base::counters::Counter;
-use hugemm_base::lock::{Lock, RawLock, SpinLock};
+use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, Pfn, PhysMap};
@@ -78,9 +78,9 @@ pub struct Compressed<'f, 'm, E: Env, C: Compressor, L: RawLock = SpinLock> {
     frames: &'f Frames<'m, E>,
     compressor: C,
     scratch: Scratch<C>,
-    classes: [Apart<Lock<L, Blocks>>; CLASSES],
+    classes: [Apart<PinnedLock<L, Blocks>>; CLASSES],
     /// How many pages are stored whole; the lock is for their holders.
-    whole: Apart<Lock<L, u64>>,
+    whole: Apart<PinnedLock<L, u64>>,
     /// Frames taken, working memory included.
     used: AtomicU64,
     limit: AtomicU64,
@@ -129,8 +129,8 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
             frames,
             compressor,
             scratch,
-            classes: core::array::from_fn(|_| Apart(Lock::new(Blocks::default()))),
-            whole: Apart(Lock::new(0)),
+            classes: core::array::from_fn(|_| Apart(PinnedLock::new(Blocks::default()))),
+            whole: Apart(PinnedLock::new(0)),
             used: AtomicU64::new(own),
             limit: AtomicU64::new(limit),
             filled: AtomicU64::new(0),
@@ -155,18 +155,12 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     /// How well the memory of each class is used, smallest pieces first: the fragmentation inside pieces is `used *
     /// piece_bytes - data_bytes`, that between them `(pieces - used) * piece_bytes`. One lock round per class.
     pub fn usage<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> impl Iterator<Item = Usage> {
-        self.classes.iter().zip(TABLE).map(|(class, spec)| {
-            let _pin = cx.pin();
-            class.0.lock().usage(spec)
-        })
+        self.classes.iter().zip(TABLE).map(|(class, spec)| cx.pinned(|pin| class.0.lock(pin).usage(spec)))
     }
 
     /// Pages in memory, filled ones excepted.
     fn held<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u64 {
-        let whole = {
-            let _pin = cx.pin();
-            *self.whole.0.lock()
-        };
+        let whole = cx.pinned(|pin| *self.whole.0.lock(pin));
         whole + self.usage(cx).map(|class| class.used).sum::<u64>()
     }
 
@@ -253,10 +247,8 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
         index: u32,
         data: usize,
     ) {
-        let empty = {
-            let _pin = cx.pin();
-            self.classes[class].0.lock().give(self.frames, TABLE[class], block, index, data)
-        };
+        let empty =
+            cx.pinned(|pin| self.classes[class].0.lock(pin).give(self.frames, TABLE[class], block, index, data));
         if empty {
             self.release(cx, block, TABLE[class].block_order(), mobility);
         }

@@ -22,34 +22,35 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             return;
         }
         let debt = self.economy.owe(&mut edit, work.range());
-        let _pin = cx.pin();
-        let mut debts = self.debts.lock();
-        debts.owed = Some(match debts.owed.take() {
-            None => debt,
-            Some(others) => {
-                let links = self.economy.frames;
-                let joined = others.merge(debt, |mut a: ExtentChain, b| {
-                    a.append(links, b);
-                    a
-                });
-                match joined {
-                    Ok(joined) => joined,
-                    // One mapping has one domain; a debt of another would be dropped into its quarantine.
-                    Err((others, _)) => others,
+        cx.pinned(|pin| {
+            let mut debts = self.debts.lock(pin);
+            debts.owed = Some(match debts.owed.take() {
+                None => debt,
+                Some(others) => {
+                    let links = self.economy.frames;
+                    let joined = others.merge(debt, |mut a: ExtentChain, b| {
+                        a.append(links, b);
+                        a
+                    });
+                    match joined {
+                        Ok(joined) => joined,
+                        // One mapping has one domain; a debt of another would be dropped into its quarantine.
+                        Err((others, _)) => others,
+                    }
                 }
-            }
+            })
         });
     }
 
     /// Flushes if something is owed, and releases it.
     pub(super) fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
-        let Some(debt) = self.debts.lock().owed.take() else { return };
+        let Some(debt) = cx.pinned(|pin| self.debts.lock(pin).owed.take()) else { return };
         let range: VirtRange = debt.barrier().range();
         let receipt = self.economy.flush(cx, range);
         add(&self.tally.flushes, 1);
         match debt.release(&receipt) {
-            Ok(chain) => self.debts.lock().loose.append(self.economy.frames, chain),
-            Err(debt) => self.debts.lock().owed = Some(debt),
+            Ok(chain) => cx.pinned(|pin| self.debts.lock(pin).loose.append(self.economy.frames, chain)),
+            Err(debt) => cx.pinned(|pin| self.debts.lock(pin).owed = Some(debt)),
         }
     }
 }

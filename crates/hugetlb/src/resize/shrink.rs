@@ -80,8 +80,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         false
     }
 
-    pub(super) fn chain_units(&self) -> u64 {
-        self.debts.lock().loose.len().div_ceil(FREES as u64)
+    pub(super) fn chain_units<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u64 {
+        cx.pinned(|pin| self.debts.lock(pin).loose.len()).div_ceil(FREES as u64)
     }
 
     pub(super) fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, unit: u64) {
@@ -97,16 +97,15 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     pub(super) fn free_some<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
         let mut batch = [Extent::default(); FREES];
         let mut count = 0;
-        {
-            let _pin = cx.pin();
-            let mut debts = self.debts.lock();
+        cx.pinned(|pin| {
+            let mut debts = self.debts.lock(pin);
             while count < FREES
                 && let Some(extent) = debts.loose.pop(self.economy.frames)
             {
                 batch[count] = extent;
                 count += 1;
             }
-        }
+        });
         let freed: u64 = batch[..count].iter().map(|extent| self.economy.free(cx, *extent)).sum();
         add(&self.tally.freed_frames, freed);
         count != 0

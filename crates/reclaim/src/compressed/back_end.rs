@@ -129,10 +129,7 @@ where
             }
             // The caller's handle was the only one, so nobody can share or free it in between.
             Ok(Held::LastWhole { frame, mobility }) => {
-                {
-                    let _pin = cx.pin();
-                    *self.whole.0.lock() -= 1;
-                }
+                cx.pinned(|pin| *self.whole.0.lock(pin) -= 1);
                 self.release(cx, frame, Order::ZERO, mobility);
             }
             Ok(Held::LastPiece { class, mobility, block, index, data }) => {

@@ -85,18 +85,17 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             Place::Whole { frame } => {
                 let class = self.class_of(frame).filter(|(class, _)| *class == WHOLE);
                 let (_, mobility) = class.ok_or(SlotError::NotMine)?;
-                let _pin = cx.pin();
-                let _guard = self.whole.0.lock();
-                match step(self.frames.word(frame, HOLDERS))? {
-                    Some(count) => self.frames.set_word(frame, HOLDERS, count),
-                    None => return Ok(Held::LastWhole { frame, mobility }),
-                }
-                Ok(Held::Others)
+                cx.pinned(|pin| {
+                    let _guard = self.whole.0.lock(pin);
+                    match step(self.frames.word(frame, HOLDERS))? {
+                        Some(count) => self.frames.set_word(frame, HOLDERS, count),
+                        None => return Ok(Held::LastWhole { frame, mobility }),
+                    }
+                    Ok(Held::Others)
+                })
             }
             Place::Piece { block, index } => {
                 let (class, mobility, span) = self.piece(block, index).ok_or(SlotError::NotMine)?;
-                let _pin = cx.pin();
-                let _guard = self.classes[class].0.lock();
                 // The header lies in one page: pieces begin at multiples of 8.
                 let change = |header: *mut u8| {
                     let header = header.cast::<u16>();
@@ -114,7 +113,10 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
                     }
                     Ok(Held::Others)
                 };
-                span.part(0, HEADER).with(cx.platform(), change).unwrap_or(Err(SlotError::Unreachable))
+                cx.pinned(|pin| {
+                    let _guard = self.classes[class].0.lock(pin);
+                    span.part(0, HEADER).with(cx.platform(), change).unwrap_or(Err(SlotError::Unreachable))
+                })
             }
         }
     }

@@ -24,10 +24,7 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
     ) -> Result<Kept, StoreError> {
         let (spec, lock) = (TABLE[class], &self.classes[class].0);
         let data = piece.len() - HEADER;
-        let taken = {
-            let _pin = cx.pin();
-            lock.lock().take(self.frames, spec, data)
-        };
+        let taken = cx.pinned(|pin| lock.lock(pin).take(self.frames, spec, data));
         let write = |block: Pfn, index: u32| {
             let span = piece_span(&spec, block, index).part(0, piece.len());
             // SAFETY: the piece was just taken or is in a new block, so it is this call's alone, and `piece` is in the
@@ -48,8 +45,7 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             self.forget(cx, new);
             return Err(StoreError::Unreachable);
         }
-        let _pin = cx.pin();
-        lock.lock().add(self.frames, spec, new.pfn, data);
+        cx.pinned(|pin| lock.lock(pin).add(self.frames, spec, new.pfn, data));
         Ok((Place::Piece { block: new.pfn, index: 0 }, new.is_own))
     }
 
@@ -80,8 +76,7 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
             }
         };
         self.frames.set_word(frame, HOLDERS, 1);
-        let _pin = cx.pin();
-        *self.whole.0.lock() += 1;
+        cx.pinned(|pin| *self.whole.0.lock(pin) += 1);
         Ok((Place::Whole { frame }, is_own))
     }
 

@@ -147,18 +147,19 @@ impl<C: Compressor> Scratch<C> {
         cx: &CpuCx<'_, P>,
         f: impl FnOnce(&mut C::Scratch, &mut [u8]) -> R,
     ) -> Option<R> {
-        let pin = cx.pin();
-        let cpu = pin.cpu().0;
-        if cpu >= self.cpus {
-            return None;
-        }
-        // SAFETY: the entry is below `cpus`, hence written. The area is this CPU's; the task is pinned to it and runs
-        // alone there, and `f` does not come back, so these are the only references to its scratch and output.
-        unsafe {
-            let area = &*self.area(cpu);
-            let output = core::slice::from_raw_parts_mut(area.output.as_ptr(), Self::ROOM);
-            Some(f(&mut *area.scratch.as_ptr(), output))
-        }
+        cx.pinned(|pin| {
+            let cpu = pin.cpu().0;
+            if cpu >= self.cpus {
+                return None;
+            }
+            // SAFETY: the entry is below `cpus`, hence written. The area is this CPU's; the task is pinned to it and runs
+            // alone there, and `f` does not come back, so these are the only references to its scratch and output.
+            unsafe {
+                let area = &*self.area(cpu);
+                let output = core::slice::from_raw_parts_mut(area.output.as_ptr(), Self::ROOM);
+                Some(f(&mut *area.scratch.as_ptr(), output))
+            }
+        })
     }
 
     /// Gives everything back.

@@ -109,7 +109,7 @@ impl<'m> Area<'m> {
             let broken = BreakOnPanic(&gate);
             source.settle(cx);
             gate.pass();
-            let cpu = cx.pin().cpu().0;
+            let cpu = cx.pinned(|pin| pin.cpu().0);
             let result = f(cx, cpu);
             std::mem::forget(broken);
             result

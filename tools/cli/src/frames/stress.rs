@@ -41,7 +41,7 @@ pub fn run(args: &Stress) -> Result<()> {
     let bar = progress::bar(args.seconds, machine.quiet());
     let stop = AtomicBool::new(false);
     let results = area.host.run_on_each((0..threads).map(CpuId), |cx| {
-        let cpu = cx.pin().cpu().0;
+        let cpu = cx.pinned(|pin| pin.cpu().0);
         let mut random = Random::new(args.seed ^ u64::from(cpu) << 32);
         let mut held = vec![0; hand as usize];
         let from = area.host.now_ns();

@@ -41,7 +41,7 @@ fn pin(cx: Cx<'_>) -> f64 {
     const PINS: u64 = 100_000;
     let start = cx.platform().now_ns();
     for _ in 0..PINS {
-        drop(black_box(cx.pin()));
+        cx.pinned(|pin| black_box(pin.cpu()));
     }
     (cx.platform().now_ns() - start) as f64 / PINS as f64
 }
