@@ -13,7 +13,11 @@ use crate::extent::Extent;
 /// extents that are on it, and an extent is on at most one chain.
 pub trait ExtentLinks {
     /// Records that the extent at `frame` is `pages` long and followed by the one at `next`.
-    fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>);
+    ///
+    /// # Safety
+    ///
+    /// The caller owns the extent, which begins at `frame`.
+    unsafe fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>);
 
     /// What [`set`](ExtentLinks::set) recorded last for `frame`.
     fn get(&self, frame: Pfn) -> (u64, Option<Pfn>);
@@ -50,21 +54,34 @@ impl ExtentChain {
     }
 
     /// Appends an extent; an empty one is dropped. O(1), one link written or two.
-    pub fn push(&mut self, links: &impl ExtentLinks, extent: Extent) {
+    ///
+    /// # Safety
+    ///
+    /// The caller owns the extent, and the chain does from here on. It is linked through the same `links` as all others on
+    /// the chain.
+    pub unsafe fn push(&mut self, links: &impl ExtentLinks, extent: Extent) {
         if extent.is_empty() {
             return;
         }
         let frame = extent.base();
-        links.set(frame, extent.pages(), None);
-        self.append(links, ExtentChain { ends: Some((frame, frame)), extents: 1, pages: extent.pages() });
+        // SAFETY: the caller's promise, here and below.
+        unsafe {
+            links.set(frame, extent.pages(), None);
+            self.append(links, ExtentChain { ends: Some((frame, frame)), extents: 1, pages: extent.pages() });
+        }
     }
 
     /// Appends all of `other`. O(1), one link written.
-    pub fn append(&mut self, links: &impl ExtentLinks, other: ExtentChain) {
+    ///
+    /// # Safety
+    ///
+    /// The extents on both chains are linked through `links`.
+    pub unsafe fn append(&mut self, links: &impl ExtentLinks, other: ExtentChain) {
         self.ends = match (self.ends, other.ends) {
             (Some((first, last)), Some((next, end))) => {
                 let (pages, _) = links.get(last);
-                links.set(last, pages, Some(next));
+                // SAFETY: the chain owns its extents, and this is where they are linked.
+                unsafe { links.set(last, pages, Some(next)) };
                 Some((first, end))
             }
             (mine, theirs) => mine.or(theirs),
@@ -98,7 +115,7 @@ mod tests {
     }
 
     impl ExtentLinks for Links {
-        fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
+        unsafe fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
             *self.writes.borrow_mut() += 1;
             self.map.borrow_mut().insert(frame.number(), (pages, next));
         }
@@ -117,12 +134,17 @@ mod tests {
         let links = Links::default();
         let (mut a, mut b) = (ExtentChain::new(), ExtentChain::new());
         for i in 0..1000 {
-            a.push(&links, extent(i * 10, 3));
-            b.push(&links, extent(100_000 + i * 10, 4));
+            // SAFETY: nobody else has the extents, here and below, and all are linked through `links`.
+            unsafe {
+                a.push(&links, extent(i * 10, 3));
+                b.push(&links, extent(100_000 + i * 10, 4));
+            }
         }
-        b.push(&links, extent(5, 0));
+        // SAFETY: as above.
+        unsafe { b.push(&links, extent(5, 0)) };
         let before = *links.writes.borrow();
-        a.append(&links, b);
+        // SAFETY: as above.
+        unsafe { a.append(&links, b) };
         assert_eq!(*links.writes.borrow() - before, 1);
         assert_eq!((a.len(), a.pages()), (2000, 7000));
         let bases: Vec<u64> = std::iter::from_fn(|| a.pop(&links)).map(|e| e.base().number()).collect();

@@ -315,7 +315,7 @@ mod tests {
     struct Links(RefCell<HashMap<u64, (u64, Option<Pfn>)>>);
 
     impl ExtentLinks for Links {
-        fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
+        unsafe fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
             self.0.borrow_mut().insert(frame.number(), (pages, next));
         }
 
@@ -337,13 +337,15 @@ mod tests {
         let mut all = None;
         for i in 0..1000 {
             let mut chain = ExtentChain::new();
-            chain.push(&links, Extent::new(Pfn::new(i), 1).expect("in range"));
+            // SAFETY: nobody else has the extents, and all are linked through `links`.
+            unsafe { chain.push(&links, Extent::new(Pfn::new(i), 1).expect("in range")) };
             let debt = domain.unhooked(chain, range(i << 12, 1 << 12));
             all = Some(match all {
                 None => debt,
                 Some(so_far) => debt
                     .merge(so_far, |mut a, b| {
-                        a.append(&links, b);
+                        // SAFETY: as above.
+                        unsafe { a.append(&links, b) };
                         a
                     })
                     .expect("one domain"),

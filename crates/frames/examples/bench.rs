@@ -6,8 +6,8 @@
 mod support;
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Extent, Order, Pfn};
-use hugemm_frames::{Config, Frames, Frozen, Plain, Request};
+use hugemm_base::{Extent, Order};
+use hugemm_frames::{Config, FolioRun, Frames, Frozen, Plain, Request};
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::Instant;
@@ -111,27 +111,32 @@ fn bulk(frames: &Manager<'_>, platform: &Threads, o: u32, count: usize, shuffle:
     sum
 }
 
+/// A block as counted pages.
+fn pages(frames: &Manager<'_>, block: Frozen) -> FolioRun {
+    frames.count_run(frames.split(block, Order::ZERO).expect("managed")).expect("managed")
+}
+
 /// Order-9 blocks, split into counted pages; freed as ranges, and page by page.
 fn ranges(frames: &Manager<'_>, platform: &Threads, each: bool) -> [f64; 2] {
     let mut cx = platform.cx();
     let count = 64;
     let (mut split, mut free) = (0.0, 0.0);
     for _ in 0..8 {
-        let mut held: Vec<Extent> = Vec::new();
+        let mut held: Vec<FolioRun> = Vec::new();
         let start = Instant::now();
         for _ in 0..count {
             let block = frames.alloc(&cx, Request::order(order(9))).expect("memory");
-            held.push(frames.count_run(frames.split(block, order(0))).expect("managed"));
+            held.push(pages(frames, block));
         }
         split += per(start, count) / 8.0;
         let start = Instant::now();
-        for extent in held {
+        for mut run in held {
             if each {
-                for frame in extent.base().number()..extent.end().number() {
-                    let _ = frames.put(&cx, Pfn::new(frame));
+                while let Some(page) = run.pop() {
+                    let _ = frames.put(&cx, page);
                 }
             } else {
-                black_box(frames.free_range(&mut cx, extent));
+                black_box(frames.free_range(&mut cx, run));
             }
         }
         free += per(start, count) / 8.0;
@@ -169,7 +174,7 @@ fn halves(frames: &Manager<'_>, platform: &Threads, threads: u32) -> f64 {
         let held: Vec<Extent> = (0..256)
             .map(|_| {
                 let block = frames.alloc(&cx, Request::order(order(9))).expect("memory");
-                frames.count_run(frames.split(block, order(0))).expect("managed")
+                pages(frames, block).into_extent()
             })
             .collect();
         let barrier = Barrier::new(threads as usize);
@@ -185,7 +190,9 @@ fn halves(frames: &Manager<'_>, platform: &Threads, threads: u32) -> f64 {
                         let start = Instant::now();
                         for extent in held {
                             let from = u64::from(cpu) * part;
-                            frames.free_range(&mut cx, extent.slice(from, from + part));
+                            // SAFETY: this CPU's part of references that are numbers only.
+                            let mine = unsafe { FolioRun::from_extent(extent.slice(from, from + part), Order::ZERO) };
+                            frames.free_range(&mut cx, mine);
                         }
                         per(start, held.len())
                     })

@@ -1,9 +1,12 @@
 //! Counted pages and folios: frames that several users share, freed by whoever lets go last.
 //!
-//! A [`Frozen`] block becomes counted with [`count`](Frames::count) and is from then on known by its head's number. Its
-//! references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
+//! A [`Frozen`] block becomes counted with [`count`](Frames::count), and each reference to it is a [`FolioRef`] from then
+//! on. Its references are on the head alone; tails are never counted. The protocol is in [`refs`](crate::refs).
+//!
+//! A handle that comes from another manager is given back: this one has no arena with its frames.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block};
+use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
@@ -50,50 +53,63 @@ impl FrozenRun {
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Makes a frozen block counted, with one reference. One atomic. Whatever the owner has written to the block or its
-    /// descriptor is seen by whoever gets a reference later.
+    /// descriptor is seen by whoever gets a reference later. The error is a block of another manager.
     #[inline]
-    pub fn count(&self, block: Frozen) -> Result<Pfn, RefError> {
+    pub fn count(&self, block: Frozen) -> Result<FolioRef, Frozen> {
         let pfn = block.pfn();
-        let meta = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
+        let Some(arena) = self.arena(pfn) else { return Err(block) };
+        let meta = arena.block(pfn);
         if block.log() >= BLOCK_ORDER {
             // Smaller blocks have the mobility of their group; for the handle that the last put makes again.
             meta.set_mobility(block.mobility());
         }
         let (word, lane) = meta.refs.word(in_block(pfn));
-        refs::hold(word, lane)?;
-        Ok(pfn)
+        refs::hold(word, lane);
+        Ok(FolioRef::make(pfn))
     }
 
-    /// Another reference, for whoever holds one. Any context.
-    pub fn get(&self, pfn: Pfn) -> Result<(), RefError> {
+    /// Another reference. Any context.
+    pub fn get(&self, folio: &FolioRef) -> Result<FolioRef, RefError> {
+        // SAFETY: the handle is a reference that is not dropped as long as it is borrowed.
+        unsafe { self.get_at(folio.pfn()) }
+    }
+
+    /// Another reference, where those that there are stand as numbers. Any context.
+    ///
+    /// # Safety
+    ///
+    /// `pfn` is the first frame of a counted folio that has a reference which nobody drops until this returns.
+    pub unsafe fn get_at(&self, pfn: Pfn) -> Result<FolioRef, RefError> {
         let block = self.arena(pfn).ok_or(RefError::NotManaged)?.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
-        refs::get(word, lane, &block.refs.side(in_block(pfn), &block.wide))
+        refs::get(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
+        Ok(FolioRef::make(pfn))
     }
 
-    /// A reference for whoever holds none and only believes that the frame is what it wants: true if it got one. Check
-    /// then, and put it if the frame is something else by now. Any context but NMI.
-    pub fn try_get<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<bool, RefError> {
+    /// A reference for whoever holds none and only believes that the frame is what it wants; `None` if it is not the head
+    /// of anything counted. Check then, and put it if the frame is something else by now. Any context but NMI.
+    pub fn try_get<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Option<FolioRef>, RefError> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
         match refs::try_get(word, lane, &block.refs.side(in_block(pfn), &block.wide))? {
-            TryGet::Got => Ok(true),
-            TryGet::Dead => Ok(false),
+            TryGet::Got => Ok(Some(FolioRef::make(pfn))),
+            TryGet::Dead => Ok(None),
             TryGet::Last => {
                 let block = self.block_at(arena, pfn);
                 self.free(cx, block);
-                Ok(false)
+                Ok(None)
             }
         }
     }
 
-    /// Drops a reference, and frees the page or folio if it was the last; says whether it was. Any context but NMI.
+    /// Drops a reference, and frees the page or folio if it was the last; says whether it was. The error is a reference of
+    /// another manager. Any context but NMI.
     ///
     /// Cost if it was: one atomic, 4 cache lines, and that of [`free`](Frames::free).
     #[inline]
-    pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
-        let Some(mine) = self.put_page(pfn) else { return self.put_any(cx, pfn) };
+    pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, folio: FolioRef) -> Result<Put, FolioRef> {
+        let Some(mine) = self.put_page(folio.pfn()) else { return self.put_any(cx, folio) };
         self.free(cx, mine);
         Ok(Put::Last)
     }
@@ -111,8 +127,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Drops a reference to anything.
     #[inline(never)]
-    fn put_any<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Put, RefError> {
-        Ok(match self.put_frozen(pfn)? {
+    fn put_any<P: Cpu>(&self, cx: &CpuCx<'_, P>, folio: FolioRef) -> Result<Put, FolioRef> {
+        Ok(match self.put_frozen(folio)? {
             Some(mine) => {
                 self.free(cx, mine);
                 Put::Last
@@ -122,11 +138,12 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Drops a reference; the page or folio is the caller's, frozen, if it was the last. For pages that go back to a pool.
+    /// The error is a reference of another manager.
     #[inline]
-    pub fn put_frozen(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
-        match self.put_only(pfn) {
+    pub fn put_frozen(&self, folio: FolioRef) -> Result<Option<Frozen>, FolioRef> {
+        match self.put_only(folio.pfn()) {
             Some(mine) => Ok(Some(mine)),
-            None => self.put_shared(pfn),
+            None => self.put_shared(folio),
         }
     }
 
@@ -147,12 +164,14 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Drops a reference to a page or folio that others may share.
     #[cold]
     #[inline(never)]
-    fn put_shared(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
-        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+    fn put_shared(&self, folio: FolioRef) -> Result<Option<Frozen>, FolioRef> {
+        let pfn = folio.pfn();
+        let Some(arena) = self.arena(pfn) else { return Err(folio) };
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
         let mine = self.block_at(arena, pfn);
-        let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide))?;
+        // The other error, that there is no reference to drop, contradicts the handle.
+        let put = refs::put(word, lane, &block.refs.side(in_block(pfn), &block.wide)).map_err(|_| folio)?;
         Ok((put == Put::Last).then_some(mine))
     }
 
@@ -165,15 +184,16 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Freezes a page or folio to which the caller holds the only reference: it is the caller's then, and speculative
-    /// gets fail. `None` if there are others.
-    pub fn freeze(&self, pfn: Pfn) -> Result<Option<Frozen>, RefError> {
-        let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
+    /// gets fail. The reference is given back if there are others, or it is one of another manager.
+    pub fn freeze(&self, folio: FolioRef) -> Result<Frozen, FolioRef> {
+        let pfn = folio.pfn();
+        let Some(arena) = self.arena(pfn) else { return Err(folio) };
         let block = arena.block(pfn);
         let (word, lane) = block.refs.word(in_block(pfn));
-        if !refs::freeze(word, lane, &block.refs.side(in_block(pfn), &block.wide)) {
-            return Ok(None);
+        match refs::freeze(word, lane, &block.refs.side(in_block(pfn), &block.wide)) {
+            true => Ok(self.block_at(arena, pfn)),
+            false => Err(folio),
         }
-        Ok(Some(self.block_at(arena, pfn)))
     }
 
     /// A handle on the block that `pfn` heads. Whoever calls this owns the block, or forgets the handle.
@@ -198,43 +218,49 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Splits a frozen block evenly into smaller ones. Their heads' descriptors are the caller's, their words unspecified, as
     /// after an allocation. Splitting into larger ones changes nothing. A line per 2 MiB, or one per 1 GiB down to 2 MiB.
-    pub fn split(&self, block: Frozen, to: Order) -> FrozenRun {
+    /// The error is a block of another manager, whose map knows nothing of this.
+    pub fn split(&self, block: Frozen, to: Order) -> Result<FrozenRun, Frozen> {
         let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
+        let Some(arena) = self.arena(pfn) else { return Err(block) };
         let to = to.min(order);
-        if let Some(arena) = self.arena(pfn)
-            && to < order
-        {
+        if to < order {
             arena.map_split_even(pfn, order.get(), to.get(), mobility);
         }
-        FrozenRun { extent: Extent::block(pfn, order), order: to, mobility }
+        Ok(FrozenRun { extent: block.extent(), order: to, mobility })
     }
 
-    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0.
-    pub fn count_run(&self, run: FrozenRun) -> Result<Extent, RefError> {
-        let extent = run.extent;
-        let arena = self.arena(extent.base()).ok_or(RefError::NotManaged)?;
+    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0. The error is a
+    /// run of another manager.
+    pub fn count_run(&self, run: FrozenRun) -> Result<FolioRun, FrozenRun> {
+        let FrozenRun { extent, order, mobility } = run;
+        let Some(arena) = self.arena(extent.base()) else { return Err(run) };
         let (mut at, end) = (extent.base().number(), extent.end().number());
         while at < end {
             let pfn = Pfn::new(at);
-            let (word, lane) = arena.block(pfn).refs.word(in_block(pfn));
-            if run.order.get() == 0 {
+            let meta = arena.block(pfn);
+            let (word, lane) = meta.refs.word(in_block(pfn));
+            if order == Order::ZERO {
                 let count = u64::from(LANES as u32 - lane).min(end - at);
                 refs::hold_lanes(word, u32::MAX >> (LANES as u64 - count) << lane);
                 at += count;
             } else {
-                refs::hold(word, lane)?;
-                at += run.order.pages();
+                if order.get() >= BLOCK_ORDER {
+                    // As in `count`.
+                    meta.set_mobility(mobility);
+                }
+                refs::hold(word, lane);
+                at += order.pages();
             }
         }
-        Ok(extent)
+        Ok(FolioRun::make(extent, order))
     }
 
-    /// Splits a counted folio, to which the caller holds the only reference, into counted pages with one reference each.
-    /// `None` if others hold references.
-    pub fn split_counted(&self, head: Pfn, to: Order) -> Result<Option<Extent>, RefError> {
-        match self.freeze(head)? {
-            None => Ok(None),
-            Some(block) => self.count_run(self.split(block, to)).map(Some),
-        }
+    /// Splits a counted folio, to which the caller holds the only reference, into counted ones with one reference each.
+    /// The reference is given back if there are others, or it is one of another manager.
+    pub fn split_counted(&self, folio: FolioRef, to: Order) -> Result<FolioRun, FolioRef> {
+        let head = folio.pfn();
+        let run = self.split(self.freeze(folio)?, to).ok().and_then(|run| self.count_run(run).ok());
+        // Both know the block: it has just been frozen here.
+        run.ok_or(FolioRef::make(head))
     }
 }

@@ -9,14 +9,31 @@
 //! * The head of a **free** block belongs to the allocator, which does not touch it: what is free is said by bits (see
 //!   `freelist.rs`). Only a block on the way from `free_nowait` to its node has a link and its order in words 0 and 1.
 //! * The head of an **allocated** block belongs to the block's owner, all eight words. They are unspecified after an
-//!   allocation, and those of the heads that [`split`](crate::Frames::split) makes are so after it.
+//!   allocation, and those of the heads that [`split`](crate::Frames::split) makes are so after it. So whoever wants to
+//!   store shows the block ([`descriptor_mut`](crate::Frames::descriptor_mut)), or says that it may; anybody can read.
 //! * References are not here (see [`refs`](crate::refs)), so no atomic read-modify-write ever targets a descriptor, not
 //!   even a failing one.
 //!
 //! Descriptors may be remapped while the manager runs. No `&Descriptor` is kept: a [`DescRef`] holds a raw pointer and
 //! makes each access on its own, a relaxed load or store of eight bytes.
+//!
+//! ```compile_fail,E0599
+//! # use hugemm_base::Pfn;
+//! # use hugemm_frames::Frames;
+//! fn rule(frames: &Frames<'_>, anybodys: Pfn) {
+//!     frames.descriptor(anybodys).expect("managed").store(0, 7); // error: whose block is that?
+//! }
+//! ```
+//!
+//! ```
+//! # use hugemm_frames::{Frames, Frozen};
+//! fn rule(frames: &Frames<'_>, mine: &mut Frozen) {
+//!     frames.descriptor_mut(mine).expect("managed").store(0, 7);
+//! }
+//! ```
 
 use core::marker::PhantomData;
+use core::ops::Deref;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// Words in a descriptor.
@@ -32,7 +49,7 @@ pub struct Descriptor {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Descriptor>() == 64);
 
-/// A handle on one frame's descriptor.
+/// A handle on one frame's descriptor, to read it.
 #[derive(Clone, Copy, Debug)]
 pub struct DescRef<'m> {
     ptr: *mut Descriptor,
@@ -64,18 +81,39 @@ impl<'m> DescRef<'m> {
         // Relaxed: a descriptor's words are handed over together with the block, by a lock or by the owner's own means.
         self.word(index).load(Ordering::Relaxed)
     }
+}
 
-    /// Writes word `index` (modulo 8): one relaxed store. For the owner of the block that this frame is the head of; a
-    /// store by anybody else can corrupt the queue of `free_nowait` (never memory: links are checked before they are
-    /// followed).
+/// The descriptor of a block's head, to write to it: as long as the block is in the caller's hands.
+#[derive(Debug)]
+pub struct DescMut<'a>(DescRef<'a>);
+
+impl<'a> Deref for DescMut<'a> {
+    type Target = DescRef<'a>;
+
     #[inline]
-    pub fn store(self, index: usize, value: u64) {
-        // Relaxed: as for `load`.
-        self.word(index).store(value, Ordering::Relaxed);
+    fn deref(&self) -> &DescRef<'a> {
+        &self.0
+    }
+}
+
+impl<'a> DescMut<'a> {
+    /// # Safety
+    ///
+    /// The frame stays the head of a block that is allocated for `'a`.
+    #[inline]
+    pub(crate) const unsafe fn new(desc: DescRef<'a>) -> Self {
+        DescMut(desc)
     }
 
-    /// Sets all words to zero. For the owner.
-    pub fn reset(self) {
+    /// Writes word `index` (modulo 8): one relaxed store.
+    #[inline]
+    pub fn store(&self, index: usize, value: u64) {
+        // Relaxed: as for `load`.
+        self.0.word(index).store(value, Ordering::Relaxed);
+    }
+
+    /// Sets all words to zero.
+    pub fn reset(&self) {
         for index in 0..DESCRIPTOR_WORDS {
             self.store(index, 0);
         }

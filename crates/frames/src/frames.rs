@@ -2,7 +2,9 @@
 
 use crate::arena::Arena;
 use crate::buddy::{Content, Node};
-use crate::descriptor::{DescRef, Descriptor};
+use crate::counted::FrozenRun;
+use crate::descriptor::{DescMut, DescRef, Descriptor};
+use crate::frozen::Frozen;
 use crate::layout::{self, Config, ConfigError, Parts};
 use crate::pcp::PerCpu;
 use core::alloc::Layout;
@@ -86,6 +88,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// * `memory` points to `bytes` initialised bytes (of any value) that are readable and writable and nobody else's
     ///   for `'m`; so do the descriptor arrays of the arenas, if any are given.
+    /// * No two managers whose handles ([`Frozen`], [`FolioRef`](crate::FolioRef), ownership of extents) can meet have an
+    ///   arena over the same frame number: it is by their numbers that a manager knows its own.
     /// * The contexts that are passed to this manager's methods all come from one platform, so that a pinned CPU number
     ///   names at most one thread at a time.
     pub unsafe fn new(config: &Config<'_>, env: E, memory: *mut u8, bytes: usize) -> Result<Self, ConfigError>
@@ -110,8 +114,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// # Safety
     ///
-    /// As [`new`](Frames::new), but for `memory`: all contexts come from one platform, and descriptor arrays that arenas
-    /// bring along are valid for `'m` and nobody else's.
+    /// As [`new`](Frames::new), but for `memory`: all contexts come from one platform, no frame number is in two managers
+    /// whose handles can meet, and descriptor arrays that arenas bring along are valid for `'m` and nobody else's.
     pub unsafe fn in_slice(config: &Config<'_>, env: E, memory: &'m mut [u8]) -> Result<Self, ConfigError>
     where
         E::Lock: 'm,
@@ -201,10 +205,42 @@ impl<'m, E: Env> Frames<'m, E> {
         Some(self.desc_in(self.arena(pfn)?, pfn))
     }
 
-    /// The descriptor of a frame. Its words belong to the owner of the block that the frame heads (see
+    /// The descriptor of a frame, to read it. Its words belong to the owner of the block that the frame heads (see
     /// [`descriptor`](crate::descriptor)). `None` outside every arena.
     pub fn descriptor(&self, pfn: Pfn) -> Option<DescRef<'m>> {
         self.desc(pfn)
+    }
+
+    /// The descriptor of a frozen block's head. `None` if the block is another manager's.
+    pub fn descriptor_mut<'a>(&self, block: &'a mut Frozen) -> Option<DescMut<'a>>
+    where
+        'm: 'a,
+    {
+        // SAFETY: a handle on a block that is allocated, and that nobody gives back as long as it is borrowed.
+        self.desc(block.pfn()).map(|desc| unsafe { DescMut::new(desc) })
+    }
+
+    /// The descriptor of each block of a run, in ascending order: none if the run is another manager's.
+    pub fn descriptors_mut<'a>(&self, run: &'a mut FrozenRun) -> impl Iterator<Item = DescMut<'a>>
+    where
+        'm: 'a,
+    {
+        // SAFETY: as in `descriptor_mut`; every block of a run has a head.
+        run.extent().chunks(run.order()).filter_map(|(head, _)| Some(unsafe { DescMut::new(self.desc(head)?) }))
+    }
+
+    /// The descriptor of a block's head that is known by its number. `None` outside every arena.
+    ///
+    /// # Safety
+    ///
+    /// `head` is the first frame of a block that is allocated, frozen or counted, and that stays so for `'a`. Whoever has
+    /// the block, or the references to it, agrees.
+    pub unsafe fn descriptor_at<'a>(&self, head: Pfn) -> Option<DescMut<'a>>
+    where
+        'm: 'a,
+    {
+        // SAFETY: the caller's promise.
+        self.desc(head).map(|desc| unsafe { DescMut::new(desc) })
     }
 
     /// The node of a frame.
@@ -230,8 +266,9 @@ impl<'m, E: Env> Frames<'m, E> {
 /// Links of chains of extents, in words 0 and 1 of the descriptor of each extent's first frame. For extents whose owner
 /// has put them on a chain; frames outside every arena have no storage and end the chain.
 impl<E: Env> ExtentLinks for Frames<'_, E> {
-    fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
-        if let Some(desc) = self.desc(frame) {
+    unsafe fn set(&self, frame: Pfn, pages: u64, next: Option<Pfn>) {
+        // SAFETY: the extent is the caller's, who has put it on a chain, so its words are too.
+        if let Some(desc) = unsafe { self.descriptor_at(frame) } {
             desc.store(0, pages);
             desc.store(1, next.map_or(0, |next| next.number() + 1));
         }

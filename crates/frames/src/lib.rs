@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `frames.rs` | what a manager is; handing memory over |
 //! | `frozen.rs` | the handle on a block |
+//! | `folio.rs` | the handle on a reference |
 //! | `layout.rs` | what goes where in the caller's memory |
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
@@ -36,8 +37,10 @@
 //!
 //! A frame is at any moment in exactly one place: reserved (never released), free in a node, free in one CPU's cache,
 //! queued for a node, taken out for good, or in use; and in use it is *frozen*, held by one [`Frozen`], `Dirty` or
-//! `Zeroed` value that cannot be copied, or *counted*, held by everyone with a reference. Whoever takes the last
-//! reference of a counted frame owns it and frees it; nobody else can, because only one put can be the last.
+//! `Zeroed` value that cannot be copied, or *counted*, held by everyone with a reference, a [`FolioRef`] each that cannot
+//! be copied either. Whoever drops the last reference of a counted frame owns it and frees it; nobody else can, because
+//! only one put can be the last. No number makes an owner, but by an `unsafe` function that says what the caller promises;
+//! and a manager gives back handles on frames that are not its own.
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
 
@@ -50,6 +53,7 @@ mod claim;
 mod class;
 mod counted;
 pub mod descriptor;
+mod folio;
 mod frames;
 mod free2m;
 mod freelist;
@@ -70,7 +74,8 @@ pub use alloc::{AllocError, FAULT_ALLOC, From, Request};
 pub use arena::ArenaSpec;
 pub use claim::{ClaimError, FAULT_CLAIM, Migrate, NoMigration};
 pub use counted::FrozenRun;
-pub use descriptor::{DescRef, Descriptor};
+pub use descriptor::{DescMut, DescRef, Descriptor};
+pub use folio::{FolioRef, FolioRun};
 pub use frames::{Env, Frames, Plain};
 pub use frozen::Frozen;
 pub use layout::{Config, ConfigError};

@@ -8,6 +8,7 @@
 use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
 use crate::arena::Arena;
 use crate::buddy::{Content, Node};
+use crate::descriptor::DescMut;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
@@ -55,7 +56,8 @@ impl<'m, E: Env> Frames<'m, E> {
         let Some(arena) = self.arena(pfn) else { return };
         let freed = self.try_with_node(arena.node, |lists| self.free_owned(lists, arena, pfn, order));
         let Some(node) = self.nodes.get(arena.node as usize).filter(|_| freed.is_none()) else { return };
-        let desc = self.desc_in(arena, pfn);
+        // SAFETY: the block's handle was given here, and whoever takes it out of the queue looks at nothing of this.
+        let desc = unsafe { DescMut::new(self.desc_in(arena, pfn)) };
         desc.store(ORDER, order.get().into());
         // Relaxed: a statistic; added first, so that it is never negative.
         node.deferred_pages.fetch_add(order.pages(), Ordering::Relaxed);

@@ -5,8 +5,8 @@
 //! * A range of **counted** frames loses one reference per frame. Frames that others still reference stay and split the
 //!   run; whoever drops their last reference frees them, alone (checklist C3).
 //! * Frames that are refused (poisoned) lose their reference and stay out for good; they split the run (C4).
-//! * Frames that are not order-0 blocks with a reference (heads and tails of folios, free or frozen frames) are left
-//!   alone, counted as invalid, and split the run (C7).
+//! * Frames of a run of numbers that are not order-0 blocks with a reference (heads and tails of folios, free or frozen
+//!   frames) are left alone, counted as invalid, and split the run (C7).
 //! * A run never crosses the border of an arena (C5, C19). It is freed as the fewest aligned power-of-two chunks (C1) in
 //!   **one** lock round however long it is (C11), or through the CPU's cache if it is one block of a cached order (C13).
 //! * Long frees have a reschedule point every 512 MiB, before which no lock or pin is held; there is none where the
@@ -17,13 +17,14 @@
 //! Per 2 MiB of counted frames: 16 atomics, 5 cache lines. Per run: one lock round and O(18) for its chunks. No frame's
 //! descriptor is touched but those of the chunks' heads. Frozen extents have no per-frame cost at all.
 
-use crate::arena::{Arena, in_block, in_region};
+use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
 use crate::buddy::Content;
+use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
 use crate::refs::{self, LANES, Put};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Dirty, Extent, Pfn, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn, Zeroed};
 
 /// What became of the frames of a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +35,7 @@ pub struct RangeReport {
     pub kept: u64,
     /// Lost the last reference and stay out for good: poisoned.
     pub refused: u64,
-    /// Left alone: not managed, not an order-0 block, or not referenced.
+    /// Left alone: not managed, no block of the run's order, or not referenced.
     pub invalid: u64,
     /// In how many runs the freed ones were.
     pub runs: u64,
@@ -62,18 +63,23 @@ struct Run {
 }
 
 impl<'m, E: Env> Frames<'m, E> {
-    /// Drops one reference of every frame and frees those that lost their last. An empty range is fine. May sleep if the
-    /// platform says that the caller may; otherwise callable in interrupts, and unbounded then.
-    pub fn free_range<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> RangeReport {
-        self.free_range_with(cx, extent, &mut |_, _| Content::Dirty)
+    /// Drops the references of a run and frees what lost its last. An empty run is fine. May sleep if the platform says
+    /// that the caller may; otherwise callable in interrupts, and unbounded then. Folios of more than one frame are dropped
+    /// one by one.
+    pub fn free_range<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, run: FolioRun) -> RangeReport {
+        self.free_range_with(cx, run, &mut |_, _| Content::Dirty)
     }
 
     pub(crate) fn free_range_with<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        extent: Extent,
+        folios: FolioRun,
         prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
     ) -> RangeReport {
+        if folios.order() != Order::ZERO {
+            return self.free_folios(cx, folios, prepare);
+        }
+        let extent = folios.into_extent();
         let mut report = RangeReport::default();
         let mut known = 0;
         for (arena, part) in self.parts(extent) {
@@ -98,27 +104,61 @@ impl<'m, E: Env> Frames<'m, E> {
         report
     }
 
-    /// Frees arrays of counted frames, such as a vmalloc area's pages, by runs: neighbours in ascending order are freed
-    /// together. Any order is correct; see [`free_unsorted`](Frames::free_unsorted).
-    pub fn free_array<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, pages: &[Pfn]) -> RangeReport {
-        let mut report = RangeReport::default();
-        let mut rest = pages;
-        while let Some(first) = rest.first() {
-            let follows = |(index, pfn): &(usize, &Pfn)| pfn.number() == first.number() + *index as u64;
-            let count = rest.iter().enumerate().take_while(follows).count().max(1);
-            match Extent::new(*first, count as u64) {
-                Ok(run) => report = report.plus(self.free_range(cx, run)),
-                Err(_) => report.invalid += count as u64,
+    /// The same for folios of more than one frame.
+    fn free_folios<P: Cpu>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        mut folios: FolioRun,
+        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
+    ) -> RangeReport {
+        let pages = folios.order().pages();
+        let (mut report, mut since) = (RangeReport::default(), 0);
+        while let Some(folio) = folios.pop() {
+            match self.put_frozen(folio) {
+                Ok(None) => report.kept += pages,
+                Err(_) => report.invalid += pages,
+                Ok(Some(block)) => {
+                    let extent = block.extent();
+                    let refused = self.refused_in(extent);
+                    // Poisoned memory is not to be touched.
+                    let content = if refused == 0 { prepare(cx, extent) } else { Content::Dirty };
+                    self.free_prepared(cx, extent, content);
+                    report.refused += refused;
+                    report.freed += pages - refused;
+                    report.runs += 1;
+                }
             }
-            rest = &rest[count..];
+            since += pages;
+            if since >= BLOCKS_PER_BREATH << BLOCK_ORDER && cx.platform().may_sleep() {
+                cx.reschedule();
+                since = 0;
+            }
         }
         report
     }
 
-    /// The same for arrays in no particular order, which are sorted first, in place.
-    pub fn free_unsorted<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, pages: &mut [Pfn]) -> RangeReport {
-        pages.sort_unstable();
-        self.free_array(cx, pages)
+    /// Frees many references, such as those to a vmalloc area's pages, by runs: pages that follow one another, neighbours in
+    /// ascending order, are freed together. Any order is correct; it pays to sort them first.
+    pub fn free_array<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, folios: impl IntoIterator<Item = FolioRef>) -> RangeReport {
+        let mut report = RangeReport::default();
+        let mut run = FolioRun::make(Extent::default(), Order::ZERO);
+        for folio in folios {
+            let pfn = folio.into_pfn();
+            // Its reference holds it together. A frame outside every arena is left alone like any other.
+            let order = self.head_of(pfn).map_or(Order::ZERO, |(_, order)| order);
+            let Ok(extent) = Extent::new(pfn, order.pages()) else {
+                report.invalid += 1;
+                continue;
+            };
+            run = match run.join(FolioRun::make(extent, order)) {
+                Ok(both) => both,
+                Err((whole, next)) => {
+                    report = report.plus(self.free_range(cx, whole));
+                    next
+                }
+            };
+        }
+        report.plus(self.free_range(cx, run))
     }
 
     /// Drops references in `[at, upto)`, which is inside one 2 MiB block.

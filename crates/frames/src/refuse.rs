@@ -131,6 +131,19 @@ impl<'m, E: Env> Frames<'m, E> {
         None
     }
 
+    /// How many frames of an extent are refused.
+    pub(crate) fn refused_in(&self, extent: Extent) -> u64 {
+        let mut count = 0;
+        for (arena, part) in self.parts(extent).filter(|_| self.is_careful()) {
+            let mut rest = part;
+            while let Some(pfn) = self.next_refused(arena, rest) {
+                rest = rest.slice(pfn.number() + 1 - rest.base().number(), rest.pages());
+                count += 1;
+            }
+        }
+        count
+    }
+
     /// Frees an extent of one arena that may hold refused frames or isolated blocks: around the former, past the caches
     /// for all. The ends are block borders in the map.
     pub(crate) fn free_careful(&self, arena: &Arena<'m>, extent: Extent, content: Content) {

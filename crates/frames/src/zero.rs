@@ -9,6 +9,7 @@
 
 use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
 use crate::buddy::Content;
+use crate::folio::FolioRun;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::range::RangeReport;
@@ -122,7 +123,8 @@ impl<E: Env, Z> Clearing<'_, '_, E, Z> {
     where
         Z: Zeroer<P>,
     {
-        if !self.policy.on_free {
+        // Poisoned memory is not to be touched.
+        if !self.policy.on_free || self.frames.refused_in(frames.extent()) != 0 {
             return self.frames.free_extent(cx, frames);
         }
         match self.zeroer.zero(cx, frames) {
@@ -132,12 +134,12 @@ impl<E: Env, Z> Clearing<'_, '_, E, Z> {
     }
 
     /// [`Frames::free_range`]; each run is cleared in one piece if the policy says so.
-    pub fn free_range<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> RangeReport
+    pub fn free_range<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, run: FolioRun) -> RangeReport
     where
         Z: Zeroer<P>,
     {
         if !self.policy.on_free {
-            return self.frames.free_range(cx, extent);
+            return self.frames.free_range(cx, run);
         }
         let mut clear = |cx: &mut CpuCx<'_, P>, run: Extent| {
             // SAFETY: `free_range_with` owns the run: each of its frames has lost its last reference and is frozen.
@@ -152,6 +154,6 @@ impl<E: Env, Z> Clearing<'_, '_, E, Z> {
                 }
             }
         };
-        self.frames.free_range_with(cx, extent, &mut clear)
+        self.frames.free_range_with(cx, run, &mut clear)
     }
 }

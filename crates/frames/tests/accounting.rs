@@ -6,7 +6,7 @@ use hugemm_base::{Extent, Order, Pfn};
 use hugemm_frames::{Frames, NodeStats, Poisoned, Put, Request};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
-use support::{Threads, with_one_arena};
+use support::{Threads, counted_pages, folio, pages, with_one_arena};
 
 const PAGES: u64 = 2048;
 
@@ -40,10 +40,11 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
     let mut cx = threads.cx();
     let ten = Order::new(10).expect("valid");
     let block = frames.alloc(&cx, Request::order(ten)).expect("memory");
-    let all = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+    let all = counted_pages(frames, block);
     let page = |index: u64| Pfn::new(all.base().number() + index);
     for index in &case.shared {
-        frames.get(page(*index)).expect("counted");
+        // SAFETY: the pages' references are numbers, and none is dropped yet.
+        let _ = unsafe { frames.get_at(page(*index)) }.expect("counted").into_pfn();
     }
     for index in &case.poisoned {
         assert_eq!(frames.poison(&cx, page(*index)), Poisoned::InUse);
@@ -51,12 +52,12 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
     let part = all.slice(case.from, case.upto);
     let (mut freed, mut kept) = (0, 0);
     if by_range {
-        let report = frames.free_range(&mut cx, part);
+        let report = frames.free_range(&mut cx, pages(part));
         assert_eq!(report.invalid, 0);
         (freed, kept) = (report.freed + report.refused, report.kept);
     } else {
         for number in part.base().number()..part.end().number() {
-            match frames.put(&cx, Pfn::new(number)).expect("counted") {
+            match frames.put(&cx, folio(Pfn::new(number))).expect("counted") {
                 Put::Last => freed += 1,
                 Put::Kept => kept += 1,
             }
@@ -66,7 +67,7 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
     // The other holders, and those of the rest, let go one by one.
     for index in 0..all.pages() {
         while frames.references(page(index)) > 0 {
-            let _ = frames.put(&cx, page(index)).expect("counted");
+            let _ = frames.put(&cx, folio(page(index))).expect("counted");
         }
     }
     (first, look(frames, threads, all, freed, kept))
@@ -75,15 +76,15 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
 fn look(frames: &Frames<'_>, threads: &Threads, all: Extent, freed: u64, kept: u64) -> Accounts {
     let cx = threads.cx();
     frames.drain(&cx);
-    let pages = || (all.base().number()..all.end().number()).map(Pfn::new);
+    let numbers = || (all.base().number()..all.end().number()).map(Pfn::new);
     // How often the lock was taken is the difference that there must be.
     let stats = NodeStats { lock_rounds: 0, ..frames.stats(&cx) };
     Accounts {
         freed,
         kept,
         stats,
-        references: pages().map(|pfn| frames.references(pfn)).collect(),
-        poisoned: pages().map(|pfn| frames.is_poisoned(pfn)).collect(),
+        references: numbers().map(|pfn| frames.references(pfn)).collect(),
+        poisoned: numbers().map(|pfn| frames.is_poisoned(pfn)).collect(),
     }
 }
 

@@ -8,8 +8,8 @@
 #![cfg(all(target_arch = "x86_64", target_os = "linux", not(miri), not(loom)))]
 
 use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
-use hugemm_base::{Counters, CpuCx, CpuId, Order, Pfn};
-use hugemm_frames::{Frames, Frozen, Request};
+use hugemm_base::{Counters, CpuCx, CpuId, Order};
+use hugemm_frames::{FolioRef, Frames, Frozen, Request};
 use iced_x86::{Decoder, FlowControl, Instruction, InstructionInfoFactory, OpAccess, OpKind};
 use std::collections::HashMap;
 use std::fmt;
@@ -90,8 +90,8 @@ fn count(frames: &Frames<'_>, block: Frozen) -> bool {
 }
 
 #[inline(never)]
-fn put(frames: &Frames<'_>, cx: &Cx<'_>, pfn: Pfn) -> bool {
-    frames.put(cx, pfn).is_ok()
+fn put(frames: &Frames<'_>, cx: &Cx<'_>, folio: FolioRef) -> bool {
+    frames.put(cx, folio).is_ok()
 }
 
 fn probes() -> [(&'static str, usize); 6] {

@@ -8,7 +8,7 @@ use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
 use hugemm_frames::{Config, Frames, Frozen, Mobility, Plain, Put, Request};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use support::{Memory, Threads, arena, extent, release, with_one_arena};
+use support::{Memory, Threads, arena, counted_pages, extent, pages, release, with_one_arena};
 
 type Manager<'m> = Frames<'m, Plain<NoFaults>>;
 
@@ -157,8 +157,8 @@ fn exhaustion_on_several_threads_loses_nothing() {
 /// All threads free parts of the same split blocks at once, while they also take and drop speculative references.
 #[test]
 fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
-    let pages = 4096;
-    with_one_arena(0, pages, THREADS, |frames, threads| {
+    let memory = 4096;
+    with_one_arena(0, memory, THREADS, |frames, threads| {
         let freed = AtomicU64::new(0);
         for round in 0..rounds(2000) {
             Threads::run_as(0);
@@ -170,7 +170,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                     Err(_) => (1..THREADS).for_each(|cpu| unsafe { frames.drain_offline(hugemm_base::CpuId(cpu)) }),
                 }
             };
-            let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+            let whole = counted_pages(frames, block);
             freed.store(0, Ordering::SeqCst);
             let barrier = Barrier::new(THREADS as usize);
             std::thread::scope(|scope| {
@@ -184,20 +184,18 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                         let mut extra = Vec::new();
                         for _ in 0..8 {
                             let pfn = Pfn::new(whole.base().number() + rng.below(512));
-                            if frames.try_get(&cx, pfn) == Ok(true) {
-                                extra.push(pfn);
-                            }
+                            extra.extend(frames.try_get(&cx, pfn).ok().flatten());
                         }
                         // Interleaved parts of odd sizes: every word is shared by all.
                         for part in 0..(512_u64.div_ceil(5)) {
                             if part % u64::from(THREADS) == u64::from(cpu) {
-                                let report = frames.free_range(&mut cx, whole.slice(part * 5, part * 5 + 5));
+                                let report = frames.free_range(&mut cx, pages(whole.slice(part * 5, part * 5 + 5)));
                                 assert_eq!(report.invalid + report.refused, 0);
                                 freed.fetch_add(report.freed, Ordering::SeqCst);
                             }
                         }
-                        for pfn in extra {
-                            if frames.put(&cx, pfn).expect("held") == Put::Last {
+                        for folio in extra {
+                            if frames.put(&cx, folio).expect("held") == Put::Last {
                                 freed.fetch_add(1, Ordering::SeqCst);
                             }
                         }
@@ -208,7 +206,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
             // A speculative get that backed out can have been the one that freed: then nobody counted it.
             assert!(freed.load(Ordering::SeqCst) <= 512);
             let stats = frames.stats(&threads.cx());
-            assert_eq!(stats.available(), pages, "round {round}: {stats:?}");
+            assert_eq!(stats.available(), memory, "round {round}: {stats:?}");
         }
         all_free(frames, threads);
     });

@@ -95,6 +95,15 @@ pub(crate) struct Edit {
     pub(crate) stored: bool,
 }
 
+impl Edit {
+    /// Frames that the edit has just unmapped, which nothing else has: the debt's from here on.
+    pub(crate) fn unmapped<E: Env>(&mut self, frames: &Frames<'_, E>, run: Extent) {
+        // SAFETY: they were the economy's, behind the entries that this edit replaced; every chain of debts is linked
+        // through the manager that they came from.
+        unsafe { self.old.push(frames, run) };
+    }
+}
+
 /// What the first pass did to a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Split {

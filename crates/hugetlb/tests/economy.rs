@@ -145,7 +145,8 @@ fn a_block_is_whole_again_after_all_of_it_has_left() {
         assert!(matches!(m.map.mapped(block), Mapped::Whole(_)));
         // Heads can be written again, each of them.
         for frame in (BASE + SPAN..BASE + 2 * SPAN).step_by(512) {
-            m.frames.descriptor(Pfn::new(frame)).expect("managed").store(0, frame);
+            // SAFETY: the words of free blocks' heads, which no queue holds.
+            unsafe { m.frames.descriptor_at(Pfn::new(frame)) }.expect("managed").store(0, frame);
         }
     });
 }
@@ -181,7 +182,8 @@ fn a_pool_made_at_boot_never_has_tails() {
             assert_eq!(before - m.free_frames(), 8 * SPAN + frames + m.economy.shared_frames());
             // They can leave like any other, and their heads can be written.
             let page = pool.take(&cx, Nodes::All, false).expect("free");
-            m.frames.descriptor(page.extent().base()).expect("managed").store(3, 7);
+            // SAFETY: the head of a page in hand.
+            unsafe { m.frames.descriptor_at(page.extent().base()) }.expect("managed").store(3, 7);
             pool.put(&cx, page, false).expect("its own");
             let down = pool.set_size(&mut cx, &m.economy, 0, Nodes::All, &Never).expect("idle");
             assert_eq!((down.left, down.flushes), (pages, 1));

@@ -189,7 +189,8 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         let others = Others::new(m, 100);
         // A counted page, so that walkers get some references.
         let counted = m.frames.alloc(&cx, hugemm_frames::Request::default()).expect("one");
-        let counted = m.frames.count(counted).expect("frozen");
+        let shared = m.frames.count(counted).expect("frozen");
+        let counted = shared.pfn();
         m.set(&small, 64);
         m.set(&large, 1);
         m.guard_tails();
@@ -210,10 +211,10 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                         // What a PFN walker does: looks up the head, loads from the descriptor, tries to get it.
                         let head = m.frames.head_of(pfn);
                         std::hint::black_box(m.frames.descriptor(pfn).map(|tail| tail.load((seed >> 50) as usize)));
-                        if m.frames.try_get(&cx, pfn) == Ok(true) {
+                        if let Ok(Some(folio)) = m.frames.try_get(&cx, pfn) {
                             assert_eq!((pfn, head.map(|(head, _)| head)), (counted, Some(counted)));
                             got.fetch_add(1, Ordering::Relaxed);
-                            let _ = m.frames.put(&cx, pfn).expect("ours");
+                            let _ = m.frames.put(&cx, folio).expect("ours");
                         }
                         looked.fetch_add(1, Ordering::Relaxed);
                     }
@@ -263,7 +264,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         m.set(&large, 0);
         small.tidy(&mut cx, &m.economy).expect("idle");
         large.tidy(&mut cx, &m.economy).expect("idle");
-        let _ = m.frames.put(&cx, counted).expect("ours");
+        let _ = m.frames.put(&cx, shared).expect("ours");
         others.free(m);
         for cpu in 0..CPUS as u32 {
             run_as(cpu);

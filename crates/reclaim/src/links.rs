@@ -22,7 +22,9 @@ impl<E: Env> Words for Frames<'_, E> {
 
     #[inline]
     fn set_word(&self, pfn: Pfn, word: usize, value: u64) {
-        if let Some(desc) = self.descriptor(pfn) {
+        // SAFETY: what is on a list is allocated: the list's owner's, or counted and enlisted, and taken off before its last
+        // reference goes. Its users leave these words to the list, whose lock is held.
+        if let Some(desc) = unsafe { self.descriptor_at(pfn) } {
             desc.store(word, value);
         }
     }

@@ -33,7 +33,7 @@ use core::fmt;
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cancel, Extent, NodeId, Order, Pfn, Pressure, Shortfall};
-use hugemm_frames::{Frames, Frozen};
+use hugemm_frames::{FolioRef, FolioRun, Frames, Frozen};
 use hugemm_vm::{Cx, LostPage, Pager, Setup, Vm};
 use runs::{free_runs, heads};
 use side::Side;
@@ -237,11 +237,12 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
         });
     }
 
-    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
-        self.by_node(frames, pages, order, |lru, some| {
+    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun) {
+        let order = pages.order();
+        self.by_node(frames, pages.into_extent(), order, |lru, some| {
             let mut last = [const { None }; BATCH];
-            // The error is that it has no reference: then it is not ours to drop.
-            let put = |head| frames.put_frozen(head).ok().flatten();
+            // SAFETY: the run's references: each of its heads is passed here once.
+            let put = |head| frames.put_frozen(unsafe { FolioRef::from_pfn(head) }).ok().flatten();
             match lru {
                 Some(lru) => lru.let_go(cx, heads(some, order), put, &mut last),
                 None => last.iter_mut().zip(heads(some, order)).for_each(|(last, head)| *last = put(head)),

@@ -71,7 +71,7 @@ fn pages_of_a_larger_block_are_stored_one_by_one() {
     with_store(64, 64, |machine, frames, store| {
         let cx = machine.cx();
         let mut block = frames.alloc(&cx, Request::order(Order::new(2).expect("valid"))).expect("memory");
-        let run = |block: Frozen| frames.split(block, Order::ZERO);
+        let run = |block: Frozen| frames.split(block, Order::ZERO).expect("managed");
         // Fill its four pages through single handles, then store them through the whole.
         let mut pages = run(block);
         let mut bases = Vec::new();

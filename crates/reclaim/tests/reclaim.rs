@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Cancel, CancelFlag, CpuCx, Never, NoPressure, NodeId, Order, Pfn, Pressure, Shortfall};
-use hugemm_frames::{Frames, Frozen, Plain, Put, Request};
+use hugemm_frames::{FolioRef, Frames, Frozen, Plain, Put, Request};
 use hugemm_reclaim::{
     Age, Budget, Compressed, DirectReclaim, Folio, Lru, LruStats, Neighbours, NodeReclaim, Policy, Reclaimer,
     StoreError, Swap, SwapSlot, Turn, Wake, Watermarks, WriteError, shrink,
@@ -151,8 +151,9 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
                     continue;
                 }
             }
-            let pfn = self.frames.count(block).expect("managed");
-            self.frames.descriptor(pfn).expect("managed").store(INDEX, index as u64 + 1);
+            let mut block = block;
+            self.frames.descriptor_mut(&mut block).expect("managed").store(INDEX, index as u64 + 1);
+            let pfn = self.frames.count(block).expect("managed").into_pfn();
             self.lru.leave_out(pfn);
             page.entry = Entry::Present { pfn, young: true };
             self.lru.insert(cx, &[(pfn, Order::ZERO)]);
@@ -168,7 +169,8 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
                 Entry::Swapped(slot) => self.store.free(cx, slot).expect("held"),
                 Entry::Present { pfn, .. } => {
                     self.lru.remove(cx, pfn);
-                    let _ = self.frames.put(cx, pfn).expect("mapped");
+                    // SAFETY: the entry's reference.
+                    let _ = self.frames.put(cx, unsafe { FolioRef::from_pfn(pfn) }).expect("mapped");
                 }
                 detached @ Entry::Detached { .. } => {
                     page.entry = detached;
@@ -226,11 +228,13 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
     type Flushed = Flushed;
 
     fn hold(&self, head: Pfn) -> bool {
-        self.frames.get(head).is_ok()
+        // SAFETY: under the LRU's lock: what is on a list has a reference.
+        unsafe { self.frames.get_at(head) }.map(FolioRef::into_pfn).is_ok()
     }
 
     fn release(&self, cx: &CpuCx<'_, Machine>, head: Pfn) {
-        let _ = self.frames.put(cx, head).expect("held");
+        // SAFETY: the reference that `hold` took.
+        let _ = self.frames.put(cx, unsafe { FolioRef::from_pfn(head) }).expect("held");
     }
 
     fn age(&self, _cx: &mut CpuCx<'_, Machine>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
@@ -263,10 +267,16 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
             return Err(WriteError::Swap(StoreError::Full));
         }
         // The mapping's reference, then reclaim's, must be the only ones.
-        assert_ne!(self.frames.put(cx, pfn).expect("held"), Put::Last);
-        let Ok(Some(block)) = self.frames.freeze(pfn) else {
-            self.frames.get(pfn).expect("held");
-            return Err(WriteError::InUse);
+        // SAFETY: the two references that there are.
+        let [mapping, own] = [0; 2].map(|_| unsafe { FolioRef::from_pfn(pfn) });
+        assert_ne!(self.frames.put(cx, mapping).expect("held"), Put::Last);
+        let block = match self.frames.freeze(own) {
+            Ok(block) => block,
+            Err(own) => {
+                let _ = self.frames.get(&own).expect("held").into_pfn();
+                let _ = own.into_pfn();
+                return Err(WriteError::InUse);
+            }
         };
         match self.store.evict(cx, block) {
             Ok(evicted) => {
@@ -276,8 +286,9 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
                 Ok(())
             }
             Err((error, block)) => {
-                self.frames.count(block).expect("managed");
-                self.frames.get(pfn).expect("held");
+                let own = self.frames.count(block).expect("managed");
+                let _ = self.frames.get(&own).expect("held").into_pfn();
+                let _ = own.into_pfn();
                 Err(WriteError::Swap(error))
             }
         }

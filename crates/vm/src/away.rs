@@ -14,7 +14,7 @@ use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysMap};
-use hugemm_frames::Frozen;
+use hugemm_frames::{FolioRef, Frozen};
 
 /// Pages in a 2 MiB page, hence slots in a frame.
 pub(crate) const SLOTS: u64 = 512;
@@ -68,7 +68,8 @@ impl<S: Setup> Vm<'_, S> {
             Away::Moving(_) => {}
             Away::Slot(slot) => self.pager.free(cx, slot),
             Away::Slots(frame) => {
-                if let Ok(Some(block)) = self.frames.put_frozen(frame) {
+                // SAFETY: the entry's word was a reference to the frame of slots, and the entry is gone.
+                if let Ok(Some(block)) = self.frames.put_frozen(unsafe { FolioRef::from_pfn(frame) }) {
                     for page in 0..SLOTS {
                         if let Some(slot) = self.slot(cx, frame, page) {
                             self.pager.free(cx, slot);

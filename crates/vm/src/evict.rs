@@ -23,7 +23,7 @@ use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, PAGE_SHIFT, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtAddr};
-use hugemm_frames::{Frozen, Request};
+use hugemm_frames::{FolioRef, Frozen, Request};
 use hugemm_paging::{Deferred, DeferredUnmap, Flags, Leaf, Lookup, OwnerNext, PageTable, Span};
 
 /// What was unhooked and not flushed: dropping it keeps nothing from being used.
@@ -75,8 +75,8 @@ impl<S: Setup> Vm<'_, S> {
                     self.take_leaf(cx, &place, head, order, None, &mut owe);
                     true
                 });
-                // The index's reference: the caller's represents the page.
-                let _ = self.frames.put_frozen(head);
+                // SAFETY: the index's reference, whose leaf was taken just now; the caller's represents the page.
+                let _ = self.frames.put_frozen(unsafe { FolioRef::from_pfn(head) });
                 // Somebody may have pinned it before its entries went.
                 let alone = self.frames.references(head) == 1;
                 if !alone {
@@ -91,7 +91,8 @@ impl<S: Setup> Vm<'_, S> {
                     true
                 });
                 for _ in 0..taken {
-                    let _ = self.frames.put_frozen(head);
+                    // SAFETY: each leaf that was taken just now held a reference.
+                    let _ = self.frames.put_frozen(unsafe { FolioRef::from_pfn(head) });
                 }
                 let few = taken <= if order == Order::ZERO { MOST_PLACES } else { MOST_LARGE_PLACES };
                 let gone = taken > 0 && few && self.frames.references(head) == 1;
@@ -140,9 +141,14 @@ impl<S: Setup> Vm<'_, S> {
         evict: impl FnOnce(&Cx<'_, S>, Frozen) -> Result<(u64, Option<Frozen>), (E, Frozen)>,
         mut store: impl FnMut(&Cx<'_, S>, &Frozen, u64) -> Result<u64, E>,
     ) -> Result<u64, E> {
-        let block = match self.frames.freeze(head) {
-            Ok(Some(block)) => block,
-            _ => return Err(VmError::InUse.into()),
+        // SAFETY: the caller holds a reference, as this asks of it.
+        let block = match self.frames.freeze(unsafe { FolioRef::from_pfn(head) }) {
+            Ok(block) => block,
+            Err(folio) => {
+                // The caller's still.
+                let _ = folio.into_pfn();
+                return Err(VmError::InUse.into());
+            }
         };
         let owner = self.owner(head);
         let stored = match order.get() {
@@ -156,7 +162,7 @@ impl<S: Setup> Vm<'_, S> {
             Ok(stored) => stored,
             Err((error, block)) => {
                 // It was counted before, so it can be again.
-                let _ = self.frames.count(block);
+                let _ = self.frames.count(block).map(FolioRef::into_pfn);
                 return Err(error);
             }
         };
@@ -192,9 +198,8 @@ impl<S: Setup> Vm<'_, S> {
             self.frames.free(cx, slots);
             return Err(error);
         }
-        let frame = slots.pfn();
-        // A whole frame of one's own can be counted.
-        self.frames.count(slots).map_err(|_| VmError::Unreachable)?;
+        // The word is the reference from here on.
+        let frame = self.frames.count(slots).map_err(|_| VmError::Unreachable)?.into_pfn();
         Ok(Away::Slots(frame).word())
     }
 
@@ -271,7 +276,8 @@ impl<S: Setup> Vm<'_, S> {
             }
             let leaf = Leaf { frame: to, size, flags };
             if !self.exchange(cx, table, at, moving, OwnerNext::Leaf(leaf)) {
-                let _ = self.frames.put_frozen(to);
+                // SAFETY: the reference that `get_page` took for the leaf, which was not entered.
+                let _ = self.frames.put_frozen(unsafe { FolioRef::from_pfn(to) });
             }
         };
         match &object.index {

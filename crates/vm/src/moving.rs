@@ -10,7 +10,7 @@ use crate::supply::Want;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::{Extent, Order, PageSize, Pfn, VirtAddr};
-use hugemm_frames::From;
+use hugemm_frames::{FolioRef, From};
 use hugemm_paging::{Lookup, PageTable};
 
 impl<S: Setup> Vm<'_, S> {
@@ -24,7 +24,8 @@ impl<S: Setup> Vm<'_, S> {
                 let table = table.shared(self.tables(&task));
                 let here = matches!(table.lookup(at), Lookup::Mapped(leaf)
                     if leaf.frame == frame && leaf.size == PageSize::Size4K);
-                here && self.frames.get(frame).is_ok()
+                // SAFETY: the leaf holds a reference, and nobody takes it away while the table is locked.
+                here && unsafe { self.frames.get_at(frame) }.map(FolioRef::into_pfn).is_ok()
             };
             match &object.index {
                 Some(index) => !index.pooled && hold(&index.table, offset_at(owner)),

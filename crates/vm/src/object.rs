@@ -24,7 +24,7 @@ use crate::setup::Setup;
 use core::ptr::NonNull;
 use hugemm_base::PageSize;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
-use hugemm_frames::DescRef;
+use hugemm_frames::{DescMut, DescRef};
 use hugemm_paging::PageTable;
 use intrusive_collections::{KeyAdapter, LinkedList, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter};
 
@@ -45,7 +45,7 @@ pub struct Owner {
 
 impl Owner {
     /// Writes it. For the owner of the block that the descriptor's frame heads.
-    pub(crate) fn store(self, desc: DescRef<'_>) {
+    pub(crate) fn store(self, desc: &DescMut<'_>) {
         desc.store(OWNER_WORD, self.object);
         desc.store(OFFSET_WORD, self.offset);
     }

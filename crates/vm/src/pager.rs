@@ -7,7 +7,7 @@
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use hugemm_base::{Extent, Order, Pfn, Shortfall};
-use hugemm_frames::{Frames, Frozen};
+use hugemm_frames::{FolioRun, Frames, Frozen};
 
 /// Bits of a slot.
 pub const SLOT_BITS: u32 = 50;
@@ -25,9 +25,9 @@ pub trait Pager<S: Setup> {
     /// held that a reclaiming task takes.
     fn enlist(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
 
-    /// Drops one reference of each page, frees those that lose their last, and forgets them before anybody can get them
-    /// anew. May be called under a page table's lock; passes no reschedule point.
-    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
+    /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. May be
+    /// called under a page table's lock; passes no reschedule point.
+    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun);
 
     /// Pages have been used, as somebody else found out who has taken their accessed bits: they are as young as if reclaim
     /// had found it. The caller holds a reference to each, and no lock.
@@ -58,10 +58,9 @@ impl<S: Setup> Pager<S> for NoPager {
 
     fn enlist(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
 
-    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
-        for (head, _) in pages.chunks(order) {
-            // The error is that it has no reference: then it is not ours to drop.
-            let _ = frames.put(cx, head);
+    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, mut pages: FolioRun) {
+        while let Some(folio) = pages.pop() {
+            let _ = frames.put(cx, folio);
         }
     }
 

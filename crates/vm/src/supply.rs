@@ -18,7 +18,7 @@ use core::ptr::NonNull;
 use hugemm_base::platform::{Cpu, Instrumented};
 use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
 use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
-use hugemm_frames::{AllocError, From, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
+use hugemm_frames::{AllocError, FolioRun, From, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
@@ -258,15 +258,20 @@ impl<S: Setup> Vm<'_, S> {
         owner: Owner,
     ) -> Result<Extent, VmError> {
         let extent = block.extent();
-        let Some(desc) = self.frames.descriptor(block.pfn()) else {
-            // Only a pool could hand out what the frame allocator does not know.
-            self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
-            return Err(VmError::Unreachable);
-        };
-        owner.store(desc);
+        let mut block = block;
+        if let Some(desc) = self.frames.descriptor_mut(&mut block) {
+            owner.store(&desc);
+        }
         let order = block.order();
-        // It was frozen, so it can be counted.
-        self.frames.count(block).map_err(|_| VmError::Unreachable)?;
+        match self.frames.count(block) {
+            // The numbers are the reference from here on.
+            Ok(folio) => _ = folio.into_pfn(),
+            Err(block) => {
+                // Only a pool could hand out what the frame allocator does not know.
+                self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
+                return Err(VmError::Unreachable);
+            }
+        }
         if !want.pooled {
             self.pager.enlist(self.frames, cx, extent, order);
         }
@@ -275,13 +280,12 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Makes a block counted 4 KiB pages of their object.
     fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
-        let run = self.frames.split(block, Order::ZERO);
-        for (index, frame) in (run.extent().base().number()..run.extent().end().number()).enumerate() {
-            if let Some(desc) = self.frames.descriptor(Pfn::new(frame)) {
-                Owner { object: owner.object, offset: owner.offset + index as u64 }.store(desc);
-            }
+        let mut run = self.frames.split(block, Order::ZERO).map_err(|_| VmError::Unreachable)?;
+        for (index, desc) in (0..).zip(self.frames.descriptors_mut(&mut run)) {
+            Owner { object: owner.object, offset: owner.offset + index }.store(&desc);
         }
-        let extent = self.frames.count_run(run).map_err(|_| VmError::Unreachable)?;
+        // The numbers are the references from here on.
+        let extent = self.frames.count_run(run).map_err(|_| VmError::Unreachable)?.into_extent();
         self.pager.enlist(self.frames, cx, extent, Order::ZERO);
         Ok(extent)
     }
@@ -290,8 +294,13 @@ impl<S: Setup> Vm<'_, S> {
     /// its 2 MiB has more than fifteen.
     pub(crate) fn get_page(&self, cx: &mut Cx<'_, S>, head: Pfn) -> Result<(), VmError> {
         loop {
-            match self.frames.get(head) {
-                Ok(()) => return Ok(()),
+            // SAFETY: the callers have a reference, or hold the lock of an entry that is one.
+            match unsafe { self.frames.get_at(head) } {
+                Ok(folio) => {
+                    // A number again, for the entry that the callers make.
+                    let _ = folio.into_pfn();
+                    return Ok(());
+                }
                 Err(RefError::Saturated) => {
                     let block = self.frames.alloc(cx, Request::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
                     let Some(window) = cx.platform().open(block.extent(), None) else {
@@ -321,8 +330,10 @@ impl<S: Setup> Vm<'_, S> {
         if !want.pooled {
             return self.drop_pages(cx, extent, want.page, false);
         }
-        for (head, _) in extent.chunks(want.page.order()) {
-            if let Ok(Some(block)) = self.frames.put_frozen(head) {
+        // SAFETY: the callers' references, which nobody has entered anywhere.
+        let mut pages = unsafe { FolioRun::from_extent(extent, want.page.order()) };
+        while let Some(folio) = pages.pop() {
+            if let Ok(Some(block)) = self.frames.put_frozen(folio) {
                 self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
             }
         }
@@ -331,23 +342,23 @@ impl<S: Setup> Vm<'_, S> {
     /// Drops one reference of each page of a run, and frees those that lose their last. `page` is the pages' size.
     /// Passes no reschedule point.
     pub(crate) fn drop_pages(&self, cx: &mut Cx<'_, S>, extent: Extent, page: PageSize, pooled: bool) {
+        // SAFETY: the callers' references: of entries that they took away or did not make, or their own.
+        let mut pages = unsafe { FolioRun::from_extent(extent, page.order()) };
         if S::Pager::ACTIVE && !pooled {
-            return self.pager.drop_references(self.frames, cx, extent, page.order());
+            return self.pager.drop_references(self.frames, cx, pages);
         }
         if page == PageSize::Size4K && !pooled {
-            let mut rest = extent;
-            while !rest.is_empty() {
-                let (part, more) = rest.split_at(DROP_PAGES);
+            while !pages.extent().is_empty() {
+                let (part, more) = pages.split_at(DROP_PAGES);
                 self.frames.free_range(cx, part);
-                rest = more;
+                pages = more;
             }
             return;
         }
-        for (head, _) in extent.chunks(page.order()) {
+        while let Some(folio) = pages.pop() {
             if !pooled {
-                // The error is that it has no reference: then it is not ours to drop.
-                let _ = self.frames.put(cx, head);
-            } else if let Ok(Some(block)) = self.frames.put_frozen(head) {
+                let _ = self.frames.put(cx, folio);
+            } else if let Ok(Some(block)) = self.frames.put_frozen(folio) {
                 self.pool.give_back(cx, block.into_dirty(), page, false);
             }
         }

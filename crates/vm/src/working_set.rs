@@ -87,8 +87,13 @@ impl<S: Setup> Vm<'_, S> {
             let mut note = |number: u64, frame: Pfn| {
                 let bit = 1 << number;
                 // Mapped, and the table locked: it has a reference that keeps it for that long.
-                if S::Pager::ACTIVE && !area.kind.pooled && young & bit == 0 && self.frames.get(frame).is_ok() {
-                    heads[held] = frame;
+                if S::Pager::ACTIVE
+                    && !area.kind.pooled
+                    && young & bit == 0
+                    // SAFETY: as said: the leaf's reference.
+                    && let Ok(folio) = unsafe { self.frames.get_at(frame) }
+                {
+                    heads[held] = folio.into_pfn();
                     held += 1;
                 }
                 young |= bit;

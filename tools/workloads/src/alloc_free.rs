@@ -23,7 +23,7 @@ pub mod stress;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
 
-use hugemm_frames::{Env, Frames, Frozen, Mobility, NoMigration, Request};
+use hugemm_frames::{Env, FolioRef, FolioRun, Frames, Frozen, Mobility, NoMigration, Request};
 
 /// What one timed loop did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -141,7 +141,7 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
     }
 
     fn divide(&self, block: Frozen, _order: Order) -> Result<Extent, Frozen> {
-        Ok(self.0.split(block, Order::ZERO).into_dirty().into_extent())
+        Ok(self.0.split(block, Order::ZERO)?.into_dirty().into_extent())
     }
 
     #[inline]
@@ -172,39 +172,38 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
 pub struct CountedPages<'a, 'm, E: Env>(pub &'a Frames<'m, E>);
 
 impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
-    type Block = Pfn;
+    type Block = FolioRef;
 
     // Part of the loop, as in any caller that is hot.
     #[inline(always)]
-    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<Pfn> {
+    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<FolioRef> {
         let block = self.0.alloc(cx, Request::order(order)).ok()?;
         self.0.count(block).ok()
     }
 
     #[inline(always)]
-    fn free(&self, cx: &CpuCx<'_, P>, block: Pfn, _order: Order) {
+    fn free(&self, cx: &CpuCx<'_, P>, block: FolioRef, _order: Order) {
         let _ = self.0.put(cx, block);
     }
 
-    fn head(&self, block: &Pfn) -> Pfn {
-        *block
+    fn head(&self, block: &FolioRef) -> Pfn {
+        block.pfn()
     }
 
-    fn divide(&self, block: Pfn, _order: Order) -> Result<Extent, Pfn> {
-        match self.0.split_counted(block, Order::ZERO) {
-            Ok(Some(pages)) => Ok(pages),
-            Ok(None) | Err(_) => Err(block),
-        }
+    fn divide(&self, block: FolioRef, _order: Order) -> Result<Extent, FolioRef> {
+        self.0.split_counted(block, Order::ZERO).map(FolioRun::into_extent)
     }
 
     #[inline]
     fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
-        let _ = self.0.put(cx, page);
+        // SAFETY: `divide` gave the loop a reference to each page, which it frees once.
+        let _ = self.0.put(cx, unsafe { FolioRef::from_pfn(page) });
     }
 
     #[inline]
     fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
-        self.0.free_range(cx, pages);
+        // SAFETY: as above, for a run of them.
+        self.0.free_range(cx, unsafe { FolioRun::from_extent(pages, Order::ZERO) });
     }
 
     fn settle(&self, cx: &CpuCx<'_, P>) {

@@ -9,7 +9,7 @@
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
-use hugemm_frames::{AllocError, Env, Frames, Mobility, Put, RefError, Request};
+use hugemm_frames::{AllocError, Env, FolioRef, Frames, Mobility, Put, RefError, Request};
 
 /// One operation. Slots are numbered from 0; each is filled once and emptied once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,22 +138,35 @@ impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
     #[inline]
     fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused> {
         match self.0.alloc(self.1, Request { mobility, ..Request::order(order) }) {
-            Ok(block) => Ok(Some(self.0.count(block)?)),
+            // The plan keeps numbers.
+            Ok(block) => match self.0.count(block) {
+                Ok(folio) => Ok(Some(folio.into_pfn())),
+                Err(_) => Err(RefError::NotManaged.into()),
+            },
             Err(AllocError::OutOfMemory | AllocError::NoSuchNode | AllocError::WouldWait) => Ok(None),
         }
     }
 
     #[inline]
     fn free(&mut self, head: Pfn) -> Result<(), Refused> {
-        match self.0.put(self.1, head)? {
-            Put::Last => Ok(()),
-            Put::Kept => Err(Refused::StillReferenced),
+        // SAFETY: the plan frees what it allocated, or divided, once.
+        match self.0.put(self.1, unsafe { FolioRef::from_pfn(head) }) {
+            Ok(Put::Last) => Ok(()),
+            Ok(Put::Kept) => Err(Refused::StillReferenced),
+            Err(_) => Err(RefError::NotManaged.into()),
         }
     }
 
     #[inline]
     fn split(&mut self, head: Pfn, to: Order) -> Result<(), Refused> {
-        self.0.split_counted(head, to)?.map(|_| ()).ok_or(Refused::StillReferenced)
+        // SAFETY: as above; what it is divided into is freed instead.
+        match self.0.split_counted(unsafe { FolioRef::from_pfn(head) }, to) {
+            Ok(parts) => {
+                let _ = parts.into_extent();
+                Ok(())
+            }
+            Err(_) => Err(Refused::StillReferenced),
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::request;
 use super::support::with_one_arena;
-use hugemm_frames::{Put, RefError, WideCounts};
+use hugemm_frames::{FolioRef, Put, RefError, WideCounts};
 use std::ptr::NonNull;
 
 #[test]
@@ -10,28 +10,25 @@ fn counts_grow_without_limit_once_widened() {
     with_one_arena(0, 512, 1, |frames, threads| {
         let cx = threads.cx();
         let page = frames.count(frames.alloc(&cx, request(0)).expect("memory")).expect("fresh");
-        for _ in 0..14 {
-            frames.get(page).expect("fits");
-        }
-        assert_eq!(frames.get(page), Err(RefError::Saturated));
-        assert_eq!(frames.references(page), 15);
+        let mut held: Vec<FolioRef> = (0..14).map(|_| frames.get(&page).expect("fits")).collect();
+        assert_eq!(frames.get(&page), Err(RefError::Saturated));
+        let head = page.pfn();
+        assert_eq!(frames.references(head), 15);
         let mut wide = Box::new(WideCounts::new());
         // SAFETY: the box outlives the manager's use of it, which ends with this test.
-        assert_eq!(unsafe { frames.widen(page, NonNull::from(&mut *wide)) }, Ok(true));
-        for _ in 0..5000 {
-            frames.get(page).expect("wide");
-        }
-        assert_eq!(frames.references(page), 5015);
-        for _ in 0..5014 {
-            assert_eq!(frames.put(&cx, page), Ok(Put::Kept));
+        assert_eq!(unsafe { frames.widen(head, NonNull::from(&mut *wide)) }, Ok(true));
+        held.extend((0..5000).map(|_| frames.get(&page).expect("wide")));
+        assert_eq!(frames.references(head), 5015);
+        for other in held {
+            assert_eq!(frames.put(&cx, other), Ok(Put::Kept));
         }
         assert_eq!(frames.put(&cx, page), Ok(Put::Last));
         // And again in the frame's next life.
         let block = frames.alloc(&cx, request(0)).expect("memory");
-        assert_eq!(block.pfn(), page);
+        assert_eq!(block.pfn(), head);
         let page = frames.count(block).expect("fresh");
-        frames.get(page).expect("wide");
-        assert_eq!(frames.put(&cx, page), Ok(Put::Kept));
+        let other = frames.get(&page).expect("wide");
+        assert_eq!(frames.put(&cx, other), Ok(Put::Kept));
         assert_eq!(frames.put(&cx, page), Ok(Put::Last));
     });
 }
@@ -44,10 +41,29 @@ fn a_count_keeps_the_mobility() {
         for order in [0, 3, 9, 10] {
             for wanted in [request(order), request(order).movable()] {
                 let block = frames.alloc(&cx, wanted).expect("memory");
-                let pfn = frames.count(block).expect("frozen");
-                let block = frames.freeze(pfn).expect("counted").expect("alone");
+                let folio = frames.count(block).expect("managed");
+                let block = frames.freeze(folio).expect("alone");
                 assert_eq!(block.mobility(), wanted.mobility, "order {order}");
                 frames.free(&cx, block);
+            }
+        }
+    });
+}
+
+/// So do those of a run, which nobody allocated one by one.
+#[test]
+fn a_run_of_counts_keeps_the_mobility() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        for (order, to) in [(4, 2), (10, 9), (11, 10), (9, 9)] {
+            for wanted in [request(order), request(order).movable(), request(order)] {
+                let block = frames.alloc(&cx, wanted).expect("memory");
+                let run = frames.split(block, super::order(to)).expect("managed");
+                let mut run = frames.count_run(run).expect("managed");
+                let block = run.pop().map(|folio| frames.freeze(folio).expect("alone")).expect("one");
+                assert_eq!(block.mobility(), wanted.mobility, "order {order} to {to}");
+                frames.free(&cx, block);
+                frames.free_range(&mut cx, run);
             }
         }
     });

@@ -4,6 +4,7 @@ mod claims;
 mod configuration;
 mod counted;
 mod descriptors;
+mod ownership;
 mod places;
 mod ranges;
 mod shortage;

@@ -74,7 +74,7 @@ fn low_memory_is_used_first() {
         let first = frames.alloc(&cx, request(0)).expect("memory");
         assert!(low_extent.contains(first.pfn()));
         // Freed last, but high: the cache does not hand it out again.
-        let mut pages = frames.split(high, Order::ZERO);
+        let mut pages = frames.split(high, Order::ZERO).expect("managed");
         frames.free(&cx, pages.pop().expect("a page"));
         let mut held = vec![first];
         for _ in 0..100 {
@@ -178,12 +178,12 @@ fn a_cache_keeps_to_the_lowest_2_mib_with_room() {
         let (low_extent, next_extent) = (low.extent(), next.extent());
         // The lowest 2 MiB has room for pages only.
         let (kept, given): (Vec<Frozen>, Vec<Frozen>) = std::iter::from_fn({
-            let mut pages = frames.split(low, Order::ZERO);
+            let mut pages = frames.split(low, Order::ZERO).expect("managed");
             move || pages.pop()
         })
         .partition(|page| page.pfn().number() % 2 == 0);
         given.into_iter().for_each(|page| frames.free(&cx, page));
-        let mut pages = frames.split(next, Order::ZERO);
+        let mut pages = frames.split(next, Order::ZERO).expect("managed");
         let high = pages.pop().expect("a page");
         frames.free_extent(&cx, pages.into_dirty());
         frames.drain(&cx);

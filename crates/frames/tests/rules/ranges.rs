@@ -1,10 +1,10 @@
 //! Freeing ranges and arrays of pages.
 
-use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release, with_one_arena};
 use super::{GIB, counters, order, request};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
-use hugemm_frames::{ClaimError, Config, From, Poisoned, Put, RangeReport, RefError};
+use hugemm_base::{CpuCx, Dirty, NodeId, Pfn};
+use hugemm_frames::{ClaimError, Config, FolioRef, From, Poisoned, Put, RangeReport};
 
 /// C11, C6, X5: one lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
 #[test]
@@ -18,9 +18,9 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         frames.free(&cx, block);
         assert_eq!(rounds(&cx) - before, 2, "one, and that of the statistics");
         let block = frames.alloc(&cx, request(18)).expect("memory");
-        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let whole = counted_pages(frames, block);
         let before = rounds(&cx);
-        let report = frames.free_range(&mut cx, whole);
+        let report = frames.free_range(&mut cx, pages(whole));
         assert_eq!(report, RangeReport { freed: GIB, runs: 1, ..RangeReport::default() });
         assert_eq!(rounds(&cx) - before, 2);
         let stats = frames.stats(&cx);
@@ -29,9 +29,9 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         assert_eq!(counters(&cx).reschedules, 1);
         // None where nobody may sleep.
         let block = frames.alloc(&cx, request(18)).expect("memory");
-        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let whole = counted_pages(frames, block);
         threads.atomic.store(true, std::sync::atomic::Ordering::Relaxed);
-        assert_eq!(frames.free_range(&mut cx, whole).freed, GIB);
+        assert_eq!(frames.free_range(&mut cx, pages(whole)).freed, GIB);
         assert_eq!(counters(&cx).reschedules, 1);
     });
 }
@@ -42,14 +42,15 @@ fn extra_references_split_runs() {
     with_one_arena(0, 2048, 1, |frames, threads| {
         let mut cx = threads.cx();
         let block = frames.alloc(&cx, request(9)).expect("memory");
-        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
-        let extra = Pfn::new(whole.base().number() + 77);
-        frames.get(extra).expect("held");
-        let report = frames.free_range(&mut cx, whole);
+        let whole = counted_pages(frames, block);
+        // SAFETY: the block's references are numbers now, and none is dropped yet.
+        let extra = unsafe { frames.get_at(Pfn::new(whole.base().number() + 77)) }.expect("held");
+        let report = frames.free_range(&mut cx, pages(whole));
         assert_eq!(report, RangeReport { freed: 511, kept: 1, runs: 2, ..RangeReport::default() });
         assert_eq!(frames.stats(&cx).available(), 2047);
+        let page = extra.pfn();
         assert_eq!(frames.put(&cx, extra), Ok(Put::Last));
-        assert_eq!(frames.put(&cx, extra), Err(RefError::NotCounted));
+        assert_eq!((frames.references(page), frames.try_get(&cx, page)), (0, Ok(None)));
         assert_eq!(frames.stats(&cx).available(), 2048);
     });
 }
@@ -60,11 +61,11 @@ fn poisoned_pages_split_runs_and_stay_out() {
     with_one_arena(0, 1024, 1, |frames, threads| {
         let mut cx = threads.cx();
         let block = frames.alloc(&cx, request(9)).expect("memory");
-        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
+        let whole = counted_pages(frames, block);
         let bad = Pfn::new(whole.base().number() + 100);
         assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
         assert_eq!(frames.poison(&cx, bad), Poisoned::Already);
-        let report = frames.free_range(&mut cx, whole);
+        let report = frames.free_range(&mut cx, pages(whole));
         assert_eq!(report, RangeReport { freed: 511, refused: 1, runs: 2, ..RangeReport::default() });
         let free = Pfn::new(if whole.base().number() == 0 { 700 } else { 200 });
         assert_eq!(frames.poison(&cx, free), Poisoned::Free);
@@ -89,38 +90,44 @@ fn ranges_of_other_things_are_left_alone() {
         let mut cx = threads.cx();
         let folio = frames.count(frames.alloc(&cx, request(4)).expect("memory")).expect("fresh");
         let frozen = frames.alloc(&cx, request(0)).expect("memory");
-        let report = frames.free_range(&mut cx, extent(0, 3000));
+        let report = frames.free_range(&mut cx, pages(extent(0, 3000)));
         assert_eq!(report, RangeReport { invalid: 3000, ..RangeReport::default() });
-        assert_eq!(frames.free_range(&mut cx, extent(0, 0)), RangeReport::default());
-        assert_eq!(frames.references(folio), 1);
+        assert_eq!(frames.free_range(&mut cx, pages(extent(0, 0))), RangeReport::default());
+        assert_eq!(frames.references(folio.pfn()), 1);
         // Tails are never counted.
-        let tail = Pfn::new(folio.number() + 1);
-        assert_eq!(frames.get(tail), Err(RefError::NotCounted));
-        assert_eq!(frames.try_get(&cx, tail), Ok(false));
-        assert_eq!(frames.head_of(tail), Some((folio, order(4))));
+        let tail = Pfn::new(folio.pfn().number() + 1);
+        assert_eq!(frames.try_get(&cx, tail), Ok(None));
+        assert_eq!(frames.head_of(tail), Some((folio.pfn(), order(4))));
         assert_eq!(frames.put(&cx, folio), Ok(Put::Last));
         frames.free(&cx, frozen);
         assert_eq!(frames.stats(&cx).available(), 2048);
     });
 }
 
-/// C15: arrays, sorted or not, with strangers among them.
+/// C15: arrays, sorted or not, with folios and strangers among them.
 #[test]
 fn arrays_are_freed_by_runs() {
-    with_one_arena(0, 4096, 1, |frames, threads| {
+    with_one_arena(4096, 4096, 1, |frames, threads| {
         let mut cx = threads.cx();
         let block = frames.alloc(&cx, request(10)).expect("memory");
-        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
-        let mut pages: Vec<Pfn> = (whole.base().number()..whole.end().number()).map(Pfn::new).collect();
-        let report = frames.free_array(&mut cx, &pages[..100]);
+        let whole = counted_pages(frames, block);
+        let large =
+            [2, 9].map(|order| frames.count(frames.alloc(&cx, request(order)).expect("memory")).expect("managed"));
+        let mut all: Vec<FolioRef> =
+            (whole.base().number()..whole.end().number()).map(|pfn| folio(Pfn::new(pfn))).collect();
+        let report = frames.free_array(&mut cx, all.drain(..100));
         assert_eq!((report.freed, report.runs), (100, 1));
-        pages.drain(..100);
-        pages.reverse();
-        pages.push(Pfn::new(1 << 30));
-        let report = frames.free_unsorted(&mut cx, &mut pages);
-        assert_eq!((report.freed, report.runs, report.invalid), (924, 1, 1));
+        // A stranger, and two that no frame can be: nothing overflows.
+        all.extend(large.into_iter().chain([1 << 30, u64::MAX, u64::MAX - 1].map(|pfn| folio(Pfn::new(pfn)))));
+        all.reverse();
+        all.sort_unstable();
+        let report = frames.free_array(&mut cx, all);
+        assert_eq!((report.freed, report.runs, report.invalid), (924 + 4 + 512, 3, 3));
         frames.drain(&cx);
         assert_eq!(frames.stats(&cx).blocks[12], 1);
+        // The largest number there is followed by the smallest.
+        let ends = [u64::MAX, 0].map(|pfn| folio(Pfn::new(pfn)));
+        assert_eq!(frames.free_array(&mut cx, ends).invalid, 2);
     });
 }
 
@@ -144,13 +151,13 @@ fn ranges_split_at_the_border_of_arenas() {
     assert_eq!(frames.node_stats(&cx, NodeId(0)).available(), 768);
     assert_eq!(frames.node_stats(&cx, NodeId(1)).available(), 768);
     // And of counted ones: two runs.
-    let mut held: Vec<Pfn> = Vec::new();
+    let mut held: Vec<FolioRef> = Vec::new();
     for node in [0, 1] {
         while let Ok(block) = frames.alloc(&cx, request(0).from(From::Only(NodeId(node)))) {
             held.push(frames.count(block).expect("fresh"));
         }
     }
     assert_eq!(held.len(), 1536);
-    let report = frames.free_range(&mut cx, extent(0, 1536));
+    let report = frames.free_range(&mut cx, pages(extent(0, 1536)));
     assert_eq!(report, RangeReport { freed: 1536, runs: 2, ..RangeReport::default() });
 }

@@ -1,8 +1,8 @@
 //! Memory that is known to be zero.
 
-use super::support::{Threads, with_one_arena};
+use super::support::{Threads, counted_pages, pages, with_one_arena};
 use super::{counters, request};
-use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, Dirty, Extent, Pfn, Zeroed};
 use hugemm_frames::{AllocError, Clearing, ZeroPolicy, Zeroer};
 use std::cell::{Cell, RefCell};
 
@@ -60,10 +60,10 @@ fn zero_is_remembered() {
         let clearing = Clearing { frames, zeroer: &zeroer, policy };
         let block = clearing.alloc(&mut cx, request(9)).expect("memory");
         let _ = calls();
-        let whole = frames.count_run(frames.split(block, Order::ZERO)).expect("managed");
-        let extra = Pfn::new(whole.base().number() + 300);
-        frames.get(extra).expect("held");
-        assert_eq!(clearing.free_range(&mut cx, whole).freed, 511);
+        let whole = counted_pages(frames, block);
+        // SAFETY: the block's references are numbers now, and none is dropped yet.
+        let extra = unsafe { frames.get_at(Pfn::new(whole.base().number() + 300)) }.expect("held");
+        assert_eq!(clearing.free_range(&mut cx, pages(whole)).freed, 511);
         assert_eq!(calls(), [300, 211], "by run, not by page");
         let _ = frames.put(&cx, extra);
         // What was cleared on free is not cleared on allocation; what one dirty page has merged with is.

@@ -5,8 +5,8 @@ pub mod ops;
 
 use hugemm_base::inject::NoFaults;
 use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
-use hugemm_base::{Counters, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_base::{Counters, CpuCx, CpuId, Dirty, Extent, NodeId, Order, Pfn};
+use hugemm_frames::{ArenaSpec, Config, Env, FolioRef, FolioRun, Frames, Frozen, Plain};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -123,6 +123,23 @@ pub fn extent(base: u64, pages: u64) -> Extent {
 
 pub fn arena(base: u64, pages: u64, node: u32) -> ArenaSpec {
     ArenaSpec { extent: extent(base, pages), node: NodeId(node), descriptors: None }
+}
+
+/// What a number stands for, where a test keeps numbers: it says by that that it has the reference.
+pub fn folio(pfn: Pfn) -> FolioRef {
+    // SAFETY: as said; the callers' models count.
+    unsafe { FolioRef::from_pfn(pfn) }
+}
+
+/// The same for a range of counted pages, or of anything: what is no counted page is left alone.
+pub fn pages(extent: Extent) -> FolioRun {
+    // SAFETY: as above.
+    unsafe { FolioRun::from_extent(extent, Order::ZERO) }
+}
+
+/// A block as counted pages, by their numbers.
+pub fn counted_pages<E: Env>(frames: &Frames<'_, E>, block: Frozen) -> Extent {
+    frames.count_run(frames.split(block, Order::ZERO).expect("managed")).expect("managed").into_extent()
 }
 
 pub fn release<I: hugemm_base::inject::Inject>(frames: &Frames<'_, Plain<I>>, extent: Extent) {

@@ -1,12 +1,12 @@
 //! Interprets bytes as operations on a manager and compares every answer with a simple model: one array with the state
 //! of each frame. Shared by the property tests, the corpus replay and the fuzz target.
 
-use super::{Memory, Threads, arena, extent, release};
+use super::{Memory, Threads, arena, extent, folio, pages, release};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed};
 use hugemm_frames::{
-    AllocError, ClaimError, Config, Frames, From, Frozen, Mobility, Plain, Poisoned, Put, RangeReport, RefError,
-    Request, Zeroer,
+    AllocError, ClaimError, Config, FolioRef, Frames, From, Frozen, Mobility, Plain, Poisoned, Put, RangeReport,
+    RefError, Request, Zeroer,
 };
 use std::cell::RefCell;
 
@@ -297,7 +297,7 @@ impl Run<'_> {
                 if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
                     let to = Order::new(bytes.below(10) as u32).expect("valid");
                     self.model.borrow_mut().write(block.extent(), false);
-                    let mut run = frames.split(block, to);
+                    let mut run = frames.split(block, to).expect("managed");
                     while let Some(piece) = run.pop() {
                         assert_eq!(frames.head_of(piece.pfn()), Some((piece.pfn(), piece.order())));
                         self.frozen.push(piece);
@@ -307,11 +307,13 @@ impl Run<'_> {
             12 => {
                 if !self.heads.is_empty() {
                     let (head, _) = self.heads[bytes.below(1 << 16) as usize % self.heads.len()];
+                    // SAFETY: the model counts references to it.
+                    let got = unsafe { frames.get_at(head) }.map(FolioRef::into_pfn);
                     if matches!(*self.model.borrow_mut().at(head.number()), State::Counted(n) if n < 15) {
-                        assert_eq!(frames.get(head), Ok(()));
+                        assert_eq!(got, Ok(head));
                         self.reference(head, 1);
                     } else {
-                        assert_eq!(frames.get(head), Err(RefError::Saturated));
+                        assert_eq!(got, Err(RefError::Saturated));
                     }
                 }
             }
@@ -323,7 +325,7 @@ impl Run<'_> {
                         State::Counted(1) => Put::Last,
                         _ => Put::Kept,
                     };
-                    assert_eq!(frames.put(&cx, head), Ok(expected));
+                    assert_eq!(frames.put(&cx, folio(head)), Ok(expected));
                     self.reference(head, -1);
                 }
             }
@@ -335,10 +337,10 @@ impl Run<'_> {
                 match state {
                     Some(State::Counted(15)) => assert_eq!(got, Err(RefError::Saturated)),
                     Some(State::Counted(_)) => {
-                        assert_eq!(got, Ok(true));
+                        assert_eq!(got.map(|folio| folio.map(FolioRef::into_pfn)), Ok(Some(pfn)));
                         self.reference(pfn, 1);
                     }
-                    _ => assert!(matches!(got, Ok(false) | Err(RefError::NotManaged))),
+                    _ => assert!(matches!(got, Ok(None) | Err(RefError::NotManaged))),
                 }
             }
             15 => self.split_counted(bytes),
@@ -346,7 +348,7 @@ impl Run<'_> {
                 let from = self.base + bytes.below(self.end - self.base);
                 let range = extent(from, bytes.below(1100));
                 let expected = self.drop_range(range);
-                let mut report = frames.free_range(&mut cx, range);
+                let mut report = frames.free_range(&mut cx, pages(range));
                 assert!(report.runs <= report.freed);
                 report.runs = 0;
                 assert_eq!(report, expected);
@@ -386,7 +388,7 @@ impl Run<'_> {
 
     fn count(&mut self, block: Frozen) {
         let (extent, order) = (block.extent(), block.order());
-        let head = self.frames.count(block).expect("managed");
+        let head = self.frames.count(block).expect("managed").into_pfn();
         let mut model = self.model.borrow_mut();
         model.write(extent, false);
         for frame in extent.base().number()..extent.end().number() {
@@ -418,8 +420,9 @@ impl Run<'_> {
         let (head, order) = self.heads[at];
         let to = Order::new(bytes.below(4) as u32).expect("valid").min(order);
         let alone = *self.model.borrow_mut().at(head.number()) == State::Counted(1);
-        let split = self.frames.split_counted(head, to).expect("counted");
-        assert_eq!(split, alone.then(|| Extent::block(head, order)));
+        let split = self.frames.split_counted(folio(head), to);
+        let numbers = split.map(|run| (run.order(), run.into_extent())).map_err(FolioRef::into_pfn);
+        assert_eq!(numbers, if alone { Ok((to, Extent::block(head, order))) } else { Err(head) });
         if alone {
             self.heads.swap_remove(at);
             for piece in (0..order.pages()).step_by(to.pages() as usize) {
@@ -531,7 +534,7 @@ impl Run<'_> {
             self.frames.free_extent(&cx, unsafe { Dirty::assume_owned(part) });
         }
         for (head, order) in self.heads.drain(..) {
-            while self.frames.put(&cx, head) == Ok(Put::Kept) {}
+            while self.frames.put(&cx, folio(head)) == Ok(Put::Kept) {}
             self.model.borrow_mut().take_back(Extent::block(head, order));
         }
         self.frames.drain(&cx);

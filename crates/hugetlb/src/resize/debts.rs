@@ -29,7 +29,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                 Some(others) => {
                     let links = self.economy.frames;
                     let joined = others.merge(debt, |mut a: ExtentChain, b| {
-                        a.append(links, b);
+                        // SAFETY: every chain of debts is linked through the economy's manager, here and below.
+                        unsafe { a.append(links, b) };
                         a
                     });
                     match joined {
@@ -49,7 +50,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         let receipt = self.economy.flush(cx, range);
         add(&self.tally.flushes, 1);
         match debt.release(&receipt) {
-            Ok(chain) => cx.pinned(|pin| self.debts.lock(pin).loose.append(self.economy.frames, chain)),
+            // SAFETY: as above.
+            Ok(chain) => cx.pinned(|pin| unsafe { self.debts.lock(pin).loose.append(self.economy.frames, chain) }),
             Err(debt) => cx.pinned(|pin| self.debts.lock(pin).owed = Some(debt)),
         }
     }

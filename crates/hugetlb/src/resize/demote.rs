@@ -49,8 +49,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
             let page = unsafe { Frozen::assume_owned(pfn, self.size().order(), Mobility::Movable) };
             // The new heads' descriptors exist and have been flushed.
-            let parts = economy.frames.split(page, into.size().order()).into_dirty().into_extent();
-            entered += into.adopt(cx, parts, zero, lean);
+            match economy.frames.split(page, into.size().order()) {
+                Ok(parts) => entered += into.adopt(cx, parts.into_dirty().into_extent(), zero, lean),
+                // Pools hold the pages of the economy's manager only.
+                Err(page) => _ = page.into_dirty().into_extent(),
+            }
         });
         let mut report = resize.abandon_staged(cx);
         (report.entered, report.left) = (entered, entered / (self.size().pages() / into.size().pages()));

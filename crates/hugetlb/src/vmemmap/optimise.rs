@@ -74,7 +74,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
                 if whole && self.policy.swap {
                     let table = self.lean_table(cx, work, edit)?;
                     self.set(cx, work.block, Mapped::Table(table), edit);
-                    edit.old.push(self.frames, old);
+                    edit.unmapped(self.frames, old);
                     return Ok(Split::Swapped);
                 }
                 // The second pass must not need memory.
@@ -94,8 +94,8 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
                 let former = self.table(frame)?;
                 let table = self.lean_table(cx, work, edit)?;
                 self.set(cx, work.block, Mapped::Table(table), edit);
-                self.owned_runs(former, |run| edit.old.push(self.frames, run));
-                edit.old.push(self.frames, one(frame));
+                self.owned_runs(former, |run| edit.unmapped(self.frames, run));
+                edit.unmapped(self.frames, one(frame));
                 Ok(Split::Swapped)
             }
             Mapped::Table(frame) => {
@@ -136,13 +136,13 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
                     _ => shared,
                 };
                 if let Some(leaf) = fat(index) {
-                    run = extend(run, leaf.frame, &mut |run| edit.old.push(self.frames, run));
+                    run = extend(run, leaf.frame, &mut |run| edit.unmapped(self.frames, run));
                     table.set(index, entry);
                     edit.stored = true;
                 }
             }
         }
-        each_unless_empty(run, &mut |run| edit.old.push(self.frames, run));
+        each_unless_empty(run, &mut |run| edit.unmapped(self.frames, run));
         if !heads.spare.is_empty() {
             edit.allocated -= self.free(cx, heads.spare);
         }
@@ -177,8 +177,8 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
         if let Mapped::Table(frame) = former
             && !self.is_shared(frame)
         {
-            self.owned_runs(self.table(frame)?, |run| edit.old.push(self.frames, run));
-            edit.old.push(self.frames, one(frame));
+            self.owned_runs(self.table(frame)?, |run| edit.unmapped(self.frames, run));
+            edit.unmapped(self.frames, one(frame));
         }
         Ok(())
     }

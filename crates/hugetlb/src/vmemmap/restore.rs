@@ -41,8 +41,8 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
             if let Some(frame) = frame
                 && let Ok(table) = self.table(frame)
             {
-                self.owned_runs(table, |run| edit.old.push(self.frames, run));
-                edit.old.push(self.frames, one(frame));
+                self.owned_runs(table, |run| edit.unmapped(self.frames, run));
+                edit.unmapped(self.frames, one(frame));
             }
             return work.mask;
         }

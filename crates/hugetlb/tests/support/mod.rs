@@ -201,13 +201,13 @@ impl Others {
         let mut held = Vec::new();
         for index in 0..blocks {
             let order = Order::new([0, 0, 3, 1, 9, 0, 5, 2, 0, 9, 4, 0][index as usize % 12]).expect("valid");
-            let block = m.frames.alloc(&cx, Request::order(order)).expect("enough");
+            let mut block = m.frames.alloc(&cx, Request::order(order)).expect("enough");
             if index % 3 == 2 {
                 m.frames.free(&cx, block);
                 continue;
             }
             let words = core::array::from_fn(|word| block.pfn().number() << 8 | word as u64 | 0xabcd << 48);
-            let descriptor = m.frames.descriptor(block.pfn()).expect("managed");
+            let descriptor = m.frames.descriptor_mut(&mut block).expect("managed");
             words.iter().enumerate().for_each(|(word, value)| descriptor.store(word, *value));
             held.push((block, words));
         }
@@ -217,7 +217,8 @@ impl Others {
     /// Every live descriptor can be read, has its content, and can be written.
     pub fn check<I: Inject>(&self, m: &Machine<'_, I>) {
         for (block, words) in &self.0 {
-            let descriptor = m.frames.descriptor(block.pfn()).expect("managed");
+            // SAFETY: the head of a block that this holds.
+            let descriptor = unsafe { m.frames.descriptor_at(block.pfn()) }.expect("managed");
             for (word, value) in words.iter().enumerate() {
                 assert_eq!(descriptor.load(word), *value, "{block:?} word {word}");
                 descriptor.store(word, *value);

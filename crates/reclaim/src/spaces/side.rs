@@ -8,6 +8,7 @@ use core::cell::{Cell, RefCell};
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuLocal, Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_frames::{Env, FolioRef, FolioRun, Frames};
 use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, Tlbs};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Debt, Pager, Recency, Setup, Vm, VmError};
@@ -82,8 +83,8 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
             let run = AgeRun { object: first.object, pages: &pages[..some.len()], order: first.order };
             let mut around = 0;
             let mut keep = |head| {
-                // Mapped, and its page table locked: it has a reference that keeps it for that long.
-                let wanted = neighbours.has_room() && self.vm.frames().get(head).is_ok();
+                // SAFETY: mapped, and its page table locked: it has a reference that keeps it for that long.
+                let wanted = neighbours.has_room() && unsafe { hold(self.vm.frames(), head) };
                 around += u64::from(wanted && neighbours.push(head));
                 wanted
             };
@@ -132,14 +133,16 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     type Flushed = Flushed<'s, Deferred, Keep>;
 
     fn hold(&self, head: Pfn) -> bool {
-        // Under the LRU's lock, under which last references go: what is on a list has one.
-        self.vm.frames().get(head).is_ok()
+        // SAFETY: under the LRU's lock, under which last references go: what is on a list has one.
+        unsafe { hold(self.vm.frames(), head) }
     }
 
     fn release(&self, cx: &Cx<'_, S>, head: Pfn) {
         let frames = self.vm.frames();
         if let Some((head, order)) = frames.head_of(head) {
-            self.pager.drop_references(frames, cx, Extent::block(head, order), order);
+            // SAFETY: the reference that `hold` took.
+            let folio = unsafe { FolioRun::from_extent(Extent::block(head, order), order) };
+            self.pager.drop_references(frames, cx, folio);
         }
     }
 
@@ -209,4 +212,14 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     fn available(&self, cx: &Cx<'_, S>) -> u64 {
         self.vm.frames().node_stats(cx, self.node.get()).available()
     }
+}
+
+/// Takes a reference that the caller keeps as a number. Whether there is one to be had.
+///
+/// # Safety
+///
+/// As [`Frames::get_at`].
+unsafe fn hold<E: Env>(frames: &Frames<'_, E>, head: Pfn) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { frames.get_at(head) }.map(FolioRef::into_pfn).is_ok()
 }

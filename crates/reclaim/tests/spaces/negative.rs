@@ -104,7 +104,8 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
         for index in 0..PAGES {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(index)));
             let hugemm_paging::Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
-            rig.vm.frames().get(leaf.frame).expect("mapped");
+            // SAFETY: mapped, and nobody else is there to take it away.
+            let _ = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped").into_pfn();
             assert!(rig.vm.unhook(cx, leaf.frame, hugemm_base::Order::ZERO, &deferred, &mut debt));
             heads.push(leaf.frame);
         }
@@ -121,8 +122,13 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
                 rig.vm.pager(),
                 rig.vm.frames(),
                 cx,
-                hugemm_base::Extent::block(head, hugemm_base::Order::ZERO),
-                hugemm_base::Order::ZERO,
+                // SAFETY: the reference that was taken above.
+                unsafe {
+                    hugemm_frames::FolioRun::from_extent(
+                        hugemm_base::Extent::block(head, hugemm_base::Order::ZERO),
+                        hugemm_base::Order::ZERO,
+                    )
+                },
             );
         }
         rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));

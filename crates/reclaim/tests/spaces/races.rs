@@ -2,6 +2,7 @@
 
 use crate::rig::{Model, Rig, Size, bounds, no_faults, span, with_rig};
 use hugemm_base::{CpuId, Extent, Order, PageSize, VirtAddr};
+use hugemm_frames::FolioRun;
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_reclaim::Policy;
 use hugemm_vm::{AreaKind, Backing, Pager};
@@ -88,7 +89,8 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
     let head = rig.mmu.as_cpu(CpuId(1), |cx| {
         let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(1)));
         let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
-        rig.vm.frames().get(leaf.frame).expect("mapped");
+        // SAFETY: mapped, and nobody else is there to take it away.
+        let _ = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped").into_pfn();
         let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
         let mut debt = None;
         assert!(rig.vm.unhook(cx, leaf.frame, Order::ZERO, &deferred, &mut debt));
@@ -112,8 +114,9 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         scope.spawn(|| {
             rig.beside_others_noting(1, &waits, |cx| {
                 rig.vm.put_back(cx, head, Order::ZERO);
-                let page = Extent::block(head, Order::ZERO);
-                Pager::<Model<'_>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page, Order::ZERO);
+                // SAFETY: the reference that was taken above.
+                let page = unsafe { FolioRun::from_extent(Extent::block(head, Order::ZERO), Order::ZERO) };
+                Pager::<Model<'_>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page);
                 over.store(true, Ordering::SeqCst);
             });
         });

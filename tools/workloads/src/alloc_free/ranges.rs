@@ -5,7 +5,7 @@ use super::{Exhausted, Source, Spent, Unclaimed, timed};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
-use hugemm_frames::{Env, Frames, Request};
+use hugemm_frames::{Env, FolioRef, Frames, Request};
 
 /// How divided blocks are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,9 +119,9 @@ pub fn array<P: Cpu + Clock, E: Env>(
     for index in 0..pages.len() {
         let block = frames.alloc(cx, Request::order(Order::ZERO)).ok();
         match block.and_then(|block| frames.count(block).ok()) {
-            Some(page) => pages[index] = page,
+            Some(page) => pages[index] = page.into_pfn(),
             None => {
-                frames.free_unsorted(cx, &mut pages[..index]);
+                frames.free_array(cx, references(&pages[..index]));
                 return Err(Exhausted(Order::ZERO));
             }
         }
@@ -132,18 +132,25 @@ pub fn array<P: Cpu + Clock, E: Env>(
     }
     let ((), spent) = timed(cx, pages.len() as u64, |cx| match way {
         ArrayWay::Sorted | ArrayWay::AsIs => {
-            frames.free_array(cx, pages);
+            frames.free_array(cx, references(pages));
         }
         ArrayWay::Unsorted => {
-            frames.free_unsorted(cx, pages);
+            pages.sort_unstable();
+            frames.free_array(cx, references(pages));
         }
         ArrayWay::EachPage => {
-            for page in pages.iter() {
-                let _ = frames.put(cx, *page);
+            for page in references(pages) {
+                let _ = frames.put(cx, page);
             }
         }
     });
     Ok(spent)
+}
+
+/// What the numbers of [`array`] stand for, once.
+fn references(pages: &[Pfn]) -> impl Iterator<Item = FolioRef> {
+    // SAFETY: each was counted, and its reference made a number; every way frees the array once.
+    pages.iter().map(|page| unsafe { FolioRef::from_pfn(*page) })
 }
 
 /// Claims each of `extents` (2 MiB-aligned), which must be free, and frees it as one range. Returns what claiming and what

@@ -7,7 +7,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 
-use hugemm_frames::{Env, Frames, Put, Request};
+use hugemm_frames::{Env, FolioRef, FolioRun, Frames, Put, Request};
 
 /// Largest order that is asked for.
 pub const LARGEST: u32 = 10;
@@ -127,7 +127,8 @@ pub fn run<P: Cpu, E: Env>(
             let order = Order::new(random.below(u64::from(LARGEST) + 1) as u32).unwrap_or(Order::ZERO);
             let counted = frames.alloc(cx, Request::order(order)).ok().and_then(|block| frames.count(block).ok());
             match counted {
-                Some(head) => {
+                Some(folio) => {
+                    let head = folio.into_pfn();
                     ownership.take(Extent::block(head, order), order)?;
                     done.taken[order.get() as usize] += 1;
                     *place = (head.number() + 1) << 8 | u64::from(order.get());
@@ -178,30 +179,28 @@ fn release<P: Cpu, E: Env>(
     let Some(head) = (entry >> 8).checked_sub(1).map(Pfn::new) else { return Ok(()) };
     let Ok(order) = Order::new((entry & 0xff) as u32) else { return Ok(()) };
     let whole = Extent::block(head, order);
-    let lost = |_| Broken::NotFreed(whole);
+    // SAFETY: the entry was made of the only reference, and was taken out of where it stood.
+    let folio = unsafe { FolioRef::from_pfn(head) };
+    let last = |put| if put == Ok(Put::Last) { Ok(()) } else { Err(Broken::NotFreed(whole)) };
     if random.below(2) == 0 {
         ownership.give(whole);
-        return if frames.put(cx, head) == Ok(Put::Last) { Ok(()) } else { Err(Broken::NotFreed(whole)) };
+        return last(frames.put(cx, folio));
     }
-    let pages = frames.split_counted(head, Order::ZERO).map_err(lost)?.ok_or(Broken::NotFreed(whole))?;
+    let pages = frames.split_counted(folio, Order::ZERO).map_err(|_| Broken::NotFreed(whole))?;
     // A border anywhere: a range on one side, the other page by page or as a second range.
-    let (first, second) = pages.split_at(random.below(pages.pages() + 1));
-    ownership.give(first);
-    let freed = frames.free_range(cx, first).freed;
-    if freed != first.pages() {
-        return Err(Broken::NotFreed(first));
-    }
-    ownership.give(second);
+    let (first, mut second) = pages.split_at(random.below(whole.pages() + 1));
+    let free = |cx: &mut CpuCx<'_, P>, run: FolioRun| {
+        let extent = run.extent();
+        if frames.free_range(cx, run).freed == extent.pages() { Ok(()) } else { Err(Broken::NotFreed(extent)) }
+    };
+    ownership.give(first.extent());
+    free(cx, first)?;
+    ownership.give(second.extent());
     if random.below(2) == 0 {
-        if frames.free_range(cx, second).freed != second.pages() {
-            return Err(Broken::NotFreed(second));
-        }
-    } else {
-        for page in second.base().number()..second.end().number() {
-            if frames.put(cx, Pfn::new(page)) != Ok(Put::Last) {
-                return Err(Broken::NotFreed(second));
-            }
-        }
+        return free(cx, second);
+    }
+    while let Some(page) = second.pop() {
+        last(frames.put(cx, page))?;
     }
     Ok(())
 }

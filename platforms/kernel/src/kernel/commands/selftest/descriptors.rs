@@ -75,9 +75,10 @@ pub fn stamp(cx: Cx<'_>, cpu: u32, turn: u64, random: &mut Random) -> Result<(),
         let order = Order::new(2 * random.below(2) as u32).unwrap_or(Order::ZERO);
         *place = frames().alloc(cx, Request::order(order)).ok();
         if let Some(frame) = place
-            && let Some(descriptor) = frames().descriptor(frame.pfn())
+            && let word = value(frame)
+            && let Some(descriptor) = frames().descriptor_mut(frame)
         {
-            descriptor.store(WORD, value(frame));
+            descriptor.store(WORD, word);
         }
     }
     let mut result = Ok(());

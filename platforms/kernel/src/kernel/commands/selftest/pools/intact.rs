@@ -36,7 +36,8 @@ fn mark(frame: u64, word: usize) -> u64 {
 }
 
 fn write(frame: u64, words: Range<usize>) {
-    if let Some(descriptor) = frames().descriptor(Pfn::new(frame)) {
+    // SAFETY: the first frame of a block that the guard holds, frozen or from a pool.
+    if let Some(descriptor) = unsafe { frames().descriptor_at(Pfn::new(frame)) } {
         words.for_each(|word| descriptor.store(word, mark(frame, word)));
     }
 }
