@@ -38,6 +38,7 @@ impl std::error::Error for Regression {}
 pub fn run(args: &Compare) -> Result<()> {
     let (a, b) = (read(&args.a.0)?, read(&args.b.0)?);
     let quiet = args.common.json_only();
+    same_schema(args.a.0.iter().chain(&args.b.0).zip(a.iter().chain(&b)))?;
     let Paired { pairs, missing, added } = pair(&a, &b);
     if pairs.is_empty() {
         bail!(
@@ -80,6 +81,22 @@ pub fn run(args: &Compare) -> Result<()> {
 
 fn read(files: &[PathBuf]) -> Result<Vec<Saved>> {
     files.iter().map(|file| Saved::read(file)).collect::<Result<_>>().context("nothing was compared")
+}
+
+/// Refuses documents whose figures of one name were measured differently.
+fn same_schema<'a>(mut documents: impl Iterator<Item = (&'a PathBuf, &'a Saved)>) -> Result<()> {
+    let Some((first, a)) = documents.next() else { return Ok(()) };
+    if let Some((other, b)) = documents.find(|(_, saved)| saved.schema != a.schema) {
+        bail!(
+            "{} has schema {} and {} schema {}: figures of the same name are measured differently; measure both with one \
+             version of hugemm",
+            first.display(),
+            a.schema,
+            other.display(),
+            b.schema
+        );
+    }
+    Ok(())
 }
 
 fn names(files: &[PathBuf]) -> String {

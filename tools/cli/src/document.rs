@@ -8,8 +8,13 @@ use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::path::Path;
 
-/// Version of the document's form.
-pub const SCHEMA: u32 = 1;
+/// Version of the document's form and of what its figures mean. It goes up when a metric keeps its name and is measured
+/// differently: `hugemm compare` refuses to set such documents against each other.
+///
+/// | schema | what was measured differently before |
+/// |---|---|
+/// | 2 | `paging.protect4k_*` set whole tables against leaves; `age.*` left out what ageing costs elsewhere, and its baseline walked twice; `fault.outside_clear_pct` and `vm.create_vs_host_kernel` had no LRU; `run.*` had another page-by-page side |
+pub const SCHEMA: u32 = 2;
 
 /// What a command measured, where, and how it was called.
 #[derive(Debug, Serialize)]

@@ -7,8 +7,8 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Labels that say how a figure came out, not which figure it is: they do not take part in telling rows apart.
-const OUTCOMES: [&str; 9] =
-    ["goal", "met", "bound", "p99_ns", "longest_ns", "count", "events_known", "operations", "turns"];
+const OUTCOMES: [&str; 10] =
+    ["goal", "met", "bound", "note", "p99_ns", "longest_ns", "count", "events_known", "operations", "turns"];
 
 /// Documents larger than this are none of ours: the largest has a few thousand rows.
 const MOST_BYTES: u64 = 64 << 20;
@@ -18,6 +18,8 @@ const MOST_BYTES: u64 = 64 << 20;
 /// The environment stays a JSON value: documents of other versions have fields that this one does not know, or lack some.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Saved {
+    /// By which [schema](SCHEMA) its figures are to be read.
+    pub schema: u32,
     /// The command line that made it.
     #[serde(default)]
     pub command: String,
@@ -67,9 +69,9 @@ impl Saved {
         let Some(schema) = value.get("schema") else {
             return Err(format!("is no document of hugemm: it has no field 'schema'; {REMEDY}"));
         };
-        if schema.as_u64() != Some(u64::from(SCHEMA)) {
+        if !schema.as_u64().is_some_and(|schema| (1..=u64::from(SCHEMA)).contains(&schema)) {
             return Err(format!(
-                "has schema {schema}, and this version of hugemm reads schema {SCHEMA}; use the version that wrote it"
+                "has schema {schema}, and this version of hugemm reads 1 to {SCHEMA}; use the version that wrote it"
             ));
         }
         let Some(results) = value.get("results").and_then(Value::as_array) else {

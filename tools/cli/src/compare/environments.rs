@@ -97,7 +97,7 @@ mod tests {
     use serde_json::json;
 
     fn saved(environment: Value, command: &str) -> Saved {
-        Saved { command: command.to_owned(), version: "1".to_owned(), environment, results: Vec::new() }
+        Saved { schema: 1, command: command.to_owned(), version: "1".to_owned(), environment, results: Vec::new() }
     }
 
     #[test]

@@ -160,8 +160,13 @@ mod tests {
         let row = |value: f64, order: u32, met: bool| {
             Row::single("m", value, "ns").label("order", order).label("met", met).label("goal", 3.0)
         };
-        let document =
-            |rows| Saved { command: String::new(), version: String::new(), environment: Value::Null, results: rows };
+        let document = |rows| Saved {
+            schema: crate::document::SCHEMA,
+            command: String::new(),
+            version: String::new(),
+            environment: Value::Null,
+            results: rows,
+        };
         let a = [document(vec![row(1.0, 0, true), row(2.0, 9, true)])];
         let b = [document(vec![row(5.0, 9, false), row(6.0, 18, true)])];
         let Paired { pairs, missing, added } = pair(&a, &b);

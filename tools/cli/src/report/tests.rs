@@ -11,7 +11,7 @@ use crate::stats::Samples;
 fn saved(command: &str, results: Vec<Row>) -> (String, Saved) {
     let environment = serde_json::json!({"cpu": {"model": "A <b>CPU</b> & \"more\"", "allowed_cpus": [0, 1]}});
     let (command, version) = (command.to_owned(), "0.1.0".to_owned());
-    ("doc".to_owned(), Saved { command, version, environment, results })
+    ("doc".to_owned(), Saved { schema: crate::document::SCHEMA, command, version, environment, results })
 }
 
 fn samples(values: &[f64]) -> Samples {
