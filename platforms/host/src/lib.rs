@@ -8,6 +8,7 @@
 //! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
 //! | [`mmu`] | simulated CPUs with TLBs, and an oracle that sees stale translations |
 //! | [`ipi`] | real interrupts, for timing shootdowns |
+//! | [`flush_cost`] | what invalidations cost here, found out through the kernel |
 //! | [`pool`] | hugetlb pools, raised for a while and put back |
 //! | [`limits`] | how much may be taken: the machine, cgroups, the process |
 //! | [`cgroup`] | what the control groups of this process limit |
@@ -21,6 +22,7 @@ pub mod cgroup;
 pub mod cpu;
 pub mod crew;
 pub mod environment;
+pub mod flush_cost;
 pub mod interrupt;
 pub mod ipi;
 pub mod limits;

@@ -133,6 +133,19 @@ impl Mapping {
         unsafe { madvise(self.start.as_ptr().wrapping_add(range.start).cast(), range.len(), advice) }
     }
 
+    /// Takes the right to store to the first `len` bytes away, and gives it back; how many nanoseconds the first took.
+    pub(crate) fn forbid_stores(&mut self, len: usize) -> Result<f64, CallFailed> {
+        assert!(len <= self.len, "a range of the mapping");
+        let at = self.start.as_ptr().cast();
+        let start = std::time::Instant::now();
+        // SAFETY: the range is in the mapping, which is borrowed exclusively, and can be written to again on return.
+        let forbidden = unsafe { mprotect(at, len, MprotectFlags::READ) };
+        let nanos = start.elapsed().as_nanos() as f64;
+        // SAFETY: as above.
+        let allowed = unsafe { mprotect(at, len, MprotectFlags::READ | MprotectFlags::WRITE) };
+        forbidden.and(allowed).map(|()| nanos).map_err(failed("mprotect"))
+    }
+
     /// Asks for (or against) transparent huge pages.
     pub(crate) fn transparent_huge(&self, wanted: bool) -> Result<(), CallFailed> {
         let (call, advice) = match wanted {
