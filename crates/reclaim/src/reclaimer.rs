@@ -61,6 +61,10 @@ pub trait Reclaimer<P: Cpu> {
     /// with a reference to each.
     fn age(&self, cx: &mut CpuCx<'_, P>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours);
 
+    /// Is told when the neighbours that [`age`](Reclaimer::age) noted begin to be made younger, and when that is over: a
+    /// cost of ageing that somebody else pays.
+    fn around(&self, _begins: bool) {}
+
     /// Unhooks all mappings of a folio, leaving the flush for later. False, with everything mapped as before, if that is
     /// not possible.
     fn unmap(&self, cx: &mut CpuCx<'_, P>, folio: &Folio) -> bool;

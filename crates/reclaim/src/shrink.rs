@@ -198,8 +198,10 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
     where
         R: Reclaimer<P>,
     {
+        self.side.around(true);
         self.lru.promote(cx, neighbours);
         neighbours.heads().iter().for_each(|head| self.side.release(cx, *head));
+        self.side.around(false);
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.

@@ -141,8 +141,9 @@ impl<S: Setup> Vm<'_, S> {
         self.put_object(cx, object);
     }
 
-    /// The old way, one page at a time: a reverse-map walk, and for each mapping that has used the page `stale` is told
-    /// where: whether and how to flush there is its business. For comparison with [`age`](Vm::age).
+    /// The old way, one page at a time: one walk of the page tables for each mapping, as the patch series has it, and for
+    /// each that has used the page `stale` is told where: whether and how to flush there is its business. For comparison
+    /// with [`age`](Vm::age), and by the same rules.
     pub fn age_page(
         &self,
         cx: &mut Cx<'_, S>,
@@ -151,31 +152,45 @@ impl<S: Setup> Vm<'_, S> {
         mut stale: impl FnMut(&mut Cx<'_, S>, &SpaceTlb, Span),
     ) -> Recency {
         let mut found = Recency::default();
-        let mut counted = false;
-        let mut going = false;
-        self.walk_mappings(cx, head, |cx, place| {
-            found.keep |= place.area.kind.locked;
-            let exits = Self::is_exiting(place.space);
-            going |= exits;
-            counted |= !exits;
-            let Ok(span) = Span::new(place.at, order.bytes()) else { return };
-            if exits || place.area.kind.no_recency {
-                return;
+        let (mut mapped, mut going) = (false, false);
+        let Some(owner) = self.owner(head) else { return found };
+        let Some(object) = self.registry.shared().get(owner.object) else { return found };
+        {
+            // SAFETY: `Registry::get` took a reference.
+            let areas = unsafe { object.as_ref() }.areas.shared();
+            for area in areas.iter() {
+                let Some(at) = area.address_of(owner.offset) else { continue };
+                let Ok(span) = Span::new(at, order.bytes()) else { continue };
+                if area.info.kind.locked {
+                    found.keep = true;
+                    continue;
+                }
+                // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+                let space = unsafe { area.space.as_ref() };
+                if Self::is_exiting(space) {
+                    going = true;
+                    continue;
+                }
+                mapped = true;
+                if area.info.kind.no_recency {
+                    continue;
+                }
+                let young = {
+                    let task = RefCell::new(&mut *cx);
+                    let mut table = space.table.shared(self.tables(&task));
+                    table.clear_young_of(span, |_, frame| frame == head, |_| ())
+                };
+                let young = young.is_ok_and(|young| young.young > 0);
+                if young {
+                    stale(cx, &space.tlb, span);
+                }
+                let young = young | (space.is_followed() && space.followers_age(span.range()));
+                found.young |= young;
+                found.users += u32::from(young);
             }
-            let young = {
-                let task = RefCell::new(&mut *cx);
-                let mut table = place.space.table.shared(self.tables(&task));
-                table.clear_young_of(span, |_, frame| frame == head, |_| ())
-            };
-            let young = young.is_ok_and(|young| young.young > 0);
-            if young {
-                stale(cx, &place.space.tlb, span);
-            }
-            let young = young | (place.space.is_followed() && place.space.followers_age(span.range()));
-            found.young |= young;
-            found.users += u32::from(young);
-        });
-        found.keep |= going && !counted;
+        }
+        self.put_object(cx, object);
+        found.keep |= going && !mapped;
         found
     }
 }

@@ -4,6 +4,9 @@ use crate::document::Row;
 use crate::stats::Samples;
 use crate::table;
 
+/// The label of a row that says in words what has to be known to read it.
+pub const NOTE: &str = "note";
+
 /// On which side of its goal a figure is wanted. Stored with the row: a figure that equals its goal does not show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
@@ -45,6 +48,10 @@ impl Bound {
     }
 }
 
+fn noted(row: Row, note: &str) -> Row {
+    if note.is_empty() { row } else { row.label(NOTE, note) }
+}
+
 /// A list of goals with their measurements.
 #[derive(Debug, Default)]
 pub struct Goals(Vec<(Row, String, bool)>);
@@ -67,6 +74,12 @@ impl Goals {
         self.add(row, Bound::AtLeast, goal);
     }
 
+    /// The same, with what has to be known to read the figure.
+    pub fn at_least_noted(&mut self, metric: &str, samples: &Samples, goal: f64, note: &str) {
+        let row = Row::median(metric, samples, "ratio");
+        self.add(noted(row, note), Bound::AtLeast, goal);
+    }
+
     /// The smallest of values measured at different sizes (each a median over runs) is at least `goal`.
     pub fn at_least_everywhere(&mut self, metric: &str, by_size: &Samples, goal: f64) {
         let row = Row::single(metric, by_size.min(), "ratio").label("sizes", by_size.runs());
@@ -77,6 +90,12 @@ impl Goals {
     pub fn at_most(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64) {
         let row = Row::median(metric, samples, unit);
         self.add(row, Bound::AtMost, goal);
+    }
+
+    /// The same, with what has to be known to read the figure.
+    pub fn at_most_noted(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64, note: &str) {
+        let row = Row::median(metric, samples, unit);
+        self.add(noted(row, note), Bound::AtMost, goal);
     }
 
     /// Whether there are none.
@@ -92,6 +111,11 @@ impl Goals {
             lines.add_row([row.metric(), wanted, &format!("{:.2}", row.value()), verdict]);
         }
         table::print("Goals", &lines);
+        for (row, ..) in &self.0 {
+            if let Some(note) = row.labels().get(NOTE).and_then(serde_json::Value::as_str) {
+                println!("  {}: {note}", row.metric());
+            }
+        }
     }
 
     /// The rows, each with its goal and verdict as labels.

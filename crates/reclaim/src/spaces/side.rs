@@ -160,6 +160,10 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         self.pager.steps.enter(Step::Other);
     }
 
+    fn around(&self, begins: bool) {
+        self.pager.steps.enter(if begins { Step::Around } else { Step::Other });
+    }
+
     fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> bool {
         self.pager.steps.enter(Step::Unmap);
         let unhooked = self.vm.unhook(cx, folio.pfn, folio.order, self.deferred, &mut self.debt.borrow_mut());

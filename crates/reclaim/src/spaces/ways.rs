@@ -40,6 +40,8 @@ pub enum Step {
     Age,
     /// Flushing because of that.
     AgeFlush,
+    /// Making neighbours whose bits were read on the way younger: the LRU rounds that ageing causes.
+    Around,
     /// Unhooking.
     Unmap,
     /// Flushing because of that.

@@ -51,10 +51,15 @@ thread_local! {
     static STEP: Cell<(Step, Option<Instant>)> = const { Cell::new((Step::Outside, None)) };
 }
 
+/// Whether this thread reads accessed bits, and does not serve others meanwhile.
+pub fn is_ageing() -> bool {
+    STEP.get().0 == Step::Age
+}
+
 /// Adds up what reclaim spends its time on, over all threads.
 #[derive(Debug, Default)]
 pub struct Clocked {
-    nanos: [AtomicU64; 7],
+    nanos: [AtomicU64; Step::Outside as usize + 1],
 }
 
 impl Steps for Clocked {
@@ -69,6 +74,11 @@ impl Steps for Clocked {
 }
 
 impl Clocked {
+    /// Nanoseconds in all steps of reclaim.
+    fn whole(&self) -> u64 {
+        self.nanos[..Step::Outside as usize].iter().map(|nanos| nanos.load(Ordering::Relaxed)).sum()
+    }
+
     /// Nanoseconds in one step.
     fn of(&self, step: Step) -> u64 {
         self.nanos[step as usize].load(Ordering::Relaxed)
@@ -113,17 +123,61 @@ pub fn run(
     on_machine(machine, memory, places, interrupts, config, |rig| rig.processes(config))
 }
 
-/// Pages per second of ageing, by the run and page by page, over the same mappings of the same pages, alternating.
-/// Nothing is evicted, because everything has just been used;
-/// empty if a TLB remembered all pages of the only process, and so hid that.
-pub fn ageing_rates(
+/// What ageing of the same pages has cost in one way.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Pages of which it was found out whether they had been used.
+    pub pages: u64,
+    /// Nanoseconds of reading accessed bits.
+    pub age_ns: u64,
+    /// Nanoseconds of LRU rounds that it causes besides.
+    pub lists_ns: u64,
+    /// Nanoseconds in which pages came back that were in use and taken for old.
+    pub refault_ns: u64,
+    /// How many did.
+    pub refaults: u64,
+    /// Of the part in which nothing is evicted: the pages, nanoseconds of all that reclaim did, and of ageing in it.
+    pub kept: Kept,
+}
+
+/// See [`Cost::kept`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Kept {
+    pub pages: u64,
+    pub whole_ns: u64,
+    pub age_ns: u64,
+}
+
+impl Cost {
+    /// Pages per second of ageing, all that it causes included.
+    pub fn rate(&self) -> f64 {
+        self.pages as f64 * 1e9 / (self.age_ns + self.lists_ns + self.refault_ns).max(1) as f64
+    }
+
+    /// Pages per second of reclaim, with pages that came back because of ageing.
+    pub fn whole_rate(&self) -> f64 {
+        self.kept.pages as f64 * 1e9 / (self.kept.whole_ns + self.refault_ns).max(1) as f64
+    }
+
+    /// The same if ageing cost nothing.
+    pub fn free_rate(&self) -> f64 {
+        self.kept.pages as f64 * 1e9 / self.kept.whole_ns.saturating_sub(self.kept.age_ns).max(1) as f64
+    }
+}
+
+/// What ageing by the run and page by page costs, over the same mappings of the same pages. The sides take turns at
+/// beginning. In each turn a round over pages of which all have been used, so that nothing is evicted; then one in which a
+/// half has, and the other half goes; then who was wrongly sent away comes back.
+///
+/// Empty if a TLB remembered all pages of the only process, and so hid that they were used.
+pub fn ageing_costs(
     machine: &Machine,
     memory: &mut [u8],
     places: &[CpuPlace],
     config: &RunConfig,
     runs: u32,
-) -> Result<Vec<[f64; 2]>> {
-    on_machine(machine, memory, places, None, config, |rig| rig.rates(config, runs))
+) -> Result<Vec<[Cost; 2]>> {
+    on_machine(machine, memory, places, None, config, |rig| rig.costs(config, runs))
 }
 
 fn on_machine<R>(
@@ -204,7 +258,10 @@ impl<'h> Rig<'_, 'h> {
         let serve = || {
             // SAFETY: an interrupt's context, which ends before the interrupted one is used again.
             let cx = unsafe { CpuCx::new(self.host) };
+            // What others want is none of what this thread is at.
+            let step = STEP.replace((Step::Outside, None));
             self.vm.tlbs().serve(&cx);
+            STEP.set(step);
         };
         Ok(self.host.run_on(cpu, |cx| self.crew.work(&serve, || f(cx)))?)
     }
@@ -242,9 +299,7 @@ impl<'h> Rig<'_, 'h> {
                     bail!("an address space is in use");
                 }
             }
-            if self.vm.close(cx, object).is_err() {
-                bail!("the shared object is another manager's");
-            }
+            self.vm.close(cx, object);
             Ok(())
         })?
     }
@@ -281,7 +336,9 @@ impl<'h> Rig<'_, 'h> {
         let pager = self.vm.pager();
         let reclaimed = self
             .as_cpu(CpuId(0), |cx| Figures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step)))?;
-        let figures = Figures { seconds, windows, touched, shootdowns: self.vm.tlbs().counts(), ..reclaimed };
+        let age_flush_ns = reclaimed.age_flush_ns + self.mmu.age_flush_ns();
+        let shootdowns = self.vm.tlbs().counts();
+        let figures = Figures { seconds, windows, touched, shootdowns, age_flush_ns, ..reclaimed };
         self.end(object, spaces)?;
         Ok(figures)
     }
@@ -347,51 +404,177 @@ impl<'h> Rig<'_, 'h> {
         Ok(done)
     }
 
-    fn rates(&self, config: &RunConfig, runs: u32) -> Result<Vec<[f64; 2]>> {
+    fn costs(&self, config: &RunConfig, runs: u32) -> Result<Vec<[Cost; 2]>> {
         let (object, spaces) = self.spaces(config, 0)?;
-        let pager = self.vm.pager();
-        let pages = config.shared >> 12;
-        let rates = self.as_cpu(CpuId(0), |cx| {
-            let touches = Touches(self.mmu);
-            let mut rates = Vec::new();
+        let costs = self.as_cpu(CpuId(0), |cx| {
+            let mut costs = Vec::new();
             for run in 0..=runs {
-                let mut pair = [0.0; 2];
-                for (rate, way) in pair.iter_mut().zip([Ageing::Batch, Ageing::NoFlush]) {
+                let mut pair = [Cost::default(); 2];
+                for turn in 0..2 {
                     interrupt::check()?;
-                    for space in &spaces {
-                        space.tlb().switch_in(self.vm.tlbs(), cx);
-                        for page in 0..pages {
-                            let at = VirtAddr::new(SHARED_AT.get() + (page << 12));
-                            while touches.reach(cx, at, true).is_none() {
-                                self.vm.fault(cx, space, at, hugemm_vm::Access::Write)?;
-                            }
-                        }
-                        space.tlb().switch_out(self.vm.tlbs(), cx);
-                    }
-                    pager.set_ageing(way);
-                    let seen = || {
-                        let counts = pager.counts();
-                        (counts.aged.get() + counts.around.get(), pager.steps().of(Step::Age))
-                    };
-                    let (before, since) = seen();
-                    // Once over the list: a second look would find pages idle, and evict them.
-                    let budget = Budget { free: u64::MAX, scan: config.page.pages() * BATCH as u64 };
-                    while seen().0 - before < pages {
-                        let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
-                        if progress.freed > 0 || progress.empty {
-                            return anyhow::Ok(Vec::new());
-                        }
-                    }
-                    let (after, until) = seen();
-                    *rate = (after - before) as f64 * 1e9 / (until - since).max(1) as f64;
+                    let which = (turn + run as usize) % 2;
+                    self.vm.pager().set_ageing([Ageing::Batch, Ageing::NoFlush][which]);
+                    let Some(cost) = self.cost(cx, &spaces, config)? else { return anyhow::Ok(Vec::new()) };
+                    pair[which] = cost;
                 }
                 if run > 0 {
-                    rates.push(pair);
+                    costs.push(pair);
                 }
             }
-            Ok(rates)
+            Ok(costs)
         })??;
         self.end(object, spaces)?;
-        Ok(rates)
+        Ok(costs)
+    }
+
+    /// One turn of one side.
+    fn cost(
+        &self,
+        cx: &mut CpuCx<'_, Host<'h>>,
+        spaces: &[SpaceRef<'_, OnHost<'h>>],
+        config: &RunConfig,
+    ) -> Result<Option<Cost>> {
+        let pages = config.shared >> 12;
+        for space in spaces {
+            space.tlb().switch_in(self.vm.tlbs(), cx);
+            self.touch_all(cx, space, 0..pages)?;
+            space.tlb().switch_out(self.vm.tlbs(), cx);
+        }
+        let before = self.seen();
+        let mut evicted = 0;
+        self.round(cx, config, pages, &mut evicted);
+        let after = self.seen();
+        if evicted > 0 || after.pages - before.pages < pages {
+            return Ok(None);
+        }
+        let kept = Kept {
+            pages: after.pages - before.pages,
+            whole_ns: after.whole_ns - before.whole_ns,
+            age_ns: after.age_ns + after.lists_ns - before.age_ns - before.lists_ns,
+        };
+        // Every other page on average, and no two spaces forget what they used but the one that runs.
+        let used = || (0..pages).filter(|page| (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0);
+        let (last, others) = spaces.split_last().context("a process")?;
+        for space in others {
+            space.tlb().switch_in(self.vm.tlbs(), cx);
+            self.touch_all(cx, space, used())?;
+            space.tlb().switch_out(self.vm.tlbs(), cx);
+        }
+        last.tlb().switch_in(self.vm.tlbs(), cx);
+        self.touch_all(cx, last, used())?;
+        self.round(cx, config, pages, &mut evicted);
+        let done = self.seen();
+        // What comes back now had been used, and was taken for old.
+        let (mut refaults, mut refault_ns) = self.touch_all(cx, last, used())?;
+        last.tlb().switch_out(self.vm.tlbs(), cx);
+        for space in others {
+            space.tlb().switch_in(self.vm.tlbs(), cx);
+            let (faults, nanos) = self.touch_all(cx, space, used())?;
+            space.tlb().switch_out(self.vm.tlbs(), cx);
+            (refaults, refault_ns) = (refaults + faults, refault_ns + nanos);
+        }
+        Ok(Some(Cost {
+            pages: done.pages - before.pages,
+            age_ns: done.age_ns - before.age_ns,
+            lists_ns: done.lists_ns - before.lists_ns,
+            refault_ns,
+            refaults,
+            kept,
+        }))
+    }
+
+    /// A process writes to pages, each of them once. How many had to be brought for it, and how long that took.
+    fn touch_all(
+        &self,
+        cx: &mut CpuCx<'_, Host<'h>>,
+        space: &SpaceRef<'_, OnHost<'h>>,
+        pages: impl Iterator<Item = u64>,
+    ) -> Result<(u64, u64)> {
+        let touches = Touches(self.mmu);
+        let (mut faults, mut nanos) = (0, 0);
+        for page in pages {
+            let at = VirtAddr::new(SHARED_AT.get() + (page << 12));
+            while touches.reach(cx, at, true).is_none() {
+                let start = Instant::now();
+                self.vm.fault(cx, space, at, hugemm_vm::Access::Write)?;
+                (faults, nanos) = (faults + 1, nanos + start.elapsed().as_nanos() as u64);
+            }
+        }
+        Ok((faults, nanos))
+    }
+
+    /// Looks at so many pages, once each: a second look would find all of them idle.
+    fn round(&self, cx: &mut CpuCx<'_, Host<'h>>, config: &RunConfig, pages: u64, evicted: &mut u64) {
+        let pager = self.vm.pager();
+        let first = self.seen().pages;
+        let budget = Budget { free: u64::MAX, scan: config.page.pages() * BATCH as u64 };
+        while self.seen().pages - first < pages {
+            let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
+            *evicted += progress.freed;
+            if progress.empty || progress.full {
+                return;
+            }
+        }
+    }
+
+    fn seen(&self) -> Seen {
+        let pager = self.vm.pager();
+        let (counts, of) = (pager.counts(), |step| pager.steps().of(step));
+        Seen {
+            pages: counts.aged.get() + counts.around.get(),
+            age_ns: of(Step::Age) + of(Step::AgeFlush),
+            lists_ns: of(Step::Around),
+            whole_ns: pager.steps().whole(),
+        }
+    }
+}
+
+/// What reclaim has done so far.
+#[derive(Clone, Copy)]
+struct Seen {
+    pages: u64,
+    age_ns: u64,
+    lists_ns: u64,
+    whole_ns: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hugemm_base::{Invalidation, TlbHw, TlbScope};
+
+    /// An invalidation by a thread that ages is ageing's, whatever path it took; one for others is not.
+    #[test]
+    fn a_flush_in_ageing_is_seen() {
+        let place = CpuPlace { os_cpu: 0, node: NODE };
+        let host = Host::new(&[place], &mut []).expect("a machine without memory");
+        let mmu = SoftMmu::new(&host, 1, None);
+        let flush = || mmu.invalidate(CpuId(0), TlbScope::Space, &Invalidation::ALL);
+        flush();
+        assert_eq!(mmu.age_flush_ns(), 0, "nobody ages");
+        Clocked::default().enter(Step::Age);
+        flush();
+        assert!(mmu.age_flush_ns() > 0);
+        Clocked::default().enter(Step::Outside);
+        let seen = mmu.age_flush_ns();
+        flush();
+        assert_eq!(mmu.age_flush_ns(), seen);
+    }
+
+    /// Whatever ageing causes makes its rate smaller.
+    #[test]
+    fn everything_that_ageing_causes_is_charged() {
+        let kept = Kept { pages: 1000, whole_ns: 4000, age_ns: 1000 };
+        let cost = Cost { pages: 2000, age_ns: 1000, lists_ns: 500, refault_ns: 500, refaults: 1, kept };
+        assert_eq!((cost.rate(), cost.whole_rate()), (1e9, 1000.0 * 1e9 / 4500.0));
+        for dearer in [Cost { age_ns: 1001, ..cost }, Cost { lists_ns: 501, ..cost }, Cost { refault_ns: 501, ..cost }]
+        {
+            assert!(dearer.rate() < cost.rate(), "{dearer:?}");
+        }
+        assert!(Cost { refault_ns: 501, ..cost }.whole_rate() < cost.whole_rate());
+        // Ageing that costs nothing is the most that there can be.
+        assert_eq!(cost.free_rate(), 1000.0 * 1e9 / 3000.0);
+        let free = Cost { refault_ns: 0, kept: Kept { whole_ns: 3000, age_ns: 0, ..kept }, ..cost };
+        assert_eq!(free.whole_rate(), cost.free_rate());
     }
 }

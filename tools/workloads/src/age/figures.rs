@@ -55,7 +55,7 @@ impl Figures {
         nanos: impl Fn(Step) -> u64,
     ) -> Figures {
         let counts = pager.counts();
-        let steps = [Step::Age, Step::AgeFlush, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
+        let steps = [Step::Age, Step::AgeFlush, Step::Around, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
         Figures {
             lru: pager.lru(node).map(|lru| lru.stats(cx)).unwrap_or_default(),
             swap: swap.stats(cx),
