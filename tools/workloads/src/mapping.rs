@@ -1,14 +1,14 @@
 //! Mapping, protecting and unmapping a range of addresses by 4 KiB pages, one way or another.
 //!
-//! Nobody translates by the tables; what is measured is the work on entries, without flushes, which every way needs
-//! alike (as many as it makes).
+//! Nobody translates by the tables; what is measured is the work on entries. Flushes are those that a caller charges: as
+//! many as a way makes.
 
 use crate::alloc_free::Spent;
 use crate::timed;
 use core::fmt;
 use hugemm_base::{Clock, Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 use hugemm_paging::{
-    Change, EditLock, Editing, Flags, Mapping, PageFormat, PageTable, PagingError, Span, SpanError, TableMemory,
+    Change, EditLock, Editing, Flags, Lookup, Mapping, PageFormat, PageTable, PagingError, Span, SpanError, TableMemory,
 };
 
 /// Which addresses are mapped to which frames.
@@ -32,14 +32,34 @@ impl Field {
         (0..self.pages / run).rev().filter_map(move |i| Extent::new(Pfn::new(first + i * run), run).ok())
     }
 
-    /// The pages that somebody writes again, by number within the field: one in each 2 MiB.
-    pub fn written(self) -> impl Iterator<Item = u64> {
-        (0..self.pages).step_by(TABLE as usize)
+    /// The pages that somebody writes again, by number within the field: one in so many percent of the tables, at least in
+    /// one, spread over all of them.
+    pub fn written(self, percent: u64) -> impl Iterator<Item = u64> {
+        let tables = self.tables();
+        let count = (tables * percent / 100).max(1);
+        (0..count).map(move |i| i * tables / count * TABLE)
+    }
+
+    /// The tables of leaves that it takes.
+    pub fn tables(self) -> u64 {
+        self.pages.div_ceil(TABLE)
+    }
+
+    /// Parts so small that no table is a part's alone: 1 MiB each.
+    fn parts(self) -> impl Iterator<Item = Field> {
+        (0..self.pages).step_by(TABLE as usize / 2).map(move |page| Field {
+            at: VirtAddr::new(self.at.get() + (page << PAGE_SHIFT)),
+            pages: (self.pages - page).min(TABLE / 2),
+            ..self
+        })
     }
 }
 
 /// Pages under one table.
 const TABLE: u64 = PageSize::Size2M.pages();
+
+/// Of the tables that were made read-only, how many percent are written to again.
+pub const REWRITTEN: [u64; 3] = [1, 10, 100];
 
 /// What the mappings allow. Settled ones are accessed and dirty, so hardware has nothing to change in them; fresh ones
 /// are neither.
@@ -49,6 +69,15 @@ pub struct State {
     pub writable: bool,
     /// Whether the accessed and dirty bits are set.
     pub settled: bool,
+}
+
+/// How a range becomes read-only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// By the entries that refer to tables; who writes below one pays for all of its leaves.
+    Tables,
+    /// By every leaf.
+    Leaves,
 }
 
 /// What ends a pass early.
@@ -67,6 +96,13 @@ pub enum Trouble {
         /// How many were.
         found: u64,
     },
+    /// A page can be written to and should not, or the other way round.
+    Rights {
+        /// Its number in the field.
+        page: u64,
+        /// Whether it can.
+        writable: bool,
+    },
 }
 
 impl fmt::Display for Trouble {
@@ -76,6 +112,10 @@ impl fmt::Display for Trouble {
             Trouble::Span(error) => error.fmt(f),
             Trouble::Page(page) => write!(f, "the per-page mapper refused page {page}"),
             Trouble::Lost { wanted, found } => write!(f, "{wanted} pages were mapped and {found} unmapped"),
+            Trouble::Rights { page, writable: true } => {
+                write!(f, "page {page} can be written to after it was protected")
+            }
+            Trouble::Rights { page, writable: false } => write!(f, "page {page} cannot be written to and should"),
         }
     }
 }
@@ -90,63 +130,129 @@ impl From<PagingError> for Trouble {
 
 /// One way to do it.
 pub trait Way {
-    /// Maps the field, writable and settled.
+    /// The ways that it has of making a range read-only and writable again in places; the best of them counts.
+    const LAZY: &'static [By];
+
+    /// Maps the field, writable and settled. Tables that are missing are made.
     fn map(&mut self, field: Field) -> Result<(), Trouble>;
-    /// Makes the field read-only in the fewest stores that this way has for it; where it is `live`, what hardware sets in an
-    /// entry at the same moment is not lost.
-    fn write_protect(&mut self, field: Field, live: bool) -> Result<(), Trouble>;
-    /// Makes [one page in each 2 MiB](Field::written) writable again.
-    fn write_again(&mut self, field: Field) -> Result<(), Trouble>;
-    /// Changes every leaf of the field.
+    /// Makes the field, which is settled, read-only.
+    fn protect(&mut self, field: Field, by: By) -> Result<(), Trouble>;
+    /// Makes one page writable again, as a fault does, where the field was made read-only in this way.
+    fn write_again(&mut self, field: Field, page: u64, by: By) -> Result<(), Trouble>;
+    /// Whether a store to a page would pass: every level allows it.
+    fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, Trouble>;
+    /// Gives every leaf of the field this state, and leaves it to the leaves alone what is allowed.
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble>;
-    /// Makes every leaf of the field read-only, where it is live.
+    /// Makes every leaf of the field read-only; what hardware sets in one at the same moment is not lost.
     fn protect_live(&mut self, field: Field) -> Result<(), Trouble>;
     /// Unmaps the field and gives its tables back; returns how many pages had been mapped.
     fn unmap(&mut self, field: Field) -> Result<u64, Trouble>;
+    /// The same, and the tables of leaves stay.
+    fn unmap_leaves(&mut self, field: Field) -> Result<u64, Trouble>;
 }
 
 /// What one pass cost; an operation is one page.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Times {
-    /// Mapping.
+    /// Mapping, where tables are missing.
     pub map: Spent,
-    /// Making settled mappings read-only in the fewest stores.
-    pub write_protect: Spent,
-    /// Making fresh mappings read-only in the fewest stores.
-    pub write_protect_live: Spent,
-    /// Making one page in each 2 MiB writable after that; an operation is one such page.
-    pub write_again: Spent,
     /// Making settled mappings read-only leaf by leaf.
     pub protect_settled: Spent,
     /// Making fresh mappings read-only leaf by leaf, where CPUs may be translating by them.
     pub protect_live: Spent,
+    /// Making settled mappings read-only by the tables.
+    pub protect_tables: Spent,
+    /// Making settled mappings read-only, a flush, and writing to one page in [so many](REWRITTEN) percent of the tables: the
+    /// best of the [ways](Way::LAZY).
+    pub rewritten: [Spent; REWRITTEN.len()],
+    /// Making one page writable in each table, after they became read-only by the tables; an operation is one such page.
+    pub write_again: Spent,
     /// Unmapping, with what that gives back.
     pub unmap: Spent,
 }
 
-/// Maps a field, makes it read-only in every way, and unmaps it.
-pub fn pass(clock: &impl Clock, way: &mut impl Way, field: Field) -> Result<Times, Trouble> {
-    let once = |way: &mut _, operations, step: &dyn Fn(&mut _) -> Result<(), Trouble>| {
-        let (done, nanos) = timed(clock, || step(way));
-        done.map(|()| Spent { operations, nanos })
-    };
-    let (pages, tables) = (field.pages, field.pages.div_ceil(TABLE));
-    let writable = |settled| State { writable: true, settled };
-    let map = once(way, pages, &|way| Way::map(way, field))?;
-    let write_protect = once(way, pages, &|way| way.write_protect(field, false))?;
-    let write_again = once(way, tables, &|way| way.write_again(field))?;
-    way.change(field, writable(true))?;
-    let protect_settled = once(way, pages, &|way| way.change(field, State { writable: false, settled: true }))?;
-    way.change(field, writable(false))?;
-    let write_protect_live = once(way, pages, &|way| way.write_protect(field, true))?;
-    way.change(field, writable(false))?;
-    let protect_live = once(way, pages, &|way| way.protect_live(field))?;
-    let (found, nanos) = timed(clock, || way.unmap(field));
-    let (found, unmap) = (found?, Spent { operations: pages, nanos });
-    if found != field.pages {
-        return Err(Trouble::Lost { wanted: field.pages, found });
+/// Maps a field, makes it read-only in every way, and unmaps it. `flush` is what one flush of everything costs.
+pub fn pass<W: Way>(clock: &impl Clock, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Times, Trouble> {
+    let (pages, tables) = (field.pages, field.tables());
+    let fresh = State { writable: true, settled: false };
+    let settled = State { writable: true, settled: true };
+    let map = spent(clock, way, pages, &mut |way| way.map(field))?;
+
+    let protect_tables = spent(clock, way, pages, &mut |way| way.protect(field, By::Tables))?;
+    rights(way, field, |_| false)?;
+    let again = &mut |way: &mut W| field.written(100).try_for_each(|page| way.write_again(field, page, By::Tables));
+    let write_again = spent(clock, way, tables, again)?;
+    rights(way, field, |page| page % TABLE == 0)?;
+    way.change(field, settled)?;
+    let mut rewritten = [Spent::default(); REWRITTEN.len()];
+    for (best, percent) in rewritten.iter_mut().zip(REWRITTEN) {
+        for by in W::LAZY {
+            let took = spent(clock, way, pages, &mut |way| {
+                way.protect(field, *by)?;
+                flush();
+                field.written(percent).try_for_each(|page| way.write_again(field, page, *by))
+            })?;
+            rights(way, field, |page| page % TABLE == 0 && field.written(percent).any(|written| written == page))?;
+            way.change(field, settled)?;
+            if best.operations == 0 || took.nanos < best.nanos {
+                *best = took;
+            }
+        }
     }
-    Ok(Times { map, write_protect, write_protect_live, write_again, protect_settled, protect_live, unmap })
+    let protect_settled = spent(clock, way, pages, &mut |way| way.protect(field, By::Leaves))?;
+    rights(way, field, |_| false)?;
+    way.change(field, fresh)?;
+    let protect_live = spent(clock, way, pages, &mut |way| way.protect_live(field))?;
+    rights(way, field, |_| false)?;
+    let unmap = unmapped(clock, way, field, W::unmap)?;
+    Ok(Times { map, protect_settled, protect_live, protect_tables, rewritten, write_again, unmap })
+}
+
+/// Maps and unmaps a field where tables are there already, and stay. What one of each cost.
+pub fn pass_in_tables<W: Way>(clock: &impl Clock, way: &mut W, field: Field) -> Result<[Spent; 2], Trouble> {
+    way.map(field)?;
+    way.unmap_leaves(field)?;
+    let map = spent(clock, way, field.pages, &mut |way| way.map(field))?;
+    let unmap = unmapped(clock, way, field, W::unmap_leaves)?;
+    // The tables go with a range that is mapped.
+    way.map(field)?;
+    way.unmap(field)?;
+    Ok([map, unmap])
+}
+
+fn spent<W>(
+    clock: &impl Clock,
+    way: &mut W,
+    operations: u64,
+    step: &mut dyn FnMut(&mut W) -> Result<(), Trouble>,
+) -> Result<Spent, Trouble> {
+    let (done, nanos) = timed(clock, || step(way));
+    done.map(|()| Spent { operations, nanos })
+}
+
+fn unmapped<W>(
+    clock: &impl Clock,
+    way: &mut W,
+    field: Field,
+    unmap: fn(&mut W, Field) -> Result<u64, Trouble>,
+) -> Result<Spent, Trouble> {
+    let (found, nanos) = timed(clock, || unmap(way, field));
+    match found? {
+        found if found == field.pages => Ok(Spent { operations: field.pages, nanos }),
+        found => Err(Trouble::Lost { wanted: field.pages, found }),
+    }
+}
+
+/// Looks at some pages: the first two, and the first two of the last table.
+fn rights<W: Way>(way: &mut W, field: Field, writable: impl Fn(u64) -> bool) -> Result<(), Trouble> {
+    let last = (field.tables() - 1) * TABLE;
+    for page in [0, 1, last, last + 1].into_iter().filter(|page| *page < field.pages) {
+        let found = way.is_writable(field, page)?;
+        if found != writable(page) {
+            return Err(Trouble::Rights { page, writable: found });
+        }
+    }
+    Ok(())
 }
 
 /// hugemm's range mapper, edits as on a table that CPUs translate by.
@@ -164,49 +270,66 @@ impl<'t, F: PageFormat, M: TableMemory> ByRange<'t, F, M> {
     pub unsafe fn new(table: &'t PageTable<F, EditLock>, memory: M) -> Self {
         ByRange { table, memory }
     }
+
+    fn protect_leaves(&mut self, field: Field, change: Change) -> Result<(), Trouble> {
+        let stale = self.table.exclusive(&mut self.memory).protect(span(field)?, change, Editing::LIVE)?;
+        // No CPU translates by the table, so there is nothing to flush.
+        core::hint::black_box(stale.entries());
+        Ok(())
+    }
 }
 
 fn span(field: Field) -> Result<Span, Trouble> {
     Span::new(field.at, field.pages << PAGE_SHIFT).map_err(Trouble::Span)
 }
 
+fn address(field: Field, page: u64) -> VirtAddr {
+    VirtAddr::new(field.at.get() + (page << PAGE_SHIFT))
+}
+
 impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
+    /// What fork does: there is no choice to make between runs.
+    const LAZY: &'static [By] = &[By::Tables];
+
     fn map(&mut self, field: Field) -> Result<(), Trouble> {
         let how = Mapping { flags: Flags::WRITE | Flags::HARDWARE, largest: PageSize::Size4K };
         Ok(self.table.exclusive(&mut self.memory).map(span(field)?, field.runs(), how)?)
     }
 
-    fn write_protect(&mut self, field: Field, _live: bool) -> Result<(), Trouble> {
-        let stale = self.table.exclusive(&mut self.memory).write_protect(span(field)?)?;
-        // No CPU translates by the table, so there is nothing to flush.
-        core::hint::black_box(stale.entries());
+    fn protect(&mut self, field: Field, by: By) -> Result<(), Trouble> {
+        match by {
+            By::Tables => {
+                let stale = self.table.exclusive(&mut self.memory).write_protect(span(field)?)?;
+                core::hint::black_box(stale.entries());
+                Ok(())
+            }
+            By::Leaves => self.protect_leaves(field, Change { set: Flags::NONE, clear: Flags::WRITE }),
+        }
+    }
+
+    fn write_again(&mut self, field: Field, page: u64, _by: By) -> Result<(), Trouble> {
+        let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+        let one = span(Field { at: address(field, page), pages: 1, ..field })?;
+        // As a fault does: beside others. More rights need no flush.
+        core::hint::black_box(self.table.shared(&mut self.memory).protect(one, change)?.entries());
         Ok(())
     }
 
-    fn write_again(&mut self, field: Field) -> Result<(), Trouble> {
-        let change = Change { set: Flags::WRITE, clear: Flags::NONE };
-        for page in field.written() {
-            let one = span(Field { at: VirtAddr::new(field.at.get() + (page << PAGE_SHIFT)), pages: 1, ..field })?;
-            // As a fault does: beside others. More rights need no flush.
-            core::hint::black_box(self.table.shared(&mut self.memory).protect(one, change)?.entries());
+    fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, Trouble> {
+        match self.table.shared(&mut self.memory).lookup(address(field, page)) {
+            Lookup::Mapped(leaf) => Ok(leaf.flags.contains(Flags::WRITE)),
+            _ => Err(Trouble::Page(page)),
         }
-        Ok(())
     }
 
     fn protect_live(&mut self, field: Field) -> Result<(), Trouble> {
-        let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-        let stale = self.table.exclusive(&mut self.memory).protect(span(field)?, change, Editing::LIVE)?;
-        core::hint::black_box(stale.entries());
-        Ok(())
+        self.protect_leaves(field, Change { set: Flags::NONE, clear: Flags::WRITE })
     }
 
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
         let bits = |yes, flags| if yes { flags } else { Flags::NONE };
         let set = bits(to.writable, Flags::WRITE) | bits(to.settled, Flags::HARDWARE);
-        let change = Change { set, clear: (Flags::WRITE | Flags::HARDWARE).without(set) };
-        let stale = self.table.exclusive(&mut self.memory).protect(span(field)?, change, Editing::LIVE)?;
-        core::hint::black_box(stale.entries());
-        Ok(())
+        self.protect_leaves(field, Change { set, clear: (Flags::WRITE | Flags::HARDWARE).without(set) })
     }
 
     fn unmap(&mut self, field: Field) -> Result<u64, Trouble> {
@@ -218,5 +341,10 @@ impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
             core::hint::black_box(run);
         });
         harvest.map(|harvest| harvest.pages).map_err(|(error, _)| error.into())
+    }
+
+    /// By parts of which none is the whole of a table.
+    fn unmap_leaves(&mut self, field: Field) -> Result<u64, Trouble> {
+        field.parts().map(|part| self.unmap(part)).sum()
     }
 }

@@ -1,7 +1,8 @@
 //! Changing mapped pages and flushing what CPUs remember of them: what a shootdown costs, by pages, CPUs and batching.
 //!
-//! One CPU maps pages, changes them under a [`ShootdownPolicy`] and flushes; the others have the address space loaded and
-//! serve. Only the change and the flushes are timed. Nothing accesses the pages, which all are one frame.
+//! One CPU maps pages, changes them and flushes under a [`ShootdownPolicy`]; the others have the address space loaded and
+//! serve. Timed are the change, which is one walk whatever the policy, its flushes, and what the CPU then translates anew.
+//! Nothing accesses the pages, which all are one frame.
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
@@ -68,6 +69,8 @@ pub struct Setup<'a, H, F, L, T, M> {
     pub tables: &'a T,
     /// The frame that every page is mapped to.
     pub frame: Pfn,
+    /// Uses a working set again: what a flush of everything costs afterwards.
+    pub refill: &'a dyn Fn(),
 }
 
 /// Maps `span`, changes it, flushes, and leaves it unmapped.
@@ -89,9 +92,11 @@ where
     let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
     let frames = (0..span.pages()).filter_map(|_| Extent::new(setup.frame, 1).ok());
     setup.table.shared(setup.tables.memory(cx)).map(span, frames, how)?;
+    (setup.refill)();
     let before = setup.tlbs.counts();
     let start = cx.platform().now_ns();
     change(cx, setup, span, operation, policy)?;
+    (setup.refill)();
     let nanos = cx.platform().now_ns().saturating_sub(start);
     let counts = setup.tlbs.counts().since(before);
     if operation == Operation::Protect {
@@ -115,34 +120,59 @@ where
     T: Tables<P>,
     M: AsRef<[AtomicU64]>,
 {
-    for part in policy.batches(span.range(), PageSize::Size4K) {
-        // A span of the same alignment; it cannot be refused.
-        let bytes = part.last().get() - part.first().get() + 1;
-        let Ok(part) = Span::new(part.first(), bytes) else { continue };
-        let mut batch = ShootdownBatch::new(setup.space);
-        match operation {
-            Operation::Protect => {
-                let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-                let stale = setup.table.shared(setup.tables.memory(cx)).protect(part, change)?;
-                if let Some(range) = stale.flush() {
-                    batch.changed(range, PageSize::Size4K);
-                }
-                batch.flush(setup.tlbs, cx, policy);
+    match operation {
+        Operation::Protect => {
+            let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+            let stale = setup.table.shared(setup.tables.memory(cx)).protect(span, change)?;
+            if stale.flush().is_some() {
+                each_part(cx, setup, span, policy, false);
             }
-            Operation::Unmap => {
-                let unhooked = setup.table.exclusive(setup.tables.memory(cx)).detach(part, Editing::LIVE)?;
-                // A set-up whose space and table are not each other's leaves it blocked.
+        }
+        Operation::Unmap => {
+            let unhooked = setup.table.exclusive(setup.tables.memory(cx)).detach(span, Editing::LIVE)?;
+            let detached = if policy.pages_per_batch < span.pages() {
+                each_part(cx, setup, span, policy, true);
+                // SAFETY: every page of the span has been flushed since, with the tables above it.
+                unsafe { unhooked.assume_flushed() }
+            } else {
+                let mut batch = ShootdownBatch::new(setup.space);
                 let debt = batch.detached(unhooked).map_err(|_| PagingError::Foreign)?;
                 let receipt = batch.flush(setup.tlbs, cx, policy);
                 // A debt that its own receipt does not pay is none of ours; the domain counts it.
-                if let Some(Ok(detached)) = debt.map(|debt| debt.release(&receipt)) {
-                    let mut table = setup.table.exclusive(setup.tables.memory(cx));
-                    table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error)?;
-                }
-            }
+                let Some(Ok(detached)) = debt.map(|debt| debt.release(&receipt)) else { return Ok(()) };
+                detached
+            };
+            let mut table = setup.table.exclusive(setup.tables.memory(cx));
+            table.harvest(detached, Flags::HARDWARE, |_| ()).map_err(|(error, _)| error)?;
         }
     }
     Ok(())
+}
+
+/// A flush for each part of a span that the policy makes a batch of its own.
+fn each_part<P, H, F, L, T, M>(
+    cx: &mut CpuCx<'_, P>,
+    setup: &Setup<'_, H, F, L, T, M>,
+    span: Span,
+    policy: &ShootdownPolicy,
+    tables: bool,
+) where
+    P: Cpu,
+    H: TlbHw,
+    M: AsRef<[AtomicU64]>,
+{
+    for part in policy.batches(span.range(), PageSize::Size4K) {
+        let mut batch = ShootdownBatch::new(setup.space);
+        if tables {
+            let debt = batch.unhooked((), part, PageSize::Size4K, true);
+            let receipt = batch.flush(setup.tlbs, cx, policy);
+            // Nothing waits behind it.
+            let _ = debt.release(&receipt);
+        } else {
+            batch.changed(part, PageSize::Size4K);
+            batch.flush(setup.tlbs, cx, policy);
+        }
+    }
 }
 
 /// Tables from the frame allocator.

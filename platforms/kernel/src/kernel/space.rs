@@ -124,7 +124,8 @@ impl<'a> Space<'a> {
         harvest.map_err(|(error, _)| error)
     }
 
-    /// Maps a span to one frame, changes it by the policy's batches, and leaves it unmapped: what the change took.
+    /// Maps a span to one frame, changes it by the policy's batches, and leaves it unmapped: what the change took, with
+    /// `refill` after it.
     pub fn shootdown(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
@@ -132,11 +133,12 @@ impl<'a> Space<'a> {
         span: Span,
         operation: Operation,
         policy: &ShootdownPolicy,
+        refill: &dyn Fn(),
     ) -> Result<Shot, PagingError> {
         // SAFETY: the direct map has every frame, always.
         let tables = unsafe { FromFrames::new(frames()) };
         let (tlbs, space, table) = (tlbs(), &self.tlb, &self.table);
-        shootdown::run(cx, &Setup { tlbs, space, table, tables: &tables, frame }, span, operation, policy)
+        shootdown::run(cx, &Setup { tlbs, space, table, tables: &tables, frame, refill }, span, operation, policy)
     }
 
     /// Flushes a span on all CPUs that have the space loaded.

@@ -1,11 +1,16 @@
 //! `hugemm bench map`: address space mapped, protected and unmapped by 4 KiB pages, as ranges and page by page.
 //!
 //! Both sides work on real x86-64 tables in verified huge pages, with tables from the same allocator; the frames that are
-//! mapped are numbers. Nobody translates by the tables, so neither side flushes. Both give the tables back when they unmap.
+//! mapped are numbers. Nobody translates by the tables; a flush costs both sides what this machine's kernel takes for one.
+//! Both give the tables back when they unmap a whole range.
 //!
-//! A range becomes read-only by the table, or leaf by leaf where leaves are asked for. What the first puts off is shown too:
-//! one page in each 2 MiB is written again. Where CPUs may be translating by the entries (live), a leaf takes a locked edit on
-//! both sides: the per-page mapper's own plain store would lose what hardware sets meanwhile.
+//! A range becomes read-only leaf by leaf on both sides, or by the tables on both sides: that crate has functions for the
+//! entries of each level. What the second puts off is charged where it is written again: one page in 1, 10 and 100 % of the
+//! tables, with the flush in between; there the per-page side has the better of both ways. Where CPUs may be translating by
+//! the entries (live), a leaf takes a locked edit on both sides: the per-page mapper's own plain store would lose what
+//! hardware sets meanwhile.
+//!
+//! Frames are one run, or as `--extent` says; the last rows are of short runs, into tables that exist and stay.
 
 use crate::document::Row;
 use crate::frames::area::{Columns, Side, alternate, cell, figure};
@@ -21,9 +26,10 @@ use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
+use hugemm_host::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_host::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, Span, X86_64};
-use hugemm_workloads::mapping::{ByRange, Field, Times, pass};
+use hugemm_workloads::mapping::{ByRange, Field, Times, Way, pass, pass_in_tables};
 
 /// Where the range begins: a border of 512 GiB.
 const AT: VirtAddr = VirtAddr::new(2 << 40);
@@ -41,20 +47,60 @@ struct What {
     goal: Option<(&'static str, f64)>,
 }
 
-/// What is measured, in the order in which [`columns`] gives it.
-const WHATS: [What; 7] = [
-    What { name: "map", label: "map", goal: Some(("paging.map4k_speedup", 10.0)) },
-    What { name: "write_protect", label: "make read-only", goal: Some(("paging.protect4k_speedup", 10.0)) },
-    What {
-        name: "write_protect_live",
-        label: "make read-only, live",
-        goal: Some(("paging.protect4k_live_speedup", 1.5)),
-    },
-    What { name: "write_again", label: "write 1 page in 2 MiB again", goal: None },
-    What { name: "protect_settled", label: "the same by leaf", goal: None },
-    What { name: "protect_live", label: "the same by leaf, live", goal: None },
-    What { name: "unmap", label: "unmap", goal: Some(("paging.unmap4k_speedup", 10.0)) },
+const fn what(name: &'static str, label: &'static str, goal: Option<(&'static str, f64)>) -> What {
+    What { name, label, goal }
+}
+
+/// What is measured over the field as it is asked for, in the order in which [`columns`] gives it.
+const WHATS: [What; 9] = [
+    what("map", "map", Some(("paging.map4k_speedup", 10.0))),
+    what("unmap", "unmap", Some(("paging.unmap4k_speedup", 10.0))),
+    what("protect_settled", "read-only by leaf", Some(("paging.protect4k_speedup", 5.0))),
+    what("protect_live", "read-only by leaf, live", Some(("paging.protect4k_live_speedup", 5.0))),
+    what("protect_tables", "read-only by table", Some(("paging.protect_tables_speedup", 1.0))),
+    what("rewritten_1", "read-only, flush, 1 % of tables written", Some(("paging.protect_rewrite1_speedup", 1.0))),
+    what("rewritten_10", "read-only, flush, 10 % of tables written", Some(("paging.protect_rewrite10_speedup", 1.0))),
+    what("rewritten_100", "read-only, flush, all tables written", Some(("paging.protect_rewrite100_speedup", 1.0))),
+    what("write_again", "write 1 page in 2 MiB again, by page", None),
 ];
+
+/// How many frames in a row are contiguous where tables exist, and what is measured of each.
+const SCATTERED: [(u64, [What; 2]); 3] = [
+    (
+        1,
+        [
+            what("map_scattered", "map 4 KiB runs into tables", Some(("paging.map_scattered_speedup", 3.0))),
+            what("unmap_scattered", "unmap 4 KiB runs from tables", Some(("paging.unmap_scattered_speedup", 3.0))),
+        ],
+    ),
+    (
+        4,
+        [
+            what("map_scattered16k", "map 16 KiB runs into tables", Some(("paging.map_scattered16k_speedup", 8.0))),
+            what(
+                "unmap_scattered16k",
+                "unmap 16 KiB runs from tables",
+                Some(("paging.unmap_scattered16k_speedup", 6.0)),
+            ),
+        ],
+    ),
+    (
+        16,
+        [
+            what("map_scattered64k", "map 64 KiB runs into tables", Some(("paging.map_scattered64k_speedup", 8.0))),
+            what(
+                "unmap_scattered64k",
+                "unmap 64 KiB runs from tables",
+                Some(("paging.unmap_scattered64k_speedup", 6.0)),
+            ),
+        ],
+    ),
+];
+
+/// Everything, in the order of the columns.
+fn whats() -> impl Iterator<Item = &'static What> {
+    WHATS.iter().chain(SCATTERED.iter().flat_map(|(_, whats)| whats))
+}
 
 /// The size that the goals are stated for.
 const GOAL_SIZE: u64 = 64 << 30;
@@ -82,7 +128,8 @@ pub fn run(args: &Map) -> Result<()> {
     // SAFETY: released once, here; the memory is the host's alone.
     unsafe { frames.release(Dirty::assume_owned(extent)) };
     let offset = VirtAddr::new(start.wrapping_sub(extent.start().get()));
-    let bench = Bench { host: &host, frames: &frames, offset };
+    let cost = FlushCost::measure().context("what a flush costs")?;
+    let bench = Bench { host: &host, frames: &frames, offset, cost };
 
     let sides = if peers(args) { 2 } else { 1 };
     let turns = fields.len() * sides * args.measured.repeat().all();
@@ -91,6 +138,10 @@ pub fn run(args: &Map) -> Result<()> {
         environment_text::print(&environment);
         let extent = args.extent.map_or("all of the range".to_owned(), |extent| extent.to_string());
         println!("\nmedian of {} runs; contiguous frames: {extent}", args.measured.runs);
+        println!(
+            "a flush of everything takes {:.0} ns here, and the refill of {WORKING_SET} translations {:.0} ns (by mprotect)",
+            cost.all_ns, cost.refill_ns
+        );
     }
     let (mut rows, mut goals, mut lines) = (Vec::new(), Goals::new(), new_table(sides));
     for (size, field) in args.size.iter().zip(fields) {
@@ -102,7 +153,7 @@ pub fn run(args: &Map) -> Result<()> {
         let columns = alternate(&mut sides, args.measured.repeat(), &bar)?;
         let names: Vec<_> = sides.iter().map(|side| side.name).collect();
         rows.extend(figures(*size, &names, &columns));
-        lines.add_rows(WHATS.iter().enumerate().map(|(index, what)| line(*size, what, index, &columns)));
+        lines.add_rows(whats().enumerate().map(|(index, what)| line(*size, what, index, &columns)));
         if size.0 == GOAL_SIZE && args.extent.is_none() {
             note_goals(&mut goals, &columns);
         }
@@ -156,9 +207,15 @@ struct Bench<'b, 'm> {
     frames: &'b Frames<'m>,
     #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "for the other side"))]
     offset: VirtAddr,
+    cost: FlushCost,
 }
 
 impl<'b> Bench<'b, '_> {
+    /// Takes as long as a flush of everything and the refill after it, on one CPU.
+    fn flush(self) {
+        spin(self.cost.all_ns + self.cost.refill_ns);
+    }
+
     fn by_range(self, field: Field) -> Side<'b>
     where
         Self: 'b,
@@ -172,10 +229,10 @@ impl<'b> Bench<'b, '_> {
                 // SAFETY: one memory; no CPU translates by the table.
                 let table = unsafe { PageTable::<X86_64>::new(&mut memory, half) }?;
                 // SAFETY: as above.
-                let times = pass(host, &mut unsafe { ByRange::new(&table, &mut memory) }, field)?;
+                let all = measured(host, &mut unsafe { ByRange::new(&table, &mut memory) }, field, &|| self.flush())?;
                 // SAFETY: as above.
                 unsafe { table.retire(&mut memory, |_| ()) };
-                Ok(columns(times))
+                Ok(all)
             })?
         };
         Side { name: "hugemm, by range", run: Box::new(run) }
@@ -187,25 +244,31 @@ impl<'b> Bench<'b, '_> {
         Self: 'b,
     {
         use crate::paging::per_page::{NAME, PerPage};
-        let Bench { host, frames, offset } = self;
+        let Bench { host, frames, offset, .. } = self;
         let run = move || {
             host.run_on(CpuId(0), |cx| {
                 // SAFETY: the manager's frames are the host's memory, which begins at the offset plus its first frame.
                 let way = unsafe { PerPage::new(frames, cx, offset) };
                 let mut way = way.ok_or_else(|| anyhow!("no frame for a root table"))?;
-                let times = pass(host, &mut way, field)?;
+                let all = measured(host, &mut way, field, &|| self.flush())?;
                 way.end();
-                Ok(columns(times))
+                Ok(all)
             })?
         };
         Side { name: NAME, run: Box::new(run) }
     }
 }
 
-fn columns(times: Times) -> Vec<Option<f64>> {
-    let Times { map, write_protect, write_protect_live, write_again, protect_settled, protect_live, unmap } = times;
-    let all = [map, write_protect, write_protect_live, write_again, protect_settled, protect_live, unmap];
-    all.into_iter().map(|spent| Some(spent.each())).collect()
+/// All that is measured of one way, in the order of [`whats`].
+fn measured<W: Way>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Vec<Option<f64>>> {
+    let Times { map, protect_settled, protect_live, protect_tables, rewritten, write_again, unmap } =
+        pass(host, way, field, flush)?;
+    let [one, ten, all] = rewritten;
+    let mut spent = vec![map, unmap, protect_settled, protect_live, protect_tables, one, ten, all, write_again];
+    for (run, _) in SCATTERED {
+        spent.extend(pass_in_tables(host, way, Field { run: run.min(field.pages), ..field })?);
+    }
+    Ok(spent.into_iter().map(|spent| Some(spent.each())).collect())
 }
 
 /// The figures of a column, of the range mapper and of the other side if there is one.
@@ -222,7 +285,7 @@ fn speedup(columns: &[Columns], column: usize) -> Option<Samples> {
 
 fn figures(size: Size, names: &[&str], columns: &[Columns]) -> Vec<Row> {
     let mut rows = Vec::new();
-    for (index, What { name: what, .. }) in WHATS.iter().enumerate() {
+    for (index, What { name: what, .. }) in whats().enumerate() {
         for (name, columns) in names.iter().zip(columns) {
             let Some(samples) = columns.get(index).and_then(Option::as_ref) else { continue };
             let row = Row::median(format!("bench.map.{what}"), samples, "ns per page");
@@ -250,7 +313,7 @@ fn line(size: Size, what: &What, index: usize, columns: &[Columns]) -> Vec<Strin
 }
 
 fn note_goals(goals: &mut Goals, columns: &[Columns]) {
-    for (index, what) in WHATS.iter().enumerate() {
+    for (index, what) in whats().enumerate() {
         if let (Some((metric, goal)), Some(ratio)) = (what.goal, speedup(columns, index)) {
             goals.at_least(metric, &ratio, goal);
         }

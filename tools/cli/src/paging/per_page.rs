@@ -3,13 +3,14 @@
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_frames::{Frames, Plain};
-use hugemm_workloads::mapping::{Field, State, Trouble, Way};
+use hugemm_workloads::mapping::{By, Field, State, Trouble, Way};
 use hugemm_x86_64::FrameSource;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use x86_64::structures::paging::mapper::{CleanUp, MapperFlush};
+use x86_64::structures::paging::mapper::{CleanUp, FlagUpdateError, MapperFlush, MapperFlushAll};
 use x86_64::structures::paging::{
-    FrameAllocator, FrameDeallocator, Mapper, OffsetPageTable, Page, PageTable, PageTableFlags, PhysFrame, Size4KiB,
+    FrameAllocator, FrameDeallocator, Mapper, OffsetPageTable, Page, PageTable, PageTableFlags, PageTableIndex,
+    PhysFrame, Size4KiB,
 };
 
 /// Its name on the crate registry, and what it does.
@@ -42,6 +43,12 @@ impl<'a, 'p, 'm, P: Cpu> PerPage<'a, 'p, 'm, P> {
     }
 }
 
+/// Pages under one entry of levels 2, 3 and 4.
+const UNDER: [u64; 3] = [1 << 9, 1 << 18, 1 << 27];
+
+/// The flags of an entry that refers to a table, as the mapper makes them.
+const TABLE: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::WRITABLE);
+
 impl<P: Cpu> PerPage<'_, '_, '_, P> {
     fn update(&mut self, field: Field, pages: impl Iterator<Item = u64>, flags: PageTableFlags) -> Result<(), Trouble> {
         for index in pages {
@@ -50,6 +57,71 @@ impl<P: Cpu> PerPage<'_, '_, '_, P> {
             done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
         }
         Ok(())
+    }
+
+    /// Sets the flags of the entries that refer to tables, of the highest level whose entries the field fills, and of the
+    /// leaves that are left: by the crate's own functions for it.
+    fn update_tables(&mut self, field: Field, table: PageTableFlags, leaf: PageTableFlags) -> Result<(), Trouble> {
+        let mut index = 0;
+        while index < field.pages {
+            let (page, rest) = (page(field, index), field.pages - index);
+            let all = |done: Result<MapperFlushAll, FlagUpdateError>| {
+                done.map(MapperFlushAll::ignore).map_err(|_| Trouble::Page(index))
+            };
+            // SAFETY: nobody translates by this table.
+            unsafe {
+                if rest >= UNDER[2] {
+                    all(self.mapper.set_flags_p4_entry(page, table))?;
+                    index += UNDER[2];
+                } else if rest >= UNDER[1] {
+                    all(self.mapper.set_flags_p3_entry(page, table))?;
+                    index += UNDER[1];
+                } else if rest >= UNDER[0] {
+                    all(self.mapper.set_flags_p2_entry(page, table))?;
+                    index += UNDER[0];
+                } else {
+                    self.update(field, index..field.pages, leaf)?;
+                    index = field.pages;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The tables on the way to a page, the root first, and its entry in each.
+    fn way(&mut self, page: Page<Size4KiB>) -> [(NonNull<PageTable>, PageTableIndex); 4] {
+        let offset = self.mapper.phys_offset().as_u64();
+        let mut table = NonNull::from(self.mapper.level_4_table_mut());
+        let indices = [page.p4_index(), page.p3_index(), page.p2_index(), page.p1_index()];
+        indices.map(|index| {
+            let here = (table, index);
+            // SAFETY: the root, or a table that an entry of this tree refers to, which `new` requires to be mapped.
+            let below = unsafe { table.as_ref() }[index].addr().as_u64().wrapping_add(offset);
+            table = NonNull::new(std::ptr::with_exposed_provenance_mut(below as usize)).unwrap_or(table);
+            here
+        })
+    }
+
+    /// Makes one page writable where a table above it is read-only: each such entry leaves it to the 512 below. The crate
+    /// has no function for that; a loop over a table that it hands out is the best there is.
+    fn hand_down(&mut self, field: Field, index: u64) {
+        let way = self.way(page(field, index));
+        for pair in way.windows(2) {
+            let ((mut table, index), (mut below, _)) = (pair[0], pair[1]);
+            // SAFETY: tables of this tree, which is borrowed; they are different ones.
+            let (entry, below) = unsafe { (&mut table.as_mut()[index], below.as_mut()) };
+            if entry.flags().contains(PageTableFlags::WRITABLE) {
+                continue;
+            }
+            for entry in below.iter_mut().filter(|entry| !entry.is_unused()) {
+                entry.set_flags(entry.flags() - PageTableFlags::WRITABLE);
+            }
+            entry.set_flags(entry.flags() | PageTableFlags::WRITABLE);
+        }
+        let (mut table, index) = way[3];
+        // SAFETY: as above.
+        let entry = unsafe { &mut table.as_mut()[index] };
+        entry.set_flags(entry.flags() | PageTableFlags::WRITABLE);
     }
 
     /// The leaf of a page, by the walk that the mapper makes for each.
@@ -85,6 +157,9 @@ fn flags(state: State) -> PageTableFlags {
 }
 
 impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
+    /// Whichever is faster for what is written afterwards, which its user would have to know before.
+    const LAZY: &'static [By] = &[By::Tables, By::Leaves];
+
     fn map(&mut self, field: Field) -> Result<(), Trouble> {
         let flags = flags(State { writable: true, settled: true });
         let mut index = 0;
@@ -101,18 +176,39 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
         Ok(())
     }
 
-    fn write_protect(&mut self, field: Field, live: bool) -> Result<(), Trouble> {
-        match live {
-            true => self.protect_live(field),
-            false => self.change(field, State { writable: false, settled: true }),
+    fn protect(&mut self, field: Field, by: By) -> Result<(), Trouble> {
+        let leaf = flags(State { writable: false, settled: true });
+        match by {
+            By::Tables => self.update_tables(field, TABLE - PageTableFlags::WRITABLE, leaf),
+            By::Leaves => self.update(field, 0..field.pages, leaf),
         }
     }
 
-    fn write_again(&mut self, field: Field) -> Result<(), Trouble> {
-        self.update(field, field.written(), flags(State { writable: true, settled: true }))
+    fn write_again(&mut self, field: Field, page: u64, by: By) -> Result<(), Trouble> {
+        match by {
+            By::Tables => {
+                self.hand_down(field, page);
+                Ok(())
+            }
+            By::Leaves => self.update(field, std::iter::once(page), flags(State { writable: true, settled: true })),
+        }
+    }
+
+    fn is_writable(&mut self, field: Field, index: u64) -> Result<bool, Trouble> {
+        let way = self.way(page(field, index));
+        // SAFETY: tables of this tree, which is borrowed.
+        let mut all = way.iter().map(|(table, index)| unsafe { table.as_ref() }[*index].flags());
+        Ok(all.all(|flags| flags.contains(PageTableFlags::WRITABLE | PageTableFlags::PRESENT)))
     }
 
     fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
+        for index in (0..field.pages).step_by(UNDER[0] as usize) {
+            for (mut table, index) in self.way(page(field, index)).into_iter().take(3) {
+                // SAFETY: tables of this tree, which is borrowed.
+                let table = unsafe { table.as_mut() };
+                table[index].set_flags(TABLE);
+            }
+        }
         self.update(field, 0..field.pages, flags(to))
     }
 
@@ -127,14 +223,19 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
     }
 
     fn unmap(&mut self, field: Field) -> Result<u64, Trouble> {
+        self.unmap_leaves(field)?;
+        let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
+        // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
+        unsafe { self.mapper.clean_up_addr_range(range, &mut self.source) };
+        Ok(field.pages)
+    }
+
+    fn unmap_leaves(&mut self, field: Field) -> Result<u64, Trouble> {
         for index in 0..field.pages {
             let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| Trouble::Page(index))?;
             flush.ignore();
             std::hint::black_box(frame);
         }
-        let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
-        // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
-        unsafe { self.mapper.clean_up_addr_range(range, &mut self.source) };
         Ok(field.pages)
     }
 }

@@ -1,8 +1,11 @@
 //! `hugemm bench shootdown`: unmapping and protecting pages that other CPUs may have in their TLBs.
 //!
 //! Two parts. In the first, each CPU is a thread on a CPU of its own, interrupts are real (`membarrier`), and time is
-//! measured. In the second, any number of CPUs are served for by the initiator, and only what is asked of them is counted.
-//! Both run the shipped protocol over real page tables that no CPU walks.
+//! measured; an invalidation, which a process cannot make, takes as long as this machine's kernel takes for one, and one of
+//! everything with the refill of a working set besides. In the second, any number of CPUs are served for by the initiator,
+//! and only what is asked of them is counted. Both run the shipped protocol over real page tables that no CPU walks.
+//!
+//! Both sides change the pages in one walk. Page by page there is a flush for each.
 
 use crate::args::Kind;
 use crate::document::Row;
@@ -14,10 +17,13 @@ use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow};
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, CpuId, Dirty, NodeId, PAGE_BYTES, PageSize, TlbHw, VirtAddr};
+use hugemm_base::{
+    CpuCx, CpuId, Dirty, Invalidation, NodeId, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr,
+};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::environment::Environment;
+use hugemm_host::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_host::interrupt;
 use hugemm_host::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_paging::{
@@ -47,6 +53,30 @@ const PROBE: u64 = 512;
 const POLICIES: [(&str, ShootdownPolicy); 2] =
     [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
 
+/// Interrupts as the kernel sends them, and invalidations that take as long as its own.
+struct Costly {
+    interrupts: MembarrierIpi,
+    cost: FlushCost,
+}
+
+// SAFETY: no CPU walks the tables, so there is nothing to invalidate; an interrupted CPU is a thread that polls.
+unsafe impl TlbHw for Costly {
+    fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
+        spin(match what.ranges.is_all() {
+            true => self.cost.all_ns + self.cost.refill_ns,
+            false => self.cost.page_ns * what.ranges.pages(what.stride) as f64,
+        });
+    }
+
+    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        self.interrupts.interrupt(cpu, first, cpus, serve);
+    }
+
+    fn load(&self, _cpu: CpuId, _root: PhysAddr, _tag: usize, _keep: bool) {}
+
+    fn unload(&self, _cpu: CpuId) {}
+}
+
 /// What was measured of one operation under one policy.
 #[derive(Default)]
 struct Figures {
@@ -70,7 +100,10 @@ pub fn run(args: &Shootdown) -> Result<()> {
     // Before anything is measured: whatever cannot be done is refused at once.
     let interrupts = match real.is_empty() {
         true => None,
-        false => Some(MembarrierIpi::register(most, machine.topology.cpus.len())?),
+        false => {
+            let interrupts = MembarrierIpi::register(most, machine.topology.cpus.len())?;
+            Some(Costly { interrupts, cost: FlushCost::measure().context("what a flush costs")? })
+        }
     };
     let steps = (real.len() + args.counted.len()) * args.pages.len() * 4;
     let bar = progress::bar(steps as u64, machine.quiet());
@@ -107,9 +140,12 @@ pub fn run(args: &Shootdown) -> Result<()> {
     bar.finish_and_clear();
     if !machine.quiet() {
         environment_text::print(&environment);
-        if interrupts.is_some() {
+        if let Some(Costly { cost, .. }) = &interrupts {
             println!(
-                "\nEach CPU is a thread that spins on a CPU of its own; interrupts are membarrier's. Median of runs."
+                "\nEach CPU is a thread that spins on a CPU of its own; interrupts are membarrier's. Median of runs.\nAn \
+                 invalidation takes {:.0} ns for a page, and {:.0} ns for everything with {:.0} ns to translate \
+                 {WORKING_SET} pages anew, as in\nthis machine's kernel (by mprotect).",
+                cost.page_ns, cost.all_ns, cost.refill_ns
             );
             table::print("Time, flushes and interrupts (IPIs) per operation; real interrupts", &timed);
             if let Some(longest) = longest {
@@ -121,6 +157,11 @@ pub fn run(args: &Shootdown) -> Result<()> {
             }
         }
         table::print("Flushes and interrupts (IPIs) per operation, counted, not sent", &counted);
+    }
+    if let Some(Costly { cost, .. }) = &interrupts {
+        rows.push(Row::single("bench.shootdown.invalidate_page", cost.page_ns, "ns"));
+        rows.push(Row::single("bench.shootdown.invalidate_all", cost.all_ns, "ns"));
+        rows.push(Row::single("bench.shootdown.refill", cost.refill_ns, "ns"));
     }
     machine.report(&args.common, environment, rows)
 }
@@ -179,7 +220,7 @@ fn on_machine<H: TlbHw + Sync>(
     // SAFETY: the host's memory is a direct map.
     let tables = unsafe { FromFrames::new(&frames) };
     let frame = host.frames().base();
-    let setup = Setup { tlbs: &tlbs, space: &space, table: &table, tables: &tables, frame };
+    let setup = Setup { tlbs: &tlbs, space: &space, table: &table, tables: &tables, frame, refill: &|| () };
 
     // CPUs without a thread have the space loaded too; somebody else does their part.
     for cpu in places.len() as u32..cpus {

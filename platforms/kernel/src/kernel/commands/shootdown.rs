@@ -1,6 +1,7 @@
 //! What it costs to take ranges of 4 KiB pages away from all CPUs: unmap and write-protect, as one batch and page by page.
 //!
 //! The boot CPU works; the others have the space loaded and stand in it, so that each flush has to reach every one of them.
+//! The working CPU uses 512 other pages before and after: translating them anew is what a flush of everything costs besides.
 
 use super::{Cx, Failure, cpu_counts, region};
 use crate::kernel::memory::frames;
@@ -9,13 +10,17 @@ use crate::kernel::space::Space;
 use crate::kernel::{percpu, smp};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{PAGE_BYTES, Pfn, VirtAddr};
+use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr};
 use hugemm_kernel::request::Shootdown;
 use hugemm_paging::{PagingError, ShootdownPolicy, Span};
 use hugemm_workloads::shootdown::{Operation, Shot};
 
 /// Where ranges are mapped.
 const START: u64 = 0x20_0000_0000;
+
+/// Where the working set is, and how many pages it has.
+const WORKING_SET: u64 = 0x10_0000_0000;
+const WORKING_PAGES: u64 = 512;
 
 /// From one range to the next larger one.
 const STEP: u64 = 8;
@@ -38,6 +43,10 @@ struct Cell {
 pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
     let block = region(cx, PAGE_BYTES)?;
     let space = Space::new(cx, None)?;
+    let working = Span::new(VirtAddr::new(WORKING_SET), WORKING_PAGES * PAGE_BYTES)
+        .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(WORKING_SET) })?;
+    let one = (0..WORKING_PAGES).filter_map(|_| Extent::new(block.pfn(), 1).ok());
+    space.map(cx, working, one, PageSize::Size4K)?;
     let sizes = || core::iter::successors(Some(1), |pages| Some(pages * STEP)).take_while(|pages| *pages <= args.pages);
     let of = (sizes().count() * cpu_counts(percpu::count()).count()) as u64;
     let mut done = 0;
@@ -79,12 +88,21 @@ fn measure(cx: Cx<'_>, space: &Space<'_>, frame: Pfn, cell: Cell) -> Result<Shot
             while ready.load(Ordering::Acquire) + 1 < cell.cpus {
                 core::hint::spin_loop();
             }
-            let shot = space.shootdown(cx, frame, span, cell.operation, &cell.policy);
+            let shot = space.shootdown(cx, frame, span, cell.operation, &cell.policy, &use_working_set);
             *result.lock() = shot;
             stop.store(true, Ordering::Release);
         });
     });
     *result.lock()
+}
+
+/// Reads a word of each page, of the same frame but in different lines of it.
+fn use_working_set() {
+    for page in 0..WORKING_PAGES {
+        let at = WORKING_SET + page * PAGE_BYTES + page % 64 * 64;
+        // SAFETY: mapped in the space that this CPU has loaded; nobody writes there.
+        unsafe { core::ptr::with_exposed_provenance::<u64>(at as usize).read_volatile() };
+    }
 }
 
 fn report(cell: Cell, shot: Shot) {
