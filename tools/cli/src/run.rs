@@ -1,4 +1,5 @@
-//! `hugemm run`: a day in the life of a virtual machine host, by extent, page by page, and by this machine's kernel.
+//! `hugemm run`: a day in the life of a virtual machine host: page by page, by extent in the cache, by extent past the cache,
+//! and by this machine's kernel.
 
 pub mod args;
 mod host;
@@ -19,26 +20,34 @@ use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_host::environment::Environment;
 use hugemm_host::interrupt;
 use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::{self, By, Figures, Phase};
+use hugemm_workloads::day::{self, Figures, Phase};
 
 /// Memory is managed in multiples of what one 2 MiB block of descriptors describes.
 const GRAIN: u64 = 128 << 20;
 
-/// Who lives the day.
+/// Who lives the day. Of hugemm's sides each differs from the one before by one thing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// hugemm.
-    Day(By),
+    /// hugemm, as kernels that work by pages do it.
+    Page,
+    /// The same by extent, cleared through the cache.
+    Cached,
+    /// The same, cleared as the calibrated policy wants it: past the cache where that is faster.
+    Extent,
     /// This machine's kernel.
     Kernel,
 }
 
 impl Side {
+    /// In the order of the columns.
+    pub const ALL: [Side; 4] = [Side::Page, Side::Cached, Side::Extent, Side::Kernel];
+
     /// As rows are labelled.
     pub fn name(self) -> &'static str {
         match self {
-            Side::Day(By::Extent) => "extent",
-            Side::Day(By::Page) => "page",
+            Side::Page => "page",
+            Side::Cached => "cached",
+            Side::Extent => "extent",
             Side::Kernel => "kernel",
         }
     }
@@ -111,10 +120,7 @@ pub fn run(args: &Run) -> Result<()> {
     let start = region.as_ptr();
     let host = Host::new(&places, region.as_mut_slice())?;
 
-    let sides: &[Side] = match args.no_kernel {
-        true => &[Side::Day(By::Extent), Side::Day(By::Page)],
-        false => &[Side::Day(By::Extent), Side::Day(By::Page), Side::Kernel],
-    };
+    let sides = &Side::ALL[..if args.no_kernel { 3 } else { 4 }];
     let days = args.runs as usize + 1;
     let bar = progress::bar((days * sides.len() * Phase::ALL.len()) as u64, machine.quiet());
     let (mut log, mut books, mut notes) = (Log::default(), None, Vec::new());
@@ -131,14 +137,14 @@ pub fn run(args: &Run) -> Result<()> {
             };
             interrupt::check()?;
             match side {
-                Side::Day(by) => {
-                    let features = machine.features;
-                    let setting = host::Setting { by, sizes, policy, features, workers, vcpus: args.vcpus };
-                    // SAFETY: the region is the host's, which is used by this day alone, and initialised.
-                    books = Some(unsafe { host::live(&setting, &plan, start, &host, &mut metadata, &mut tell) }?);
-                }
                 Side::Kernel => {
                     kernel::live(&sizes, workers, &mut tell, &mut notes)?;
+                }
+                _ => {
+                    let features = machine.features;
+                    let setting = host::Setting { side, sizes, policy, features, workers, vcpus: args.vcpus };
+                    // SAFETY: the region is the host's, which is used by this day alone, and initialised.
+                    books = Some(unsafe { host::live(&setting, &plan, start, &host, &mut metadata, &mut tell) }?);
                 }
             }
         }
@@ -178,9 +184,12 @@ fn rows(log: &Log, sides: &[Side], bytes: u64, books: &Books) -> Vec<Row> {
             };
             rows.push(label(Row::median("run.time", &measured.millis, "ms")));
             let figures = &measured.figures;
-            if figures.bytes > 0 {
+            if phase.touches() {
                 let gbps = measured.millis.map(|millis| figures.bytes as f64 / millis / 1e6);
                 rows.push(label(Row::median("run.bandwidth", &gbps, "GB/s")));
+            } else if figures.pages > 0 {
+                let each = measured.millis.map(|millis| millis * 1e6 / figures.pages as f64);
+                rows.push(label(Row::median("run.each", &each, "ns per page")));
             }
             if *side != Side::Kernel {
                 rows.push(label(Row::single("run.flushes", figures.flushes as f64, "flushes")));

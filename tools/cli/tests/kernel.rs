@@ -288,14 +288,14 @@ fn a_day_adds_up_in_the_kernel() {
         row["value"].as_f64().expect("a number")
     };
     assert!(value("run.flushes", "extent", "fill pool") <= 3.0);
-    assert!(value("run.flushes", "page", "fill pool") > 30.0);
+    assert!(value("run.flushes", "page", "fill pool") <= 3.0, "kernels batch this too");
     assert!(value("run.interrupts", "extent", "destroy") < value("run.interrupts", "page", "destroy"));
+    assert!(value("run.each", "cached", "destroy") > 0.0);
     assert!(value("run.bandwidth", "extent", "prefault VM") > 0.0);
     // The same pressure as on the host: pages go to compressed swap and come back, and ageing them flushes nothing.
-    for side in ["extent", "page"] {
+    for side in ["extent", "cached", "page"] {
         assert!(value("run.stored", side, "pressure") > 10_000.0, "{side}");
         assert!(value("run.loaded", side, "pressure") > 10_000.0, "{side}");
     }
     assert_eq!(value("run.age_flushes", "extent", "pressure"), 0.0);
-    assert!(value("run.age_flushes", "page", "pressure") > 10_000.0);
 }

@@ -32,9 +32,13 @@ pub(crate) const AT: u64 = 1 << 40;
 pub enum By {
     /// Whole requests.
     Extent,
-    /// A call for each page: a fault each, an unmap each, and whatever flush that takes.
+    /// As kernels do that work by pages: a fault for each, a lock round for each page table that is looked at, and unmaps
+    /// that gather so many pages, flush once for them, and free them.
     Page,
 }
+
+/// Pages that a kernel gathers while it unmaps, before it flushes and frees them: about what Linux's gather holds.
+pub const GATHERED: u64 = 8192;
 
 /// The parts of the day, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +77,11 @@ impl Phase {
         Phase::Shrink,
     ];
 
+    /// Whether it stores to the memory that it is about, so that bytes per second mean something.
+    pub const fn touches(self) -> bool {
+        matches!(self, Phase::Prefault | Phase::Pin | Phase::Guests | Phase::Pressure | Phase::Mishaps)
+    }
+
     /// Lower-case name.
     pub const fn name(self) -> &'static str {
         match self {
@@ -96,6 +105,8 @@ pub struct Figures {
     pub nanos: u64,
     /// Bytes of memory that the phase was about.
     pub bytes: u64,
+    /// Pages that it was about, of 2 MiB or of 4 KiB as they are there.
+    pub pages: u64,
     /// TLB flushes: of address spaces, and of the descriptors' mapping.
     pub flushes: u64,
     /// CPUs that were interrupted for them.
@@ -104,6 +115,18 @@ pub struct Figures {
     pub saved: i64,
     /// What reclaim did.
     pub reclaimed: Reclaimed,
+}
+
+impl Figures {
+    /// It was about so many pages of 2 MiB.
+    fn large(&mut self, pages: u64) {
+        (self.pages, self.bytes) = (pages, pages * PageSize::Size2M.bytes());
+    }
+
+    /// It was about so many pages of 4 KiB.
+    fn small(&mut self, pages: u64) {
+        (self.pages, self.bytes) = (pages, pages << PAGE_SHIFT);
+    }
 }
 
 /// What reclaim has done.
@@ -294,7 +317,7 @@ where
         books.given += (self.plan.pool / 2 + self.plan.pool / 4) * PageSize::Size2M.bytes();
         let (shared, guests) = self.phase(cx, site, Phase::Guests, tell, |cx, site, figures| {
             let made = self.guests(cx, site)?;
-            figures.bytes = (self.plan.shared + GUESTS as u64 * self.plan.own) << PAGE_SHIFT;
+            figures.small(self.plan.shared + GUESTS as u64 * self.plan.own);
             Ok(made)
         })?;
         books.given += (self.plan.shared + GUESTS as u64 * self.plan.own) << PAGE_SHIFT;
@@ -317,11 +340,15 @@ where
             guest.check(cx, self.vm)?;
         }
         self.phase(cx, site, Phase::Destroy, tell, |cx, site, figures| {
-            figures.bytes = books.given;
+            // What there is then: what greedy guests had has gone before.
+            let small = self.plan.shared + GUESTS as u64 * self.plan.own;
+            let large = self.plan.pool / 2 + self.plan.pool / 4;
+            figures.pages = large + small;
+            figures.bytes = large * PageSize::Size2M.bytes() + (small << PAGE_SHIFT);
             self.destroy(cx, site, cast, &mut books)
         })?;
         self.phase(cx, site, Phase::Shrink, tell, |cx, _, figures| {
-            figures.bytes = self.plan.pool * PageSize::Size2M.bytes();
+            figures.large(self.plan.pool);
             let tidied = self.pool.tidy(cx, self.economy)?;
             let shrunk = self.pool.set_size(cx, self.economy, 0, Nodes::All, &Never)?;
             figures.saved = books.descriptors(&tidied) + books.descriptors(&shrunk);
@@ -360,7 +387,7 @@ where
 
     fn fill(&self, cx: &mut Cx<'_, S>, books: &mut Books, figures: &mut Figures) -> Result<(), Trouble> {
         let report = self.pool.set_size(cx, self.economy, self.plan.pool, Nodes::All, &Never)?;
-        figures.bytes = report.entered * PageSize::Size2M.bytes();
+        figures.large(report.entered);
         figures.saved = books.descriptors(&report);
         if report.entered == self.plan.pool { Ok(()) } else { Err(Trouble::Short { got: report.entered }) }
     }
@@ -375,7 +402,7 @@ where
         pages: u64,
     ) -> Result<SpaceRef<'v, S>, Trouble> {
         self.phase(cx, site, phase, tell, |cx, site, figures| {
-            figures.bytes = pages * PageSize::Size2M.bytes();
+            figures.large(pages);
             let space = self.vm.create(cx, guest::lower()?)?;
             let span = Span::new(VirtAddr::new(AT), figures.bytes)?;
             let kind = AreaKind::private(PageSize::Size2M).pooled();
@@ -437,7 +464,7 @@ where
         for (guest, used) in cast.guests.iter().zip([some, 0, 0, 0]) {
             books.check("pages that a guest has used since", used, guest.working_set(cx, self.vm, self.by)?)?;
         }
-        figures.bytes = (2 * GUESTS as u64 * each) << PAGE_SHIFT;
+        figures.small(2 * GUESTS as u64 * each);
         Ok(())
     }
 
@@ -457,8 +484,7 @@ where
             guest.check(cx, self.vm)?;
         }
         greedy.check(cx, self.vm)?;
-        let pages = self.plan.greedy + self.plan.shared + GUESTS as u64 * self.plan.own;
-        figures.bytes = pages << PAGE_SHIFT;
+        figures.small(self.plan.greedy + self.plan.shared + GUESTS as u64 * self.plan.own);
         books.given += self.plan.greedy << PAGE_SHIFT;
         books.end_guest(&greedy);
         site.load(cx, greedy.number(), &greedy.space, false);
@@ -489,7 +515,7 @@ where
         let greedy = Guest::greedy(cx, self.vm, 2 * self.plan.greedy)?;
         site.load(cx, greedy.number(), &greedy.space, true);
         let got = greedy.take_all(cx, self.vm, books)?;
-        figures.bytes = got << PAGE_SHIFT;
+        figures.small(got);
         books.given += got << PAGE_SHIFT;
         books.end_guest(&greedy);
         site.load(cx, greedy.number(), &greedy.space, false);
@@ -521,19 +547,15 @@ where
         books: &mut Books,
     ) -> Result<(), Trouble> {
         while let Some(run) = site.pinned() {
-            self.vm.unpin(cx, &cast.pinned, run).map_err(|(error, _)| error)?;
+            self.vm.unpin(cx, &cast.pinned, run);
         }
         for guest in cast.guests {
             books.end_guest(&guest);
-            if self.by == By::Page {
-                guest.unmap_by_page(cx, self.vm)?;
-            } else {
-                guest.unmap(cx, self.vm)?;
-            }
+            guest.unmap(cx, self.vm, self.by)?;
             site.load(cx, guest.number(), &guest.space, false);
             self.vm.destroy(cx, guest.space).map_err(|(error, _)| error)?;
         }
-        self.vm.close(cx, cast.shared).map_err(|(error, _)| error)?;
+        self.vm.close(cx, cast.shared);
         for space in [cast.prefaulted, cast.pinned] {
             books.end_space(&space);
             self.vm.destroy(cx, space).map_err(|(error, _)| error)?;

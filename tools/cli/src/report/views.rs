@@ -57,7 +57,7 @@ const TABLES: &str = "Page tables and shootdowns";
 const POOLS: &str = "Huge page pools";
 
 /// All views, in the order of the page.
-pub const VIEWS: [View; 42] = [
+pub const VIEWS: [View; 43] = [
     View {
         section: DAY,
         title: "Time of each part of the day",
@@ -88,6 +88,13 @@ pub const VIEWS: [View; 42] = [
         metrics: &[("run.bandwidth", "")],
         groups: &["phase"],
         only: Some(("phase", &["prefault VM", "pin VM", "4 KiB guests", "pressure"])),
+        ..PLAIN
+    },
+    View {
+        section: DAY,
+        title: "Time per page of the parts that do not touch memory",
+        metrics: &[("run.each", "")],
+        groups: &["phase"],
         ..PLAIN
     },
     View {

@@ -12,15 +12,19 @@ A day in the life of a virtual machine host, by hugemm on memory of this machine
   prefault VM    a machine of half the pool is created: allocated, cleared, mapped, by all CPUs
   pin VM         a machine of a quarter of the pool is created and pinned, as for a device
   4 KiB guests   four guests share memory and have their own; all of it is written to
+  working sets   which pages guests have used, twice
   pressure       one more guest wants as much as there is: idle pages go to compressed swap, and come back when touched
   mishaps        a machine too large for the pool, a guest that takes all there is, two frames that go bad
   destroy        everything is unmapped and freed
   shrink pool    the pool is emptied and its descriptors restored
 Then the books are checked: every frame is back, and every counter adds up.
 
-The day is lived by extent and page by page (4 KiB cleared at a time, a fault, an unmap and a flush for each page, a \
-flush for each page found young), which are values of the same policies; this machine's kernel does what it can be asked to do. Interrupts are counted for CPUs \
-that nobody plays, since a process has no TLB of its own to flush; 'hugemm boot' has real ones.";
+The day is lived in three ways, which are values of the same policies. Page by page is what kernels that work by pages do: \
+4 KiB cleared at a time, a fault for each page, an unmap that gathers some thousand pages, flushes once for them and frees them, \
+descriptors edited one by one with one flush for a batch. By extent is the same by whole requests; first cleared through the \
+cache, then past it where the calibrated policy says so. This machine's kernel does what it can be asked to do. Where memory is \
+not touched, time is per page and not per byte. Interrupts are counted for CPUs that nobody plays, since a process has no TLB of \
+its own to flush; 'hugemm boot' has real ones.";
 
 /// `hugemm run`
 #[derive(Debug, Args)]

@@ -1,5 +1,6 @@
 //! The day on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
+use super::Side;
 use crate::pool::machine::{Ground, Plan, Soft};
 use crate::stand_in::StandIn;
 use anyhow::{Context, Result, bail};
@@ -24,8 +25,8 @@ use std::sync::Barrier;
 
 /// How a day is lived.
 pub struct Setting {
-    /// How work is handed over.
-    pub by: By,
+    /// In which way.
+    pub side: Side,
     /// How large everything is.
     pub sizes: day::Plan,
     /// The calibrated policy.
@@ -82,17 +83,18 @@ fn on_ground(
     ground: &Ground<'_>,
     tell: &mut impl FnMut(Phase, &Figures),
 ) -> Result<Books> {
-    let (economy, clear, shootdown, ageing, model) = match setting.by {
-        By::Extent => {
-            (EconomyPolicy::default(), setting.policy, ShootdownPolicy::BATCHED, Ageing::Batch, PreemptModel::Full)
+    let cached = Policy { threshold: Some(u64::MAX), ..setting.policy };
+    let (by, clear) = match setting.side {
+        Side::Page => (By::Page, Policy { unit: Some(4096), ..cached }),
+        Side::Cached => (By::Extent, cached),
+        Side::Extent | Side::Kernel => (By::Extent, setting.policy),
+    };
+    let (economy, ageing, model) = match by {
+        By::Extent => (EconomyPolicy::default(), Ageing::Batch, PreemptModel::Full),
+        // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
+        By::Page => {
+            (EconomyPolicy { flush: FlushPolicy::Batch, swap: false, carve: true }, Ageing::NoFlush, PreemptModel::None)
         }
-        By::Page => (
-            EconomyPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
-            Policy { threshold: Some(u64::MAX), unit: Some(4096), ..setting.policy },
-            ShootdownPolicy::PER_PAGE,
-            Ageing::Flush,
-            PreemptModel::None,
-        ),
     };
     host.set_preempt_model(model);
     let economy = ground.economy(economy);
@@ -115,7 +117,7 @@ fn on_ground(
             frames: ground.frames,
             tlbs: &tlbs,
             clearer: Clearer::new(setting.features, clear)?,
-            shootdown,
+            shootdown: ShootdownPolicy::BATCHED,
             pressure: NoPressure,
             pager,
             pool: Pools::default().with(pool),
@@ -123,7 +125,7 @@ fn on_ground(
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, '_, '_, '_>> =
             unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
-        let day = Day { vm: &vm, pool, economy: &economy, by: setting.by, plan: setting.sizes };
+        let day = Day { vm: &vm, pool, economy: &economy, by, plan: setting.sizes };
         let pins = Vec::new();
         let mut site = ThisSite { vm: &vm, store: &store, host, tlbs: &tlbs, economy: &economy, setting, pins };
         Ok(host.run_on(CpuId(0), |cx| day.live(cx, &mut site, tell))??)

@@ -17,27 +17,29 @@ pub fn live(plan: &Plan, workers: u32, tell: &mut impl FnMut(Phase, &Figures), n
     let start = Instant::now();
     match HugetlbPool::new().ensure(PageSize::Size2M, plan.pool, None) {
         Ok(pool) => {
-            tell(Phase::Fill, &figures(start.elapsed().as_nanos() as u64, plan.pool * huge));
+            tell(Phase::Fill, &figures(start.elapsed().as_nanos() as u64, plan.pool, 0));
             let start = Instant::now();
             drop(pool);
-            tell(Phase::Shrink, &figures(start.elapsed().as_nanos() as u64, plan.pool * huge));
+            tell(Phase::Shrink, &figures(start.elapsed().as_nanos() as u64, plan.pool, 0));
         }
         Err(error) => notes.push(format!("this kernel's hugetlb pool was not asked: {error}")),
     }
     interrupt::check()?;
     let bytes = plan.pool / 2 * huge;
     let machine = touched(bytes, PageSize::Size2M, Backing::Thp, workers)?;
-    tell(Phase::Prefault, &figures(machine.populate, bytes));
+    tell(Phase::Prefault, &figures(machine.populate, plan.pool / 2, 0));
     interrupt::check()?;
-    let small = (plan.shared + GUESTS as u64 * plan.own) << 12;
-    let guests = touched(small, PageSize::Size4K, Backing::Small, 1)?;
-    tell(Phase::Guests, &figures(guests.populate, small));
-    tell(Phase::Destroy, &figures(machine.unmap + guests.unmap, bytes + small));
+    let small = plan.shared + GUESTS as u64 * plan.own;
+    let guests = touched(small << 12, PageSize::Size4K, Backing::Small, 1)?;
+    tell(Phase::Guests, &figures(guests.populate, 0, small));
+    tell(Phase::Destroy, &figures(machine.unmap + guests.unmap, plan.pool / 2, small));
     Ok(())
 }
 
-fn figures(nanos: u64, bytes: u64) -> Figures {
-    Figures { nanos, bytes, ..Figures::default() }
+/// So many pages of 2 MiB, and so many of 4 KiB.
+fn figures(nanos: u64, large: u64, small: u64) -> Figures {
+    let bytes = large * PageSize::Size2M.bytes() + small * PageSize::Size4K.bytes();
+    Figures { nanos, bytes, pages: large + small, ..Figures::default() }
 }
 
 /// The second of two passes. What came back last is handed out first, so it finds memory that has been touched before; what

@@ -1,36 +1,38 @@
 //! The day on a terminal: one table, the books, and a paragraph.
 
 use super::{Log, Measured, Side};
+use crate::frames::area::figure;
 use crate::run::args::Run;
 use crate::size::Size;
 use crate::table;
 use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::{By, GUESTS, Phase};
-
-const OURS: Side = Side::Day(By::Extent);
-const OLD: Side = Side::Day(By::Page);
+use hugemm_workloads::day::{GUESTS, Phase};
 
 /// Prints everything.
 pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sides: &[Side]) {
     let with_kernel = sides.contains(&Side::Kernel);
     let mut heads =
-        vec!["", "memory", "by extent", "GB/s", "flushes", "IPIs", "page by page", "flushes", "IPIs", "slower"];
+        vec!["", "memory", "page by page", "by extent, cached", "past the cache", "each", "flushes", "IPIs"];
+    heads.push("as fast");
     if with_kernel {
-        heads.extend(["this kernel", "slower"]);
+        heads.extend(["this kernel", "as fast"]);
     }
     let mut lines = table::new(heads);
     for phase in Phase::ALL {
-        let (Some(ours), Some(old)) = (log.get(OURS, phase), log.get(OLD, phase)) else { continue };
+        let of = |side| log.get(side, phase);
+        let (Some(page), Some(cached), Some(ours)) = (of(Side::Page), of(Side::Cached), of(Side::Extent)) else {
+            continue;
+        };
         let figures = &ours.figures;
-        let mut cells = vec![phase.name().to_owned(), Size(figures.bytes).rounded(), millis(ours)];
-        cells.push(format!("{:.1}", figures.bytes as f64 / ours.millis.median().max(f64::MIN_POSITIVE) / 1e6));
-        cells.extend([figures.flushes.to_string(), figures.interrupts.to_string(), millis(old)]);
-        cells.extend([old.figures.flushes.to_string(), old.figures.interrupts.to_string(), slower(ours, old)]);
+        let mut cells = vec![phase.name().to_owned(), Size(figures.bytes).rounded()];
+        cells.extend([millis(page), millis(cached), millis(ours), each(phase, ours)]);
+        let pair = |of: fn(&Measured) -> u64| format!("{} → {}", of(page), of(ours));
+        cells.extend([pair(|m| m.figures.flushes), pair(|m| m.figures.interrupts), times(factor(ours, page))]);
         if with_kernel {
-            match log.get(Side::Kernel, phase) {
+            match of(Side::Kernel) {
                 Some(kernel) => {
                     let mark = if kernel.figures.bytes < figures.bytes { "*" } else { "" };
-                    cells.extend([format!("{}{mark}", millis(kernel)), slower(ours, kernel)]);
+                    cells.extend([format!("{}{mark}", millis(kernel)), times(factor(ours, kernel))]);
                 }
                 None => cells.extend(["–".to_owned(), "–".to_owned()]),
             }
@@ -40,19 +42,24 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
     let cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
     table::print(
         &format!(
-            "A day on {} of memory, median of {} (GB = 10^9). {workers} CPUs create machines; flushes are counted for \
+            "A day on {} of memory, median of {} runs (GB = 10^9). {workers} CPUs create machines; flushes are counted for \
              {cpus} CPUs",
             Size(bytes).rounded(),
             args.runs
         ),
         &lines,
     );
+    println!(
+        "  each: bytes that are stored to per second, past the cache; ns per page (of 2 MiB or 4 KiB) where no memory is \
+         touched\n  as fast: past the cache, of what the other side takes for as many bytes; flushes, IPIs: page by page → by \
+         extent"
+    );
     if with_kernel && log.get(Side::Kernel, Phase::Destroy).is_some() {
         println!(
             "  * this kernel has the prefaulted machine and the guests only: as much of the day as a process can ask for"
         );
     }
-    if let (Some(ours), Some(old)) = (log.get(OURS, Phase::Pressure), log.get(OLD, Phase::Pressure)) {
+    if let (Some(ours), Some(old)) = (log.get(Side::Extent, Phase::Pressure), log.get(Side::Page, Phase::Pressure)) {
         let (ours, old) = (&ours.figures.reclaimed, &old.figures.reclaimed);
         println!(
             "\nUnder pressure {} pages went to compressed swap and {} came back. {} looks at accessed bits caused {} flushes \
@@ -72,11 +79,20 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
         books.failed_accesses,
         books.refused_machines
     );
-    println!("\n{}", verdict(log, with_kernel));
+    println!("\n{}", wrap(&verdict(log)));
 }
 
 fn millis(measured: &Measured) -> String {
     format!("{:.1} ms ±{:.0}%", measured.millis.median(), measured.millis.stdev_percent())
+}
+
+/// What one byte or one page takes.
+fn each(phase: Phase, measured: &Measured) -> String {
+    let nanos = measured.millis.median().max(f64::MIN_POSITIVE) * 1e6;
+    match phase.touches() {
+        true => format!("{:.1} GB/s", measured.figures.bytes as f64 / nanos),
+        false => format!("{} ns", figure(nanos / measured.figures.pages.max(1) as f64)),
+    }
 }
 
 /// How many times as long the other took for the same number of bytes.
@@ -85,48 +101,64 @@ fn factor(ours: &Measured, other: &Measured) -> f64 {
     each(other) / each(ours).max(f64::MIN_POSITIVE)
 }
 
-fn slower(ours: &Measured, other: &Measured) -> String {
-    format!("{:.1}×", factor(ours, other))
+fn times(factor: f64) -> String {
+    format!("{factor:.2}×")
 }
 
-/// What it comes to, in plain words.
-fn verdict(log: &Log, with_kernel: bool) -> String {
-    let both = |phase| Some((log.get(OURS, phase)?, log.get(OLD, phase)?));
+/// Below this a gain is none, and above its inverse a loss is none.
+const GAIN: f64 = 1.1;
+
+/// A factor in words.
+fn words(factor: f64) -> String {
+    match factor {
+        f if f >= GAIN => format!("{f:.1} times as fast"),
+        f if f > 1.0 / GAIN => format!("no faster ({f:.2}×)"),
+        f => format!("slower: it takes {:.1} times as long", 1.0 / f),
+    }
+}
+
+/// What is done in each phase, what makes it faster by extent, and whether it clears large memory.
+const CAUSES: [(Phase, &str, &str, bool); 7] = [
+    (Phase::Fill, "filling the pool", "whole blocks of descriptors are swapped by one store each", false),
+    (Phase::Prefault, "creating a machine", "pages are cleared whole, not 4 KiB at a time", true),
+    (Phase::Guests, "filling guests", "one request takes the place of a fault for each page", false),
+    (Phase::WorkingSets, "finding working sets", "one walk covers an area and not one page table", false),
+    (Phase::Pressure, "running out of memory", "accessed bits are read by runs of pages", false),
+    (Phase::Destroy, "destroying everything", "an area is one flush, and its frames go by runs", false),
+    (Phase::Shrink, "emptying the pool", "whole blocks of descriptors are swapped back", false),
+];
+
+/// What it comes to, in plain words: of each part how much was gained, and by what.
+fn verdict(log: &Log) -> String {
     let mut said = format!(
-        "Verdict: the day took {:.2} s by extent and {:.2} s page by page.",
-        log.whole(OURS) / 1e3,
-        log.whole(OLD) / 1e3
+        "Verdict: the day took {:.2} s page by page, {:.2} s by extent, and {:.2} s past the cache.",
+        log.whole(Side::Page) / 1e3,
+        log.whole(Side::Cached) / 1e3,
+        log.whole(Side::Extent) / 1e3
     );
-    if let Some((ours, old)) = both(Phase::Prefault) {
+    for (phase, what, cause, clears) in CAUSES {
+        let of = |side| log.get(side, phase);
+        let (Some(page), Some(cached), Some(ours)) = (of(Side::Page), of(Side::Cached), of(Side::Extent)) else {
+            continue;
+        };
+        let by_extent = factor(cached, page);
+        let because = if by_extent >= GAIN { "because" } else { "although" };
+        said += &format!(" By extent, {what} is {}, {because} {cause}", words(by_extent));
+        if clears {
+            let past = factor(ours, cached);
+            let whole = factor(ours, page);
+            said += &format!("; clearing past the cache instead of through it is {}", words(past));
+            said += &format!(" ({} in all)", words(whole));
+        }
+        said += ".";
+    }
+    if let (Some(page), Some(ours)) = (log.get(Side::Page, Phase::Destroy), log.get(Side::Extent, Phase::Destroy)) {
         said += &format!(
-            " Creating a machine by extent is {:.1} times as fast, because its memory is cleared in whole extents, past \
-             the cache.",
-            factor(ours, old)
+            " To destroy everything, {} CPUs are interrupted instead of {}.",
+            ours.figures.interrupts, page.figures.interrupts
         );
     }
-    if let Some((ours, old)) = both(Phase::Fill) {
-        said += &format!(
-            " Filling the pool gives {:.0} MiB of descriptors back with {} flushes instead of {}.",
-            ours.figures.saved as f64 / f64::from(1 << 20),
-            ours.figures.flushes,
-            old.figures.flushes
-        );
-    }
-    if let Some((ours, old)) = both(Phase::Destroy) {
-        said += &format!(
-            " Destroying everything interrupts {} CPUs instead of {}.",
-            ours.figures.interrupts, old.figures.interrupts
-        );
-    }
-    if let Some((ours, old)) = both(Phase::Pressure) {
-        said += &format!(
-            " With more memory in use than there is, guests ran {:.1} times as fast where ageing flushes nothing, and found \
-             in every page what they had written.",
-            factor(ours, old)
-        );
-    }
-    if let (true, Some(ours), Some(kernel)) =
-        (with_kernel, log.get(OURS, Phase::Prefault), log.get(Side::Kernel, Phase::Prefault))
+    if let (Some(ours), Some(kernel)) = (log.get(Side::Extent, Phase::Prefault), log.get(Side::Kernel, Phase::Prefault))
     {
         let factor = factor(ours, kernel);
         said += &match factor >= 1.0 {
@@ -134,7 +166,7 @@ fn verdict(log: &Log, with_kernel: bool) -> String {
             false => format!(" This machine's own kernel creates the same machine in {factor:.2} of the time."),
         };
     }
-    wrap(&said)
+    said
 }
 
 /// Breaks a paragraph at 100 columns.
@@ -151,4 +183,52 @@ fn wrap(text: &str) -> String {
     }
     lines.push(line);
     lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hugemm_workloads::day::Figures;
+
+    fn log(phase: Phase, millis: [u64; 3]) -> Log {
+        let mut log = Log::default();
+        for (side, millis) in [Side::Page, Side::Cached, Side::Extent].into_iter().zip(millis) {
+            let figures = Figures { nanos: millis * 1_000_000, bytes: 1 << 30, pages: 512, ..Figures::default() };
+            log.push(side, phase, &figures);
+        }
+        log
+    }
+
+    /// What is gained is said with its cause, and what is not gained is said to be none, or a loss.
+    #[test]
+    fn the_verdict_follows_the_figures() {
+        let said = verdict(&log(Phase::Prefault, [60, 30, 10]));
+        assert!(said.contains("creating a machine is 2.0 times as fast, because pages are cleared whole"), "{said}");
+        assert!(
+            said.contains("past the cache instead of through it is 3.0 times as fast (6.0 times as fast in all)"),
+            "{said}"
+        );
+        let said = verdict(&log(Phase::Prefault, [31, 30, 30]));
+        assert!(
+            said.contains("is no faster (1.03×), although") && said.contains("through it is no faster (1.00×)"),
+            "{said}"
+        );
+        let said = verdict(&log(Phase::Destroy, [20, 30, 30]));
+        assert!(
+            said.contains("destroying everything is slower: it takes 1.5 times as long, although an area"),
+            "{said}"
+        );
+    }
+
+    /// No bandwidth of memory that nobody touches.
+    #[test]
+    fn what_is_not_touched_has_a_time_per_page() {
+        let log = log(Phase::Destroy, [20, 30, 512]);
+        let ours = log.get(Side::Extent, Phase::Destroy).expect("logged");
+        assert_eq!(each(Phase::Destroy, ours), "1000000 ns");
+        assert_eq!(each(Phase::Prefault, ours), "2.1 GB/s");
+        for phase in [Phase::Fill, Phase::WorkingSets, Phase::Destroy, Phase::Shrink] {
+            assert!(each(phase, ours).ends_with(" ns"), "{phase:?}");
+        }
+    }
 }

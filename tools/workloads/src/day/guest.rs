@@ -4,7 +4,7 @@
 
 use super::books::{Books, Wrong};
 use super::walk::reach;
-use super::{AT, By, Trouble};
+use super::{AT, By, GATHERED, Trouble};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
@@ -154,20 +154,24 @@ where
         Ok(())
     }
 
-    /// How many pages it has used since this was asked last.
+    /// How many pages it has used since this was asked last: in one walk of each area, or in one of each page table.
     pub(crate) fn working_set(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, by: By) -> Result<u64, Trouble> {
+        let most = if by == By::Extent { u64::MAX } else { PageSize::Size2M.pages() };
         let mut used = 0;
-        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
-            match by {
-                By::Extent => used += vm.take_young(cx, &self.space, pages(at, count)?, |_| ())?,
-                By::Page => {
-                    for page in 0..count {
-                        used += vm.take_young(cx, &self.space, pages(at + page * PAGE_BYTES, 1)?, |_| ())?;
-                    }
-                }
-            }
+        for span in self.parts(most) {
+            used += vm.take_young(cx, &self.space, span?, |_| ())?;
         }
         Ok(used)
+    }
+
+    /// All of its memory, in parts of so many pages at most.
+    fn parts(&self, most: u64) -> impl Iterator<Item = Result<Span, SpanError>> + use<S> {
+        let areas = [(AT, self.spread.own), (SHARED_AT, self.spread.shared)];
+        areas.into_iter().flat_map(move |(at, count)| {
+            let step = most.clamp(1, count.max(1));
+            let parts = (0..count).step_by(step as usize);
+            parts.map(move |page| pages(at + page * PAGE_BYTES, step.min(count - page)))
+        })
     }
 
     /// Makes its first page be there.
@@ -193,21 +197,10 @@ where
         if failed == 0 { Err(Wrong::new("accesses that found no memory", PATIENCE, 0).into()) } else { Ok(got) }
     }
 
-    /// Unmaps everything, one call for each area.
-    pub(crate) fn unmap(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
-            vm.unmap(cx, &self.space, pages(at, count)?)?;
-        }
-        Ok(())
-    }
-
-    /// The same with one call, and one flush, for each page.
-    pub(crate) fn unmap_by_page(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>) -> Result<(), Trouble> {
-        for (at, count) in [(AT, self.spread.own), (SHARED_AT, self.spread.shared)] {
-            for page in 0..count {
-                breathe(cx, page);
-                vm.unmap(cx, &self.space, pages(at + page * PAGE_BYTES, 1)?)?;
-            }
+    /// Unmaps everything: one call, and one flush, for each area, or for as much as a kernel gathers.
+    pub(crate) fn unmap(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, by: By) -> Result<(), Trouble> {
+        for span in self.parts(if by == By::Extent { u64::MAX } else { GATHERED }) {
+            vm.unmap(cx, &self.space, span?)?;
         }
         Ok(())
     }

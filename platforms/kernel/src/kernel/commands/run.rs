@@ -33,22 +33,26 @@ const OWN: u64 = 4096;
 pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     let features = Features::detect();
     let policy = Policy::new(calibrated(cx, &features)?);
-    let page_at_a_time = Policy { threshold: Some(u64::MAX), unit: Some(PageSize::Size4K.bytes()), ..policy };
+    let cached = Policy { threshold: Some(u64::MAX), ..policy };
+    let page_at_a_time = Policy { unit: Some(PageSize::Size4K.bytes()), ..cached };
+    let by_extent = Ways {
+        name: "extent",
+        by: By::Extent,
+        clearer: Clearer::new(features, policy)?,
+        economy: EconomyPolicy::default(),
+        ageing: Ageing::Batch,
+    };
+    // Each differs from the one before by one thing; see `hugemm run`.
     let sides = [
         Ways {
-            by: By::Extent,
-            clearer: Clearer::new(features, policy)?,
-            economy: EconomyPolicy::default(),
-            shootdown: ShootdownPolicy::BATCHED,
-            ageing: Ageing::Batch,
-        },
-        Ways {
+            name: "page",
             by: By::Page,
             clearer: Clearer::new(features, page_at_a_time)?,
-            economy: EconomyPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
-            shootdown: ShootdownPolicy::PER_PAGE,
-            ageing: Ageing::Flush,
+            economy: EconomyPolicy { flush: FlushPolicy::Batch, swap: false, carve: true },
+            ageing: Ageing::NoFlush,
         },
+        Ways { name: "cached", clearer: Clearer::new(features, cached)?, ..by_extent },
+        by_extent,
     ];
     let of = u64::from(args.runs) + 1;
     for day in 0..of {
@@ -58,7 +62,7 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
                 percpu::beat();
                 // The first day touches memory that may be new to the machine below.
                 if day > 0 {
-                    report(ways.by, phase, figures);
+                    report(ways.name, phase, figures);
                 }
             })?;
         }
@@ -66,18 +70,18 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How work is done: by the extent, or a page at a time.
+/// How work is done: a page at a time, by the extent in the cache, or past it.
 #[derive(Clone, Copy)]
 struct Ways {
+    name: &'static str,
     by: By,
     clearer: Clearer,
     economy: EconomyPolicy,
-    shootdown: ShootdownPolicy,
     ageing: Ageing,
 }
 
 fn live(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(Phase, &Figures)) -> Result<(), Failure> {
-    let Ways { by, clearer, economy, shootdown, ageing } = *ways;
+    let Ways { name, by, clearer, economy, ageing } = *ways;
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
     let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
@@ -93,7 +97,7 @@ fn live(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(Phase, &Figures)) -> Resu
         let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
         let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(plan.greedy), Clocked::default());
         pager.set_ageing(ageing);
-        let vm = vm::manager::<Swapped>(clearer, shootdown, pager, Pools::default().with(&pool))?;
+        let vm = vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool))?;
         let day = Day { vm: &vm, pool: &pool, economy: &economy, by, plan };
         let mut site = Here { vm: &vm, store: &store, pins: &mut *pins.items, kept: 0 };
         let lived = day.live(cx, &mut site, tell).map_err(Failure::from);
@@ -106,7 +110,7 @@ fn live(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(Phase, &Figures)) -> Resu
     pins.free(cx);
     groups.free(cx);
     let books = result?;
-    if by == By::Extent {
+    if name == "extent" {
         note(format_args!(
             "{} checks of the books are right; {} frames, {} bad, {} kept by descriptor economy",
             books.checks, books.frames, books.poisoned, books.kept
@@ -200,13 +204,14 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> 
     }
 }
 
-fn report(by: By, phase: Phase, figures: &Figures) {
-    let side = if by == By::Extent { "extent" } else { "page" };
+fn report(side: &'static str, phase: Phase, figures: &Figures) {
     let name = phase.name();
     let labels = [("side", (&side).into()), ("phase", (&name).into()), ("cpus", percpu::count().into())];
     sample("run.time", figures.nanos as f64 / 1e6, "ms", &labels);
-    if figures.bytes > 0 {
+    if phase.touches() {
         sample("run.bandwidth", figures.bytes as f64 / figures.nanos.max(1) as f64, "GB/s", &labels);
+    } else if figures.pages > 0 {
+        sample("run.each", figures.nanos as f64 / figures.pages as f64, "ns per page", &labels);
     }
     sample("run.flushes", figures.flushes as f64, "flushes", &labels);
     sample("run.interrupts", figures.interrupts as f64, "IPIs", &labels);
