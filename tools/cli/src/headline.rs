@@ -6,7 +6,7 @@
 pub mod args;
 
 use crate::document::{self, Document, Row};
-use crate::goals::Bound;
+use crate::goals::{Bound, NOTE};
 use crate::headline::args::Headline;
 use crate::saved::Saved;
 use crate::stats::Samples;
@@ -14,7 +14,10 @@ use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, bail};
 use hugemm_host::environment::Environment;
 use hugemm_host::interrupt;
+use std::hint::black_box;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 /// A command, and the goals that its document has.
 struct Step {
@@ -60,6 +63,16 @@ const STEPS: &[Step] = &[
             "paging.unmap4k_speedup",
             "paging.protect4k_speedup",
             "paging.protect4k_live_speedup",
+            "paging.protect_tables_speedup",
+            "paging.protect_rewrite1_speedup",
+            "paging.protect_rewrite10_speedup",
+            "paging.protect_rewrite100_speedup",
+            "paging.map_scattered_speedup",
+            "paging.unmap_scattered_speedup",
+            "paging.map_scattered16k_speedup",
+            "paging.unmap_scattered16k_speedup",
+            "paging.map_scattered64k_speedup",
+            "paging.unmap_scattered64k_speedup",
         ],
     },
     Step {
@@ -74,23 +87,37 @@ const STEPS: &[Step] = &[
     },
     Step {
         command: "bench age --young batch --lru classic --seconds 1",
-        goals: &["age.flushes", "age.flush_share_pct", "age.speedup_4k"],
+        goals: &["age.flushes", "age.flush_share_pct", "age.speedup_4k", "age.reclaim_of_ceiling_4k"],
     },
     Step {
-        command: "bench vm-create --how demand,prefault --workers 1 --clear bulk",
+        command: "bench vm-create --how demand,prefault --workers 1 --clear bulk --from frames",
         goals: &["fault.outside_clear_pct", "vm.create_vs_host_kernel"],
     },
 ];
 
-/// Goals that no process can measure, and the command that does.
-const ELSEWHERE: &[(&str, &str)] =
-    &[("pool.on_vs_linux_off", "hugemm linux VMLINUZ --reference -- bench pool -n 2000")];
+/// What no process can measure, and the command that does.
+const ELSEWHERE: &[(&str, &str)] = &[
+    ("pool.on_vs_linux_off", "hugemm linux VMLINUZ --reference -- bench pool -n 2000"),
+    ("frames.pair0_* with interrupts turned off and on", "hugemm boot -- bench alloc"),
+];
 
-/// What has to be known to read a figure: goals whose names begin so, and the note.
-const NOTES: &[(&str, &str)] = &[(
-    "paging.protect4k",
-    "whole tables are made read-only, without a look at their leaves; 'hugemm bench map' also shows the same leaf by leaf",
-)];
+/// The metric of an uncontended atomic, by which times of different machines can be told apart.
+pub const ATOMIC: &str = "machine.atomic";
+
+/// Nanoseconds of a locked add to a line that no other CPU uses.
+fn atomic() -> Samples {
+    const ADDS: u32 = 2_000_000;
+    let (mut samples, counter) = (Samples::default(), Box::new(AtomicU64::new(0)));
+    for _ in 0..5 {
+        let start = Instant::now();
+        for _ in 0..ADDS {
+            // Relaxed: the cost is the lock's, whatever is ordered.
+            black_box(&*counter).fetch_add(1, Ordering::Relaxed);
+        }
+        samples.push(start.elapsed().as_nanos() as f64 / f64::from(ADDS));
+    }
+    samples
+}
 
 /// The names of all goals, in the order of the design.
 pub fn goals() -> impl Iterator<Item = &'static str> {
@@ -141,10 +168,12 @@ pub fn run(args: &Headline) -> Result<()> {
         }
     }
     bar.finish_and_clear();
+    let atomic = Row::median(ATOMIC, &atomic(), "ns");
     let results: Vec<(&Line, Option<Row>)> = lines.iter().map(|line| (line, judged(&line.rows))).collect();
     if !quiet {
         environment_text::print(&environment);
         print(&results);
+        println!("  an uncontended atomic takes {:.1} ns on this machine", atomic.value());
         for line in &failed {
             println!("  failed: {line}");
         }
@@ -153,6 +182,7 @@ pub fn run(args: &Headline) -> Result<()> {
     if rows.is_empty() {
         bail!("nothing could be measured: {}", failed.first().map_or("no command had a goal", String::as_str));
     }
+    let rows = rows.into_iter().chain([atomic]).collect();
     Document::new(environment, rows).write(args.common.json.as_deref())
 }
 
@@ -174,21 +204,22 @@ fn once(command: &str) -> Result<Vec<Row>> {
     Ok(saved.results.into_iter().filter(|row| row.labels().contains_key("goal")).collect())
 }
 
-/// One pass as it is, or the median of several.
+/// What all passes come to: their median, judged anew by the goal that the rows name. A row that no command has judged
+/// by a goal and a bound is not met, whatever it says of itself.
 fn judged(rows: &[Row]) -> Option<Row> {
     let first = rows.first()?;
-    if rows.len() == 1 {
-        return Some(first.clone());
-    }
     let mut samples = Samples::default();
     rows.iter().for_each(|row| samples.push(row.value()));
-    let mut row = Row::median(first.metric().to_owned(), &samples, first.unit().to_owned());
+    let mut row = match rows.len() {
+        1 => first.clone(),
+        _ => Row::median(first.metric().to_owned(), &samples, first.unit().to_owned()),
+    };
     let goal = first.labels().get("goal").and_then(serde_json::Value::as_f64);
     let met = goal.zip(Bound::of(first)).map(|(goal, bound)| bound.is_met(row.value(), goal));
     for (name, value) in first.labels() {
         row = row.label(name, value.clone());
     }
-    Some(met.map_or(row.clone(), |met| row.label("met", met)))
+    Some(row.label("met", met == Some(true)))
 }
 
 fn print(results: &[(&Line, Option<Row>)]) {
@@ -218,9 +249,9 @@ fn print(results: &[(&Line, Option<Row>)]) {
     for line in missing {
         println!("  not measured: {line} has no such figure on this machine");
     }
-    for (prefix, note) in NOTES {
-        if results.iter().any(|(line, row)| row.is_some() && line.metric.starts_with(prefix)) {
-            println!("  {prefix}_*: {note}");
+    for (line, row) in results {
+        if let Some(note) = row.as_ref().and_then(|row| row.labels().get(NOTE)?.as_str()) {
+            println!("  {}: {note}", line.metric);
         }
     }
     for (metric, command) in ELSEWHERE {
@@ -231,4 +262,59 @@ fn print(results: &[(&Line, Option<Row>)]) {
 /// A figure with so many decimals that it can be told from its goal.
 fn exact(value: f64) -> String {
     if value.abs() < 1000.0 { format!("{value:.2}") } else { format!("{value:.0}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::goals::Goals;
+
+    /// What a command says of a figure, as `once` reads it.
+    fn row(metric: &str, values: &[f64], goal: f64, at_least: bool) -> Row {
+        let mut samples = Samples::default();
+        values.iter().for_each(|value| samples.push(*value));
+        let mut goals = Goals::new();
+        match at_least {
+            true => goals.at_least(metric, &samples, goal),
+            false => goals.at_most(metric, &samples, "count", goal),
+        }
+        goals.into_rows().next().expect("one")
+    }
+
+    fn met(rows: &[Row]) -> bool {
+        judged(rows).expect("a row").labels()["met"].as_bool().expect("judged")
+    }
+
+    /// Every goal of the headline turns red when its figure is on the wrong side, and only then.
+    #[test]
+    fn every_goal_can_be_missed() {
+        for metric in goals() {
+            for (at_least, good, bad) in [(true, 5.0, 4.99), (false, 5.0, 5.01)] {
+                assert!(met(&[row(metric, &[good], 5.0, at_least)]), "{metric}");
+                assert!(!met(&[row(metric, &[bad], 5.0, at_least)]), "{metric}");
+                // Over passes the median counts: one bad pass is forgiven, two of three are not.
+                let [good, bad] = [good, bad].map(|value| row(metric, &[value], 5.0, at_least));
+                assert!(met(&[good.clone(), bad.clone(), good.clone()]), "{metric}");
+                assert!(!met(&[bad.clone(), good, bad]), "{metric}");
+            }
+        }
+    }
+
+    /// Each has its place in the documentation.
+    #[test]
+    fn every_goal_is_defined_in_the_documentation() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/goals.md");
+        let page = std::fs::read_to_string(page).expect("docs/goals.md");
+        let missing: Vec<_> = goals().filter(|goal| !page.contains(&format!("| `{goal}` | "))).collect();
+        assert!(missing.is_empty(), "{missing:?}");
+    }
+
+    /// What a row claims does not count; what it measured does. A count of which none is wanted is missed by one.
+    #[test]
+    fn a_claim_is_no_verdict() {
+        assert!(!met(&[row("age.flushes", &[1.0], 0.0, false).label("met", true)]));
+        assert!(met(&[row("age.flushes", &[0.0], 0.0, false)]));
+        assert!(!met(&[Row::single("age.flushes", 0.0, "count").label("met", true)]), "nothing was wanted");
+        assert!(!met(&[row("paging.map4k_speedup", &[f64::NAN], 10.0, true)]), "no number is no success");
+    }
 }

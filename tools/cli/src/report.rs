@@ -1,4 +1,5 @@
-//! `hugemm report FILE…`: saved results as one HTML page, as SVG files, or as Markdown.
+//! `hugemm report FILE…`: saved results as one HTML page, as SVG files, as Markdown, or in
+//! the tables of a page that is there.
 //!
 //! The way of a figure: `content` sorts the rows of all documents, by the table in `views` or by their labels alone
 //! (`build`), into plots; `draw` draws them (`axis`, `svg`); `html` and `markdown` write them down.
@@ -7,6 +8,7 @@ mod axis;
 mod build;
 mod content;
 mod draw;
+mod fill;
 mod html;
 mod machine;
 mod markdown;
@@ -51,7 +53,15 @@ pub fn run(args: &Report) -> Result<()> {
     if args.markdown {
         print!("{}", markdown::text(&content, args.svg.as_deref()));
     }
-    let default = (args.svg.is_none() && !args.markdown).then(|| PathBuf::from(DEFAULT));
+    for page in &args.fill {
+        let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
+        let Some(filled) = fill::filled(&text, &content) else {
+            bail!("{} has no table row for any goal of {}", page.display(), names(&args.files));
+        };
+        write(page, &filled)?;
+        tell(&format!("figures put into {}", page.display()));
+    }
+    let default = (args.svg.is_none() && !args.markdown && args.fill.is_empty()).then(|| PathBuf::from(DEFAULT));
     if let Some(file) = args.html.clone().or(default) {
         write(&file, &html::page(&content))?;
         tell(&format!("report written to {}", file.display()));

@@ -65,6 +65,10 @@ pub struct Report {
     /// Print the tables as Markdown, with the plots if --svg is given.
     #[arg(long)]
     pub markdown: bool,
+    /// Put the goals' figures into the tables of a Markdown page, which has a row for each and columns 'wanted', 'measured'
+    /// and 'met'. Can be given several times.
+    #[arg(long, value_name = "PAGE.md", value_hint = ValueHint::FilePath)]
+    pub fill: Vec<PathBuf>,
 }
 
 /// `hugemm doctor`

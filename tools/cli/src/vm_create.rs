@@ -1,7 +1,8 @@
 //! `hugemm bench vm-create`: seed 003's virtual machine creation on two sides, alternating, on memory that was touched
 //! before.
 //!
-//! Both sides allocate, clear and enter page tables; the kernel by `MADV_POPULATE_WRITE` (or a touch of each page) on a
+//! Both sides allocate, clear, enter page tables and, but for pages of a pool, put each page on an LRU from which reclaim can
+//! take it; the kernel by `MADV_POPULATE_WRITE` (or a touch of each page) on a
 //! fresh mapping, hugemm in frames that it manages, with real x86-64 tables that no hardware walks. hugemm's demand faults
 //! are function calls, *software faults*, and are not set against the kernel's.
 
@@ -17,7 +18,7 @@ use crate::stats::Samples;
 use crate::vm_create::args::{Clearing, How, Source, VmCreate};
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
 use hugemm_clear::{Clearer, Policy};
 use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
@@ -27,8 +28,10 @@ use hugemm_host::interrupt::{self, UserStops};
 use hugemm_host::memory::Backing;
 use hugemm_host::pool::HugetlbPool;
 use hugemm_hugetlb::HugePool;
+use hugemm_lz4::Lz4;
 use hugemm_paging::{Counting, EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_vm::{AreaKind, Backing as From, NoPager, Parts, Pinned, Pools, Setup, Vm};
+use hugemm_reclaim::{Compressed, Lru, Policy as LruPolicy, Reclaim, Watermarks};
+use hugemm_vm::{AreaKind, Backing as From, Parts, Pinned, Pools, Setup, Vm};
 use hugemm_workloads::vm_create::{Creation, Split, software_faults};
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
@@ -37,20 +40,26 @@ use std::sync::{Barrier, Mutex, PoisonError};
 /// Where the virtual machine's memory begins in its address space.
 const AT: VirtAddr = VirtAddr::new(1 << 40);
 
-/// Address spaces on the host: nobody translates by them, so TLBs only count.
-struct OnHost<'h, 'a, 'm>(PhantomData<(&'h (), &'a (), &'m ())>);
+/// Swap in memory.
+type Store<'e> = Compressed<'e, 'e, Plain, Lz4>;
 
-impl<'h, 'a, 'm: 'a> Setup for OnHost<'h, 'a, 'm> {
+/// Address spaces on the host: nobody translates by them, so TLBs only count.
+struct OnHost<'h, 'a, 'm, 'r, 'e>(PhantomData<(&'h (), &'a (), &'m (), &'r &'e ())>);
+
+impl<'h, 'a, 'm: 'a, 'r, 'e> Setup for OnHost<'h, 'a, 'm, 'r, 'e> {
     type Platform = Host<'h>;
     type Env = Plain;
     type Format = X86_64;
     type Lock = EditLock;
     type Tlb = Counting;
-    type Pager = NoPager;
+    type Pager = Reclaim<'r, 'e, Self, Store<'e>>;
     type Pressure = NoPressure;
     type Pool = Pools<'a, 'm>;
     type Notifier = ();
 }
+
+/// Pages that swap may take; nothing goes there, because there is room.
+const SWAP: u64 = 1024;
 
 /// One line of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,7 +109,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
     let mut region =
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
     environment.note_region("hugemm", &region);
-    let (kernel_backing, _pool, note) = kernel_side_memory(page, region.backing(), bytes);
+    let (kernel_backing, _pool, note) = kernel_side_memory(page, args.from, region.backing(), bytes);
     let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;
 
@@ -181,11 +190,14 @@ impl Measured {
 /// is dropped; and what the user should know.
 fn kernel_side_memory(
     page: PageSize,
+    from: Source,
     ours: Backing,
     bytes: u64,
 ) -> (Option<Backing>, Option<impl Drop>, Option<String>) {
     let backing = match page {
         PageSize::Size4K => Backing::Small,
+        // The kernel's free memory, then, and its LRU.
+        PageSize::Size2M if from == Source::Frames => Backing::Thp,
         PageSize::Size2M => ours,
         PageSize::Size1G => Backing::Hugetlb(page),
     };
@@ -259,17 +271,20 @@ impl<'m> Side<'_, '_, 'm> {
         let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
         // SAFETY: this view only; no CPU translates by any of the tables.
         let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }?;
+        let lrus = [Lru::new(self.frames, LruPolicy::Generations)];
+        let store = self.host.run_on(CpuId(0), |cx| Compressed::new(self.frames, cx, Lz4, line.workers, SWAP))?;
+        let store: Store<'_> = store.context("no memory for the compressor; use a smaller --size")?;
         let parts = Parts {
             frames: self.frames,
             tlbs: &tlbs,
             clearer: Clearer::new(self.features, policy)?,
             shootdown: ShootdownPolicy::BATCHED,
-            pager: NoPager,
+            pager: Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ()),
             pressure: NoPressure,
             pool: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
-        let vm: Vm<'_, OnHost<'_, '_, 'm>> =
+        let vm: Vm<'_, OnHost<'_, '_, 'm, '_, '_>> =
             unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
         let lower = Span::new(VirtAddr::new(0), 1 << 47)?;
         let span = Span::new(AT, self.bytes)?;
@@ -296,9 +311,7 @@ impl<'m> Side<'_, '_, 'm> {
         let split = splits.into_iter().fold(Split::default(), Split::plus);
         self.host.run_on(CpuId(0), |cx| {
             for run in pins.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                if vm.unpin(cx, &space, run).is_err() {
-                    bail!("a pin is another space's");
-                }
+                vm.unpin(cx, &space, run);
             }
             if vm.destroy(cx, space).is_err() {
                 bail!("the address space is in use");
@@ -306,7 +319,9 @@ impl<'m> Side<'_, '_, 'm> {
             vm.trim(cx);
             Ok(())
         })??;
-        Ok(Pass { nanos, split: Some(split) })
+        drop(vm);
+        let closed = self.host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
+        if closed { Ok(Pass { nanos, split: Some(split) }) } else { bail!("pages were left in swap") }
     }
 }
 
@@ -371,7 +386,7 @@ fn report(
             rows.push(label(Row::median("bench.vm_create.map", &measured.map, "percent")));
         }
     }
-    let goals = goals(lines, measured, page);
+    let goals = goals(lines, measured, page, args.from);
     if !machine.quiet() {
         environment_text::print(&environment);
         let title = format!("vm-create --size {} --page {page}, median of {} runs, GB = 10^9", Size(bytes), args.runs);
@@ -389,13 +404,14 @@ fn report(
     machine.report(&args.common, environment, rows)
 }
 
-fn goals(lines: &[Line], measured: &[Measured], page: PageSize) -> Goals {
+/// Judged where both sides take pages from free memory and put them on an LRU.
+fn goals(lines: &[Line], measured: &[Measured], page: PageSize, from: Source) -> Goals {
     let mut goals = Goals::new();
     let find = |how, workers, clear| {
         let wanted = Line { how, workers, clear };
         lines.iter().position(|line| *line == wanted).map(|index| &measured[index])
     };
-    if page != PageSize::Size2M {
+    if page != PageSize::Size2M || from != Source::Frames {
         return goals;
     }
     if let Some(faults) = find(How::Demand, 1, Some(Clearing::Bulk)) {

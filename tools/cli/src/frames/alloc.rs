@@ -9,7 +9,7 @@ use crate::machine::Machine;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
-use hugemm_base::Order;
+use hugemm_base::{CpuId, Order};
 use hugemm_host::cpu::Host;
 use hugemm_host::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
@@ -54,6 +54,11 @@ pub fn run(args: &Alloc) -> Result<()> {
         .iter()
         .flat_map(|pattern| args.orders.iter().map(|order| Case { pattern: *pattern, order: *order }))
         .collect();
+    let pin = pin(&area)?;
+    let pin_note = format!(
+        "A thread's pin is nothing ({pin:.1} ns), a kernel turns interrupts off and on: hugemm boot -- bench alloc has the \
+         same loop with both"
+    );
     let mut others = Others { area: &area, names: Vec::new() };
     peers::each(args.measured.no_peers, &mut others)?;
     let sides = 1 + usize::from(args.counted) + others.names.len();
@@ -69,7 +74,7 @@ pub fn run(args: &Alloc) -> Result<()> {
         let mut names = Vec::new();
         for threads in &threads {
             let (found, columns) = measure(&area, case, *threads, args, &bar)?;
-            note_goals(&mut goals, case, *threads, &found, &columns);
+            note_goals(&mut goals, case, *threads, &found, &columns, &pin_note);
             names = found;
             curve.push(columns);
         }
@@ -81,11 +86,24 @@ pub fn run(args: &Alloc) -> Result<()> {
         if let Some(note) = peers::note(args.measured.no_peers) {
             println!("\n  {note}");
         }
-        println!("  A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation.");
+        println!("  A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation. {pin_note}.");
         goals.print();
     }
+    rows.push(Row::single("bench.alloc.pin", pin, "ns").label("side", "host"));
     rows.extend(goals.into_rows());
     machine.report(&args.measured.common, environment, rows)
+}
+
+/// Nanoseconds of pinning and unpinning, which each allocation and each free does once.
+fn pin(area: &Area<'_>) -> Result<f64> {
+    const PINS: u64 = 1_000_000;
+    Ok(area.host.run_on(CpuId(0), |cx| {
+        let start = std::time::Instant::now();
+        for _ in 0..PINS {
+            cx.pinned(|pin| std::hint::black_box(pin.cpu()));
+        }
+        start.elapsed().as_nanos() as f64 / PINS as f64
+    })?)
 }
 
 /// The user's numbers of CPUs, or the powers of two and all.
@@ -223,13 +241,13 @@ fn name(pattern: Pattern) -> &'static str {
 }
 
 /// The goals that a measurement decides.
-fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], columns: &[Columns]) {
+fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], columns: &[Columns], pin: &str) {
     let get = |side: &str, figure: usize| -> Option<&Samples> {
         columns.get(names.iter().position(|name| *name == side)?)?.get(figure)?.as_ref()
     };
     let mut at_most = |metric: &str, samples: Option<&Samples>, goal: f64| {
         if let Some(samples) = samples {
-            goals.at_most(metric, samples, "ns", goal);
+            goals.at_most_noted(metric, samples, "ns", goal, if metric.contains("pair0") { pin } else { "" });
         }
     };
     match (case.pattern, case.order.get(), threads) {

@@ -6,7 +6,7 @@ use clap::Args;
 /// How the goals are chosen and what else there is.
 pub fn help() -> String {
     let names: Vec<_> = crate::headline::goals().collect();
-    format!("The goals:\n  {}\n\ndocs/reproduce.md says what each is.", names.join("\n  "))
+    format!("The goals:\n  {}\n\ndocs/goals.md says what each is.", names.join("\n  "))
 }
 
 /// `hugemm bench headline`

@@ -1,4 +1,5 @@
-//! Blocks taken and given back at once, on one to all CPUs at the same time; and what a pin costs by itself.
+//! Blocks taken and given back at once, on one to all CPUs at the same time: with interrupts on, so that each step turns them
+//! off and on, and with interrupts off throughout; and what a pin costs by itself.
 
 use super::{Cx, Failure, cpu_counts};
 use crate::kernel::memory::frames;
@@ -7,10 +8,10 @@ use crate::kernel::smp::{self, Barrier};
 use crate::kernel::{percpu, platform::Kernel};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use hugemm_base::{Clock, CpuCx, Order};
+use hugemm_base::{Clock, CpuCx, CpuLocal, Order};
 use hugemm_kernel::MAX_CPUS;
 use hugemm_kernel::request::Alloc;
-use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source, pairs};
+use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source, Spent, pairs};
 
 /// Pairs between two looks at the clock.
 const BATCH: u64 = 1000;
@@ -28,12 +29,25 @@ pub fn run(cx: Cx<'_>, args: &Alloc) -> Result<(), Failure> {
             for cpus in cpu_counts(percpu::count()) {
                 progress(done, of, "alloc");
                 done += 1;
-                side(cx, "hugemm, frozen", &FrozenBlocks(frames()), order, cpus, args.millis)?;
-                side(cx, "hugemm, counted", &CountedPages(frames()), order, cpus, args.millis)?;
+                for interrupts in ["on", "off"] {
+                    let how = How { order, cpus, millis: args.millis, interrupts };
+                    side(cx, "hugemm, frozen", &FrozenBlocks(frames()), how)?;
+                    side(cx, "hugemm, counted", &CountedPages(frames()), how)?;
+                }
             }
         }
     }
     Ok(())
+}
+
+/// How pairs are made.
+#[derive(Clone, Copy)]
+struct How {
+    order: Order,
+    cpus: u32,
+    millis: u64,
+    /// While they are made: on, or off.
+    interrupts: &'static str,
 }
 
 /// Nanoseconds of turning interrupts off and on again: every allocation and every free does it once.
@@ -47,14 +61,8 @@ fn pin(cx: Cx<'_>) -> f64 {
 }
 
 /// Pairs on several CPUs at once: the mean over CPUs of nanoseconds per pair.
-fn side<S: Source<Kernel> + Sync>(
-    cx: Cx<'_>,
-    name: &str,
-    source: &S,
-    order: Order,
-    cpus: u32,
-    millis: u64,
-) -> Result<(), Failure> {
+fn side<S: Source<Kernel> + Sync>(cx: Cx<'_>, name: &str, source: &S, how: How) -> Result<(), Failure> {
+    let How { order, cpus, millis, interrupts } = how;
     let barrier = Barrier::new(cpus);
     let nanos = [const { AtomicU64::new(0) }; MAX_CPUS as usize];
     let pairs = [const { AtomicU64::new(0) }; MAX_CPUS as usize];
@@ -68,7 +76,7 @@ fn side<S: Source<Kernel> + Sync>(
         let (mut spent, mut count) = (0, 0);
         while cx.platform().now_ns() < until {
             percpu::beat();
-            match pairs::run(cx, source, order, BATCH) {
+            match batch(cx, source, order, interrupts) {
                 Ok(batch) => (spent, count) = (spent + batch.nanos, count + batch.operations),
                 Err(_) => exhausted.store(true, Ordering::Relaxed),
             }
@@ -82,7 +90,31 @@ fn side<S: Source<Kernel> + Sync>(
     let each =
         |cpu: usize| nanos[cpu].load(Ordering::Relaxed) as f64 / pairs[cpu].load(Ordering::Relaxed).max(1) as f64;
     let mean = (0..cpus as usize).map(each).sum::<f64>() / f64::from(cpus);
-    let labels = [("side", (&name).into()), ("order", order.get().into()), ("cpus", cpus.into())];
+    let labels = [
+        ("side", (&name).into()),
+        ("order", order.get().into()),
+        ("cpus", cpus.into()),
+        ("interrupts", (&interrupts).into()),
+    ];
     sample("bench.alloc.pair", mean, "ns per pair", &labels);
     Ok(())
+}
+
+/// A batch of pairs.
+fn batch<S: Source<Kernel>>(
+    cx: &mut CpuCx<'static, Kernel>,
+    source: &S,
+    order: Order,
+    interrupts: &str,
+) -> Result<Spent, Exhausted> {
+    if interrupts == "on" {
+        return pairs::run(cx, source, order, BATCH);
+    }
+    let platform = cx.platform();
+    // SAFETY: undone below; in between nothing reschedules, and pins nest.
+    let state = unsafe { platform.pin() };
+    let done = pairs::run(cx, source, order, BATCH);
+    // SAFETY: as above.
+    unsafe { platform.unpin(state) };
+    done
 }

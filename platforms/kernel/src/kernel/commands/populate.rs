@@ -137,7 +137,7 @@ fn run<'a, 'm: 'a>(
         }
     });
     for run in pins.items.iter_mut().filter_map(Option::take) {
-        manager.unpin(cx, space, run).map_err(|(error, _)| error)?;
+        manager.unpin(cx, space, run);
     }
     pins.free(cx);
     let took = *took.lock();
