@@ -29,12 +29,12 @@ pub struct Counts {
 impl Counts {
     /// Pages that stay when nobody uses the pool.
     pub const fn persistent(self) -> u64 {
-        self.total - self.surplus
+        self.total.saturating_sub(self.surplus)
     }
 
     /// Pages that somebody has taken.
     pub const fn active(self) -> u64 {
-        self.total - self.free
+        self.total.saturating_sub(self.free)
     }
 
     /// Whether the numbers can be those of a pool.
@@ -260,6 +260,20 @@ mod tests {
                 assert!(after.surplus == 0 || after.free == 0 || trim == available);
             }
         });
+    }
+
+    /// What cannot be a pool's is said to be none, and asking about it ends in a number.
+    #[test]
+    fn inconsistent_counts_are_told() {
+        for total in 0..=MOST {
+            for free in 0..=MOST {
+                for surplus in 0..=MOST {
+                    let counts = Counts { total, free, surplus };
+                    assert_eq!(counts.is_consistent(), free <= total && surplus <= total, "{counts:?}");
+                    assert!(counts.active() <= total && counts.persistent() <= total);
+                }
+            }
+        }
     }
 
     #[test]

@@ -97,15 +97,22 @@ pub struct Area {
 }
 
 impl Area {
-    /// An area; `descriptors` is the virtual address of the descriptor of its first frame, if the array is mapped by
-    /// 2 MiB blocks that may be edited.
-    pub const fn new(extent: Extent, node: NodeId, descriptors: Option<VirtAddr>) -> Self {
-        let origin = match descriptors {
-            // Wraps for arrays that lie below their frames' place in the address space; only sums are used.
-            Some(at) => Some(at.get().wrapping_sub(extent.base().number() * DESCRIPTOR_BYTES)),
-            None => None,
-        };
-        Area { extent, node, origin, first: 0 }
+    /// An area whose descriptors are left alone.
+    pub const fn new(extent: Extent, node: NodeId) -> Self {
+        Area { extent, node, origin: None, first: 0 }
+    }
+
+    /// The same with descriptors that may be edited: from `first` on, that of its first frame, they are mapped by blocks of
+    /// 2 MiB.
+    ///
+    /// # Safety
+    ///
+    /// The descriptor array that the allocator uses for the area's frames is at these addresses, in the mapping of every
+    /// economy that a pool over this area is resized with.
+    pub const unsafe fn with_descriptors(self, first: VirtAddr) -> Self {
+        // Wraps for arrays that lie below their frames' place in the address space; only sums are used.
+        let origin = first.get().wrapping_sub(self.extent.base().number() * DESCRIPTOR_BYTES);
+        Area { origin: Some(origin), ..self }
     }
 
     /// The same for memory that brought its descriptors along, in its own first frames, as memory that is plugged in
@@ -122,6 +129,11 @@ impl Area {
     /// Its node.
     pub const fn node(&self) -> NodeId {
         self.node
+    }
+
+    /// Whether it is the same memory with the same descriptors, whichever pool's groups describe it.
+    pub(crate) fn is_same(&self, other: &Area) -> bool {
+        (self.extent, self.node, self.origin) == (other.extent, other.node, other.origin)
     }
 
     pub(crate) fn place(&mut self, first: usize) {
@@ -241,7 +253,7 @@ mod tests {
         #[test]
         fn a_page_has_one_place(base in 0u64..1 << 22, pages in 1u64..1 << 20, pfn in 0u64..1 << 23) {
             for size in [PageSize::Size2M, PageSize::Size1G] {
-                let mut area = Area::new(extent(base, pages), NodeId(0), None);
+                let mut area = Area::new(extent(base, pages), NodeId(0));
                 area.place(7);
                 let page = Extent::block(Pfn::new(pfn), size.order());
                 let place = area.find(size, page.base());
@@ -257,11 +269,13 @@ mod tests {
     #[test]
     fn descriptors_are_found_only_where_blocks_of_them_are_aligned_alike() {
         let at = VirtAddr::new(0xffff_ea00_0000_0000);
-        let area = Area::new(extent(1 << 18, 1 << 15), NodeId(0), Some(at));
+        // SAFETY: nothing is mapped or edited: only sums are looked at.
+        let with = |area: Area| unsafe { area.with_descriptors(at) };
+        let area = with(Area::new(extent(1 << 18, 1 << 15), NodeId(0)));
         assert_eq!(area.descriptor(Pfn::new(1 << 18)), Some(at));
         assert_eq!(area.descriptor(Pfn::new((1 << 18) + 512)).map(|at| at.get() & 0xffff_ffff), Some(32768));
-        let skewed = Area::new(extent((1 << 18) + 512, 1 << 15), NodeId(0), Some(at));
+        let skewed = with(Area::new(extent((1 << 18) + 512, 1 << 15), NodeId(0)));
         assert_eq!(skewed.descriptor(Pfn::new((1 << 18) + 512)), None);
-        assert_eq!(Area::new(extent(0, 512), NodeId(0), None).descriptor(Pfn::new(0)), None);
+        assert_eq!(Area::new(extent(0, 512), NodeId(0)).descriptor(Pfn::new(0)), None);
     }
 }

@@ -26,7 +26,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         target: u64,
         nodes: Nodes,
     ) -> Result<Resize<'r, 'm, 'e, L, E, V>, PoolError> {
-        let alone = self.begin(cx)?;
+        let alone = self.begin(cx, economy)?;
         let count = self.nodes(cx) as usize;
         let mut resize = Resize::new(self, economy, alone, nodes, count);
         let (plan, lent) = self.locked(cx, |state| {
@@ -47,7 +47,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             }
             (plan, plan.lend + plan.remove - removed - lend)
         });
-        resize.note(|report| (report.kept, report.lent) = (plan.keep, lent));
+        resize.note(cx, |report| (report.kept, report.lent) = (plan.keep, lent));
         match plan.grow {
             0 => resize.open_shrink(Stay::Surplus),
             grow => resize.open_grow(Direction::Grow { surplus: false }, grow),
@@ -116,7 +116,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         nodes: Nodes,
         pages: u64,
     ) -> Result<(), PoolError> {
-        let alone = self.begin(cx)?;
+        let alone = self.begin(cx, economy)?;
         if !self.locked(cx, |state| counts::may_overcommit(state.all(), state.overcommit, pages)) {
             return Err(PoolError::Exhausted);
         }
@@ -135,7 +135,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         cx: &mut CpuCx<'_, P>,
         economy: &Economy<'e, E, V>,
     ) -> Result<Report, PoolError> {
-        let alone = self.begin(cx)?;
+        let alone = self.begin(cx, economy)?;
         let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
         self.locked(cx, |state| {
             for area in self.areas() {
@@ -178,7 +178,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
         let group = self.group(index).ok_or(PoolError::NotInPool)?;
         let node = area.node().0 as usize;
-        let alone = self.begin(cx)?;
+        let alone = self.begin(cx, economy)?;
         let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
         let surplus = self.locked(cx, |state| {
             if group.pool.get() & 1 << bit == 0 {
@@ -207,7 +207,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         economy: &Economy<'e, E, V>,
         extent: Extent,
     ) -> Result<Report, PoolError> {
-        let alone = self.begin(cx)?;
+        let alone = self.begin(cx, economy)?;
         let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
         let step = if self.size().order() == Order::MAX { 1 } else { GROUP };
         let mut at = extent.base().number().next_multiple_of(step * self.size().pages());

@@ -5,12 +5,15 @@
 
 use crate::counts::{self, Counts};
 use crate::group::{Area, GROUP, Group, each};
+use crate::mapping::DescriptorMap;
 use crate::page::HugePage;
+use crate::vmemmap::{Economy, Identity};
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn};
+use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn, VirtRange};
+use hugemm_frames::Env;
 
 /// Which nodes an operation is about.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +53,8 @@ pub enum PoolError {
     TooSmall,
     /// More reservations were returned than there are.
     NotReserved,
+    /// The pool's pages came from another allocator, or their descriptors are mapped by another mapping.
+    OtherEconomy,
 }
 
 impl fmt::Display for PoolError {
@@ -65,6 +70,9 @@ impl fmt::Display for PoolError {
             PoolError::NotInPool => "not a huge page of this pool",
             PoolError::TooSmall => "too few groups or nodes were given; HugePool::groups says how many are needed",
             PoolError::NotReserved => "more reservations returned than taken",
+            PoolError::OtherEconomy => {
+                "the pool belongs to another allocator or mapping; use the economy that it was filled with"
+            }
         })
     }
 }
@@ -86,6 +94,8 @@ pub(crate) struct State<'m> {
     pub(crate) nodes: &'m mut [Counts],
     pub(crate) reserved: u64,
     pub(crate) overcommit: u64,
+    /// Where pages come from and go to, from the first resize on.
+    economy: Option<Identity>,
 }
 
 impl State<'_> {
@@ -100,7 +110,7 @@ impl State<'_> {
 
     /// Free pages that nobody was promised.
     pub(crate) fn available(&self) -> u64 {
-        self.all().free - self.reserved
+        self.all().free.saturating_sub(self.reserved)
     }
 }
 
@@ -110,7 +120,8 @@ pub struct HugePool<'m, L: RawLock = SpinLock> {
     areas: &'m [Area],
     groups: &'m [Group],
     state: PinnedLock<L, State<'m>>,
-    resizing: AtomicBool,
+    /// A resize ended early: its pages are still staged.
+    abandoned: AtomicBool,
 }
 
 impl<L: RawLock> fmt::Debug for HugePool<'_, L> {
@@ -125,7 +136,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         areas.iter().map(|area| area.groups(size)).sum()
     }
 
-    /// An empty pool. `nodes` has one element per node, zero; `groups` are fresh.
+    /// An empty pool. `nodes` has one element per node. Whatever `groups` and `nodes` say is forgotten: they may have been
+    /// another pool's.
     pub fn new(
         size: PageSize,
         areas: &'m mut [Area],
@@ -143,8 +155,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         if groups.len() < first {
             return Err(PoolError::TooSmall);
         }
-        let state = PinnedLock::new(State { nodes, reserved: 0, overcommit: 0 });
-        Ok(HugePool { size, areas, groups, state, resizing: AtomicBool::new(false) })
+        groups.fill_with(Group::default);
+        nodes.fill(Counts::default());
+        let state = PinnedLock::new(State { nodes, reserved: 0, overcommit: 0, economy: None });
+        Ok(HugePool { size, areas, groups, state, abandoned: AtomicBool::new(false) })
     }
 
     /// Page size.
@@ -314,16 +328,60 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         })
     }
 
-    /// Makes the caller the only one who resizes, until the guard is dropped. Waits if the caller may sleep.
-    pub(crate) fn begin<P: Cpu>(&self, cx: &mut CpuCx<'_, P>) -> Result<Resizing<'_>, PoolError> {
+    /// Makes the caller the only one who resizes pools of this size with this economy, until the guard is dropped: two
+    /// of them may have pages in one block of descriptors. Waits if the caller may sleep. The first one binds the pool to
+    /// the economy's allocator and mapping.
+    pub(crate) fn begin<'r, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        economy: &'r Economy<'_, E, V>,
+    ) -> Result<Resizing<'r>, PoolError> {
+        let resizing = economy.resizing(self.size);
         // Acquire pairs with the Release in `Resizing::drop`: what the last resize left is seen.
-        while self.resizing.swap(true, Ordering::Acquire) {
+        while resizing.swap(true, Ordering::Acquire) {
             if !cx.platform().may_sleep() {
                 return Err(PoolError::Resizing);
             }
             cx.reschedule();
         }
-        Ok(Resizing(&self.resizing))
+        let alone = Resizing(resizing);
+        let mine = economy.identity();
+        if self.locked(cx, |state| *state.economy.get_or_insert(mine)) != mine {
+            return Err(PoolError::OtherEconomy);
+        }
+        // Relaxed: whoever set it was the only one before this.
+        if self.abandoned.load(Ordering::Relaxed) {
+            // What that one edited and did not flush; its marks were made before its edits, and taken off after them.
+            let _ = economy.flush(cx, VirtRange::ALL);
+            self.locked(cx, |state| self.adopt_staged(state));
+            self.abandoned.store(false, Ordering::Relaxed);
+        }
+        Ok(alone)
+    }
+
+    /// A resize ends with pages staged.
+    pub(crate) fn abandon(&self) {
+        // Relaxed: read by whoever resizes next, after the Release in `Resizing::drop`.
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    /// Staged pages that nobody is at work on become surplus ones. O(groups). Lock.
+    fn adopt_staged(&self, state: &mut State<'m>) {
+        for area in self.areas {
+            for index in area.range(self.size) {
+                let group = &self.groups[index];
+                let staged = group.staged.get();
+                if staged != 0 {
+                    let counts = &mut state.nodes[area.node().0 as usize];
+                    *counts = counts.enter(staged.count_ones().into(), true);
+                    group.pool.add(staged);
+                    group.free.add(staged);
+                    group.staged.remove(staged);
+                    group.demoting.remove(staged);
+                    self.summarise(index);
+                }
+            }
+        }
     }
 
     /// Checks that counts and bits agree; for tests and debugging. O(groups), under the lock.
@@ -367,5 +425,58 @@ impl Drop for Resizing<'_> {
     fn drop(&mut self) {
         // Release pairs with the Acquire in `begin`.
         self.0.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use hugemm_base::{Order, Pfn};
+    use hugemm_testing::Threads;
+
+    /// A pool with pages 0 to 5 of its first group, of which 1 to 5 are free, 2 and 3 zero, and 4 bad.
+    fn with_pool(test: impl FnOnce(&HugePool<'_>, &Threads)) {
+        let pages = 2 * GROUP * Order::new(9).expect("valid").pages();
+        let mut areas = [Area::new(Extent::new(Pfn::new(1 << 18), pages).expect("in range"), NodeId(0))];
+        let mut groups = [Group::default(), Group::default()];
+        let mut nodes = [Counts::default()];
+        let pool = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+        let threads = Threads::new(());
+        let group = &pool.groups[0];
+        pool.locked(&threads.cx(), |state| {
+            state.nodes[0] = Counts { total: 6, free: 5, surplus: 2 };
+            state.reserved = 3;
+            group.pool.add(0b11_1111);
+            group.free.add(0b11_1110);
+            group.zero.add_shared(0b1100);
+            group.bad.add_shared(0b1_0000);
+            pool.summarise(0);
+        });
+        assert!(pool.is_consistent(&threads.cx()));
+        test(&pool, &threads);
+    }
+
+    /// Every way in which counts and bits can differ is seen.
+    #[test]
+    fn inconsistent_pools_are_told() {
+        let breaks: [fn(&mut State<'_>, &[Group]); 11] = [
+            |state, _| state.nodes[0].total += 1,
+            |state, _| state.nodes[0].free -= 1,
+            |state, _| state.nodes[0].surplus = 7,
+            |state, _| state.reserved = 6,
+            |_, groups| groups[0].pool.remove(1),
+            |_, groups| groups[0].free.add(1),
+            |_, groups| (groups[0].free.remove(2), groups[0].free.add(1 << 9)).1,
+            |_, groups| groups[0].zero.add_shared(1),
+            |_, groups| groups[0].summary.remove(1),
+            |_, groups| groups[0].summary.add(2),
+            |_, groups| groups[0].bad.add_shared(0b11_1110),
+        ];
+        for (which, break_it) in breaks.into_iter().enumerate() {
+            with_pool(|pool, threads| {
+                pool.locked(&threads.cx(), |state| break_it(state, pool.groups));
+                assert!(!pool.is_consistent(&threads.cx()), "break {which}");
+            });
+        }
     }
 }

@@ -33,10 +33,10 @@ use crate::phases::{MOST_UNITS, Phases, Step};
 use crate::pool::{HugePool, Nodes, Resizing};
 use crate::vmemmap::{Economy, FlushPolicy, Work};
 use debts::Debts;
-use hugemm_base::lock::{Lock, PinnedLock, RawLock, SpinLock};
+use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
-use hugemm_base::{Cancel, CpuCx, ExtentChain, Never, PageSize, Pfn};
+use hugemm_base::{Cancel, CpuCx, Never, PageSize, Pfn};
 use hugemm_frames::Env;
 
 /// Phases of both directions.
@@ -105,8 +105,10 @@ fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
-/// One resize under way. Workers call [`work`](Resize::work), any number of them, each with its own context; when they
-/// have returned, [`finish`](Resize::finish).
+/// One resize under way; see [`Report`] for what it did in the end. Workers call [`work`](Resize::work), any number of them, each with its own context; when they
+/// have returned, [`finish`](Resize::finish). One that is dropped instead gives its pages to the pool's next resize, as
+/// surplus ones; frames of descriptors that it had not freed yet are lost.
+#[must_use = "nothing is finished before `finish`"]
 pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     pool: &'r HugePool<'m, L>,
     economy: &'r Economy<'e, E, V>,
@@ -130,7 +132,9 @@ pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     /// Frames freed and pages gone when the batch began.
     mark: AtomicU64,
     tally: Tally,
-    report: Lock<SpinLock, Report>,
+    report: PinnedLock<SpinLock, Report>,
+    /// The report has been made: every staged page is in the pool or free.
+    complete: AtomicBool,
     _alone: Resizing<'r>,
 }
 
@@ -157,7 +161,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
             node_count,
             want: 0,
             phases: Phases::new(1),
-            debts: PinnedLock::new(Debts { owed: None, loose: ExtentChain::new() }),
+            debts: PinnedLock::new(Debts::new()),
             low: AtomicU64::new(u64::MAX),
             high: AtomicU64::new(0),
             dry: AtomicU64::new(0),
@@ -167,7 +171,8 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
             stopped: AtomicBool::new(false),
             mark: AtomicU64::new(0),
             tally: Tally::default(),
-            report: Lock::new(Report::default()),
+            report: PinnedLock::new(Report::default()),
+            complete: AtomicBool::new(false),
             _alone: alone,
         }
     }
@@ -226,10 +231,12 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
                     if !self.stopped.load(Ordering::Relaxed) && cx.cancelled(cancel) {
                         self.stopped.store(true, Ordering::Relaxed);
                     }
+                    let unfinished = Unfinished(&self.phases);
                     self.unit(cx, phase, unit, cancel);
                     if self.phases.complete() {
                         self.between(cx, phase);
                     }
+                    core::mem::forget(unfinished);
                     if cx.platform().may_sleep() {
                         cx.reschedule();
                     }
@@ -241,20 +248,31 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     /// Does what is left to do and says what was done. Workers borrow the resize, so none of them is left.
     pub fn finish<P: Cpu>(self, cx: &mut CpuCx<'_, P>) -> Report {
         self.work(cx, &Never);
-        *self.report.lock()
+        self.report(cx)
     }
 
-    pub(crate) fn note(&self, change: impl FnOnce(&mut Report)) {
-        change(&mut self.report.lock());
+    fn report<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Report {
+        cx.pinned(|pin| *self.report.lock(pin))
+    }
+
+    pub(crate) fn note<P: Cpu>(&self, cx: &CpuCx<'_, P>, change: impl FnOnce(&mut Report)) {
+        cx.pinned(|pin| change(&mut self.report.lock(pin)));
     }
 
     fn unit<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, phase: u64, unit: u64, cancel: &impl Cancel) {
         let group = || self.group_of(unit);
         match phase {
             phase::ALLOC => self.alloc(cx, unit, cancel),
-            phase::SPLIT => group().into_iter().for_each(|(index, group, mask)| self.split(cx, index, group, mask)),
-            phase::REMAP => group().into_iter().for_each(|(index, group, mask)| self.remap(cx, index, group, mask)),
-            phase::RESTORE => group().into_iter().for_each(|(index, group, mask)| self.restore(cx, index, group, mask)),
+            phase::SPLIT | phase::REMAP | phase::RESTORE => {
+                let Some((index, group, mask)) = group() else { return };
+                let mut debts = Debts::new();
+                match phase {
+                    phase::SPLIT => self.split(cx, index, group, mask, &mut debts),
+                    phase::REMAP => self.remap(cx, index, group, mask, &mut debts),
+                    _ => self.restore(cx, index, group, mask, &mut debts),
+                }
+                self.share(cx, debts);
+            }
             phase::PAGEWISE => group().into_iter().for_each(|(index, group, mask)| {
                 each(mask).for_each(|bit| self.page_alone(cx, index, group, 1 << bit));
             }),
@@ -367,18 +385,40 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         (entered, lean)
     }
 
-    fn complete(&self, change: impl FnOnce(&mut Report)) {
-        let mut report = self.report.lock();
-        report.left = get(&self.tally.gone);
-        report.freed_frames = get(&self.tally.freed_frames);
-        report.taken_frames = get(&self.tally.taken_frames);
-        report.flushes = get(&self.tally.flushes);
-        report.batches = get(&self.tally.batches);
-        report.carved = get(&self.tally.carved);
-        report.cancelled = self.stopped.load(Ordering::Relaxed);
-        change(&mut report);
-        drop(report);
+    fn complete<P: Cpu>(&self, cx: &CpuCx<'_, P>, change: impl FnOnce(&mut Report)) {
+        self.note(cx, |report| {
+            report.left = get(&self.tally.gone);
+            report.freed_frames = get(&self.tally.freed_frames);
+            report.taken_frames = get(&self.tally.taken_frames);
+            report.flushes = get(&self.tally.flushes);
+            report.batches = get(&self.tally.batches);
+            report.carved = get(&self.tally.carved);
+            report.cancelled = self.stopped.load(Ordering::Relaxed);
+            change(report);
+        });
+        // Relaxed: the phases' word orders it, or the borrow that has ended.
+        self.complete.store(true, Ordering::Relaxed);
         self.phases.finish();
+    }
+}
+
+/// One that ends early, being dropped or left by workers that unwind, leaves its pages staged. The pool's next operation
+/// that has a context takes them over, after a flush of everything.
+impl<L: RawLock, E: Env, V: DescriptorMap> Drop for Resize<'_, '_, '_, L, E, V> {
+    fn drop(&mut self) {
+        if !self.complete.load(Ordering::Relaxed) && get(&self.low) <= get(&self.high) {
+            self.pool.abandon();
+        }
+    }
+}
+
+/// A unit that a worker has taken. Dropped by a panic that unwinds through the worker, it sends the others home: they would
+/// wait for it for ever.
+struct Unfinished<'a>(&'a Phases);
+
+impl Drop for Unfinished<'_> {
+    fn drop(&mut self) {
+        self.0.finish();
     }
 }
 

@@ -97,8 +97,10 @@ impl<H, Q> core::fmt::Debug for SoftMap<'_, H, Q> {
 }
 
 impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
-    /// Tables for the blocks from `first` on, one entry each, zero at first. `hw` is what remembers walks.
-    pub fn new(first: VirtAddr, blocks: &'m [AtomicU64], memory: FlatMemory, hw: H, quarantine: Q) -> Self {
+    /// Tables for the blocks from `first` on, one entry each, none mapped at first; nobody else has the entries from here
+    /// on. `hw` is what remembers walks.
+    pub fn new(first: VirtAddr, blocks: &'m mut [AtomicU64], memory: FlatMemory, hw: H, quarantine: Q) -> Self {
+        blocks.fill_with(Default::default);
         SoftMap { first, blocks, memory, hw, domain: FlushDomain::new(quarantine) }
     }
 

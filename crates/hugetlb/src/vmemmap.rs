@@ -23,7 +23,7 @@
 //!   head must stay at its virtual address, 32 KiB from the next, so each needs a page of its own: the 64 head pages are
 //!   one extent where there is one. One entry store and one free instead of 448 and 64. Legal because all 64 pages are
 //!   frozen and belong to the batch, so nobody writes their descriptors; because no descriptor of theirs means anything,
-//!   the old and the new ones included; and because the mapping is not executable (design §4.9).
+//!   the old and the new ones included; and because the mapping is not executable.
 //! * A block of a 1 GiB page without the head, seven of eight, is nothing but tails: its entry points to a **shared
 //!   table** of the node. A lean 1 GiB page keeps one head page and one table.
 //!
@@ -35,7 +35,8 @@
 //!
 //! # Order
 //!
-//! 1. the page is marked as lean (in its group) before any entry changes;
+//! 1. the page is marked as lean (in its group) before any entry changes, and the mark is taken off after restoring: who
+//!    takes over from a resize that a panic ended finds every page marked that may be lean;
 //! 2. a table is filled, a barrier, the entry that points to it is stored (pairs with the table walkers of other CPUs);
 //! 3. frames and tables that are mapped no longer are put behind the next flush as [`Pending`], and freed after it;
 //! 4. between an edit and its flush nothing stores into the descriptors concerned: the pages are frozen, and speculative
@@ -55,7 +56,9 @@ use crate::mapping::{DescriptorMap, ENTRIES, Mapped, Table};
 use crate::tail::{self, Tail};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
-use hugemm_base::{CpuCx, Dirty, Extent, ExtentChain, NodeId, Order, Pending, Pfn, TlbFlush, VirtAddr, VirtRange};
+use hugemm_base::{
+    CpuCx, Dirty, Extent, ExtentChain, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
+};
 use hugemm_frames::{AllocError, Env, Frames, From, Mobility, Request};
 
 /// Descriptor pages of a 2 MiB page.
@@ -150,7 +153,13 @@ pub struct Economy<'m, E: Env, V> {
     on: AtomicBool,
     pub(crate) policy: Policy,
     flushes: AtomicU64,
+    /// Somebody resizes a pool of 2 MiB pages, of 1 GiB pages.
+    resizing: [AtomicBool; 2],
 }
+
+/// Which allocator, mapping and shared tails an economy is over: where they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Identity([usize; 3]);
 
 impl<E: Env, V> core::fmt::Debug for Economy<'_, E, V> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
@@ -159,11 +168,27 @@ impl<E: Env, V> core::fmt::Debug for Economy<'_, E, V> {
 }
 
 impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
-    /// Economy, switched on. `tails` has one element per node; pages of nodes beyond are left fat. The frames behind the
-    /// descriptors must be the allocator's: released to it and in use (claimed, or allocated), because they are freed
-    /// to it.
-    pub fn new(frames: &'m Frames<'m, E>, map: &'m V, tails: &'m [Tail], policy: Policy) -> Self {
-        Economy { frames, map, tails, on: AtomicBool::new(true), policy, flushes: AtomicU64::new(0) }
+    /// Economy, switched on. `tails` has one element per node; pages of nodes beyond are left fat.
+    ///
+    /// # Safety
+    ///
+    /// * The frames behind the descriptors that `map` maps, and its tables, are the allocator's: released to it and in use
+    ///   (claimed, or allocated) by the mapping alone, because they are freed to it.
+    /// * Nobody else edits these mappings: there is one economy at a time over `map`.
+    /// * `tails` are fresh, or were used with the same allocator and mapping before.
+    pub unsafe fn new(frames: &'m Frames<'m, E>, map: &'m V, tails: &'m [Tail], policy: Policy) -> Self {
+        let (on, resizing) = (AtomicBool::new(true), Default::default());
+        Economy { frames, map, tails, on, policy, flushes: AtomicU64::new(0), resizing }
+    }
+
+    pub(crate) fn identity(&self) -> Identity {
+        let (frames, map): (*const Frames<'m, E>, *const V) = (self.frames, self.map);
+        Identity([frames.addr(), map.addr(), self.tails.as_ptr().addr()])
+    }
+
+    /// Set while a pool of this page size is resized. Pages of 1 GiB share no block of descriptors with smaller ones.
+    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicBool {
+        &self.resizing[usize::from(size == PageSize::Size1G)]
     }
 
     /// Switches economy on or off for pages that enter a pool from here on; pages that are there stay what they are.

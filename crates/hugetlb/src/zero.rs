@@ -44,8 +44,11 @@ impl<L: RawLock> HugePool<'_, L> {
                     // SAFETY: the page is free no more, and nobody was given it.
                     let zeroed = zeroer.zero(cx, unsafe { Dirty::assume_owned(page) });
                     let is_zero = zeroed.is_ok();
-                    // The pool owns it again.
-                    let _ = zeroed.map_or_else(Dirty::into_extent, hugemm_base::Zeroed::into_extent);
+                    let back = zeroed.map_or_else(Dirty::into_extent, hugemm_base::Zeroed::into_extent);
+                    if back != page {
+                        // Whoever cleared keeps the page and gave something else: it stays in use.
+                        return done;
+                    }
                     self.locked(cx, |state| {
                         state.nodes[node] = state.nodes[node].give().unwrap_or(state.nodes[node]);
                         group.free.add(mask);

@@ -172,8 +172,10 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
         let _ = frames.claim_exact(cx, used).expect("free").into_extent();
     });
     let tails = [Tail::default()];
-    let economy = Economy::new(&frames, &map, &tails, policy);
-    let mut areas = [Area::new(all, NodeId(0), Some(first))];
+    // SAFETY: the frames behind the descriptors were claimed for them; it is the only economy of the map.
+    let economy = unsafe { Economy::new(&frames, &map, &tails, policy) };
+    // SAFETY: that is where the allocator is told its descriptors are.
+    let mut areas = [unsafe { Area::new(all, NodeId(0)).with_descriptors(first) }];
     let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
     let mut nodes = [Counts::default()];

@@ -70,10 +70,11 @@ fn pages_come_from_the_pool_and_its_nodes() {
     }
     let start = NonNull::new(host.open(all, None).expect("a direct map").ptr).expect("not null");
     // SAFETY: one mapping of exactly these frames, which outlives the map.
-    let map = SoftMap::new(VirtAddr::new(0), &[], unsafe { FlatMemory::new(start, all) }, Nothing, Keep);
-    let economy = Economy::new(&frames, &map, &[], Default::default());
+    let map = SoftMap::new(VirtAddr::new(0), &mut [], unsafe { FlatMemory::new(start, all) }, Nothing, Keep);
+    // SAFETY: nothing is mapped by it.
+    let economy = unsafe { Economy::new(&frames, &map, &[], Default::default()) };
     economy.set_enabled(false);
-    let mut areas = [Area::new(lower, NodeId(0), None), Area::new(upper, NodeId(1), None)];
+    let mut areas = [Area::new(lower, NodeId(0)), Area::new(upper, NodeId(1))];
     let groups = HugePool::<SpinLock>::groups(&areas, SIZE);
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
     let mut nodes = [Counts::default(); 2];

@@ -4,7 +4,9 @@
 //! place of what they had by one store each: 520 frames for 1 GiB, nothing restored and given back again. One flush for
 //! all pages. Where economy is off the descriptors are restored instead.
 
+use super::debts::Debts;
 use super::{Leaving, Report, Resize, add};
+use crate::group::Area;
 use crate::mapping::DescriptorMap;
 use crate::pool::{HugePool, Nodes, PoolError};
 use crate::vmemmap::{Economy, Edit, Source, Split};
@@ -17,13 +19,13 @@ use hugemm_frames::{Env, Frozen, Mobility};
 
 impl<'m, L: RawLock> HugePool<'m, L> {
     /// Makes up to `pages` free, unpromised pages of this pool of 1 GiB pages into 2 MiB pages of `into`, which must be
-    /// over the same areas. Pages for whose descriptors memory is missing stay what they are: `left` says how many went.
+    /// over the same areas ([`NotInPool`](PoolError::NotInPool) otherwise). Pages for whose descriptors memory is missing stay what they are: `left` says how many went.
     /// [`NothingToDemote`](PoolError::NothingToDemote): there is none. May sleep. Resizes of both pools are excluded, the larger pages' first.
     pub fn demote<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
         economy: &Economy<'e, E, V>,
-        into: &HugePool<'m, L>,
+        into: &HugePool<'_, L>,
         nodes: Nodes,
         pages: u64,
     ) -> Result<Report, PoolError> {
@@ -33,8 +35,13 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         if pages == 0 {
             return Ok(Report::default());
         }
-        let alone = self.begin(cx)?;
-        let _small_alone = into.begin(cx)?;
+        // Every part of a page must have its place there: an owner for each.
+        let covered = |mine: &Area| into.areas().iter().any(|theirs| theirs.is_same(mine));
+        if !self.areas().iter().all(covered) {
+            return Err(PoolError::NotInPool);
+        }
+        let alone = self.begin(cx, economy)?;
+        let _small_alone = into.begin(cx, economy)?;
         let resize = Resize::new(self, economy, alone, nodes, 0);
         let taken = self.locked(cx, |state| {
             let pages = pages.min(state.available());
@@ -91,18 +98,21 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         self.ready.store(false, Ordering::Relaxed);
         add(&self.tally.batches, 1);
+        let mut debts = Debts::new();
         for unit in 0..self.units() {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let lean = group.lean.get() & page != 0;
             let ready = match (lean, self.economy.is_enabled()) {
                 (true, false) => {
-                    let done = self.restore_from(cx, index, group, page, &mut Source::Allocator);
+                    let done = self.restore_from(cx, index, group, page, &mut Source::Allocator, &mut debts);
                     group.lean.remove_shared(done);
                     done == page
                 }
                 (false, false) => true,
                 (_, true) => {
                     let mut all = true;
+                    // First, as in `split`. Some blocks may be lean in the end and some not: restoring skips those.
+                    group.lean.add_shared(page);
                     for mut work in self.works(index, group, page) {
                         work.heads = u64::MAX;
                         let mut edit = Edit::default();
@@ -110,13 +120,11 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                             true => self.economy.reshape(cx, &work, &mut edit).is_ok(),
                             false => self.economy.split(cx, &work, &mut edit) == Ok(Split::Swapped),
                         };
-                        self.settle(cx, &work, edit);
+                        debts.settle(self.economy, &work, edit);
                         if !all {
                             break;
                         }
                     }
-                    // Some blocks may be lean by now, so the page counts as lean; restoring skips those that are not.
-                    group.lean.add_shared(page);
                     all
                 }
             };
@@ -124,7 +132,8 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                 group.demoting.add_shared(page);
             }
         }
-        self.flush(cx);
+        self.pay(cx, &mut debts);
+        self.share(cx, debts);
         while self.free_some(cx) {}
     }
 
@@ -144,7 +153,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     /// Puts what is still staged back and says what was done.
     fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> Report {
         self.enter(cx, false);
-        self.complete(|_| {});
-        *self.report.lock()
+        self.complete(cx, |_| {});
+        self.report(cx)
     }
 }

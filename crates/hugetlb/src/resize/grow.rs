@@ -1,5 +1,6 @@
 //! Pages on their way in.
 
+use super::debts::Debts;
 use super::{Direction, Resize, add, get, phase};
 use crate::group::{GROUP, Group, highest};
 use crate::mapping::DescriptorMap;
@@ -11,7 +12,7 @@ use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, CpuCx, NodeId};
 use hugemm_frames::{Env, From, Mobility, Request};
 
-impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
+impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
     /// Pages that a node is asked for, the nodes that have run dry left out.
     pub(super) fn quota(&self, node: usize) -> u64 {
         let dry = get(&self.dry_before);
@@ -91,12 +92,20 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         self.dry.fetch_or(1 << (node % 64), Ordering::Relaxed);
     }
 
-    pub(super) fn split<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, staged: u64) {
+    pub(super) fn split<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        index: usize,
+        group: &Group,
+        staged: u64,
+        debts: &mut Debts<'e, V>,
+    ) {
         let fresh = if self.per_group() == 1 { staged & !group.lean.get() } else { staged };
         if fresh == 0 || (self.per_group() == 1 && self.starved.load(Ordering::Relaxed)) {
             return;
         }
-        // Before any entry changes: whoever looks takes the page for what it will be.
+        // Before any entry changes: should the edits end by a panic, whoever takes the page over restores it. A page that is
+        // marked and whole costs a look; one that is lean and not marked would be freed with its descriptors gone.
         let before = group.lean.get();
         group.lean.add_shared(fresh);
         let mut any = false;
@@ -112,18 +121,25 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                 // The first one stops the pass; what has been split goes on.
                 Err(_) => self.starved.store(true, Ordering::Relaxed),
             }
-            self.settle(cx, &work, edit);
+            debts.settle(self.economy, &work, edit);
         }
         if !any {
             group.lean.remove_shared(fresh & !before);
         }
     }
 
-    pub(super) fn remap<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, staged: u64) {
+    pub(super) fn remap<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        index: usize,
+        group: &Group,
+        staged: u64,
+        debts: &mut Debts<'e, V>,
+    ) {
         for work in self.works(index, group, staged & group.lean.get()) {
             let mut edit = Edit::default();
             self.economy.remap(cx, &work, &mut edit);
-            self.settle(cx, &work, edit);
+            debts.settle(self.economy, &work, edit);
         }
     }
 
@@ -206,6 +222,6 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         }
         let surplus = self.direction == Direction::Grow { surplus: true };
         let (entered, lean) = self.enter(cx, surplus);
-        self.complete(|report| (report.entered, report.lean) = (entered, lean));
+        self.complete(cx, |report| (report.entered, report.lean) = (entered, lean));
     }
 }

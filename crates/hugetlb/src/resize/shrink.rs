@@ -1,5 +1,6 @@
 //! Pages on their way out, and frames that a flush has released.
 
+use super::debts::Debts;
 use super::{Direction, FREES, Resize, Stay, add, get, phase};
 use crate::group::{Group, runs};
 use crate::mapping::DescriptorMap;
@@ -10,12 +11,19 @@ use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, Dirty, Extent, Zeroed};
 use hugemm_frames::Env;
 
-impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
-    pub(super) fn restore<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, staged: u64) {
+impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
+    pub(super) fn restore<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        index: usize,
+        group: &Group,
+        staged: u64,
+        debts: &mut Debts<'e, V>,
+    ) {
         if self.stopped.load(Ordering::Relaxed) {
             return;
         }
-        let done = self.restore_from(cx, index, group, staged & group.lean.get(), &mut Source::Allocator);
+        let done = self.restore_from(cx, index, group, staged & group.lean.get(), &mut Source::Allocator, debts);
         if done != staged & group.lean.get() {
             self.starved.store(true, Ordering::Relaxed);
         }
@@ -30,6 +38,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         group: &Group,
         lean: u64,
         source: &mut Source<'_>,
+        debts: &mut Debts<'e, V>,
     ) -> u64 {
         if lean == 0 {
             return 0;
@@ -38,7 +47,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         for work in self.works(index, group, lean) {
             let mut edit = Edit::default();
             let restored = self.economy.restore(cx, &work, source, &mut edit);
-            self.settle(cx, &work, edit);
+            debts.settle(self.economy, &work, edit);
             if self.per_group() == 1 {
                 done &= restored;
             } else if restored != work.mask {
@@ -62,13 +71,17 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             let bit = u64::from(lean.trailing_zeros());
             let mut donor = Extent::block(area.page(self.pool.size(), index, bit), self.pool.size().order());
             let lean = if self.per_group() == 1 { lean } else { 1 << bit };
-            let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor));
+            // It is no whole page any more when this begins: whoever unwinds loses it, and nobody gets it.
+            group.staged.remove_shared(1 << bit);
+            let mut debts = Debts::new();
+            let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor), &mut debts);
             group.lean.remove_shared(done);
-            self.flush(cx);
+            self.pay(cx, &mut debts);
+            self.share(cx, debts);
             if done & 1 << bit == 0 {
+                group.staged.add_shared(1 << bit);
                 return false;
             }
-            group.staged.remove_shared(1 << bit);
             group.zero.remove_shared(1 << bit);
             group.bad.remove_shared(1 << bit);
             // SAFETY: what is left of a page that was staged, and is not any more; its descriptors are restored and flushed.
@@ -81,7 +94,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     }
 
     pub(super) fn chain_units<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u64 {
-        cx.pinned(|pin| self.debts.lock(pin).loose.len()).div_ceil(FREES as u64)
+        cx.pinned(|pin| self.debts.lock(pin).loose.len().div_ceil(FREES as u64))
     }
 
     pub(super) fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, unit: u64) {
@@ -96,15 +109,16 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     /// Frees extents that a flush has released; whether there were any.
     pub(super) fn free_some<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
         let mut batch = [Extent::default(); FREES];
-        let mut count = 0;
-        cx.pinned(|pin| {
+        let count = cx.pinned(|pin| {
             let mut debts = self.debts.lock(pin);
+            let mut count = 0;
             while count < FREES
                 && let Some(extent) = debts.loose.pop(self.economy.frames)
             {
                 batch[count] = extent;
                 count += 1;
             }
+            count
         });
         let freed: u64 = batch[..count].iter().map(|extent| self.economy.free(cx, *extent)).sum();
         add(&self.tally.freed_frames, freed);
@@ -135,24 +149,26 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         add(&self.tally.gone, pages.count_ones().into());
     }
 
-    /// The old way: everything for one page, with its own flushes.
+    /// The old way: everything for one page, with its own flushes. Other workers do the same beside this one: each pays for
+    /// what it did itself before it goes on.
     pub(super) fn page_alone<P: Cpu>(&self, cx: &CpuCx<'_, P>, index: usize, group: &Group, page: u64) {
+        let mut mine = Debts::new();
         match self.direction {
             Direction::Grow { .. } | Direction::Boot => {
                 self.starved.store(false, Ordering::Relaxed);
-                self.split(cx, index, group, page);
-                self.flush(cx);
-                self.remap(cx, index, group, page);
-                self.flush(cx);
-                while self.free_some(cx) {}
+                self.split(cx, index, group, page, &mut mine);
+                self.pay(cx, &mut mine);
+                self.remap(cx, index, group, page, &mut mine);
+                self.pay(cx, &mut mine);
             }
             Direction::Shrink { .. } => {
-                self.restore(cx, index, group, page);
-                self.flush(cx);
+                self.restore(cx, index, group, page, &mut mine);
+                self.pay(cx, &mut mine);
                 self.free_pages(cx, index, group, page & !group.lean.get());
-                while self.free_some(cx) {}
             }
         }
+        self.share(cx, mine);
+        while self.free_some(cx) {}
     }
 
     pub(super) fn after_shrink<P: Cpu>(&self, cx: &CpuCx<'_, P>, stay: Stay) {
@@ -169,6 +185,6 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         // Whoever was asked to stop keeps what he has; what could not be freed is tried again when somebody tidies up.
         let surplus = stay == Stay::Surplus && !stopped;
         let (stayed, _) = if left != 0 { self.enter(cx, surplus) } else { (0, 0) };
-        self.complete(|report| report.lent += if surplus { stayed } else { 0 });
+        self.complete(cx, |report| report.lent += if surplus { stayed } else { 0 });
     }
 }

@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// One CPU's: entries by page, their frames, and the state of the dice.
 #[derive(Default)]
@@ -53,12 +54,27 @@ pub struct Tlbs {
     edit_live: bool,
     pub flushes: AtomicU64,
     pub hits: AtomicU64,
+    /// How long a flush takes before the first CPU has forgotten anything.
+    pub delay: Mutex<Duration>,
+    /// Edits of live blocks, and flushes, until one panics.
+    pub edits_left: AtomicU64,
+    pub flushes_left: AtomicU64,
+}
+
+/// Panics if this was the last one.
+fn last(left: &AtomicU64) {
+    let left = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+    assert_ne!(left, Ok(1), "planned");
 }
 
 impl Tlbs {
     pub fn new(remember: bool) -> Self {
         let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { seed: 0x9e37_79b9 + cpu, ..Tlb::default() })).collect();
-        Tlbs { cpus, remember, edit_live: true, flushes: AtomicU64::new(0), hits: AtomicU64::new(0) }
+        // 0: never.
+        let none = || AtomicU64::new(0);
+        let delay = Mutex::new(Duration::ZERO);
+        let (edits_left, flushes_left) = (none(), none());
+        Tlbs { cpus, remember, edit_live: true, flushes: none(), hits: none(), delay, edits_left, flushes_left }
     }
 }
 
@@ -84,11 +100,15 @@ unsafe impl WalkCache for Tlbs {
     }
 
     fn may_edit_live(&self) -> bool {
+        last(&self.edits_left);
         self.edit_live
     }
 
     fn flush(&self, range: VirtRange) {
-        self.flushes.fetch_add(1, Ordering::Relaxed);
+        last(&self.flushes_left);
+        self.flushes.fetch_add(1, Ordering::SeqCst);
+        let delay = *self.delay.lock().unwrap();
+        std::thread::sleep(delay);
         for slot in &self.cpus {
             slot.lock().unwrap().flush(range.first().get(), range.last().get());
         }
@@ -186,6 +206,11 @@ pub struct Machine<'m, I: Inject> {
     pub descriptors: Extent,
 }
 
+/// Where a frame's descriptor is.
+pub fn descriptor_of(frame: Pfn) -> VirtAddr {
+    VirtAddr::new(ORIGIN + frame.number() * 64)
+}
+
 pub fn extent(base: u64, pages: u64) -> Extent {
     Extent::new(Pfn::new(base), pages).expect("in range")
 }
@@ -240,10 +265,10 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let memory = Sparse::new(all.bytes() as usize).expect("addresses");
     // SAFETY: the mapping outlives the machine, and its bytes are those of the frames.
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
-    let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
+    let mut entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
     let first = VirtAddr::new(ORIGIN + BASE * 64);
     let map: Map<'_> =
-        SoftMap::new(first, &entries, flat, Tlbs { edit_live: shape.edit_live, ..Tlbs::new(shape.stale) }, Keep);
+        SoftMap::new(first, &mut entries, flat, Tlbs { edit_live: shape.edit_live, ..Tlbs::new(shape.stale) }, Keep);
     let present = spans - shape.absent;
     for span in 0..present {
         // SAFETY: nothing is mapped or running yet.
@@ -259,7 +284,8 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         let at = VirtAddr::new(ORIGIN + base * 64);
         let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(at.get() as usize));
         specs.push(ArenaSpec { extent: part, node: NodeId(node as u32), descriptors: array });
-        areas.push(Area::new(part, NodeId(node as u32), Some(at)));
+        // SAFETY: that is where the allocator is told its descriptors are.
+        areas.push(unsafe { Area::new(part, NodeId(node as u32)).with_descriptors(at) });
         base += spans * SPAN;
     }
     let config = Config { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
@@ -274,7 +300,8 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     unsafe { frames.release(Dirty::assume_owned(all)) };
     let _ = frames.claim_exact(&threads.cx(), descriptors).expect("free").into_extent();
     let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
-    let economy = Economy::new(&frames, &map, &tails, shape.policy);
+    // SAFETY: the frames behind the descriptors were claimed for them; it is the only economy of the map.
+    let economy = unsafe { Economy::new(&frames, &map, &tails, shape.policy) };
     test(&Machine {
         threads,
         map: &map,
@@ -318,6 +345,12 @@ impl<I: Inject> Machine<'_, I> {
             let at = ((frame.number() - BASE) * PAGE_BYTES) as usize;
             self.memory.forbid_writing(at..at + PAGE_BYTES as usize).expect("our memory");
         }
+    }
+
+    /// What this CPU takes the descriptor of a frame to be mapped to: by what it remembers, or by the tables.
+    pub fn seen(&self, frame: Pfn) -> Option<Leaf> {
+        let at = descriptor_of(frame);
+        self.map.hw().lookup(at, || self.map.walk(at))
     }
 
     pub fn free_frames(&self) -> u64 {

@@ -43,7 +43,9 @@ pub fn areas() -> ([Area; MOST], usize) {
 /// An economy with this policy. One at a time edits the area.
 pub fn economy(policy: Policy) -> KernelEconomy {
     let vmemmap = VMEMMAP.get();
-    Economy::new(frames(), &vmemmap.map, &vmemmap.tails, policy)
+    // SAFETY: `init` made the frames behind the descriptors the allocator's, in use; commands run one after the other and
+    // have one economy each.
+    unsafe { Economy::new(frames(), &vmemmap.map, &vmemmap.tails, policy) }
 }
 
 /// The blocks of the descriptors of areas in ascending order, each once.
@@ -66,10 +68,11 @@ pub fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
     // are never freed; the area is mapped by 2 MiB leaves. The self-test divides and joins leaves while no pool is at
     // work. The platform's windows are the direct map. Space and TLBs are the kernel's.
     let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), tlbs(), policy) };
-    let (mut areas, mut count) = ([Area::new(Extent::default(), NodeId(0), None); MOST], 0);
+    let (mut areas, mut count) = ([Area::new(Extent::default(), NodeId(0)); MOST], 0);
     for arena in memory::arenas(memory) {
         let first = layout::DESCRIPTORS + arena.base().number() * layout::DESCRIPTOR_BYTES;
-        areas[count] = Area::new(arena, NodeId(0), Some(VirtAddr::new(first)));
+        // SAFETY: the allocator's descriptors of its arenas are there, in the kernel's half.
+        areas[count] = unsafe { Area::new(arena, NodeId(0)).with_descriptors(VirtAddr::new(first)) };
         count += 1;
     }
     for block in blocks(&areas[..count]) {

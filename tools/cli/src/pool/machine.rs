@@ -138,8 +138,8 @@ impl Plan {
         // SAFETY: the caller's promise.
         let flat = unsafe { FlatMemory::new(start, self.all) };
         let spans = self.all.pages().div_ceil(SPAN);
-        let entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
-        let map = SoftMap::new(self.first(), &entries, flat, CountedFlushes::default(), Keep);
+        let mut entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
+        let map = SoftMap::new(self.first(), &mut entries, flat, CountedFlushes::default(), Keep);
         let descriptors = self.all.slice(0, spans * (PageSize::Size2M.bytes() / PAGE_BYTES));
         for (block, first) in (0..spans).zip((descriptors.base().number()..).step_by(512)) {
             let at = VirtAddr::new(self.first().get() + block * PageSize::Size2M.bytes());
@@ -157,7 +157,8 @@ impl Plan {
         let claimed = host.run_on(hugemm_base::CpuId(0), |cx| frames.claim_exact(cx, descriptors))??;
         // Theirs until economy frees them.
         let _ = claimed.into_extent();
-        let areas = vec![Area::new(self.all, NodeId(0), Some(self.first()))];
+        // SAFETY: `arena` tells the allocator that its descriptors are there, where the map has them.
+        let areas = vec![unsafe { Area::new(self.all, NodeId(0)).with_descriptors(self.first()) }];
         let tails = [Tail::default()];
         f(&Ground { frames: &frames, map: &map, areas, tails: &tails })
     }
@@ -171,7 +172,8 @@ impl Plan {
 impl<'m> Ground<'m> {
     /// An economy with this policy.
     pub fn economy(&self, policy: Policy) -> Economy<'m, Soft<'m>, Map<'m>> {
-        Economy::new(self.frames, self.map, self.tails, policy)
+        // SAFETY: the frames behind the descriptors were claimed for them by `build_in`; the bench has one at a time.
+        unsafe { Economy::new(self.frames, self.map, self.tails, policy) }
     }
 
     /// An empty pool for `f`.

@@ -31,10 +31,11 @@ pub fn with_pool<R>(
     let start = window.ok_or_else(|| anyhow!("the host's frames cannot be reached"))?;
     // SAFETY: the host's memory outlives the pool, and is one mapping of exactly these frames.
     let memory = unsafe { FlatMemory::new(start, all) };
-    let map = SoftMap::new(VirtAddr::new(0), &[], memory, Nothing, Keep);
-    let economy = Economy::new(frames, &map, &[], Policy::default());
+    let map = SoftMap::new(VirtAddr::new(0), &mut [], memory, Nothing, Keep);
+    // SAFETY: nothing is mapped by it.
+    let economy = unsafe { Economy::new(frames, &map, &[], Policy::default()) };
     economy.set_enabled(false);
-    let mut areas = [Area::new(all, NodeId(0), None)];
+    let mut areas = [Area::new(all, NodeId(0))];
     let mut groups: Vec<Group> =
         (0..HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
     let mut nodes = [Counts::default()];

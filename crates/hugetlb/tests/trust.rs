@@ -1,0 +1,331 @@
+//! What must not happen whatever safe code does, and whenever it stops: a page in two hands, or free memory whose descriptors
+//! somebody cannot write.
+
+mod support;
+
+use hugemm_base::inject::NoFaults;
+use hugemm_base::lock::SpinLock;
+use hugemm_base::{CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn, Zeroed};
+use hugemm_frames::{Request, Zeroer};
+use hugemm_hugetlb::{Area, Counts, Economy, FlushPolicy, Group, HugePool, Nodes, Policy, PoolError, Tail};
+use hugemm_testing::Random;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use support::{BASE, Machine, SPAN, Shape, extent, machine, run_as};
+
+const POLICIES: [Policy; 4] = [
+    Policy { flush: FlushPolicy::Page, swap: false, carve: false },
+    Policy { flush: FlushPolicy::Page, swap: true, carve: true },
+    Policy { flush: FlushPolicy::Batch, swap: true, carve: true },
+    Policy { flush: FlushPolicy::Batch, swap: false, carve: false },
+];
+
+/// How long a flush takes, and how long a worker is held up at most.
+const HELD_UP: Duration = Duration::from_millis(1);
+
+/// This CPU takes a look at every descriptor of memory, and remembers.
+fn look_at_all(m: &Machine<'_, NoFaults>) {
+    for frame in (m.all.base().number()..m.all.end().number()).step_by(64) {
+        let _ = m.seen(Pfn::new(frame)).expect("every descriptor can be read");
+    }
+}
+
+/// Every descriptor of these frames can be written, by what this CPU remembers and by the tables.
+fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
+    for frame in (frames.base().number()..frames.end().number()).step_by(64).map(Pfn::new) {
+        let tables = m.map.walk(support::descriptor_of(frame)).expect("mapped");
+        assert!(tables.writable, "{frame} is free and its descriptor is a tail");
+        assert_eq!(m.seen(frame), Some(tables), "{frame} is free and this CPU knows something older");
+    }
+}
+
+/// Pages that leave are somebody else's as soon as they are free: he writes his descriptors, by any CPU. So they are free
+/// only when no CPU remembers the tails that were there, however many workers there are and however long a flush takes.
+#[test]
+fn whoever_gets_a_freed_page_can_write_its_descriptors() {
+    for policy in POLICIES {
+        machine(&Shape { policy, ..Shape::spans(4) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(PageSize::Size2M);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            pool.set_size(&mut cx, &m.economy, 130, Nodes::All, &Never).expect("idle");
+            let pages: Vec<Pfn> = pool.pages().map(|(page, _)| page).collect();
+            assert_eq!((pages.len(), pool.lean_pages()), (130, 130));
+            *m.map.hw().delay.lock().unwrap() = HELD_UP;
+            let nine = Order::new(9).expect("valid");
+            let (done, got) = (AtomicBool::new(false), AtomicU64::new(0));
+            let resize = pool.resize(&mut cx, &m.economy, 0, Nodes::All).expect("idle");
+            std::thread::scope(|s| {
+                let (resize, pages, done, got) = (&resize, &pages, &done, &got);
+                // The next owner.
+                let next = s.spawn(move || {
+                    run_as(4);
+                    let cx = m.threads.cx();
+                    look_at_all(m);
+                    let mut left = pages.clone();
+                    while !left.is_empty() {
+                        let over = done.load(Ordering::Acquire);
+                        left.retain(|page| {
+                            let tail = extent(page.number() + 200, 1);
+                            // A walker may look again at any time, and remembers.
+                            let _ = m.seen(tail.base());
+                            let Ok(mine) = m.frames.claim_exact(&cx, tail) else { return true };
+                            let mine = mine.into_extent();
+                            can_be_written(m, mine);
+                            got.fetch_add(1, Ordering::Relaxed);
+                            // SAFETY: just claimed.
+                            m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(mine) });
+                            false
+                        });
+                        if over {
+                            break;
+                        }
+                    }
+                });
+                let workers: Vec<_> = (1..4)
+                    .map(|cpu| {
+                        s.spawn(move || {
+                            run_as(cpu);
+                            // A worker may be held up anywhere, for instance between an edit and its flush; and an interrupt
+                            // may allocate what it has just freed.
+                            let mut random = Random(cpu.into());
+                            let held_up = |cx: &mut CpuCx<'_, _>| {
+                                // Until somebody else has begun a flush, if anybody does.
+                                let flushes = || m.map.hw().flushes.load(Ordering::SeqCst);
+                                let (before, since) = (flushes(), Instant::now());
+                                let wait = random.below(4) == 0;
+                                while wait && flushes() == before && since.elapsed() < HELD_UP {
+                                    std::thread::yield_now();
+                                }
+                                let Ok(block) = m.frames.alloc(cx, Request::order(nine)) else { return };
+                                if pages.contains(&block.pfn()) {
+                                    run_as(4);
+                                    can_be_written(m, block.extent());
+                                    run_as(cpu);
+                                }
+                                m.frames.free(cx, block);
+                            };
+                            m.threads.interrupted(held_up, |cx| resize.work(cx, &Never));
+                        })
+                    })
+                    .collect();
+                workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
+                // Release pairs with the Acquire above.
+                done.store(true, Ordering::Release);
+                next.join().expect("no panic");
+            });
+            assert_eq!(resize.finish(&mut cx).left, 130);
+            // Some are descriptors of others by then.
+            assert!(got.load(Ordering::Relaxed) > 100, "{got:?}");
+        });
+    }
+}
+
+/// A resize that a panic ends, at any edit or flush, up or down: its pages are found again, restored before they are freed,
+/// and no CPU remembers what they were.
+#[test]
+fn a_resize_that_unwinds_frees_nothing_that_is_not_whole() {
+    for (size, spans, pages) in [(PageSize::Size1G, 20, 2), (PageSize::Size2M, 5, 200)] {
+        for (edits, flushes) in (1..20).map(|n| (n, 0)).chain([(0, 1), (0, 2)]) {
+            for shrinking in [false, true] {
+                let planned = machine(&Shape::spans(spans), NoFaults, |m| {
+                    let mut memory = m.pool_memory(size);
+                    let (pool, mut cx) = (memory.pool(), m.threads.cx());
+                    if shrinking {
+                        m.set(&pool, pages);
+                    }
+                    run_as(4);
+                    look_at_all(m);
+                    run_as(0);
+                    let hw = m.map.hw();
+                    hw.edits_left.store(edits, Ordering::Relaxed);
+                    hw.flushes_left.store(flushes, Ordering::Relaxed);
+                    let target = if shrinking { 0 } else { pages };
+                    let ended = catch_unwind(AssertUnwindSafe(|| m.set(&pool, target)));
+                    hw.edits_left.store(0, Ordering::Relaxed);
+                    hw.flushes_left.store(0, Ordering::Relaxed);
+                    run_as(4);
+                    look_at_all(m);
+                    run_as(0);
+                    m.set(&pool, 0);
+                    pool.tidy(&mut cx, &m.economy).expect("idle");
+                    assert_eq!(pool.counts(&cx).counts, Counts::default());
+                    assert!(pool.is_consistent(&cx));
+                    run_as(4);
+                    can_be_written(m, m.all);
+                    run_as(0);
+                    ended.is_err()
+                });
+                assert!(planned || edits > 2 || flushes > 1, "{edits} edits, {flushes} flushes, {shrinking}");
+            }
+        }
+    }
+}
+
+/// The others go home: nobody waits for a worker that is gone.
+#[test]
+fn workers_do_not_wait_for_one_that_unwound() {
+    machine(&Shape::spans(6), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let resize = pool.resize(&mut cx, &m.economy, 300, Nodes::All).expect("idle");
+        m.map.hw().edits_left.store(2, Ordering::Relaxed);
+        let unwound: usize = std::thread::scope(|s| {
+            let worker = |cpu| {
+                let resize = &resize;
+                s.spawn(move || {
+                    run_as(cpu);
+                    catch_unwind(AssertUnwindSafe(|| resize.work(&mut m.threads.cx(), &Never))).is_err()
+                })
+            };
+            let workers: Vec<_> = (1..4).map(worker).collect();
+            workers.into_iter().map(|worker| usize::from(worker.join().expect("caught"))).sum()
+        });
+        assert_eq!(unwound, 1);
+        drop(resize);
+        m.set(&pool, 0);
+        pool.tidy(&mut cx, &m.economy).expect("idle");
+        assert_eq!(pool.counts(&cx).counts, Counts::default());
+        can_be_written(m, m.all);
+    });
+}
+
+/// A resize that is begun and dropped: its pages come back with the next one, and go with it.
+#[test]
+fn a_resize_that_is_dropped_loses_no_page() {
+    machine(&Shape::spans(5), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        m.set(&pool, 200);
+        drop(pool.resize(&mut cx, &m.economy, 50, Nodes::All).expect("idle"));
+        assert_eq!(pool.counts(&cx).counts.total, 50);
+        assert_eq!(m.set(&pool, 50).left, 0);
+        let counts = pool.counts(&cx).counts;
+        assert_eq!(counts, Counts { total: 200, free: 200, surplus: 150 });
+        assert!(pool.is_consistent(&cx));
+        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 150);
+        m.set(&pool, 0);
+        assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames(), m.all.pages());
+    });
+}
+
+/// Two pools of one size may have pages in one block of descriptors, so one is resized at a time.
+#[test]
+fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
+    machine(&Shape::spans(5), NoFaults, |m| {
+        let (mut one, mut two) = (m.pool_memory(PageSize::Size2M), m.pool_memory(PageSize::Size2M));
+        let (one, two, mut cx) = (one.pool(), two.pool(), m.threads.cx());
+        let resize = one.resize(&mut cx, &m.economy, 70, Nodes::All).expect("idle");
+        let done = AtomicBool::new(false);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                run_as(1);
+                m.set(&two, 70);
+                done.store(true, Ordering::SeqCst);
+            });
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!done.load(Ordering::SeqCst), "the other resize is under way");
+            assert_eq!(resize.finish(&mut cx).entered, 70);
+        });
+        assert_eq!((one.lean_pages(), two.lean_pages()), (70, 70));
+        // A page goes back to the pool that it came from, and to no other.
+        let page = one.take(&cx, Nodes::All, false).expect("70");
+        let (page, error) = two.put(&cx, page, false).expect_err("not its own");
+        assert_eq!(error, PoolError::NotInPool);
+        one.put(&cx, page, false).expect("its own");
+        m.set(&one, 0);
+        m.set(&two, 0);
+        assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames(), m.all.pages());
+    });
+}
+
+/// What another pool has left in the memory that a pool is given is no page of this one.
+#[test]
+fn a_pool_begins_empty_whatever_its_memory_says() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let (mut areas, mut nodes) = (m.areas.clone(), [Counts { total: 7, free: 7, surplus: 0 }]);
+        let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
+        let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
+        let cx = m.threads.cx();
+        for _ in 0..2 {
+            let pool: HugePool<'_> =
+                HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+            assert_eq!((pool.counts(&cx).counts, pool.pages().count()), (Counts::default(), 0));
+            assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+            assert!(pool.is_consistent(&cx));
+            m.set(&pool, 9);
+        }
+    });
+}
+
+/// Pages come from one allocator and go back to it, and one mapping has their descriptors.
+#[test]
+fn a_pool_is_resized_with_the_economy_that_filled_it() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        m.set(&pool, 9);
+        machine(&Shape::spans(3), NoFaults, |other| {
+            let refused = pool.set_size(&mut cx, &other.economy, 0, Nodes::All, &Never);
+            assert_eq!(refused, Err(PoolError::OtherEconomy));
+            assert_eq!(pool.tidy(&mut cx, &other.economy), Err(PoolError::OtherEconomy));
+        });
+        let tails = [Tail::default()];
+        // SAFETY: the machine's own economy is not used beside it.
+        let other = unsafe { Economy::new(m.frames, m.map, &tails, Policy::default()) };
+        assert_eq!(pool.set_size(&mut cx, &other, 0, Nodes::All, &Never), Err(PoolError::OtherEconomy));
+        assert_eq!(pool.counts(&cx).counts.total, 9);
+        assert_eq!(m.set(&pool, 0).left, 9);
+    });
+}
+
+/// Each of the 512 parts of a page must have its place in the pool that takes it over.
+#[test]
+fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
+    machine(&Shape::spans(24), NoFaults, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        m.set(&large, 1);
+        let page = large.pages().next().expect("one").0;
+        let half = extent(page.number(), 1 << 17);
+        for areas in [vec![Area::new(half, NodeId(0))], vec![Area::new(m.all, NodeId(0))], vec![]] {
+            let mut areas = areas;
+            let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
+            let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
+            let mut nodes = [Counts::default()];
+            let other = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+            let refused = large.demote(&mut cx, &m.economy, &other, Nodes::All, 1);
+            assert_eq!(refused, Err(PoolError::NotInPool));
+            assert_eq!(large.counts(&cx).counts.free, 1);
+        }
+        assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1).expect("one").entered, 512);
+    });
+}
+
+/// Whoever clears a page and gives back another one keeps the page: it is not the pool's any more.
+#[test]
+fn a_page_that_was_not_given_back_is_not_handed_out() {
+    struct Swapper(Cell<Option<Zeroed>>, Cell<Option<Dirty>>);
+    impl<P: hugemm_base::platform::Cpu> Zeroer<P> for Swapper {
+        fn zero(&self, _cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
+            self.1.set(Some(frames));
+            Ok(self.0.take().expect("asked once"))
+        }
+    }
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        m.set(&pool, 3);
+        // SAFETY: nobody touches what is behind it.
+        let foreign = unsafe { Zeroed::assume_owned(extent(BASE + 2 * SPAN, 512)) };
+        let swapper = Swapper(Cell::new(Some(foreign)), Cell::new(None));
+        assert_eq!(pool.zero_free(&mut cx, &swapper, 1), 0);
+        let kept = swapper.1.take().expect("a page").into_extent();
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 3, free: 2, surplus: 0 });
+        for _ in 0..2 {
+            assert_ne!(pool.take(&cx, Nodes::All, false).expect("two").extent(), kept);
+        }
+        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+    });
+}
