@@ -18,7 +18,8 @@
 //! | 58, 63 | hidden: detached, reserved |
 //! | 62 | APTable, of an entry that refers to a table: nothing below it can be written; TCR_EL1.HPDn has to be 0 |
 //!
-//! Hardware caches no entry that is not valid and none without AF, and changes of size or address of a valid entry need
+//! Hardware caches no entry that is not valid and none without AF, but may keep a read-only one for ever, whatever the table
+//! says since ([`FAULT_DROPS`](PageFormat::FAULT_DROPS)); and changes of size or address of a valid entry need
 //! break-before-make unless the CPU has FEAT_BBM level 2: see the operations that replace tables by leaves or leaves by
 //! tables.
 
@@ -64,6 +65,9 @@ unsafe impl PageFormat for Aarch64 {
     const CLEAN: u64 = READ_ONLY;
     const READ_ONLY_TABLE: u64 = NO_WRITE_BELOW;
     const CLAIMED: u64 = CLAIMED;
+    // Only what raises a translation, address size or access flag fault is never kept; a permission fault drops nothing (Arm
+    // ARM, D8.16).
+    const FAULT_DROPS: bool = false;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {

@@ -55,6 +55,10 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// a CPU is at work on what is below it.
     const CLAIMED: u64;
 
+    /// Whether a CPU whose access is refused by a translation that it keeps drops that translation, so that rights that were
+    /// given are found by the next try. Where it does not, giving rights owes a flush as taking them does.
+    const FAULT_DROPS: bool;
+
     /// A leaf of `level` (at most 2) that maps the block at `frame`.
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64;
 

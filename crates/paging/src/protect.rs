@@ -32,6 +32,9 @@ enum Way {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// Changes the flags of every leaf in the span, each by one atomic exchange. Written pages stay known as written
     /// unless [`Flags::DIRTY`] is cleared.
+    ///
+    /// What takes rights away is to be flushed before anybody relies on it; what only gives rights, where the format's
+    /// [faults drop nothing](PageFormat::FAULT_DROPS), before anybody waits for an access to succeed.
     pub fn protect(&mut self, span: Span, change: Change) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Atomic)
     }

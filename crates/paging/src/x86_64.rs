@@ -88,6 +88,9 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     const CLEAN: u64 = 0;
     const READ_ONLY_TABLE: u64 = WRITE;
     const CLAIMED: u64 = CLAIMED;
+    // A page fault invalidates what the CPU keeps for its address (Intel SDM volume 3, "Operations that Invalidate TLBs and
+    // Paging-Structure Caches").
+    const FAULT_DROPS: bool = true;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {

@@ -15,7 +15,7 @@ use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::{Extent, VirtAddr};
 use hugemm_clear::Request;
-use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PagingError, Span};
+use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch, Span};
 
 impl<S: Setup> Vm<'_, S> {
     /// Serves a store to a page that is mapped read-only in an area that allows stores.
@@ -43,11 +43,15 @@ impl<S: Setup> Vm<'_, S> {
             // same page.
             if area.kind.shared || self.frames.references(old.frame) == 1 {
                 let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
-                // More rights need no flush: a CPU that has the old entry faults, and finds this one.
-                return match table.protect(page, change) {
-                    Ok(_) => Ok(Served::Reused),
-                    Err(error) => Err(VmError::Paging(error)),
-                };
+                let stale = table.protect(page, change).map_err(VmError::Paging)?;
+                drop(table);
+                // A CPU that has the old entry faults, and finds this one, unless it goes on refusing by the old one.
+                if !S::Format::FAULT_DROPS {
+                    let mut batch = ShootdownBatch::new(&space.tlb);
+                    batch.stale(stale, area.kind.page);
+                    batch.flush(self.tlbs, &task.borrow(), &self.shootdown);
+                }
+                return Ok(Served::Reused);
             }
             // It may lose its other users meanwhile; ours keeps it from becoming something else.
             self.get_page(&mut task.borrow_mut(), old.frame)?;

@@ -11,6 +11,7 @@
 //! * It keeps entries of upper levels too, those of the kernel's half under the tag of every space that walked them, and
 //!   walks from any of them.
 //! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told.
+//! * A store that it refuses drops the translation, unless it is told to [keep](Mmu::keep_refusals) it.
 //! * It walks speculatively, lazy CPUs included, and sets accessed bits, and dirty bits on stores, by locked updates.
 //!
 //! While a CPU waits for others to acknowledge, and between any two steps if a test calls
@@ -42,7 +43,7 @@ use oracle::Oracle;
 use std::cell::Cell;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tlb::CpuTlb;
 
@@ -70,6 +71,7 @@ pub struct Mmu<'h, 'm> {
     cpus: Vec<SimCpu>,
     tags: usize,
     kernel_root: AtomicU64,
+    keeps_refusals: AtomicBool,
     oracle: Oracle,
     stores: StoreModel,
     random: Mutex<Random>,
@@ -145,6 +147,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
             cpus: (0..cpus.max(1)).map(cpu).collect(),
             tags: tags.max(1),
             kernel_root: AtomicU64::new(0),
+            keeps_refusals: AtomicBool::new(false),
             oracle: Oracle::new(host.frames()),
             stores: StoreModel::new(cpus.max(1) as usize, seed),
             random: Mutex::new(Random::new(seed)),
@@ -165,6 +168,12 @@ impl<'h, 'm> Mmu<'h, 'm> {
                 tlb.root = Some(root);
             }
         }
+    }
+
+    /// From here on a translation that refuses a store stays where it is, as arm64 may have it, instead of being dropped by
+    /// the fault, as x86-64 does.
+    pub fn keep_refusals(&self) {
+        self.keeps_refusals.store(true, Ordering::Relaxed);
     }
 
     /// Plays CPU `cpu` for the time of `f`. Waits while another thread plays it.

@@ -8,11 +8,13 @@
 //! | [`pvh`] | what a PVH loader hands over |
 //! | [`memory_map`] | which memory is ours, and who gets it before there is an allocator |
 //! | [`cpus`] | which CPUs there are, from ACPI |
+//! | [`interrupt_command`] | what comes before an interrupt to another CPU |
 //! | [`request`] | commands and their arguments, as one line from the host |
 //! | [`report`] | results, as JSON lines to the host |
 #![cfg_attr(not(test), no_std)]
 
 pub mod cpus;
+pub mod interrupt_command;
 pub mod memory_map;
 pub mod pvh;
 pub mod report;

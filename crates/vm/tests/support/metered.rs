@@ -5,9 +5,9 @@ use hugemm_paging::{Flags, PageFormat, X86_64};
 use std::cell::Cell;
 use std::ptr;
 
-/// The entries of [`X86_64`], counted.
+/// The entries of [`X86_64`], counted. `DROPS`: whether the hardware's faults drop what refused the access, as x86-64's do.
 #[derive(Clone, Copy, Debug)]
-pub struct Metered;
+pub struct Metered<const DROPS: bool = true>;
 
 #[derive(Clone, Copy)]
 struct Meter {
@@ -44,7 +44,7 @@ fn note() {
 }
 
 // SAFETY: passes everything on.
-unsafe impl PageFormat for Metered {
+unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     const NAME: &'static str = X86_64::NAME;
     const LEVELS: u32 = X86_64::LEVELS;
     const PHYS_BITS: u32 = X86_64::PHYS_BITS;
@@ -55,6 +55,7 @@ unsafe impl PageFormat for Metered {
     const CLEAN: u64 = X86_64::CLEAN;
     const READ_ONLY_TABLE: u64 = X86_64::READ_ONLY_TABLE;
     const CLAIMED: u64 = X86_64::CLAIMED;
+    const FAULT_DROPS: bool = DROPS;
 
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
         note();

@@ -14,7 +14,7 @@ use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs};
+use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, Tlbs};
 use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 pub use metered::{Metered, most_between_reschedules};
@@ -25,12 +25,12 @@ use std::sync::{Arc, Mutex};
 pub type Cpus<'h> = Mmu<'h, 'h>;
 
 /// The setup of every test.
-pub struct Model<'h>(PhantomData<&'h ()>);
+pub struct Model<'h, F = Metered>(PhantomData<(&'h (), F)>);
 
-impl<'h> Setup for Model<'h> {
+impl<'h, F: PageFormat> Setup for Model<'h, F> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
-    type Format = Metered;
+    type Format = F;
     type Lock = EditLock<Serving>;
     type Tlb = &'h Cpus<'h>;
     type Pager = hugemm_vm::NoPager;
@@ -142,9 +142,9 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
 }
 
 /// Everything a test needs.
-pub struct Rig<'h> {
+pub struct Rig<'h, F: PageFormat = Metered> {
     pub mmu: &'h Cpus<'h>,
-    pub vm: Vm<'h, Model<'h>>,
+    pub vm: Vm<'h, Model<'h, F>>,
     /// Frames that stay in use: wide reference counters.
     kept: AtomicU64,
     /// CPUs that are [beside others](Rig::beside_others).
@@ -152,7 +152,7 @@ pub struct Rig<'h> {
 }
 
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
-pub type Handle<'v, 'h> = SpaceRef<'v, Model<'h>>;
+pub type Handle<'v, 'h, F = Metered> = SpaceRef<'v, Model<'h, F>>;
 
 pub fn span(start: u64, bytes: u64) -> Span {
     Span::new(VirtAddr::new(start), bytes).expect("a span")
@@ -166,6 +166,17 @@ pub fn bounds() -> Span {
 /// Runs `test` on `mib` MiB of memory and `cpus` simulated CPUs with two tags each, and checks afterwards that nothing
 /// went wrong in the model and that every frame is back.
 pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+    with_format(mib, cpus, seed, inject, test);
+}
+
+/// The same for another format, whose entries are x86-64's all the same.
+pub fn with_format<F: PageFormat>(
+    mib: u64,
+    cpus: u32,
+    seed: u64,
+    inject: &FaultPlan,
+    test: impl for<'h> FnOnce(&Rig<'h, F>),
+) {
     let request = RegionRequest { bytes: mib << 20, backing: HostBacking::Small, ..RegionRequest::default() };
     let mut region = Region::allocate(&request).expect("memory");
     // What is not cleared is seen.
@@ -177,7 +188,13 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
     run(&mmu, host.frames(), cpus, inject, test);
 }
 
-fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
+fn run<F: PageFormat>(
+    mmu: &Mmu<'_, '_>,
+    memory: Extent,
+    cpus: u32,
+    inject: &FaultPlan,
+    test: impl for<'h> FnOnce(&Rig<'h, F>),
+) {
     let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
     let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
@@ -228,9 +245,9 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, cpus: u32, inject: &FaultPlan, test: i
     });
 }
 
-impl<'h> Rig<'h> {
+impl<'h, F: PageFormat> Rig<'h, F> {
     /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
-    pub fn store(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, value: u64) -> Result<(), VmError> {
+    pub fn store(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, F>>, at: u64, value: u64) -> Result<(), VmError> {
         let cpu = hugemm_base::CpuLocal::current(cx.platform());
         loop {
             match self.mmu.store(cpu, VirtAddr::new(at), value) {
@@ -245,7 +262,7 @@ impl<'h> Rig<'h> {
     }
 
     /// Loads 8 bytes the same way.
-    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64) -> Result<u64, VmError> {
+    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, F>>, at: u64) -> Result<u64, VmError> {
         let cpu = hugemm_base::CpuLocal::current(cx.platform());
         loop {
             match self.mmu.load(cpu, VirtAddr::new(at)) {
@@ -270,12 +287,12 @@ impl<'h> Rig<'h> {
     }
 
     /// Makes the CPU use a space.
-    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F>>) {
         space.tlb().switch_in(self.vm.tlbs(), cx);
     }
 
     /// Ends that.
-    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F>>) {
         space.tlb().switch_out(self.vm.tlbs(), cx);
     }
 

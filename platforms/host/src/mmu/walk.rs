@@ -24,6 +24,12 @@ impl Mmu<'_, '_> {
     pub(super) fn access(&self, cpu: CpuId, tlb: &mut CpuTlb, at: VirtAddr, access: Access) -> Result<PhysAddr, Fault> {
         tlb.evict();
         let matching = tlb.matching(at);
+        if access == Access::Store
+            && self.keeps_refusals.load(Ordering::Relaxed)
+            && matching.iter().any(|known| !tlb.leaves[*known].writable)
+        {
+            return Err(Fault::Protection);
+        }
         let mut hit = None;
         if !matching.is_empty() && !tlb.random.one_in(8) {
             hit = Some(matching[tlb.random.below(matching.len())]);

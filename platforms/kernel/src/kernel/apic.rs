@@ -7,6 +7,7 @@
 use super::traps::vector;
 use super::{clock, layout, percpu};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use hugemm_kernel::interrupt_command::{self, Registers};
 use raw_cpuid::CpuId;
 use x86_64::instructions::port::Port;
 use x86_64::registers::model_specific::Msr;
@@ -21,8 +22,6 @@ mod reg {
     pub const TASK_PRIORITY: u32 = 0x80;
     pub const END: u32 = 0xb0;
     pub const SPURIOUS: u32 = 0xf0;
-    pub const COMMAND: u32 = 0x300;
-    pub const COMMAND_HIGH: u32 = 0x310;
     pub const TIMER: u32 = 0x320;
     pub const TIMER_START: u32 = 0x380;
     pub const TIMER_NOW: u32 = 0x390;
@@ -36,7 +35,6 @@ const INIT: u32 = 5 << 8;
 const STARTUP: u32 = 6 << 8;
 const ASSERT: u32 = 1 << 14;
 const OTHERS: u32 = 3 << 18;
-const BUSY: u32 = 1 << 12;
 
 const PERIODIC: u32 = 1 << 17;
 const DIVIDE_BY_16: u32 = 3;
@@ -73,9 +71,14 @@ fn write(register: u32, value: u32) {
     }
 }
 
-/// The calling CPU's number as CPUID says it, before anything is set up.
+/// The calling CPU's number as CPUID says it, before anything is set up: all of it where there is x2APIC, whose numbers do
+/// not fit into the first leaf's 8 bits.
 pub fn boot_id() -> u32 {
-    CpuId::new().get_feature_info().map_or(0, |info| u32::from(info.initial_local_apic_id()))
+    let cpuid = CpuId::new();
+    let Some(info) = cpuid.get_feature_info() else { return 0 };
+    let topology = || cpuid.get_extended_topology_info()?.next().map(|level| level.x2apic_id());
+    let all = if info.has_x2apic() { topology() } else { None };
+    all.unwrap_or(info.initial_local_apic_id().into())
 }
 
 /// `x2APIC` or `xAPIC`.
@@ -118,29 +121,39 @@ pub fn end_of_interrupt() {
     write(reg::END, 0);
 }
 
-/// Sends a command to the CPU whose controller has this number.
-fn command(apic_id: u32, command: u32) {
-    if is_x2() {
-        // SAFETY: the command register; both halves at once.
-        unsafe { Msr::new(0x830).write(u64::from(apic_id) << 32 | u64::from(command)) };
-        return;
+/// The calling CPU's controller.
+struct Local;
+
+impl Registers for Local {
+    fn is_x2(&self) -> bool {
+        is_x2()
     }
-    // The two halves must not be divided by an interrupt that sends too.
-    x86_64::instructions::interrupts::without_interrupts(|| {
-        while read(reg::COMMAND) & BUSY != 0 {
-            core::hint::spin_loop();
-        }
-        write(reg::COMMAND_HIGH, apic_id << 24);
-        write(reg::COMMAND, command);
-    });
+
+    fn read(&self, register: u32) -> u32 {
+        read(register)
+    }
+
+    fn write(&self, register: u32, value: u32) {
+        write(register, value);
+    }
+
+    fn write_x2_command(&self, command: u64) {
+        // SAFETY: ring 0, and `send` asks in x2APIC mode only.
+        unsafe { interrupt_command::write_x2_command(command) };
+    }
+
+    fn alone(&self, f: impl FnOnce()) {
+        x86_64::instructions::interrupts::without_interrupts(f);
+    }
 }
 
-/// Interrupts another CPU. x2APIC's command does not order earlier stores; the fence does.
+/// Sends a command to the CPU whose controller has this number, after all earlier stores.
+fn command(apic_id: u32, command: u32) {
+    interrupt_command::send(&Local, apic_id, command);
+}
+
+/// Interrupts another CPU.
 pub fn send(cpu: u32, vector: u8) {
-    if is_x2() {
-        core::sync::atomic::fence(Ordering::SeqCst);
-        hugemm_base::store_fence::hardware_store_fence();
-    }
     command(percpu::of(cpu).apic_id.load(Ordering::Relaxed), FIXED | ASSERT | u32::from(vector));
 }
 

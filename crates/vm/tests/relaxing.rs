@@ -1,0 +1,50 @@
+//! CPUs that go on refusing by what they keep, as arm64's may: rights that are given reach them all the same.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, PageSize, VirtAddr};
+use hugemm_host::mmu::Fault;
+use hugemm_vm::{Access, AreaKind, Backing, Served};
+use support::{Metered, bounds, no_faults, span, with_format};
+
+const AT: u64 = 0x4000_0000;
+
+/// After a fork the child is gone, so the parent's next store makes its page writable again where it is. Every CPU that has
+/// looked at the page while it was read-only can store to it then.
+#[test]
+fn a_page_that_is_reused_can_be_written_on_every_cpu() {
+    for (seed, size) in (0..8).flat_map(|seed| [PageSize::Size4K, PageSize::Size2M].map(|size| (seed, size))) {
+        with_format::<Metered<false>>(32, 2, seed, &no_faults(), |rig| {
+            rig.mmu.keep_refusals();
+            let at = VirtAddr::new(AT);
+            let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {
+                let parent = rig.vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, size.bytes());
+                rig.vm.map(cx, &parent, area, AreaKind::private(size), Backing::Private).expect("an area");
+                rig.enter(cx, &parent);
+                rig.store(cx, &parent, AT, 1).expect("served");
+                let child = rig.vm.fork(cx, &parent).expect("a child");
+                (parent, child)
+            });
+            for cpu in [CpuId(0), CpuId(1)] {
+                rig.mmu.as_cpu(cpu, |cx| {
+                    rig.enter(cx, &parent);
+                    assert_eq!(rig.load(cx, &parent, AT), Ok(1));
+                    assert_eq!(rig.mmu.store(cpu, at, 2), Err(Fault::Protection));
+                });
+            }
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.vm.destroy(cx, child).expect("nobody uses it");
+                assert_eq!(rig.vm.fault(cx, &parent, at, Access::Write), Ok(Served::Reused));
+            });
+            assert_eq!(rig.mmu.store(CpuId(0), at, 3), Ok(()));
+            assert_eq!(rig.mmu.store(CpuId(1), at, 4), Ok(()), "seed {seed}, {size}");
+            for cpu in [CpuId(0), CpuId(1)] {
+                rig.mmu.as_cpu(cpu, |cx| rig.leave(cx, &parent));
+            }
+            rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, parent).expect("nobody uses it"));
+        });
+    }
+}
