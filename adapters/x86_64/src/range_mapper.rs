@@ -2,6 +2,7 @@
 
 use core::fmt;
 use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, PhysAddr};
 use hugemm_paging::{
     Change, Detached, EditLock, Editing, Flags, Mapping, NoTable, PageFormat, PageTable, PagingError, Run, Span,
@@ -19,6 +20,8 @@ pub enum RangeError {
     Range(SpanError),
     /// A flag that hugemm's entries have no place for.
     Flags(PageTableFlags),
+    /// A table above the page forbids execution of everything below it: make it allow that, or leave it to `NO_EXECUTE`.
+    NoExecute(VirtAddr),
     /// What the page table says.
     Paging(PagingError),
 }
@@ -28,6 +31,9 @@ impl fmt::Display for RangeError {
         match self {
             RangeError::Range(error) => error.fmt(f),
             RangeError::Flags(flags) => write!(f, "no entry can have the flags {flags:?} here; leave them out"),
+            RangeError::NoExecute(at) => {
+                write!(f, "a table above {at:?} forbids execution of all that is below it; change that entry first")
+            }
             RangeError::Paging(error) => error.fmt(f),
         }
     }
@@ -50,8 +56,9 @@ impl From<PagingError> for RangeError {
 /// Maps, unmaps and protects ranges of 4-level tables that lie in memory mapped at an offset: the tables that that
 /// crate's `OffsetPageTable` works on.
 ///
-/// Entries are written as its `Mapper`s write them, except that tables refer to their children with every right (leaves
-/// decide) and with the accessed bit set. Bits 52, 53 and 58 of entries belong to hugemm.
+/// Entries are written as its `Mapper`s write them, except that new tables refer to their children with every right (leaves
+/// decide) and with the accessed bit set. Tables that were there are opened to user mode, as its `Mapper`s do, when something
+/// below them is mapped for it; where one forbids execution, nothing is mapped that is to be executed. Bits 52, 53 and 58 of entries belong to hugemm.
 pub struct RangeMapper {
     table: PageTable<X86_64, EditLock>,
     offset: VirtAddr,
@@ -98,7 +105,63 @@ impl RangeMapper {
         let count = frames.end.start_address().as_u64().saturating_sub(frames.start.start_address().as_u64());
         let run = Extent::from_bytes(physical(frames.start), count).unwrap_or_default();
         let tables = Tables { allocator, offset: self.offset };
-        Ok(self.table.exclusive(tables).map(span(pages)?, [run], how)?)
+        let span = span(pages)?;
+        self.check_executable(span, how.flags)?;
+        self.table.exclusive(tables).map(span, [run], how)?;
+        self.open_to_users(span, how.flags);
+        Ok(())
+    }
+
+    /// Whether the tables above the span let through what is to be executed there.
+    fn check_executable(&self, span: Span, flags: Flags) -> Result<(), RangeError> {
+        let mut found = Ok(());
+        if flags.contains(Flags::EXEC) {
+            self.parents(span, &mut |entry, page| {
+                if found.is_ok() && entry.load(Ordering::Relaxed) & PageTableFlags::NO_EXECUTE.bits() != 0 {
+                    found = Err(RangeError::NoExecute(VirtAddr::new_truncate(page << 12)));
+                }
+            });
+        }
+        found
+    }
+
+    /// Lets user mode through the tables above the span. A CPU that has them otherwise faults, and finds them so.
+    fn open_to_users(&self, span: Span, flags: Flags) {
+        if flags.contains(Flags::USER) {
+            self.parents(span, &mut |entry, _| {
+                // Relaxed: it publishes nothing.
+                entry.fetch_or(PageTableFlags::USER_ACCESSIBLE.bits(), Ordering::Relaxed);
+            });
+        }
+    }
+
+    /// Shows every entry above the span that refers to a table, with the first page of the span below it.
+    fn parents(&self, span: Span, visit: &mut dyn FnMut(&AtomicU64, u64)) {
+        let bounds = self.table.bounds();
+        let (first, end) = (span.first(), span.first() + span.pages());
+        if first >= bounds.first() && end <= bounds.first() + bounds.pages() {
+            self.parents_below(self.table.root(), X86_64::LEVELS - 1, first, end, visit);
+        }
+    }
+
+    fn parents_below(&self, table: Pfn, level: u32, first: u64, end: u64, visit: &mut dyn FnMut(&AtomicU64, u64)) {
+        let mut page = first;
+        while page < end {
+            let index = (page >> (9 * level)) as usize % 512;
+            let next = (((page >> (9 * level)) + 1) << (9 * level)).min(end);
+            // SAFETY: a table below the root, which `new` requires to be mapped writable; nobody else edits this half, and
+            // hardware does so atomically.
+            let entry = unsafe { AtomicU64::from_ptr(reach(self.offset, table).cast::<u64>().as_ptr().add(index)) };
+            // Acquire, as everybody who follows an entry.
+            let seen = entry.load(Ordering::Acquire);
+            if seen & PageTableFlags::PRESENT.bits() != 0 && !X86_64::is_leaf(seen, level) {
+                visit(entry, page);
+                if level > 1 {
+                    self.parents_below(X86_64::frame(seen), level - 1, page, next, visit);
+                }
+            }
+            page = next;
+        }
     }
 
     /// Makes `pages` inaccessible, holes and all. Flush, then [harvest](RangeMapper::harvest) what had been mapped.
@@ -143,7 +206,11 @@ impl RangeMapper {
         let set = to_flags(flags)?;
         let tables = Tables { allocator: &mut Nothing, offset: self.offset };
         let change = Change { set, clear: ALL.without(set) };
-        Ok(self.table.exclusive(tables).protect(span(pages)?, change, Editing::LIVE)?)
+        let span = span(pages)?;
+        self.check_executable(span, set)?;
+        let stale = self.table.exclusive(tables).protect(span, change, Editing::LIVE)?;
+        self.open_to_users(span, set);
+        Ok(stale)
     }
 }
 
@@ -228,9 +295,15 @@ unsafe impl<A: FrameAllocator<Size4KiB> + FrameDeallocator<Size4KiB>> TableMemor
 
     #[inline]
     fn reach(&self, table: Pfn) -> NonNull<u8> {
-        let address = self.offset.as_u64().wrapping_add(table.start().get());
-        NonNull::new(core::ptr::with_exposed_provenance_mut(address as usize)).unwrap_or(NonNull::dangling())
+        reach(self.offset, table)
     }
+}
+
+/// Where a table's bytes are.
+#[inline]
+fn reach(offset: VirtAddr, table: Pfn) -> NonNull<u8> {
+    let address = offset.as_u64().wrapping_add(table.start().get());
+    NonNull::new(core::ptr::with_exposed_provenance_mut(address as usize)).unwrap_or(NonNull::dangling())
 }
 
 /// For operations that neither make nor free tables.

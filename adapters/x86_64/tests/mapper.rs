@@ -202,3 +202,67 @@ fn flags_without_a_place_are_refused() {
         }
     });
 }
+
+/// What user mode can do at a page, as hardware decides: what all levels allow. `None`: nothing is mapped.
+fn rights(table: &PageTable, offset: VirtAddr, number: u64) -> Option<PageTableFlags> {
+    let mut table = table;
+    let mut allowed = PageTableFlags::WRITABLE | PageTableFlags::USER_ACCESSIBLE;
+    let mut denied = PageTableFlags::empty();
+    for level in (0..4).rev() {
+        let entry = &table[(number >> (9 * level)) as usize % 512];
+        if !entry.flags().contains(PageTableFlags::PRESENT) {
+            return None;
+        }
+        allowed &= entry.flags();
+        denied |= entry.flags() & PageTableFlags::NO_EXECUTE;
+        let address = offset.as_u64() + entry.addr().as_u64();
+        // SAFETY: a table of the test's, mapped at the offset; the last one is not followed.
+        table = unsafe { &*std::ptr::with_exposed_provenance(address as usize) };
+    }
+    Some(allowed | denied)
+}
+
+/// Under tables that the crate's own `Mapper` made for the kernel, a user's page can be reached by users, as after its own
+/// `map_to`; what is to be executed under tables that forbid it is refused.
+#[test]
+fn tables_that_were_there_let_through_what_is_mapped_below_them() {
+    on_machine(32 << 20, |frames: &Frames<'_>, cx, offset| {
+        const USERS: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::USER_ACCESSIBLE);
+        const NX: PageTableFlags = PageTableFlags::NO_EXECUTE;
+        let mut source = FrameSource::new(frames, cx);
+        let (by_range, top) = root(&mut source, offset);
+        let at = std::ptr::from_mut(top);
+        // SAFETY: the manager's frames are mapped at the offset; no CPU translates by these tables.
+        let mut kernels = unsafe { OffsetPageTable::new(top, offset) };
+        for (number, flags) in [(BASE, PageTableFlags::PRESENT | NX), (BASE + (1 << 27), PageTableFlags::PRESENT)] {
+            // SAFETY: nobody accesses these addresses.
+            let flush =
+                unsafe { kernels.map_to_with_table_flags(page(number), physical(9), flags, flags, &mut source) };
+            flush.expect("free").ignore();
+        }
+        // SAFETY: as above; the crate's table is not used any more.
+        let mut mapper = unsafe { RangeMapper::new(by_range, offset, VirtAddr::new(BASE << 12)) }.expect("a half");
+        // SAFETY: read between the calls only.
+        let rights = |number| rights(unsafe { &*at }, offset, number);
+        let mut map = |number, flags| {
+            let to = PhysFrame::range(physical(0), physical(3));
+            // SAFETY: nobody accesses these addresses.
+            unsafe { mapper.map_range(pages(number, 3), to, flags, PageSize::Size4K, &mut source) }
+        };
+        let other = BASE + (1 << 27);
+        assert_eq!(map(other + 1, USERS | NX), Ok(()));
+        assert_eq!(rights(other + 2), Some(PageTableFlags::USER_ACCESSIBLE | NX));
+        assert_eq!(rights(other), Some(PageTableFlags::empty()), "the kernel's own stays that");
+        assert_eq!(map(other + 4, USERS), Ok(()));
+        assert_eq!(rights(other + 4), Some(PageTableFlags::USER_ACCESSIBLE));
+        let refused = Err(RangeError::NoExecute(VirtAddr::new((BASE + 1) << 12)));
+        assert_eq!((map(BASE + 1, USERS), rights(BASE + 1)), (refused, None));
+        assert_eq!(map(BASE + 1, PageTableFlags::PRESENT | NX), Ok(()));
+        assert_eq!(rights(BASE + 1), Some(NX));
+        // SAFETY: as above.
+        let mut update = |flags| unsafe { mapper.update_flags_range(pages(BASE + 1, 1), flags) }.map(|_| ());
+        assert_eq!(update(USERS), refused);
+        assert_eq!(update(USERS | NX), Ok(()));
+        assert_eq!((rights(BASE + 1), rights(BASE + 2)), (Some(PageTableFlags::USER_ACCESSIBLE | NX), Some(NX)));
+    });
+}

@@ -49,6 +49,11 @@ pub enum PagingError {
         /// Which.
         frame: Pfn,
     },
+    /// A translation that outlives a switch of address spaces, in a table that is not common to all of them.
+    Global {
+        /// Where.
+        at: VirtAddr,
+    },
     /// A table is needed and none can be had.
     NoTable,
     /// The value belongs to another page table.
@@ -66,6 +71,9 @@ impl fmt::Display for PagingError {
             PagingError::NotUniform { at } => write!(f, "the entry at {at} does not continue one larger page"),
             PagingError::OutOfFrames { at } => write!(f, "the frames given end before {at}; give as many as addresses"),
             PagingError::BadFrame { frame } => write!(f, "an entry cannot hold frame {frame} there"),
+            PagingError::Global { at } => {
+                write!(f, "{at} is not common to all address spaces, so what is mapped there cannot be global")
+            }
             PagingError::NoTable => NoTable.fmt(f),
             PagingError::Foreign => f.write_str("the value belongs to another page table"),
         }

@@ -26,7 +26,8 @@ members! {
     EXEC = 1,
     /// User mode may reach the page.
     USER = 2,
-    /// The translation is the same in every address space and outlives a switch.
+    /// The translation is the same in every address space and outlives a switch, and a flush of one space. Only tables that
+    /// are [common](crate::PageTable::with_fixed_top) to all spaces have it, and [adopted](crate::PageTable::adopt) ones.
     GLOBAL = 3,
     /// Stores go to memory at once.
     WRITE_THROUGH = 4,

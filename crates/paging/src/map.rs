@@ -92,6 +92,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         how: Mapping,
     ) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
+        self.check_flags(how.flags, span.start())?;
         let mut job = Job {
             source: Source::new(runs.into_iter()),
             flags: how.flags,

@@ -47,7 +47,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
         let next = match next {
             OwnerNext::Owner(word) => F::owner(word),
             OwnerNext::Empty => 0,
-            OwnerNext::Leaf(new) if check_leaf::<F>(new, level).is_ok() => F::leaf(new.frame, level, new.flags),
+            OwnerNext::Leaf(new)
+                if check_leaf::<F>(new, level).is_ok() && self.tree.check_flags(new.flags, at).is_ok() =>
+            {
+                F::leaf(new.frame, level, new.flags)
+            }
             OwnerNext::Leaf(_) => return Err(Lookup::Owner(word)),
         };
         let replaced = table.replace(level::index(page, level), entry, next);

@@ -13,7 +13,7 @@ use crate::table::Table;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::marker::PhantomData;
-use hugemm_base::Pfn;
+use hugemm_base::{Pfn, VirtAddr};
 
 /// The tables that translate one range of addresses (an address space, or the kernel's half).
 ///
@@ -24,6 +24,8 @@ pub struct PageTable<F, L = EditLock> {
     bounds: Span,
     /// Other roots refer to the same tables, so the root's entries never change.
     fixed_top: bool,
+    /// Its leaves may be [global](Flags::GLOBAL).
+    global: bool,
     lock: L,
     outstanding: UnsafeCell<Outstanding>,
     format: PhantomData<F>,
@@ -54,7 +56,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
             // SAFETY: no CPU has seen it.
             unsafe { memory.free(root) };
         }
-        new
+        // A flush of a space keeps global translations, so it has none.
+        new.map(|new: Self| PageTable { global: false, ..new })
     }
 
     /// The same for addresses that every address space has in common, such as the kernel's: the tables below the root are
@@ -68,6 +71,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
         // SAFETY: the caller's promise, passed on.
         let mut new: Self = unsafe { PageTable::new(memory, bounds) }?;
         new.fixed_top = true;
+        new.global = true;
         let mut tree = new.tree(&mut *memory);
         match tree.fill_top() {
             Ok(()) => Ok(new),
@@ -108,14 +112,15 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     ///
     /// As [`new`](PageTable::new), and: below `root` there are only entries as [`PageFormat`] makes them, none hidden;
     /// every table is one that the memories given to this handle can reach and take back; while the handle is used,
-    /// nobody edits the entries for `bounds` in another way, and root entries outside of `bounds` stay as they are.
+    /// nobody edits the entries for `bounds` in another way, and root entries outside of `bounds` stay as they are; whoever
+    /// maps what is [global](Flags::GLOBAL) in it flushes that with what is.
     pub unsafe fn adopt(root: Pfn, bounds: Span) -> Result<Self, PagingError> {
         let (first, last) = bounds.ends();
         if !F::one_root(first, last) {
             return Err(PagingError::OutOfBounds { at: first });
         }
         let outstanding = UnsafeCell::new(Outstanding::new());
-        Ok(PageTable { root, bounds, fixed_top: false, lock: L::new(), outstanding, format: PhantomData })
+        Ok(PageTable { root, bounds, fixed_top: false, global: true, lock: L::new(), outstanding, format: PhantomData })
     }
 
     /// Takes the table apart and gives every table of it back, the root included. Shows `visit` what is still mapped, by
@@ -163,7 +168,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     }
 
     fn tree<M>(&self, memory: M) -> Tree<F, M> {
-        Tree { root: self.root, bounds: self.bounds, fixed_top: self.fixed_top, memory, format: PhantomData }
+        let PageTable { root, bounds, fixed_top, global, .. } = *self;
+        Tree { root, bounds, fixed_top, global, memory, format: PhantomData }
     }
 }
 
@@ -244,6 +250,7 @@ pub(crate) struct Tree<F, M> {
     pub(crate) root: Pfn,
     bounds: Span,
     fixed_top: bool,
+    global: bool,
     pub(crate) memory: M,
     format: PhantomData<F>,
 }
@@ -285,6 +292,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             return Err(PagingError::OutOfBounds { at: span.start() });
         }
         Ok((first, end))
+    }
+
+    /// Whether a leaf at `at` may have these flags: what a flush of its space would keep is common to all spaces.
+    #[inline]
+    pub(crate) fn check_flags(&self, flags: Flags, at: VirtAddr) -> Result<(), PagingError> {
+        if flags.contains(Flags::GLOBAL) && !self.global { Err(PagingError::Global { at }) } else { Ok(()) }
     }
 
     /// Whether an entry of this level may be replaced as a whole: not where other roots refer to the same table.

@@ -51,6 +51,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn protect(&mut self, span: Span, change: Change, way: Way) -> Result<Stale, PagingError> {
         let (first, end) = self.check(span)?;
+        self.check_flags(change.set, span.start())?;
         self.check_ends(first, end)?;
         let root = self.table(self.root);
         let mut edit = Edit::new(change, way);

@@ -61,7 +61,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 }
                 Kind::Leaf => {
                     let old = leaf::<F>(entry, level);
-                    if let Some(new) = (walk.choose)(level::address(slot.first), old) {
+                    let at = level::address(slot.first);
+                    if let Some(new) = (walk.choose)(at, old) {
+                        self.check_flags(new.flags, at)?;
                         replace_leaf::<F>(table, slot.index, level, entry, new, walk.editing)?;
                         *walk.replaced += 1;
                     }

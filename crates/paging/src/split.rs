@@ -55,7 +55,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             let offset = index as u64 * level::pages(level - 1);
             let old = Leaf { frame: Pfn::new(F::frame(entry).number() + offset), ..leaf::<F>(entry, level) };
             let new = choose(level::address(page + offset), Leaf { size: level::size(level - 1), ..old });
-            if let Err(error) = check_leaf::<F>(new, level - 1) {
+            let fits = check_leaf::<F>(new, level - 1).and_then(|()| self.tree.check_flags(new.flags, at));
+            if let Err(error) = fits {
                 // SAFETY: never hooked in.
                 unsafe { self.tree.memory.free(frame) };
                 return Err(error);

@@ -5,8 +5,8 @@ mod support;
 use hugemm_base::inject::{NoFaults, every_fault};
 use hugemm_base::{Extent, PageSize, Pfn};
 use hugemm_paging::{
-    Aarch64, Change, EditLock, Editing, Flags, Leaf, Lookup, Mapping, NoTable, PageFormat, PageTable, PagingError, Run,
-    Span, TableContent, TableMemory, X86_64,
+    Aarch64, Change, EditLock, Editing, Flags, Leaf, Lookup, Mapping, NoTable, OwnerNext, PageFormat, PageTable,
+    PagingError, Run, Span, TableContent, TableMemory, X86_64,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use support::{Heap, access, at, extent, lower, span};
@@ -385,6 +385,42 @@ fn a_write_amid_a_split_is_not_lost() {
         let Lookup::Mapped(leaf) = table.shared(&heap).lookup(at(pages + 7)) else { panic!("unmapped") };
         assert_eq!((leaf.size, leaf.flags & Flags::HARDWARE), (PageSize::Size4K, Flags::HARDWARE));
     }
+}
+
+/// A flush of one space keeps global translations, so its table has none, by whatever way they would come; what all spaces
+/// have in common may have them.
+#[test]
+fn only_what_is_common_is_global() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let global = Mapping { flags: Flags::GLOBAL, ..SMALL };
+    let refused = |at| Err(PagingError::Global { at });
+    for guard in 0..2 {
+        let done = match guard {
+            0 => table.shared(&heap).map(span(5, 2), [extent(5, 2)], global),
+            _ => table.exclusive(&heap).map(span(5, 2), [extent(5, 2)], global),
+        };
+        assert_eq!(done, refused(at(5)));
+    }
+    table.exclusive(&heap).map(span(5, 2), [extent(5, 2)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(512, 512), [extent(512, 512)], DATA).expect("mapped");
+    let change = Change { set: Flags::GLOBAL, clear: Flags::NONE };
+    assert_eq!(table.shared(&heap).protect(span(5, 2), change).map(|_| ()), refused(at(5)));
+    assert_eq!(table.exclusive(&heap).protect(span(5, 2), change, Editing::LIVE).map(|_| ()), refused(at(5)));
+    let globally = |leaf: Leaf| Leaf { flags: Flags::GLOBAL, ..leaf };
+    let remapped = table.exclusive(&heap).remap(span(5, 2), Editing::LIVE, |_, leaf| Some(globally(leaf)));
+    assert_eq!(
+        remapped.map_err(|(error, stale)| (error, stale.entries())).err(),
+        Some((PagingError::Global { at: at(5) }, 0))
+    );
+    let split = table.exclusive(&heap).split_with(at(512), Editing::LIVE, |_, leaf| globally(leaf));
+    assert_eq!(split.map(|_| ()), refused(at(512)));
+    let leaf = Leaf { frame: Pfn::new(5), size: PageSize::Size4K, flags: Flags::GLOBAL };
+    assert!(table.exclusive(&heap).take_leaf(at(5), Pfn::new(5), Some(9)).is_ok());
+    assert_eq!(table.shared(&heap).replace_owner(at(5), 9, OwnerNext::Leaf(leaf)), Err(Lookup::Owner(9)));
+    let mut flags = Flags::NONE;
+    table.shared(&heap).walk(lower::<X86_64>(), Flags::NONE, |run| flags = flags | run.flags).expect("in bounds");
+    assert!(!flags.contains(Flags::GLOBAL));
 }
 
 #[test]
