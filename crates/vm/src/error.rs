@@ -36,6 +36,8 @@ pub enum VmError {
         /// Where.
         at: VirtAddr,
     },
+    /// The space, object or pin is another manager's, or the pin another space's.
+    Foreign,
     /// The object is of another kind (page size, pool) than the area asked for.
     OtherKind,
     /// The page's memory is bad.
@@ -65,6 +67,7 @@ impl fmt::Display for VmError {
             VmError::Overlap { at } => write!(f, "there is an area at {at} already; unmap it first"),
             VmError::Misaligned { at } => write!(f, "{at} is not aligned to the area's pages"),
             VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
+            VmError::Foreign => f.write_str("it belongs to another manager or space"),
             VmError::OtherKind => f.write_str("the object has other pages than the area asks for"),
             VmError::Poisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
             VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),

@@ -106,6 +106,7 @@ impl<S: Setup> Vm<'_, S> {
         access: Access,
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
+        self.check_own(space)?;
         let served = self.serve_fault(cx, space, at, access, phases);
         match served {
             Ok(Served::Mapped) => space.counters.mapped.add(1),

@@ -86,6 +86,7 @@ where
 {
     /// Has a notifier told of everything that changes in the space from here on. One allocation.
     pub fn follow(&self, cx: &mut Cx<'_, S>, space: &Space<S>, notifier: S::Notifier) -> Result<Follower<S>, VmError> {
+        self.check_own(space)?;
         let node = Node { link: LinkedListAtomicLink::new(), notifier };
         let node = self.new_in(&self.follower_slab, cx, node)?;
         self.between_changes(cx, space, |list| {

@@ -40,6 +40,7 @@ impl<S: Setup> Vm<'_, S> {
     /// parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
     /// write-protection that its next stores undo. Passes reschedule points; may sleep.
     pub fn fork<'v>(&'v self, cx: &mut Cx<'_, S>, parent: &Space<S>) -> Result<SpaceRef<'v, S>, VmError> {
+        self.check_own(parent)?;
         for round in 0.. {
             let child = self.create(cx, parent.bounds)?;
             let whole = parent.bounds.range();

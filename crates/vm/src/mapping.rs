@@ -20,7 +20,12 @@ use intrusive_collections::UnsafeRef;
 /// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
 /// this has been given to [`Vm::close`] and the last of its areas is gone.
 #[must_use = "dropping this loses the object's memory: close it"]
-pub struct SharedRef<'v, S: Setup>(pub(crate) NonNull<Object<S>>, PhantomData<&'v ()>);
+pub struct SharedRef<'v, S: Setup> {
+    object: NonNull<Object<S>>,
+    /// Whose it is: [`Vm::identity`].
+    manager: usize,
+    vm: PhantomData<&'v ()>,
+}
 
 // SAFETY: it owns a reference to the object, all of whose parts may be sent and shared.
 unsafe impl<S: Setup> Send for SharedRef<'_, S> {}
@@ -36,7 +41,7 @@ impl<S: Setup> fmt::Debug for SharedRef<'_, S> {
 impl<S: Setup> SharedRef<'_, S> {
     pub(crate) fn object(&self) -> &Object<S> {
         // SAFETY: the handle holds a reference.
-        unsafe { self.0.as_ref() }
+        unsafe { self.object.as_ref() }
     }
 
     /// Length in 4 KiB pages.
@@ -78,7 +83,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))
         });
         match made {
-            Ok(object) => Ok(SharedRef(object, PhantomData)),
+            Ok(object) => Ok(SharedRef { object, manager: self.identity(), vm: PhantomData }),
             Err(error) => {
                 if pooled {
                     self.pool.unreserve(cx, page, pages / page.pages());
@@ -88,9 +93,18 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
     }
 
-    /// Lets go of an object: its memory is freed with its last area.
-    pub fn close(&self, cx: &mut Cx<'_, S>, object: SharedRef<'_, S>) {
-        self.put_object(cx, object.0);
+    /// Lets go of an object: its memory is freed with its last area. Another manager's comes back.
+    pub fn close<'v>(&self, cx: &mut Cx<'_, S>, object: SharedRef<'v, S>) -> Result<(), (VmError, SharedRef<'v, S>)> {
+        if let Err(error) = self.check_own_object(&object) {
+            return Err((error, object));
+        }
+        self.put_object(cx, object.object);
+        Ok(())
+    }
+
+    /// An error unless the object is this manager's.
+    pub(crate) fn check_own_object(&self, object: &SharedRef<'_, S>) -> Result<(), VmError> {
+        if object.manager == self.identity() { Ok(()) } else { Err(VmError::Foreign) }
     }
 
     /// Makes an area at `span`, which is aligned to the kind's pages and meets no other area. Nothing is mapped yet;
@@ -103,6 +117,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         kind: AreaKind,
         backing: Backing<'_, '_, S>,
     ) -> Result<AreaInfo, VmError> {
+        self.check_own(space)?;
         let bytes = kind.page.bytes();
         if !span.start().is_aligned(bytes) || !span.pages().is_multiple_of(kind.page.pages()) {
             return Err(VmError::Misaligned { at: span.start() });
@@ -121,6 +136,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 (object, 0, kind)
             }
             Backing::Shared(shared, offset) => {
+                self.check_own_object(shared)?;
                 let object = shared.object();
                 let Some(index) = &object.index else { return Err(VmError::OtherKind) };
                 let at = VirtAddr::new(offset << PAGE_SHIFT);
@@ -134,7 +150,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::OutOfBounds { at });
                 }
                 object.get();
-                (shared.0, offset, AreaKind { shared: true, reserved: false, ..kind })
+                (shared.object, offset, AreaKind { shared: true, reserved: false, ..kind })
             }
         };
         // SAFETY: the reference taken above keeps the object.

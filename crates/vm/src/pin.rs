@@ -28,6 +28,8 @@ const ATTEMPTS: u32 = 16;
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "dropping this keeps the pages for ever: unpin them"]
 pub struct Pinned {
+    /// Manager and space that it is counted in.
+    space: (usize, u64),
     at: VirtAddr,
     extent: Extent,
     page: PageSize,
@@ -89,6 +91,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut next = first;
         while next < end {
             let stopped = |cause| PinError { pinned: next - first, cause };
+            self.check_own(space).map_err(stopped)?;
             let at = VirtAddr::new(next << PAGE_SHIFT);
             let area = space.area_at(at).map_err(stopped)?;
             let size = area.kind.page.pages();
@@ -125,7 +128,13 @@ impl<S: Setup> Vm<'_, S> {
             let (found, error) = self.take_references(cx, space, area, span);
             if error.is_none() && found.pages == span.pages() {
                 for run in found.runs.into_iter().flatten() {
-                    visit(Pinned { at: run.at, extent: run.extent, page: kind.page, pooled: kind.pooled });
+                    visit(Pinned {
+                        space: (space.manager, space.id),
+                        at: run.at,
+                        extent: run.extent,
+                        page: kind.page,
+                        pooled: kind.pooled,
+                    });
                 }
                 return Ok(());
             }
@@ -182,9 +191,14 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Gives pinned pages back; those that have been unmapped meanwhile are freed. `space` is the one that they were pinned
-    /// in.
-    pub fn unpin(&self, cx: &mut Cx<'_, S>, space: &Space<S>, pinned: Pinned) {
+    /// in; for another the pin comes back, and holds.
+    pub fn unpin(&self, cx: &mut Cx<'_, S>, space: &Space<S>, pinned: Pinned) -> Result<(), (VmError, Pinned)> {
+        if space.manager != self.identity() || pinned.space != (space.manager, space.id) {
+            return Err((VmError::Foreign, pinned));
+        }
         self.drop_pages(cx, pinned.extent, pinned.page, pinned.pooled);
+        // SeqCst: pairs with the loads in `fork` and `destroy`.
         space.pins.fetch_sub(pinned.extent.pages(), Ordering::SeqCst);
+        Ok(())
     }
 }

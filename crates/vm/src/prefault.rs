@@ -127,6 +127,10 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
 
     /// [`work`](Prefault::work), telling `phases` what it is doing.
     pub fn work_observed(&self, cx: &mut Cx<'_, S>, cancel: &impl Cancel, phases: &impl Phases) -> Result<(), VmError> {
+        match &self.target {
+            Target::Space(space) => self.vm.check_own(space)?,
+            Target::Object(object) => self.vm.check_own_object(object)?,
+        }
         loop {
             if cancel.requested() {
                 return Err(VmError::Cancelled);

@@ -22,6 +22,10 @@ use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, Span, TableMemory, TlbS
 
 /// One address space. Reached through its [`SpaceRef`].
 pub struct Space<S: Setup> {
+    /// Whose it is: [`Vm::identity`].
+    pub(crate) manager: usize,
+    /// Which of that manager's.
+    pub(crate) id: u64,
     pub(crate) bounds: Span,
     pub(crate) table: PageTable<S::Format, S::Lock>,
     pub(crate) tlb: SpaceTlb,
@@ -142,6 +146,8 @@ impl<'m, S: Setup> Vm<'m, S> {
             return Err(VmError::OutOfBounds { at: bounds.start() });
         };
         let space = Space {
+            manager: self.identity(),
+            id: self.next_object(),
             bounds,
             table,
             tlb,
@@ -158,18 +164,22 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Ends a space: everything is unmapped with one flush, and all memory given back. No CPU may have it loaded, except
-    /// lazily; if one has, or if memory is pinned, the space comes back.
+    /// lazily; if one has, the space comes back with nothing mapped. If memory of it is pinned, though it may have been
+    /// unmapped since, if somebody follows it, or if it is another manager's, it comes back as it was.
     pub fn destroy<'v>(&'v self, cx: &mut Cx<'_, S>, space: SpaceRef<'v, S>) -> Result<(), (VmError, SpaceRef<'v, S>)> {
+        if let Err(error) = self.check_own(&space) {
+            return Err((error, space));
+        }
+        // SeqCst: pairs with `pin_batch` and `unpin`. The space is this task's alone, so nobody pins or follows it from here on.
+        if space.pins.load(Ordering::SeqCst) > 0 || space.is_followed() {
+            return Err((VmError::InUse, space));
+        }
         let bounds = space.table.bounds();
         // Relaxed: a hint to reclaim.
         space.exiting.store(1, Ordering::Relaxed);
         if let Err(error) = self.unmap(cx, &space, bounds) {
             space.exiting.store(0, Ordering::Relaxed);
             return Err((error, space));
-        }
-        if !space.followers.shared().is_empty() {
-            space.exiting.store(0, Ordering::Relaxed);
-            return Err((VmError::InUse, space));
         }
         let handle = space.0;
         // SAFETY: this task owns the space; no area is left through which others could reach it. If it is put back
@@ -192,8 +202,12 @@ impl<'m, S: Setup> Vm<'m, S> {
         Ok(())
     }
 
-    /// What an address is mapped to. For tests, tools and followers; right only while nothing changes.
+    /// What an address is mapped to. For tests, tools and followers; right only while nothing changes. Of another manager's
+    /// spaces this one knows nothing: [`Absent`](Lookup::Absent).
     pub fn lookup(&self, cx: &mut Cx<'_, S>, space: &Space<S>, at: VirtAddr) -> Lookup {
+        if self.check_own(space).is_err() {
+            return Lookup::Absent;
+        }
         let task = RefCell::new(cx);
         space.table.shared(self.tables(&task)).lookup(at)
     }

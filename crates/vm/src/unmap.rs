@@ -59,6 +59,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Allocates only where an area is cut, which is the only way in which it can run out of memory; nothing has changed
     /// then. Interrupts are on; may sleep.
     pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &Space<S>, span: Span) -> Result<Unmapped, VmError> {
+        self.check_own(space)?;
         let mut spare = Spare([None, None]);
         let result = self.unmap_with(cx, space, span, &mut spare);
         while let Some(memory) = spare.take() {

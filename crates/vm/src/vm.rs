@@ -8,6 +8,7 @@ use crate::guarded::Guarded;
 use crate::object::{Object, Registry};
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
+use crate::space::Space;
 use crate::tables::Tables;
 use core::fmt;
 use core::ptr::NonNull;
@@ -146,7 +147,18 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
     }
 
-    /// A number that no object has had.
+    /// What tells the manager from others: it does not move while a space, an object or a pin of its own is there, all of
+    /// which borrow it or keep something that does.
+    pub(crate) fn identity(&self) -> usize {
+        core::ptr::from_ref(self).addr()
+    }
+
+    /// An error unless the space is this manager's: another's is made of other frames and other small objects.
+    pub(crate) fn check_own(&self, space: &Space<S>) -> Result<(), VmError> {
+        if space.manager == self.identity() { Ok(()) } else { Err(VmError::Foreign) }
+    }
+
+    /// A number that neither an object nor a space has had.
     pub(crate) fn next_object(&self) -> u64 {
         // Relaxed: only the number counts.
         self.objects_made.fetch_add(1, Ordering::Relaxed) + 1

@@ -24,7 +24,7 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// Reschedules now and then where the caller may sleep; nothing may be locked. Two lock rounds and one walk per 64 pages,
     /// an atomic per used page; with a pager two more atomics, and LRU lock rounds: one per 64 pages, and one per run of 32
-    /// frames or less that adjoin. An error is that the range is not in the space.
+    /// frames or less that adjoin. An error is that the range is not in the space, or the space not this manager's.
     pub fn take_young(
         &self,
         cx: &mut Cx<'_, S>,
@@ -32,6 +32,7 @@ impl<S: Setup> Vm<'_, S> {
         span: Span,
         mut visit: impl FnMut(Span),
     ) -> Result<u64, VmError> {
+        self.check_own(space)?;
         let (mut from, end) = (span.first(), span.first() + span.pages());
         if !space.covers(span) {
             return Err(VmError::OutOfBounds { at: span.start() });

@@ -81,7 +81,7 @@ fn scenario(rig: &Rig<'_>) {
         }
         check(rig, cx, &space, &known);
         for run in pinned {
-            rig.vm.unpin(cx, &space, run);
+            rig.vm.unpin(cx, &space, run).expect("its own");
         }
         rig.leave(cx, &space);
         if let Ok(child) = child {
@@ -89,7 +89,7 @@ fn scenario(rig: &Rig<'_>) {
         }
         rig.vm.destroy(cx, space).expect("destroying takes no memory");
         if let Ok(object) = object {
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
         }
     });
 }

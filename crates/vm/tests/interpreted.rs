@@ -152,7 +152,7 @@ fn every_operation_is_sound() {
     };
     assert_eq!((all(cx, &space), all(cx, &child)), ([1, 20, 30], [10, 2, 0]));
     for run in pinned {
-        vm.unpin(cx, &space, run);
+        vm.unpin(cx, &space, run).expect("its own");
     }
 
     let object = vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
@@ -164,7 +164,7 @@ fn every_operation_is_sound() {
     assert_eq!(load(&vm, cx, &child, 2 * AT + 3 * PAGE), 7);
     let Lookup::Mapped(leaf) = vm.lookup(cx, &space, VirtAddr::new(2 * AT + 3 * PAGE)) else { panic!("mapped") };
     assert_eq!(vm.walk_mappings(cx, leaf.frame, |_, _| ()), 2);
-    vm.close(cx, object);
+    vm.close(cx, object).expect("its own");
 
     // A hole leaves both ends.
     let unmapped = vm.unmap(cx, &space, span(AT + 4 * PAGE, 8)).expect("memory for the second end");

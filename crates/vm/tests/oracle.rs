@@ -207,7 +207,7 @@ impl<'r, 'h> World<'r, 'h> {
     fn unpin(&mut self, which: impl Fn(usize) -> bool) {
         for (space, run) in std::mem::take(&mut self.pinned) {
             if which(space) {
-                self.rig.mmu.as_cpu(CpuId(0), |cx| self.rig.vm.unpin(cx, self.space(space), run));
+                self.rig.mmu.as_cpu(CpuId(0), |cx| self.rig.vm.unpin(cx, self.space(space), run).expect("its own"));
             } else {
                 self.pinned.push((space, run));
             }
@@ -307,7 +307,7 @@ fn play(rig: &Rig<'_>, ops: &[Op]) {
         for space in world.spaces.into_iter().flatten() {
             rig.vm.destroy(cx, space).map_err(|(error, _)| error).expect("nobody uses it");
         }
-        rig.vm.close(cx, world.object);
+        rig.vm.close(cx, world.object).expect("its own");
         assert_eq!(rig.vm.pool().available(), 6);
     });
 }

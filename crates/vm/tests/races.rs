@@ -91,7 +91,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
                                         .pin(cx, space, area, None, &Never, |run| pinned.push(run))
                                         .expect("promised");
                                     for run in pinned {
-                                        rig.vm.unpin(cx, space, run);
+                                        rig.vm.unpin(cx, space, run).expect("its own");
                                     }
                                 }
                                 _ => {

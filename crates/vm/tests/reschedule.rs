@@ -7,7 +7,8 @@ mod support;
 use hugemm_base::{Cancel, CpuId, Instrumented, Never, PageSize};
 use hugemm_vm::{Access, AreaKind, Backing, Phase, VmError};
 use std::sync::atomic::{AtomicU64, Ordering};
-use support::{bounds, most_between_reschedules, no_faults, span, with_rig};
+use support::metered::most_between_reschedules;
+use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 
@@ -41,7 +42,7 @@ fn forks_let_others_run() {
                 let bound = if pinned { 2 * PART } else { PART };
                 assert!((bound / 2..bound).contains(&most), "{most} entries");
                 for pin in pins {
-                    rig.vm.unpin(cx, &space, pin);
+                    rig.vm.unpin(cx, &space, pin).expect("its own");
                 }
                 for space in child.into_iter().chain([space]) {
                     rig.vm.destroy(cx, space).expect("destroyed");
@@ -171,7 +172,7 @@ fn waiting_for_a_promised_page_lets_others_run() {
             rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
             rig.vm.prefault_shared(&object, 0, 1024).work(cx, &Never).expect("promised");
             rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
         });
     });
 }

@@ -134,7 +134,7 @@ fn shared_memory_is_shared_and_freed_with_its_last_user() {
             assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, place| places.push(place.at.get())), 2);
             assert_eq!(places, [AT + 0x4_2000, 2 * AT + 0x2000]);
             rig.vm.destroy(cx, second).expect("destroyed");
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
             rig.enter(cx, &first);
             assert_eq!(rig.load(cx, &first, AT + 0x4_3000), Ok(6), "what the other wrote is there");
             rig.leave(cx, &first);
@@ -165,7 +165,7 @@ fn pools_keep_their_promises() {
             let shared = AreaKind { shared: true, ..kind };
             rig.vm.map(cx, &space, span(2 * AT, 6 << 20), shared, Backing::Shared(&object, 0)).expect("an area");
             rig.store(cx, &space, 2 * AT, 1).expect("promised");
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
             assert_eq!(rig.vm.pool().available(), 4);
@@ -306,7 +306,7 @@ fn pinned_pages_stay_where_they_are() {
                 rig.vm.unmap(cx, &parent, span(AT, 8 << 20)).expect("unmapped");
                 assert!(rig.used(cx) >= 1024, "pinned pages outlive their mapping");
                 for run in pinned {
-                    rig.vm.unpin(cx, &parent, run);
+                    rig.vm.unpin(cx, &parent, run).expect("its own");
                 }
                 rig.vm.destroy(cx, parent).expect("destroyed");
             });
@@ -376,7 +376,7 @@ fn objects_are_filled_without_being_mapped() {
             assert_eq!(after.since(cleared).units, 0, "nothing was cleared again");
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
         });
     });
 }

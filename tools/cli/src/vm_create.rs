@@ -311,7 +311,9 @@ impl<'m> Side<'_, '_, 'm> {
         let split = splits.into_iter().fold(Split::default(), Split::plus);
         self.host.run_on(CpuId(0), |cx| {
             for run in pins.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                vm.unpin(cx, &space, run);
+                if vm.unpin(cx, &space, run).is_err() {
+                    bail!("a pin is another space's");
+                }
             }
             if vm.destroy(cx, space).is_err() {
                 bail!("the address space is in use");

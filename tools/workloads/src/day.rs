@@ -547,7 +547,7 @@ where
         books: &mut Books,
     ) -> Result<(), Trouble> {
         while let Some(run) = site.pinned() {
-            self.vm.unpin(cx, &cast.pinned, run);
+            self.vm.unpin(cx, &cast.pinned, run).map_err(|(error, _)| error)?;
         }
         for guest in cast.guests {
             books.end_guest(&guest);
@@ -555,7 +555,7 @@ where
             site.load(cx, guest.number(), &guest.space, false);
             self.vm.destroy(cx, guest.space).map_err(|(error, _)| error)?;
         }
-        self.vm.close(cx, cast.shared);
+        self.vm.close(cx, cast.shared).map_err(|(error, _)| error)?;
         for space in [cast.prefaulted, cast.pinned] {
             books.end_space(&space);
             self.vm.destroy(cx, space).map_err(|(error, _)| error)?;

@@ -181,7 +181,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
         }
     });
     rig.mmu.as_cpu(CpuId(0), |cx| {
-        rig.vm.close(cx, object);
+        rig.vm.close(cx, object).expect("its own");
         let stats = rig.store.stats(cx);
         assert!(stats.stores > 0 && stats.loads > 0, "there was no pressure: {stats:?}");
     });

@@ -67,7 +67,7 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
     });
     rig.mmu.as_cpu(CpuId(0), |cx| {
         rig.vm.destroy(cx, space).expect("destroyed");
-        rig.vm.close(cx, object);
+        rig.vm.close(cx, object).expect("its own");
     });
 }
 

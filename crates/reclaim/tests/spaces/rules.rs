@@ -157,7 +157,7 @@ fn a_shared_page_is_stored_once_and_read_once() {
                     rig.vm.destroy(cx, space).expect("destroyed");
                 }
                 assert!(rig.store.stats(cx).pages > 0);
-                rig.vm.close(cx, object);
+                rig.vm.close(cx, object).expect("its own");
             });
         });
     }
@@ -203,7 +203,7 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
                 for space in spaces {
                     rig.vm.destroy(cx, space).expect("destroyed");
                 }
-                rig.vm.close(cx, object);
+                rig.vm.close(cx, object).expect("its own");
             });
         });
     }
@@ -237,7 +237,7 @@ fn look_around_takes_a_page_with_all_its_mappings() {
             for space in spaces {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
         });
     });
 }
@@ -357,7 +357,7 @@ fn pinned_pages_stay() {
                 assert_eq!(leaf.frame, pins[0].extent().base());
                 expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
                 rig.put(cx, &space, AT + 8, 9).expect("still writable");
-                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin));
+                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
                 (0..4).for_each(|_| _ = rig.evict_all(cx));
                 expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT)));
                 assert_eq!(rig.get(cx, &space, AT + 8), Ok(9));
@@ -614,12 +614,12 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
                 for pin in pins {
                     let found = rig.vm.lookup(cx, &small, pin.at());
                     assert!(matches!(found, Lookup::Mapped(leaf) if leaf.frame == pin.extent().base()), "{found:?}");
-                    rig.vm.unpin(cx, &small, pin);
+                    rig.vm.unpin(cx, &small, pin).expect("its own");
                 }
                 for space in [large, small, child] {
                     rig.vm.destroy(cx, space).expect("destroyed");
                 }
-                rig.vm.close(cx, object);
+                rig.vm.close(cx, object).expect("its own");
             });
         });
     }
@@ -674,7 +674,7 @@ fn each_node_is_reclaimed_by_itself() {
             }
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
-            rig.vm.close(cx, object);
+            rig.vm.close(cx, object).expect("its own");
         });
     });
 }

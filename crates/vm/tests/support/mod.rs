@@ -2,7 +2,7 @@
 //! as a task does: translate, fault, repeat.
 #![allow(dead_code, unreachable_pub)]
 
-mod metered;
+pub mod metered;
 
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
@@ -17,7 +17,7 @@ use hugemm_host::topology::MachineTopology;
 use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, Tlbs};
 use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
-pub use metered::{Metered, most_between_reschedules};
+pub use metered::Metered;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -188,6 +188,30 @@ pub fn with_format<F: PageFormat>(
     run(&mmu, host.frames(), cpus, inject, test);
 }
 
+/// What a manager over the model is made of.
+pub fn parts<'m, 'h, F: PageFormat>(
+    frames: &'m Frames<'m, Plain<&'h FaultPlan>>,
+    tlbs: &'m Tlbs<'m, &'h Cpus<'h>>,
+    mmu: &'h Cpus<'h>,
+) -> Parts<'m, Model<'h, F>> {
+    // Stores of zeroes sit in a buffer until they are fenced.
+    let features = Features::detect();
+    let model = hugemm_clear::Primitive::Model;
+    let policy = Policy { force: Some(model), ..Policy::new(Profile::uncalibrated(&features, None)) };
+    // SAFETY: the model MMU intercepts it.
+    let features = unsafe { features.with(model) };
+    let clearer = Clearer::new(features, policy).expect("the model primitive");
+    Parts {
+        frames,
+        tlbs,
+        clearer,
+        shootdown: ShootdownPolicy::BATCHED,
+        pager: hugemm_vm::NoPager,
+        pressure: Relief::default(),
+        pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0) },
+    }
+}
+
 fn run<F: PageFormat>(
     mmu: &Mmu<'_, '_>,
     memory: Extent,
@@ -209,22 +233,7 @@ fn run<F: PageFormat>(
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and one view of the slices.
     let tlbs = unsafe { Tlbs::new(&slots, &inboxes, mmu) }.expect("enough words");
-    // Stores of zeroes sit in a buffer until they are fenced.
-    let features = Features::detect();
-    let model = hugemm_clear::Primitive::Model;
-    let policy = Policy { force: Some(model), ..Policy::new(Profile::uncalibrated(&features, None)) };
-    // SAFETY: the model MMU intercepts it.
-    let features = unsafe { features.with(model) };
-    let clearer = Clearer::new(features, policy).expect("the model primitive");
-    let parts = Parts {
-        frames: &frames,
-        tlbs: &tlbs,
-        clearer,
-        shootdown: ShootdownPolicy::BATCHED,
-        pager: hugemm_vm::NoPager,
-        pressure: Relief::default(),
-        pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0) },
-    };
+    let parts = parts(&frames, &tlbs, mmu);
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig = Rig { mmu, vm, kept: AtomicU64::new(0), crew: Crew::default() };

@@ -299,7 +299,9 @@ impl<'h> Rig<'_, 'h> {
                     bail!("an address space is in use");
                 }
             }
-            self.vm.close(cx, object);
+            if self.vm.close(cx, object).is_err() {
+                bail!("the shared object is another manager's");
+            }
             Ok(())
         })?
     }

@@ -137,7 +137,7 @@ fn run<'a, 'm: 'a>(
         }
     });
     for run in pins.items.iter_mut().filter_map(Option::take) {
-        manager.unpin(cx, space, run);
+        manager.unpin(cx, space, run).map_err(|(error, _)| error)?;
     }
     pins.free(cx);
     let took = *took.lock();

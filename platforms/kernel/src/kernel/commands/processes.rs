@@ -110,7 +110,7 @@ fn live<'a>(
     for space in spaces.iter_mut().filter_map(Option::take) {
         vm.destroy(cx, space).map_err(|(error, _)| error)?;
     }
-    vm.close(cx, object);
+    vm.close(cx, object).map_err(|(error, _)| error)?;
     result
 }
 

@@ -99,7 +99,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
                     round.found.lock().get_or_insert(failure);
                 }
             });
-            manager.close(cx, common);
+            manager.close(cx, common).map_err(|(error, _)| error)?;
             let found = round.found.lock().take();
             found.map_or(Ok(round.steps.load(Ordering::Relaxed)), Err)
         }
@@ -123,7 +123,7 @@ fn set_up<'v>(cx: Cx<'_>, manager: &'v Manager, space: &Space<Own>, cpus: u32) -
     match manager.map(cx, space, span, AreaKind::private(PageSize::Size4K), Backing::Shared(&common, 0)) {
         Ok(_) => Ok(common),
         Err(error) => {
-            manager.close(cx, common);
+            manager.close(cx, common).map_err(|(error, _)| error)?;
             Err(error)
         }
     }

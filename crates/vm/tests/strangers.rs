@@ -1,0 +1,148 @@
+//! Spaces, objects and pins are taken by the manager and the space that they belong to, and by nobody else; and a space with
+//! pinned pages does not end.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_paging::Lookup;
+use hugemm_vm::{Access, AreaKind, Backing, Vm, VmError};
+use support::{Follower, Model, bounds, no_faults, parts, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+
+/// A second manager over the same frames refuses what is the first one's, and changes nothing.
+#[test]
+fn another_managers_things_are_refused() {
+    with_rig(16, 1, 51, &no_faults(), |rig| {
+        // SAFETY: as the rig's.
+        let other: Vm<'_, Model<'_>> =
+            unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.tlbs(), rig.mmu)) }.expect("small");
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), AreaKind::private(PageSize::Size4K));
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 7).expect("a page");
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &space, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
+            let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
+            let own = other.create(cx, bounds()).expect("a space");
+
+            let foreign = Err(VmError::Foreign);
+            assert_eq!(other.map(cx, &space, span(2 * AT, 0x1000), kind, Backing::Private).map(|_| ()), foreign);
+            let shared = Backing::Shared(&object, 0);
+            assert_eq!(other.map(cx, &own, area, kind, shared).map(|_| ()), foreign);
+            assert_eq!(other.unmap(cx, &space, area).map(|_| ()), foreign);
+            assert_eq!(other.fault(cx, &space, VirtAddr::new(AT + 0x1000), Access::Write).map(|_| ()), foreign);
+            assert_eq!(other.fork(cx, &space).map(|_| ()), foreign);
+            assert_eq!(other.prefault(&space, area, None).work(cx, &Never), foreign);
+            assert_eq!(other.prefault_shared(&object, 0, 4).work(cx, &Never), foreign);
+            let pinned = other.pin(cx, &space, area, None, &Never, |_| ());
+            assert_eq!(pinned.map_err(|error| (error.pinned, error.cause)), Err((0, VmError::Foreign)));
+            assert_eq!(other.take_young(cx, &space, area, |_| ()).map(|_| ()), foreign);
+            let follower = Follower(std::sync::Arc::new(()));
+            assert_eq!(other.follow(cx, &space, follower).map(|_| ()), foreign);
+            assert_eq!(other.lookup(cx, &space, at), Lookup::Absent);
+            let (error, space) = other.destroy(cx, space).expect_err("not its own");
+            assert_eq!(error, VmError::Foreign);
+            let (error, object) = other.close(cx, object).expect_err("not its own");
+            assert_eq!(error, VmError::Foreign);
+            let (error, pin) = other.unpin(cx, &space, pins.remove(0)).expect_err("not its own");
+            assert_eq!(error, VmError::Foreign);
+            let (error, pin) = other.unpin(cx, &own, pin).expect_err("not its own");
+            assert_eq!(error, VmError::Foreign);
+
+            assert_eq!(rig.load(cx, &space, AT), Ok(7));
+            assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x1000)), Lookup::Absent));
+            rig.vm.unpin(cx, &space, pin).expect("its own");
+            rig.vm.close(cx, object).expect("its own");
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            other.destroy(cx, own).expect("destroyed");
+            other.trim(cx);
+        });
+    });
+}
+
+/// A pin is counted in its space, and in no other of the same manager.
+#[test]
+fn another_spaces_pins_are_refused() {
+    with_rig(16, 1, 52, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let kind = AreaKind::private(PageSize::Size4K);
+            let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
+            for space in [&first, &second] {
+                rig.vm.map(cx, space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
+            }
+            let mut pins = Vec::new();
+            rig.vm.pin(cx, &first, span(AT, 0x1000), None, &Never, |run| pins.push(run)).expect("pinned");
+            let (error, pin) = rig.vm.unpin(cx, &second, pins.remove(0)).expect_err("another's");
+            assert_eq!(error, VmError::Foreign);
+            let copied = second.counters().copied.get();
+            let child = rig.vm.fork(cx, &second).expect("forked");
+            assert_eq!(second.counters().copied.get(), copied);
+            rig.vm.unpin(cx, &first, pin).expect("its own");
+            for space in [first, second, child] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+        });
+    });
+}
+
+/// A space with pinned pages comes back as it was, also when they have been unmapped: their frames are its until the pins
+/// are given back.
+#[test]
+fn a_space_with_pins_does_not_end() {
+    for page in [PageSize::Size4K, PageSize::Size2M] {
+        with_rig(16, 1, 53, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, 2 * page.bytes());
+                rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+                rig.enter(cx, &space);
+                rig.store(cx, &space, AT, 7).expect("a page");
+                let mut pins = Vec::new();
+                rig.vm.pin(cx, &space, span(AT, page.bytes()), None, &Never, |run| pins.push(run)).expect("pinned");
+                rig.leave(cx, &space);
+                let (error, space) = rig.vm.destroy(cx, space).expect_err("pinned");
+                assert_eq!(error, VmError::InUse);
+                rig.enter(cx, &space);
+                assert_eq!(rig.load(cx, &space, AT), Ok(7), "it is as it was");
+                rig.leave(cx, &space);
+                rig.vm.unmap(cx, &space, area).expect("unmapped");
+                let (error, space) = rig.vm.destroy(cx, space).expect_err("still pinned");
+                assert_eq!(error, VmError::InUse);
+                let used = rig.used(cx);
+                rig.vm.unpin(cx, &space, pins.remove(0)).expect("its own");
+                assert!(rig.used(cx) < used, "the pin kept the page");
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// A space that somebody follows comes back as it was.
+#[test]
+fn a_followed_space_does_not_end() {
+    with_rig(16, 1, 54, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 7).expect("a page");
+            let follower = rig.vm.follow(cx, &space, Follower(std::sync::Arc::new(()))).expect("memory");
+            rig.leave(cx, &space);
+            let (error, space) = rig.vm.destroy(cx, space).expect_err("followed");
+            assert_eq!(error, VmError::InUse);
+            rig.enter(cx, &space);
+            assert_eq!(rig.load(cx, &space, AT), Ok(7), "it is as it was");
+            rig.leave(cx, &space);
+            // SAFETY: the follower is this space's.
+            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
