@@ -81,10 +81,10 @@ pub fn with<'a, 'm: 'a, T>(
 
 /// Stores a word at each address of a space, as a task does that finds nothing mapped: every store is a page fault, which
 /// tells `phases` what it is doing.
-pub fn touch<'a, 'm: 'a>(
+pub fn touch<'a, 'm: 'a, K: Paging<'a, 'm>>(
     cx: &mut CpuCx<'static, Kernel>,
-    vm: &KernelVm<'a, 'm>,
-    space: &KernelSpace<'a, 'm>,
+    vm: &KernelVm<'a, 'm, K>,
+    space: &KernelSpace<'a, 'm, K>,
     addresses: &mut dyn Iterator<Item = VirtAddr>,
     phases: &dyn Phases,
 ) -> Result<(), VmError> {

@@ -1,6 +1,9 @@
 //! What `bench mem mmap` and `bench vm-create` have in common: an address space with one area that is filled once, by any
-//! number of CPUs, through the page fault path or by requests.
+//! number of CPUs, through the page fault path or by requests. As in other kernels, each page that is not from a pool goes on an
+//! LRU, from which reclaim could take it.
 
+use super::selftest::Finding;
+use super::swapped::{Clocked, Store, Swapped};
 use super::{Cx, Failure, pool, region};
 use crate::kernel::irq_lock::IrqLock;
 use crate::kernel::memory::{Scratch, frames};
@@ -10,12 +13,17 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Never, PageSize, VirtAddr};
 use hugemm_clear::{Clearer, Features, Profile, calibrate};
 use hugemm_hugetlb::{HugePool, Nodes, Policy};
+use hugemm_lz4::Lz4;
 use hugemm_paging::{ShootdownPolicy, Span};
-use hugemm_vm::{AreaKind, Backing, NoPager, Pinned, Pools, VmError};
+use hugemm_reclaim::{Lru, Policy as LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_vm::{AreaKind, Backing, Pinned, Pools, VmError};
 use hugemm_workloads::vm_create::{Creation, How, Split};
 
 /// Bytes that the machine is measured in.
 const SCRATCH: u64 = 64 << 20;
+
+/// Pages that swap may take; nothing goes there, because there is room.
+const SWAP: u64 = 1024;
 
 /// Where the area begins.
 const AT: VirtAddr = VirtAddr::new(1 << 40);
@@ -81,15 +89,28 @@ pub struct Took {
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
 pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
-    let manager = vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, pools)?;
+    let store = Store::new(frames(), cx, Lz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
+    let lrus = [Lru::new(frames(), LruPolicy::Generations)];
+    let marks = Watermarks::for_node(frames().stats(cx).available());
+    let pager = Reclaim::new(&lrus, &store, marks, Clocked::default());
+    let manager = vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, pools)?;
+    let took = filled(cx, &manager, fill);
+    drop(manager);
+    match store.close(cx) {
+        Ok(()) => took,
+        Err(store) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+    }
+}
+
+fn filled<'a, 'm: 'a>(cx: Cx<'_>, manager: &vm::KernelVm<'a, 'm, Swapped>, fill: &Fill) -> Result<Took, Failure> {
     let space = manager.create(cx, vm::lower_half()?)?;
     let kind = AreaKind::private(fill.page);
     let kind = if fill.pooled { kind.pooled() } else { kind };
     let span = Span::new(AT, fill.bytes).map_err(|_| VmError::OutOfBounds { at: AT })?;
     let took = match manager.map(cx, &space, span, kind, Backing::Private) {
         Ok(area) => {
-            let creation = Creation::new(&manager, &space, area, fill.how, fill.workers.into());
-            run(cx, &manager, &space, &creation, fill)
+            let creation = Creation::new(manager, &space, area, fill.how, fill.workers.into());
+            run(cx, manager, &space, &creation, fill)
         }
         Err(error) => Err(error.into()),
     };
@@ -102,9 +123,9 @@ pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &
 
 fn run<'a, 'm: 'a>(
     cx: Cx<'_>,
-    manager: &vm::KernelVm<'a, 'm>,
-    space: &vm::KernelSpace<'a, 'm>,
-    creation: &Creation<'_, '_, '_, vm::OnKernel<'a, 'm>>,
+    manager: &vm::KernelVm<'a, 'm, Swapped>,
+    space: &vm::KernelSpace<'a, 'm, Swapped>,
+    creation: &Creation<'_, '_, '_, vm::OnKernel<'a, 'm, Swapped>>,
     fill: &Fill,
 ) -> Result<Took, Failure> {
     let workers = fill.workers.min(percpu::count()).max(1);
