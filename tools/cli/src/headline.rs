@@ -73,6 +73,8 @@ const STEPS: &[Step] = &[
             "paging.unmap_scattered16k_speedup",
             "paging.map_scattered64k_speedup",
             "paging.unmap_scattered64k_speedup",
+            "paging.map_existing_speedup",
+            "paging.unmap_existing_speedup",
         ],
     },
     Step {

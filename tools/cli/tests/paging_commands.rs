@@ -32,6 +32,8 @@ fn map_measures_both_ways_at_every_size() {
         "unmap_scattered16k",
         "map_scattered64k",
         "unmap_scattered64k",
+        "map_existing",
+        "unmap_existing",
     ];
     for what in whats {
         let figures = rows(&document, &format!("bench.map.{what}"));

@@ -208,6 +208,12 @@ pub fn pass<W: Way>(clock: &impl Clock, way: &mut W, field: Field, flush: &dyn F
     Ok(Times { map, protect_settled, protect_live, protect_tables, rewritten, write_again, unmap })
 }
 
+/// Maps a field where tables are missing, and unmaps it with its tables. What one of each cost.
+pub fn pass_with_tables<W: Way>(clock: &impl Clock, way: &mut W, field: Field) -> Result<[Spent; 2], Trouble> {
+    let map = spent(clock, way, field.pages, &mut |way| way.map(field))?;
+    Ok([map, unmapped(clock, way, field, W::unmap)?])
+}
+
 /// Maps and unmaps a field where tables are there already, and stay. What one of each cost.
 pub fn pass_in_tables<W: Way>(clock: &impl Clock, way: &mut W, field: Field) -> Result<[Spent; 2], Trouble> {
     way.map(field)?;
