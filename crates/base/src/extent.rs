@@ -62,9 +62,12 @@ impl Extent {
         Extent::new(Pfn::containing(start), bytes >> PAGE_SHIFT)
     }
 
-    /// The naturally aligned block of `order` that holds `frame`, cut off at [`Pfn::LIMIT`] by construction (a block
-    /// never straddles it).
+    /// The naturally aligned block of `order` that holds `frame`; the empty extent at [`Pfn::LIMIT`] if no such frame can
+    /// exist. No block straddles the limit.
     pub const fn block(frame: Pfn, order: Order) -> Self {
+        if frame.number() >= Pfn::LIMIT.number() {
+            return Extent { base: Pfn::LIMIT, pages: 0 };
+        }
         Extent { base: Pfn::new(frame.number() & !(order.pages() - 1)), pages: order.pages() }
     }
 
@@ -288,6 +291,19 @@ mod tests {
         assert_eq!(extent(0, 3).as_block(), None);
         assert_eq!(extent(0, 0).as_block(), None);
         assert_eq!(Extent::block(Pfn::new(1000), Order::new(9).expect("valid")), extent(512, 512));
+    }
+
+    #[test]
+    fn no_block_reaches_past_the_limit() {
+        let last = Pfn::new(Pfn::LIMIT.number() - 1);
+        for order in [Order::ZERO, Order::MAX] {
+            let block = Extent::block(last, order);
+            assert_eq!((block.end(), block.pages()), (Pfn::LIMIT, order.pages()));
+            for beyond in [Pfn::LIMIT, Pfn::new(u64::MAX)] {
+                let none = Extent::block(beyond, order);
+                assert!(none.is_empty() && none.end() == Pfn::LIMIT);
+            }
+        }
     }
 
     proptest! {
