@@ -122,7 +122,7 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
     /// # Safety
     ///
     /// The task has no other context of this platform: with two, one could be rescheduled while the other's debts are
-    /// open.
+    /// open. An interrupt handler is a task of its own, which never passes a reschedule point.
     pub unsafe fn new(platform: &'p P) -> Self {
         CpuCx { platform, stays: PhantomData }
     }

@@ -109,10 +109,14 @@ impl<'cx, T, P: Cpu> Unfenced<'cx, T, P> {
         value
     }
 
-    /// Two debts of one CPU as one: a single barrier, the stronger, pays both.
+    /// Two debts of one CPU as one: a single barrier, the stronger, pays both. A debt to another platform object is paid
+    /// at once.
     pub fn join<U>(self, other: Unfenced<'cx, U, P>) -> Unfenced<'cx, (T, U), P> {
         let (left, mine) = self.into_parts();
         let (right, theirs) = other.into_parts();
+        if !core::ptr::eq(mine.cx.platform(), theirs.cx.platform()) {
+            theirs.pay();
+        }
         let owed = mine.owed.max(theirs.owed);
         Pending::new((left, right), StoreFence { cx: mine.cx, owed })
     }

@@ -27,6 +27,21 @@
 //! }
 //! ```
 //!
+//! joining two debts shows neither value:
+//!
+//! ```compile_fail,E0599
+//! # use hugemm_base::{Dirty, Pending, TlbFlush, Quarantine};
+//! # struct Kernel;
+//! fn rule<'d, Q: Quarantine<Dirty>>(
+//!     a: Pending<Dirty, TlbFlush<'d, Kernel, Q>>,
+//!     b: Pending<Dirty, TlbFlush<'d, Kernel, Q>>,
+//! ) -> Option<Dirty> {
+//!     let mut early = None;
+//!     let _ = a.merge(b, |a, b| { early = Some(a); b }); // error: no such method
+//!     early
+//! }
+//! ```
+//!
 //! and, unlike a store fence, the debt may be paid by any CPU, so it moves between threads:
 //!
 //! ```
@@ -38,6 +53,7 @@
 //! }
 //! ```
 
+use crate::chain::{ExtentChain, ExtentLinks};
 use crate::counters::Counter;
 use crate::pending::{Barrier, Pending};
 use crate::sync::{AtomicU64, AtomicWord, FencePoint, Ordering, full_fence};
@@ -222,10 +238,10 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
         if paid { Ok(self.into_parts().0) } else { Err(self) }
     }
 
-    /// Two debts of one domain as one, which a single flush of the hull pays; `join` merges the values (for extents:
-    /// [`ExtentChain::append`](crate::ExtentChain::append), O(1)). Debts of different domains are handed back.
+    /// Two debts of one domain as one, which a single flush of the hull pays. Private: `join` sees both values before their
+    /// flush.
     #[allow(clippy::type_complexity, reason = "the two debts as they came")]
-    pub fn merge(self, other: Self, join: impl FnOnce(T, T) -> T) -> Result<Self, (Self, Self)> {
+    fn joined(self, other: Self, join: impl FnOnce(T, T) -> T) -> Result<Self, (Self, Self)> {
         if !core::ptr::eq(self.barrier().domain, other.barrier().domain) {
             return Err((self, other));
         }
@@ -238,6 +254,31 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
             tables: mine.tables || theirs.tables,
         };
         Ok(Pending::new(join(a, b), barrier))
+    }
+}
+
+impl<K, Q: Quarantine<ExtentChain>> Pending<ExtentChain, TlbFlush<'_, K, Q>> {
+    /// Two debts of one domain as one, which a single flush of the hull pays; the other's extents come after these. Debts
+    /// of different domains are handed back. O(1).
+    ///
+    /// # Safety
+    ///
+    /// As for [`ExtentChain::append`].
+    #[allow(clippy::result_large_err, reason = "the two debts as they came")]
+    pub unsafe fn append(self, links: &impl ExtentLinks, other: Self) -> Result<Self, (Self, Self)> {
+        self.joined(other, |mut first, then| {
+            // SAFETY: the caller's promise.
+            unsafe { first.append(links, then) };
+            first
+        })
+    }
+}
+
+impl<K, Q: Quarantine<()>> Pending<(), TlbFlush<'_, K, Q>> {
+    /// Two debts of one domain as one, which a single flush of the hull pays. Debts of different domains are handed back.
+    #[allow(clippy::result_large_err, reason = "the two debts as they came")]
+    pub fn merge(self, other: Self) -> Result<Self, (Self, Self)> {
+        self.joined(other, |(), ()| ())
     }
 }
 
@@ -330,6 +371,10 @@ mod tests {
         fn take(&self, _value: ExtentChain, _range: VirtRange) {}
     }
 
+    impl Quarantine<()> for Leak {
+        fn take(&self, _value: (), _range: VirtRange) {}
+    }
+
     #[test]
     fn a_thousand_debts_cost_one_flush() {
         let domain: FlushDomain<Kernel, Leak> = FlushDomain::new(Leak);
@@ -342,13 +387,8 @@ mod tests {
             let debt = domain.unhooked(chain, range(i << 12, 1 << 12));
             all = Some(match all {
                 None => debt,
-                Some(so_far) => debt
-                    .merge(so_far, |mut a, b| {
-                        // SAFETY: as above.
-                        unsafe { a.append(&links, b) };
-                        a
-                    })
-                    .expect("one domain"),
+                // SAFETY: both chains are linked through `links`.
+                Some(so_far) => unsafe { debt.append(&links, so_far) }.expect("one domain"),
             });
         }
         let freed = all.expect("debts").release(&flush(&domain, range(0, 1000 << 12))).expect("paid");
@@ -358,11 +398,27 @@ mod tests {
 
     #[test]
     fn debts_of_two_domains_do_not_merge() {
-        let (one, two) = (FlushDomain::new(Held::default()), FlushDomain::<Kernel, _>::new(Held::default()));
-        let (a, b) = (one.unhooked(1_u64, VirtRange::ALL), two.unhooked(2_u64, VirtRange::ALL));
-        let (a, b) = a.merge(b, |a, _| a).expect_err("two domains");
-        assert_eq!(a.release(&flush(&one, VirtRange::ALL)).expect("paid"), 1);
-        assert_eq!(b.release(&flush(&two, VirtRange::ALL)).expect("paid"), 2);
+        let (one, two) = (FlushDomain::<Kernel, _>::new(Leak), FlushDomain::<Kernel, _>::new(Leak));
+        let (a, b) = (one.unhooked((), VirtRange::ALL), two.unhooked((), VirtRange::ALL));
+        let (a, b) = a.merge(b).expect_err("two domains");
+        assert!(a.release(&flush(&one, VirtRange::ALL)).is_ok());
+        assert!(b.release(&flush(&two, VirtRange::ALL)).is_ok());
+    }
+
+    #[test]
+    fn a_merged_debt_owes_what_both_did() {
+        let domain = FlushDomain::<Kernel, _>::new(Leak);
+        let early = domain.unhooked((), range(0x1000, 0x1000));
+        let between = flush(&domain, VirtRange::ALL);
+        let tables = domain.unhooked_tables((), range(0x8000, 0x1000));
+        let both = early.merge(tables).expect("one domain");
+        let both = both.release(&between).expect_err("the later began after it");
+        let both = both.release(&flush(&domain, VirtRange::ALL)).expect_err("it left out who only walks tables");
+        // SAFETY: no CPU holds any translation.
+        let through = |range: VirtRange| unsafe { domain.flush(range.into(), true, |_| ()) };
+        let both = both.release(&through(range(0x1000, 0x1000))).expect_err("the later's range");
+        let both = both.release(&through(range(0x8000, 0x1000))).expect_err("the earlier's range");
+        assert!(both.release(&through(range(0x1000, 0x8000))).is_ok());
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl<S: Setup> Vm<'_, S> {
             let more = deferred.unmapped(&space.tlb, (), page.range());
             *debt = match debt.take() {
                 None => Some(more),
-                Some(before) => match before.merge(more, |(), ()| ()) {
+                Some(before) => match before.merge(more) {
                     Ok(both) => Some(both),
                     // They are of one domain.
                     Err((before, _)) => Some(before),

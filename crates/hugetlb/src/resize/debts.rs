@@ -35,12 +35,8 @@ impl<'v, V: DescriptorMap> Debts<'v, V> {
         self.owed = Some(match self.owed.take() {
             None => debt,
             Some(others) => {
-                let joined = others.merge(debt, |mut a: ExtentChain, b| {
-                    // SAFETY: every chain of debts is linked through the economy's manager, here and below.
-                    unsafe { a.append(economy.frames, b) };
-                    a
-                });
-                match joined {
+                // SAFETY: every chain of debts is linked through the economy's manager, here and below.
+                match unsafe { others.append(economy.frames, debt) } {
                     Ok(joined) => joined,
                     // One mapping has one domain; a debt of another would be dropped into its quarantine.
                     Err((others, _)) => others,
