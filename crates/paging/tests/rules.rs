@@ -130,6 +130,40 @@ fn exhaustion_is_rolled_back_everywhere() {
     }
 }
 
+/// A split that finds no memory half way has touched no leaf, and keeps no table.
+#[test]
+fn a_split_without_memory_changes_nothing() {
+    let steps = every_fault(|plan| {
+        let heap = Heap::new(plan);
+        // SAFETY: as in `table`.
+        let Ok(table) = (unsafe { PageTable::<X86_64>::new(&mut &heap, lower::<X86_64>()) }) else { return };
+        if table.exclusive(&heap).map(span(0, 2 * GIB), [extent(0, 2 * GIB)], DATA).is_err() {
+            return;
+        }
+        let before = heap.live();
+        // Two of 1 GiB, and two of 2 MiB on each side of the border.
+        let done = table.exclusive(&heap).split(span(GIB - 600, 1200), PageSize::Size4K, Editing::LIVE);
+        let sizes = |page| match table.shared(&heap).lookup(at(page)) {
+            Lookup::Mapped(leaf) => leaf.size,
+            other => panic!("{other:?}"),
+        };
+        match done {
+            Ok(stale) => {
+                assert_eq!((stale.entries(), heap.live() - before), (6, 6));
+                assert_eq!(
+                    [sizes(GIB - 600), sizes(GIB + 599), sizes(0)],
+                    [PageSize::Size4K, PageSize::Size4K, PageSize::Size2M]
+                );
+            }
+            Err(error) => {
+                assert_eq!((error, heap.live()), (PagingError::NoTable, before));
+                assert_eq!([sizes(GIB - 1), sizes(GIB)], [PageSize::Size1G; 2]);
+            }
+        }
+    });
+    assert!(steps > 6, "{steps} runs");
+}
+
 #[test]
 fn an_overlap_far_along_is_rolled_back() {
     let heap = Heap::new(NoFaults);
@@ -421,6 +455,31 @@ fn only_what_is_common_is_global() {
     let mut flags = Flags::NONE;
     table.shared(&heap).walk(lower::<X86_64>(), Flags::NONE, |run| flags = flags | run.flags).expect("in bounds");
     assert!(!flags.contains(Flags::GLOBAL));
+}
+
+/// Only what is wanted is made old, and only of what has been accessed it is asked whether it is.
+#[test]
+fn ageing_takes_the_bits_that_are_wanted() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 8), [extent(100, 8)], SMALL).expect("mapped");
+    for page in [1, 2, 5] {
+        assert!(access::<X86_64, _>(&heap, table.root(), at(page), false).is_some());
+    }
+    let (mut asked, mut seen) = (Vec::new(), Vec::new());
+    let young = table.shared(&heap).clear_young_of(
+        span(0, 8),
+        |page, frame| {
+            asked.push((page, frame.number()));
+            page != 2
+        },
+        |run| seen.push(run.extent),
+    );
+    let young = young.expect("in bounds");
+    assert_eq!((young.leaves, young.young, young.pages), (8, 2, 2));
+    assert_eq!((asked, seen), (vec![(1, 101), (2, 102), (5, 105)], vec![extent(101, 1), extent(105, 1)]));
+    let again = table.shared(&heap).clear_young(span(0, 8), |_| ()).expect("in bounds");
+    assert_eq!(again.young, 1, "what was not wanted is as young as it was");
 }
 
 #[test]

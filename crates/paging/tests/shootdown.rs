@@ -396,6 +396,10 @@ fn parts_that_do_not_fit_are_refused() {
     // SAFETY: never used.
     let error = unsafe { TlbSpace::<User>::new(&tlbs, PhysAddr::new(0)) }.expect_err("two masks of two words");
     assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
+    let error = DeferredUnmap::new(&tlbs).expect_err("two masks of two words");
+    assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
+    assert!(DeferredUnmap::with_masks(&tlbs, Keep, words(4)).is_ok());
+    assert!(DeferredUnmap::with_masks(&tlbs, Keep, words(5)).is_ok());
     assert_eq!(error.to_string(), "2 words are too few for the masks of these CPUs; give 4");
 }
 
