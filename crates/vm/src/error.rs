@@ -38,7 +38,8 @@ pub enum VmError {
     },
     /// The space, object or pin is another manager's, or the pin another space's.
     Foreign,
-    /// The object is of another kind (page size, pool) than the area asked for.
+    /// The object is of another kind (page size, pool) than the area asked for, or the pool has handed out something else
+    /// than a page of that size; that went back to it.
     OtherKind,
     /// The page's memory is bad.
     Poisoned {
@@ -68,7 +69,7 @@ impl fmt::Display for VmError {
             VmError::Misaligned { at } => write!(f, "{at} is not aligned to the area's pages"),
             VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
             VmError::Foreign => f.write_str("it belongs to another manager or space"),
-            VmError::OtherKind => f.write_str("the object has other pages than the area asks for"),
+            VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
             VmError::Poisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
             VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),
             VmError::Cancelled => f.write_str("cancelled; what was done stays done"),

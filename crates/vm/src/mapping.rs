@@ -8,6 +8,7 @@ use crate::pager::Pager;
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
+use crate::unmap::pages;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use core::fmt;
@@ -16,6 +17,9 @@ use core::ptr::NonNull;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_paging::{Editing, Flags, PagingError, Span};
 use intrusive_collections::UnsafeRef;
+
+/// Pages whose stored content is given up between two reschedule points: a millisecond, if each is a slot of its own.
+const AWAY_PART: u64 = 1 << 14;
 
 /// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
 /// this has been given to [`Vm::close`] and the last of its areas is gone.
@@ -271,12 +275,12 @@ impl<'m, S: Setup> Vm<'m, S> {
         let object = unsafe { self.take_from(&self.object_slab, cx, object) };
         let Some(index) = object.index else { return };
         let whole = index.table.bounds();
+        if S::Pager::ACTIVE {
+            self.drop_index_away(cx, &index);
+        }
         let detached = {
             let task = RefCell::new(&mut *cx);
             let mut table = index.table.exclusive(self.tables(&task));
-            if S::Pager::ACTIVE {
-                let _ = table.take_owners(whole, |_, _, word| self.drop_away(&task.borrow(), word));
-            }
             // SAFETY: no hardware walks an index, and no other task can reach it; so nothing has to be flushed either.
             unsafe { table.detach(whole, Editing::quiet()).map(|unhooked| unhooked.assume_flushed()) }
         };
@@ -288,6 +292,25 @@ impl<'m, S: Setup> Vm<'m, S> {
         self.free_root(cx, index.table.root());
         if index.pooled {
             self.pool.unreserve(cx, index.page, (index.pages - found) / index.page.pages());
+        }
+    }
+
+    /// Gives up what an index that nobody can find any more says of pages that are away, with a reschedule point after each
+    /// part.
+    fn drop_index_away(&self, cx: &mut Cx<'_, S>, index: &Index<S>) {
+        let mut from = 0;
+        while from < index.pages {
+            let to = index.pages.min(from + AWAY_PART * index.page.pages());
+            if let Some(part) = pages(from, to) {
+                let task = RefCell::new(&mut *cx);
+                // In bounds, between pages, and nothing of it is detached: it is not refused.
+                let _ = index
+                    .table
+                    .exclusive(self.tables(&task))
+                    .take_owners(part, |_, _, word| self.drop_away(&task.borrow(), word));
+            }
+            from = to;
+            self.breathe(cx);
         }
     }
 }

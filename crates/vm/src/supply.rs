@@ -162,13 +162,11 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, alone: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
-            let extent = match content {
-                Content::Dirty(dirty) => dirty.into_extent(),
-                Content::Clearing(clearing) => clearing.abandon().into_extent(),
-                Content::Zeroed(zeroed) => zeroed.into_extent(),
+            let extent = match self.take_from_pool(cx, want)? {
+                Ok(zeroed) => zeroed.into_extent(),
+                Err(dirty) => dirty.into_extent(),
             };
-            // SAFETY: the pool handed the block out, which it took from the frame allocator.
+            // SAFETY: what was taken is a block of this order of the frame allocator, and was its owner's.
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
         }
         let request = Request::order(order).movable().from(want.from);
@@ -223,20 +221,13 @@ impl<S: Setup> Vm<'_, S> {
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Frozen, VmError> {
-        let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
-        let dirty = match content {
-            Content::Dirty(dirty) => Err(dirty),
-            Content::Clearing(clearing) => Err(clearing.abandon()),
-            Content::Zeroed(zeroed) => {
-                cx.platform().counters().clears_skipped.add(1);
-                Ok(zeroed)
-            }
-        };
+        let content = self.take_from_pool(cx, want)?;
+        cx.platform().counters().clears_skipped.add(content.is_ok().into());
         let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
-        match dirty.or_else(|dirty| fill.zero(cx, dirty)) {
+        match content.or_else(|dirty| fill.zero(cx, dirty)) {
             Ok(zeroed) => {
                 let head = zeroed.into_extent().base();
-                // SAFETY: the pool handed the block out, which it took from the frame allocator.
+                // SAFETY: what was taken is a block of this order of the frame allocator, and was its owner's.
                 Ok(unsafe { Frozen::assume_owned(head, want.page.order(), Mobility::Movable) })
             }
             Err(dirty) => {
@@ -247,6 +238,25 @@ impl<S: Setup> Vm<'_, S> {
                 })
             }
         }
+    }
+
+    /// What the pool hands out, if it is what was asked for: a whole page of that size, and a block of the frame allocator.
+    /// Anybody may write a pool, so its word is not enough; anything else goes back to it.
+    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want) -> Result<Result<Zeroed, Dirty>, VmError> {
+        let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
+        let content = match content {
+            Content::Dirty(dirty) => Err(dirty),
+            Content::Clearing(clearing) => Err(clearing.abandon()),
+            Content::Zeroed(zeroed) => Ok(zeroed),
+        };
+        let order = want.page.order();
+        let extent = content.as_ref().map_or_else(Dirty::extent, Zeroed::extent);
+        if extent.as_block() == Some(order) && self.frames.head_of(extent.base()) == Some((extent.base(), order)) {
+            return Ok(content);
+        }
+        let dirty = content.map_or_else(|dirty| dirty, Zeroed::into_dirty);
+        self.pool.give_back(cx, dirty, want.page, want.reserved);
+        Err(VmError::OtherKind)
     }
 
     /// Makes a block a counted page of its object.

@@ -8,6 +8,7 @@ mod support;
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, AreaKind, Backing, Vm, VmError};
+use std::sync::atomic::Ordering;
 use support::{Follower, Model, bounds, no_faults, parts, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -143,6 +144,46 @@ fn a_followed_space_does_not_end() {
             // SAFETY: the follower is this space's.
             let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
             rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A pool is safe code and may be wrong about what it hands out. Half a page goes back to it, promised as before, and nothing
+/// is mapped: at a fault, when a range is filled, and for the copy of a page that fork has shared.
+#[test]
+fn what_a_pool_says_is_checked() {
+    with_rig(32, 1, 55, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let pool = rig.vm.pool();
+            pool.fill(cx, rig.vm.frames(), PageSize::Size2M, 3);
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let area = span(AT, 4 << 20);
+            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
+            rig.enter(cx, &space);
+            let refused = |cx: &mut _| {
+                let promised = pool.reserved.load(Ordering::SeqCst);
+                pool.halves.store(true, Ordering::SeqCst);
+                assert_eq!(rig.store(cx, &space, AT, 1), Err(VmError::OtherKind));
+                assert_eq!(rig.vm.prefault(&space, area, None).work(cx, &Never), Err(VmError::OtherKind));
+                pool.halves.store(false, Ordering::SeqCst);
+                assert_eq!(pool.reserved.load(Ordering::SeqCst), promised);
+            };
+            refused(cx);
+            assert_eq!(rig.vm.lookup(cx, &space, area.start()), Lookup::Absent);
+            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("promised");
+            rig.store(cx, &space, AT, 7).expect("there");
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            pool.halves.store(true, Ordering::SeqCst);
+            assert_eq!(rig.store(cx, &space, AT, 8), Err(VmError::OtherKind));
+            pool.halves.store(false, Ordering::SeqCst);
+            assert_eq!(rig.load(cx, &space, AT), Ok(7));
+            rig.store(cx, &space, AT, 8).expect("a copy");
+            rig.leave(cx, &space);
+            for space in [space, child] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            assert_eq!(pool.free.lock().expect("pool").len(), 3);
         });
     });
 }

@@ -19,7 +19,7 @@ use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 pub use metered::Metered;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
@@ -71,6 +71,8 @@ pub struct TestPool<'h> {
     pub mmu: &'h Cpus<'h>,
     pub free: Mutex<Vec<Dirty>>,
     pub reserved: AtomicI64,
+    /// It hands out the first halves of its pages, which is wrong.
+    pub halves: AtomicBool,
 }
 
 impl<'h> TestPool<'h> {
@@ -130,11 +132,22 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
         if reserved {
             self.reserved.fetch_sub(1, Ordering::SeqCst);
         }
-        self.mmu.allocated(page.extent());
+        let whole = page.extent();
+        self.mmu.allocated(whole);
+        if self.halves.load(Ordering::SeqCst) {
+            let half = page.into_extent().split_at(whole.pages() / 2).0;
+            // SAFETY: of a page that is the pool's; it gets the other half with this one.
+            return Ok(Content::Dirty(unsafe { Dirty::assume_owned(half) }));
+        }
         Ok(Content::Dirty(page))
     }
 
-    fn give_back(&self, _cx: &CpuCx<'_, Cpus<'h>>, page: Dirty, _size: PageSize, reserved: bool) {
+    fn give_back(&self, _cx: &CpuCx<'_, Cpus<'h>>, page: Dirty, size: PageSize, reserved: bool) {
+        let page = match self.halves.load(Ordering::SeqCst) {
+            // SAFETY: the other half was never handed out.
+            true => unsafe { Dirty::assume_owned(Extent::block(page.into_extent().base(), size.order())) },
+            false => page,
+        };
         self.mmu.freed(page.extent());
         self.free.lock().expect("pool").push(page);
         self.reserved.fetch_add(i64::from(reserved), Ordering::SeqCst);
@@ -208,7 +221,7 @@ pub fn parts<'m, 'h, F: PageFormat>(
         shootdown: ShootdownPolicy::BATCHED,
         pager: hugemm_vm::NoPager,
         pressure: Relief::default(),
-        pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0) },
+        pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0), halves: AtomicBool::new(false) },
     }
 }
 
