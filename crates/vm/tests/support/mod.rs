@@ -6,7 +6,10 @@ pub mod metered;
 
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pressure, Shortfall, VirtAddr, VirtRange};
+use hugemm_base::{
+    CpuCx, CpuId, Dirty, Extent, Invalidation, NodeId, PageSize, PhysAddr, Pressure, Shortfall, TlbHw, TlbScope,
+    VirtAddr, VirtRange,
+};
 use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
 use hugemm_frames::{ArenaSpec, Config, Frames, From, Frozen, Mobility, Plain, Request};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -18,6 +21,7 @@ use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, Tlbs};
 use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 pub use metered::Metered;
+use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -32,7 +36,7 @@ impl<'h, F: PageFormat> Setup for Model<'h, F> {
     type Env = Plain<&'h FaultPlan>;
     type Format = F;
     type Lock = EditLock<Serving>;
-    type Tlb = &'h Cpus<'h>;
+    type Tlb = Watched<'h>;
     type Pager = hugemm_vm::NoPager;
     type Pressure = Relief;
     type Pool = TestPool<'h>;
@@ -47,9 +51,55 @@ impl<'h> Notifier<Cpus<'h>> for Follower<'h> {
         self.0.begin(cx, range);
     }
 
+    fn young(&self, range: VirtRange) -> bool {
+        self.0.young(range)
+    }
+
     fn end(&self, cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
         self.0.end(cx, range);
     }
+}
+
+thread_local! {
+    /// What happens when this thread interrupts CPUs to flush them.
+    static AT_FLUSH: Cell<Option<&'static dyn Fn()>> = const { Cell::new(None) };
+}
+
+/// The model's TLBs.
+pub struct Watched<'h>(pub &'h Cpus<'h>);
+
+// SAFETY: the model's own.
+unsafe impl TlbHw for Watched<'_> {
+    fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+        TlbHw::invalidate(self.0, cpu, scope, what);
+    }
+
+    fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        if let Some(then) = AT_FLUSH.take() {
+            then();
+        }
+        TlbHw::interrupt(self.0, cpu, first, cpus, serve);
+    }
+
+    fn tags(&self) -> usize {
+        TlbHw::tags(self.0)
+    }
+
+    fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        TlbHw::load(self.0, cpu, root, tag, keep);
+    }
+
+    fn unload(&self, cpu: CpuId) {
+        TlbHw::unload(self.0, cpu);
+    }
+}
+
+/// Does `work`, and `then` when it first interrupts other CPUs for a flush.
+pub fn at_flush(then: &dyn Fn(), work: impl FnOnce()) {
+    // SAFETY: taken out again before `then` ends.
+    AT_FLUSH.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(then) }));
+    work();
+    assert!(AT_FLUSH.take().is_none(), "nobody was interrupted");
 }
 
 /// Counts how often it is asked, and has nothing to give.
@@ -204,7 +254,7 @@ pub fn with_format<F: PageFormat>(
 /// What a manager over the model is made of.
 pub fn parts<'m, 'h, F: PageFormat>(
     frames: &'m Frames<'m, Plain<&'h FaultPlan>>,
-    tlbs: &'m Tlbs<'m, &'h Cpus<'h>>,
+    tlbs: &'m Tlbs<'m, Watched<'h>>,
     mmu: &'h Cpus<'h>,
 ) -> Parts<'m, Model<'h, F>> {
     // Stores of zeroes sit in a buffer until they are fenced.
@@ -242,10 +292,10 @@ fn run<F: PageFormat>(
     // SAFETY: the only owner of the host's frames, released once.
     unsafe { frames.release(Dirty::assume_owned(memory)) };
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
-    let words = Tlbs::<&Cpus<'_>>::inbox_words(cpus as usize);
+    let words = Tlbs::<Watched<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and one view of the slices.
-    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, mmu) }.expect("enough words");
+    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Watched(mmu)) }.expect("enough words");
     let parts = parts(&frames, &tlbs, mmu);
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
@@ -316,6 +366,12 @@ impl<'h, F: PageFormat> Rig<'h, F> {
     /// Ends that.
     pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F>>) {
         space.tlb().switch_out(self.vm.tlbs(), cx);
+    }
+
+    /// Makes the CPU promise to use none of the space's addresses, whose tables it keeps.
+    pub fn lazy(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+        // SAFETY: nothing is accessed there until the CPU enters or leaves it.
+        unsafe { space.tlb().enter_lazy(self.vm.tlbs(), cx) };
     }
 
     /// 4 KiB frames that are in use, cached ones not counted.

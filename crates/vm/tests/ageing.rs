@@ -1,0 +1,262 @@
+//! What ageing finds in the mappings of a page, and what it leaves there.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_paging::{Flags, Lookup};
+use hugemm_vm::{AgeRun, AreaKind, Backing, Notifier, Recency, SharedRef};
+use std::sync::Arc;
+use support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
+
+const AT: u64 = 0x4000_0000;
+const KIND: AreaKind = AreaKind::private(PageSize::Size4K);
+
+const USED: Recency = Recency { young: true, keep: false, users: 1 };
+const OLD: Recency = Recency { young: false, keep: false, users: 0 };
+const KEPT: Recency = Recency { young: false, keep: true, users: 0 };
+
+/// A space with `pages` pages at `AT`, all of them written: a private area, or one of an object.
+fn filled<'v, 'h>(
+    rig: &'v Rig<'h>,
+    cx: &mut Cx<'_, 'h>,
+    kind: AreaKind,
+    object: Option<&SharedRef<'v, Model<'h>>>,
+    pages: u64,
+) -> Handle<'v, 'h> {
+    let space = rig.vm.create(cx, bounds()).expect("a space");
+    let backing = object.map_or(Backing::Private, |object| Backing::Shared(object, 0));
+    rig.vm.map(cx, &space, span(AT, pages << 12), kind, backing).expect("an area");
+    use_pages(rig, cx, &space, 0..pages);
+    space
+}
+
+fn use_pages<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, pages: std::ops::Range<u64>) {
+    rig.enter(cx, space);
+    pages.for_each(|page| rig.store(cx, space, AT + (page << 12), page + 1).expect("memory"));
+    rig.leave(cx, space);
+}
+
+fn frame<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, page: u64) -> Pfn {
+    match rig.vm.lookup(cx, space, VirtAddr::new(AT + (page << 12))) {
+        Lookup::Mapped(leaf) => leaf.frame,
+        found => panic!("{found:?}"),
+    }
+}
+
+fn is_young<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, page: u64) -> bool {
+    let found = rig.vm.lookup(cx, space, VirtAddr::new(AT + (page << 12)));
+    matches!(found, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::ACCESSED))
+}
+
+/// Ages these pages of the space's area.
+fn age<'h>(
+    rig: &Rig<'h>,
+    cx: &mut Cx<'_, 'h>,
+    space: &Handle<'_, 'h>,
+    pages: &[u64],
+    neighbour: Option<&mut dyn FnMut(Pfn) -> bool>,
+) -> Vec<Recency> {
+    let object = space.area_at(VirtAddr::new(AT)).expect("an area").object;
+    let pages: Vec<_> = pages.iter().map(|&page| (page, frame(rig, cx, space, page))).collect();
+    let mut found = vec![Recency::default(); pages.len()];
+    rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, neighbour);
+    found
+}
+
+/// What was used is young once, and nothing is taken from pages between and around those that were asked for.
+#[test]
+fn a_run_is_harvested_and_nothing_else() {
+    with_rig(16, 1, 61, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, KIND, None, 100);
+            assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [USED; 3]);
+            assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [OLD; 3], "their bits are taken");
+            (0..100).for_each(|page| assert_eq!(is_young(rig, cx, &space, page), ![3, 4, 9].contains(&page), "{page}"));
+            assert_eq!(age(rig, cx, &space, &[2, 3, 10, 99], None), [USED, OLD, USED, USED]);
+            rig.vm.age(
+                cx,
+                &AgeRun { object: 1 << 40, pages: &[(0, Pfn::new(0))], order: Order::ZERO },
+                &mut [OLD],
+                None,
+            );
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Each mapping counts once, in each space that has it; a process's own copy at the same offset is another page.
+#[test]
+fn mappings_are_counted() {
+    with_rig(16, 1, 62, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+            let spaces = [0, 1, 2].map(|_| filled(rig, cx, KIND, Some(&object), 8));
+            let everywhere = Recency { users: 3, ..USED };
+            assert_eq!(age(rig, cx, &spaces[0], &[1, 2], None), [everywhere; 2]);
+            let head = frame(rig, cx, &spaces[0], 3);
+            let mut places = 0;
+            assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), everywhere);
+            assert_eq!(places, 3, "each is told");
+            assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| places += 1), OLD);
+            assert_eq!(places, 3, "nobody used it");
+            rig.vm.close(cx, object).expect("its own");
+
+            let parent = filled(rig, cx, KIND, None, 8);
+            let child = rig.vm.fork(cx, &parent).expect("forked");
+            use_pages(rig, cx, &child, 0..4);
+            // Pages 0 to 3 are copies in the child; both still show 4 to 7, which both have used.
+            let found = age(rig, cx, &parent, &[0, 1, 5], None);
+            assert_eq!(found, [USED, USED, Recency { users: 2, ..USED }]);
+            assert!(is_young(rig, cx, &child, 0), "the copy was not asked for");
+            let head = frame(rig, cx, &child, 1);
+            assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), USED);
+            assert_eq!(age(rig, cx, &child, &[0, 1], None), [USED, OLD]);
+            for space in spaces.into_iter().chain([parent, child]) {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+        });
+    });
+}
+
+/// Locked areas keep their pages and areas without recency say nothing; neither loses its bits.
+#[test]
+fn areas_say_what_their_use_means() {
+    with_rig(16, 1, 63, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for (kind, expected) in
+                [(AreaKind { locked: true, ..KIND }, KEPT), (AreaKind { no_recency: true, ..KIND }, OLD)]
+            {
+                let space = filled(rig, cx, kind, None, 4);
+                assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
+                let head = frame(rig, cx, &space, 1);
+                let found = rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| panic!("no use of it counts"));
+                assert_eq!(found.young, false);
+                assert_eq!(found.users, 0);
+                assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            // One locked mapping of two keeps what it shows, and no more.
+            let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+            let plain = filled(rig, cx, KIND, Some(&object), 8);
+            let locked = filled(rig, cx, AreaKind { locked: true, ..KIND }, Some(&object), 4);
+            let kept = Recency { keep: true, ..USED };
+            assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
+            for space in [plain, locked] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// Neighbours that have been used are offered once, whatever maps them; those that are wanted are old afterwards, in every
+/// mapping that comes after, the others as young as before.
+#[test]
+fn neighbours_are_offered_once() {
+    with_rig(16, 1, 64, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let object = rig.vm.create_shared(cx, 192, PageSize::Size4K, false).expect("an object");
+            let spaces = [0, 1].map(|_| filled(rig, cx, KIND, Some(&object), 192));
+            let frames: Vec<_> = (0..192).map(|page| frame(rig, cx, &spaces[0], page)).collect();
+            let mut offered = Vec::new();
+            let mut want = |head: Pfn| {
+                let page = frames.iter().position(|frame| *frame == head).expect("of the object") as u64;
+                offered.push(page);
+                page % 2 == 0
+            };
+            let both = Recency { users: 2, ..USED };
+            assert_eq!(age(rig, cx, &spaces[0], &[70, 71], Some(&mut want)), [both; 2]);
+            offered.sort_unstable();
+            let around = || (64..128).filter(|page| ![70, 71].contains(page));
+            let mut expected: Vec<u64> =
+                around().flat_map(|page| vec![page; if page % 2 == 0 { 1 } else { 2 }]).collect();
+            expected.sort_unstable();
+            assert_eq!(offered, expected, "what is not wanted in one mapping is offered in the next");
+            for space in &spaces {
+                for page in 0..192 {
+                    let harvested = (64..128).contains(&page) && (page % 2 == 0 || page == 71);
+                    assert_eq!(is_young(rig, cx, space, page), !harvested, "page {page}");
+                }
+            }
+            for space in spaces {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// Has used everything below an address.
+struct Guest(u64);
+
+impl<P: Cpu> Notifier<P> for Guest {
+    fn begin(&self, _cx: &mut CpuCx<'_, P>, _range: VirtRange) {}
+    fn end(&self, _cx: &mut CpuCx<'_, P>, _range: VirtRange) {}
+    fn young(&self, range: VirtRange) -> bool {
+        range.last().get() < self.0
+    }
+}
+
+/// Whoever follows a space is asked of each page, at its address.
+#[test]
+fn followers_are_asked() {
+    with_rig(16, 1, 65, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, KIND, None, 8);
+            let follower = rig.vm.follow(cx, &space, Follower(Arc::new(Guest(AT + 0x3000)))).expect("memory");
+            let twice = Recency { users: 2, ..USED };
+            assert_eq!(age(rig, cx, &space, &[2, 3], None), [twice, USED]);
+            assert_eq!(age(rig, cx, &space, &[1, 2, 3], None), [twice, USED, OLD]);
+            let mut stale = 0;
+            let [first, third] = [0, 3].map(|page| frame(rig, cx, &space, page));
+            assert!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1).young);
+            assert_eq!(rig.vm.age_page(cx, first, Order::ZERO, |_, _, _| stale += 1), USED, "by the follower only");
+            assert_eq!(stale, 1, "what a follower did leaves no translation of the space's");
+            assert_eq!(rig.vm.age_page(cx, third, Order::ZERO, |_, _, _| ()), OLD);
+            // SAFETY: the follower is this space's.
+            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A space that is being taken apart does not count, and if nobody else has a page it is left alone: it goes by itself.
+#[test]
+fn spaces_that_end_do_not_count() {
+    with_rig(16, 3, 66, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for shared in [false, true] {
+                let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
+                let ends = filled(rig, cx, KIND, Some(&object), 4);
+                let stays = shared.then(|| filled(rig, cx, KIND, Some(&object), 4));
+                let number = ends.area_at(VirtAddr::new(AT)).expect("an area").object;
+                let head = frame(rig, cx, &ends, 1);
+                // A CPU is still on its tables, and has to be asked.
+                rig.mmu.as_cpu(CpuId(1), |cx| {
+                    rig.enter(cx, &ends);
+                    rig.lazy(cx, &ends);
+                });
+                let meanwhile = || {
+                    rig.mmu.as_cpu(CpuId(2), |cx| {
+                        let mut found = [OLD];
+                        rig.vm.age(
+                            cx,
+                            &AgeRun { object: number, pages: &[(1, head)], order: Order::ZERO },
+                            &mut found,
+                            None,
+                        );
+                        assert_eq!(found, [if shared { USED } else { KEPT }]);
+                    });
+                };
+                at_flush(&meanwhile, || rig.vm.destroy(cx, ends).expect("destroyed"));
+                if let Some(space) = stays {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                rig.vm.close(cx, object).expect("its own");
+            }
+        });
+    });
+}
