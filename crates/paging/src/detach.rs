@@ -290,7 +290,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let from = level::index(first, 0);
             let to = from + (end - first) as usize;
             let emptied = Emptied::<F>(table, from, to, PhantomData);
-            runs.scan(table, from, to, 0, first, F::DETACHED);
+            runs.scan(table, from, to, first, F::DETACHED);
             drop(emptied);
             budget.left = budget.left.saturating_sub(end - first);
             return 0;

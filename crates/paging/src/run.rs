@@ -4,7 +4,7 @@ use crate::flags::Flags;
 use crate::format::{PageFormat, is_read_only};
 use crate::level::{self, ENTRIES};
 use crate::table::{LINE, Table};
-use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 
 /// One leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,10 +110,9 @@ impl<'v, F: PageFormat> Runs<'v, F> {
         });
     }
 
-    /// Adds what entries `from..to` of a table of `level` map, entry `from` beginning at page `first`. `hidden` is what
-    /// has to be flipped to see leaves; entries that are none then are passed over.
-    pub(crate) fn scan(&mut self, table: Table, from: usize, to: usize, level: u32, first: u64, hidden: u64) {
-        self.scan_lines(from, to, level, first, hidden, |index| table.get(index), |index| table.line(index));
+    /// Adds what entries `from..to` of a table of level 0 map, entry `from` being page `first`'s. `hidden` is what has to be flipped to see leaves; entries that are none then are passed over.
+    pub(crate) fn scan(&mut self, table: Table, from: usize, to: usize, first: u64, hidden: u64) {
+        self.scan_lines(from, to, first, hidden, |index| table.get(index), |index| table.line(index));
     }
 
     /// Adds what a table of level 0 maps that nobody walks or writes any more. `next` is a table to be read soon.
@@ -129,27 +128,25 @@ impl<'v, F: PageFormat> Runs<'v, F> {
             // SAFETY: the caller's promise.
             unsafe { table.line_at_rest(index) }
         };
-        self.scan_lines(0, ENTRIES, 0, first, 0, |index| table.get(index), line);
+        self.scan_lines(0, ENTRIES, first, 0, |index| table.get(index), line);
     }
 
     #[inline]
-    #[allow(clippy::too_many_arguments, reason = "two ways to read, and where to")]
     fn scan_lines(
         &mut self,
         from: usize,
         to: usize,
-        level: u32,
         first: u64,
         hidden: u64,
         get: impl Fn(usize) -> u64,
         line: impl Fn(usize) -> [u64; LINE],
     ) {
-        let step = level::pages(level) << PAGE_SHIFT;
+        let step = PAGE_BYTES;
         let mut index = from;
         while index < to {
             let entry = get(index) ^ hidden;
             // What was not hidden that way is not present after the flip, or still has the mark.
-            let leaf = entry & (1 | F::DETACHED & !F::RESERVED) == 1 && F::is_leaf(entry, level);
+            let leaf = entry & (1 | F::DETACHED & !F::RESERVED) == 1 && F::is_leaf(entry, 0);
             if !leaf {
                 index += 1;
                 continue;
@@ -179,8 +176,7 @@ impl<'v, F: PageFormat> Runs<'v, F> {
                 next += 1;
             }
             let (at, more) = (index - from, next - index);
-            let pages = level::pages(level);
-            self.push(first + at as u64 * pages, more as u64 * pages, level, entry, any);
+            self.push(first + at as u64, more as u64, 0, entry, any);
             index = next;
         }
     }

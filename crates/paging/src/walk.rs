@@ -79,7 +79,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn walk_table(&self, table: Table, level: u32, first: u64, end: u64, runs: &mut Runs<'_, F>) {
         if level == 0 {
             let from = level::index(first, 0);
-            return runs.scan(table, from, from + (end - first) as usize, 0, first, 0);
+            return runs.scan(table, from, from + (end - first) as usize, first, 0);
         }
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
