@@ -98,20 +98,22 @@ looking!(Shared);
 looking!(Exclusive);
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
-    /// Takes the leaf that maps `at` to `frame` (its first one) away: puts the owner's word there, or nothing. Returns the
-    /// leaf with the accessed and dirty bits of the last moment; what is there instead if it is not that leaf.
+    /// Takes the leaf that maps `at` to `frame` (its first one) away: puts the owner's word there, which `word` makes of the
+    /// leaf, or nothing. Returns the leaf with the accessed and dirty bits of the last moment, which the word has too; what
+    /// is there instead if it is not that leaf.
     ///
-    /// Alone, so that whoever holds the table shared may take a reference to what it finds mapped. CPUs go on using what they have cached until they are flushed. Until then the address must not be mapped to
-    /// another frame. One compare-exchange, more if hardware sets a bit meanwhile.
-    pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: Option<u64>) -> Result<Leaf, Lookup> {
+    /// Alone, so that whoever holds the table shared may take a reference to what it finds mapped. CPUs go on using what
+    /// they have cached until they are flushed. Until then the address must not be mapped to another frame. One
+    /// compare-exchange, more if hardware sets a bit meanwhile.
+    pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: impl Fn(Leaf) -> Option<u64>) -> Result<Leaf, Lookup> {
         let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
         let mut end = self.tree.descend(page);
-        let next = word.map_or(0, F::owner);
         loop {
             let leaf = match found::<F>(&end) {
                 Lookup::Mapped(leaf) if F::frame(end.entry) == frame => leaf,
                 other => return Err(other),
             };
+            let next = word(leaf).map_or(0, F::owner);
             match end.table.replace(level::index(page, end.level), end.entry, next) {
                 Ok(()) => return Ok(leaf),
                 Err(seen) => end.entry = seen,

@@ -450,7 +450,7 @@ fn only_what_is_common_is_global() {
     let split = table.exclusive(&heap).split_with(at(512), Editing::LIVE, |_, leaf| globally(leaf));
     assert_eq!(split.map(|_| ()), refused(at(512)));
     let leaf = Leaf { frame: Pfn::new(5), size: PageSize::Size4K, flags: Flags::GLOBAL };
-    assert!(table.exclusive(&heap).take_leaf(at(5), Pfn::new(5), Some(9)).is_ok());
+    assert!(table.exclusive(&heap).take_leaf(at(5), Pfn::new(5), |_| Some(9)).is_ok());
     assert_eq!(table.shared(&heap).replace_owner(at(5), 9, OwnerNext::Leaf(leaf)), Err(Lookup::Owner(9)));
     let mut flags = Flags::NONE;
     table.shared(&heap).walk(lower::<X86_64>(), Flags::NONE, |run| flags = flags | run.flags).expect("in bounds");

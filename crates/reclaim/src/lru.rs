@@ -180,8 +180,8 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     }
 
     /// Takes folios off for a look, into an empty batch: at most [`BATCH`], and none more once there are `most_pages`.
-    /// `hold` takes a reference, under the lock, and says whether it could; folios that cannot be held are passed over.
-    /// One lock round.
+    /// `hold` takes a reference, under the lock, and says whether it could; folios that cannot be held are passed over, and
+    /// counted in [`Batch::refused`]. One lock round, in which at most twice as many folios are looked at as a batch holds.
     pub fn isolate<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,

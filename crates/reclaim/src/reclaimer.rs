@@ -46,9 +46,17 @@ pub trait Reclaimer<P: Cpu> {
     /// Proof that everything unmapped before it can be reached by no TLB any more.
     type Flushed;
 
+    /// A folio that has been unmapped, as its owner: with the reference that was taken to hold it. Only
+    /// [`write_out`](Reclaimer::write_out) and [`restore`](Reclaimer::restore) consume it.
+    type Unhooked;
+
     /// Takes a reference to a folio that is on the LRU, hence alive; false if that is not possible. Called under the
     /// LRU's lock, pinned: one atomic, no lock.
     fn hold(&self, head: Pfn) -> bool;
+
+    /// [`hold`](Reclaimer::hold) has refused folios, of which this is the last. Called with nothing locked, so that what it
+    /// lacked can be had: they will be asked for again. Nothing keeps the folio.
+    fn refused(&self, cx: &CpuCx<'_, P>, head: Pfn);
 
     /// Drops a reference that [`hold`](Reclaimer::hold) or a look-around took; it may be the last if the folio's owner let
     /// go meanwhile.
@@ -65,24 +73,26 @@ pub trait Reclaimer<P: Cpu> {
     /// cost of ageing that somebody else pays.
     fn around(&self, _begins: bool) {}
 
-    /// Unhooks all mappings of a folio, leaving the flush for later. False, with everything mapped as before, if that is
-    /// not possible.
-    fn unmap(&self, cx: &mut CpuCx<'_, P>, folio: &Folio) -> bool;
+    /// Unhooks all mappings of a folio, leaving the flush for later. `None`, with everything mapped as before and the
+    /// reference still the caller's, if that is not possible.
+    fn unmap(&self, cx: &mut CpuCx<'_, P>, folio: &Folio) -> Option<Self::Unhooked>;
 
     /// Flushes for all that was unmapped since the last call, once.
     fn flush(&self, cx: &mut CpuCx<'_, P>) -> Self::Flushed;
 
-    /// Stores what is dirty and makes the unhooked entries say where it is. After this nothing refers to the folio but
-    /// reclaim. The folio is off the LRU, so a back end may [keep its frame](crate::Swap::evict). An error leaves
-    /// everything to [`restore`](Reclaimer::restore).
-    fn write_out(&self, cx: &mut CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed) -> Result<(), WriteError>;
+    /// Stores what is dirty, makes the unhooked entries say where it is, and frees the folio; how many base pages became
+    /// free. The folio is off the LRU, so a back end may [keep its frame](crate::Swap::evict): then none. With an error the
+    /// folio comes back, for [`restore`](Reclaimer::restore).
+    fn write_out(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        unhooked: Self::Unhooked,
+        after: &Self::Flushed,
+    ) -> Result<u64, (WriteError, Self::Unhooked)>;
 
-    /// Makes the mappings of a folio that could not be written what they were. It is on the LRU again.
-    fn restore(&self, cx: &mut CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed);
-
-    /// Frees a folio that was written out, with the reference that reclaim has; how many base pages became free (none if
-    /// the back end kept the frame).
-    fn free(&self, cx: &CpuCx<'_, P>, folio: &Folio, after: &Self::Flushed) -> u64;
+    /// Makes the mappings of a folio that could not be written what they were, and drops the reference. It is on the LRU
+    /// again.
+    fn restore(&self, cx: &mut CpuCx<'_, P>, unhooked: Self::Unhooked, after: &Self::Flushed);
 
     /// How many base pages of the node are free.
     fn available(&self, cx: &CpuCx<'_, P>) -> u64;

@@ -4,7 +4,7 @@
 //! could not be written; three more if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
-use crate::lru::{BATCH, Batch, Folio, Lru, Neighbours, Source, Verdict};
+use crate::lru::{BATCH, Batch, Lru, Neighbours, Source, Verdict};
 use crate::reclaimer::{Age, Reclaimer, WriteError};
 use crate::swap::StoreError;
 use hugemm_base::lock::RawLock;
@@ -72,12 +72,10 @@ impl Progress {
     }
 }
 
-const KEEP: Verdict = Verdict::Rotate { referenced: false };
+/// Folios of a batch that have been unmapped, by their places in it.
+type Unhooked<T> = [Option<T>; BATCH];
 
-/// Whether the folio is off the LRU, unmapped, and reclaim's alone to write and free.
-fn evicted(folio: &Folio) -> bool {
-    folio.verdict == Verdict::Release && !folio.left
-}
+const KEEP: Verdict = Verdict::Rotate { referenced: false };
 
 /// What [`shrink`] works on.
 pub(crate) struct Pass<'a, 'f, 'm, E: Env, L: RawLock, R> {
@@ -120,8 +118,13 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
-        self.lru.isolate(cx, Source::Oldest, most, &mut batch, |head| self.side.hold(head));
+        self.isolate(cx, Source::Oldest, most, &mut batch);
         let ageing_due = batch.ageing_due;
+        if batch.is_empty() && batch.refused > 0 {
+            progress.scanned += batch.refused;
+            progress.kept += batch.refused;
+            return;
+        }
         if batch.is_empty() {
             // Candidates may still come from the youngest list.
             progress.empty = !ageing_due || self.age_youngest(cx, progress) == 0;
@@ -130,10 +133,11 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         progress.batches += 1;
         progress.scanned += batch.pages();
         let mut looks = [Age::Idle; BATCH];
+        let mut unhooked: Unhooked<R::Unhooked> = [const { None }; BATCH];
         self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
         // Before anything is unmapped: a neighbour may be in this batch, and has lost its accessed bit by now.
         self.promote(cx, &neighbours);
-        for (folio, mut look) in batch.folios_mut().iter_mut().zip(looks) {
+        for ((folio, unhooked), mut look) in batch.folios_mut().iter_mut().zip(&mut unhooked).zip(looks) {
             let pages = folio.order.pages();
             if look == Age::Idle && neighbours.heads().contains(&folio.pfn) {
                 look = Age::Young;
@@ -148,48 +152,75 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
                     policy.judge(folio.was, look == Age::Young)
                 }
             };
-            if folio.verdict == Verdict::Release && !self.side.unmap(cx, folio) {
-                progress.failed += pages;
-                folio.verdict = KEEP;
+            if folio.verdict == Verdict::Release {
+                *unhooked = self.side.unmap(cx, folio);
+                if unhooked.is_none() {
+                    progress.failed += pages;
+                    folio.verdict = KEEP;
+                }
             }
         }
+        let held: [bool; BATCH] = core::array::from_fn(|index| unhooked[index].is_none());
         // From here on what goes is off the LRU, and its descriptor may become somebody else's.
         self.lru.put_back(cx, &mut batch);
-        if batch.folios().iter().any(evicted) {
-            self.evict(cx, &mut batch, progress);
+        if held.contains(&false) {
+            self.evict(cx, &mut batch, unhooked, progress);
         }
-        batch.folios().iter().filter(|folio| !evicted(folio)).for_each(|folio| self.side.release(cx, folio.pfn));
+        for (folio, _) in batch.folios().iter().zip(held).filter(|(_, held)| *held) {
+            self.side.release(cx, folio.pfn);
+        }
         if ageing_due {
             self.age_youngest(cx, progress);
         }
     }
 
-    /// Flushes once for the batch, then writes and frees what was unmapped. What cannot be written goes back, and counts
-    /// as not evicted then.
-    fn evict<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, batch: &mut Batch, progress: &mut Progress)
+    /// Takes folios off the LRU for a look, with references.
+    fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, source: Source, most: u64, batch: &mut Batch)
     where
+        R: Reclaimer<P>,
+    {
+        let mut refused = None;
+        self.lru.isolate(cx, source, most, batch, |head| {
+            let held = self.side.hold(head);
+            if !held {
+                refused = Some(head);
+            }
+            held
+        });
+        if let Some(head) = refused {
+            self.side.refused(cx, head);
+        }
+    }
+
+    /// Flushes once for the batch, then writes and frees what was unmapped. What cannot be written goes back, and counts
+    /// as not evicted then; as does what its owner has taken off the LRU meanwhile.
+    fn evict<P: Cpu>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        batch: &mut Batch,
+        mut unhooked: Unhooked<R::Unhooked>,
+        progress: &mut Progress,
+    ) where
         R: Reclaimer<P>,
     {
         let flushed = self.side.flush(cx);
         progress.flushes += 1;
-        let mut failed = false;
-        for folio in batch.folios_mut().iter_mut().filter(|folio| evicted(folio)) {
-            match self.side.write_out(cx, folio, &flushed) {
-                Ok(()) => progress.freed += self.side.free(cx, folio, &flushed),
-                Err(error) => {
+        for (folio, place) in batch.folios_mut().iter_mut().zip(&mut unhooked) {
+            let Some(page) = (if folio.left { None } else { place.take() }) else { continue };
+            match self.side.write_out(cx, page, &flushed) {
+                Ok(freed) => progress.freed += freed,
+                Err((error, page)) => {
                     progress.failed += folio.order.pages();
                     progress.full |= error == WriteError::Swap(StoreError::Full);
                     folio.verdict = KEEP;
-                    failed = true;
+                    *place = Some(page);
                 }
             }
         }
-        if failed {
+        if unhooked.iter().any(Option::is_some) {
             // On the LRU first: once it is mapped its owner may want to take it off.
             self.lru.put_again(cx, batch);
-            for folio in batch.folios().iter().filter(|folio| folio.returns()) {
-                self.side.restore(cx, folio, &flushed);
-            }
+            unhooked.into_iter().flatten().for_each(|page| self.side.restore(cx, page, &flushed));
         }
     }
 
@@ -212,7 +243,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
-        self.lru.isolate(cx, Source::Youngest, u64::MAX, &mut batch, |head| self.side.hold(head));
+        self.isolate(cx, Source::Youngest, u64::MAX, &mut batch);
         let mut looks = [Age::Idle; BATCH];
         self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
         for (folio, look) in batch.folios_mut().iter_mut().zip(looks) {

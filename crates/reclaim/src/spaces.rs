@@ -23,12 +23,11 @@ pub use ways::{Ageing, ReclaimCounts, Step, Steps};
 
 use crate::Budget;
 use crate::lru::{BATCH, Lru, Neighbours};
-use crate::reclaimer::Reclaimer;
 use crate::shrink::Progress;
 use crate::swap::{Swap, SwapSlot};
 use crate::watermark::Watermarks;
 use crate::worker::{DirectReclaim, NodeReclaim, Turn};
-use core::cell::{Cell, RefCell};
+use core::cell::Cell;
 use core::fmt;
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
@@ -156,20 +155,10 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, '_, S, W, L, O>) -> R,
     ) -> Option<R> {
         let deferred = side::batch(vm.tlbs())?;
-        let side = Side {
-            vm,
-            pager: self,
-            node: Cell::new(NodeId(0)),
-            deferred: &deferred,
-            debt: RefCell::new(None),
-            freed: Cell::new(0),
-        };
+        let side =
+            Side { vm, pager: self, node: Cell::new(NodeId(0)), deferred: &deferred, saturated: Cell::new(None) };
         self.steps.enter(Step::Other);
         let result = f(cx, &side);
-        // What was unhooked in vain.
-        if side.debt.borrow().is_some() {
-            let _ = Reclaimer::flush(&side, cx);
-        }
         self.expire(vm, cx);
         self.steps.enter(Step::Outside);
         Some(result)

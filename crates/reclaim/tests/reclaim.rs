@@ -11,7 +11,6 @@ use hugemm_reclaim::{
     Age, Budget, Compressed, DirectReclaim, Folio, Lru, LruStats, Neighbours, NodeReclaim, Policy, Reclaimer,
     StoreError, Swap, SwapSlot, Turn, Wake, Watermarks, WriteError, shrink,
 };
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, run_as, with_frames};
@@ -48,8 +47,6 @@ struct Space<'f, 'm, I: Inject> {
     store: Compressed<'f, 'm, Plain<I>, Runs>,
     pages: Vec<Mutex<Page>>,
     flushes: AtomicU64,
-    /// Frames of pages that were written out and are to be freed.
-    freed: Mutex<HashMap<u64, Option<Frozen>>>,
     /// Whether writing out fails as if swap were full.
     jam: AtomicBool,
     look_around: bool,
@@ -74,7 +71,6 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
             store,
             pages: (0..pages).map(|_| page()).collect(),
             flushes: AtomicU64::new(0),
-            freed: Mutex::default(),
             jam: AtomicBool::new(false),
             look_around: true,
         }
@@ -151,7 +147,6 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
                     continue;
                 }
             }
-            let mut block = block;
             self.frames.descriptor_mut(&mut block).expect("managed").store(INDEX, index as u64 + 1);
             let pfn = self.frames.count(block).expect("managed").into_pfn();
             self.lru.leave_out(pfn);
@@ -217,7 +212,6 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
 
     fn finish(self, cx: &CpuCx<'_, Machine>) {
         (0..self.pages.len()).for_each(|index| self.discard(cx, index));
-        assert!(self.freed.lock().expect("alive").is_empty());
         let LruStats { folios, isolated, .. } = self.lru.stats(cx);
         assert_eq!((folios, isolated), (0, 0));
         self.store.close(cx).expect("empty");
@@ -226,10 +220,15 @@ impl<'f, 'm, I: Inject> Space<'f, 'm, I> {
 
 impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
     type Flushed = Flushed;
+    type Unhooked = Pfn;
 
     fn hold(&self, head: Pfn) -> bool {
         // SAFETY: under the LRU's lock: what is on a list has a reference.
         unsafe { self.frames.get_at(head) }.map(FolioRef::into_pfn).is_ok()
+    }
+
+    fn refused(&self, _cx: &CpuCx<'_, Machine>, head: Pfn) {
+        panic!("{head:?} has one owner");
     }
 
     fn release(&self, cx: &CpuCx<'_, Machine>, head: Pfn) {
@@ -243,15 +242,15 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         }
     }
 
-    fn unmap(&self, _cx: &mut CpuCx<'_, Machine>, folio: &Folio) -> bool {
+    fn unmap(&self, _cx: &mut CpuCx<'_, Machine>, folio: &Folio) -> Option<Pfn> {
         let (_, mut page) = self.of(folio.pfn);
         match page.entry {
             // Touched since the look.
             Entry::Present { pfn, young } if pfn == folio.pfn && !young => {
                 page.entry = Entry::Detached { pfn, flushes: self.flushes.load(Ordering::SeqCst) };
-                true
+                Some(pfn)
             }
-            _ => false,
+            _ => None,
         }
     }
 
@@ -259,53 +258,50 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         Flushed(self.flushes.fetch_add(1, Ordering::SeqCst) + 1)
     }
 
-    fn write_out(&self, cx: &mut CpuCx<'_, Machine>, folio: &Folio, after: &Flushed) -> Result<(), WriteError> {
-        let (_, mut page) = self.of(folio.pfn);
+    fn write_out(&self, cx: &mut CpuCx<'_, Machine>, head: Pfn, after: &Flushed) -> Result<u64, (WriteError, Pfn)> {
+        let (_, mut page) = self.of(head);
         let Entry::Detached { pfn, flushes } = page.entry else { panic!("not unmapped") };
-        assert!(pfn == folio.pfn && after.0 > flushes, "written before the flush");
+        assert!(pfn == head && after.0 > flushes, "written before the flush");
         if self.jam.load(Ordering::SeqCst) {
-            return Err(WriteError::Swap(StoreError::Full));
+            return Err((WriteError::Swap(StoreError::Full), head));
         }
         // The mapping's reference, then reclaim's, must be the only ones.
         // SAFETY: the two references that there are.
         let [mapping, own] = [0; 2].map(|_| unsafe { FolioRef::from_pfn(pfn) });
         assert_ne!(self.frames.put(cx, mapping).expect("held"), Put::Last);
+        let again = |own: FolioRef| {
+            let _ = self.frames.get(&own).expect("held").into_pfn();
+            let _ = own.into_pfn();
+        };
         let block = match self.frames.freeze(own) {
             Ok(block) => block,
             Err(own) => {
-                let _ = self.frames.get(&own).expect("held").into_pfn();
-                let _ = own.into_pfn();
-                return Err(WriteError::InUse);
+                again(own);
+                return Err((WriteError::InUse, head));
             }
         };
         match self.store.evict(cx, block) {
             Ok(evicted) => {
                 page.entry = Entry::Swapped(evicted.slot);
-                let old = self.freed.lock().expect("alive").insert(pfn.number(), evicted.freed);
-                assert!(old.is_none());
-                Ok(())
+                Ok(evicted.freed.map_or(0, |block| {
+                    self.frames.free(cx, block);
+                    1
+                }))
             }
             Err((error, block)) => {
-                let own = self.frames.count(block).expect("managed");
-                let _ = self.frames.get(&own).expect("held").into_pfn();
-                let _ = own.into_pfn();
-                Err(WriteError::Swap(error))
+                again(self.frames.count(block).expect("managed"));
+                Err((WriteError::Swap(error), head))
             }
         }
     }
 
-    fn restore(&self, _cx: &mut CpuCx<'_, Machine>, folio: &Folio, _after: &Flushed) {
-        let (_, mut page) = self.of(folio.pfn);
-        assert!(matches!(page.entry, Entry::Detached { pfn, .. } if pfn == folio.pfn));
-        page.entry = Entry::Present { pfn: folio.pfn, young: false };
-    }
-
-    fn free(&self, cx: &CpuCx<'_, Machine>, folio: &Folio, _after: &Flushed) -> u64 {
-        let block = self.freed.lock().expect("alive").remove(&folio.pfn.number()).expect("written out");
-        block.map_or(0, |block| {
-            self.frames.free(cx, block);
-            1
-        })
+    fn restore(&self, cx: &mut CpuCx<'_, Machine>, head: Pfn, _after: &Flushed) {
+        {
+            let (_, mut page) = self.of(head);
+            assert!(matches!(page.entry, Entry::Detached { pfn, .. } if pfn == head));
+            page.entry = Entry::Present { pfn: head, young: false };
+        }
+        self.release(cx, head);
     }
 
     fn available(&self, cx: &CpuCx<'_, Machine>) -> u64 {

@@ -2,11 +2,11 @@
 //!
 //! | word | the page | the entry holds |
 //! |---|---|---|
-//! | moving | unhooked by reclaim, which has not written it yet | nothing: reclaim has the reference |
+//! | moving | [unhooked](crate::unhook), and what its leaf was | nothing: who unhooked it has the reference |
 //! | slot | 4 KiB, in a slot | the slot |
 //! | slots | 2 MiB, in 512 slots that stand in a frame of their own | a reference to that frame |
 //!
-//! A word is the kind in two bits and a number of 50. A page of 2 MiB goes away and comes back as a whole.
+//! A word is the kind in two bits and a number of 50; a frame's has 40 of them. A page of 2 MiB goes away and comes back as a whole.
 
 use crate::error::VmError;
 use crate::pager::{Pager, SLOT_BITS};
@@ -15,6 +15,7 @@ use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysMap};
 use hugemm_frames::{FolioRef, Frozen};
+use hugemm_paging::Flags;
 
 /// Pages in a 2 MiB page, hence slots in a frame.
 pub(crate) const SLOTS: u64 = 512;
@@ -22,30 +23,43 @@ pub(crate) const SLOTS: u64 = 512;
 /// Places at which one stored page may be missing: more than that many slots cannot be shared out for certain.
 pub(crate) const MOST_PLACES: u64 = 1 << 12;
 
-/// The same for a page of 2 MiB: references that a frame takes without memory for a counter.
-pub(crate) const MOST_LARGE_PLACES: u64 = 14;
+/// References that a frame can have without counters of their own: see [`RefError::Saturated`](hugemm_frames::RefError).
+pub(crate) const FEW_REFERENCES: u64 = 15;
+
+/// Bits of a frame's number: physical addresses have 52.
+const FRAME_BITS: u32 = 40;
+
+/// What is kept of a leaf, in the bits above the frame.
+const KEPT: [Flags; 3] = [Flags::WRITE, Flags::ACCESSED, Flags::DIRTY];
 
 /// A word, decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Away {
-    Moving(Pfn),
+    Moving { head: Pfn, was: Flags },
     Slot(u64),
     Slots(Pfn),
 }
 
 impl Away {
-    pub(crate) const fn word(self) -> u64 {
+    pub(crate) fn word(self) -> u64 {
         match self {
-            Away::Moving(head) => head.number() << 2,
+            Away::Moving { head, was } => {
+                let kept = (FRAME_BITS..).zip(KEPT).filter(|(_, flag)| was.contains(*flag));
+                kept.fold(head.number(), |number, (bit, _)| number | 1 << bit) << 2
+            }
             Away::Slot(slot) => slot << 2 | 1,
             Away::Slots(frame) => frame.number() << 2 | 2,
         }
     }
 
-    pub(crate) const fn of(word: u64) -> Self {
+    pub(crate) fn of(word: u64) -> Self {
         let number = word >> 2 & ((1 << SLOT_BITS) - 1);
         match word & 3 {
-            0 => Away::Moving(Pfn::new(number)),
+            0 => {
+                let kept = (FRAME_BITS..).zip(KEPT).filter(|(bit, _)| number >> bit & 1 != 0);
+                let was = kept.fold(Flags::NONE, |was, (_, flag)| was | flag);
+                Away::Moving { head: Pfn::new(number & ((1 << FRAME_BITS) - 1)), was }
+            }
             1 => Away::Slot(number),
             _ => Away::Slots(Pfn::new(number)),
         }
@@ -56,7 +70,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Another holder's word; for whoever keeps the word from being dropped meanwhile.
     pub(crate) fn share_away(&self, cx: &mut Cx<'_, S>, word: u64) -> Result<u64, VmError> {
         match Away::of(word) {
-            Away::Moving(_) => Err(VmError::InUse),
+            Away::Moving { .. } => Err(VmError::InUse),
             Away::Slot(slot) => self.pager.share(cx, slot).map(|slot| Away::Slot(slot).word()).ok_or(VmError::NoMemory),
             Away::Slots(frame) => self.get_page(cx, frame).map(|()| word),
         }
@@ -65,7 +79,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Gives up what an entry held.
     pub(crate) fn drop_away(&self, cx: &Cx<'_, S>, word: u64) {
         match Away::of(word) {
-            Away::Moving(_) => {}
+            Away::Moving { .. } => {}
             Away::Slot(slot) => self.pager.free(cx, slot),
             Away::Slots(frame) => {
                 // SAFETY: the entry's word was a reference to the frame of slots, and the entry is gone.
@@ -85,7 +99,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn load_away(&self, cx: &Cx<'_, S>, word: u64, into: &mut Frozen) -> Result<(), VmError> {
         let lost = |_| VmError::Lost;
         match Away::of(word) {
-            Away::Moving(_) => Err(VmError::InUse),
+            Away::Moving { .. } => Err(VmError::InUse),
             Away::Slot(slot) => self.pager.load(cx, slot, into, 0).map_err(lost),
             Away::Slots(frame) => (0..SLOTS).try_for_each(|page| {
                 let slot = self.slot(cx, frame, page).ok_or(VmError::Unreachable)?;
@@ -128,13 +142,20 @@ mod tests {
 
     #[test]
     fn words_keep_what_is_put_in() {
-        let large = (1 << SLOT_BITS) - 1;
-        for away in [0, 1, 512, large]
-            .into_iter()
-            .flat_map(|number| [Away::Moving(Pfn::new(number)), Away::Slot(number), Away::Slots(Pfn::new(number))])
-        {
+        let same = |away: Away| {
             assert_eq!(Away::of(away.word()), away);
             assert!(away.word() < 1 << hugemm_paging::OWNER_BITS);
+        };
+        for number in [0, 1, 512, (1 << SLOT_BITS) - 1] {
+            same(Away::Slot(number));
+            same(Away::Slots(Pfn::new(number)));
+        }
+        for head in [0, 1, 512, (1 << FRAME_BITS) - 1].map(Pfn::new) {
+            for kept in 0..8 {
+                let has = |(bit, flag): (usize, Flags)| if kept >> bit & 1 != 0 { flag } else { Flags::NONE };
+                let was = KEPT.into_iter().enumerate().map(has).fold(Flags::NONE, Flags::with);
+                same(Away::Moving { head, was });
+            }
         }
     }
 }

@@ -26,7 +26,7 @@ use core::ptr::NonNull;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_clear::Request;
-use hugemm_paging::{Change, Flags, Leaf, Lookup, Mapping, PagingError, ShootdownBatch, Span, Stale};
+use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Span, Stale};
 use intrusive_collections::UnsafeRef;
 
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
@@ -161,7 +161,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut to = end;
         if S::Pager::ACTIVE {
             let first_moving = |at: VirtAddr, _, word| {
-                if let Away::Moving(_) = Away::of(word) {
+                if let Away::Moving { .. } = Away::of(word) {
                     to = to.min(at.get() >> PAGE_SHIFT);
                 }
             };
@@ -273,33 +273,17 @@ impl<S: Setup> Vm<'_, S> {
             }
             let task = &RefCell::new(&mut *cx);
             let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
-            let leaf = {
-                // Alone, as above: a page has its reference, or its slot its holder, until the lock is given up.
-                let table = parent.table.exclusive(self.tables(task));
-                match table.lookup(span.start()) {
-                    Lookup::Mapped(leaf) => {
-                        self.get_page(&mut task.borrow_mut(), leaf.frame)?;
-                        Ok(Some(leaf))
-                    }
-                    Lookup::Owner(word) if matches!(Away::of(word), Away::Moving(_)) => Err(()),
-                    Lookup::Owner(word) => {
-                        self.share_word(task, child, span.start(), kind.page, word).map(|()| Ok(None))?
-                    }
-                    _ => Ok(None),
-                }
-            };
-            match leaf {
-                Err(()) => {
+            match self.share_one(task, parent, child, area, span, changed)? {
+                One::Shared => {}
+                One::Moving => {
                     // Whoever moves it may wait for this CPU.
                     self.breathe(&mut task.borrow_mut());
                     continue;
                 }
-                Ok(None) => {}
-                Ok(Some(leaf)) => {
-                    let shared = self.share_or_copy(task, parent, child, area, span, leaf, changed);
-                    let extent = Extent::block(leaf.frame, leaf.size.order());
+                One::Pinned(extent) => {
+                    let copied = self.copy_for_child(task, child, area, span, extent);
                     self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
-                    shared?;
+                    copied?;
                 }
             }
             page += size;
@@ -307,37 +291,69 @@ impl<S: Setup> Vm<'_, S> {
         Ok(())
     }
 
-    /// One page of the parent, to which the caller has a reference.
-    #[allow(clippy::too_many_arguments, reason = "a page where it is, and where it goes")]
-    fn share_or_copy(
+    /// Shows the child one page of the parent, if there is one. With the parent's table alone, as in
+    /// [`share_until_moving`](Vm::share_until_moving).
+    fn share_one(
         &self,
         task: &Task<'_, '_, S>,
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
         span: Span,
-        leaf: Leaf,
         changed: &mut impl FnMut(Stale, PageSize),
-    ) -> Result<(), VmError> {
-        let kind = area.kind;
-        let page = span.first();
-        let extent = Extent::block(leaf.frame, leaf.size.order());
-        // The parent's, ours, and a pin's.
-        if self.frames.references(leaf.frame) > 2 {
-            let request = Request::fault(kind.page.bytes());
-            let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
-            let owner = Owner { object: area.object, offset: area.offset_of(page) };
-            let copy = self.copy_of(&mut task.borrow_mut(), extent, &want, owner, true)?;
-            let how = Mapping { flags: kind.flags(), largest: kind.page };
-            let entered = self.enter_in_child(task, child, page, copy, how);
-            if entered.is_err() {
-                self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
+    ) -> Result<One, VmError> {
+        let mut table = parent.table.exclusive(self.tables(task));
+        let leaf = match table.lookup(span.start()) {
+            Lookup::Mapped(leaf) => leaf,
+            Lookup::Owner(word) if matches!(Away::of(word), Away::Moving { .. }) => return Ok(One::Moving),
+            Lookup::Owner(word) => {
+                self.share_word(task, child, span.start(), area.kind.page, word)?;
+                return Ok(One::Shared);
             }
-            return entered;
+            _ => return Ok(One::Shared),
+        };
+        let extent = Extent::block(leaf.frame, leaf.size.order());
+        // The parent's, and a pin's.
+        if self.frames.references(leaf.frame) > 1 {
+            self.get_page(&mut task.borrow_mut(), leaf.frame)?;
+            return Ok(One::Pinned(extent));
         }
         let change = Change { set: Flags::NONE, clear: Flags::WRITE };
-        let stale = parent.table.shared(self.tables(task)).protect(span, change).map_err(VmError::Paging)?;
-        changed(stale, kind.page);
-        self.share_run(task, child, area, page, extent, leaf.flags)
+        let stale = table.protect(span, change, Editing::LIVE).map_err(VmError::Paging)?;
+        changed(stale, area.kind.page);
+        self.share_run(task, child, area, span.first(), extent, leaf.flags)?;
+        Ok(One::Shared)
     }
+
+    /// Gives the child a copy of a page of the parent, to which the caller has a reference.
+    fn copy_for_child(
+        &self,
+        task: &Task<'_, '_, S>,
+        child: &Space<S>,
+        area: &AreaInfo,
+        span: Span,
+        from: Extent,
+    ) -> Result<(), VmError> {
+        let kind = area.kind;
+        let request = Request::fault(kind.page.bytes());
+        let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
+        let owner = Owner { object: area.object, offset: area.offset_of(span.first()) };
+        let copy = self.copy_of(&mut task.borrow_mut(), from, &want, owner, true)?;
+        let how = Mapping { flags: kind.flags(), largest: kind.page };
+        let entered = self.enter_in_child(task, child, span.first(), copy, how);
+        if entered.is_err() {
+            self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
+        }
+        entered
+    }
+}
+
+/// What has become of a page of the parent.
+enum One {
+    /// The child has it too, or there was none.
+    Shared,
+    /// It is just moving.
+    Moving,
+    /// It may be pinned. With a reference.
+    Pinned(Extent),
 }

@@ -22,7 +22,8 @@
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`pager`] | the seam to reclaim and swap |
 //! | `away.rs`, `refault.rs` | what stands for a page that is away; bringing it back |
-//! | [`evict`], [`ageing`] | what reclaim does to pages, through the reverse map |
+//! | [`unhook`] | a page that is taken away is one value; putting it back |
+//! | [`evict`], [`ageing`] | writing pages out; what is known of their use, through the reverse map |
 //! | `working_set.rs` | which pages of a range have been used, for others than reclaim |
 //! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
@@ -69,6 +70,7 @@ pub mod setup;
 mod space;
 mod supply;
 mod tables;
+pub mod unhook;
 pub mod unmap;
 mod vm;
 mod working_set;
@@ -78,7 +80,6 @@ pub use ageing::{AgeRun, Recency};
 pub use area::{AreaInfo, AreaKind};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use error::VmError;
-pub use evict::Debt;
 pub use fault::{Access, Served};
 pub use followers::Follower;
 pub use mapping::{Backing, SharedRef};
@@ -93,6 +94,7 @@ pub use protection::Protection;
 pub use rmap::Place;
 pub use setup::{Cx, Setup};
 pub use space::{Space, SpaceCounters, SpaceRef};
+pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use vm::{Parts, Vm};
 pub use zeroing::{ZeroWorker, Zeroed};

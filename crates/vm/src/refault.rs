@@ -93,7 +93,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
         word: u64,
     ) -> Result<Option<u64>, VmError> {
-        if let Away::Moving(_) = Away::of(word) {
+        if let Away::Moving { .. } = Away::of(word) {
             self.breathe(cx);
             return Ok(None);
         }

@@ -311,28 +311,38 @@ impl<S: Setup> Vm<'_, S> {
                     let _ = folio.into_pfn();
                     return Ok(());
                 }
-                Err(RefError::Saturated) => {
-                    let block = self.frames.alloc(cx, Request::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
-                    let Some(window) = cx.platform().open(block.extent(), None) else {
-                        self.frames.free(cx, block);
-                        return Err(VmError::Unreachable);
-                    };
-                    let counts = window.ptr.cast::<WideCounts>();
-                    // SAFETY: the frame is this task's, and as large and aligned as the counters.
-                    unsafe { counts.write(WideCounts::new()) };
-                    let Some(counts) = NonNull::new(counts) else { return Err(VmError::Unreachable) };
-                    // SAFETY: just initialised; if it is accepted, the frame is never used for anything else again.
-                    match unsafe { self.frames.widen(head, counts) } {
-                        // The counters keep the frame.
-                        Ok(true) => {
-                            let _ = block.into_dirty().into_extent();
-                        }
-                        _ => self.frames.free(cx, block),
-                    }
-                }
+                Err(RefError::Saturated) => self.widen(cx, head)?,
                 Err(_) => return Err(VmError::Unreachable),
             }
         }
+    }
+
+    /// Sees to it that the frames of the 2 MiB around `frame` can have any number of references: takes a frame for counters
+    /// if there are none yet, which stays there. Asks nobody for relief. Any context in which frames may be taken.
+    pub fn widen(&self, cx: &Cx<'_, S>, frame: Pfn) -> Result<(), VmError> {
+        let block = self.frames.alloc(cx, Request::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
+        let Some(window) = cx.platform().open(block.extent(), None) else {
+            self.frames.free(cx, block);
+            return Err(VmError::Unreachable);
+        };
+        let counts = window.ptr.cast::<WideCounts>();
+        // SAFETY: the frame is this task's, and as large and aligned as the counters.
+        unsafe { counts.write(WideCounts::new()) };
+        let Some(counts) = NonNull::new(counts) else { return Err(VmError::Unreachable) };
+        // SAFETY: just initialised; if it is accepted, the frame is never used for anything else again.
+        match unsafe { self.frames.widen(frame, counts) } {
+            // The counters keep the frame.
+            Ok(true) => {
+                let _ = block.into_dirty().into_extent();
+            }
+            // There are some.
+            Ok(false) => self.frames.free(cx, block),
+            Err(_) => {
+                self.frames.free(cx, block);
+                return Err(VmError::Unreachable);
+            }
+        }
+        Ok(())
     }
 
     /// Gives back pages that nobody else has come to: promised ones are promised again.

@@ -12,6 +12,7 @@ use crate::space::Space;
 use crate::tables::Tables;
 use core::fmt;
 use core::ptr::NonNull;
+use hugemm_base::counters::Counter;
 use hugemm_base::platform::Preempt;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, Pressure, Shortfall};
@@ -66,6 +67,8 @@ pub struct Vm<'m, S: Setup> {
     pub(crate) follower_slab: SlabOf<S>,
     pub(crate) registry: Guarded<S::Lock, Registry<S>>,
     objects_made: AtomicU64,
+    /// Unhooked pages that were dropped.
+    pub(crate) pages_lost: Counter,
 }
 
 impl<S: Setup> fmt::Debug for Vm<'_, S> {
@@ -100,6 +103,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             follower_slab: Slab::of::<Node<S>>()?,
             registry: Guarded::new(Registry::new()),
             objects_made: AtomicU64::new(0),
+            pages_lost: Counter::default(),
         })
     }
 

@@ -229,14 +229,14 @@ impl<F: PageFormat> State<'_, F> {
         let mut guard = self.table.exclusive(self.heap);
         let other = Pfn::new(before.frame.number() + 512);
         assert_eq!(
-            guard.take_leaf(at(page), other, Some(word)),
+            guard.take_leaf(at(page), other, |_| Some(word)),
             Err(Lookup::Mapped(before)),
             "another frame's leaf stays"
         );
         let first = page & !(before.size.pages() - 1);
-        assert_eq!(guard.take_leaf(at(page), before.frame, Some(word)), Ok(before));
+        assert_eq!(guard.take_leaf(at(page), before.frame, |_| Some(word)), Ok(before));
         assert_eq!(guard.lookup(at(page)), Lookup::Owner(word));
-        assert_eq!(guard.take_leaf(at(page), before.frame, None), Err(Lookup::Owner(word)));
+        assert_eq!(guard.take_leaf(at(page), before.frame, |_| None), Err(Lookup::Owner(word)));
         drop(guard);
         (first..first + before.size.pages()).for_each(|page| _ = self.pages.remove(&page));
         self.away.insert(first, (word, before));

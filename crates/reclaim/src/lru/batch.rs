@@ -49,6 +49,8 @@ pub struct Batch {
     pages: u64,
     /// Whether the youngest list should be looked at, as of the isolation.
     pub ageing_due: bool,
+    /// Base pages of folios that could not be held and were passed over: there are some, though the batch be empty.
+    pub refused: u64,
 }
 
 impl Default for Batch {
@@ -60,7 +62,7 @@ impl Default for Batch {
 impl Batch {
     /// An empty batch.
     pub const fn new() -> Self {
-        Batch { folios: [Folio::NONE; BATCH], len: 0, pages: 0, ageing_due: false }
+        Batch { folios: [Folio::NONE; BATCH], len: 0, pages: 0, ageing_due: false, refused: 0 }
     }
 
     /// The folios.

@@ -1,7 +1,7 @@
 //! The lists themselves: what is done under the LRU's lock.
 
 use super::LruStats;
-use super::batch::{Batch, Folio};
+use super::batch::{BATCH, Batch, Folio};
 use super::policy::{Policy, Verdict, Was};
 use super::ring::{LABELS, Ring, label};
 use super::state::{Standing, State};
@@ -9,6 +9,9 @@ use super::{Removed, Source};
 use crate::links::{List, Words};
 use crate::words::STATE;
 use hugemm_base::{Order, Pfn};
+
+/// Folios that are looked at in one lock round, those that cannot be held included.
+const MOST_LOOKS: u64 = 2 * BATCH as u64;
 
 /// Under the lock.
 #[derive(Debug)]
@@ -90,7 +93,7 @@ impl Lists {
             }
         };
         let from = label(age);
-        let mut left = self.lists[from].len();
+        let mut left = self.lists[from].len().min(MOST_LOOKS);
         while !batch.is_full() && batch.pages() < most_pages && left > 0 {
             let Some(pfn) = self.lists[from].last() else { break };
             left -= 1;
@@ -98,6 +101,7 @@ impl Lists {
             self.unlink(words, pfn, order, from);
             if !hold(pfn) {
                 self.stats.busy += 1;
+                batch.refused += order.pages();
                 self.link(words, pfn, order, age, referenced);
                 continue;
             }

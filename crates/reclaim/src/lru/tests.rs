@@ -225,3 +225,28 @@ fn used_folios_outlive_idle_ones() {
         assert!(!evicted.into_iter().any(hot), "{policy:?}");
     }
 }
+
+/// What cannot be held is passed over, a bounded number of folios per lock round, and does not make the list look empty.
+#[test]
+fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
+    // Whole rounds of looks.
+    const FOLIOS: u64 = 1024;
+    for policy in Policy::ALL {
+        let words = Map::default();
+        let mut lists = Lists::new(policy);
+        (1..=FOLIOS).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
+        let mut seen = 0;
+        while seen < FOLIOS {
+            let mut batch = Batch::new();
+            let before = seen;
+            lists.isolate(&words, Source::Oldest, u64::MAX, &mut batch, |pfn| {
+                seen += 1;
+                assert_eq!(pfn.number(), seen, "each once a round");
+                false
+            });
+            assert!(batch.is_empty() && batch.refused == seen - before);
+            assert!(batch.refused > 0 && batch.refused <= 2 * super::BATCH as u64);
+        }
+        assert_eq!((lists.stats().busy, lists.stats().folios), (FOLIOS, FOLIOS));
+    }
+}

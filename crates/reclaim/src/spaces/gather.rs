@@ -5,7 +5,7 @@
 //! them per flush, and the block is free. A block with something that cannot move (a table, a pinned page, what swap keeps
 //! there) stays as it was, but for the pages that have moved.
 
-use super::side::Side;
+use super::side::{Side, Unhooked};
 use super::{Step, Steps};
 use crate::lru::{BATCH, Batch, Lru, Source};
 use crate::reclaimer::Reclaimer;
@@ -20,7 +20,7 @@ const ROUNDS: usize = 4;
 /// Blocks that are tried: a claim may have to wait for other CPUs' caches.
 const TRIES: usize = 8;
 
-impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W, L, O> {
+impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, S, W, L, O> {
     /// Empties and frees a block of the LRU's node; false if none of those that were tried, eight at most, could be emptied.
     /// Moves at most 511 pages for each. Looks at up to 256 of the LRU's pages, which are rotated, so that the next call
     /// tries others.
@@ -29,7 +29,17 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
         for source in [Source::Oldest, Source::Youngest] {
             for _ in 0..ROUNDS {
                 let mut batch = Batch::new();
-                lru.isolate(cx, source, u64::MAX, &mut batch, |head| self.hold(head));
+                let mut refused = None;
+                lru.isolate(cx, source, u64::MAX, &mut batch, |head| {
+                    let held = self.hold(head);
+                    if !held {
+                        refused = Some(head);
+                    }
+                    held
+                });
+                if let Some(head) = refused {
+                    self.refused(cx, head);
+                }
                 if batch.is_empty() {
                     break;
                 }
@@ -62,18 +72,18 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
 
     /// Moves pages of the block, from `first` on, with one flush; whether the first has moved.
     fn move_out(&self, cx: &mut Cx<'_, S>, first: Pfn, block: Extent) -> bool {
-        let mut unhooked = [first; BATCH];
+        let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
         let mut count = 0;
         self.pager.steps.enter(Step::Unmap);
         for page in (first.number()..block.end().number()).map(Pfn::new) {
-            if let Some(next) = unhooked.get_mut(count)
-                && self.vm.hold_mapped(cx, page)
-            {
-                if self.vm.unhook(cx, page, Order::ZERO, self.deferred, &mut self.debt.borrow_mut()) {
-                    *next = page;
-                    count += 1;
-                } else {
-                    self.release(cx, page);
+            let Some(next) = unhooked.get_mut(count) else { break };
+            if let Some(held) = self.vm.hold_mapped(cx, page) {
+                match self.vm.unhook(cx, held, Order::ZERO, self.deferred) {
+                    Ok(unhooked) => {
+                        *next = Some(unhooked);
+                        count += 1;
+                    }
+                    Err(held) => self.release(cx, held.into_pfn()),
                 }
             }
             if count == 0 {
@@ -85,10 +95,11 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
         }
         self.pager.steps.enter(Step::Write);
         let mut moved = false;
-        for page in &unhooked[..count] {
-            let done = self.vm.move_page(cx, *page);
+        for page in unhooked.into_iter().flatten() {
+            let head = page.head();
+            let done = self.vm.move_page(cx, page);
             self.pager.counts.moved.add(u64::from(done));
-            moved |= done && *page == first;
+            moved |= done && head == first;
         }
         self.pager.steps.enter(Step::Other);
         moved

@@ -4,21 +4,26 @@ use super::{Ageing, Reclaim, Step, Steps};
 use crate::lru::{BATCH, Folio, Neighbours};
 use crate::reclaimer::{Age, Reclaimer, WriteError};
 use crate::swap::{StoreError, Swap};
-use core::cell::{Cell, RefCell};
+use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuLocal, Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
-use hugemm_frames::{Env, FolioRef, FolioRun, Frames};
+use hugemm_frames::{Env, FolioRef, FolioRun, Frames, RefError};
 use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, Tlbs};
 use hugemm_vm::ageing::AROUND;
-use hugemm_vm::{AgeRun, Cx, Debt, Pager, Recency, Setup, Vm, VmError};
+use hugemm_vm::{AgeRun, Cx, Pager, Recency, Setup, UnhookedPage, Vm, VmError};
 
 /// Most CPUs: so many bits has each of the two masks of a deferred flush, which are on the reclaiming task's stack (256
 /// bytes), because memory for them could not be had when it is needed.
 pub(super) const MOST_CPUS: usize = 1024;
 
+type Masks = [AtomicU64; 2 * MOST_CPUS / 64];
+
 /// A batch's flush.
-pub(super) type Batch = DeferredUnmap<Keep, [AtomicU64; 2 * MOST_CPUS / 64]>;
+pub(super) type Batch = DeferredUnmap<Keep, Masks>;
+
+/// A page that waits for it.
+pub(super) type Unhooked<'s, S> = UnhookedPage<'s, S, Masks>;
 
 /// For one batch after the other. `None` if there are more CPUs than [`MOST_CPUS`].
 pub(super) fn batch<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Option<Batch> {
@@ -32,9 +37,8 @@ pub(super) struct Side<'s, 'a, 'm, S: Setup, W, L: RawLock, O> {
     /// Whose free pages are asked for.
     pub(super) node: Cell<NodeId>,
     pub(super) deferred: &'s Batch,
-    pub(super) debt: RefCell<Option<Debt<'s, Keep>>>,
-    /// What the last page that was written out has freed.
-    pub(super) freed: Cell<u64>,
+    /// The frame last met that cannot have a reference more for want of counters.
+    pub(super) saturated: Cell<Option<Pfn>>,
 }
 
 impl From<VmError> for WriteError {
@@ -84,7 +88,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
             let mut around = 0;
             let mut keep = |head| {
                 // SAFETY: mapped, and its page table locked: it has a reference that keeps it for that long.
-                let wanted = neighbours.has_room() && unsafe { hold(self.vm.frames(), head) };
+                let wanted = neighbours.has_room() && unsafe { hold(self.vm.frames(), head) }.is_ok();
                 around += u64::from(wanted && neighbours.push(head));
                 wanted
             };
@@ -131,10 +135,22 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
 
 impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Platform> for Side<'s, '_, '_, S, W, L, O> {
     type Flushed = Flushed<'s, Deferred, Keep>;
+    type Unhooked = Unhooked<'s, S>;
 
     fn hold(&self, head: Pfn) -> bool {
         // SAFETY: under the LRU's lock, under which last references go: what is on a list has one.
-        unsafe { hold(self.vm.frames(), head) }
+        let held = unsafe { hold(self.vm.frames(), head) };
+        if held == Err(RefError::Saturated) {
+            self.saturated.set(Some(head));
+        }
+        held.is_ok()
+    }
+
+    fn refused(&self, cx: &Cx<'_, S>, _head: Pfn) {
+        if let Some(head) = self.saturated.take() {
+            // Without memory for counters its pages stay this time.
+            let _ = self.vm.widen(cx, head);
+        }
     }
 
     fn release(&self, cx: &Cx<'_, S>, head: Pfn) {
@@ -164,32 +180,34 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         self.pager.steps.enter(if begins { Step::Around } else { Step::Other });
     }
 
-    fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> bool {
+    fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> Option<Unhooked<'s, S>> {
         self.pager.steps.enter(Step::Unmap);
-        let unhooked = self.vm.unhook(cx, folio.pfn, folio.order, self.deferred, &mut self.debt.borrow_mut());
+        // SAFETY: the reference that `hold` took; it is that again if the page stays.
+        let held = unsafe { FolioRef::from_pfn(folio.pfn) };
+        let unhooked = self.vm.unhook(cx, held, folio.order, self.deferred);
         self.pager.steps.enter(Step::Other);
-        unhooked
+        unhooked.map_err(FolioRef::into_pfn).ok()
     }
 
     fn flush(&self, cx: &mut Cx<'_, S>) -> Self::Flushed {
         self.pager.steps.enter(Step::UnmapFlush);
         self.pager.counts.unmap_flushes.add(1);
         let receipt = self.deferred.flush(self.vm.tlbs(), cx);
-        if let Some(debt) = self.debt.take() {
-            // The flush began after all that is owed; if it did not pay, the debt would be counted as dropped.
-            let _ = debt.release(&receipt);
-        }
         self.pager.steps.enter(Step::Other);
         receipt
     }
 
-    fn write_out(&self, cx: &mut Cx<'_, S>, folio: &Folio, _after: &Self::Flushed) -> Result<(), WriteError> {
+    fn write_out(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: Unhooked<'s, S>,
+        _after: &Self::Flushed,
+    ) -> Result<u64, (WriteError, Unhooked<'s, S>)> {
         self.pager.steps.enter(Step::Write);
         let swap = self.pager.swap;
         let written = self.vm.page_out(
             cx,
-            folio.pfn,
-            folio.order,
+            page,
             |cx, block| match swap.evict(cx, block) {
                 Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
                 Err((error, block)) => Err((WriteError::Swap(error), block)),
@@ -200,17 +218,11 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
             },
         );
         self.pager.steps.enter(Step::Other);
-        self.freed.set(written?);
-        Ok(())
+        written
     }
 
-    fn restore(&self, cx: &mut Cx<'_, S>, folio: &Folio, _after: &Self::Flushed) {
-        self.vm.put_back(cx, folio.pfn, folio.order);
-    }
-
-    fn free(&self, _cx: &Cx<'_, S>, _folio: &Folio, _after: &Self::Flushed) -> u64 {
-        // Frozen and freed with the write.
-        self.freed.take()
+    fn restore(&self, cx: &mut Cx<'_, S>, page: Unhooked<'s, S>, _after: &Self::Flushed) {
+        self.vm.put_back(cx, page);
     }
 
     fn available(&self, cx: &Cx<'_, S>) -> u64 {
@@ -218,12 +230,12 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     }
 }
 
-/// Takes a reference that the caller keeps as a number. Whether there is one to be had.
+/// Takes a reference that the caller keeps as a number.
 ///
 /// # Safety
 ///
 /// As [`Frames::get_at`].
-unsafe fn hold<E: Env>(frames: &Frames<'_, E>, head: Pfn) -> bool {
+unsafe fn hold<E: Env>(frames: &Frames<'_, E>, head: Pfn) -> Result<(), RefError> {
     // SAFETY: the caller's promise.
-    unsafe { frames.get_at(head) }.map(FolioRef::into_pfn).is_ok()
+    unsafe { frames.get_at(head) }.map(|folio| _ = folio.into_pfn())
 }

@@ -9,4 +9,5 @@ mod rig;
 mod rules;
 #[path = "../support/mod.rs"]
 mod support;
+mod unhooked;
 mod watched;

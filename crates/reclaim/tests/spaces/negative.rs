@@ -99,15 +99,14 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
     });
     rig.mmu.as_cpu(CpuId(0), |cx| {
         let deferred = hugemm_paging::DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
-        let mut debt = None;
-        let mut heads = Vec::new();
+        let mut unhooked = Vec::new();
         for index in 0..PAGES {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(index)));
             let hugemm_paging::Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
             // SAFETY: mapped, and nobody else is there to take it away.
-            let _ = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped").into_pfn();
-            assert!(rig.vm.unhook(cx, leaf.frame, hugemm_base::Order::ZERO, &deferred, &mut debt));
-            heads.push(leaf.frame);
+            let held = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped");
+            unhooked.extend(rig.vm.unhook(cx, held, hugemm_base::Order::ZERO, &deferred));
+            assert_eq!(unhooked.len() as u64, index + 1);
         }
         assert!(space.tlb().is_unsettled());
         rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
@@ -115,22 +114,7 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
         assert!(!space.tlb().is_unsettled());
         rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
         let used = (0..PAGES).filter(|index| rig.mmu.load(CpuId(1), VirtAddr::new(at(*index))).is_ok()).count();
-        let receipt = deferred.flush(rig.vm.tlbs(), cx);
-        assert!(debt.expect("unhooked").release(&receipt).is_ok());
-        for head in heads {
-            hugemm_vm::Pager::<crate::rig::Model<'_>>::drop_references(
-                rig.vm.pager(),
-                rig.vm.frames(),
-                cx,
-                // SAFETY: the reference that was taken above.
-                unsafe {
-                    hugemm_frames::FolioRun::from_extent(
-                        hugemm_base::Extent::block(head, hugemm_base::Order::ZERO),
-                        hugemm_base::Order::ZERO,
-                    )
-                },
-            );
-        }
+        unhooked.into_iter().for_each(|page| rig.vm.put_back(cx, page));
         rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
         rig.vm.destroy(cx, space).expect("destroyed");
         used as u64

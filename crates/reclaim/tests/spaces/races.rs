@@ -1,11 +1,10 @@
 //! Faults and forks beside reclaim, step by step.
 
-use crate::rig::{Model, Rig, Size, bounds, no_faults, span, with_rig};
-use hugemm_base::{CpuId, Extent, Order, PageSize, VirtAddr};
-use hugemm_frames::FolioRun;
+use crate::rig::{Rig, Size, bounds, no_faults, span, with_rig};
+use hugemm_base::{CpuId, Order, PageSize, VirtAddr};
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_reclaim::Policy;
-use hugemm_vm::{AreaKind, Backing, Pager};
+use hugemm_vm::{AreaKind, Backing};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const AT: u64 = 0x4000_0000;
@@ -86,17 +85,13 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         rig.leave(cx, &space);
         space
     });
-    let head = rig.mmu.as_cpu(CpuId(1), |cx| {
+    let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+    let page = rig.mmu.as_cpu(CpuId(1), |cx| {
         let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(1)));
         let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
         // SAFETY: mapped, and nobody else is there to take it away.
-        let _ = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped").into_pfn();
-        let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
-        let mut debt = None;
-        assert!(rig.vm.unhook(cx, leaf.frame, Order::ZERO, &deferred, &mut debt));
-        let receipt = deferred.flush(rig.vm.tlbs(), cx);
-        assert!(debt.expect("unhooked").release(&receipt).is_ok());
-        leaf.frame
+        let held = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("mapped");
+        rig.vm.unhook(cx, held, Order::ZERO, &deferred).expect("unhooked")
     });
     let [waits, over, unused] = [const { AtomicBool::new(false) }; 3];
     rig.store.sharing.arm(0);
@@ -104,6 +99,9 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         scope.spawn(|| {
             rig.beside_others_noting(0, &unused, |cx| {
                 let child = rig.vm.fork(cx, &space).expect("forked");
+                rig.enter(cx, &space);
+                (0..2).for_each(|index| rig.put(cx, &space, at(index) + 8, 100).expect("memory"));
+                rig.leave(cx, &space);
                 rig.enter(cx, &child);
                 (0..2).for_each(|index| assert_eq!(rig.get(cx, &child, at(index) + 8), Ok(index + 1)));
                 rig.leave(cx, &child);
@@ -111,12 +109,10 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
             });
         });
         rig.store.sharing.wait();
-        scope.spawn(|| {
-            rig.beside_others_noting(1, &waits, |cx| {
-                rig.vm.put_back(cx, head, Order::ZERO);
-                // SAFETY: the reference that was taken above.
-                let page = unsafe { FolioRun::from_extent(Extent::block(head, Order::ZERO), Order::ZERO) };
-                Pager::<Model<'_>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page);
+        let (waits, over) = (&waits, &over);
+        scope.spawn(move || {
+            rig.beside_others_noting(1, waits, |cx| {
+                rig.vm.put_back(cx, page);
                 over.store(true, Ordering::SeqCst);
             });
         });

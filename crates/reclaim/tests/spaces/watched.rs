@@ -40,7 +40,7 @@ impl Stop {
         self.open.store(true, Ordering::SeqCst);
     }
 
-    fn pass(&self, cpu: u32) {
+    pub fn pass(&self, cpu: u32) {
         if self.cpu.compare_exchange(u64::from(cpu) + 1, 0, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             self.reached.store(true, Ordering::SeqCst);
             while !self.open.load(Ordering::SeqCst) {

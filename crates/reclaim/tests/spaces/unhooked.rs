@@ -1,0 +1,384 @@
+//! Pages that are taken away and come back: nothing that anybody stores meanwhile is lost, be it through a translation, by a
+//! device or in a child.
+
+use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::watched::Stop;
+use hugemm_base::{CpuId, Extent, Never, Order, PageSize, Pfn, VirtAddr};
+use hugemm_frames::{FolioRef, FolioRun, Frozen};
+use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
+use hugemm_reclaim::Policy;
+use hugemm_vm::{AreaKind, Backing, Pager, Pinned, Protection, Space, UnhookedPage, VmError};
+use std::sync::atomic::Ordering;
+
+const AT: u64 = 0x4000_0000;
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: Policy::Generations, nodes: 1 };
+const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
+
+fn filled<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>, page: PageSize, pages: u64) -> Handle<'v, 'h> {
+    let space = rig.vm.create(cx, bounds()).expect("a space");
+    let area = span(AT, pages * page.bytes());
+    rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+    rig.enter(cx, &space);
+    (0..pages).for_each(|index| rig.put(cx, &space, AT + index * page.bytes(), 1).expect("memory"));
+    space
+}
+
+fn leaf<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64) -> Leaf {
+    match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
+        Lookup::Mapped(leaf) => leaf,
+        found => panic!("{found:?}"),
+    }
+}
+
+/// Takes the page at an address away.
+fn unhook<'d, 'h>(
+    rig: &'d Rig<'h>,
+    cx: &mut Cx<'_, 'h>,
+    space: &Space<Model<'h>>,
+    at: u64,
+    deferred: &'d DeferredUnmap,
+) -> UnhookedPage<'d, Model<'h>> {
+    let leaf = leaf(rig, cx, space, at);
+    rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), deferred).expect("nobody else has it")
+}
+
+/// One more reference to a page.
+fn hold(rig: &Rig<'_>, head: Pfn) -> FolioRef {
+    // SAFETY: the tests' pages are mapped or unhooked, and nobody else is there to let them go.
+    unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
+}
+
+/// Drops a reference as pages' users do.
+fn put<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, folio: FolioRef, order: Order) {
+    // SAFETY: the handle's reference.
+    let page = unsafe { FolioRun::from_extent(Extent::block(folio.into_pfn(), order), order) };
+    Pager::<Model<'h>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page);
+}
+
+/// Pins one run of frames.
+fn pin<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, bytes: u64) -> Pinned {
+    let mut pins = Vec::new();
+    rig.vm.pin(cx, space, span(at, bytes), None, &Never, |pin| pins.push(pin)).expect("pinned");
+    assert_eq!(pins.len(), 1);
+    pins.remove(0)
+}
+
+/// A device goes on storing to the memory that its space reads, whatever reclaim tries.
+#[test]
+fn a_device_and_its_space_have_one_page() {
+    for page in SIZES {
+        with_rig(SIZE, 61, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 2);
+                let pinned = pin(rig, cx, &space, AT, page.bytes());
+                let frame = pinned.extent().base();
+                for round in 0..4 {
+                    rig.evict_all(cx);
+                    rig.vm.pager().gather(&rig.vm, cx, NODE);
+                    assert_eq!(leaf(rig, cx, &space, AT).frame, frame);
+                    rig.put(cx, &space, AT + 8, round).expect("memory");
+                    rig.device_store(frame, 16, 77 + round);
+                    assert_eq!(rig.get(cx, &space, AT + 8), Ok(round));
+                    assert_eq!(rig.get(cx, &space, AT + 16), Ok(77 + round), "{page:?}: the device has another page");
+                    assert_eq!(leaf(rig, cx, &space, AT).frame, frame);
+                }
+                assert_eq!(space.counters().copied.get() + space.counters().reused.get(), 0);
+                rig.vm.unpin(cx, &space, pinned).expect("its own");
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// The same where the pin comes when reclaim has looked already: it is found after the flush, and the page goes back as it
+/// was.
+#[test]
+fn a_pin_that_comes_late_keeps_the_page() {
+    for page in SIZES {
+        with_rig(SIZE, 62, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 1);
+                let before = leaf(rig, cx, &space, AT);
+                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                for moves in [false, true].into_iter().take(if page == PageSize::Size4K { 2 } else { 1 }) {
+                    let unhooked = unhook(rig, cx, &space, AT, &deferred);
+                    let late = hold(rig, before.frame);
+                    if moves {
+                        assert!(!rig.vm.move_page(cx, unhooked));
+                    } else {
+                        let (error, unhooked) = page_out(rig, cx, unhooked).expect_err("pinned");
+                        assert_eq!(error, VmError::InUse);
+                        rig.vm.put_back(cx, unhooked);
+                    }
+                    assert_eq!(leaf(rig, cx, &space, AT), before);
+                    // Seen at the first look now.
+                    let own = rig.vm.unhook(cx, hold(rig, before.frame), before.size.order(), &deferred);
+                    put(rig, cx, own.expect_err("pinned"), before.size.order());
+                    assert_eq!(leaf(rig, cx, &space, AT), before);
+                    rig.put(cx, &space, AT + 8, 9).expect("memory");
+                    rig.device_store(before.frame, 16, 77);
+                    assert_eq!(rig.get(cx, &space, AT + 8), Ok(9));
+                    assert_eq!(rig.get(cx, &space, AT + 16), Ok(77));
+                    put(rig, cx, late, before.size.order());
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Pages out to swap that is full.
+#[allow(clippy::result_large_err, reason = "the page comes back")]
+fn page_out<'d, 'h>(
+    rig: &Rig<'h>,
+    cx: &mut Cx<'_, 'h>,
+    page: UnhookedPage<'d, Model<'h>>,
+) -> Result<u64, (VmError, UnhookedPage<'d, Model<'h>>)> {
+    let refuse = |_: &Cx<'_, 'h>, block: Frozen| Err((VmError::NoMemory, block));
+    rig.vm.page_out(cx, page, refuse, |_: &Cx<'_, 'h>, _: &Frozen, _| Err(VmError::NoMemory))
+}
+
+/// What a leaf allowed and what was known of its use comes back with it, exactly.
+#[test]
+fn a_leaf_comes_back_as_it_was() {
+    for page in SIZES {
+        with_rig(SIZE, 63, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 4);
+                let at = |index: u64| AT + index * page.bytes();
+                // Written; written and not used since; only read; of an area that may only be read.
+                let whole = span(at(1), page.bytes());
+                assert_eq!(rig.vm.take_young(cx, &space, whole, |_| ()), Ok(page.pages()));
+                rig.vm.unmap(cx, &space, span(at(2), 2 * page.bytes())).expect("unmapped");
+                for (index, kind) in [(2, AreaKind::private(page)), (3, read_only(page))] {
+                    rig.vm.map(cx, &space, span(at(index), page.bytes()), kind, Backing::Private).expect("an area");
+                    assert_eq!(rig.get(cx, &space, at(index)), Ok(0));
+                }
+                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                let before = [0, 1, 2, 3].map(|index| leaf(rig, cx, &space, at(index)));
+                let bits = [Flags::HARDWARE, Flags::DIRTY, Flags::ACCESSED, Flags::ACCESSED];
+                for (index, (before, bits)) in (0..).zip(before.into_iter().zip(bits)) {
+                    assert_eq!(before.flags & Flags::HARDWARE, bits);
+                    assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
+                    let unhooked = unhook(rig, cx, &space, at(index), &deferred);
+                    // Also if it could not be stored.
+                    let (error, unhooked) = page_out(rig, cx, unhooked).expect_err("refused");
+                    assert_eq!(error, VmError::NoMemory);
+                    rig.vm.put_back(cx, unhooked);
+                    assert_eq!(leaf(rig, cx, &space, at(index)), before);
+                    if page == PageSize::Size4K {
+                        let unhooked = unhook(rig, cx, &space, at(index), &deferred);
+                        assert!(rig.vm.move_page(cx, unhooked));
+                        let moved = leaf(rig, cx, &space, at(index));
+                        assert_ne!(moved.frame, before.frame);
+                        assert_eq!(Leaf { frame: before.frame, ..moved }, before);
+                    }
+                }
+                for index in 0..4 {
+                    assert_eq!(rig.get(cx, &space, at(index)), Ok(u64::from(index < 2)));
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+fn read_only(page: PageSize) -> AreaKind {
+    AreaKind::private(page).allowing(Protection::USER)
+}
+
+/// CPU 1 has a page's translation, and may store through it. Another CPU takes the page away and puts it back, and stores to
+/// it while somebody holds one more reference, as look-around does. Whatever CPU 1 stores then is seen.
+#[test]
+fn stores_through_old_translations_are_not_lost() {
+    for page in SIZES {
+        with_rig(SIZE, 64, &no_faults(), |rig| {
+            let space = rig.mmu.as_cpu(CpuId(0), |cx| filled(rig, cx, page, 1));
+            rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.enter(cx, &space);
+                rig.put(cx, &space, AT + 8, 1).expect("memory");
+            });
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                let unhooked = unhook(rig, cx, &space, AT, &deferred);
+                let asked = rig.vm.tlbs().hw().interrupts.load(Ordering::Relaxed);
+                rig.vm.put_back(cx, unhooked);
+                assert_eq!(rig.vm.tlbs().hw().interrupts.load(Ordering::Relaxed), asked + 1, "the flush comes first");
+                let leaf = leaf(rig, cx, &space, AT);
+                let held = hold(rig, leaf.frame);
+                rig.put(cx, &space, AT + 16, 2).expect("memory");
+                let _ = rig.mmu.store(CpuId(1), VirtAddr::new(AT + 8), 3);
+                rig.mmu.as_cpu(CpuId(1), |cx| rig.put(cx, &space, AT + 24, 4).expect("memory"));
+                put(rig, cx, held, leaf.size.order());
+                let stored = rig.mmu.as_cpu(CpuId(1), |cx| rig.get(cx, &space, AT + 8));
+                assert_eq!(rig.get(cx, &space, AT + 8), stored);
+                assert_eq!(rig.get(cx, &space, AT + 16), Ok(2));
+                assert_eq!(rig.get(cx, &space, AT + 24), Ok(4));
+                assert_eq!(space.counters().copied.get(), 0, "nobody shares the page");
+            });
+            rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// The same with a fork after the page has been put back: no store of the parent reaches the child.
+#[test]
+fn stores_through_old_translations_do_not_reach_a_child() {
+    for page in SIZES {
+        with_rig(SIZE, 65, &no_faults(), |rig| {
+            let space = rig.mmu.as_cpu(CpuId(0), |cx| filled(rig, cx, page, 1));
+            rig.mmu.as_cpu(CpuId(1), |cx| {
+                rig.enter(cx, &space);
+                rig.put(cx, &space, AT, 1).expect("memory");
+            });
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                let unhooked = unhook(rig, cx, &space, AT, &deferred);
+                rig.vm.put_back(cx, unhooked);
+                rig.leave(cx, &space);
+                let child = rig.vm.fork(cx, &space).expect("forked");
+                assert!(rig.mmu.store(CpuId(1), VirtAddr::new(AT), 2).is_err(), "it is shared with the child");
+                rig.mmu.as_cpu(CpuId(1), |cx| rig.put(cx, &space, AT, 3).expect("memory"));
+                rig.enter(cx, &child);
+                assert_eq!(rig.get(cx, &child, AT), Ok(1));
+                rig.leave(cx, &child);
+                rig.vm.destroy(cx, child).expect("destroyed");
+            });
+            rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+            rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+        });
+    }
+}
+
+/// A process forks, and one of the two unmaps a page that is away just then: it comes back to the other only. Then that
+/// one unmaps it too, and it is freed.
+#[test]
+fn a_page_comes_back_only_where_it_is_still_wanted() {
+    for page in SIZES {
+        for moves in [false, true].into_iter().take(if page == PageSize::Size4K { 2 } else { 1 }) {
+            with_rig(SIZE, 66, &no_faults(), |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let parent = filled(rig, cx, page, 1);
+                    let child = rig.vm.fork(cx, &parent).expect("forked");
+                    let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                    let area = span(AT, page.bytes());
+                    for unmapper in [&parent, &child] {
+                        let unhooked = unhook(rig, cx, &child, AT, &deferred);
+                        let head = unhooked.head();
+                        rig.vm.unmap(cx, unmapper, area).expect("unmapped");
+                        if moves {
+                            assert!(rig.vm.move_page(cx, unhooked));
+                            assert_eq!(rig.vm.frames().references(head), 0, "the frame is free");
+                        } else {
+                            rig.vm.put_back(cx, unhooked);
+                        }
+                        assert_eq!(rig.vm.lookup(cx, unmapper, VirtAddr::new(AT)), Lookup::Absent);
+                        if std::ptr::eq(unmapper, &raw const parent) {
+                            let leaf = leaf(rig, cx, &child, AT);
+                            assert_eq!(rig.vm.frames().references(leaf.frame), 1);
+                            assert!(!leaf.flags.contains(Flags::WRITE), "it was shared");
+                        }
+                    }
+                    rig.leave(cx, &parent);
+                    rig.vm.destroy(cx, parent).expect("destroyed");
+                    rig.vm.destroy(cx, child).expect("destroyed");
+                });
+            });
+        }
+    }
+}
+
+/// As many processes share pages as their references fit without counters, and more: the pages go away and come back.
+#[test]
+fn pages_of_many_processes_go_away() {
+    for page in SIZES {
+        for children in [13, 14, 15, 30] {
+            let size = Size { mib: 24, ..SIZE };
+            with_rig(size, 67, &no_faults(), |rig| {
+                // A frame for each 2 MiB whose pages have so many.
+                rig.kept.store(size.mib / 2, Ordering::Relaxed);
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let pages = if page == PageSize::Size4K { 200 } else { 2 };
+                    let mut spaces = vec![filled(rig, cx, page, pages)];
+                    for _ in 0..children {
+                        spaces.push(rig.vm.fork(cx, &spaces[0]).expect("forked"));
+                    }
+                    let freed: u64 = (0..5).map(|_| rig.evict_all(cx)).sum();
+                    assert_eq!(freed, pages * page.pages(), "{page:?} of {children} children");
+                    rig.leave(cx, &spaces[0]);
+                    for space in spaces {
+                        rig.enter(cx, &space);
+                        for index in [0, pages - 1] {
+                            assert_eq!(rig.get(cx, &space, AT + index * page.bytes()), Ok(1));
+                        }
+                        rig.leave(cx, &space);
+                        rig.vm.destroy(cx, space).expect("destroyed");
+                    }
+                });
+            });
+        }
+    }
+}
+
+/// CPU 0 unmaps shared pages and is about to flush CPU 1; reclaim on CPU 2 finds them mapped nowhere. It may not give the
+/// frames away before CPU 1 has been flushed, which can still store to them.
+#[test]
+fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
+    // Each translation may be gone by itself.
+    const PAGES: u64 = 32;
+    with_rig(SIZE, 68, &no_faults(), |rig| {
+        let area = span(AT, PAGES << 12);
+        let at = |index: u64| AT + (index << 12);
+        let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
+            (space, object)
+        });
+        let heads: Vec<Pfn> = rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.enter(cx, &space);
+            (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
+            (0..PAGES).map(|index| leaf(rig, cx, &space, at(index)).frame).collect()
+        });
+        let asking: &Stop = &rig.vm.tlbs().hw().asking;
+        asking.arm(0);
+        let [before, after] = std::thread::scope(|scope| {
+            scope.spawn(|| rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.unmap(cx, &space, area).expect("unmapped")));
+            asking.wait();
+            let stores = |value| {
+                let store = |index: &u64| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), value).is_ok();
+                (0..PAGES).filter(store).count()
+            };
+            let through = rig.mmu.as_cpu(CpuId(2), |cx| {
+                let before = stores(2);
+                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                let mut refused = Vec::new();
+                for head in &heads {
+                    let unhooked = rig.vm.unhook(cx, hold(rig, *head), Order::ZERO, &deferred);
+                    let unhooked = unhooked.expect("nobody else has it");
+                    refused.push(page_out(rig, cx, unhooked).expect_err("full").1);
+                }
+                let after = stores(3);
+                refused.into_iter().for_each(|page| rig.vm.put_back(cx, page));
+                [before, after]
+            });
+            asking.open();
+            through
+        });
+        assert!(before > 0, "nobody has flushed");
+        assert_eq!(after, 0, "stored under a translation");
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}

@@ -1,0 +1,393 @@
+//! Taking a page out of every page table, as one value, and putting it back.
+//!
+//! A page is found through its object's areas. While it is away an [`UnhookedPage`] owns what was taken: the object, the
+//! references that the places had, and the flush that is owed. Only [paging out](Vm::page_out), [moving](Vm::move_page) and
+//! [putting back](Vm::put_back) consume it, and each of them pays the flush before it does anything else: CPUs that have
+//! the page's old translation go on storing to it until then. What each leaf was (its rights, its accessed and dirty bits)
+//! stands in the word that took its place, so that a place which goes away meanwhile takes it along, and is skipped.
+//!
+//! | page | what takes the place of its leaves | of its index entry |
+//! |---|---|---|
+//! | private | a word that says that it is *moving* | |
+//! | shared | nothing: whoever faults there meets the index | a word that says that it is moving |
+//!
+//! Leaves are taken under each page table's lock alone, so that nobody who looks a page up takes a reference to one that
+//! has been given up. A fork waits for pages that are moving, and so does a fault: no page gets new places meanwhile.
+//!
+//! A page to which somebody else has a reference stays: a device may be storing to it (a pin), or a CPU may be copying it.
+//! That is looked at before anything is taken, so that such pages keep their translations; and it is decided after the
+//! flush, by [freezing](Vm::freeze_unhooked) the page, because a reference may be taken in between.
+
+use crate::area::AreaInfo;
+use crate::away::{Away, MOST_PLACES};
+use crate::object::{Object, Owner};
+use crate::setup::{Cx, Setup};
+use crate::space::Space;
+use crate::vm::Vm;
+use core::cell::RefCell;
+use core::fmt;
+use core::mem::ManuallyDrop;
+use core::ptr::NonNull;
+use hugemm_base::counters::Counter;
+use hugemm_base::sync::{AtomicU64, spin_loop};
+use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, Pending, Pfn, TlbFlush, VirtAddr};
+use hugemm_frames::{FolioRef, Frozen, RefError};
+use hugemm_paging::{Deferred, DeferredUnmap, Flags, Keep, Leaf, Lookup, OwnerNext, PageTable, Span};
+
+/// A page that has been taken out of every page table, and a reference to it. See the [module](self).
+#[must_use = "dropping this loses the page for whoever uses it: put it back"]
+pub struct UnhookedPage<'d, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]> {
+    /// With a reference.
+    object: NonNull<Object<S>>,
+    pub(crate) owner: Owner,
+    pub(crate) head: Pfn,
+    /// `None` while it is frozen.
+    pub(crate) folio: Option<FolioRef>,
+    pub(crate) order: Order,
+    /// How many places it was taken from: their references to the page are this value's too.
+    pub(crate) places: u64,
+    debt: Option<Debt<'d>>,
+    deferred: &'d DeferredUnmap<Keep, M>,
+    lost: &'d Counter,
+}
+
+/// The flush of one page in all its spaces.
+type Debt<'d> = Pending<(), TlbFlush<'d, Deferred, Keep>>;
+
+// SAFETY: it owns a reference to its object, all of whose parts may be shared.
+unsafe impl<S: Setup, M: AsRef<[AtomicU64]> + Sync> Send for UnhookedPage<'_, S, M> {}
+
+impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, S, M> {
+    /// Its first frame.
+    pub fn head(&self) -> Pfn {
+        self.head
+    }
+
+    /// Its size.
+    pub fn order(&self) -> Order {
+        self.order
+    }
+
+    pub(crate) fn object(&self) -> &Object<S> {
+        // SAFETY: the reference keeps it.
+        unsafe { self.object.as_ref() }
+    }
+
+    pub(crate) fn size(&self) -> PageSize {
+        if self.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M }
+    }
+
+    pub(crate) fn extent(&self) -> Extent {
+        Extent::block(self.head, self.order)
+    }
+}
+
+impl<S: Setup, M: AsRef<[AtomicU64]>> Drop for UnhookedPage<'_, S, M> {
+    /// Nothing can be done without a context: the page stays away, whoever touches it waits, and it is counted.
+    fn drop(&mut self) {
+        self.lost.add(1);
+    }
+}
+
+impl<S: Setup, M: AsRef<[AtomicU64]>> fmt::Debug for UnhookedPage<'_, S, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut page = f.debug_struct("UnhookedPage");
+        page.field("head", &self.head).field("order", &self.order).field("places", &self.places).finish_non_exhaustive()
+    }
+}
+
+/// A place where a page may be mapped, as [`places`](Vm::places) shows it.
+pub(crate) struct Place<'a, S: Setup> {
+    pub(crate) space: &'a Space<S>,
+    pub(crate) at: VirtAddr,
+    pub(crate) area: &'a AreaInfo,
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Takes a page of `order` out of every page table. If it has to stay nothing has changed, and the reference comes back.
+    ///
+    /// The flush that is owed is the first thing that is done with the value. Many pages of one `deferred` share one: call
+    /// [`flush`](DeferredUnmap::flush) after the last of them.
+    ///
+    /// O(areas of the object), one lock round of the page table for each; a second look at each if the page has more than
+    /// one place.
+    pub fn unhook<'d, M: AsRef<[AtomicU64]>>(
+        &'d self,
+        cx: &mut Cx<'_, S>,
+        folio: FolioRef,
+        order: Order,
+        deferred: &'d DeferredUnmap<Keep, M>,
+    ) -> Result<UnhookedPage<'d, S, M>, FolioRef> {
+        let head = folio.pfn();
+        let Some(owner) = self.owner(head) else { return Err(folio) };
+        let Some(handle) = self.registry.shared().get(owner.object) else { return Err(folio) };
+        let (folio, lost) = (Some(folio), &self.pages_lost);
+        let mut page =
+            UnhookedPage { object: handle, owner, head, folio, order, places: 0, debt: None, deferred, lost };
+        // SAFETY: `Registry::get` took a reference, which the page has.
+        let object = unsafe { handle.as_ref() };
+        match &object.index {
+            Some(index) => self.take_from_index(cx, &mut page, object, &index.table),
+            None => self.take_private(cx, &mut page, object),
+        }
+        if page.places == 0
+            && let Some(folio) = page.folio.take()
+        {
+            self.consume(cx, page);
+            return Err(folio);
+        }
+        Ok(page)
+    }
+
+    fn take_from_index<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: &mut UnhookedPage<'_, S, M>,
+        object: &Object<S>,
+        index: &PageTable<S::Format, S::Lock>,
+    ) {
+        let head = page.head;
+        {
+            let task = RefCell::new(&mut *cx);
+            let mut table = index.exclusive(self.tables(&task));
+            // The index's reference, and the caller's.
+            let alone = self.frames.references(head) == 2;
+            if !alone || table.take_leaf(offset_at(page.owner), head, |leaf| Some(moving(head, leaf))).is_err() {
+                return;
+            }
+        }
+        page.places = 1;
+        self.places(object, page.owner, |place| {
+            // Where somebody is just unmapping it, he may not have flushed yet, and the page is not his to keep.
+            let owes = |found: &Result<Leaf, Lookup>| matches!(found, Ok(_) | Err(Lookup::Busy));
+            let _ = self.take_leaf(cx, page, &place, |_| None, owes);
+            true
+        });
+    }
+
+    fn take_private<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: &mut UnhookedPage<'_, S, M>,
+        object: &Object<S>,
+    ) {
+        let head = page.head;
+        let references = self.frames.references(head);
+        if references > 2 {
+            let mut mapped = 0;
+            self.places(object, page.owner, |place| {
+                let found = self.lookup(cx, place.space, place.at);
+                mapped += u64::from(matches!(found, Lookup::Mapped(leaf) if leaf.frame == head));
+                true
+            });
+            // Each place's, and the caller's.
+            if references > mapped + 1 || mapped > MOST_PLACES {
+                return;
+            }
+        }
+        self.places(object, page.owner, |place| {
+            // Where somebody is just unmapping it, he keeps its reference until he has flushed.
+            let taken = self.take_leaf(cx, page, &place, |leaf| Some(moving(head, leaf)), Result::is_ok);
+            page.places += u64::from(taken.is_ok());
+            true
+        });
+    }
+
+    /// Takes one leaf away, telling the space's followers. A flush of it is owed if `owes` says so of what was found.
+    fn take_leaf<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: &mut UnhookedPage<'_, S, M>,
+        place: &Place<'_, S>,
+        word: impl Fn(Leaf) -> Option<u64>,
+        owes: impl FnOnce(&Result<Leaf, Lookup>) -> bool,
+    ) -> Result<Leaf, Lookup> {
+        let span = Span::new(place.at, page.order.bytes()).map_err(|_| Lookup::Absent)?;
+        place.space.changing(cx, span.range(), |cx| {
+            let task = RefCell::new(&mut *cx);
+            let mut table = place.space.table.exclusive(self.tables(&task));
+            let found = table.take_leaf(place.at, page.head, word);
+            if owes(&found) {
+                // Under the lock under which the entry was changed.
+                let more = page.deferred.unmapped(&place.space.tlb, (), span.range());
+                page.debt = match page.debt.take() {
+                    None => Some(more),
+                    // They are of one domain.
+                    Some(before) => Some(before.merge(more).unwrap_or_else(|(before, _)| before)),
+                };
+            }
+            found
+        })
+    }
+
+    /// Pays the flush that is owed, unless that has been done.
+    pub(crate) fn flush_page<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>) {
+        let Some(debt) = page.debt.take() else { return };
+        if let Err(debt) = debt.release(&page.deferred.domain().latest(false)) {
+            let paid = debt.release(&page.deferred.flush(self.tlbs, cx));
+            debug_assert!(paid.is_ok(), "a flush that began later did not pay");
+        }
+    }
+
+    /// After the flush: the page as the caller's alone, without its places' references; `None` if somebody else has one.
+    pub(crate) fn freeze_unhooked<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: &mut UnhookedPage<'_, S, M>,
+    ) -> Option<Frozen> {
+        self.flush_page(cx, page);
+        // If all are the caller's, nobody can get another.
+        if self.frames.references(page.head) != page.places + 1 {
+            return None;
+        }
+        let folio = page.folio.take()?;
+        for _ in 0..page.places {
+            // SAFETY: the page has the references of its places.
+            let _ = self.frames.put_frozen(unsafe { FolioRef::from_pfn(page.head) });
+        }
+        match self.frames.freeze(folio) {
+            Ok(block) => Some(block),
+            Err(folio) => {
+                self.count_places(cx, page, folio);
+                None
+            }
+        }
+    }
+
+    /// Undoes [`freeze_unhooked`](Vm::freeze_unhooked).
+    pub(crate) fn thaw<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: &mut UnhookedPage<'_, S, M>,
+        block: Frozen,
+    ) {
+        // It was counted before, so it can be again.
+        if let Ok(folio) = self.frames.count(block) {
+            self.count_places(cx, page, folio);
+        }
+    }
+
+    /// Takes the references of a page's places again, which fitted before: somebody who only guesses at the frame may be in
+    /// the way.
+    fn count_places<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>, folio: FolioRef) {
+        for _ in 0..page.places {
+            while let Err(RefError::Saturated) = self.frames.get(&folio).map(FolioRef::into_pfn) {
+                self.tlbs.serve(cx);
+                spin_loop();
+            }
+        }
+        page.folio = Some(folio);
+    }
+
+    /// Puts a page back where it was, after the flush: with the accessed and dirty bits that were found, and the rights
+    /// that were found as far as the area there allows them now. Where it has been unmapped meanwhile it stays away; if
+    /// that is so everywhere the page is freed. Drops the reference.
+    pub fn put_back<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, mut page: UnhookedPage<'_, S, M>) {
+        self.flush_page(cx, &mut page);
+        let entered = self.enter_again(cx, &page, page.head);
+        for _ in entered..page.places {
+            self.drop_pages(cx, page.extent(), page.size(), false);
+        }
+        self.drop_own(cx, &mut page);
+        self.consume(cx, page);
+    }
+
+    /// Drops the page's own reference.
+    pub(crate) fn drop_own<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>) {
+        if let Some(folio) = page.folio.take() {
+            let _ = folio.into_pfn();
+            self.drop_pages(cx, page.extent(), page.size(), false);
+        }
+    }
+
+    /// Makes what says that a page is moving the page again, in `to`: in how many places, each of which has one of the
+    /// references to `to` then. There are as many as there were places.
+    pub(crate) fn enter_again<M: AsRef<[AtomicU64]>>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        page: &UnhookedPage<'_, S, M>,
+        to: Pfn,
+    ) -> u64 {
+        let size = page.size();
+        let mut entered = 0;
+        let mut back = |cx: &mut Cx<'_, S>, table: &PageTable<S::Format, S::Lock>, at: VirtAddr, rights: Flags| {
+            if let Some((word, was)) = self.moving_at(cx, table, at, page.head) {
+                let flags = rights.without(Flags::WRITE) | (was & (rights | Flags::HARDWARE));
+                let leaf = Leaf { frame: to, size, flags };
+                entered += u64::from(self.exchange(cx, table, at, word, OwnerNext::Leaf(leaf)));
+            }
+        };
+        match &page.object().index {
+            Some(index) => back(cx, &index.table, offset_at(page.owner), Flags::NONE),
+            None => self.places(page.object(), page.owner, |place| {
+                back(cx, &place.space.table, place.at, place.area.kind.flags());
+                true
+            }),
+        }
+        debug_assert!(entered <= page.places, "a page came back where it had not been");
+        entered
+    }
+
+    /// The word at an address if it says that this page is moving, and what its leaf was.
+    pub(crate) fn moving_at(
+        &self,
+        cx: &mut Cx<'_, S>,
+        table: &PageTable<S::Format, S::Lock>,
+        at: VirtAddr,
+        page: Pfn,
+    ) -> Option<(u64, Flags)> {
+        let task = RefCell::new(cx);
+        let Lookup::Owner(word) = table.shared(self.tables(&task)).lookup(at) else { return None };
+        match Away::of(word) {
+            Away::Moving { head, was } if head == page => Some((word, was)),
+            _ => None,
+        }
+    }
+
+    /// Ends a page's being away: all that it owned has been given to somebody.
+    pub(crate) fn consume<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, page: UnhookedPage<'_, S, M>) {
+        debug_assert!(page.debt.is_none(), "nobody has flushed");
+        debug_assert!(page.folio.is_none(), "somebody has the page");
+        self.put_object(cx, ManuallyDrop::new(page).object);
+    }
+
+    /// How many unhooked pages were dropped, which is a mistake: neither paged out, moved nor put back.
+    pub fn pages_lost(&self) -> u64 {
+        self.pages_lost.get()
+    }
+
+    /// Replaces the word at an address; false if something else is there.
+    pub(crate) fn exchange(
+        &self,
+        cx: &mut Cx<'_, S>,
+        table: &PageTable<S::Format, S::Lock>,
+        at: VirtAddr,
+        word: u64,
+        next: OwnerNext,
+    ) -> bool {
+        let task = RefCell::new(cx);
+        table.shared(self.tables(&task)).replace_owner(at, word, next).is_ok()
+    }
+
+    /// Shows every place of a page, whatever is there, until `visit` says that it has seen enough. Under the lock of the
+    /// object's areas.
+    pub(crate) fn places(&self, object: &Object<S>, owner: Owner, mut visit: impl FnMut(Place<'_, S>) -> bool) {
+        for area in object.areas.shared().iter() {
+            let Some(at) = area.address_of(owner.offset) else { continue };
+            // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
+            if !visit(Place { space: unsafe { area.space.as_ref() }, at, area: &area.info }) {
+                return;
+            }
+        }
+    }
+}
+
+/// What stands for a leaf of a page that is moving.
+fn moving(head: Pfn, leaf: Leaf) -> u64 {
+    Away::Moving { head, was: leaf.flags }.word()
+}
+
+/// Where an object's index has a page.
+pub(crate) fn offset_at(owner: Owner) -> VirtAddr {
+    VirtAddr::new(owner.offset << PAGE_SHIFT)
+}
