@@ -60,7 +60,7 @@ while read -r other test; do
 done < <(sed -n '/^\[package\.metadata\.mutants\]/,/^$/s/^also = \[\(.*\)\]$/\1/p' "crates/$crate/Cargo.toml" | tr ',' '\n' | tr -d '"')
 
 # Short soaks: a mutant that lives through these is looked at by somebody anyway.
-export CARGO_TARGET_DIR=$work/target CARGO_TERM_COLOR=never HUGEMM_SOAK_STEPS=200 PROPTEST_CASES=64
+export CARGO_TARGET_DIR=$work/target CARGO_TERM_COLOR=never PROPTEST_CASES=64
 common=(--profile mutants --config "target.'cfg(all())'.runner = ['$PWD/scripts/mutants.sh', '--until-failure']")
 
 # How long the tests take as they are, and that they pass; a mutant has five times that, and 20 s at least.

@@ -378,6 +378,13 @@ requests! {
         /// Days.
         runs: u32,
     }
+    /// A quantum of what a memory manager does: page faults, stores, page table edits, flushes on all CPUs.
+    "trial" Trial {
+        /// Pages that are touched in each round.
+        pages: u64,
+        /// Rounds.
+        rounds: u32,
+    }
     /// Every system's stress.
     "selftest" Selftest {
         /// Seconds in all.
@@ -433,6 +440,7 @@ mod tests {
             Request::Selftest(Selftest { seconds: 60, resizes: 100, only: Part::All, plant: Plant::MissedCpu }),
             Request::CrashTest(CrashTest { how: Crash::Deaf }),
             Request::Shootdown(Shootdown { pages: 1 << 18, each: 4096, runs: 3 }),
+            Request::Trial(Trial { pages: 4096, rounds: 3 }),
         ] {
             assert_eq!(request.to_string().parse(), Ok(request), "{request}");
         }

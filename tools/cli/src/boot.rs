@@ -12,12 +12,13 @@ use crate::image::Image;
 use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::size::Size;
-use crate::{environment_text, progress, qemu, table};
+use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_host::environment::{Environment, GuestInfo};
 use hugemm_kernel::report::EXIT_BROKEN;
 use hugemm_kernel::request::Request;
 use hugemm_kernel::{MAX_CPUS, MIN_MEMORY};
+use std::fmt;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
@@ -29,7 +30,7 @@ pub const KERNEL: Image = Image { package: "hugemm-kernel", target: "x86_64-unkn
 const SILENCE: Duration = Duration::from_secs(30);
 
 /// CPU model under emulation: all that it can do.
-const CPU_MODEL: &str = "max";
+pub const CPU_MODEL: &str = "max";
 
 /// A virtual machine for the kernel.
 pub struct Machine<'a> {
@@ -38,16 +39,14 @@ pub struct Machine<'a> {
     pub cpu_model: &'a str,
     pub cpus: u32,
     pub memory: Size,
-    /// Seconds that it may take.
-    pub timeout: u64,
+    /// The longest that it may run.
+    pub timeout: Duration,
 }
 
 /// A command that the kernel has carried out.
 pub struct Done {
     pub boot: BootLine,
     pub transcript: Transcript,
-    /// What executed it.
-    pub accel: Accel,
 }
 
 impl Machine<'_> {
@@ -77,7 +76,7 @@ impl Machine<'_> {
             initrd: None,
             append: request.to_string(),
             options: ["-device", "isa-debug-exit,iobase=0xf4,iosize=0x4"].map(Into::into).to_vec(),
-            deadline: Duration::from_secs(self.timeout),
+            deadline: self.timeout,
             silence: SILENCE,
         };
         let mut transcript = Transcript::default();
@@ -91,7 +90,7 @@ impl Machine<'_> {
             return Err(broken(self, &transcript, &ended));
         };
         match &transcript.result {
-            Some(Ok(())) => Ok(Done { boot, transcript, accel: ended.accel }),
+            Some(Ok(())) => Ok(Done { boot, transcript }),
             Some(Err(why)) => bail!("{why}"),
             None => Err(broken(self, &transcript, &ended)),
         }
@@ -103,23 +102,25 @@ pub fn run(args: &Boot) -> Result<()> {
     let request = args::request(&args.command)?;
     let mut environment = Environment::read()?;
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
-    let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
-    Machine { image: Path::new(""), accel, cpu_model: CPU_MODEL, cpus, memory, timeout }.check()?;
+    let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
+    let machine = |image, accel| Machine { image, accel, cpu_model: CPU_MODEL, cpus, memory, timeout };
+    machine(Path::new(""), Accel::Tcg).check()?;
     document::check_writable(args.common.json.as_deref())?;
-    qemu::ready(accel, memory)?;
+    args.accel.ready(memory)?;
     let quiet = args.common.json_only();
     let bar = progress::bar(0, quiet);
     bar.set_message("finding or building the kernel");
     let image = KERNEL.find(args.image.as_deref())?;
+    bar.set_message("seeing what executes guests fastest");
+    let accel = args.accel.decide(|| Ok(image.clone()))?;
     bar.set_message("booting");
-    let machine = Machine { image: &image, accel, cpu_model: CPU_MODEL, cpus, memory, timeout };
-    let done = machine.run(&request, |done, of, what| {
+    let done = machine(&image, accel).run(&request, |done, of, what| {
         bar.set_length(of);
         bar.set_position(done);
         bar.set_message(what);
     });
     bar.finish_and_clear();
-    let Done { boot, transcript, accel } = done?;
+    let Done { boot, transcript } = done?;
     environment.guest = Some(GuestInfo {
         kernel: "hugemm reference kernel".to_owned(),
         machine: format!("QEMU {}", accel.name().to_uppercase()),
@@ -152,6 +153,22 @@ pub fn run(args: &Boot) -> Result<()> {
     Document::new(environment, rows).write(args.common.json.as_deref())
 }
 
+/// The time that a guest had was up.
+#[derive(Debug)]
+pub struct Unfinished {
+    pub after: Duration,
+    pub last_word: String,
+}
+
+impl fmt::Display for Unfinished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (seconds, last) = (self.after.as_secs(), &self.last_word);
+        write!(f, "the guest had not finished after {seconds} s; use a larger --timeout; its last words: {last}")
+    }
+}
+
+impl std::error::Error for Unfinished {}
+
 /// Why there is no result: the guest's report with names for its addresses on standard error, and one line for all.
 fn broken(machine: &Machine<'_>, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
     let symbols = Symbols::read(machine.image);
@@ -162,14 +179,11 @@ fn broken(machine: &Machine<'_>, transcript: &Transcript, ended: &Ended) -> anyh
         return anyhow::anyhow!("the guest broke: {}", symbols.line(line));
     }
     let last = ended.last_word();
+    if ended.timed_out {
+        return Unfinished { after: machine.timeout, last_word: last.to_owned() }.into();
+    }
     let complaint = ended.complaint.lines().next().unwrap_or("").trim();
     let why = match ended.status {
-        None if ended.timed_out => {
-            format!(
-                "the guest had not finished after {} s; use a larger --timeout; its last words: {last}",
-                machine.timeout
-            )
-        }
         None => format!(
             "the guest hangs: no word for {} s, not even from its watchdog; its last words: {last}",
             SILENCE.as_secs()

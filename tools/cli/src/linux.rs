@@ -6,16 +6,17 @@ pub mod image;
 pub mod reference;
 
 use crate::args::Page;
+use crate::boot::KERNEL;
 use crate::document::{self, Document, Row};
 use crate::image::Image;
 use crate::linux::args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
 use crate::linux::faults::Populate;
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::linux::reference::Reference;
-use crate::qemu::{Ended, Guest};
+use crate::qemu::{Accel, Ended, Guest};
 use crate::size::Size;
 use crate::stats::Samples;
-use crate::{cli_text, environment_text, noise, progress, qemu, table};
+use crate::{cli_text, environment_text, noise, progress, table};
 use anyhow::{Result, bail};
 use clap::Parser;
 use hugemm_base::PageSize;
@@ -37,16 +38,17 @@ pub fn run(args: &Linux) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
     let quiet = args.common.json_only();
     let environment = Environment::read()?;
-    qemu::ready(args.accel, args.memory)?;
+    args.accel.ready(args.memory)?;
     let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
     let reference = if args.reference { Some(Reference::new(args, &work)?) } else { None };
+    let accel = args.accel.decide(|| KERNEL.find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
     let mut cells = Vec::new();
     for image in &images {
         for &cpus in &args.cpus {
             bar.set_message(format!("{} on {cpus} CPUs", image.release));
-            let events = boot(args, image, &initramfs, cpus, &words(&work, args.runs))?;
+            let events = boot(args, accel, image, &initramfs, cpus, &words(&work, args.runs))?;
             cells.push(Cell { kernel: image.release.clone(), cpus, events });
             bar.inc(1);
         }
@@ -54,7 +56,7 @@ pub fn run(args: &Linux) -> Result<()> {
     if let Some(reference) = &reference {
         for &cpus in &args.cpus {
             bar.set_message(format!("{} on {cpus} CPUs", reference::NAME));
-            let events = reference.boot(args, cpus)?;
+            let events = reference.boot(args, accel, cpus)?;
             cells.push(Cell { kernel: reference::NAME.to_owned(), cpus, events });
             bar.inc(1);
         }
@@ -62,7 +64,7 @@ pub fn run(args: &Linux) -> Result<()> {
     bar.finish_and_clear();
     if !quiet {
         environment_text::print(&environment);
-        println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, args.accel.name(), args.cpu_model);
+        println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), args.cpu_model);
     }
     let mut rows = match &work {
         GuestBench::Pool(pool) => report_pool(pool, &cells, quiet),
@@ -124,6 +126,7 @@ pub fn kib(page: Page) -> u64 {
 /// Boots one guest and collects its events. The outer error ends the command, the inner one is the cell's.
 fn boot(
     args: &Linux,
+    accel: Accel,
     image: &LinuxImage,
     initramfs: &Initramfs,
     cpus: u32,
@@ -131,7 +134,7 @@ fn boot(
 ) -> Result<Result<Vec<Value>, String>> {
     let init_on_alloc = u8::from(args.init_on_alloc);
     let guest = Guest {
-        accel: args.accel,
+        accel,
         cpu_model: args.cpu_model.clone(),
         cpus,
         memory: args.memory,
@@ -168,14 +171,14 @@ fn boot(
                 continue;
             }
             (None, Some(panic)) => Err(format!("the guest panicked: {panic}")),
-            (None, None) => Err(died(&ended, args.timeout)),
+            (None, None) => Err(died(&ended, accel, args.timeout)),
         });
     }
 }
 
 /// Why a guest that neither finished nor panicked ended.
-fn died(ended: &Ended, seconds: u64) -> String {
-    let (last, accel) = (ended.last_word(), ended.accel.name());
+fn died(ended: &Ended, accel: Accel, seconds: u64) -> String {
+    let (last, accel) = (ended.last_word(), accel.name());
     match ended.status {
         _ if ended.timed_out => {
             format!("the guest took longer than {seconds} s under {accel}; its last words: {last}; use --timeout")

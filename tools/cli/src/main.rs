@@ -5,6 +5,7 @@
 #[macro_use]
 mod output;
 
+mod accel;
 mod age;
 mod args;
 mod boot;

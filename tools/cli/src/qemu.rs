@@ -2,7 +2,6 @@
 
 use crate::size::Size;
 use anyhow::{Context, Result, anyhow, bail};
-use clap::ValueEnum;
 use hugemm_host::interrupt;
 use hugemm_host::limits::Limits;
 use std::collections::VecDeque;
@@ -30,14 +29,12 @@ const LAST_WORDS: usize = 40;
 const OWN_BYTES: u64 = 256 << 20;
 
 /// What executes the guest's instructions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accel {
     /// Translation in software: works everywhere, and only ratios and counts mean something.
     Tcg,
     /// The processor, through /dev/kvm.
     Kvm,
-    /// kvm where a guest is seen to start under it, else tcg.
-    Auto,
 }
 
 impl Accel {
@@ -46,7 +43,6 @@ impl Accel {
         match self {
             Accel::Tcg => "tcg",
             Accel::Kvm => "kvm",
-            Accel::Auto => "auto",
         }
     }
 }
@@ -84,8 +80,6 @@ pub struct Ended {
     pub status: Option<ExitStatus>,
     /// Whether the deadline had passed.
     pub timed_out: bool,
-    /// What executed the guest.
-    pub accel: Accel,
     /// The last lines of the serial port.
     pub last_words: VecDeque<String>,
     /// What QEMU complained about.
@@ -134,40 +128,8 @@ impl Guest {
     /// interrupts, or `line` fails. QEMU is ended on every way out.
     pub fn run(&self, mut line: impl FnMut(&str) -> Result<ControlFlow<()>>) -> Result<Ended> {
         ready(self.accel, self.memory)?;
-        match self.accel {
-            Accel::Tcg => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
-            Accel::Kvm => self.attempt(Accel::Kvm, FIRST_WORD, &mut line),
-            Accel::Auto if kvm_usable().is_err() => self.attempt(Accel::Tcg, Duration::MAX, &mut line),
-            Accel::Auto => match self.attempt(Accel::Kvm, FIRST_WORD, &mut line) {
-                Err(error) if error.is::<Silent>() || error.is::<Refused>() => {
-                    self.attempt(Accel::Tcg, Duration::MAX, &mut line)
-                }
-                other => other,
-            },
-        }
-    }
-
-    fn command(&self, accel: Accel) -> Command {
-        let mut command = Command::new(PROGRAM);
-        let cpu = if accel == Accel::Kvm { "host" } else { &self.cpu_model };
-        command.args(["-machine", "q35", "-accel", accel.name(), "-cpu", cpu]);
-        command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{}M", self.memory.0 >> 20)]);
-        command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]);
-        command.args(["-serial", "stdio"]).arg("-kernel").arg(&self.kernel);
-        if let Some(initrd) = &self.initrd {
-            command.arg("-initrd").arg(initrd);
-        }
-        command.args(["-append", &self.append]).args(&self.options);
-        command
-    }
-
-    fn attempt(
-        &self,
-        accel: Accel,
-        first_word: Duration,
-        line: &mut impl FnMut(&str) -> Result<ControlFlow<()>>,
-    ) -> Result<Ended> {
-        let mut running = Running::start(self.command(accel))?;
+        let mut running = Running::start(self.command())?;
+        let first_word = if self.accel == Accel::Kvm { FIRST_WORD } else { Duration::MAX };
         let started = Instant::now();
         let mut last_words = VecDeque::with_capacity(LAST_WORDS);
         let (mut enough, mut timed_out, mut silent) = (false, false, false);
@@ -190,7 +152,8 @@ impl Guest {
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
                     if last_words.is_empty() && started.elapsed() > first_word {
-                        return Err(Silent { accel }.into());
+                        let seconds = first_word.as_secs();
+                        bail!("the guest said nothing for {seconds} s under kvm; use --accel tcg");
                     }
                     timed_out = started.elapsed() > self.deadline;
                     silent = !last_words.is_empty() && heard.elapsed() > self.silence;
@@ -206,42 +169,29 @@ impl Guest {
         let complaint = running.end();
         // A signal to all processes of a terminal or a service ends QEMU too; then that is why.
         interrupt::check()?;
-        if accel == Accel::Kvm && last_words.is_empty() && status.is_some_and(|status| !status.success()) {
-            let complaint = complaint.lines().next().unwrap_or("no reason given").to_owned();
-            return Err(Refused { complaint }.into());
+        if self.accel == Accel::Kvm && last_words.is_empty() && status.is_some_and(|status| !status.success()) {
+            bail!(
+                "kvm does not work here ({}); use --accel tcg",
+                complaint.lines().next().unwrap_or("no reason given")
+            );
         }
-        Ok(Ended { status, timed_out, accel, last_words, complaint })
+        Ok(Ended { status, timed_out, last_words, complaint })
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(PROGRAM);
+        let cpu = if self.accel == Accel::Kvm { "host" } else { &self.cpu_model };
+        command.args(["-machine", "q35", "-accel", self.accel.name(), "-cpu", cpu]);
+        command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{}M", self.memory.0 >> 20)]);
+        command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]);
+        command.args(["-serial", "stdio"]).arg("-kernel").arg(&self.kernel);
+        if let Some(initrd) = &self.initrd {
+            command.arg("-initrd").arg(initrd);
+        }
+        command.args(["-append", &self.append]).args(&self.options);
+        command
     }
 }
-
-/// A guest that never said a word.
-#[derive(Debug)]
-struct Silent {
-    accel: Accel,
-}
-
-impl std::fmt::Display for Silent {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let seconds = FIRST_WORD.as_secs();
-        write!(f, "the guest said nothing for {seconds} s under {}; use --accel tcg", self.accel.name())
-    }
-}
-
-impl std::error::Error for Silent {}
-
-/// QEMU ended under kvm before the guest said a word.
-#[derive(Debug)]
-struct Refused {
-    complaint: String,
-}
-
-impl std::fmt::Display for Refused {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "kvm does not work here ({}); use --accel tcg", self.complaint)
-    }
-}
-
-impl std::error::Error for Refused {}
 
 /// Whether /dev/kvm can be opened; if not, why, and what to do.
 pub fn kvm_usable() -> Result<()> {

@@ -276,6 +276,18 @@ fn what_cannot_be_booted_is_refused() {
     misused(&["boot", "--accel", "nonsense", "--", "selftest"], "nonsense");
 }
 
+/// /dev/kvm is there on many machines, slower than emulation on some, and refuses its own CPU model on others.
+#[test]
+#[ignore = "needs QEMU: make test-kernel"]
+fn auto_finds_what_does_the_work() {
+    let args = ["boot", "--accel", "auto", "--memory", "512MB", "--cpus", "2", "--timeout", "120", "--"];
+    let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).args(["selftest", "--seconds", "2"]).output();
+    let output = output.expect("the command starts");
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{err}");
+    assert_eq!(out.contains("instructions are emulated"), err.contains("hugemm: tcg executes the guest: "), "{err}");
+}
+
 /// The day of `hugemm run` on real page tables: its books are checked inside, flushes and interrupts are real.
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]

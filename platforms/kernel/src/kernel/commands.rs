@@ -13,6 +13,7 @@ mod run;
 mod selftest;
 mod shootdown;
 mod swapped;
+mod trial;
 mod vm_create;
 
 use super::platform::Kernel;
@@ -105,6 +106,7 @@ pub fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Pool(args) => pool::run(cx, args),
         Request::Age(args) => age::run(cx, args),
         Request::Run(args) => run::run(cx, args),
+        Request::Trial(args) => trial::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),
     }

@@ -1,10 +1,10 @@
 //! Options of `hugemm boot`, and the commands of the reference kernel.
 
+use crate::accel::Choice;
 use crate::age::args::{Lists, Mapped, Young};
 use crate::args::{Common, Function, Page};
 use crate::cli_text;
 use crate::pool::args::{Flush, HugeSize, Hvo};
-use crate::qemu::Accel;
 use crate::size::Size;
 use crate::vm_create::args::{Clearing, How, Source};
 use anyhow::{Result, bail};
@@ -45,8 +45,8 @@ pub struct Boot {
     #[arg(long, default_value = "1GB")]
     pub memory: Size,
     /// What executes the guest.
-    #[arg(long, value_enum, default_value_t = Accel::Auto)]
-    pub accel: Accel,
+    #[arg(long, value_enum, default_value_t = Choice::Auto)]
+    pub accel: Choice,
     /// The kernel image, instead of finding or building it.
     #[arg(long, value_name = "FILE")]
     pub image: Option<PathBuf>,

@@ -364,7 +364,7 @@ fn qemu(facts: &Facts) -> Finding {
 
 fn kvm(facts: &Facts) -> Finding {
     match &facts.kvm {
-        Ok(()) => ok("KVM", "/dev/kvm can be opened; 'hugemm linux --accel auto' sees whether guests start"),
+        Ok(()) => ok("KVM", "/dev/kvm can be opened; 'hugemm boot' sees whether it is faster than emulation"),
         Err(why) => {
             let (fact, _) = why.split_once(';').unwrap_or((why, ""));
             let remedy = match fact.contains("no /dev/kvm") {

@@ -1,7 +1,7 @@
 //! Options of `hugemm linux`.
 
+use crate::accel::Choice;
 use crate::args::{Common, Function, Page};
-use crate::qemu::Accel;
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -34,8 +34,8 @@ pub struct Linux {
     #[arg(long, default_value = "6GB")]
     pub memory: Size,
     /// What executes the guests.
-    #[arg(long, value_enum, default_value_t = Accel::Tcg)]
-    pub accel: Accel,
+    #[arg(long, value_enum, default_value_t = Choice::Tcg)]
+    pub accel: Choice,
     /// CPU model, in QEMU's notation.
     #[arg(long, default_value = "max,-erms")]
     pub cpu_model: String,

@@ -6,6 +6,7 @@ use crate::goals::Goals;
 use crate::linux::args::{GuestBench, GuestMem, Linux};
 use crate::linux::faults::Populate;
 use crate::pool::kernel as pool_kernel;
+use crate::qemu::Accel;
 use crate::stats::Samples;
 use crate::table;
 use anyhow::Result;
@@ -13,6 +14,7 @@ use hugemm_host::interrupt;
 use hugemm_kernel::request::Request;
 use serde_json::Value;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Its name in the column of kernels.
 pub const NAME: &str = "hugemm";
@@ -33,18 +35,18 @@ impl<'w> Reference<'w> {
             GuestBench::VmCreate(create) => Populate::from(create).request(args.runs)?,
         };
         let reference = Reference { image: KERNEL.find(None)?, request, work };
-        args.cpus.iter().try_for_each(|cpus| reference.machine(args, *cpus).check())?;
+        args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;
         Ok(reference)
     }
 
-    fn machine<'a>(&'a self, args: &'a Linux, cpus: u32) -> Machine<'a> {
-        let (accel, memory, timeout) = (args.accel, args.memory, args.timeout);
+    fn machine<'a>(&'a self, args: &'a Linux, accel: Accel, cpus: u32) -> Machine<'a> {
+        let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
         Machine { image: &self.image, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
     }
 
     /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.
-    pub fn boot(&self, args: &Linux, cpus: u32) -> Result<Result<Vec<Value>, String>> {
-        let done = self.machine(args, cpus).run(&self.request, |_, _, _| {});
+    pub fn boot(&self, args: &Linux, accel: Accel, cpus: u32) -> Result<Result<Vec<Value>, String>> {
+        let done = self.machine(args, accel, cpus).run(&self.request, |_, _, _| {});
         interrupt::check()?;
         let events = |done: &Done| match self.work {
             GuestBench::Pool(_) => pool_kernel::events(&done.transcript),

@@ -1,0 +1,172 @@
+//! What executes guests. `auto` measures: /dev/kvm can be there, start guests, and yet be a thousand times slower than emulation
+//! at page faults and flushes, as where a hypervisor under this one has no nested page tables.
+
+use crate::boot::{CPU_MODEL, Machine, Unfinished};
+use crate::qemu::{self, Accel};
+use crate::size::Size;
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use hugemm_host::interrupt;
+use hugemm_kernel::request::{Request, Trial};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// What a trial does: under emulation several times the work of starting QEMU and booting the kernel, which is about the same
+/// under both.
+const TRIAL: Trial = Trial { pages: 16 << 10, rounds: 12 };
+
+/// Memory of its machine.
+const MEMORY: Size = Size(128 << 20);
+
+/// Its CPUs: flushes have somebody to reach.
+const CPUS: u32 = 2;
+
+/// The longest that emulation may take for it.
+const EMULATED: Duration = Duration::from_secs(120);
+
+/// What a user asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Choice {
+    /// Translation in software: works everywhere, and only ratios and counts mean something.
+    Tcg,
+    /// The processor, through /dev/kvm.
+    Kvm,
+    /// kvm where a short trial of page faults and flushes ends sooner under it than under tcg, else tcg.
+    Auto,
+}
+
+impl Choice {
+    /// Whether a guest of this size can be started at all: asked before anything is built for it.
+    ///
+    /// # Errors
+    /// Those of [`qemu::ready`].
+    pub fn ready(self, memory: Size) -> Result<()> {
+        qemu::ready(if self == Choice::Kvm { Accel::Kvm } else { Accel::Tcg }, memory)
+    }
+
+    /// What it is to be. For `auto` the reference kernel is booted twice, for seconds; if tcg is chosen, a line on standard
+    /// error says why.
+    ///
+    /// # Errors
+    /// The kernel's image is not to be had, the trial fails under tcg too, or the user interrupts.
+    pub fn decide(self, image: impl FnOnce() -> Result<PathBuf>) -> Result<Accel> {
+        let verdict = match self {
+            Choice::Tcg => return Ok(Accel::Tcg),
+            Choice::Kvm => return Ok(Accel::Kvm),
+            Choice::Auto => match qemu::kvm_usable() {
+                Ok(()) => {
+                    let image = image()?;
+                    judge(|accel, limit| trial(&image, accel, limit))?
+                }
+                Err(error) => Verdict::Tcg(format!("{error:#}")),
+            },
+        };
+        match verdict {
+            Verdict::Kvm => Ok(Accel::Kvm),
+            Verdict::Tcg(why) => {
+                eprintln!("hugemm: tcg executes the guest: {why}");
+                Ok(Accel::Tcg)
+            }
+        }
+    }
+}
+
+/// What a comparison has shown.
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    Kvm,
+    /// And why.
+    Tcg(String),
+}
+
+/// Compares by one trial each. Emulation is the bound: what has not ended by then is not worth waiting for.
+fn judge(mut trial: impl FnMut(Accel, Duration) -> Result<Duration>) -> Result<Verdict> {
+    let emulated = trial(Accel::Tcg, EMULATED).context("a trial of the guest failed")?;
+    let measured = trial(Accel::Kvm, emulated);
+    // Who wants to stop wants no other guest.
+    interrupt::check()?;
+    let seconds = |time: Duration| format!("{:.1} s", time.as_secs_f64());
+    Ok(match measured {
+        Ok(time) if time <= emulated => Verdict::Kvm,
+        Ok(time) => Verdict::Tcg(format!(
+            "page faults and flushes that take {} under it take {} under kvm",
+            seconds(emulated),
+            seconds(time)
+        )),
+        Err(error) if error.is::<Unfinished>() => Verdict::Tcg(format!(
+            "page faults and flushes that take {} under it were not done by then under kvm",
+            seconds(emulated)
+        )),
+        Err(error) => Verdict::Tcg(format!("a trial under kvm failed: {error:#}")),
+    })
+}
+
+/// From the start of QEMU to its end.
+fn trial(image: &Path, accel: Accel, limit: Duration) -> Result<Duration> {
+    let machine = Machine { image, accel, cpu_model: CPU_MODEL, cpus: CPUS, memory: MEMORY, timeout: limit };
+    let started = Instant::now();
+    machine.run(&Request::Trial(TRIAL), |_, _, _| {})?;
+    Ok(started.elapsed())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::anyhow;
+    use std::cell::RefCell;
+
+    const TCG: Duration = Duration::from_millis(1500);
+
+    /// What is judged of a machine whose kvm does this, and the limits that its trials were given.
+    fn judged(kvm: impl Fn(Duration) -> Result<Duration>) -> (Result<Verdict>, Vec<(Accel, Duration)>) {
+        let asked = RefCell::new(Vec::new());
+        let verdict = judge(|accel, limit| {
+            asked.borrow_mut().push((accel, limit));
+            match accel {
+                Accel::Tcg => Ok(TCG),
+                Accel::Kvm => kvm(limit),
+            }
+        });
+        (verdict, asked.into_inner())
+    }
+
+    fn why(verdict: Result<Verdict>) -> String {
+        match verdict.expect("judged") {
+            Verdict::Kvm => panic!("kvm was chosen"),
+            Verdict::Tcg(why) => why,
+        }
+    }
+
+    #[test]
+    fn the_processor_is_chosen_where_it_is_faster() {
+        let (verdict, asked) = judged(|_| Ok(TCG / 10));
+        assert_eq!(verdict.expect("judged"), Verdict::Kvm);
+        assert_eq!(asked, [(Accel::Tcg, EMULATED), (Accel::Kvm, TCG)], "what emulation took is the bound");
+    }
+
+    #[test]
+    fn a_kvm_that_is_slower_than_emulation_is_not_waited_for() {
+        let (verdict, _) = judged(|limit| {
+            assert_eq!(limit, TCG);
+            Err(Unfinished { after: limit, last_word: "nothing".to_owned() }.into())
+        });
+        assert_eq!(why(verdict), "page faults and flushes that take 1.5 s under it were not done by then under kvm");
+        let (verdict, _) = judged(|limit| Ok(limit + Duration::from_millis(200)));
+        assert_eq!(why(verdict), "page faults and flushes that take 1.5 s under it take 1.7 s under kvm");
+    }
+
+    #[test]
+    fn a_kvm_that_breaks_is_not_used() {
+        let (verdict, _) = judged(|_| Err(anyhow!("kvm does not work here (no such device)")));
+        assert_eq!(why(verdict), "a trial under kvm failed: kvm does not work here (no such device)");
+    }
+
+    #[test]
+    fn without_emulation_nothing_is_judged() {
+        let error = judge(|accel, _| {
+            assert_eq!(accel, Accel::Tcg);
+            Err(anyhow!("QEMU is not installed"))
+        });
+        assert_eq!(format!("{:#}", error.expect_err("failed")), "a trial of the guest failed: QEMU is not installed");
+    }
+}
