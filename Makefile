@@ -5,12 +5,15 @@ HUGEMM = target/release/hugemm
 ARM = aarch64-unknown-linux-musl
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
+# The parts of `make test`, with the seconds that each may take from nothing on two quiet cores: 20 minutes, 13 of them for x86-64.
+PARTS = test-host=390 test-examples=40 test-release=60 test-loom=90 test-bare=20 test-kernel=180 test-arm=420
+
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
 BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants lint package deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint package deep clean
 
 help:
 	@echo "make run    a day in the life of a virtual machine host, on this machine (a minute or two)"
@@ -18,6 +21,7 @@ help:
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
+	@echo "make soak   half an hour of everything at once, in which not one byte may be wrong (SOAK=600 seconds for each)"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 
 build:
@@ -26,7 +30,8 @@ build:
 run: build
 	$(HUGEMM) run
 
-test: test-host test-examples test-release test-loom test-bare test-arm test-kernel
+test:
+	@MAKE="$(MAKE)" scripts/parts.sh $(PARTS)
 	@echo "make test: all green"
 
 test-host:
@@ -34,8 +39,8 @@ test-host:
 
 # Programs that a newcomer would start from; each checks what it did.
 test-examples:
-	$(CARGO) run --locked -p hugemm-example-std-platform
-	$(CARGO) run --locked -p hugemm-example-vmm-prefault -- 64
+	$(CARGO) run --profile test --locked -p hugemm-example-std-platform
+	$(CARGO) run --profile test --locked -p hugemm-example-vmm-prefault -- 64
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    CARGO="$(CARGO)" examples/ring0/run.sh; \
 	else echo "skipped: the ring-0 example"; fi
@@ -47,9 +52,9 @@ test-release:
 
 # Bounded: a preemption bound of 3 finds every bug planted so far. `make deep` lifts it.
 test-loom:
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked $(LOOM_LIBS) --lib loom_tests
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-frames --test loom
-	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked $(LOOM_LIBS) --lib loom_tests
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-paging --test loom_shootdown
 
 # The crates build without std, without vector registers, on both architectures.
 test-bare:
@@ -84,6 +89,14 @@ SEED ?= $(shell git rev-parse HEAD)
 mutants:
 	@CARGO="$(CARGO)" scripts/mutants.sh "$(CRATE)" "$(SAMPLE)" "$(SEED)"
 
+# Ten minutes each: frames are owned once; processes that share, fork and are paged out read what they wrote; and the reference
+# kernel's self-test with all its parts, on eight CPUs.
+SOAK ?= 600
+soak: build
+	$(HUGEMM) bench stress --seconds $(SOAK)
+	$(HUGEMM) bench age --check --memory 64MB --seconds $$(($(SOAK) / 4)) --young noflush,batch --page 4KB
+	$(HUGEMM) boot --cpus 8 --timeout $$(($(SOAK) * 2 + 300)) -- selftest --seconds $(SOAK)
+
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
@@ -99,9 +112,9 @@ package:
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:
-	$(LOOM) $(CARGO) test --release --locked $(LOOM_LIBS) --lib loom_tests
-	$(LOOM) $(CARGO) test --release --locked -p hugemm-frames --test loom
-	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --release --locked -p hugemm-paging --test loom_shootdown
+	$(LOOM) $(CARGO) test --profile loom --locked $(LOOM_LIBS) --lib loom_tests
+	$(LOOM) $(CARGO) test --profile loom --locked -p hugemm-frames --test loom
+	$(LOOM) LOOM_MAX_PREEMPTIONS=5 $(CARGO) test --profile loom --locked -p hugemm-paging --test loom_shootdown
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
 	MIRIFLAGS="-Zmiri-permissive-provenance -Zmiri-disable-isolation" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
