@@ -134,11 +134,24 @@ pub unsafe trait CpuLocal {
 
 /// Preemption model, reschedule and migration points.
 ///
-/// A platform whose tasks can be moved to another CPU without passing [`reschedule`](Preempt::reschedule) or
-/// [`migrate`](Preempt::migrate) must execute a store fence when it switches a task out (every x86-64 and arm64 kernel
-/// does, through the serialising or barrier instructions of its switch): streaming stores are ordered only by a fence
-/// on the CPU that issued them.
-pub trait Preempt {
+/// # Safety
+///
+/// Streaming stores are ordered only by a fence on the CPU that issued them. So a task that is switched out anywhere but in
+/// [`reschedule`](Preempt::reschedule) or [`migrate`](Preempt::migrate) goes on on the same CPU, or the CPU that it leaves
+/// executes a store fence before it goes on (every x86-64 and arm64 kernel does, through the serialising or barrier
+/// instructions of its switch).
+///
+/// ```compile_fail,E0200
+/// # use hugemm_base::{Preempt, PreemptModel};
+/// struct Careless;
+/// impl Preempt for Careless { // error: whoever implements it has to promise that
+///     fn preempt_model(&self) -> PreemptModel {
+///         PreemptModel::Full
+///     }
+///     unsafe fn reschedule(&self) {}
+/// }
+/// ```
+pub unsafe trait Preempt {
     /// The model now in force.
     fn preempt_model(&self) -> PreemptModel;
 
@@ -204,7 +217,23 @@ pub trait StoreBuffer {
 }
 
 /// Use of vector registers outside user space.
-pub trait VectorUnit {
+///
+/// # Safety
+///
+/// From a `true` of [`vector_begin`](VectorUnit::vector_begin) to its [`vector_end`](VectorUnit::vector_end) the task may
+/// execute every vector instruction that the CPU says is enabled (CPUID and XCR0; on arm64 its ID registers): none traps, nobody
+/// else changes what the registers hold, interrupt handlers included, and nobody misses what they held before. The provided
+/// methods grant nothing.
+///
+/// ```compile_fail,E0200
+/// struct Generous;
+/// impl hugemm_base::VectorUnit for Generous { // error: whoever implements it has to promise that
+///     unsafe fn vector_begin(&self) -> bool {
+///         true
+///     }
+/// }
+/// ```
+pub unsafe trait VectorUnit {
     /// Makes the vector registers usable for the caller; false if they are not to be had here and now, which may be
     /// because they are in use. Uses that are granted nest. Does not sleep. Code other than platforms calls
     /// [`CpuCx::with_vector`](crate::CpuCx::with_vector).

@@ -60,7 +60,8 @@ unsafe impl CpuLocal for Recorder {
     }
 }
 
-impl Preempt for Recorder {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Recorder {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Lazy
     }
@@ -86,7 +87,8 @@ unsafe impl StoreOrder for Recorder {
     }
 }
 
-impl VectorUnit for Recorder {
+// SAFETY: a process's registers are its own, and the operating system saves them.
+unsafe impl VectorUnit for Recorder {
     unsafe fn vector_begin(&self) -> bool {
         self.note("vector begin");
         self.vector

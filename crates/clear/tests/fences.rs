@@ -263,7 +263,8 @@ mod host {
         }
     }
 
-    impl Preempt for Faulty<'_, '_> {
+    // SAFETY: the operating system fences when it switches threads.
+    unsafe impl Preempt for Faulty<'_, '_> {
         fn preempt_model(&self) -> PreemptModel {
             self.host.preempt_model()
         }
@@ -285,7 +286,8 @@ mod host {
         }
     }
 
-    impl VectorUnit for Faulty<'_, '_> {}
+    // SAFETY: the provided methods grant nothing.
+    unsafe impl VectorUnit for Faulty<'_, '_> {}
 
     impl Instrumented for Faulty<'_, '_> {
         fn counters(&self) -> &Counters {

@@ -36,7 +36,8 @@ unsafe impl CpuLocal for Machine {
     unsafe fn unpin(&self, _state: usize) {}
 }
 
-impl Preempt for Machine {
+// SAFETY: nothing runs; the code is only read.
+unsafe impl Preempt for Machine {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Full
     }
@@ -47,7 +48,8 @@ impl Preempt for Machine {
 // SAFETY: the provided methods.
 unsafe impl StoreOrder for Machine {}
 
-impl VectorUnit for Machine {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for Machine {}
 
 impl Instrumented for Machine {
     fn counters(&self) -> &Counters {

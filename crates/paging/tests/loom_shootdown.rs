@@ -40,7 +40,8 @@ unsafe impl CpuLocal for Cpu {
     unsafe fn unpin(&self, _state: usize) {}
 }
 
-impl Preempt for Cpu {
+// SAFETY: loom's threads store nothing but atomics.
+unsafe impl Preempt for Cpu {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
@@ -51,7 +52,8 @@ impl Preempt for Cpu {
 // SAFETY: the hardware's own barriers.
 unsafe impl StoreOrder for Cpu {}
 
-impl VectorUnit for Cpu {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for Cpu {}
 
 impl Instrumented for Cpu {
     fn counters(&self) -> &Counters {

@@ -57,7 +57,8 @@ unsafe impl CpuLocal for Cpu {
     }
 }
 
-impl Preempt for Cpu {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Cpu {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
@@ -68,7 +69,8 @@ impl Preempt for Cpu {
 // SAFETY: the hardware's own barriers.
 unsafe impl StoreOrder for Cpu {}
 
-impl VectorUnit for Cpu {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for Cpu {}
 
 impl Instrumented for Cpu {
     fn counters(&self) -> &Counters {

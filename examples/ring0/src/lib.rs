@@ -40,7 +40,8 @@ unsafe impl CpuLocal for OneCpu {
     }
 }
 
-impl Preempt for OneCpu {
+// SAFETY: one task, which nothing switches out.
+unsafe impl Preempt for OneCpu {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
@@ -51,7 +52,8 @@ impl Preempt for OneCpu {
 // SAFETY: the provided barriers.
 unsafe impl StoreOrder for OneCpu {}
 
-impl VectorUnit for OneCpu {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for OneCpu {}
 
 impl Instrumented for OneCpu {
     fn counters(&self) -> &Counters {

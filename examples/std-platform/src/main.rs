@@ -14,7 +14,8 @@ unsafe impl CpuLocal for Tiny {
     }
     unsafe fn unpin(&self, _state: usize) {}
 }
-impl Preempt for Tiny {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Tiny {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Full
     }
@@ -22,7 +23,8 @@ impl Preempt for Tiny {
 }
 // SAFETY: the provided barriers.
 unsafe impl StoreOrder for Tiny {}
-impl VectorUnit for Tiny {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for Tiny {}
 impl Instrumented for Tiny {
     fn counters(&self) -> &Counters {
         &self.2

@@ -328,7 +328,8 @@ unsafe impl CpuLocal for Host<'_> {
     unsafe fn unpin(&self, _state: usize) {}
 }
 
-impl Preempt for Host<'_> {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Host<'_> {
     fn preempt_model(&self) -> PreemptModel {
         let number = self.preempt.load(Ordering::Relaxed);
         PreemptModel::ALL.into_iter().find(|m| *m as u8 == number).unwrap_or(PreemptModel::Full)
@@ -354,7 +355,8 @@ unsafe impl StoreOrder for Host<'_> {
     }
 }
 
-impl VectorUnit for Host<'_> {
+// SAFETY: a process's registers are its own, and the operating system saves them.
+unsafe impl VectorUnit for Host<'_> {
     /// User space owns its vector registers always; a host can be told not to grant them.
     #[inline]
     unsafe fn vector_begin(&self) -> bool {

@@ -131,7 +131,8 @@ unsafe impl<M> CpuLocal for Threads<M> {
     }
 }
 
-impl<M> Preempt for Threads<M> {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl<M> Preempt for Threads<M> {
     fn preempt_model(&self) -> PreemptModel {
         interrupt_point();
         PreemptModel::Full
@@ -163,7 +164,8 @@ unsafe impl<M> StoreOrder for Threads<M> {
     }
 }
 
-impl<M> VectorUnit for Threads<M> {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl<M> VectorUnit for Threads<M> {}
 
 impl<M> Instrumented for Threads<M> {
     fn counters(&self) -> &Counters {

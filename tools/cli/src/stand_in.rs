@@ -29,7 +29,8 @@ unsafe impl CpuLocal for StandIn<'_, '_> {
     unsafe fn unpin(&self, _state: usize) {}
 }
 
-impl Preempt for StandIn<'_, '_> {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for StandIn<'_, '_> {
     fn preempt_model(&self) -> PreemptModel {
         self.host.preempt_model()
     }
@@ -40,7 +41,8 @@ impl Preempt for StandIn<'_, '_> {
 // SAFETY: the hardware's own barriers.
 unsafe impl StoreOrder for StandIn<'_, '_> {}
 
-impl VectorUnit for StandIn<'_, '_> {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for StandIn<'_, '_> {}
 
 impl Instrumented for StandIn<'_, '_> {
     fn counters(&self) -> &Counters {

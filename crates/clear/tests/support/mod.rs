@@ -210,7 +210,8 @@ unsafe impl CpuLocal for Script {
     unsafe fn unpin(&self, _state: usize) {}
 }
 
-impl Preempt for Script {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Script {
     fn preempt_model(&self) -> PreemptModel {
         self.model.get()
     }
@@ -240,7 +241,8 @@ unsafe impl StoreOrder for Script {
     }
 }
 
-impl VectorUnit for Script {
+// SAFETY: a process's registers are its own, and the operating system saves them.
+unsafe impl VectorUnit for Script {
     unsafe fn vector_begin(&self) -> bool {
         let left = self.vector_grants.get();
         self.vector_grants.set(left.saturating_sub(1));

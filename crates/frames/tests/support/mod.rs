@@ -50,7 +50,8 @@ unsafe impl CpuLocal for Threads {
     unsafe fn unpin(&self, _state: usize) {}
 }
 
-impl Preempt for Threads {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Threads {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Full
     }
@@ -67,7 +68,8 @@ impl Preempt for Threads {
 // SAFETY: the provided methods.
 unsafe impl StoreOrder for Threads {}
 
-impl VectorUnit for Threads {}
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for Threads {}
 
 impl Instrumented for Threads {
     fn counters(&self) -> &Counters {

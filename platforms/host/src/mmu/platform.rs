@@ -68,7 +68,8 @@ unsafe impl TlbHw for Mmu<'_, '_> {
     }
 }
 
-impl Preempt for Mmu<'_, '_> {
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Mmu<'_, '_> {
     fn preempt_model(&self) -> PreemptModel {
         self.host().preempt_model()
     }
@@ -90,7 +91,8 @@ unsafe impl StoreOrder for Mmu<'_, '_> {
     }
 }
 
-impl VectorUnit for Mmu<'_, '_> {
+// SAFETY: a process's registers are its own, and the operating system saves them.
+unsafe impl VectorUnit for Mmu<'_, '_> {
     unsafe fn vector_begin(&self) -> bool {
         true
     }

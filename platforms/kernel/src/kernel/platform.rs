@@ -43,7 +43,8 @@ unsafe impl CpuLocal for Kernel {
     }
 }
 
-impl Preempt for Kernel {
+// SAFETY: a task stays on its CPU.
+unsafe impl Preempt for Kernel {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
@@ -61,8 +62,8 @@ impl Preempt for Kernel {
 // SAFETY: the provided barriers are the hardware's.
 unsafe impl StoreOrder for Kernel {}
 
-/// The kernel is compiled without vector registers and saves none.
-impl VectorUnit for Kernel {}
+// SAFETY: the kernel is compiled without vector registers, saves none and grants none.
+unsafe impl VectorUnit for Kernel {}
 
 impl Topology for Kernel {
     fn cpus(&self) -> u32 {
