@@ -1,10 +1,11 @@
-//! Everything at once on four CPUs, with less memory than is used: every word read is the word written last.
+//! Everything at once on four CPUs, with less memory than is used, and devices that have some of it: every word read is the
+//! word written last, by whichever of them.
 
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::support::Rng;
-use hugemm_base::{Cancel, CancelFlag, CpuId, PageSize};
+use hugemm_base::{Cancel, CancelFlag, CpuId, Never, PageSize};
 use hugemm_reclaim::{Ageing, Policy, Swap};
-use hugemm_vm::{AreaKind, Backing, SharedRef, Space, VmError};
+use hugemm_vm::{AreaKind, Backing, Pinned, SharedRef, Space, VmError};
 use std::collections::BTreeMap;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,9 +23,25 @@ struct Program<'r, 'h> {
     shared_pages: u64,
     private_pages: u64,
     rng: Rng,
-    /// What this CPU stored last, by address, in its own words.
+    /// What this CPU, or a device of its, stored last, by address, in its own words.
     known: BTreeMap<u64, u64>,
+    /// Private pages that devices have.
+    devices: Vec<Device>,
     value: u64,
+}
+
+/// A device with a pinned page.
+struct Device {
+    pinned: Pinned,
+    /// Whether the page is still where it was pinned.
+    mapped: bool,
+    /// What it stored last, by the place in its page.
+    stored: BTreeMap<u64, u64>,
+}
+
+/// Most pages that devices of a program have: most of memory stays reclaim's.
+fn most_pinned(page: PageSize) -> usize {
+    if page == PageSize::Size4K { 3 } else { 1 }
 }
 
 impl<'h> Program<'_, 'h> {
@@ -49,7 +66,10 @@ impl<'h> Program<'_, 'h> {
         match self.rng.below(200) {
             0 => self.fork(cx, space),
             1 => self.unmap(cx, space),
-            2..=90 => {
+            2 => self.pin(cx, space),
+            3 => self.unpin(cx, space),
+            4..=20 => self.device_acts(),
+            21..=90 => {
                 let at = self.any_at();
                 self.check(cx, space, at, self.known.get(&at).copied().unwrap_or(0));
             }
@@ -65,6 +85,46 @@ impl<'h> Program<'_, 'h> {
         self.rig.vm.frames().serve(cx);
     }
 
+    /// A device gets a private page.
+    fn pin(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+        if self.devices.len() == most_pinned(self.private_page) {
+            return self.unpin(cx, space);
+        }
+        let page = self.private_page.bytes();
+        let at = PRIVATE_AT + self.rng.below(self.private_pages) * page;
+        let devices = &mut self.devices;
+        let visit = |pinned| devices.push(Device { pinned, mapped: true, stored: BTreeMap::new() });
+        if let Err(error) = self.rig.vm.pin(cx, space, span(at, page), None, &Never, visit) {
+            assert!(matches!(error.cause, VmError::NoMemory | VmError::InUse), "{error}");
+        }
+    }
+
+    fn unpin(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+        if !self.devices.is_empty() {
+            let device = self.devices.swap_remove(self.rng.below(self.devices.len() as u64) as usize);
+            self.rig.vm.unpin(cx, space, device.pinned).expect("its own");
+        }
+    }
+
+    /// A device finds in its page what it and the program stored last, and stores something else.
+    fn device_acts(&mut self) {
+        let which = self.rng.below(most_pinned(self.private_page) as u64) as usize;
+        let place = if self.private_page == PageSize::Size4K { 0 } else { self.rng.below(8) * 0x4_0000 };
+        let Some(device) = self.devices.get_mut(which) else { return };
+        let (within, head) = (place + u64::from(self.cpu) * 8, device.pinned.extent().base());
+        let at = device.pinned.at().get() + within;
+        let known = if device.mapped { self.known.get(&at) } else { device.stored.get(&within) };
+        if let Some(known) = known {
+            assert_eq!(self.rig.device_load(head, within), *known, "a device of CPU {} at {at:#x}", self.cpu);
+        }
+        self.value += 1;
+        self.rig.device_store(head, within, self.value);
+        device.stored.insert(within, self.value);
+        if device.mapped {
+            self.known.insert(at, self.value);
+        }
+    }
+
     /// A child has the private pages as they are now, whatever the parent does then.
     fn fork(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
         let child = match self.rig.vm.fork(cx, space) {
@@ -78,6 +138,7 @@ impl<'h> Program<'_, 'h> {
             if self.rig.put(cx, space, at, self.value).is_ok() {
                 self.known.insert(at, self.value);
             }
+            self.device_acts();
             self.rig.vm.tlbs().serve(cx);
         }
         self.rig.leave(cx, space);
@@ -101,6 +162,9 @@ impl<'h> Program<'_, 'h> {
             Err(error) => return assert_eq!(error, VmError::NoMemory),
         }
         self.known.retain(|at, _| !(start..start + bytes).contains(at));
+        for device in &mut self.devices {
+            device.mapped &= !(start..start + bytes).contains(&device.pinned.at().get());
+        }
         loop {
             match self.rig.vm.map(cx, space, span(start, bytes), AreaKind::private(self.private_page), Backing::Private)
             {
@@ -154,9 +218,19 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                     let kind = AreaKind::private(private_page);
                     rig.vm.map(cx, &space, private, kind, Backing::Private).expect("private");
                     rig.enter(cx, &space);
-                    let (rng, known) = (Rng(seed + u64::from(cpu) * 77), BTreeMap::new());
-                    let mut program =
-                        Program { rig, cpu, page, private_page, shared_pages, private_pages, rng, known, value: 0 };
+                    let (rng, known, devices) = (Rng(seed + u64::from(cpu) * 77), BTreeMap::new(), Vec::new());
+                    let mut program = Program {
+                        rig,
+                        cpu,
+                        page,
+                        private_page,
+                        shared_pages,
+                        private_pages,
+                        rng,
+                        known,
+                        devices,
+                        value: 0,
+                    };
                     for _ in 0..steps {
                         program.step(cx, &space);
                     }
@@ -170,6 +244,9 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                     for (at, value) in program.known.clone() {
                         program.check(cx, &space, at, value);
                         rig.vm.tlbs().serve(cx);
+                    }
+                    while !program.devices.is_empty() {
+                        program.unpin(cx, &space);
                     }
                     rig.leave(cx, &space);
                     rig.vm.destroy(cx, space).expect("destroyed");
@@ -200,7 +277,7 @@ fn every_word_is_the_word_written_last() {
 #[test]
 fn every_word_of_large_pages_is_the_word_written_last() {
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(600);
-    let size = Size { mib: 20, swap: 2500, cpus: CPUS, policy: Policy::Generations, nodes: 1 };
+    let size = Size { mib: 24, swap: 2500, cpus: CPUS, policy: Policy::Generations, nodes: 1 };
     with_rig(size, 32, &no_faults(), |rig| run(rig, [PageSize::Size2M; 2], 8, steps));
 }
 
