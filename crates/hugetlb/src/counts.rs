@@ -4,8 +4,9 @@
 //! `resv_hugepages` and `surplus_hugepages` (Documentation/admin-guide/mm/hugetlbpage.rst), so that whoever knows those
 //! knows these:
 //!
-//! * a page of the pool is **free** or **active**;
-//! * free pages can be **reserved**: promised to somebody who has not taken them. Reserved ≤ free, always;
+//! * a page of the pool is **free** or **active**. A poisoned one is never free: whoever is promised a page can have it;
+//! * free pages can be **reserved**: promised to somebody who has not taken them. Reserved ≤ free, until poison strikes a
+//!   promised page; what is missing then is part of the next reservation's [`shortfall`];
 //! * pages beyond the size that was asked for are **surplus**: they came because a reservation or an allocation was
 //!   allowed to overcommit, or because the pool shrank while they were in use. They go as soon as they are free and not
 //!   reserved. The others are **persistent**.
@@ -20,7 +21,7 @@ use core::ops::Add;
 pub struct Counts {
     /// All pages of the pool: `nr_hugepages` as sysfs shows it.
     pub total: u64,
-    /// Not handed out: `free_hugepages`.
+    /// Not handed out, and not poisoned: `free_hugepages`.
     pub free: u64,
     /// Beyond the size asked for: `surplus_hugepages`.
     pub surplus: u64,
@@ -32,7 +33,7 @@ impl Counts {
         self.total.saturating_sub(self.surplus)
     }
 
-    /// Pages that somebody has taken.
+    /// Pages that somebody has taken, and poisoned ones until they leave.
     pub const fn active(self) -> u64 {
         self.total.saturating_sub(self.free)
     }

@@ -16,7 +16,7 @@ pub(crate) const GROUP: u64 = 64;
 pub struct Group {
     /// Pages of the pool. Pool's lock.
     pub(crate) pool: Bits,
-    /// Of those, not handed out. Pool's lock.
+    /// Of those, not handed out; counted as free if they are not bad. Pool's lock.
     pub(crate) free: Bits,
     /// Known to be zero: free pages under the pool's lock, staged ones by the resize, hence always shared writes.
     pub(crate) zero: Bits,

@@ -142,14 +142,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                 for index in area.range(self.size()) {
                     let Some(group) = self.group(index) else { continue };
                     for bit in each(group.bad.get() & group.free.get()) {
-                        let counts = &mut state.nodes[area.node().0 as usize];
-                        if let Some(after) = counts.leave(1) {
-                            let before = core::mem::replace(counts, after);
-                            if state.nodes.iter().map(|counts| counts.free).sum::<u64>() < state.reserved {
-                                // Promised: it stays until there is another for whoever was promised it.
-                                state.nodes[area.node().0 as usize] = before;
-                                return;
-                            }
+                        if state.leave(area.node().0 as usize, group, 1 << bit) {
                             self.remove_free(index, group, 1 << bit);
                             resize.stage(index, 1 << bit);
                         }
@@ -167,7 +160,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// Takes one free page out of the pool for good and frees it. Errors leave everything as it was: `Busy` if it is in
-    /// use or all free pages are promised, `OutOfMemory` if there is no memory for its descriptors. May sleep.
+    /// use, or good and all free pages are promised, `OutOfMemory` if there is no memory for its descriptors. May sleep.
     pub fn dissolve<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
@@ -184,11 +177,14 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             if group.pool.get() & 1 << bit == 0 {
                 return Err(PoolError::NotInPool);
             }
-            if group.free.get() & 1 << bit == 0 || state.available() == 0 {
+            let bad = group.bad.get() & 1 << bit != 0;
+            if group.free.get() & 1 << bit == 0 || (!bad && state.available() == 0) {
                 return Err(PoolError::Busy);
             }
             let surplus = state.nodes[node].surplus != 0;
-            state.nodes[node] = state.nodes[node].leave(1).ok_or(PoolError::Busy)?;
+            if !state.leave(node, group, 1 << bit) {
+                return Err(PoolError::Busy);
+            }
             self.remove_free(index, group, 1 << bit);
             resize.stage(index, 1 << bit);
             Ok(surplus)

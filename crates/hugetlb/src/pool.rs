@@ -84,7 +84,7 @@ impl core::error::Error for PoolError {}
 pub struct PoolCounts {
     /// Over all nodes.
     pub counts: Counts,
-    /// Free pages that are promised.
+    /// Pages that are promised: more than are free only when poison struck promised ones.
     pub reserved: u64,
     /// Most surplus pages: `nr_overcommit_hugepages`.
     pub overcommit: u64,
@@ -111,6 +111,36 @@ impl State<'_> {
     /// Free pages that nobody was promised.
     pub(crate) fn available(&self) -> u64 {
         self.all().free.saturating_sub(self.reserved)
+    }
+
+    /// A page of the pool is handed out no more: it counts as free unless it is bad. `None` if none is active.
+    pub(crate) fn give(&mut self, node: usize, group: &Group, page: u64) -> Option<Counts> {
+        let given = self.nodes[node].give()?;
+        if group.bad.get() & page == 0 {
+            self.nodes[node] = given;
+        }
+        group.free.add(page);
+        Some(self.nodes[node])
+    }
+
+    /// Counts a page out that nobody has, a surplus one if there are any. A bad one was not among the free ones. False: the
+    /// counts do not have it.
+    pub(crate) fn leave(&mut self, node: usize, group: &Group, page: u64) -> bool {
+        let counts = self.nodes[node];
+        let counts = if group.bad.get() & page == 0 { Some(counts) } else { counts.give() };
+        let left = counts.and_then(|counts| counts.leave(1));
+        self.nodes[node] = left.unwrap_or(self.nodes[node]);
+        left.is_some()
+    }
+
+    /// Staged pages of a group are the pool's again, or for the first time; the bad ones among them do not count as free.
+    pub(crate) fn enter(&mut self, node: usize, group: &Group, staged: u64, surplus: bool) {
+        let counts = self.nodes[node].enter(staged.count_ones().into(), surplus);
+        let bad = u64::from((staged & group.bad.get()).count_ones());
+        self.nodes[node] = Counts { free: counts.free - bad, ..counts };
+        group.pool.add(staged);
+        group.free.add(staged);
+        group.staged.remove(staged);
     }
 }
 
@@ -283,10 +313,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             if group.pool.get() & !group.free.get() & mask == 0 {
                 return Err((page, PoolError::NotInPool));
             }
-            let Some(counts) = state.nodes[node].give() else { return Err((page, PoolError::NotInPool)) };
-            state.nodes[node] = counts;
+            let Some(counts) = state.give(node, group, mask) else { return Err((page, PoolError::NotInPool)) };
             state.reserved += u64::from(restore);
-            group.free.add(mask);
             self.summarise(index);
             Ok(counts.trimmable(state.available()) != 0 || group.bad.get() & mask != 0)
         })
@@ -312,17 +340,22 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         })
     }
 
-    /// Notes that a page has a poisoned frame: it will not be handed out again, and leaves the pool when it is free (see
-    /// [`tidy`](HugePool::tidy)). The frame itself is marked with [`Frames::poison`](hugemm_frames::Frames::poison).
+    /// Notes that a page has a poisoned frame: it counts as free no more, will not be handed out again, and leaves the pool
+    /// when nobody has it (see [`tidy`](HugePool::tidy)). If it was promised, one promise more is made than there are free
+    /// pages: [`take`](HugePool::take) fails for whoever comes last, unless the pool has grown by then. The frame itself is
+    /// marked with [`Frames::poison`](hugemm_frames::Frames::poison). Any context but NMI; one lock round.
     pub fn note_poison<P: Cpu>(&self, cx: &CpuCx<'_, P>, frame: Pfn) -> Result<(), PoolError> {
         let head = Extent::block(frame, self.size.order()).base();
-        let (_, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
-        self.locked(cx, |_| {
-            let group = &self.groups[index];
-            if group.pool.get() & 1 << bit == 0 {
+        let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
+        let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().0 as usize);
+        self.locked(cx, |state| {
+            if group.pool.get() & mask == 0 {
                 return Err(PoolError::NotInPool);
             }
-            group.bad.add_shared(1 << bit);
+            if group.good() & mask != 0 {
+                state.nodes[node] = state.nodes[node].take().unwrap_or(state.nodes[node]);
+            }
+            group.bad.add_shared(mask);
             self.summarise(index);
             Ok(())
         })
@@ -372,11 +405,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                 let group = &self.groups[index];
                 let staged = group.staged.get();
                 if staged != 0 {
-                    let counts = &mut state.nodes[area.node().0 as usize];
-                    *counts = counts.enter(staged.count_ones().into(), true);
-                    group.pool.add(staged);
-                    group.free.add(staged);
-                    group.staged.remove(staged);
+                    state.enter(area.node().0 as usize, group, staged, true);
                     group.demoting.remove(staged);
                     self.summarise(index);
                 }
@@ -392,7 +421,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                 let areas = self.areas.iter().filter(|area| area.node().0 as usize == node);
                 let groups = areas.flat_map(|area| &self.groups[area.range(self.size)]);
                 let (total, free) = groups.fold((0, 0), |(total, free), group| {
-                    (total + u64::from(group.pool.get().count_ones()), free + u64::from(group.free.get().count_ones()))
+                    (total + u64::from(group.pool.get().count_ones()), free + u64::from(group.good().count_ones()))
                 });
                 sums_agree &= counts.is_consistent() && (total, free) == (counts.total, counts.free);
             }
@@ -402,7 +431,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                     && group.zero.get() & !group.free.get() == 0
                     && (group.good() != 0) == (summary == 1)
             });
-            sums_agree && groups_agree && state.reserved <= state.all().free
+            sums_agree && groups_agree
         })
     }
 
@@ -444,7 +473,7 @@ mod tests {
         let threads = Threads::new(());
         let group = &pool.groups[0];
         pool.locked(&threads.cx(), |state| {
-            state.nodes[0] = Counts { total: 6, free: 5, surplus: 2 };
+            state.nodes[0] = Counts { total: 6, free: 4, surplus: 2 };
             state.reserved = 3;
             group.pool.add(0b11_1111);
             group.free.add(0b11_1110);
@@ -459,11 +488,10 @@ mod tests {
     /// Every way in which counts and bits can differ is seen.
     #[test]
     fn inconsistent_pools_are_told() {
-        let breaks: [fn(&mut State<'_>, &[Group]); 11] = [
+        let breaks: [fn(&mut State<'_>, &[Group]); 10] = [
             |state, _| state.nodes[0].total += 1,
             |state, _| state.nodes[0].free -= 1,
             |state, _| state.nodes[0].surplus = 7,
-            |state, _| state.reserved = 6,
             |_, groups| groups[0].pool.remove(1),
             |_, groups| groups[0].free.add(1),
             |_, groups| (groups[0].free.remove(2), groups[0].free.add(1 << 9)).1,

@@ -373,10 +373,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
                 let staged = group.staged.get();
                 let Some(area) = self.pool.area_of(index).filter(|_| staged != 0) else { continue };
                 let node = area.node().0 as usize;
-                state.nodes[node] = state.nodes[node].enter(staged.count_ones().into(), surplus);
-                group.pool.add(staged);
-                group.free.add(staged);
-                group.staged.remove(staged);
+                state.enter(node, group, staged, surplus);
                 self.pool.summarise(index);
                 entered += u64::from(staged.count_ones());
                 lean += u64::from((staged & group.lean.get()).count_ones());

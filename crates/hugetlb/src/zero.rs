@@ -50,8 +50,7 @@ impl<L: RawLock> HugePool<'_, L> {
                         return done;
                     }
                     self.locked(cx, |state| {
-                        state.nodes[node] = state.nodes[node].give().unwrap_or(state.nodes[node]);
-                        group.free.add(mask);
+                        state.give(node, group, mask);
                         if is_zero {
                             group.zero.add_shared(mask);
                         }

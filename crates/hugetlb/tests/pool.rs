@@ -120,6 +120,100 @@ fn poison_survives_economy() {
     });
 }
 
+/// Whoever is promised a page gets a good one, or is told that there is none.
+#[test]
+fn a_poisoned_page_backs_no_promise() {
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 3);
+        let (first, _) = pool.pages().next().expect("three");
+        assert_eq!(pool.note_poison(&cx, Pfn::new(3)), Err(PoolError::NotInPool));
+        for _ in 0..2 {
+            pool.note_poison(&cx, Pfn::new(first.number() + 7)).expect("a page of the pool");
+            assert_eq!(pool.counts(&cx).counts, Counts { total: 3, free: 2, surplus: 0 }, "noted twice, counted once");
+        }
+        assert_eq!(pool.reserve(&cx, 3), Err(1));
+        assert_eq!(pool.reserve(&cx, 2), Ok(()));
+        let mut held: Vec<_> = (0..2).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")).collect();
+        assert!(held.iter().all(|page| page.extent().base() != first));
+        assert_eq!(pool.take(&cx, Nodes::All, true), Err(PoolError::Exhausted));
+        // One is poisoned while somebody has it: it comes back, and is not free.
+        let page = held.pop().expect("two");
+        pool.note_poison(&cx, page.extent().base()).expect("a page of the pool");
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 3, free: 0, surplus: 0 });
+        assert_eq!(pool.put(&cx, page, true).map_err(|(_, error)| error), Ok(true));
+        let counts = pool.counts(&cx);
+        assert_eq!((counts.reserved, counts.counts), (1, Counts { total: 3, free: 0, surplus: 0 }));
+        assert_eq!(pool.take(&cx, Nodes::All, true), Err(PoolError::Exhausted));
+        assert!(pool.is_consistent(&cx));
+        // They leave, whatever was promised; a promise that is made next makes good what is missing.
+        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 2);
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 1, free: 0, surplus: 0 });
+        pool.set_overcommit(&cx, 2);
+        assert_eq!(pool.reserve(&cx, 1), Err(2));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 1), Ok(()));
+        let counts = pool.counts(&cx);
+        assert_eq!((counts.reserved, counts.counts), (2, Counts { total: 3, free: 2, surplus: 2 }));
+        held.extend((0..2).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")));
+        for page in held {
+            pool.put(&cx, page, false).expect("its own");
+        }
+        assert!(pool.is_consistent(&cx));
+    });
+}
+
+/// Poison while a page is being cleared, in a page that must stay for want of memory, in one that dissolves, and when the
+/// pool shrinks: it is never counted as free.
+#[test]
+fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
+    struct Poisoner<'a>(&'a HugePool<'a>);
+    impl<P: hugemm_base::platform::Cpu> hugemm_frames::Zeroer<P> for Poisoner<'_> {
+        fn zero(
+            &self,
+            cx: &mut hugemm_base::CpuCx<'_, P>,
+            frames: hugemm_base::Dirty,
+        ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
+            self.0.note_poison(cx, frames.extent().base()).expect("a page of the pool");
+            Err(frames)
+        }
+    }
+    let policy = hugemm_hugetlb::Policy { carve: false, ..Default::default() };
+    machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 70);
+        let free = |free| {
+            assert_eq!(pool.counts(&m.threads.cx()).counts.free, free);
+            assert!(pool.is_consistent(&m.threads.cx()));
+        };
+        assert_eq!(pool.zero_free(&mut cx, &Poisoner(&pool), 1), 0);
+        free(69);
+        // No memory for its descriptors: it stays, and still is not free.
+        let faults = &m.frames.env().inject;
+        faults.arm(FaultPlan::periodic(0, 1));
+        let report = pool.tidy(&mut cx, &m.economy).expect("idle");
+        faults.disarm();
+        assert_eq!((report.left, report.lent), (0, 1));
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 70, free: 69, surplus: 1 });
+        free(69);
+        // That all others are promised does not keep it.
+        let bad = pool.pages().next().expect("70").0;
+        pool.reserve(&cx, 69).expect("69");
+        assert_eq!(pool.dissolve(&mut cx, &m.economy, bad).expect("memory is back").left, 1);
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 69, free: 69, surplus: 0 });
+        pool.unreserve(&cx, 69).expect("69");
+        // Shrinking takes good ones, as many as it counts.
+        let last = pool.pages().map(|(pfn, _)| pfn).max().expect("69");
+        pool.note_poison(&cx, last).expect("a page of the pool");
+        set(m, &pool, 0);
+        assert_eq!(pool.counts(&cx).counts, Counts { total: 1, free: 0, surplus: 1 });
+        assert!(pool.pages().map(|(pfn, _)| pfn).eq([last]) && pool.is_consistent(&cx));
+        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 1);
+        assert_eq!(pool.counts(&cx).counts, Counts::default());
+    });
+}
+
 /// E21: one page, or an error and everything as it was.
 #[test]
 fn a_page_dissolves_or_stays() {
@@ -416,7 +510,7 @@ proptest! {
                 let expected = Counts { total: oracle.total, free: oracle.free, surplus: oracle.surplus };
                 prop_assert_eq!((now.counts, now.reserved), (expected, oracle.reserved));
                 prop_assert_eq!(expected.active(), held.len() as u64);
-                prop_assert!(pool.is_consistent(&cx));
+                prop_assert!(pool.is_consistent(&cx) && now.reserved <= now.counts.free);
             }
             for page in held {
                 pool.put(&cx, page, false).expect("its own");

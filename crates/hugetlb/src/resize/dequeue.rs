@@ -68,7 +68,7 @@ impl<L: RawLock> HugePool<'_, L> {
                     return pages;
                 }
                 let Some(group) = self.group(index) else { continue };
-                let bits = highest(group.free.get(), left);
+                let bits = highest(group.good(), left);
                 if bits != 0 {
                     self.remove_free(index, group, bits);
                     stage(index, bits);
