@@ -17,6 +17,15 @@
 //!
 //! Each unmap also counts the space's generation, so a CPU that switches to the space later catches up by itself and
 //! need not be among those gathered.
+//!
+//! Whose CPUs are gathered is said once, by whoever answers for it:
+//!
+//! ```compile_fail,E0133
+//! # use hugemm_paging::{Counting, DeferredUnmap, Tlbs};
+//! fn rule(tlbs: &Tlbs<'_, Counting>) {
+//!     let _deferred = DeferredUnmap::new(tlbs); // error: unsafe
+//! }
+//! ```
 
 use crate::ipi::{ANY_SPACE, Request};
 use crate::tlb_space::{Keep, TlbSpace, User};
@@ -78,14 +87,24 @@ impl<Q, M> fmt::Debug for DeferredUnmap<Q, M> {
 
 impl DeferredUnmap {
     /// For at most 64 CPUs; an error if there are more.
-    pub fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Result<Self, TlbsError> {
-        Self::with_masks(tlbs, Keep, [AtomicU64::new(0), AtomicU64::new(0)])
+    ///
+    /// # Safety
+    ///
+    /// As [`with_masks`](DeferredUnmap::with_masks).
+    pub unsafe fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Result<Self, TlbsError> {
+        // SAFETY: the caller's promise, passed on.
+        unsafe { Self::with_masks(tlbs, Keep, [AtomicU64::new(0), AtomicU64::new(0)]) }
     }
 }
 
 impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     /// Nothing unmapped yet. `masks` has two words for each 64 CPUs, all 0.
-    pub fn with_masks<H: TlbHw>(tlbs: &Tlbs<'_, H>, quarantine: Q, masks: M) -> Result<Self, TlbsError> {
+    ///
+    /// # Safety
+    ///
+    /// Its methods are given `tlbs`, or another view of the same slices, and spaces that were made with such a view: a flush
+    /// that asks another machine's CPUs would release pages that CPUs of this one still store to.
+    pub unsafe fn with_masks<H: TlbHw>(tlbs: &Tlbs<'_, H>, quarantine: Q, masks: M) -> Result<Self, TlbsError> {
         let words = Tlbs::<H>::mask_words(tlbs.cpus());
         let (needed, given) = (2 * words, masks.as_ref().len());
         if given < needed {
@@ -150,7 +169,8 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
                 let request = Request { space: ANY_SPACE, generation: 0, scope: TlbScope::Space, unload: false, what };
                 tlbs.shoot(cx, asked, None, &request);
             };
-            // SAFETY: the CPUs that could use a translation unmapped before the count were gathered before it; each
+            // SAFETY: `tlbs` has the CPUs of the spaces (the promise of `with_masks`). Those that could use a translation
+            // unmapped before the count were gathered before it; each
             // either invalidates everything now, or was taken by an earlier flush that did so after that unmap and is
             // over, or has left the space since and sees the space's generation before it uses it again.
             unsafe { self.domain.flush(RangeSet::ALL, false, invalidate) }

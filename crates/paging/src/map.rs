@@ -65,6 +65,50 @@ struct Job<I> {
     published: bool,
 }
 
+/// A call that makes what it reserved present, or takes it back: also if the iterator of frames unwinds.
+struct Call<'t, F: PageFormat, M: TableMemory, I> {
+    tree: &'t mut Tree<F, M>,
+    job: Job<I>,
+    commit: bool,
+}
+
+impl<F: PageFormat, M: TableMemory, I> Drop for Call<'_, F, M, I> {
+    fn drop(&mut self) {
+        let Call { tree, job, commit } = self;
+        if !job.published {
+            ready_to_commit();
+            let root = tree.table(tree.root);
+            tree.resolve(root, Tree::<F, M>::ROOT, job.first, job.reserved, *commit);
+        }
+        walker::published();
+    }
+}
+
+/// A table that is being built and hangs nowhere. If it is not finished, it is given back with what is below it.
+struct Built<'t, F: PageFormat, M: TableMemory> {
+    tree: &'t mut Tree<F, M>,
+    frame: Pfn,
+    level: u32,
+    first: u64,
+    /// Everything before this page is built.
+    next: u64,
+}
+
+impl<F: PageFormat, M: TableMemory> Built<'_, F, M> {
+    fn finish(self) -> Pfn {
+        core::mem::ManuallyDrop::new(self).frame
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Drop for Built<'_, F, M> {
+    fn drop(&mut self) {
+        let entries = (self.next >> level::shift(self.level)) - (self.first >> level::shift(self.level));
+        let from = level::index(self.first, self.level);
+        // SAFETY: it hangs nowhere, and entries from `from` on have been written up to the one that failed.
+        unsafe { self.tree.discard(self.frame, self.level, from, from + entries as usize) };
+    }
+}
+
 impl<I: Iterator<Item = Extent>> Job<I> {
     /// Frames for as many whole leaves of `level` as the current run has, at most `leaves` of them.
     #[inline]
@@ -93,7 +137,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     ) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
         self.check_flags(how.flags, span.start())?;
-        let mut job = Job {
+        let job = Job {
             source: Source::new(runs.into_iter()),
             flags: how.flags,
             largest: level::of(how.largest),
@@ -103,12 +147,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             published: false,
         };
         let root = self.table(self.root);
-        let done = self.reserve::<SHARED, _>(root, Self::ROOT, first, end, &mut job);
-        if !job.published {
-            ready_to_commit();
-            self.resolve(root, Self::ROOT, first, job.reserved, done.is_ok());
-        }
-        walker::published();
+        let mut call = Call { tree: self, job, commit: false };
+        let done = call.tree.reserve::<SHARED, _>(root, Self::ROOT, first, end, &mut call.job);
+        call.commit = done.is_ok();
         done
     }
 
@@ -192,38 +233,28 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let whole = end - first == level::pages(level + 1);
         let frame = self.memory.alloc(if whole { TableContent::Any } else { TableContent::Zero })?;
         let table = self.table(frame);
-        let mut next = first;
-        let error = loop {
-            if next == end {
-                return Ok(frame);
-            }
-            let slot = Slot::of(next, end, level);
-            let whole_slots = if slot.whole { (end - next) >> level::shift(level) } else { 0 };
-            match job.take::<F>(level, whole_slots) {
-                Err(error) => break error,
-                Ok(Some(frames)) => {
+        let mut built = Built { tree: self, frame, level, first, next: first };
+        while built.next < end {
+            let slot = Slot::of(built.next, end, level);
+            let whole_slots = if slot.whole { (end - slot.first) >> level::shift(level) } else { 0 };
+            match job.take::<F>(level, whole_slots)? {
+                Some(frames) => {
                     let leaves = (frames.pages() >> level::shift(level)) as usize;
                     let entry = F::leaf(frames.base(), level, job.flags);
                     let step = level::pages(level) << PAGE_SHIFT;
                     // SAFETY: nobody else reaches a table that hangs nowhere; at most as many leaves as slots are left.
                     unsafe { table.fill(slot.index, slot.index + leaves, entry, step) };
-                    next += frames.pages();
+                    built.next += frames.pages();
                 }
-                Ok(None) if level == 0 => break PagingError::OutOfFrames { at: level::address(next) },
-                Ok(None) => match self.build(level - 1, slot.first, slot.end, job) {
-                    Err(error) => break error,
-                    Ok(below) => {
-                        table.set(slot.index, F::table(below));
-                        next = slot.end;
-                    }
-                },
+                None if level == 0 => return Err(PagingError::OutOfFrames { at: level::address(slot.first) }),
+                None => {
+                    let below = built.tree.build(level - 1, slot.first, slot.end, job)?;
+                    table.set(slot.index, F::table(below));
+                    built.next = slot.end;
+                }
             }
-        };
-        let built = ((next >> level::shift(level)) - (first >> level::shift(level))) as usize;
-        let from = level::index(first, level);
-        // SAFETY: it hangs nowhere, and entries from `from` on have been written up to the one that failed.
-        unsafe { self.discard(frame, level, from, from + built) };
-        Err(error)
+        }
+        Ok(built.finish())
     }
 
     /// Makes what was reserved in `first..end` present, or takes it back.

@@ -56,7 +56,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let root = self.table(self.root);
         let mut edit = Edit::new(change, way);
         self.protect_table(root, Self::ROOT, first, end, None, &mut edit);
-        Ok(Stale::new(span, edit.changed))
+        Ok(edit.stale(span))
     }
 
     /// Changes what `first..end` maps; `ahead` is the last-level table that comes after this one.
@@ -77,7 +77,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     }
                     self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ahead, edit);
                 }
-                Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
+                Kind::Leaf => edit.leaf::<F>(table, slot.index, level, entry),
                 _ => {}
             }
         }
@@ -95,11 +95,13 @@ pub(crate) struct Edit {
     /// Whether plain stores will do.
     plain: bool,
     changed: u64,
+    /// Level of the smallest leaf that became different.
+    smallest: u32,
 }
 
 impl Edit {
     const fn new(change: Change, way: Way) -> Self {
-        Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0 }
+        Edit { change, way, bits: 0, delta: 0, plain: false, changed: 0, smallest: u32::MAX }
     }
 
     /// Under an exclusive guard, while CPUs may be translating.
@@ -112,9 +114,9 @@ impl Edit {
         Edit::new(change, Way::Atomic)
     }
 
-    /// How many leaves became different.
-    pub(crate) const fn changed(&self) -> u64 {
-        self.changed
+    /// What became different, all of it in the span.
+    pub(crate) fn stale(&self, span: Span) -> Stale {
+        Stale::new(span).leaves(self.changed, self.smallest)
     }
 
     /// Makes `delta` and `plain` those of a present leaf.
@@ -143,7 +145,10 @@ impl Edit {
                     if self.plain {
                         let delta = self.delta;
                         line.iter().enumerate().for_each(|(place, entry)| table.set(index + place, entry ^ delta));
-                        self.changed += if delta != 0 { LINE as u64 } else { 0 };
+                        if delta != 0 {
+                            self.changed += LINE as u64;
+                            self.smallest = 0;
+                        }
                         index += LINE;
                         continue;
                     }
@@ -151,15 +156,15 @@ impl Edit {
             }
             let entry = table.get(index);
             if entry & 1 != 0 {
-                self.leaf::<F>(table, index, entry);
+                self.leaf::<F>(table, index, 0, entry);
             }
             index += 1;
         }
     }
 
-    /// Changes one leaf.
+    /// Changes one leaf of `level`.
     #[inline]
-    pub(crate) fn leaf<F: PageFormat>(&mut self, table: Table, index: usize, entry: u64) {
+    pub(crate) fn leaf<F: PageFormat>(&mut self, table: Table, index: usize, level: u32, entry: u64) {
         let mut seen = entry;
         loop {
             self.prepare::<F>(seen);
@@ -177,5 +182,6 @@ impl Edit {
             }
         }
         self.changed += 1;
+        self.smallest = self.smallest.min(level);
     }
 }

@@ -31,14 +31,13 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         editing: Editing,
         mut choose: impl FnMut(VirtAddr, Leaf) -> Option<Leaf>,
     ) -> Result<Stale, (PagingError, Stale)> {
-        let nothing = |error| (error, Stale::new(span, 0));
+        let mut stale = Stale::new(span);
+        let nothing = |error| (error, stale);
         let (first, end) = self.tree.check(span).map_err(nothing)?;
         self.tree.check_ends(first, end).map_err(nothing)?;
         let root = self.tree.table(self.tree.root);
-        let mut replaced = 0;
-        let mut walk = Remap { editing, choose: &mut choose, replaced: &mut replaced };
+        let mut walk = Remap { editing, choose: &mut choose, stale: &mut stale };
         let done = self.tree.remap(root, Tree::<F, M>::ROOT, first, end, &mut walk);
-        let stale = Stale::new(span, replaced);
         done.map(|()| stale).map_err(|error| (error, stale))
     }
 }
@@ -47,7 +46,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 struct Remap<'a> {
     editing: Editing,
     choose: &'a mut dyn FnMut(VirtAddr, Leaf) -> Option<Leaf>,
-    replaced: &'a mut u64,
+    stale: &'a mut Stale,
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
@@ -65,7 +64,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     if let Some(new) = (walk.choose)(at, old) {
                         self.check_flags(new.flags, at)?;
                         replace_leaf::<F>(table, slot.index, level, entry, new, walk.editing)?;
-                        *walk.replaced += 1;
+                        *walk.stale = walk.stale.leaves(1, level);
                     }
                 }
                 _ => {}

@@ -118,9 +118,9 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
 
     /// The same for what an operation says it has left [stale](Stale), upper levels included if it changed any. Nothing
     /// if it changed nothing.
-    pub fn stale(&mut self, stale: Stale, stride: PageSize) {
+    pub fn stale(&mut self, stale: Stale) {
         let Some(range) = stale.flush() else { return };
-        self.note(range, stride, stale.tables());
+        self.note(range, stale.stride(), stale.tables());
         self.need = self.need.max(self.space.domain.due());
     }
 

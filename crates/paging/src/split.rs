@@ -31,9 +31,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         let to = level::of(to);
         let need = self.tree.count_splits(root, Tree::<F, M>::ROOT, first, end, to);
         let mut stock = Stock::fill(&mut self.tree, need)?;
-        let split = self.tree.split(root, Tree::<F, M>::ROOT, first, end, to, editing, &mut stock);
+        let mut stale = Stale::new(span);
+        self.tree.split(root, Tree::<F, M>::ROOT, first, end, to, editing, &mut stock, &mut stale);
         stock.empty(&mut self.tree);
-        Ok(Stale::new(span, split))
+        Ok(stale)
     }
 
     /// Replaces the leaf of 2 MiB or 1 GiB at `at` by 512 leaves of the next smaller size, chosen by `choose` from what
@@ -69,7 +70,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
                 below.set(index, F::change(below.get(index), late(current), Flags::NONE));
             }
         });
-        Ok(Stale::new(Span::pages_from(page, level::pages(level)).map_err(|_| PagingError::OutOfBounds { at })?, 1))
+        let block = Span::pages_from(page, level::pages(level)).map_err(|_| PagingError::OutOfBounds { at })?;
+        Ok(Stale::new(block).leaves(1, level - 1))
     }
 
     /// Replaces the table of 512 leaves at `at` by one leaf of `size` (2 MiB or 1 GiB), if they map one aligned block
@@ -106,7 +108,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         // Hardware does not write to entries that refer to tables, so a plain store loses nothing.
         table.publish(level::index(page, level), F::leaf(new.frame, level, new.flags));
         old_table(F::frame(entry));
-        Ok(Stale::with_tables(block, 1, true))
+        Ok(Stale::new(block).with_tables(1, level - 1))
     }
 }
 
@@ -238,28 +240,27 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         to: u32,
         editing: Editing,
         stock: &mut Stock,
-    ) -> u64 {
+        stale: &mut Stale,
+    ) {
         if level <= to {
-            return 0;
+            return;
         }
-        let mut split = 0;
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             let below = match kind::<F>(entry, level) {
                 Kind::Table => self.below(entry),
                 Kind::Leaf => {
-                    let Some(frame) = stock.take(self) else { return split };
+                    let Some(frame) = stock.take(self) else { return };
                     let below = self.table(frame);
                     fill_split::<F>(below, entry, level);
                     swap_in::<F>(table, slot.index, entry, frame, editing, |now| fill_split::<F>(below, now, level));
-                    split += 1;
+                    *stale = stale.leaves(1, level - 1);
                     below
                 }
                 _ => continue,
             };
-            split += self.split(below, level - 1, slot.first, slot.end, to, editing, stock);
+            self.split(below, level - 1, slot.first, slot.end, to, editing, stock, stale);
         }
-        split
     }
 }
 

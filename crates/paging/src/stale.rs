@@ -1,7 +1,8 @@
 //! What CPUs may still believe after entries have been changed.
 
+use crate::level;
 use crate::span::Span;
-use hugemm_base::VirtRange;
+use hugemm_base::{PageSize, VirtRange};
 
 /// Entries were changed that CPUs may have cached. Nothing is to be freed, so nothing is unsafe, but until the range has
 /// been flushed they may act on the old ones.
@@ -10,21 +11,40 @@ use hugemm_base::VirtRange;
 pub struct Stale {
     range: VirtRange,
     entries: u64,
+    /// Level of the smallest leaf among them, old or new.
+    smallest: u32,
     tables: bool,
 }
 
 impl Stale {
-    pub(crate) fn new(span: Span, entries: u64) -> Self {
-        Self::with_tables(span, entries, false)
+    /// Nothing in the span yet.
+    pub(crate) fn new(span: Span) -> Self {
+        Stale { range: span.range(), entries: 0, smallest: level::of(PageSize::Size1G), tables: false }
     }
 
-    pub(crate) fn with_tables(span: Span, entries: u64, tables: bool) -> Self {
-        Stale { range: span.range(), entries, tables }
+    /// With `entries` leaves of `level` or larger.
+    pub(crate) fn leaves(mut self, entries: u64, level: u32) -> Self {
+        if entries > 0 {
+            self.entries += entries;
+            self.smallest = self.smallest.min(level);
+        }
+        self
+    }
+
+    /// With `entries` that refer to tables whose smallest leaves are of `level`.
+    pub(crate) fn with_tables(self, entries: u64, level: u32) -> Self {
+        Stale { tables: self.tables | (entries > 0), ..self.leaves(entries, level) }
     }
 
     /// What to flush; `None` if no entry has changed.
     pub fn flush(&self) -> Option<VirtRange> {
         (self.entries > 0).then_some(self.range)
+    }
+
+    /// How far apart the pages to be invalidated are at least: the size of the smallest leaf that was there or is now.
+    /// What is below a table that changed as a whole may be any size.
+    pub fn stride(&self) -> PageSize {
+        level::size(self.smallest)
     }
 
     /// Whether entries that refer to tables are among them: then what CPUs keep of upper levels has to go too, and a

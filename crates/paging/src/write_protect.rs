@@ -38,7 +38,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         let root = self.tree.table(self.tree.root);
         let mut edit = Edit::alone(NO_WRITE);
         let tables = self.tree.write_protect(root, Tree::<F, M>::ROOT, first, end, &mut edit);
-        Ok(Stale::with_tables(span, edit.changed() + tables, tables > 0))
+        Ok(edit.stale(span).with_tables(tables, 0))
     }
 }
 
@@ -52,7 +52,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Leaf => edit.leaf::<F>(table, slot.index, entry),
+                Kind::Leaf => edit.leaf::<F>(table, slot.index, level, entry),
                 Kind::Table if is_read_only::<F>(entry) => {}
                 Kind::Table if slot.whole && self.may_unhook(level) => {
                     // A plain store: hardware does not write to entries that refer to tables (`PageFormat::table`).
@@ -93,7 +93,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
 fn restrict<F: PageFormat>(table: Table, index: usize, level: u32, edit: &mut Edit) {
     let seen = table.get(index);
     match kind::<F>(seen, level) {
-        Kind::Leaf => edit.leaf::<F>(table, index, seen),
+        Kind::Leaf => edit.leaf::<F>(table, index, level, seen),
         Kind::Table if !is_read_only::<F>(seen) => table.set(index, seen ^ F::READ_ONLY_TABLE),
         Kind::Detached => {
             let entry = seen ^ F::DETACHED;

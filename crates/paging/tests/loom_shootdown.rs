@@ -141,7 +141,8 @@ impl Machine {
         let tlbs = unsafe { Tlbs::new(&each, &inboxes, &hw) }.expect("fits");
         // SAFETY: the only space; what is walked is the model's own.
         let space = unsafe { TlbSpace::new(&tlbs, PhysAddr::new(0x1000)) }.expect("fits");
-        let deferred = DeferredUnmap::new(&tlbs).expect("fits");
+        // SAFETY: one machine.
+        let deferred = unsafe { DeferredUnmap::new(&tlbs) }.expect("fits");
         let (done, lock) = (AtomicU64::new(0), Mutex::new(()));
         Arc::new(Machine { cpus: each, inboxes, hw, space, deferred, done, lock })
     }

@@ -130,6 +130,89 @@ fn exhaustion_is_rolled_back_everywhere() {
     }
 }
 
+/// Frames whose iterator unwinds, its owner's mistake, leave no entry reserved and no table behind, wherever that happens.
+#[test]
+fn an_iterator_of_frames_that_unwinds_is_rolled_back() {
+    // Into tables that exist and into some that do not, on both sides of 1 GiB.
+    let range = span(GIB - 700, 1400);
+    for (shared, good) in [false, true].into_iter().flat_map(|shared| [0, 1, 200, 700, 712, 1399].map(|n| (shared, n)))
+    {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        table.exclusive(&heap).map(span(GIB - 701, 1), [extent(9, 1)], SMALL).expect("mapped");
+        let before = heap.live();
+        // Every second frame, so that each is a run of its own.
+        let frames = (0..).map(|i| if i < good { extent(2 * i, 1) } else { panic!("the iterator's own mistake") });
+        let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match shared {
+            true => table.shared(&heap).map(range, frames, SMALL),
+            false => table.exclusive(&heap).map(range, frames, SMALL),
+        }));
+        assert!(unwound.is_err());
+        assert_eq!(runs(&table, &heap, range), []);
+        // Shared: empty tables along the ends may stay, two per level at most.
+        let left = heap.live() - before;
+        assert!(if shared { left <= 6 } else { left == 0 }, "{left} tables were not given back after {good}");
+        table.exclusive(&heap).map(range, [extent(0, 1400)], SMALL).expect("nothing is in the way");
+        // SAFETY: nobody translates by it.
+        unsafe { table.retire(&mut &heap, |_| ()) };
+        assert_eq!(heap.live(), 0);
+    }
+}
+
+/// What is stale says itself how far apart the pages are that have to be invalidated: the smallest leaf that was edited.
+#[test]
+fn what_is_stale_knows_its_page_size() {
+    use PageSize::{Size1G, Size2M, Size4K};
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    // A leaf of 1 GiB, one of 2 MiB, eleven of 4 KiB.
+    table.exclusive(&heap).map(span(0, GIB + 512 + 11), [extent(0, GIB + 512 + 11)], DATA).expect("mapped");
+    let parts =
+        [(0, GIB + 512 + 11, 13, Size4K), (0, GIB + 512, 2, Size2M), (0, GIB, 1, Size1G), (GIB + 515, 3, 3, Size4K)];
+    for (first, pages, entries, stride) in parts {
+        let span = span(first, pages);
+        let both = [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)];
+        let [on, off] = both.map(|(set, clear)| {
+            table.exclusive(&heap).protect(span, Change { set, clear }, Editing::LIVE).expect("in bounds")
+        });
+        let same = table.exclusive(&heap).remap(span, Editing::LIVE, |_, leaf| Some(leaf)).expect("in bounds");
+        for stale in [on, off, same] {
+            assert_eq!((stale.entries(), stale.stride(), stale.tables()), (entries, stride, false));
+        }
+    }
+    // Settled leaves are changed by whole cache lines.
+    (GIB + 512..GIB + 523).for_each(|page| _ = access::<X86_64, _>(&heap, table.root(), at(page), true));
+    let change = Change { set: Flags::OWNER0, clear: Flags::NONE };
+    let stale = table.exclusive(&heap).protect(span(GIB, 512 + 8), change, Editing::LIVE).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride()), (9, Size4K));
+    let stale = table.exclusive(&heap).protect(span(GIB, 512 + 8), change, Editing::LIVE).expect("in bounds");
+    assert_eq!((stale.entries(), stale.flush()), (0, None));
+    // An answer that does not fit: what was replaced before it counts.
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
+        let size = if at.get() >> 12 == GIB + 512 { Size2M } else { leaf.size };
+        Some(Leaf { size, ..leaf })
+    };
+    let (_, stale) = table.exclusive(&heap).remap(span(0, GIB + 513), Editing::LIVE, choose).expect_err("another size");
+    assert_eq!((stale.entries(), stale.stride()), (2, Size2M));
+    // Single leaves lose the right to be written as what they are; below a table may be anything.
+    let stale = table.exclusive(&heap).write_protect(span(GIB, 512)).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
+    let stale = table.exclusive(&heap).write_protect(span(0, 2 * GIB)).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (2, Size4K, true));
+    // The smaller of what was there and of what is.
+    let stale = table.exclusive(&heap).split(span(GIB, 1), Size4K, Editing::LIVE).expect("memory");
+    assert_eq!((stale.entries(), stale.stride()), (1, Size4K));
+    let stale = table.exclusive(&heap).split_with(at(0), Editing::LIVE, |_, leaf| leaf).expect("a leaf");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
+    let mut old = Vec::new();
+    let stale = table.exclusive(&heap).collapse(at(0), Size1G, None, |table| old.push(table)).expect("uniform");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, true));
+    let stale = table.exclusive(&heap).collapse(at(GIB), Size2M, None, |table| old.push(table)).expect("uniform");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size4K, true));
+    // SAFETY: nothing walks them any more.
+    old.into_iter().for_each(|table| unsafe { hugemm_paging::TableMemory::free(&mut &heap, table) });
+}
+
 /// A split that finds no memory half way has touched no leaf, and keeps no table.
 #[test]
 fn a_split_without_memory_changes_nothing() {

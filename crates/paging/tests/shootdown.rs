@@ -295,7 +295,8 @@ fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
     let parts = Parts::new(3);
     let tlbs = parts.tlbs(Counting);
     let spaces = [parts.space::<User, _>(&tlbs), parts.space(&tlbs)];
-    let deferred = DeferredUnmap::new(&tlbs).expect("fits");
+    // SAFETY: one machine.
+    let deferred = unsafe { DeferredUnmap::new(&tlbs) }.expect("fits");
     let cpu = Cpu::new(0);
     for number in [1, 2] {
         cpu.number.set(number);
@@ -398,10 +399,13 @@ fn parts_that_do_not_fit_are_refused() {
     // SAFETY: never used.
     let error = unsafe { TlbSpace::<User>::new(&tlbs, PhysAddr::new(0)) }.expect_err("two masks of two words");
     assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
-    let error = DeferredUnmap::new(&tlbs).expect_err("two masks of two words");
+    // SAFETY: one machine.
+    let error = unsafe { DeferredUnmap::new(&tlbs) }.expect_err("two masks of two words");
     assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
-    assert!(DeferredUnmap::with_masks(&tlbs, Keep, words(4)).is_ok());
-    assert!(DeferredUnmap::with_masks(&tlbs, Keep, words(5)).is_ok());
+    for given in [4, 5] {
+        // SAFETY: never used.
+        assert!(unsafe { DeferredUnmap::with_masks(&tlbs, Keep, words(given)) }.is_ok());
+    }
     assert_eq!(error.to_string(), "2 words are too few for the masks of these CPUs; give 4");
 }
 

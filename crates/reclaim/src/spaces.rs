@@ -154,7 +154,8 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         cx: &mut Cx<'_, S>,
         f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, '_, S, W, L, O>) -> R,
     ) -> Option<R> {
-        let deferred = side::batch(vm.tlbs())?;
+        // SAFETY: the side unhooks pages of this `vm`, and its flushes ask the TLBs of this `vm`.
+        let deferred = unsafe { side::batch(vm.tlbs()) }?;
         let side =
             Side { vm, pager: self, node: Cell::new(NodeId(0)), deferred: &deferred, saturated: Cell::new(None) };
         self.steps.enter(Step::Other);

@@ -48,7 +48,7 @@ impl<S: Setup> Vm<'_, S> {
                 // A CPU that has the old entry faults, and finds this one, unless it goes on refusing by the old one.
                 if !S::Format::FAULT_DROPS {
                     let mut batch = ShootdownBatch::new(&space.tlb);
-                    batch.stale(stale, area.kind.page);
+                    batch.stale(stale);
                     batch.flush(self.tlbs, &task.borrow(), &self.shootdown);
                 }
                 return Ok(Served::Reused);

@@ -63,7 +63,7 @@ impl<S: Setup> Vm<'_, S> {
             self.breathe(cx);
         }
         let mut batch = ShootdownBatch::new(&parent.tlb);
-        let done = self.inherit_all(cx, parent, child, |stale, page| batch.stale(stale, page));
+        let done = self.inherit_all(cx, parent, child, |stale| batch.stale(stale));
         // Also after a failure: entries have lost rights, and a store through an old one must not go on.
         if !batch.is_empty() {
             batch.flush(self.tlbs, cx, &self.shootdown);
@@ -78,7 +78,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         parent: &Space<S>,
         child: &Space<S>,
-        mut changed: impl FnMut(Stale, PageSize),
+        mut changed: impl FnMut(Stale),
     ) -> Result<(), VmError> {
         // SeqCst: pairs with `pin_batch`; nobody takes references for pins during a fork.
         let pinned = parent.pins.load(Ordering::SeqCst) > 0;
@@ -129,7 +129,7 @@ impl<S: Setup> Vm<'_, S> {
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
-        changed: &mut impl FnMut(Stale, PageSize),
+        changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
         let (mut from, end) = (area.span.first(), area.span.first() + area.span.pages());
         let part = PART * area.kind.page.pages();
@@ -154,7 +154,7 @@ impl<S: Setup> Vm<'_, S> {
         child: &Space<S>,
         area: &AreaInfo,
         (from, end): (u64, u64),
-        changed: &mut impl FnMut(Stale, PageSize),
+        changed: &mut impl FnMut(Stale),
     ) -> Result<u64, VmError> {
         let unreachable = VmError::Unreachable;
         let mut table = parent.table.exclusive(self.tables(task));
@@ -172,7 +172,7 @@ impl<S: Setup> Vm<'_, S> {
         }
         let span = pages(from, to).ok_or(unreachable)?;
         // Under the lock under which references are taken: what is put back between the two would be writable and shared.
-        changed(table.write_protect(span).map_err(VmError::Paging)?, area.kind.page);
+        changed(table.write_protect(span).map_err(VmError::Paging)?);
         let mut done = Ok(());
         let walked = table.walk(span, Flags::HARDWARE, |run| {
             if done.is_ok() {
@@ -262,7 +262,7 @@ impl<S: Setup> Vm<'_, S> {
         parent: &Space<S>,
         child: &Space<S>,
         area: &AreaInfo,
-        changed: &mut impl FnMut(Stale, PageSize),
+        changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
@@ -300,7 +300,7 @@ impl<S: Setup> Vm<'_, S> {
         child: &Space<S>,
         area: &AreaInfo,
         span: Span,
-        changed: &mut impl FnMut(Stale, PageSize),
+        changed: &mut impl FnMut(Stale),
     ) -> Result<One, VmError> {
         let mut table = parent.table.exclusive(self.tables(task));
         let leaf = match table.lookup(span.start()) {
@@ -320,7 +320,7 @@ impl<S: Setup> Vm<'_, S> {
         }
         let change = Change { set: Flags::NONE, clear: Flags::WRITE };
         let stale = table.protect(span, change, Editing::LIVE).map_err(VmError::Paging)?;
-        changed(stale, area.kind.page);
+        changed(stale);
         self.share_run(task, child, area, span.first(), extent, leaf.flags)?;
         Ok(One::Shared)
     }

@@ -117,7 +117,8 @@ impl World {
             Space { table, tlb }
         });
         let spaces = Box::leak(spaces.collect::<Box<[_]>>());
-        let deferred = Box::leak(Box::new(DeferredUnmap::new(&tlbs).expect("fits")));
+        // SAFETY: one machine.
+        let deferred = Box::leak(Box::new(unsafe { DeferredUnmap::new(&tlbs) }.expect("fits")));
         World {
             mmu,
             tlbs,

@@ -205,7 +205,7 @@ impl World {
         if self.planted(Plant::UpperLevelsKept) {
             stale.flush().into_iter().for_each(|range| batch.changed(range, PageSize::Size4K));
         } else if !self.planted(Plant::ProtectWithoutFlush) {
-            batch.stale(stale, PageSize::Size4K);
+            batch.stale(stale);
         }
         batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
         for cpu in 0..self.tlbs.cpus() {

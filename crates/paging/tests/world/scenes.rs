@@ -91,7 +91,7 @@ impl World {
         let stale = table.collapse(at(page), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
         drop(table);
         let mut batch = ShootdownBatch::new(&this.tlb);
-        batch.stale(stale, PageSize::Size4K);
+        batch.stale(stale);
         batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
         // SAFETY: every CPU that could walk it has been flushed.
         unsafe { (&self.pool).free(old.expect("a table")) };
@@ -135,7 +135,7 @@ impl World {
         drop(table);
         self.mmu.as_cpu(ME, |cx| {
             let mut batch = ShootdownBatch::new(&half);
-            batch.stale(stale, PageSize::Size4K);
+            batch.stale(stale);
             batch.flush(&self.tlbs, cx, &ShootdownPolicy { range_limit: u64::MAX, pages_per_batch: u64::MAX });
         });
         // SAFETY: every CPU that could walk it has been flushed.

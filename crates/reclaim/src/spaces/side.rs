@@ -26,8 +26,13 @@ pub(super) type Batch = DeferredUnmap<Keep, Masks>;
 pub(super) type Unhooked<'s, S> = UnhookedPage<'s, S, Masks>;
 
 /// For one batch after the other. `None` if there are more CPUs than [`MOST_CPUS`].
-pub(super) fn batch<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Option<Batch> {
-    DeferredUnmap::with_masks(tlbs, Keep, core::array::from_fn(|_| AtomicU64::new(0))).ok()
+///
+/// # Safety
+///
+/// As [`DeferredUnmap::with_masks`].
+pub(super) unsafe fn batch<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Option<Batch> {
+    // SAFETY: the caller's promise, passed on.
+    unsafe { DeferredUnmap::with_masks(tlbs, Keep, core::array::from_fn(|_| AtomicU64::new(0))) }.ok()
 }
 
 /// A reclaiming task's view of the spaces.

@@ -98,7 +98,8 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
     });
     rig.mmu.as_cpu(CpuId(0), |cx| {
-        let deferred = hugemm_paging::DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+        // SAFETY: one machine.
+        let deferred = unsafe { hugemm_paging::DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
         let mut unhooked = Vec::new();
         for index in 0..PAGES {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(index)));

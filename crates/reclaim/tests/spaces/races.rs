@@ -85,7 +85,8 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         rig.leave(cx, &space);
         space
     });
-    let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+    // SAFETY: one machine.
+    let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
     let page = rig.mmu.as_cpu(CpuId(1), |cx| {
         let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(1)));
         let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };

@@ -100,7 +100,8 @@ fn a_pin_that_comes_late_keeps_the_page() {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = filled(rig, cx, page, 1);
                 let before = leaf(rig, cx, &space, AT);
-                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                // SAFETY: one machine.
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
                 for moves in [false, true].into_iter().take(if page == PageSize::Size4K { 2 } else { 1 }) {
                     let unhooked = unhook(rig, cx, &space, AT, &deferred);
                     let late = hold(rig, before.frame);
@@ -156,7 +157,8 @@ fn a_leaf_comes_back_as_it_was() {
                     rig.vm.map(cx, &space, span(at(index), page.bytes()), kind, Backing::Private).expect("an area");
                     assert_eq!(rig.get(cx, &space, at(index)), Ok(0));
                 }
-                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                // SAFETY: one machine.
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
                 let before = [0, 1, 2, 3].map(|index| leaf(rig, cx, &space, at(index)));
                 let bits = [Flags::HARDWARE, Flags::DIRTY, Flags::ACCESSED, Flags::ACCESSED];
                 for (index, (before, bits)) in (0..).zip(before.into_iter().zip(bits)) {
@@ -202,7 +204,8 @@ fn stores_through_old_translations_are_not_lost() {
                 rig.put(cx, &space, AT + 8, 1).expect("memory");
             });
             rig.mmu.as_cpu(CpuId(0), |cx| {
-                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                // SAFETY: one machine.
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
                 let unhooked = unhook(rig, cx, &space, AT, &deferred);
                 let asked = rig.vm.tlbs().hw().interrupts.load(Ordering::Relaxed);
                 rig.vm.put_back(cx, unhooked);
@@ -239,7 +242,8 @@ fn stores_through_old_translations_do_not_reach_a_child() {
                 rig.put(cx, &space, AT, 1).expect("memory");
             });
             rig.mmu.as_cpu(CpuId(0), |cx| {
-                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                // SAFETY: one machine.
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
                 let unhooked = unhook(rig, cx, &space, AT, &deferred);
                 rig.vm.put_back(cx, unhooked);
                 rig.leave(cx, &space);
@@ -267,7 +271,8 @@ fn a_page_comes_back_only_where_it_is_still_wanted() {
                 rig.mmu.as_cpu(CpuId(0), |cx| {
                     let parent = filled(rig, cx, page, 1);
                     let child = rig.vm.fork(cx, &parent).expect("forked");
-                    let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                    // SAFETY: one machine.
+                    let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
                     let area = span(AT, page.bytes());
                     for unmapper in [&parent, &child] {
                         let unhooked = unhook(rig, cx, &child, AT, &deferred);
@@ -359,7 +364,8 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
             };
             let through = rig.mmu.as_cpu(CpuId(2), |cx| {
                 let before = stores(2);
-                let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+                // SAFETY: one machine.
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
                 let mut refused = Vec::new();
                 for head in &heads {
                     let unhooked = rig.vm.unhook(cx, hold(rig, *head), Order::ZERO, &deferred);

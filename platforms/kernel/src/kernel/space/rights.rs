@@ -5,7 +5,7 @@ use crate::kernel::layout;
 use crate::kernel::platform::Kernel;
 use crate::kernel::tlb::tlbs;
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, PageSize, VirtAddr};
+use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_paging::{
     Change, Editing, Flags, Lookup, PageFormat, PagingError, ShootdownBatch, ShootdownPolicy, Span, Stale, X86_64,
 };
@@ -30,7 +30,7 @@ impl Space<'_> {
 
     fn settle(&self, cx: &CpuCx<'static, Kernel>, stale: Stale) {
         let mut batch = ShootdownBatch::new(&self.tlb);
-        batch.stale(stale, PageSize::Size4K);
+        batch.stale(stale);
         let _receipt = batch.flush(tlbs(), cx, &ShootdownPolicy::BATCHED);
     }
 
