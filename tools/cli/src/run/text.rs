@@ -124,7 +124,7 @@ const CAUSES: [(Phase, &str, &str, bool); 7] = [
     (Phase::Guests, "filling guests", "one request takes the place of a fault for each page", false),
     (Phase::WorkingSets, "finding working sets", "one walk covers an area and not one page table", false),
     (Phase::Pressure, "running out of memory", "accessed bits are read by runs of pages", false),
-    (Phase::Destroy, "destroying everything", "an area is one flush, and its frames go by runs", false),
+    (Phase::Destroy, "destroying everything", "frames that were taken together go by runs", false),
     (Phase::Shrink, "emptying the pool", "whole blocks of descriptors are swapped back", false),
 ];
 
@@ -153,10 +153,13 @@ fn verdict(log: &Log) -> String {
         said += ".";
     }
     if let (Some(page), Some(ours)) = (log.get(Side::Page, Phase::Destroy), log.get(Side::Extent, Phase::Destroy)) {
-        said += &format!(
-            " To destroy everything, {} CPUs are interrupted instead of {}.",
-            ours.figures.interrupts, page.figures.interrupts
-        );
+        let (ours, page) = (ours.figures.interrupts, page.figures.interrupts);
+        said += &match ours < page {
+            true => format!(" To destroy everything, {ours} CPUs are interrupted instead of {page}."),
+            false => {
+                format!(" Destroying everything interrupts {ours} CPUs, and page by page {page}: that is batched too.")
+            }
+        };
     }
     if let (Some(ours), Some(kernel)) = (log.get(Side::Extent, Phase::Prefault), log.get(Side::Kernel, Phase::Prefault))
     {
@@ -215,7 +218,7 @@ mod tests {
         );
         let said = verdict(&log(Phase::Destroy, [20, 30, 30]));
         assert!(
-            said.contains("destroying everything is slower: it takes 1.5 times as long, although an area"),
+            said.contains("destroying everything is slower: it takes 1.5 times as long, although frames"),
             "{said}"
         );
     }
