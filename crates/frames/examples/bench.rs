@@ -244,6 +244,17 @@ fn main() {
         if wanted("pair9") {
             println!("{threads} threads: pair9 {:.2}", m(&|f, p, _| pair(f, p, 9)));
         }
+        if wanted("poisoned pair") {
+            // One page that is in use is poisoned meanwhile; what lies next to it is as fast as ever.
+            let cx = platform.cx();
+            let bad = frames.alloc(&cx, Request::order(order(0))).expect("memory");
+            let before = m(&|f, p, _| pair(f, p, 0));
+            let _ = frames.poison(&cx, bad.pfn());
+            let beside = m(&|f, p, _| pair(f, p, 0));
+            frames.free(&cx, bad);
+            let after = m(&|f, p, _| pair(f, p, 0));
+            println!("{threads} threads: poisoned pair0 {beside:.2}, before {before:.2}, after {after:.2}");
+        }
         if wanted("counted pair0") {
             println!("{threads} threads: counted pair0 {:.2}", m(&counted_pair));
         }

@@ -21,7 +21,7 @@ use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, NodeId, Order, Pressure, Shortfall};
+use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, Pressure, Shortfall};
 
 /// Where every allocation can be made to fail.
 pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
@@ -105,7 +105,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return Err(AllocError::OutOfMemory);
         }
         cx.pinned(|pin| {
-            let own = self.cpus.get(pin.cpu().0 as usize);
+            let own = self.own(pin);
             let Request { order, mobility, from } = request;
             if let Some(own) = own
                 && own.mailbox.is_quiet()
@@ -115,7 +115,7 @@ impl<'m, E: Env> Frames<'m, E> {
             {
                 return Ok(block);
             }
-            self.alloc_slow(own, order, mobility, from, false)
+            self.alloc_slow(pin, order, mobility, from, false)
         })
     }
 
@@ -156,21 +156,22 @@ impl<'m, E: Env> Frames<'m, E> {
         if (node as usize) < self.nodes.len() { Ok((node, fallback)) } else { Err(AllocError::NoSuchNode) }
     }
 
-    /// `want_zero` prefers known-zero memory. The caller is pinned to the CPU of `own`.
+    /// `want_zero` prefers known-zero memory.
     #[cold]
     #[inline(never)]
     pub(crate) fn alloc_slow(
         &self,
-        own: Option<&PerCpu<'m>>,
+        pin: CpuPin<'_>,
         order: Order,
         mobility: Mobility,
         from: From,
         want_zero: bool,
     ) -> Result<Frozen, AllocError> {
+        let own = self.own(pin);
         let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
         if let Some(own) = own {
-            self.serve_own(own);
-            self.return_leavers(own);
+            self.serve_own(pin, own);
+            self.return_leavers(pin, own);
         }
         let (first, fallback) = self.choose(own, from)?;
         let near = own.filter(|own| own.node.0 == first && !want_zero);
@@ -187,14 +188,14 @@ impl<'m, E: Env> Frames<'m, E> {
                     {
                         let _ = class.push(block.with_mobility(mobility));
                     } else if class.len() == 0 {
-                        self.refill(own, class, first, order, mobility);
+                        self.refill(pin, own, class, first, order, mobility);
                     }
                     let Some(block) = class.pop() else { break };
                     // Frames can become refused while they are cached.
                     if !self.is_careful() {
                         return Ok(block);
                     }
-                    if let Some(block) = self.admit(block) {
+                    if let Some(block) = self.admit(pin, block) {
                         return Ok(block);
                     }
                 }
@@ -202,7 +203,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let count = if fallback { self.nodes.len() as u32 } else { 1 };
             for step in 0..count {
                 let node = (first + step) % self.nodes.len() as u32;
-                let taken = self.with_node(node, |lists| self.take_block(lists, order.get(), mobility, want_zero));
+                let taken = self.with_node(pin, node, |lists| self.take_block(lists, order.get(), mobility, want_zero));
                 if let Some(taken) = taken.flatten() {
                     return Ok(frozen(taken));
                 }
@@ -212,7 +213,7 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             // What this CPU caches may make larger blocks; what others cache can be had the next time.
             if let Some(own) = own {
-                self.drain_cache(own);
+                self.drain_cache(pin, own);
             }
             self.request_drains(own);
         }
@@ -225,33 +226,34 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         cx.pinned(|pin| {
-            let own = self.cpus.get(pin.cpu().0 as usize);
+            let own = self.own(pin);
             let block = block.soiled();
             if let Some(own) = own
-                && own.mailbox.is_quiet()
+                && own.mailbox.admits(&block)
                 && let Some(class) = own.class_of(&block)
                 && own.is_near(class, block.pfn())
             {
                 return match class.push(block) {
                     Ok(()) => {}
-                    Err(block) => self.free_missed(Some(own), block),
+                    Err(block) => self.free_missed(pin, block),
                 };
             }
-            self.free_missed(own, block);
+            self.free_missed(pin, block);
         })
     }
 
     /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
     #[cold]
     #[inline(never)]
-    fn free_missed(&self, own: Option<&PerCpu<'m>>, block: Frozen) {
+    fn free_missed(&self, pin: CpuPin<'_>, block: Frozen) {
+        let own = self.own(pin);
         if let Some(own) = own {
-            self.serve_own(own);
+            self.serve_own(pin, own);
         }
         let Some(arena) = self.arena(block.pfn()) else { return };
         let content = Content::of(block.is_zero());
         if self.is_careful() && self.is_suspect(arena, &block) {
-            return self.free_careful(arena, block.extent(), content);
+            return self.free_careful(pin, arena, block.extent(), content);
         }
         let mut block = block;
         let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
@@ -262,37 +264,35 @@ impl<'m, E: Env> Frames<'m, E> {
                     Ok(()) => return,
                     Err(back) => block = back,
                 }
-                self.drain_leavers(class, block.log(), arena.node);
+                self.drain_leavers(pin, class, block.log(), arena.node);
             }
             for _ in 0..2 {
                 match class.push(block) {
                     Ok(()) => return,
                     Err(back) => block = back,
                 }
-                self.drain_class(class, block.log(), arena.node, class.excess());
+                self.drain_class(pin, class, block.log(), arena.node, class.excess());
             }
         }
-        self.with_node(arena.node, |lists| self.free_handle(lists, arena, block));
+        self.with_node(pin, arena.node, |lists| self.free_handle(lists, arena, block));
     }
 
     /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
-    /// is one block of a cached order. The caller is pinned to the CPU of `own`.
-    pub(crate) fn free_slow(&self, own: Option<&PerCpu<'m>>, extent: Extent, content: Content) {
+    /// is one block of a cached order.
+    pub(crate) fn free_slow(&self, pin: CpuPin<'_>, extent: Extent, content: Content) {
+        let own = self.own(pin);
         if let Some(own) = own {
-            self.serve_own(own);
+            self.serve_own(pin, own);
         }
         let Some(arena) = self.arena(extent.base()) else { return };
-        if self.is_careful() {
-            return self.free_careful(arena, extent, content);
-        }
         if let (Some(own), Some(order)) = (own, extent.as_block())
             && let mobility = arena.block(extent.base()).mobility()
             && own.class(order.get(), mobility).is_some_and(Class::enabled)
         {
             arena.map_merge(extent.base(), order.get());
             let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
-            return self.free_missed(Some(own), block);
+            return self.free_missed(pin, block);
         }
-        self.with_node(arena.node, |lists| self.free_chunks(lists, arena, extent, content));
+        self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, extent, content));
     }
 }

@@ -11,15 +11,15 @@ use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Known, List, Places, Rows};
 use crate::mobility::Mobility;
 use crate::pcp::{self, PerCpu};
-use hugemm_base::lock::{Lock, LockGuard, RawLock};
+use hugemm_base::lock::{LockGuard, PinnedLock, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Extent, Pfn};
+use hugemm_base::{CpuPin, Extent, Pfn};
 
 /// One NUMA node's free memory. On lines of its own.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Node<'m, L> {
-    pub(crate) lists: Lock<L, FreeLists>,
+    pub(crate) lists: PinnedLock<L, FreeLists>,
     /// Where what is counted there is. Written under the lock.
     pub(crate) rows: Rows<'m>,
     /// Blocks freed by whoever must not wait: a stack through their descriptors. See `nowait`.
@@ -33,7 +33,7 @@ pub(crate) struct Node<'m, L> {
 impl<'m, L: RawLock> Node<'m, L> {
     pub(crate) fn new(number: u32, rows: Rows<'m>) -> Self {
         Node {
-            lists: Lock::new(FreeLists::new(number)),
+            lists: PinnedLock::new(FreeLists::new(number)),
             rows,
             deferred: AtomicU64::new(0),
             deferred_pages: AtomicU64::new(0),
@@ -66,16 +66,21 @@ pub(crate) struct Taken {
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Runs `f` under a node's lock: one lock round. Frees what was deferred first.
-    pub(crate) fn with_node<R>(&self, node: u32, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
+    pub(crate) fn with_node<R>(&self, pin: CpuPin<'_>, node: u32, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
         let owner = self.nodes.get(node as usize)?;
-        let mut lists = owner.lists.lock();
+        let mut lists = owner.lists.lock(pin);
         Some(self.round(owner, &mut lists, f))
     }
 
     /// The same if nobody holds the lock; never waits.
-    pub(crate) fn try_with_node<R>(&self, node: u32, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
+    pub(crate) fn try_with_node<R>(
+        &self,
+        pin: CpuPin<'_>,
+        node: u32,
+        f: impl FnOnce(&mut FreeLists) -> R,
+    ) -> Option<R> {
         let owner = self.nodes.get(node as usize)?;
-        let mut lists = owner.lists.try_lock()?;
+        let mut lists = owner.lists.try_lock(pin)?;
         Some(self.round(owner, &mut lists, f))
     }
 

@@ -99,8 +99,8 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env.fault(FAULT_CLAIM) {
             return Err(ClaimError::InUse(extent.base()));
         }
-        let result = cx.pinned(|_| {
-            self.with_node(arena.node, |lists| {
+        let result = cx.pinned(|pin| {
+            self.with_node(pin, arena.node, |lists| {
                 self.all_free(arena, extent)?;
                 if self.any_isolated(arena, extent) {
                     return Err(ClaimError::Contended);
@@ -203,8 +203,8 @@ impl<'m, E: Env> Frames<'m, E> {
         self.isolate(cx, arena, extent)?;
         self.drain_everywhere(cx);
         let result = self.empty(cx, arena, extent, migrate);
-        let taken = cx.pinned(|_| {
-            self.with_node(arena.node, |lists| {
+        let taken = cx.pinned(|pin| {
+            self.with_node(pin, arena.node, |lists| {
                 let result = result.and_then(|()| self.all_free(arena, extent));
                 if result.is_ok() {
                     self.take_free(lists, arena, extent);
@@ -220,8 +220,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Step 1.
     fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, arena: &Arena<'m>, extent: Extent) -> Result<(), ClaimError> {
-        let result = cx.pinned(|_| {
-            self.with_node(arena.node, |lists| {
+        let result = cx.pinned(|pin| {
+            self.with_node(pin, arena.node, |lists| {
                 if arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
                     return Err(ClaimError::Contended);
                 }
@@ -239,13 +239,13 @@ impl<'m, E: Env> Frames<'m, E> {
             let changed = u64::from((bits & !groups).count_ones());
             region.isolated.set_locked(at, bits & !groups, isolated);
             let free = pages(region.free.load(at) & bits);
-            // Relaxed: see `is_careful`.
+            // Relaxed: see `is_isolating`.
             if isolated {
                 lists.isolated += free;
-                self.careful.fetch_add(changed, Ordering::Relaxed);
+                self.isolated.fetch_add(changed, Ordering::Relaxed);
             } else {
                 lists.isolated -= free;
-                self.careful.fetch_sub(changed, Ordering::Relaxed);
+                self.isolated.fetch_sub(changed, Ordering::Relaxed);
                 self.hint_all(arena, first.max(extent.base()));
             }
             while groups != 0 {
@@ -265,8 +265,8 @@ impl<'m, E: Env> Frames<'m, E> {
         arena.region(group.base()).isolated.put_locked(in_region(group.base()), isolated);
         // Relaxed: as above.
         match isolated {
-            true => self.careful.fetch_add(1, Ordering::Relaxed),
-            false => self.careful.fetch_sub(1, Ordering::Relaxed),
+            true => self.isolated.fetch_add(1, Ordering::Relaxed),
+            false => self.isolated.fetch_sub(1, Ordering::Relaxed),
         };
         for (pfn, order) in self.blocks(arena, group).filter(free) {
             let mobility = arena.block(pfn).mobility();
@@ -310,7 +310,8 @@ impl<'m, E: Env> Frames<'m, E> {
         while at < extent.end().number() {
             // A look without the lock, at blocks that may be changing: only a hint of what to migrate. Step 4 decides.
             let rest = extent.slice(at - extent.base().number(), extent.pages());
-            let used = cx.pinned(|_| self.with_node(arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(())));
+            let used =
+                cx.pinned(|pin| self.with_node(pin, arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(())));
             let Err(ClaimError::InUse(used)) = used else { return Ok(()) };
             if used.number() != at {
                 (at, attempts, drained) = (used.number(), 0, true);

@@ -7,13 +7,15 @@ use crate::descriptor::{DescMut, DescRef, Descriptor};
 use crate::frozen::Frozen;
 use crate::layout::{self, Config, ConfigError, Parts};
 use crate::pcp::PerCpu;
+use crate::refuse::Watched;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Dirty, Extent, ExtentLinks, NodeId, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, ExtentLinks, NodeId, Order, Pfn, Zeroed};
 
 /// What the surroundings supply: a lock, where descriptors are, and faults to test with. [`Plain`] is the ordinary case.
 ///
@@ -60,8 +62,10 @@ pub struct Frames<'m, E: Env = Plain> {
     pub(crate) frames: u64,
     /// How many frames have been released.
     pub(crate) managed: AtomicU64,
-    /// Isolated blocks plus refused frames: while it is 0, frees and allocations need not look at the frame.
-    pub(crate) careful: AtomicU64,
+    /// Blocks of 2 MiB that are isolated: while there are some, nobody takes the fast path.
+    pub(crate) isolated: AtomicU64,
+    /// Which blocks must be looked at when they are freed: see [`refuse`](crate::Poisoned).
+    pub(crate) watched: Watched,
     pub(crate) env: E,
     memory: PhantomData<&'m mut u8>,
 }
@@ -104,7 +108,8 @@ impl<'m, E: Env> Frames<'m, E> {
             cpus,
             frames,
             managed: AtomicU64::new(0),
-            careful: AtomicU64::new(0),
+            isolated: AtomicU64::new(0),
+            watched: Watched::new(),
             env,
             memory: PhantomData,
         })
@@ -129,18 +134,18 @@ impl<'m, E: Env> Frames<'m, E> {
     /// # Safety
     ///
     /// As [`release`](Frames::release), and nobody owns any of the frames.
-    pub unsafe fn release_extent(&self, frames: Extent) -> u64 {
-        self.release_as(frames, Content::Dirty)
+    pub unsafe fn release_extent<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Extent) -> u64 {
+        self.release_as(cx, frames, Content::Dirty)
     }
 
     /// Hands frames over: they become free. Frames that are never released are reserved. Frames outside every arena are
-    /// left out; returns how many were taken. One lock round per arena, O(18 + pages / 2^18) each.
+    /// left out; returns how many were taken. One lock round per arena, O(18 + pages / 2^18) each. Any context but NMI.
     ///
     /// # Safety
     ///
-    /// None of the frames has been released before.
-    pub unsafe fn release(&self, frames: Dirty) -> u64 {
-        self.release_as(frames.into_extent(), Content::Dirty)
+    /// None of the frames has been released before, to this manager or to another whose handles can meet with its.
+    pub unsafe fn release<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> u64 {
+        self.release_as(cx, frames.into_extent(), Content::Dirty)
     }
 
     /// The same for frames that are known to be zero.
@@ -148,16 +153,16 @@ impl<'m, E: Env> Frames<'m, E> {
     /// # Safety
     ///
     /// As [`release`](Frames::release).
-    pub unsafe fn release_zeroed(&self, frames: Zeroed) -> u64 {
-        self.release_as(frames.into_extent(), Content::Zero)
+    pub unsafe fn release_zeroed<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Zeroed) -> u64 {
+        self.release_as(cx, frames.into_extent(), Content::Zero)
     }
 
-    fn release_as(&self, extent: Extent, content: Content) -> u64 {
+    fn release_as<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) -> u64 {
         let mut sum = 0;
         for arena in self.arenas {
             let part = extent.intersection(arena.extent);
             if !part.is_empty() {
-                self.with_node(arena.node, |lists| self.free_chunks(lists, arena, part, content));
+                cx.pinned(|pin| self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, part, content)));
                 sum += part.pages();
             }
         }
@@ -255,11 +260,23 @@ impl<'m, E: Env> Frames<'m, E> {
         Some((head, Order::new(order).ok()?))
     }
 
-    /// Whether frees and allocations have to look at the frame.
+    /// The cache of the CPU that the caller is pinned to.
+    #[inline]
+    pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
+        self.cpus.get(pin.cpu().0 as usize)
+    }
+
+    /// Whether a block of 2 MiB is isolated.
+    #[inline]
+    pub(crate) fn is_isolating(&self) -> bool {
+        // Relaxed: whoever isolates posts a request to every cache afterwards, whose serving acquires.
+        self.isolated.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether frames that are freed have to be looked at: some are isolated, or refused and still in use.
     #[inline]
     pub(crate) fn is_careful(&self) -> bool {
-        // Relaxed: whoever isolates posts a request to every cache afterwards, whose serving acquires.
-        self.careful.load(Ordering::Relaxed) != 0
+        self.is_isolating() || self.watched.any()
     }
 }
 

@@ -23,7 +23,7 @@ use crate::freelist::{BIG, FreeLists, SMALL_KINDS};
 use crate::frozen::Frozen;
 use crate::stats::ORDERS;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{Extent, Pfn};
+use hugemm_base::{CpuPin, Extent, Pfn};
 
 /// log2 of the frames that a word of a region stands for.
 const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
@@ -168,7 +168,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees 2 MiB blocks that a cache held, those of a word that come one after another together: one lock round per
     /// [`PIECES`] words. What there is to find out about them is found out before the lock is taken.
-    pub(crate) fn free_cached_2m(&self, node: u32, words: &[u64]) {
+    pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: u32, words: &[u64]) {
         let mut pieces: [Option<Piece<'m>>; PIECES] = [None; PIECES];
         let mut count = 0;
         for block in words.iter().map(|word| Frozen::from_word(*word)) {
@@ -185,20 +185,20 @@ impl<'m, E: Env> Frames<'m, E> {
                 continue;
             }
             if count == PIECES {
-                self.free_pieces(node, &pieces);
+                self.free_pieces(pin, node, &pieces);
                 (pieces, count) = ([None; PIECES], 0);
             }
             pieces[count] = Some(Piece { arena, pfn, bits, content });
             count += 1;
         }
         if count != 0 {
-            self.free_pieces(node, &pieces[..count]);
+            self.free_pieces(pin, node, &pieces[..count]);
         }
     }
 
     /// Frees pieces: one lock round.
-    fn free_pieces(&self, node: u32, pieces: &[Option<Piece<'m>>]) {
-        self.with_node(node, |lists| {
+    fn free_pieces(&self, pin: CpuPin<'_>, node: u32, pieces: &[Option<Piece<'m>>]) {
+        self.with_node(pin, node, |lists| {
             let careful = self.is_careful();
             for Piece { arena, pfn, bits, content } in pieces.iter().flatten() {
                 if careful {

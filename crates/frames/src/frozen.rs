@@ -79,6 +79,13 @@ impl Frozen {
         (self.0.get() >> CLASS_SHIFT) as usize & 63
     }
 
+    /// Which of the 64 bits says whether it must be looked at when it is freed. Multiplied by the golden ratio, so that first
+    /// frames, which share their low bits, are spread over all of them.
+    #[inline]
+    pub(crate) const fn place(&self) -> u32 {
+        ((self.0.get() >> PFN_SHIFT).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as u32
+    }
+
     /// Order.
     pub const fn order(&self) -> Order {
         match Order::new(self.log()) {

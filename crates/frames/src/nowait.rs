@@ -1,7 +1,8 @@
 //! Allocating and freeing without ever waiting: for non-maskable interrupts, and for code that may hold any lock.
 //!
 //! Such code may have interrupted this CPU's cache half way through a change, so it leaves the caches alone. It takes the
-//! node's lock only if nobody has it. Otherwise an allocation fails, and a free is queued: on a stack per node, pushed
+//! node's lock only if nobody has it, and with interrupts off, as everybody does: an interrupt of this CPU would wait for it
+//! for ever. Otherwise an allocation fails, and a free is queued: on a stack per node, pushed
 //! with one compare-and-swap and taken as a whole by whoever takes the lock next, so that it has no ABA problem.
 //! Checklist C9.
 
@@ -12,8 +13,9 @@ use crate::descriptor::DescMut;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicWord, Ordering};
-use hugemm_base::{Extent, Order, Pfn};
+use hugemm_base::{CpuCx, Extent, Order, Pfn};
 
 /// Descriptor words of a queued block's head.
 const NEXT: usize = 0;
@@ -22,7 +24,7 @@ const ORDER: usize = 1;
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block without waiting: [`AllocError::WouldWait`] if every lock that would do is taken. A request for
     /// the local node is one for any. Any context.
-    pub fn alloc_nowait(&self, request: Request) -> Result<Frozen, AllocError> {
+    pub fn alloc_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError> {
         if self.env.fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
@@ -38,7 +40,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut error = AllocError::OutOfMemory;
         for step in 0..if fallback { nodes } else { 1 } {
             let take = |lists: &mut FreeLists| self.take_block(lists, request.order.get(), request.mobility, false);
-            match self.try_with_node((first + step) % nodes, take) {
+            match cx.pinned(|pin| self.try_with_node(pin, (first + step) % nodes, take)) {
                 None => error = AllocError::WouldWait,
                 Some(None) => {}
                 Some(Some(taken)) => {
@@ -51,10 +53,11 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees one block without waiting. Any context. Lock-free: at worst one compare-and-swap loop.
-    pub fn free_nowait(&self, block: Frozen) {
+    pub fn free_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         let (pfn, order) = (block.pfn(), block.order());
         let Some(arena) = self.arena(pfn) else { return };
-        let freed = self.try_with_node(arena.node, |lists| self.free_owned(lists, arena, pfn, order));
+        let free = |lists: &mut FreeLists| self.free_owned(lists, arena, pfn, order);
+        let freed = cx.pinned(|pin| self.try_with_node(pin, arena.node, free));
         let Some(node) = self.nodes.get(arena.node as usize).filter(|_| freed.is_none()) else { return };
         // SAFETY: the block's handle was given here, and whoever takes it out of the queue looks at nothing of this.
         let desc = unsafe { DescMut::new(self.desc_in(arena, pfn)) };

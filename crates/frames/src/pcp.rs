@@ -33,7 +33,7 @@ use crate::chunk::Chunks;
 use crate::class::Class;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
-use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
+use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
 use hugemm_base::{Extent, NodeId, Pfn};
 
 /// A class per order up to 9 and mobility, at [`Frozen::class`].
@@ -66,24 +66,36 @@ pub(crate) const fn is_stocked(order: u32) -> bool {
     STOCKED >> order & 1 != 0
 }
 
-/// What keeps a CPU off its fast path: one word, which is all that the fast path looks at.
+/// What keeps a CPU off its fast paths: a word that allocations look at, and one for frees.
 ///
-/// Generic over the word so that loom runs it.
+/// Generic over the words so that loom runs it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 pub struct Mailbox<W = AtomicU64> {
     /// [`REQUEST`] times the requests not yet served, plus [`CAREFUL`]. Anybody adds a request; the rest is the owner's.
     attention: W,
+    /// Bits of the [places](Frozen::place) whose blocks may not be freed on the fast path: all of them while `attention` is
+    /// not 0. Anybody sets all; the rest is the owner's.
+    closed: W,
 }
 
-/// Some frames must be looked at before they are cached or handed out: see [`refuse`](crate::Poisoned).
+/// Something is isolated: every block must be looked at before it is cached or handed out.
 const CAREFUL: u64 = 1;
 const REQUEST: u64 = 2;
 
+/// What an owner has to look out for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Watch {
+    /// All blocks, allocated and freed: something is isolated.
+    Everything,
+    /// Frees of blocks with these places, as bits: something there is poisoned, and in use.
+    Places(u64),
+}
+
 impl<W: AtomicWord> Mailbox<W> {
-    /// A mailbox made of a word that is zero.
-    pub const fn new(attention: W) -> Self {
-        Mailbox { attention }
+    /// A mailbox made of words that are zero.
+    pub const fn new(attention: W, closed: W) -> Self {
+        Mailbox { attention, closed }
     }
 
     /// Posts a request.
@@ -91,13 +103,38 @@ impl<W: AtomicWord> Mailbox<W> {
         // Release pairs with the Acquire in `serve`: what was done before posting (a block marked as isolated) is seen
         // by the owner when it drains, and by every operation of the owner after that.
         self.attention.fetch_add(REQUEST, Ordering::Release);
+        // SeqCst: after the request, before the path is closed; pairs with the fence in `reopen`.
+        fence(Ordering::SeqCst);
+        // Relaxed: whoever sees it serves the request.
+        let _ = self.closed.transition(Ordering::Relaxed, Ordering::Relaxed, |_| Some(u64::MAX));
     }
 
-    /// Whether the owner's fast path may be taken: one relaxed load.
+    /// Whether the owner may allocate on its fast path: one relaxed load.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         // Relaxed: `serve` acquires; seeing a request late only means serving it later.
         self.attention.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether the owner may free a block of this [place](Frozen::place) on its fast path: one relaxed load.
+    #[inline]
+    pub fn admits_place(&self, place: u32) -> bool {
+        // Relaxed: as in `is_quiet`.
+        self.closed.load(Ordering::Relaxed) >> (place & 63) & 1 == 0
+    }
+
+    /// The same of a block.
+    #[inline]
+    pub(crate) fn admits(&self, block: &Frozen) -> bool {
+        self.admits_place(block.place())
+    }
+
+    /// Whether the owner should [`serve`](Mailbox::serve): something is asked, or frees are kept off the fast path for
+    /// nothing. `watching` says whether there are places to look out for.
+    pub fn wants_service(&self, watching: bool) -> bool {
+        let closed = self.closed.load(Ordering::Relaxed);
+        // All closed without a request: whoever posted it was late with the second step.
+        !self.is_quiet() || closed == u64::MAX || closed != 0 && !watching
     }
 
     /// Whether a request has not been served yet.
@@ -107,26 +144,40 @@ impl<W: AtomicWord> Mailbox<W> {
     }
 
     /// The owner's side: runs `drain` if something is posted, and acknowledges all that was posted before it started.
-    /// `careful` says, after that, whether the owner must stay off its fast path all the same. Returns whether it
-    /// drained.
-    pub fn serve(&self, drain: impl FnOnce(), careful: impl FnOnce() -> bool) -> bool {
+    /// `watch` says, after that, what the owner has to look out for all the same. Returns whether it drained.
+    pub fn serve(&self, drain: impl FnOnce(), watch: impl FnOnce() -> Watch) -> bool {
         // Acquire pairs with the Release in `post`.
         let seen = self.attention.load(Ordering::Acquire);
-        if seen == 0 {
-            return false;
-        }
         let posted = seen >= REQUEST;
         if posted {
             drain();
         }
-        // What `careful` reads was written before the requests seen above were posted, or else before one that is still
+        // What `watch` reads was written before the requests seen above were posted, or else before one that is still
         // in the word afterwards and asks again.
-        let keep = if careful() { CAREFUL } else { 0 };
+        let (keep, closed) = match watch() {
+            Watch::Everything => (CAREFUL, u64::MAX),
+            Watch::Places(places) => (0, places),
+        };
         if seen != keep {
             // Release pairs with the Acquire in `pending`.
             self.attention.fetch_add(keep.wrapping_sub(seen), Ordering::Release);
         }
+        self.reopen(keep, closed);
         posted
+    }
+
+    /// Closes what has to be closed, and opens the rest unless more has been asked meanwhile.
+    fn reopen(&self, keep: u64, closed: u64) {
+        if self.closed.load(Ordering::Relaxed) == closed {
+            return;
+        }
+        self.closed.store(closed, Ordering::Relaxed);
+        // SeqCst: after the store, before the look at the requests; pairs with the fence in `post`: either the request is
+        // seen here, or whoever posted it closes the path after this.
+        fence(Ordering::SeqCst);
+        if self.attention.load(Ordering::Relaxed) != keep {
+            self.closed.store(u64::MAX, Ordering::Relaxed);
+        }
     }
 }
 
@@ -178,7 +229,14 @@ impl<'m> PerCpu<'m> {
             rest = others;
             Class::new(own, if class / 2 == BLOCK_ORDER as usize { LEAST_2M } else { LEAST }, local.pages())
         });
-        PerCpu { mailbox: Mailbox::new(AtomicU64::new(0)), number, node, chunks: Chunks::default(), local, classes }
+        PerCpu {
+            mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)),
+            number,
+            node,
+            chunks: Chunks::default(),
+            local,
+            classes,
+        }
     }
 
     /// Whether a freed frame may be allocated again from a class: it is on the node at the first look, and no higher than the

@@ -227,7 +227,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 } else if refused && block.refused.get(in_block(pfn)) {
                     report.refused += 1;
                     self.close(cx, run, report, prepare);
-                    self.retire(arena, pfn);
+                    cx.pinned(|pin| self.retire(pin, arena, pfn));
                 } else {
                     if run.end != pfn.number() || run.end == run.start {
                         self.close(cx, run, report, prepare);
@@ -262,7 +262,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees frozen frames of one arena whose ends are block borders in the map.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
-        cx.pinned(|pin| self.free_slow(self.cpus.get(pin.cpu().0 as usize), extent, content));
+        cx.pinned(|pin| self.free_slow(pin, extent, content));
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.

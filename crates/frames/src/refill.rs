@@ -14,18 +14,26 @@ use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::pcp::{self, PerCpu};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, CpuId, CpuPin, Extent, Order, Pfn};
 
 /// Entries that a drain of blocks of less than 2 MiB hands over at once: one lock round.
 const BATCH: usize = 64;
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
-    pub(crate) fn refill(&self, own: &PerCpu<'m>, class: &Class<'m>, node: u32, size: Order, mobility: Mobility) {
+    pub(crate) fn refill(
+        &self,
+        pin: CpuPin<'_>,
+        own: &PerCpu<'m>,
+        class: &Class<'m>,
+        node: u32,
+        size: Order,
+        mobility: Mobility,
+    ) {
         let want = class.want();
         let order = size.get();
         if order == BLOCK_ORDER {
-            let batches = self.with_node(node, |lists| self.take_many_2m(lists, want));
+            let batches = self.with_node(pin, node, |lists| self.take_many_2m(lists, want));
             for taken in batches.iter().flatten().rev().flat_map(Batch::descending) {
                 own.found(class, order, taken.pfn);
                 // At most half of what the watermark allows.
@@ -34,7 +42,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return;
         }
         let apart = chunk::is_worth_it(want).then_some(own);
-        self.with_node(node, |lists| {
+        self.with_node(pin, node, |lists| {
             let mut got = 0;
             while got < want {
                 let most = order + (want - got).ilog2();
@@ -56,40 +64,40 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per
     /// 64, or less.
-    pub(crate) fn drain_class(&self, class: &Class<'m>, order: u32, node: u32, count: u64) {
-        class.drain_highest(count, |words| self.free_cached(node, order, words));
+    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: u32, count: u64) {
+        class.drain_highest(count, |words| self.free_cached(pin, node, order, words));
     }
 
     /// Before anything is taken from the node: gives back the blocks that this CPU has on their way there, lest something
     /// goes to higher memory instead, or splits what they would make.
-    pub(crate) fn return_leavers(&self, own: &PerCpu<'m>) {
+    pub(crate) fn return_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
         for (class, order) in own.all().filter(|(class, _)| class.all() != 0) {
             if !pcp::is_stocked(order) {
-                self.drain_class(class, order, own.node.0, class.len());
+                self.drain_class(pin, class, order, own.node.0, class.len());
             }
             if class.len() != class.all() {
-                self.drain_leavers(class, order, own.node.0);
+                self.drain_leavers(pin, class, order, own.node.0);
             }
         }
     }
 
     /// Moves blocks that are on their way to the node there.
-    pub(crate) fn drain_leavers(&self, class: &Class<'m>, order: u32, node: u32) {
-        class.drain_leavers(|words| self.free_cached(node, order, words));
+    pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: u32) {
+        class.drain_leavers(|words| self.free_cached(pin, node, order, words));
     }
 
     /// Frees cached blocks of one order, in ascending order: one lock round per 64, or less.
-    fn free_cached(&self, node: u32, order: u32, words: &[u64]) {
+    fn free_cached(&self, pin: CpuPin<'_>, node: u32, order: u32, words: &[u64]) {
         match order {
-            BLOCK_ORDER => self.free_cached_2m(node, words),
-            _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(node, order, batch)),
+            BLOCK_ORDER => self.free_cached_2m(pin, node, words),
+            _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(pin, node, order, batch)),
         }
     }
 
     /// The same for blocks of less than 2 MiB: one lock round.
-    fn free_cached_small(&self, node: u32, order: u32, batch: &[u64]) {
+    fn free_cached_small(&self, pin: CpuPin<'_>, node: u32, order: u32, batch: &[u64]) {
         self.warm(batch);
-        self.with_node(node, |lists| {
+        self.with_node(pin, node, |lists| {
             let step = Frozen::step(order);
             let mut rest = batch;
             while let Some((&first, _)) = rest.split_first() {
@@ -133,28 +141,20 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU.
-    pub(crate) fn drain_cache(&self, own: &PerCpu<'m>) {
+    /// Moves everything a CPU has cached to its node. The caller is pinned to that CPU, or it runs nothing.
+    pub(crate) fn drain_cache(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
         for (class, order) in own.all() {
             class.shrink();
-            if self.is_careful() {
-                while let Some(block) = class.pop() {
-                    if let Some(arena) = self.arena(block.pfn()) {
-                        self.free_careful(arena, block.extent(), Content::of(block.is_zero()));
-                    }
-                }
-            } else {
-                self.drain_class(class, order, own.node.0, class.len());
-            }
             // Under the lock it is seen whether they must be looked at.
-            self.drain_leavers(class, order, own.node.0);
+            self.drain_class(pin, class, order, own.node.0, class.len());
+            self.drain_leavers(pin, class, order, own.node.0);
         }
     }
 
     /// Serves what others have asked this CPU for.
-    pub(crate) fn serve_own(&self, own: &PerCpu<'m>) {
-        if !own.mailbox.is_quiet() {
-            own.mailbox.serve(|| self.drain_cache(own), || self.is_careful());
+    pub(crate) fn serve_own(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
+        if own.mailbox.wants_service(self.watched.any()) {
+            own.mailbox.serve(|| self.drain_cache(pin, own), || self.watch());
         }
     }
 
@@ -171,8 +171,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// purpose. Cheap when there is nothing. Any context but NMI.
     pub fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
-            if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
-                self.serve_own(own);
+            if let Some(own) = self.own(pin) {
+                self.serve_own(pin, own);
             }
         })
     }
@@ -180,9 +180,9 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Gives everything that this CPU has cached back to its node, and shrinks the cache.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
-            if let Some(own) = self.cpus.get(pin.cpu().0 as usize) {
-                self.serve_own(own);
-                self.drain_cache(own);
+            if let Some(own) = self.own(pin) {
+                self.serve_own(pin, own);
+                self.drain_cache(pin, own);
             }
         })
     }
@@ -192,10 +192,12 @@ impl<'m, E: Env> Frames<'m, E> {
     /// # Safety
     ///
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
-    pub unsafe fn drain_offline(&self, cpu: hugemm_base::CpuId) {
-        if let Some(cpu) = self.cpus.get(cpu.0 as usize) {
-            self.serve_own(cpu);
-            self.drain_cache(cpu);
-        }
+    pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
+        cx.pinned(|pin| {
+            if let Some(cpu) = self.cpus.get(cpu.0 as usize) {
+                self.serve_own(pin, cpu);
+                self.drain_cache(pin, cpu);
+            }
+        })
     }
 }

@@ -9,9 +9,14 @@
 //!
 //! # Cost
 //!
-//! While nothing is poisoned or isolated, nothing: the fast paths look at one word of their CPU for other reasons too.
-//! Otherwise they are left, and freeing looks at one bit per 2 MiB, and per frame only where that is set. Blocks in the
-//! 2 MiB of a poisoned frame, or of an isolated one, bypass the caches; all others are cached as ever.
+//! Nothing while nothing is poisoned or isolated, and next to nothing otherwise: a free asks one word of its CPU whether its
+//! fast path is open *for this block*. The word has 64 bits, and a block has one of them. While something is isolated all are
+//! set, and allocations leave their fast paths too. For a poisoned frame that is in use those bits are set that blocks of the
+//! cached orders have which hold it: they, and one block in 64 for each bit, are looked at when they are freed, one bit per
+//! 2 MiB and per frame only where that is set, and cached if nothing is found. When the frame has been taken out nobody looks
+//! for it any more.
+//!
+//! Blocks of other orders are looked at under the node's lock, as is everything that goes there.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
@@ -19,8 +24,10 @@ use crate::buddy::Content;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
-use hugemm_base::sync::Ordering;
-use hugemm_base::{Extent, Order, Pfn};
+use crate::mobility::Mobility;
+use crate::pcp::{self, Watch};
+use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{CpuPin, Extent, Order, Pfn};
 
 /// Where a poisoned frame was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,22 +42,78 @@ pub enum Poisoned {
     NotManaged,
 }
 
+/// Refused frames that are in use, by the places of the blocks that may be freed with them in it.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    frames: AtomicU64,
+    /// For each place, frames that have it.
+    counts: [AtomicU64; 64],
+}
+
+// Relaxed throughout: a cache's owner reads this when it serves the request that was posted after an addition, and acquires
+// what came before it; and under a node's lock everything is known of that node's frames.
+impl Watched {
+    pub(crate) fn new() -> Self {
+        Watched { frames: AtomicU64::new(0), counts: core::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+
+    /// Whether there are any.
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.frames.load(Ordering::Relaxed) != 0
+    }
+
+    /// The places, as bits.
+    fn places(&self) -> u64 {
+        if !self.any() {
+            return 0;
+        }
+        let bit = |(place, count): (usize, &AtomicU64)| u64::from(count.load(Ordering::Relaxed) != 0) << place;
+        self.counts.iter().enumerate().map(bit).sum()
+    }
+
+    /// The places of blocks that hold a frame and are allocated from caches, as bits.
+    fn places_of(pfn: Pfn) -> u64 {
+        let stocked =
+            (0..=BLOCK_ORDER).filter(|order| pcp::is_stocked(*order)).filter_map(|order| Order::new(order).ok());
+        stocked.fold(0, |bits, order| {
+            bits | 1 << Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Unmovable, false).place()
+        })
+    }
+
+    fn change(&self, pfn: Pfn, by: u64) {
+        self.frames.fetch_add(by, Ordering::Relaxed);
+        let places = Self::places_of(pfn);
+        for (_, count) in self.counts.iter().enumerate().filter(|(place, _)| places >> place & 1 != 0) {
+            count.fetch_add(by, Ordering::Relaxed);
+        }
+    }
+
+    fn add(&self, pfn: Pfn) {
+        self.change(pfn, 1);
+    }
+
+    fn remove(&self, pfn: Pfn) {
+        self.change(pfn, 1_u64.wrapping_neg());
+    }
+}
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI.
     pub fn poison<P: hugemm_base::platform::Cpu>(&self, cx: &hugemm_base::CpuCx<'_, P>, pfn: Pfn) -> Poisoned {
-        cx.pinned(|_| {
+        cx.pinned(|pin| {
             let Some(arena) = self.arena(pfn) else { return Poisoned::NotManaged };
-            let outcome = self.with_node(arena.node, |lists| {
+            let outcome = self.with_node(pin, arena.node, |lists| {
                 let block = arena.block(pfn);
                 if block.refused.get(in_block(pfn)) {
                     return Poisoned::Already;
                 }
                 block.refused.put_locked(in_block(pfn), true);
                 arena.region(pfn).refused.put_locked(in_region(pfn), true);
-                // Relaxed: see `is_careful`; a cache that has the frame already is asked below.
-                self.careful.fetch_add(1, Ordering::Relaxed);
                 let (head, order) = arena.block_of(pfn);
                 if !self.is_free(arena, head, order) {
+                    // Before any cache is asked: what is freed after that is looked at.
+                    self.watched.add(pfn);
                     return Poisoned::InUse;
                 }
                 let content = self.remove_block(lists, arena, head, order);
@@ -68,6 +131,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 Poisoned::Free
             });
             if outcome == Some(Poisoned::InUse) {
+                // A cache may have it already.
                 for cpu in self.cpus {
                     cpu.mailbox.post();
                 }
@@ -82,26 +146,39 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Takes a refused frame, which the caller owns, out for good.
-    pub(crate) fn retire(&self, arena: &Arena<'m>, _pfn: Pfn) {
-        self.with_node(arena.node, |lists| lists.refused += 1);
+    pub(crate) fn retire(&self, pin: CpuPin<'_>, arena: &Arena<'m>, pfn: Pfn) {
+        self.with_node(pin, arena.node, |lists| self.note_retired(lists, pfn));
+    }
+
+    /// A refused frame was given back: it is out for good, and nobody has to look for it any more.
+    fn note_retired(&self, lists: &mut FreeLists, pfn: Pfn) {
+        lists.refused += 1;
+        self.watched.remove(pfn);
+    }
+
+    /// What keeps caches off their fast paths, for [`Mailbox::serve`](crate::pcp::Mailbox::serve).
+    pub(crate) fn watch(&self) -> Watch {
+        if self.is_isolating() { Watch::Everything } else { Watch::Places(self.watched.places()) }
     }
 
     /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
-    pub(crate) fn admit(&self, block: Frozen) -> Option<Frozen> {
+    pub(crate) fn admit(&self, pin: CpuPin<'_>, block: Frozen) -> Option<Frozen> {
         let arena = self.arena(block.pfn())?;
         let extent = block.extent();
         let isolated = arena.region(block.pfn()).isolated.get(in_region(block.pfn()));
         if !isolated && self.next_refused(arena, extent).is_none() {
             return Some(block);
         }
-        self.free_careful(arena, extent, Content::of(block.is_zero()));
+        self.free_careful(pin, arena, extent, Content::of(block.is_zero()));
         None
     }
 
-    /// Whether a block may hold refused frames, or is isolated, and must not be cached. One line of its region.
+    /// Whether a block has refused frames, or is isolated, and must not be cached. One line of its region, and one of its
+    /// 2 MiB if something there is refused. Blocks that are never cached are looked at under the lock.
     pub(crate) fn is_suspect(&self, arena: &Arena<'m>, block: &Frozen) -> bool {
         let (region, index) = (arena.region(block.pfn()), in_region(block.pfn()));
-        block.log() > BLOCK_ORDER || region.isolated.get(index) || region.refused.get(index)
+        let refused = || region.refused.get(index) && self.next_refused(arena, block.extent()).is_some();
+        block.log() > BLOCK_ORDER || region.isolated.get(index) || refused()
     }
 
     /// The first refused frame of an extent of one arena. O(pages / 2^15) where there is none.
@@ -146,8 +223,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees an extent of one arena that may hold refused frames or isolated blocks: around the former, past the caches
     /// for all. The ends are block borders in the map.
-    pub(crate) fn free_careful(&self, arena: &Arena<'m>, extent: Extent, content: Content) {
-        self.with_node(arena.node, |lists| self.free_careful_locked(lists, arena, extent, content));
+    pub(crate) fn free_careful(&self, pin: CpuPin<'_>, arena: &Arena<'m>, extent: Extent, content: Content) {
+        self.with_node(pin, arena.node, |lists| self.free_careful_locked(lists, arena, extent, content));
     }
 
     pub(crate) fn free_careful_locked(
@@ -167,10 +244,104 @@ impl<'m, E: Env> Frames<'m, E> {
                 if rest.contains(next) {
                     arena.map_cut(next);
                 }
-                lists.refused += 1;
+                self.note_retired(lists, pfn);
             }
             self.free_admitted(lists, arena, rest.slice(0, upto), content);
             rest = rest.slice(upto + 1, rest.pages());
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::alloc::Request;
+    use crate::arena::{ArenaSpec, BLOCK};
+    use crate::frames::Plain;
+    use crate::layout::Config;
+    use hugemm_base::{CpuCx, Dirty, NodeId};
+    use hugemm_testing::{Memory, Threads, run_as};
+
+    const PAGES: u64 = 1 << 16;
+
+    /// A manager with room for caches of every order, and CPU 0's cache.
+    fn with_cache(test: impl FnOnce(&Frames<'_>, &CpuCx<'_, Threads>, &crate::pcp::PerCpu<'_>)) {
+        let extent = Extent::new(Pfn::new(0), PAGES).expect("in range");
+        let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+        // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
+        let frames = unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");
+        let threads: Threads = Threads::new(());
+        run_as(0);
+        let cx = threads.cx();
+        // SAFETY: once; there is no memory behind the numbers.
+        unsafe { frames.release(&cx, Dirty::assume_owned(extent)) };
+        test(&frames, &cx, &frames.cpus[0]);
+    }
+
+    /// One poisoned frame closes the fast path for itself, and for none of its neighbours; and when it is out, for nobody.
+    #[test]
+    fn a_poisoned_frame_in_use_closes_its_own_path_only() {
+        with_cache(|frames, cx, own| {
+            let request = |order| Request::order(Order::new(order).expect("valid"));
+            let bad = frames.alloc(cx, request(0)).expect("memory");
+            let others: Vec<Frozen> =
+                [0, 0, 1, 3, 9].iter().map(|o| frames.alloc(cx, request(*o)).expect("memory")).collect();
+            assert_eq!(frames.poison(cx, bad.pfn()), Poisoned::InUse);
+            assert!(
+                !own.mailbox.is_quiet() && !others.iter().any(|block| own.mailbox.admits(block)),
+                "a drain is asked for"
+            );
+            frames.serve(cx);
+            assert!(own.mailbox.is_quiet() && !own.mailbox.admits(&bad));
+            assert!(others.iter().all(|block| own.mailbox.admits(block)), "{:#x}", frames.watched.places());
+            // Nearly everywhere else, too.
+            let closed = frames.watched.places().count_ones();
+            assert!((1..=5).contains(&closed), "{closed} places of 64");
+            frames.free(cx, bad);
+            assert!(!frames.is_careful() && frames.watched.places() == 0);
+            for block in others {
+                frames.free(cx, block);
+            }
+            assert!(own.mailbox.admits_place(0) || own.mailbox.wants_service(false));
+            frames.serve(cx);
+            assert!((0..64).all(|place| own.mailbox.admits_place(place)) && !own.mailbox.wants_service(false));
+        });
+    }
+
+    /// A block that is cached on its own path is on that of no poisoned frame that it holds.
+    #[test]
+    fn every_cached_block_that_holds_a_frame_has_one_of_its_places() {
+        for pfn in [0, 1, 0x1ff, 0x200, 0xdead_beef, 0x1234_5677] {
+            let pfn = Pfn::new(pfn);
+            let places = Watched::places_of(pfn);
+            for order in [0, 1, 2, 3, BLOCK_ORDER].map(|order| Order::new(order).expect("valid")) {
+                let block = Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Movable, true);
+                assert_eq!(places >> block.place() & 1, 1, "{block:?}");
+            }
+        }
+    }
+
+    /// Isolation closes both paths, for as long as it lasts and not longer.
+    #[test]
+    fn isolation_closes_every_path_while_it_lasts() {
+        with_cache(|frames, cx, own| {
+            let held = frames.alloc(cx, Request::order(BLOCK)).expect("memory");
+            let range = held.extent();
+            let mut held = Some(held);
+            let threads = cx.platform();
+            let taken = frames.claim(&mut threads.cx(), range, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+                assert!(!own.mailbox.is_quiet() && (0..64).all(|place| !own.mailbox.admits_place(place)));
+                held.take().is_some_and(|block| {
+                    frames.free(cx, block);
+                    true
+                })
+            });
+            frames.free_extent(cx, taken.expect("emptied"));
+            assert!(!frames.is_careful());
+            frames.serve(cx);
+            assert!(own.mailbox.is_quiet() && (0..64).all(|place| own.mailbox.admits_place(place)));
+        });
     }
 }

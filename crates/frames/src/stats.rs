@@ -66,10 +66,10 @@ impl<E: Env> Frames<'_, E> {
     /// One node's numbers; zeroes if there is no such node. Takes the node's lock (one round, counted), for O(GiB of node).
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
         let Some(owner) = self.nodes.get(node.0 as usize) else { return NodeStats::default() };
-        cx.pinned(|_| {
+        cx.pinned(|pin| {
             let cached = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
             let mut blocks = [0; ORDERS];
-            let stats = self.with_node(node.0, |lists| NodeStats {
+            let stats = self.with_node(pin, node.0, |lists| NodeStats {
                 blocks: {
                     for (sum, count) in blocks.iter_mut().zip(lists.blocks) {
                         *sum = count;

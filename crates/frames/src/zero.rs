@@ -90,7 +90,7 @@ impl<E: Env> Frames<'_, E> {
             return Err(AllocError::OutOfMemory);
         }
         cx.pinned(|pin| {
-            let own = self.cpus.get(pin.cpu().0 as usize);
+            let own = self.own(pin);
             let class = own.filter(|own| request.from == From::Local && own.mailbox.is_quiet());
             let class = class.and_then(|own| own.stock(request.order.get(), request.mobility));
             if let Some(class) = class
@@ -101,7 +101,7 @@ impl<E: Env> Frames<'_, E> {
             }
             // Relaxed: a hint that saves a lock round where nothing is known to be zero.
             let zeroes = self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
-            self.alloc_slow(own, request.order, request.mobility, request.from, zeroes)
+            self.alloc_slow(pin, request.order, request.mobility, request.from, zeroes)
         })
     }
 }

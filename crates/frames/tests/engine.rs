@@ -32,7 +32,7 @@ fn zeroed_blocks_are_cleared_in_units_and_once() {
     let memory = support::Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     // SAFETY: the only owner of the host's frames, made once, released once.
-    unsafe { frames.release(host.own_frames()) };
+    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) }).expect("a CPU");
     host.run_on(CpuId(0), |cx| {
         let order = Order::new(12).expect("16 MiB");
         let block = frames.alloc_zeroed(cx, Request::order(order), &clearer).expect("memory");

@@ -223,7 +223,7 @@ fn refill_and_free_against_a_remote_drain() {
     unsafe impl Send for Cpu {}
     loom::model(|| {
         let cpu = Arc::new(Cpu {
-            mailbox: Mailbox::new(AtomicU64::new(0)),
+            mailbox: Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)),
             isolated: AtomicU64::new(0),
             cache: UnsafeCell::new(0),
             node: Mutex::new(0),
@@ -253,7 +253,7 @@ fn refill_and_free_against_a_remote_drain() {
 #[test]
 fn a_second_isolation_while_the_first_ends() {
     loom::model(|| {
-        let cpu = Arc::new((Mailbox::new(AtomicU64::new(0)), AtomicU64::new(1)));
+        let cpu = Arc::new((Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)), AtomicU64::new(1)));
         cpu.0.post();
         let other = Arc::clone(&cpu);
         let owner = thread::spawn(move || {

@@ -63,11 +63,11 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
     let mut memory = Memory::new(Frames::<Surroundings>::required_bytes(&config).expect("valid"));
     // SAFETY: one platform; the arenas have no descriptors of their own.
     let frames = unsafe { Frames::in_slice(&config, Surroundings, memory.bytes()) }.expect("large enough");
-    // SAFETY: released once; nobody owns memory behind the numbers.
-    unsafe { frames.release_extent(extent(0, 4096)) };
     let threads = Threads::default();
     Threads::run_as(0);
     let cx = threads.cx();
+    // SAFETY: released once; nobody owns memory behind the numbers.
+    unsafe { frames.release_extent(&cx, extent(0, 4096)) };
     let blocks: Vec<_> = [0, 3, 5, 9].map(|o| hugemm_base::Order::new(o).expect("valid")).into_iter().collect();
     let held: Vec<_> = blocks.iter().map(|o| frames.alloc(&cx, Request::order(*o)).expect("memory")).collect();
     frames.drain(&cx);
@@ -82,9 +82,9 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
         while STAGE.load(Ordering::SeqCst) != KEPT {
             std::thread::yield_now();
         }
-        assert_eq!(frames.alloc_nowait(Request::default()), Err(AllocError::WouldWait));
+        assert_eq!(frames.alloc_nowait(&cx, Request::default()), Err(AllocError::WouldWait));
         for block in held {
-            frames.free_nowait(block);
+            frames.free_nowait(&cx, block);
         }
         STAGE.store(IDLE, Ordering::SeqCst);
     });
@@ -100,9 +100,10 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
 fn nothing_is_lost_by_not_waiting() {
     with_one_arena(0, 1024, 1, |frames, threads| {
         let cx = threads.cx();
-        let block = frames.alloc_nowait(Request::order(Order::new(3).expect("valid"))).expect("nobody holds the lock");
-        frames.free_nowait(block);
-        assert_eq!(frames.alloc_nowait(Request::order(Order::MAX)), Err(AllocError::OutOfMemory));
+        let block =
+            frames.alloc_nowait(&cx, Request::order(Order::new(3).expect("valid"))).expect("nobody holds the lock");
+        frames.free_nowait(&cx, block);
+        assert_eq!(frames.alloc_nowait(&cx, Request::order(Order::MAX)), Err(AllocError::OutOfMemory));
         assert_eq!(frames.stats(&cx).free, 1024);
     });
 }

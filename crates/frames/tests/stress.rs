@@ -69,7 +69,7 @@ fn all_free(frames: &Manager<'_>, threads: &Threads) {
     let cx = threads.cx();
     for cpu in 0..8 {
         // SAFETY: the threads have ended.
-        unsafe { frames.drain_offline(hugemm_base::CpuId(cpu)) };
+        unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) };
     }
     let stats = frames.stats(&cx);
     assert_eq!(stats.free, frames.managed(), "{stats:?}");
@@ -94,8 +94,11 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
                     let mobility = Mobility::ALL[rng.below(2) as usize];
                     if held.len() < keep {
                         let request = Request { mobility, ..Request::order(order) };
-                        let result =
-                            if rng.below(16) == 0 { frames.alloc_nowait(request) } else { frames.alloc(&cx, request) };
+                        let result = if rng.below(16) == 0 {
+                            frames.alloc_nowait(&cx, request)
+                        } else {
+                            frames.alloc(&cx, request)
+                        };
                         if let Ok(block) = result {
                             shadow.take(block.extent());
                             held.push(block);
@@ -109,7 +112,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
                     let block = held.swap_remove(rng.below(held.len() as u64) as usize);
                     shadow.give(block.extent());
                     match rng.below(16) {
-                        0 => frames.free_nowait(block),
+                        0 => frames.free_nowait(&cx, block),
                         1 => {
                             let dirty = block.into_dirty();
                             let pages = dirty.extent().pages();
@@ -167,7 +170,9 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                 match frames.alloc(&cx, Request::order(Order::new(9).expect("valid"))) {
                     Ok(block) => break block,
                     // SAFETY: no other thread runs now.
-                    Err(_) => (1..THREADS).for_each(|cpu| unsafe { frames.drain_offline(hugemm_base::CpuId(cpu)) }),
+                    Err(_) => {
+                        (1..THREADS).for_each(|cpu| unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) })
+                    }
                 }
             };
             let whole = counted_pages(frames, block);

@@ -165,9 +165,9 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
     let at = at.wrapping_add(at.align_offset(layout.align()));
     // SAFETY: zeroed, large enough, used once.
     let frames = unsafe { Frames::new(&config, Seen(mmu, Cell::new(0)), at, layout.size()) }.expect("valid");
-    // SAFETY: once.
-    unsafe { frames.release(Dirty::assume_owned(all)) };
     mmu.as_cpu(CpuId(0), |cx| {
+        // SAFETY: once.
+        unsafe { frames.release(cx, Dirty::assume_owned(all)) };
         let used = Extent::new(described.base(), described.pages() + 3).expect("in range");
         let _ = frames.claim_exact(cx, used).expect("free").into_extent();
     });

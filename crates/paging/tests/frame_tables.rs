@@ -37,9 +37,9 @@ fn scenario(plan: &FaultPlan, shared: bool) {
     // SAFETY: memory of its own, initialised; one host.
     let frames =
         unsafe { Frames::new(&config, Plain(plan), metadata.as_mut_ptr().cast(), layout.size()) }.expect("fits");
-    // SAFETY: released once, here; the memory is the host's alone.
-    unsafe { frames.release(Dirty::assume_owned(host.frames())) };
     host.run_on(CpuId(0), |cx| {
+        // SAFETY: released once, here; the memory is the host's alone.
+        unsafe { frames.release(cx, Dirty::assume_owned(host.frames())) };
         {
             // SAFETY: the host's memory is a direct map.
             let mut tables = unsafe { FrameTables::new(&frames, cx) };

@@ -120,7 +120,7 @@ fn every_operation_is_sound() {
     let cx = &mut unsafe { CpuCx::new(&tiny) };
     let free = ram.slice(metadata.div_ceil(PAGE as usize) as u64, u64::MAX);
     // SAFETY: nobody owns these frames; released once.
-    unsafe { frames.release_extent(free) };
+    unsafe { frames.release_extent(cx, free) };
     let slots = [TlbCpu::default()];
     let inboxes: Vec<AtomicU64> = (0..Tlbs::<Counting>::inbox_words(1)).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: no CPU translates by any of the tables.

@@ -66,7 +66,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let frames = frames.expect("large enough");
     for part in [lower, upper] {
         // SAFETY: the only owner of the host's frames, released once.
-        unsafe { frames.release(Dirty::assume_owned(part)) };
+        host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(part)) }).expect("a CPU");
     }
     let start = NonNull::new(host.open(all, None).expect("a direct map").ptr).expect("not null");
     // SAFETY: one mapping of exactly these frames, which outlives the map.

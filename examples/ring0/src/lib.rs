@@ -77,6 +77,7 @@ pub enum HeapError {
 ///
 /// Nobody else uses the frames of `free` or the bytes of `metadata`; called once.
 pub unsafe fn frames<'m>(
+    cx: &CpuCx<'_, OneCpu>,
     ram: Extent,
     free: &[Extent],
     metadata: *mut u8,
@@ -88,7 +89,7 @@ pub unsafe fn frames<'m>(
     let frames = unsafe { Frames::new(&config, Plain::default(), metadata, bytes) }?;
     for extent in free {
         // SAFETY: the caller's promise.
-        unsafe { frames.release(Dirty::assume_owned(*extent)) };
+        unsafe { frames.release(cx, Dirty::assume_owned(*extent)) };
     }
     Ok(frames)
 }

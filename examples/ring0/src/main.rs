@@ -49,11 +49,11 @@ mod kernel {
         let need = Frames::<Plain>::required_bytes(&config).expect("a valid configuration").size();
         let (metadata, rest) = ram.split_at((need as u64).div_ceil(PAGE_BYTES));
         let at = core::ptr::with_exposed_provenance_mut(metadata.start().get() as usize);
-        // SAFETY: nobody uses this memory, which is mapped one to one; once.
-        let frames = unsafe { frames(ram, &[rest], at, metadata.bytes() as usize) }.expect("enough metadata");
         let platform = OneCpu::default();
         // SAFETY: the only context of the only CPU.
         let cx = &unsafe { CpuCx::new(&platform) };
+        // SAFETY: nobody uses this memory, which is mapped one to one; once.
+        let frames = unsafe { frames(cx, ram, &[rest], at, metadata.bytes() as usize) }.expect("enough metadata");
         let before = frames.stats(cx).available();
         writeln!(out, "frames: {} MiB, of which {} KiB describe the rest", ram.bytes() >> 20, metadata.bytes() >> 10)?;
 

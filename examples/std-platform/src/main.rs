@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let cx = &mut unsafe { CpuCx::new(&tiny) };
     let free = ram.slice(metadata.div_ceil(4096) as u64, u64::MAX);
     // SAFETY: nobody owns these frames; released once.
-    unsafe { frames.release_extent(free) };
+    unsafe { frames.release_extent(cx, free) };
     let clearer = Clearer::new(Features::detect(), ClearPolicy::new(Profile::uncalibrated(&Features::detect(), None)))?;
     let block = frames.alloc_zeroed(cx, FrameRequest::order(PageSize::Size2M.order()), &clearer)?;
     // The errors are handles on another manager's frames.

@@ -115,9 +115,9 @@ extern "C" fn kernel_run() -> ! {
     apic::init();
     clock::init();
     let cpus = found.cpus.apic_ids().len() as u32;
-    memory::init(&found.map, found.free.clone(), cpus);
     // SAFETY: the boot CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
+    memory::init(&cx, &found.map, found.free.clone(), cpus);
     tlb::kernel_half().online(tlb::tlbs(), &cx);
     vmemmap::init(&cx, &found.map);
     apic::start_timer();

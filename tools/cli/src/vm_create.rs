@@ -121,7 +121,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
     // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
     let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
     // SAFETY: the only owner of the host's frames, released once.
-    unsafe { frames.release(host.own_frames()) };
+    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
 
     let mut lines = Vec::new();
     for how in args.how.iter().copied() {

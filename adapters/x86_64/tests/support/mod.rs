@@ -46,10 +46,13 @@ pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_,
     let size = metadata.bytes().len();
     // SAFETY: zeroed memory that is used for nothing else, and one platform.
     let frames = unsafe { Frames::new(&config, Plain::default(), metadata.bytes().as_mut_ptr(), size) }.expect("room");
-    // SAFETY: released once.
-    unsafe { frames.release(Dirty::assume_owned(extent)) };
     let offset = VirtAddr::new(start - BASE_FRAME.start().get());
-    host.run_on(CpuId(0), |cx| test(&frames, cx, offset)).expect("the CPU")
+    let on_cpu = |cx: &mut CpuCx<'_, Host<'_>>| {
+        // SAFETY: released once.
+        unsafe { frames.release(cx, Dirty::assume_owned(extent)) };
+        test(&frames, cx, offset)
+    };
+    host.run_on(CpuId(0), on_cpu).expect("the CPU")
 }
 
 /// A CPU that this process may use.

@@ -6,6 +6,7 @@ mod counted;
 mod descriptors;
 mod ownership;
 mod places;
+mod poison;
 mod ranges;
 mod shortage;
 mod slabs;

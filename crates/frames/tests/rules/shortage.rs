@@ -57,7 +57,7 @@ fn every_allocation_point_can_fail() {
         blocks.extend(frames.alloc(&cx, request(0)).ok());
         blocks.extend(frames.alloc(&cx, request(5).movable()).ok());
         blocks.extend(frames.alloc_zeroed(&mut cx, request(3), &zeroer).ok());
-        blocks.extend(frames.alloc_nowait(request(1)).ok());
+        blocks.extend(frames.alloc_nowait(&cx, request(1)).ok());
         let object = slab.alloc(&frames, &cx, &map).ok();
         let exact = frames.claim_exact(&cx, extent(1000, 10)).ok();
         let claimed = frames.claim(&mut cx, extent(512, 512), &mut NoMigration).ok();

@@ -146,7 +146,7 @@ pub fn counted_pages<E: Env>(frames: &Frames<'_, E>, block: Frozen) -> Extent {
 
 pub fn release<I: hugemm_base::inject::Inject>(frames: &Frames<'_, Plain<I>>, extent: Extent) {
     // SAFETY: the tests release each frame once; there is no memory behind the numbers.
-    unsafe { frames.release(Dirty::assume_owned(extent)) };
+    unsafe { frames.release(&Threads::default().cx(), Dirty::assume_owned(extent)) };
 }
 
 /// One arena, all of it free, on node 0.

@@ -31,6 +31,8 @@ struct Model {
     poisoned: Vec<bool>,
     /// Whether the frame's bytes are really all zero.
     zero: Vec<bool>,
+    /// A poisoned frame was given back in a block that caches only gather: it is found on the way to the node.
+    gathered: bool,
 }
 
 impl Model {
@@ -60,6 +62,8 @@ impl Model {
 
     /// These were given back.
     fn take_back(&mut self, range: Extent) {
+        let poisoned = (range.base().number()..range.end().number()).any(|frame| self.is_poisoned(frame));
+        self.gathered |= poisoned && (16..512).contains(&range.pages());
         for frame in range.base().number()..range.end().number() {
             *self.at(frame) = if self.is_poisoned(frame) { State::Refused } else { State::Free };
         }
@@ -130,6 +134,7 @@ pub fn run(data: &[u8]) {
     let end = places.iter().map(|p| p.0 + p.1).max().unwrap_or(base);
     let size = (end - base) as usize;
     let model = RefCell::new(Model {
+        gathered: false,
         base,
         state: vec![State::Reserved; size],
         poisoned: vec![false; size],
@@ -239,7 +244,7 @@ impl Run<'_> {
             }
             3 => {
                 let request = self.request(bytes);
-                self.allocated(request, frames.alloc_nowait(request));
+                self.allocated(request, frames.alloc_nowait(&cx, request));
             }
             4 => {
                 if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
@@ -250,7 +255,7 @@ impl Run<'_> {
             5 => {
                 if let Some(block) = pick(&mut self.frozen, bytes.below(1 << 16)) {
                     self.model.borrow_mut().take_back(block.extent());
-                    frames.free_nowait(block);
+                    frames.free_nowait(&cx, block);
                 }
             }
             6 => {
@@ -513,7 +518,11 @@ impl Run<'_> {
 
     /// sum(free) + sum(used) = total, after every step.
     fn check(&self) {
-        let stats = self.frames.stats(&self.threads.cx());
+        let cx = self.threads.cx();
+        if core::mem::take(&mut self.model.borrow_mut().gathered) {
+            self.frames.drain(&cx);
+        }
+        let stats = self.frames.stats(&cx);
         let total = stats.available() + stats.refused + self.model.borrow().used();
         assert_eq!(total, self.frames.managed(), "{stats:?}");
         assert_eq!(stats.isolated, 0);

@@ -297,7 +297,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let threads = Threads::new(());
     let descriptors = extent(BASE, present * 512);
     // SAFETY: once; the memory is the machine's.
-    unsafe { frames.release(Dirty::assume_owned(all)) };
+    unsafe { frames.release(&threads.cx(), Dirty::assume_owned(all)) };
     let _ = frames.claim_exact(&threads.cx(), descriptors).expect("free").into_extent();
     let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
     // SAFETY: the frames behind the descriptors were claimed for them; it is the only economy of the map.

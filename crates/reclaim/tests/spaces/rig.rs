@@ -169,7 +169,9 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let frames =
         unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
     // SAFETY: the only owner of the host's frames, released once.
-    arenas.iter().for_each(|arena| unsafe { _ = frames.release(Dirty::assume_owned(arena.extent)) });
+    mmu.as_cpu(CpuId(0), |cx| {
+        arenas.iter().for_each(|arena| unsafe { _ = frames.release(cx, Dirty::assume_owned(arena.extent)) });
+    });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = Tlbs::<Deaf<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();

@@ -83,7 +83,7 @@ pub fn with_frames<I: Inject, R>(machine: &Machine, inject: I, test: impl FnOnce
     // SAFETY: zeroed, of the size asked for, used for this manager only, whose contexts all come from `machine`.
     let frames = unsafe { Frames::new(&config, Plain(inject), memory.ptr(), memory.bytes()) }.expect("large enough");
     // SAFETY: released once; the bytes are the machine's.
-    unsafe { frames.release(Dirty::assume_owned(machine.frames())) };
+    unsafe { frames.release(&machine.cx(), Dirty::assume_owned(machine.frames())) };
     test(&frames)
 }
 

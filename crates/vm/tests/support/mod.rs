@@ -290,7 +290,7 @@ fn run<F: PageFormat>(
     let frames =
         unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
     // SAFETY: the only owner of the host's frames, released once.
-    unsafe { frames.release(Dirty::assume_owned(memory)) };
+    mmu.as_cpu(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(memory)) });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = Tlbs::<Watched<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();

@@ -85,7 +85,7 @@ pub fn arenas(map: &MemoryMap) -> impl Iterator<Item = Extent> {
 }
 
 /// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. The boot CPU, once, alone.
-pub fn init(map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
+pub fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
     let none = ArenaSpec { extent: Default::default(), node: NodeId(0), descriptors: None };
     let mut specs = [none; MOST];
     let mut count = 0;
@@ -112,7 +112,7 @@ pub fn init(map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
     });
     for piece in free.pieces() {
         // SAFETY: nobody has taken these frames; each is released once.
-        unsafe { frames.release(Dirty::assume_owned(*piece)) };
+        unsafe { frames.release(cx, Dirty::assume_owned(*piece)) };
     }
     // SAFETY: alone, and nobody has asked for it.
     unsafe { FRAMES.set(frames) };

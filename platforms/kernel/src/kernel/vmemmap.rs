@@ -88,7 +88,7 @@ pub fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
 fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     // SAFETY: the memory map gave them to the descriptors alone; each block is released once, and claimed at once, before
     // anybody else allocates.
-    unsafe { frames().release(Dirty::assume_owned(block)) };
+    unsafe { frames().release(cx, Dirty::assume_owned(block)) };
     let claimed = frames().claim_exact(cx, block);
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
     // Theirs until economy frees them.

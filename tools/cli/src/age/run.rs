@@ -199,7 +199,7 @@ fn on_machine<R>(
     // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
     let frames = unsafe { Frames::new(&layout, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
     // SAFETY: the only owner of the host's frames, released once.
-    unsafe { frames.release(host.own_frames()) };
+    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
     let slots: Vec<TlbCpu> = (0..config.cpus).map(|_| TlbCpu::default()).collect();
     let words = Tlbs::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
     let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();

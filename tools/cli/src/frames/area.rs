@@ -70,7 +70,7 @@ impl Plan {
         // area has one host, and only its contexts reach the manager.
         let frames = unsafe { Frames::new(&self.config(&[self.arena()]), Plain::default(), at, bytes) }?;
         // SAFETY: released once, here; there is no memory behind the numbers that anybody could own.
-        unsafe { frames.release(Dirty::assume_owned(self.extent)) };
+        host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(self.extent)) })?;
         Ok(Area { host, frames, extent: self.extent })
     }
 }

@@ -124,7 +124,7 @@ pub fn run(args: &Map) -> Result<()> {
     // SAFETY: the region is borrowed exclusively, initialised (populated), and used for nothing else; one host.
     let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
     // SAFETY: released once, here; the memory is the host's alone.
-    unsafe { frames.release(Dirty::assume_owned(extent)) };
+    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(extent)) })?;
     let offset = VirtAddr::new(start.wrapping_sub(extent.start().get()));
     let cost = FlushCost::measure().context("what a flush costs")?;
     let bench = Bench { host: &host, frames: &frames, offset, cost };

@@ -198,7 +198,7 @@ fn on_machine<H: TlbHw + Sync>(
     let frames: Frames<'_, Plain> =
         unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
     // SAFETY: released once, here; the memory is the host's alone.
-    unsafe { frames.release(Dirty::assume_owned(host.frames())) };
+    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(host.frames())) })?;
 
     let tlb_cpus: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();

@@ -152,9 +152,11 @@ impl Plan {
         let arenas = [self.arena()];
         // SAFETY: the region is borrowed exclusively, initialised and used for nothing else; one host's contexts only.
         let frames = unsafe { Frames::new(&self.config(&arenas, cpus), Soft(&map, &spare), at, bytes) }?;
-        // SAFETY: released once, here; the memory is the machine's.
-        unsafe { frames.release(Dirty::assume_owned(self.all)) };
-        let claimed = host.run_on(hugemm_base::CpuId(0), |cx| frames.claim_exact(cx, descriptors))??;
+        let claimed = host.run_on(hugemm_base::CpuId(0), |cx| {
+            // SAFETY: released once, here; the memory is the machine's.
+            unsafe { frames.release(cx, Dirty::assume_owned(self.all)) };
+            frames.claim_exact(cx, descriptors)
+        })??;
         // Theirs until economy frees them.
         let _ = claimed.into_extent();
         // SAFETY: `arena` tells the allocator that its descriptors are there, where the map has them.

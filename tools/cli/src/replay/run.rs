@@ -124,7 +124,7 @@ impl<'h> Replayer<'_, 'h> {
         // SAFETY: the slice is initialised and borrowed for as long as the manager lives; all contexts are of one host.
         let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
         // SAFETY: frame numbers with nothing behind them, released once; no content is ever reached through them.
-        unsafe { frames.release(Dirty::assume_owned(arenas[0].extent)) };
+        self.host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(arenas[0].extent)) })?;
         Ok(frames)
     }
 

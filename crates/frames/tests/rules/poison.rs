@@ -1,0 +1,141 @@
+//! Poisoned frames stay out, however they were given back, and cost others nothing.
+
+use super::support::{counted_pages, extent, pages, with_one_arena};
+use super::{order, request};
+use hugemm_base::{CpuCx, Extent, Order, Pfn};
+use hugemm_frames::{ClaimError, Frames, Frozen, NoMigration, Plain, Poisoned, Put};
+
+type Manager<'m> = Frames<'m, Plain<hugemm_base::inject::NoFaults>>;
+
+/// Takes all that there is, page by page, and gives it back: how many, none of which is `bad`.
+fn all_but(frames: &Manager<'_>, cx: &CpuCx<'_, super::support::Threads>, bad: Pfn) -> usize {
+    let held: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(cx, request(0)).ok()).collect();
+    assert!(held.iter().all(|block| block.pfn() != bad), "{bad} was handed out");
+    let count = held.len();
+    held.into_iter().for_each(|block| frames.free(cx, block));
+    frames.drain(cx);
+    count
+}
+
+/// Freed as a block of any order, on whichever path that takes.
+#[test]
+fn a_poisoned_frame_leaves_with_any_block() {
+    for log in (0..=10).filter(|log| !cfg!(miri) || [0, 3, 9].contains(log)) {
+        for at in [0, 1, (1 << log) - 1_u64] {
+            with_one_arena(0, 4096, 1, |frames, threads| {
+                let cx = threads.cx();
+                let block = frames.alloc(&cx, request(log)).expect("memory");
+                let bad = Pfn::new(block.pfn().number() + at % (1 << log));
+                assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
+                // The request that this posted is served, so the cache is as open as it will ever be.
+                frames.serve(&cx);
+                frames.free(&cx, block);
+                assert_eq!(all_but(frames, &cx, bad), 4095, "order {log}, page {at}");
+                assert_eq!(frames.stats(&cx).refused, 1);
+            });
+        }
+    }
+}
+
+/// A cache that has the frame gives it up before it hands it out.
+#[test]
+fn a_poisoned_frame_leaves_a_cache() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let block = frames.alloc(&cx, request(0)).expect("memory");
+        let bad = block.pfn();
+        frames.free(&cx, block);
+        assert_eq!(frames.poison(&cx, bad), Poisoned::InUse, "as far as can be told: it is cached");
+        assert_eq!(all_but(frames, &cx, bad), 4095);
+    });
+}
+
+/// A drain takes as many lock rounds as without a poisoned frame somewhere.
+#[test]
+fn drains_are_one_lock_round_per_batch_beside_a_poisoned_frame() {
+    with_one_arena(0, 1 << 17, 1, |frames, threads| {
+        let cx = threads.cx();
+        let bad = frames.alloc(&cx, request(0)).expect("memory");
+        let rounds = || {
+            let held: Vec<Frozen> = (0..512).map(|_| frames.alloc(&cx, request(0)).expect("memory")).collect();
+            held.into_iter().for_each(|block| frames.free(&cx, block));
+            let cached = frames.stats(&cx).cached;
+            assert!(cached >= 128, "{cached}");
+            let before = frames.stats(&cx).lock_rounds;
+            frames.drain(&cx);
+            (cached, frames.stats(&cx).lock_rounds - before - 1)
+        };
+        let without = rounds();
+        assert_eq!(frames.poison(&cx, bad.pfn()), Poisoned::InUse);
+        frames.serve(&cx);
+        let with = rounds();
+        assert_eq!(without.1, with.1, "{without:?} {with:?}");
+        assert!(with.1 <= with.0.div_ceil(64) + 1, "{with:?}");
+        frames.free(&cx, bad);
+        assert_eq!(frames.stats(&cx).refused, 1);
+    });
+}
+
+/// What is freed into an isolated block goes to it at once and into no cache; claims find it there.
+#[test]
+fn isolated_blocks_bypass_caches() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        for log in [0, 2, 5, 9] {
+            let mut cx = threads.cx();
+            let block = frames.alloc(&cx, request(log)).expect("memory");
+            let range = Extent::block(block.pfn(), order(9));
+            let mut held = Some(block);
+            let taken = frames.claim(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
+                let Some(block) = held.take() else { return false };
+                let (before, pages) = (frames.stats(cx), block.extent().pages());
+                frames.free(cx, block);
+                let after = frames.stats(cx);
+                assert_eq!((after.cached, after.isolated), (before.cached, before.isolated + pages), "order {log}");
+                true
+            });
+            frames.free_extent(&cx, taken.expect("emptied"));
+            // The same of a run of counted pages and of an extent.
+            for counted in [false, true] {
+                let block = frames.alloc(&cx, request(log)).expect("memory");
+                let range = Extent::block(block.pfn(), order(9));
+                let mut held = Some(block);
+                let taken = frames.claim(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
+                    let Some(block) = held.take() else { return false };
+                    let (before, count) = (frames.stats(cx), block.extent().pages());
+                    if counted {
+                        let run = counted_pages(frames, block);
+                        assert_eq!(frames.free_range(cx, pages(run)).freed, count);
+                    } else {
+                        assert_eq!(frames.free_extent(cx, block.into_dirty()), count);
+                    }
+                    let after = frames.stats(cx);
+                    assert_eq!((after.cached, after.isolated), (before.cached, before.isolated + count), "order {log}");
+                    true
+                });
+                frames.free_extent(&cx, taken.expect("emptied"));
+            }
+            frames.drain(&cx);
+            assert_eq!(frames.stats(&cx).free, 4096);
+        }
+    });
+}
+
+/// A page that others share leaves with its last reference.
+#[test]
+fn a_poisoned_page_leaves_with_its_last_reference() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let page = frames.count(frames.alloc(&cx, request(0)).expect("memory")).expect("managed");
+        let (other, bad) = (frames.get(&page).expect("fits"), page.pfn());
+        assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
+        assert_eq!(frames.put(&cx, page), Ok(Put::Kept));
+        assert_eq!(frames.stats(&cx).refused, 0);
+        assert_eq!(frames.put(&cx, other), Ok(Put::Last));
+        assert_eq!((frames.stats(&cx).refused, all_but(frames, &cx, bad)), (1, 1023));
+        // Nobody gets it by its number either.
+        assert_eq!(frames.try_get(&cx, bad), Ok(None));
+        assert_eq!(frames.claim_exact(&cx, Extent::block(bad, Order::ZERO)), Err(ClaimError::InUse(bad)));
+        let around = extent(bad.number() / 512 * 512, 512);
+        assert!(matches!(frames.claim(&mut cx, around, &mut NoMigration), Err(ClaimError::InUse(_))));
+    });
+}
