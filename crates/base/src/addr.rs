@@ -10,24 +10,25 @@ pub const PAGE_BYTES: u64 = 1 << PAGE_SHIFT;
 
 /// The number of a 4 KiB page frame: a physical address divided by [`PAGE_BYTES`].
 ///
-/// Physical addresses have at most [`PhysAddr::BITS`] bits, so a frame number has at most 40 and arithmetic on two of
-/// them cannot overflow a `u64`.
+/// It is at most [`Pfn::LIMIT`], since physical addresses have at most [`PhysAddr::BITS`] bits; so its address exists and
+/// arithmetic on two of them cannot overflow a `u64`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(transparent)]
-pub struct Pfn(u64);
+pub struct Pfn(pub(crate) u64);
 
 impl Pfn {
     /// One past the largest frame number that a physical address can have.
     pub const LIMIT: Pfn = Pfn(1 << (PhysAddr::BITS - PAGE_SHIFT));
 
-    /// The frame with this number.
+    /// The frame with this number; [`Pfn::LIMIT`], which is in no extent, if no frame can have it.
+    #[inline]
     pub const fn new(number: u64) -> Self {
-        Pfn(number)
+        Pfn(if number < Self::LIMIT.0 { number } else { Self::LIMIT.0 })
     }
 
-    /// The frame that holds `address`.
+    /// The frame that holds `address`; [`Pfn::LIMIT`] if none can.
     pub const fn containing(address: PhysAddr) -> Self {
-        Pfn(address.0 >> PAGE_SHIFT)
+        Pfn::new(address.0 >> PAGE_SHIFT)
     }
 
     /// The number itself.
@@ -137,6 +138,7 @@ impl PhysAddr {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::extent::{Extent, ExtentError};
 
     #[test]
     fn frame_numbers_and_addresses_convert() {
@@ -148,7 +150,32 @@ mod tests {
     }
 
     #[test]
+    fn a_number_that_no_frame_has_is_the_limit() {
+        let limit = 1 << 40;
+        assert_eq!(
+            (Pfn::LIMIT.number(), Pfn::new(limit - 1).number(), Pfn::new(limit).number()),
+            (limit, limit - 1, limit)
+        );
+        assert_eq!(Pfn::new(limit - 1).start(), PhysAddr::new((1 << 52) - PAGE_BYTES));
+        for beyond in [limit + 1, 1 << 52, 1 << 52 | 7, u64::MAX] {
+            assert_eq!((Pfn::new(beyond), Pfn::new(beyond).start()), (Pfn::LIMIT, PhysAddr::new(1 << 52)));
+            assert_eq!(Extent::new(Pfn::new(beyond), 1), Err(ExtentError::Overflow));
+        }
+        assert_eq!(Pfn::containing(PhysAddr::new((1 << 52) - 1)), Pfn::new(limit - 1));
+        assert_eq!(Pfn::containing(PhysAddr::new(u64::MAX)), Pfn::LIMIT);
+    }
+
+    #[test]
+    fn numbers_are_printed_in_hexadecimal() {
+        let (pfn, phys, virt) = (Pfn::new(0x2a), PhysAddr::new(0x1000), VirtAddr::new(u64::MAX));
+        assert_eq!(format!("{pfn} {phys} {virt}"), "0x2a 0x1000 0xffffffffffffffff");
+    }
+
+    #[test]
     fn addition_stops_at_the_limit() {
+        assert_eq!(Pfn::new(3).checked_add(4), Some(Pfn::new(7)));
+        assert_eq!(Pfn::new(Pfn::LIMIT.number() - 2).checked_add(2), Some(Pfn::LIMIT));
+        assert_eq!(VirtAddr::new(3).checked_add(4), Some(VirtAddr::new(7)));
         assert_eq!(Pfn::LIMIT.checked_add(0), Some(Pfn::LIMIT));
         assert_eq!(Pfn::LIMIT.checked_add(1), None);
         assert_eq!(Pfn::new(u64::MAX).checked_add(1), None);

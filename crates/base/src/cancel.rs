@@ -68,3 +68,27 @@ impl<C: Cancel + ?Sized> Cancel for &C {
         (**self).requested()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether it can be asked at all, and whether it has been; also through a reference, as most callers have it.
+    fn asked<C: Cancel>(cancel: C) -> (bool, bool) {
+        let through = &cancel;
+        assert_eq!((<&C>::possible(&through), <&C>::requested(&through)), (cancel.possible(), cancel.requested()));
+        (cancel.possible(), cancel.requested())
+    }
+
+    #[test]
+    fn flags_ask_when_they_are_raised_and_never_never_does() {
+        let flag = CancelFlag::new();
+        assert_eq!(
+            (asked(&flag), asked(AtomicBool::new(false)), asked(Never)),
+            ((true, false), (true, false), (false, false))
+        );
+        flag.raise();
+        flag.raise();
+        assert_eq!((asked(&flag), asked(AtomicBool::new(true))), ((true, true), (true, true)));
+    }
+}

@@ -170,7 +170,7 @@ mod tests {
         // SAFETY: as above.
         unsafe { a.append(&links, b) };
         assert_eq!(*links.writes.borrow() - before, 1);
-        assert_eq!((a.len(), a.pages()), (2000, 7000));
+        assert_eq!((a.is_empty(), a.len(), a.pages()), (false, 2000, 7000));
         let bases: Vec<u64> = std::iter::from_fn(|| a.pop(&links)).map(|e| e.base().number()).collect();
         let expected: Vec<u64> = (0..1000).map(|i| i * 10).chain((0..1000).map(|i| 100_000 + i * 10)).collect();
         assert_eq!(bases, expected);

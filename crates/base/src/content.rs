@@ -258,6 +258,39 @@ mod tests {
     }
 
     #[test]
+    fn what_remains_is_counted_in_all_parts() {
+        let mut clearing =
+            dirty(100, 10).begin_around([extent(107, 3), extent(100, 2)], extent(102, 5)).expect("a partition");
+        let mut remaining = Vec::new();
+        while let Some((part, _)) = clearing.next_part() {
+            remaining.push(clearing.remaining());
+            // SAFETY: no memory is behind the frames.
+            unsafe { clearing.advance(part.pages() - 1) };
+            remaining.push(clearing.remaining());
+            // SAFETY: as above.
+            unsafe { clearing.advance(1) };
+        }
+        assert_eq!(remaining, [10, 8, 7, 6, 5, 1]);
+        assert_eq!((clearing.remaining(), clearing.extent()), (0, extent(100, 10)));
+        assert_eq!(clearing.abandon(), dirty(100, 10));
+    }
+
+    #[test]
+    fn ownership_is_divided_and_put_together() {
+        let (left, right) = dirty(4, 6).split_at(2);
+        assert_eq!((left.extent(), right.extent()), (extent(4, 2), extent(6, 4)));
+        let (right, left) = right.join(left).expect_err("the wrong way round");
+        assert_eq!(left.join(right), Ok(dirty(4, 6)));
+        // SAFETY: no memory is behind the frames.
+        let zeroed = unsafe { Zeroed::assume_owned(extent(4, 6)) };
+        let (left, right) = zeroed.split_at(5);
+        assert_eq!((left.extent(), right.extent()), (extent(4, 5), extent(9, 1)));
+        let (right, left) = right.join(left).expect_err("the wrong way round");
+        let whole = left.join(right).expect("they adjoin");
+        assert_eq!((whole.extent(), whole.into_dirty()), (extent(4, 6), dirty(4, 6)));
+    }
+
+    #[test]
     fn parts_that_are_no_partition_are_refused() {
         for (far, near) in [
             ([extent(0, 4), extent(4, 4)], extent(7, 3)),

@@ -147,6 +147,17 @@ mod tests {
     }
 
     #[test]
+    fn counters_count_from_nothing() {
+        let (shared, own) = (Counter::default(), CpuCounter::default());
+        assert_eq!((shared.get(), own.get()), (0, 0));
+        for (add, sum) in [(2, 2), (0, 2), (5, 7)] {
+            shared.add(add);
+            own.add(add);
+            assert_eq!((shared.get(), own.get()), (sum, sum));
+        }
+    }
+
+    #[test]
     fn two_cpus_never_share_a_line() {
         assert_eq!(align_of::<Counters>(), 128);
         assert_eq!(size_of::<[Counters; 2]>() % 128, 0);

@@ -68,7 +68,7 @@ impl Extent {
         if frame.number() >= Pfn::LIMIT.number() {
             return Extent { base: Pfn::LIMIT, pages: 0 };
         }
-        Extent { base: Pfn::new(frame.number() & !(order.pages() - 1)), pages: order.pages() }
+        Extent { base: Pfn(frame.number() & !(order.pages() - 1)), pages: order.pages() }
     }
 
     /// First frame.
@@ -93,7 +93,7 @@ impl Extent {
 
     /// The frame after the last one.
     pub const fn end(self) -> Pfn {
-        Pfn::new(self.base.number() + self.pages)
+        Pfn(self.base.number() + self.pages)
     }
 
     /// Whether there is no frame in it.
@@ -113,10 +113,10 @@ impl Extent {
 
     /// The first `pages` frames and the rest; the cut is moved to the end if it lies beyond.
     pub const fn split_at(self, pages: u64) -> (Extent, Extent) {
-        let left = if pages < self.pages { pages } else { self.pages };
+        let left = least(pages, self.pages);
         (
             Extent { base: self.base, pages: left },
-            Extent { base: Pfn::new(self.base.number() + left), pages: self.pages - left },
+            Extent { base: Pfn(self.base.number() + left), pages: self.pages - left },
         )
     }
 
@@ -129,10 +129,9 @@ impl Extent {
 
     /// The frames that are in both.
     pub const fn intersection(self, other: Extent) -> Extent {
-        let low = if self.base.number() > other.base.number() { self.base } else { other.base };
-        let (a, b) = (self.end().number(), other.end().number());
-        let high = if a < b { a } else { b };
-        Extent { base: low, pages: high.saturating_sub(low.number()) }
+        let low = most(self.base.number(), other.base.number());
+        let high = least(self.end().number(), other.end().number());
+        Extent { base: Pfn(low), pages: high.saturating_sub(low) }
     }
 
     /// The two as one, if `next` begins where this ends.
@@ -173,6 +172,16 @@ impl Extent {
     pub const fn chunks(self, max: Order) -> Chunks {
         Chunks { rest: self, max }
     }
+}
+
+/// The smaller one; `min` is not `const`.
+const fn least(a: u64, b: u64) -> u64 {
+    a - a.saturating_sub(b)
+}
+
+/// The larger one.
+const fn most(a: u64, b: u64) -> u64 {
+    b + a.saturating_sub(b)
 }
 
 impl fmt::Debug for Extent {
@@ -285,7 +294,50 @@ mod tests {
     }
 
     #[test]
+    fn frames_bytes_and_addresses_agree() {
+        let e = Extent::from_bytes(PhysAddr::new(0x5000), 0x3000).expect("in range");
+        assert_eq!(e, extent(5, 3));
+        assert_eq!((e.base(), e.pages(), e.end()), (Pfn::new(5), 3, Pfn::new(8)));
+        assert_eq!((e.start(), e.bytes()), (PhysAddr::new(0x5000), 0x3000));
+        assert!(!e.is_empty() && extent(5, 0).is_empty());
+        assert_eq!(Extent::from_bytes(PhysAddr::new(0), 0), Ok(extent(0, 0)));
+        for bytes in [1, 0x800, 0x1800] {
+            assert_eq!(Extent::from_bytes(PhysAddr::new(0), bytes), Err(ExtentError::Misaligned { value: bytes }));
+        }
+        assert_eq!(Extent::from_bytes(PhysAddr::new((1 << 52) - 0x1000), 0x2000), Err(ExtentError::Overflow));
+    }
+
+    #[test]
+    fn what_is_in_an_extent() {
+        let e = extent(5, 3);
+        assert_eq!((3..10).filter(|&n| e.contains(Pfn::new(n))).collect::<Vec<u64>>(), [5, 6, 7]);
+        assert!(e.covers(e) && e.covers(extent(6, 1)) && e.covers(extent(0, 0)) && extent(0, 0).covers(extent(0, 0)));
+        for other in [extent(4, 4), extent(5, 4), extent(4, 1), extent(8, 1), extent(0, 100)] {
+            assert!(!e.covers(other), "{other}");
+        }
+        assert_eq!((e.slice(1, 2), e.slice(0, 9), e.slice(2, 9)), (extent(6, 1), e, extent(7, 1)));
+        assert_eq!((e.slice(1, 1).pages(), e.slice(2, 1).pages(), e.slice(7, 9).pages()), (0, 0, 0));
+        assert_eq!((e.intersection(extent(7, 9)), extent(7, 9).intersection(e)), (extent(7, 1), extent(7, 1)));
+        assert_eq!((e.intersection(extent(0, 6)), e.intersection(extent(6, 1))), (extent(5, 1), extent(6, 1)));
+        assert!(e.intersection(extent(8, 1)).is_empty() && extent(8, 1).intersection(e).is_empty());
+    }
+
+    #[test]
+    fn extents_and_their_errors_are_printed() {
+        assert_eq!(format!("{}", extent(16, 3)), "[0x10, 0x13)");
+        let misaligned = ExtentError::Misaligned { value: 0x801 };
+        assert_eq!(misaligned.to_string(), "0x801 is not a multiple of the 4 KiB page; align it");
+        assert_eq!(
+            ExtentError::Overflow.to_string(),
+            "the extent ends past the 52-bit physical address limit; shorten it"
+        );
+    }
+
+    #[test]
     fn blocks_are_recognised() {
+        assert_eq!(extent(1 << 18, 1 << 18).as_block(), Some(Order::MAX));
+        assert_eq!(extent(1 << 19, 1 << 19).as_block(), None);
+        assert_eq!(extent(513, 1).as_block(), Some(Order::ZERO));
         assert_eq!(extent(512, 512).as_block(), Order::new(9).ok());
         assert_eq!(extent(256, 512).as_block(), None);
         assert_eq!(extent(0, 3).as_block(), None);

@@ -165,8 +165,10 @@ mod tests {
         assert_eq!(seen, [false, false, true, false, false]);
         assert_eq!((plan.asked(), plan.failed()), (5, 1));
         let plan = FaultPlan::periodic(1, 2);
-        let seen: Vec<bool> = (0..5).map(|_| plan.fault(HERE)).collect();
+        let through = &plan;
+        let seen: Vec<bool> = (0..5).map(|_| <&FaultPlan>::fault(&through, HERE)).collect();
         assert_eq!(seen, [false, true, false, true, false]);
+        assert_eq!((plan.asked(), plan.failed()), (5, 2));
         // Long runs of failures and some successes, the same ones every time.
         let outcomes = |seed| {
             let plan = FaultPlan::random(3, 192, seed);
@@ -178,8 +180,34 @@ mod tests {
         assert!((700..800).contains(&failed), "{failed}");
         assert!(of_five.windows(12).any(|run| run.iter().all(|failed| *failed)));
         assert!(of_five == outcomes(5) && of_five != outcomes(6));
+        // As many of 1000, whatever the seed; all and none of them at the ends.
+        for (share, seed, expected) in [(192, 0, 700..800), (192, u64::MAX, 700..800), (0, 7, 1..2), (128, 9, 450..550)]
+        {
+            let plan = FaultPlan::random(0, share, seed);
+            let failed = (0..1000).filter(|_| plan.fault(HERE)).count() as u64;
+            assert!(expected.contains(&failed) && plan.failed() == failed, "{failed} at {share}");
+        }
         assert!(!NoFaults.fault(HERE));
         assert_eq!(size_of::<NoFaults>(), 0);
+    }
+
+    /// The generator's published outputs for the seed 1234567.
+    #[test]
+    fn mixing_is_that_of_splitmix64() {
+        let outputs: Vec<u64> =
+            (1..4_u64).map(|n| mix(1_234_567_u64.wrapping_add(n.wrapping_mul(0x9e37_79b9_7f4a_7c15)))).collect();
+        assert_eq!(outputs, [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+    }
+
+    #[test]
+    fn every_point_of_a_scenario_fails_once() {
+        let mut failed_at = Vec::new();
+        let runs = every_fault(|plan| {
+            let first = (0..3).find(|_| plan.fault(HERE));
+            failed_at.push(first);
+        });
+        assert_eq!((runs, failed_at), (4, vec![Some(0), Some(1), Some(2), None]));
+        assert_eq!(HERE.to_string(), "test.here");
     }
 
     #[test]

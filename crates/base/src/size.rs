@@ -84,8 +84,10 @@ impl Order {
     pub const fn largest_within(pages: u64) -> Option<Self> {
         match pages.checked_ilog2() {
             None => None,
-            Some(log) if log > Self::MAX.get() => Some(Self::MAX),
-            Some(log) => Some(Order(log as u8)),
+            Some(log) => match Order::new(log) {
+                Ok(order) => Some(order),
+                Err(_) => Some(Self::MAX),
+            },
         }
     }
 
@@ -134,5 +136,20 @@ mod tests {
         assert_eq!(Order::largest_within(1), Some(Order::ZERO));
         assert_eq!(Order::largest_within(1023), Order::new(9).ok());
         assert_eq!(Order::largest_within(u64::MAX), Some(Order::MAX));
+        assert_eq!(Order::largest_within((1 << 18) - 1), Order::new(17).ok());
+        assert_eq!(Order::largest_within(1 << 18), Some(Order::MAX));
+        assert_eq!(Order::largest_within(1 << 19), Some(Order::MAX));
+        for order in 0..19 {
+            let valid = Order::new(order).expect("valid");
+            assert_eq!((valid.get(), valid.pages(), valid.bytes()), (order, 1 << order, 4096 << order));
+        }
+    }
+
+    #[test]
+    fn sizes_are_printed_as_users_write_them() {
+        assert_eq!(PageSize::ALL.map(|size| size.to_string()), ["4KB", "2MB", "1GB"]);
+        assert_eq!(Order::MAX.to_string(), "18");
+        let refused = Order::new(19).expect_err("too large").to_string();
+        assert_eq!(refused, "19 is no block size: orders go from 0 (4 KiB) to 18 (1 GiB)");
     }
 }

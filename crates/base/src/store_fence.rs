@@ -97,11 +97,6 @@ impl<'cx, T, P: Cpu> Unfenced<'cx, T, P> {
         Pending::new(value, StoreFence { cx, owed })
     }
 
-    /// What has to be executed to reach the value.
-    pub fn owed(&self) -> Owed {
-        self.barrier().owed
-    }
-
     /// Executes the barrier (at most one fence) and gives the value up: later stores of this CPU publish it.
     pub fn fence(self) -> T {
         let (value, barrier) = self.into_parts();
@@ -160,4 +155,18 @@ pub fn hardware_publish_barrier() {
     // Release pairs with the Acquire (or address dependency) of whoever reads the published entry.
     #[cfg(not(all(target_arch = "aarch64", not(miri), not(loom))))]
     crate::sync::fence(crate::sync::Ordering::Release);
+}
+
+#[cfg(all(test, target_arch = "x86_64", not(miri), not(loom)))]
+mod tests {
+    /// No test on this hardware would see a missing fence often enough: its instruction is looked for in the code.
+    #[test]
+    fn the_store_fence_is_sfence() {
+        let code = super::hardware_store_fence as fn() as *const u8;
+        // SAFETY: code is readable, and this test program's goes on for more than 32 bytes behind the function.
+        let code = unsafe { core::slice::from_raw_parts(code, 32) };
+        let at = |what: &[u8]| code.windows(what.len()).position(|window| window == what);
+        let (fence, end) = (at(&[0x0f, 0xae, 0xf8]), at(&[0xc3]));
+        assert!(fence.is_some() && (end.is_none() || fence < end), "{code:x?}");
+    }
 }

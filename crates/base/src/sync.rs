@@ -151,3 +151,32 @@ macro_rules! atomic_word {
 }
 
 atomic_word!(AtomicU64);
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transition_returns_what_it_replaced_or_what_it_left() {
+        let word = AtomicU64::new(40);
+        let add = |n: u64| move |seen: u64| (seen < 50).then_some(seen + n);
+        assert_eq!(AtomicWord::transition(&word, Ordering::Relaxed, Ordering::Relaxed, add(7)), Ok(40));
+        assert_eq!(AtomicWord::transition(&word, Ordering::Relaxed, Ordering::Relaxed, add(5)), Ok(47));
+        assert_eq!(AtomicWord::transition(&word, Ordering::Relaxed, Ordering::Relaxed, add(1)), Err(52));
+        assert_eq!(word.into_inner(), 52);
+    }
+
+    #[test]
+    fn a_transition_looks_again_at_what_others_changed() {
+        let word = AtomicU64::new(1);
+        let mut looks = Vec::new();
+        let replaced = AtomicWord::transition(&word, Ordering::Relaxed, Ordering::Relaxed, |seen| {
+            if looks.is_empty() {
+                word.store(10, Ordering::Relaxed);
+            }
+            looks.push(seen);
+            Some(seen + 1)
+        });
+        assert_eq!((replaced, looks.as_slice(), word.load(Ordering::Relaxed)), (Ok(10), &[1, 10][..], 11));
+    }
+}

@@ -350,6 +350,24 @@ mod tests {
         drop(domain.unhooked(9_u64, range(0x1000, 0x1000)));
         assert_eq!(*domain.quarantine().0.borrow(), [(9, range(0x1000, 0x1000))]);
         assert_eq!(domain.dropped_debts(), 1);
+        drop(domain.unhooked_tables(8_u64, range(0x3000, 0x1000)));
+        assert_eq!(domain.dropped_debts(), 2);
+        assert_eq!(domain.quarantine().0.borrow()[1..], [(8, range(0x3000, 0x1000))]);
+    }
+
+    /// The third flush is the first that is sure to see what was stored after the second began.
+    #[test]
+    fn generations_are_counted_from_one() {
+        let domain: FlushDomain<Kernel, Leak> = FlushDomain::new(Leak);
+        assert_eq!((domain.generation(), domain.due(), domain.latest(false).generation()), (0, 1, 0));
+        assert_eq!((domain.advance(), domain.advance()), (1, 2));
+        assert_eq!((domain.generation(), domain.due()), (2, 3));
+        let debt = domain.unhooked((), range(0x1000, 0x1000));
+        assert_eq!((debt.barrier().need(), debt.barrier().range()), (3, range(0x1000, 0x1000)));
+        // SAFETY: no CPU holds any translation.
+        let receipt = unsafe { domain.flush(RangeSet::ALL, false, |generation| assert_eq!(generation, 3)) };
+        assert_eq!((receipt.generation(), domain.latest(false).generation()), (3, 3));
+        assert!(debt.release(&receipt).is_ok());
     }
 
     #[derive(Default)]

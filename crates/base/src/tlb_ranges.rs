@@ -232,7 +232,8 @@ mod tests {
 
     #[test]
     fn what_x86_64_executes() {
-        let steps = |scope, what: Invalidation, tagged| what.on_x86_64(scope, tagged).collect::<Vec<_>>();
+        // The whole space page by page would not end.
+        let steps = |scope, what: Invalidation, tagged| what.on_x86_64(scope, tagged).take(9).collect::<Vec<_>>();
         let page = |at| X86Flush::Page(VirtAddr::new(at));
         let small = |tables| Invalidation { ranges: range(0x3000, 0x2000).into(), stride: PageSize::Size4K, tables };
         for tagged in [false, true] {
@@ -256,6 +257,18 @@ mod tests {
         assert_eq!(VirtRange::new(VirtAddr::new(2), u64::MAX), None);
         assert_eq!(VirtRange::new(VirtAddr::new(1), u64::MAX).expect("to the end").last(), VirtAddr::new(u64::MAX));
         assert_eq!(VirtRange::inclusive(VirtAddr::new(2), VirtAddr::new(1)), None);
+        let (one, two) = (VirtAddr::new(1), VirtAddr::new(2));
+        assert_eq!(VirtRange::inclusive(one, two), VirtRange::new(one, 2));
+        assert_eq!(VirtRange::inclusive(two, two), VirtRange::new(two, 1));
+        assert_eq!((range(5, 5).first(), range(5, 5).last()), (VirtAddr::new(5), VirtAddr::new(9)));
+        assert!(range(5, 5).covers(range(5, 5)) && range(5, 5).covers(range(6, 3)));
+        for other in [range(4, 2), range(4, 6), range(5, 6), range(9, 2), range(10, 1)] {
+            assert!(!range(5, 5).covers(other), "{other:?}");
+        }
+        assert_eq!(
+            (range(0x5000, 0x3001).pages(PageSize::Size4K), range(0x1f_f000, 0x1001).pages(PageSize::Size2M)),
+            (4, 2)
+        );
         assert!(VirtRange::ALL.covers(range(5, 5)) && !range(5, 5).covers(VirtRange::ALL));
         assert_eq!(range(5, 5).hull(range(20, 1)), range(5, 16));
         assert_eq!((range(0xfff, 2).pages(PageSize::Size4K), range(0x1000, 0x1000).pages(PageSize::Size2M)), (2, 1));
@@ -278,6 +291,40 @@ mod tests {
         assert_eq!(set.pages(PageSize::Size4K), 1000 + 6 + 6);
         set.add(VirtRange::ALL);
         assert!(set.is_all() && set == RangeSet::ALL);
+    }
+
+    /// What counts is the gap, whatever else is in the range that it leads to.
+    #[test]
+    fn the_nearest_is_that_with_the_smallest_gap() {
+        for (large, small, joined) in [(0x2000, 0x3000, true), (0x20_0000, 0x3000, false)] {
+            let (at, mut set) = (1 << 40, RangeSet::EMPTY);
+            let (before, after) = (range(at - large - (1 << 30), 1 << 30), range(at + 0x1000 + small, 0x1000));
+            set.add(before);
+            set.add(after);
+            for far in 2..8 {
+                set.add(range(far << 45, 0x1000));
+            }
+            set.add(range(at, 0x1000));
+            let expected = if joined { before } else { after }.hull(range(at, 0x1000));
+            assert!(set.as_slice().contains(&expected) && set.as_slice().len() == RangeSet::CAPACITY, "{set:?}");
+        }
+    }
+
+    #[test]
+    fn sets_are_equal_if_their_ranges_are() {
+        let of = |starts: &[u64]| {
+            let mut set = RangeSet::EMPTY;
+            starts.iter().for_each(|&start| set.add(range(start << 20, 0x1000)));
+            set
+        };
+        assert!(of(&[1, 2]) == of(&[2, 1]) && of(&[]) == RangeSet::EMPTY);
+        for other in [of(&[1]), of(&[1, 3]), of(&[1, 2, 3]), of(&[])] {
+            assert!(of(&[1, 2]) != other && other != of(&[1, 2]), "{other:?}");
+        }
+        assert!(of(&[]).is_empty() && !of(&[1]).is_empty() && !of(&[1, 2]).is_empty());
+        assert!(RangeSet::ALL.is_all() && !of(&[1]).is_all() && !of(&[]).is_all());
+        assert!(of(&[1, 2]).covers(range(1 << 20, 0x1000)) && !of(&[1, 2]).covers(range(1 << 20, 0x1001)));
+        assert_eq!((of(&[]).pages(PageSize::Size4K), of(&[1, 2, 3]).pages(PageSize::Size4K)), (0, 3));
     }
 
     proptest! {

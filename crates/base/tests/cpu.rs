@@ -1,8 +1,9 @@
 //! What a context asks of its platform, and when: on a platform that writes it down.
 #![cfg(not(loom))]
 
+use hugemm_base::lock::{PinnedLock, SpinLock};
 use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
-use hugemm_base::{Counters, CpuCx, CpuId, Never, Unfenced};
+use hugemm_base::{Counters, CpuCx, CpuId, Never, NoPressure, Order, Pressure, Shortfall, Unfenced};
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::AtomicBool;
@@ -170,4 +171,26 @@ fn a_fence_is_paid_once_and_by_whom_it_is_owed_to() {
     assert_eq!(platform.asked(), ["fence", "fence", "dropped store fence", "publish", "dropped store fence"]);
     let counts = platform.counters.snapshot();
     assert_eq!((counts.fences, counts.fences_on_drop), (4, 1));
+}
+
+#[test]
+fn a_pinned_lock_excludes_and_is_given_back() {
+    let platform = Recorder::default();
+    let cx = platform.cx();
+    let lock: PinnedLock<SpinLock, u64> = PinnedLock::new(5);
+    cx.pinned(|pin| {
+        let mut held = lock.lock(pin);
+        *held += 2;
+        assert!(lock.try_lock(pin).is_none());
+    });
+    assert_eq!(cx.pinned(|pin| lock.try_lock(pin).map(|value| *value)), Some(7));
+    assert_eq!(cx.pinned(|pin| *lock.lock(pin)), 7);
+}
+
+#[test]
+fn nobody_to_ask_gives_nothing() {
+    let platform = Recorder::default();
+    let need = Shortfall { order: Order::ZERO, pages: 1, node: None, may_sleep: true };
+    assert_eq!(NoPressure.relieve(&mut platform.cx(), need), 0);
+    assert_eq!(platform.asked(), [""; 0]);
 }

@@ -1,0 +1,118 @@
+//! What the platform's traits provide, and that a reference to hardware is that hardware.
+#![cfg(not(loom))]
+
+use hugemm_base::platform::StoreBuffer;
+use hugemm_base::{
+    CpuId, CpuLocal, Invalidation, NodeId, PhysAddr, Preempt, PreemptModel, StoreOrder, TlbHw, TlbScope, VectorUnit,
+};
+use std::cell::RefCell;
+
+/// No more than each trait demands.
+struct Least;
+
+// SAFETY: each test runs on one thread, and nothing interrupts it.
+unsafe impl CpuLocal for Least {
+    fn current(&self) -> CpuId {
+        CpuId(0)
+    }
+
+    unsafe fn pin(&self) -> usize {
+        0
+    }
+
+    unsafe fn unpin(&self, _state: usize) {}
+}
+
+// SAFETY: the operating system fences when it switches threads.
+unsafe impl Preempt for Least {
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::Full
+    }
+
+    unsafe fn reschedule(&self) {}
+}
+
+// SAFETY: the provided barriers.
+unsafe impl StoreOrder for Least {}
+
+// SAFETY: the provided methods grant nothing.
+unsafe impl VectorUnit for Least {}
+
+#[test]
+fn what_is_provided_grants_nothing_and_forbids_nothing() {
+    assert!(Least.interrupts_on() && Least.may_sleep());
+    // SAFETY: nothing belongs to this CPU, and nothing was granted.
+    assert!(unsafe { !Least.migrate(CpuId(1)) && !Least.vector_begin() });
+    let buffer: Option<&dyn StoreBuffer> = Least.store_buffer();
+    assert!(buffer.is_none());
+}
+
+#[test]
+fn preemption_models() {
+    assert_eq!(PreemptModel::ALL.map(PreemptModel::name), ["none", "voluntary", "lazy", "full"]);
+    assert_eq!(PreemptModel::ALL.map(PreemptModel::is_preemptible), [false, false, true, true]);
+    assert_eq!((CpuId(7).to_string(), NodeId(1).to_string()), ("cpu7".to_string(), "node1".to_string()));
+}
+
+/// Hardware without tags and broadcasts, or with them; it writes down what it is asked.
+struct Hardware<const RICH: bool>(RefCell<Vec<String>>);
+
+macro_rules! hardware {
+    ($rich:literal { $($more:tt)* }) => {
+        // SAFETY: nobody walks any table.
+        unsafe impl TlbHw for Hardware<$rich> {
+            fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
+                self.0.borrow_mut().push(format!("invalidate {cpu} {scope:?} {}", what.tables));
+            }
+
+            fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+                self.0.borrow_mut().push(format!("interrupt {cpu} {first} {cpus:#b}"));
+                serve(CpuId(9));
+            }
+
+            fn load(&self, cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+                self.0.borrow_mut().push(format!("load {cpu} {root} {tag} {keep}"));
+            }
+
+            fn unload(&self, cpu: CpuId) {
+                self.0.borrow_mut().push(format!("unload {cpu}"));
+            }
+
+            $($more)*
+        }
+    };
+}
+
+hardware!(false {});
+hardware!(true {
+    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
+        self.0.borrow_mut().push(format!("broadcast {cpu} {scope:?} {}", what.tables));
+        true
+    }
+
+    fn tags(&self) -> usize {
+        6
+    }
+});
+
+/// Asks everything once; what it was told.
+fn ask<H: TlbHw>(hw: H) -> (bool, usize, Vec<CpuId>) {
+    let (here, mut served) = (CpuId(2), Vec::new());
+    hw.invalidate(here, TlbScope::Space, &Invalidation::ALL);
+    hw.interrupt(here, CpuId(64), 0b101, &mut |cpu| served.push(cpu));
+    hw.load(here, PhysAddr::new(0x5000), 3, true);
+    hw.unload(here);
+    (hw.broadcast(here, TlbScope::Kernel, &Invalidation::ALL), hw.tags(), served)
+}
+
+#[test]
+fn a_reference_to_hardware_is_that_hardware() {
+    const ASKED: [&str; 4] =
+        ["invalidate cpu2 Space true", "interrupt cpu2 cpu64 0b101", "load cpu2 0x5000 3 true", "unload cpu2"];
+    let (plain, rich) = (Hardware::<false>(RefCell::default()), Hardware::<true>(RefCell::default()));
+    assert_eq!(ask(&plain), (false, 1, vec![CpuId(9)]));
+    assert_eq!(*plain.0.borrow(), ASKED);
+    assert_eq!(ask(&rich), (true, 6, vec![CpuId(9)]));
+    assert_eq!(rich.0.borrow()[..4], ASKED);
+    assert_eq!(rich.0.borrow()[4..], ["broadcast cpu2 Kernel true"]);
+}
