@@ -57,8 +57,7 @@ impl Counts {
         if self.free < pages {
             return None;
         }
-        let surplus = if self.surplus < pages { self.surplus } else { pages };
-        Some(Counts { total: self.total - pages, free: self.free - pages, surplus: self.surplus - surplus })
+        Some(Counts { total: self.total - pages, free: self.free - pages, surplus: self.surplus.saturating_sub(pages) })
     }
 
     /// `pages` free persistent ones leave the pool; the surplus stays what it is.
@@ -84,22 +83,26 @@ impl Counts {
 
     /// Up to `pages` surplus ones become persistent; how many.
     pub const fn keep(self, pages: u64) -> (Counts, u64) {
-        let kept = if self.surplus < pages { self.surplus } else { pages };
+        let kept = least(self.surplus, pages);
         (Counts { surplus: self.surplus - kept, ..self }, kept)
     }
 
     /// Up to `pages` persistent ones become surplus; how many.
     pub const fn lend(self, pages: u64) -> (Counts, u64) {
-        let lent = if self.persistent() < pages { self.persistent() } else { pages };
+        let lent = least(self.persistent(), pages);
         (Counts { surplus: self.surplus + lent, ..self }, lent)
     }
 
     /// Free pages that may go because they are surplus and, with `available` pages not reserved in the whole pool,
     /// nobody was promised them.
     pub const fn trimmable(self, available: u64) -> u64 {
-        let free = if self.free < self.surplus { self.free } else { self.surplus };
-        if free < available { free } else { available }
+        least(least(self.free, self.surplus), available)
     }
+}
+
+/// `u64::min`, which is not const.
+const fn least(a: u64, b: u64) -> u64 {
+    a - a.saturating_sub(b)
 }
 
 impl Add for Counts {
@@ -230,6 +233,33 @@ mod tests {
                     }
                 }
             });
+        });
+    }
+
+    /// Each event changes what it is about, by as much as it says, and nothing else.
+    #[test]
+    fn events_count_exactly() {
+        every_state(|counts| {
+            let Counts { total, free, surplus } = counts;
+            assert_eq!(counts.take(), (free > 0).then(|| Counts { total, free: free - 1, surplus }));
+            assert_eq!(counts.give(), (free < total).then(|| Counts { total, free: free + 1, surplus }));
+            for pages in 0..=MOST + 1 {
+                let left = |surplus: u64| Counts { total: total - pages, free: free - pages, surplus };
+                let most = surplus.min(pages);
+                assert_eq!(counts.leave(pages), (pages <= free).then(|| left(surplus - most)));
+                let may = pages <= free && pages + surplus <= total;
+                assert_eq!(counts.leave_persistent(pages), may.then(|| left(surplus)));
+                for (is_surplus, more) in [(false, 0), (true, pages)] {
+                    let entered = Counts { total: total + pages, free: free + pages, surplus: surplus + more };
+                    assert_eq!(counts.enter(pages, is_surplus), entered);
+                }
+                assert_eq!(counts.keep(pages), (Counts { surplus: surplus - most, ..counts }, most));
+                let lent = (total - surplus).min(pages);
+                assert_eq!(counts.lend(pages), (Counts { surplus: surplus + lent, ..counts }, lent));
+                assert_eq!(counts.trimmable(pages), free.min(surplus).min(pages));
+            }
+            let sum: Counts = [counts, Counts { total: 7, free: 2, surplus: 3 }].into_iter().sum();
+            assert_eq!(sum, Counts { total: total + 7, free: free + 2, surplus: surplus + 3 });
         });
     }
 

@@ -215,18 +215,13 @@ pub(crate) const fn ones(count: u64) -> u64 {
 
 /// The highest `count` set bits of a word, or all of them.
 pub(crate) fn highest(mut bits: u64, count: u64) -> u64 {
-    let all = bits;
     let mut spare = u64::from(bits.count_ones()).saturating_sub(count);
     while spare > 0 {
-        // The lowest ones are dropped.
-        all_but_lowest(&mut bits);
+        // The lowest one is dropped.
+        bits &= bits.wrapping_sub(1);
         spare -= 1;
     }
-    all & bits
-}
-
-fn all_but_lowest(bits: &mut u64) {
-    *bits &= bits.wrapping_sub(1);
+    bits
 }
 
 #[cfg(all(test, not(loom)))]
@@ -264,6 +259,60 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn bits_are_set_and_cleared_and_others_left() {
+        let bits = Bits::default();
+        bits.add(0b0110);
+        bits.add(0b0011);
+        assert_eq!(bits.get(), 0b0111);
+        bits.remove(0b1010);
+        assert_eq!(bits.get(), 0b0101);
+        bits.put(0b0010, true);
+        bits.put(0b0100, false);
+        assert_eq!(bits.get(), 0b0011);
+        bits.add_shared(0b0110);
+        assert_eq!(bits.get(), 0b0111);
+        bits.remove_shared(0b1010);
+        assert_eq!(bits.get(), 0b0101);
+        let group = Group::default();
+        group.free.add(0b110);
+        group.bad.add(0b011);
+        assert_eq!(group.good(), 0b100);
+    }
+
+    /// A group belongs to an area if one of its pages has a frame there.
+    #[test]
+    fn an_area_has_the_groups_that_it_touches() {
+        for size in [PageSize::Size2M, PageSize::Size1G] {
+            let group = size.pages() * GROUP;
+            for base in [0, 1, group - 1, group, 3 * group + 5] {
+                for pages in [0, 1, group - 1, group, group + 1, 2 * group] {
+                    let mut area = Area::new(extent(base, pages), NodeId(3));
+                    let end = base + pages;
+                    let touched = (0..8).filter(|at| pages != 0 && at * group < end && (at + 1) * group > base).count();
+                    assert_eq!(area.groups(size), touched, "{base} {pages}");
+                    area.place(11);
+                    assert_eq!(area.range(size), 11..11 + touched);
+                    assert_eq!((area.extent(), area.node()), (extent(base, pages), NodeId(3)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn areas_are_the_same_by_memory_and_descriptors() {
+        // SAFETY: nothing is mapped or edited.
+        let with = |area: Area, at| unsafe { area.with_descriptors(VirtAddr::new(at)) };
+        let area = with(Area::new(extent(1 << 18, 1 << 15), NodeId(0)), 1 << 40);
+        let mut placed = area;
+        placed.place(5);
+        assert!(area.is_same(&placed));
+        assert!(!area.is_same(&area.self_hosted()));
+        assert_eq!(area.self_hosted().descriptor(Pfn::new(1 << 18)), None);
+        assert!(!area.is_same(&with(area, 1 << 41)));
+        assert!(!area.is_same(&with(Area::new(extent(1 << 18, 1 << 15), NodeId(1)), 1 << 40)));
     }
 
     #[test]

@@ -104,10 +104,11 @@ impl Table {
         map.table(frame).map(Table)
     }
 
+    /// The entry of an index modulo 512: the number of a page will do.
     #[inline]
     fn entry(&self, index: usize) -> &AtomicU64 {
         // SAFETY: `DescriptorMap::table` promises 4 KiB that are valid for atomic access, and the index is below 512.
-        unsafe { AtomicU64::from_ptr(self.0.add(index & (ENTRIES - 1)).as_ptr()) }
+        unsafe { AtomicU64::from_ptr(self.0.add(index % ENTRIES).as_ptr()) }
     }
 
     #[inline]

@@ -29,25 +29,23 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let alone = self.begin(cx, economy)?;
         let count = self.nodes(cx) as usize;
         let mut resize = Resize::new(self, economy, alone, nodes, count);
-        let (plan, lent) = self.locked(cx, |state| {
+        let plan = self.locked(cx, |state| {
             let (all, allowed) = (state.all(), state.allowed(nodes));
             // One node's target is the pool's, with the other nodes as they are.
             let target = target.saturating_add(all.persistent() - allowed.persistent());
             let plan: Plan = counts::plan(all, state.reserved, allowed, target);
             let (mut keep, mut lend) = (plan.keep, plan.lend);
-            let removed = self
-                .dequeue(state.nodes, nodes, plan.remove, Leaving::Persistent, |index, bits| resize.stage(index, bits));
-            // What could not be found on the nodes allowed is lent instead.
-            lend += plan.remove - removed;
+            // On the nodes allowed are as many free persistent ones, and as many to keep and to lend.
+            self.dequeue(state.nodes, nodes, plan.remove, Leaving::Persistent, |index, bits| resize.stage(index, bits));
             for (_, counts) in state.nodes.iter_mut().enumerate().filter(|(node, _)| nodes.include(*node)) {
                 let (kept, lent);
                 (*counts, kept) = counts.keep(keep);
                 (*counts, lent) = counts.lend(lend);
                 (keep, lend) = (keep - kept, lend - lent);
             }
-            (plan, plan.lend + plan.remove - removed - lend)
+            plan
         });
-        resize.note(cx, |report| (report.kept, report.lent) = (plan.keep, lent));
+        resize.note(cx, |report| (report.kept, report.lent) = (plan.keep, plan.lend));
         match plan.grow {
             0 => resize.open_shrink(Stay::Surplus),
             grow => resize.open_grow(Direction::Grow { surplus: false }, grow),

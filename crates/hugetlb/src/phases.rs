@@ -156,6 +156,33 @@ mod tests {
         assert_eq!(State { taken: 2, ..state }.take(), None);
     }
 
+    /// A phase that cannot be told from the end, or has no unit or too many, is the nearest that can be.
+    #[test]
+    fn phases_and_units_are_kept_within_the_word() {
+        let phases = Phases::new(0);
+        assert_eq!(phases.next(), Step::Unit { phase: 0, unit: 0 });
+        assert!(phases.complete());
+        phases.open(FINISHED, 0);
+        assert_eq!(phases.next(), Step::Unit { phase: FINISHED - 1, unit: 0 });
+        assert_eq!(phases.next(), Step::Wait);
+        assert!(phases.complete());
+        phases.open(3, u64::MAX);
+        let word = State::unpack(phases.0.load(Ordering::Relaxed));
+        assert_eq!(word, State { phase: 3, units: 0xf_ffff, taken: 0, done: 0 });
+    }
+
+    /// Only the last unit that is done ends the phase, in whatever order they were taken.
+    #[test]
+    fn a_phase_is_over_when_all_units_are_done() {
+        let phases = Phases::new(3);
+        assert!(!phases.complete(), "none is taken");
+        for _ in 0..3 {
+            phases.next();
+        }
+        assert_eq!([phases.complete(), phases.complete(), phases.complete()], [false, false, true]);
+        assert!(!phases.complete(), "there are no more");
+    }
+
     #[test]
     fn a_worker_that_comes_late_waits_or_goes() {
         let phases = Phases::new(1);

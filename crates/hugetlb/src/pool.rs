@@ -485,6 +485,82 @@ mod tests {
         test(&pool, &threads);
     }
 
+    /// Areas of any length behind each other share words of the summary: the lowest good page of each is found.
+    #[test]
+    fn the_lowest_good_page_of_an_area_is_found() {
+        let pages = GROUP * PageSize::Size2M.pages();
+        let lengths = [60, 80, 3, 49, 64];
+        let mut first = 0;
+        let mut areas = lengths.map(|groups| {
+            let area = Area::new(Extent::new(Pfn::new(first * pages), groups * pages).expect("in range"), NodeId(0));
+            first += groups;
+            area
+        });
+        let mut groups: Vec<Group> = (0..first).map(|_| Group::default()).collect();
+        let mut nodes = [Counts::default()];
+        let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+        let check = || {
+            for area in pool.areas {
+                let good = |index: &usize| pool.groups[*index].good() != 0;
+                let naive = area.range(pool.size).find(good);
+                let naive = naive.map(|index| (index, u64::from(pool.groups[index].good().trailing_zeros())));
+                assert_eq!(pool.lowest(area), naive);
+            }
+        };
+        check();
+        for index in [255, 200, 192, 191, 143, 142, 140, 139, 128, 127, 100, 64, 63, 60, 59, 1, 0] {
+            for bit in [63, 5] {
+                pool.groups[index].free.add(1 << bit);
+                pool.summarise(index);
+                check();
+            }
+        }
+        for index in [0, 60, 64, 59, 1, 63, 139, 192, 128, 200] {
+            pool.groups[index].bad.add_shared(u64::MAX);
+            pool.summarise(index);
+            check();
+        }
+        assert_eq!(HugePool::<SpinLock>::groups(pool.areas, PageSize::Size2M), 256);
+    }
+
+    /// What a pool is made of must be enough for it, to the last group and node.
+    #[test]
+    fn a_pool_wants_all_its_groups_and_nodes() {
+        let mut areas = [0, 1].map(|node| {
+            let base = Pfn::new(u64::from(node) << 20);
+            Area::new(Extent::new(base, 1 << 15).expect("in range"), NodeId(node))
+        });
+        for (groups, nodes, enough) in [(2, 2, true), (3, 3, true), (1, 2, false), (2, 1, false)] {
+            let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
+            let mut node_counts = vec![Counts::default(); nodes];
+            let pool: Result<HugePool<'_>, _> =
+                HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut node_counts);
+            assert_eq!(pool.as_ref().err(), (!enough).then_some(&PoolError::TooSmall));
+            let Ok(pool) = pool else { continue };
+            let threads = Threads::new(());
+            assert_eq!((pool.size(), pool.nodes(&threads.cx())), (PageSize::Size2M, nodes as u32));
+            assert_eq!(pool.node_counts(&threads.cx(), NodeId(9)), Counts::default());
+        }
+    }
+
+    #[test]
+    fn nodes_are_all_or_one() {
+        assert!([0, 1, 7].into_iter().all(|node| Nodes::All.include(node)));
+        assert_eq!([0, 1, 2].map(|node| Nodes::Only(NodeId(1)).include(node)), [false, true, false]);
+    }
+
+    /// Every error says something of its own.
+    #[test]
+    fn errors_are_told_apart() {
+        use PoolError::*;
+        let all =
+            [Exhausted, OutOfMemory, Busy, NothingToDemote, Resizing, NotInPool, TooSmall, NotReserved, OtherEconomy];
+        let mut said: Vec<String> = all.iter().map(ToString::to_string).collect();
+        said.sort();
+        said.dedup();
+        assert!(said.len() == all.len() && said.iter().all(|said| !said.is_empty()));
+    }
+
     /// Every way in which counts and bits can differ is seen.
     #[test]
     fn inconsistent_pools_are_told() {

@@ -213,3 +213,90 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
         self.hw.freed(frames);
     }
 }
+
+#[cfg(all(test, not(loom)))]
+pub(crate) mod tests {
+    use super::*;
+    use hugemm_paging::Keep;
+
+    /// Remembers nothing: what the trait does by itself.
+    pub(crate) struct Nothing;
+    // SAFETY: it answers what `walk` answers.
+    unsafe impl WalkCache for Nothing {}
+
+    pub(crate) const BASE: Pfn = Pfn::new(0x300);
+    const FIRST: VirtAddr = VirtAddr::new(0x7000_0020_0000);
+
+    /// A map of two blocks over three frames of memory, all zero.
+    pub(crate) fn map(test: impl FnOnce(&SoftMap<'_, Nothing, Keep>)) {
+        #[repr(align(4096))]
+        struct Frames([u64; 3 * ENTRIES]);
+        let mut memory = Box::new(Frames([0; 3 * ENTRIES]));
+        let base = NonNull::from(&mut memory.0).cast();
+        // SAFETY: initialised memory of three frames, which outlives the map.
+        let flat = unsafe { FlatMemory::new(base, Extent::new(BASE, 3).expect("in range")) };
+        let mut blocks = [AtomicU64::new(7), AtomicU64::new(7)];
+        test(&SoftMap::new(FIRST, &mut blocks, flat, Nothing, Keep));
+    }
+
+    #[test]
+    fn a_frame_is_where_it_lies_in_memory() {
+        map(|map| {
+            let at = |pfn: u64| map.memory().frame(Pfn::new(pfn)).map(|at| at.addr().get());
+            let first = at(0x300).expect("memory");
+            assert_eq!([at(0x301), at(0x302)], [Some(first + 0x1000), Some(first + 0x2000)]);
+            assert_eq!([at(0x2ff), at(0x303)], [None, None]);
+            assert_eq!(map.table(BASE).map(|at| at.addr().get()), Some(first));
+        });
+    }
+
+    #[test]
+    fn an_entry_says_what_was_put_into_it() {
+        map(|map| {
+            for writable in [false, true] {
+                let leaf = Leaf { frame: Pfn::new(0x12345), writable };
+                assert_eq!(map.decode(map.encode(leaf)), Some(leaf));
+            }
+            assert_eq!(map.decode(0), None);
+            assert_eq!(map.decode(WRITABLE | 5 << PAGE_SHIFT), None, "not present");
+        });
+        for to in [Mapped::Absent, Mapped::Whole(Pfn::new(0x200)), Mapped::Table(Pfn::new(0x12345))] {
+            assert_eq!(unpack(pack(to)), to);
+        }
+    }
+
+    #[test]
+    fn addresses_are_walked_by_block_and_page() {
+        map(|map| {
+            let at = |offset: u64| VirtAddr::new(FIRST.get() + offset);
+            assert_eq!([map.mapped(FIRST), map.mapped(at(1 << 21))], [Mapped::Absent; 2], "none at first");
+            assert_eq!(map.walk(FIRST), None);
+            let table = Table::at(map, BASE).expect("memory");
+            let leaf = Leaf { frame: Pfn::new(0x302), writable: false };
+            table.set(5, map.encode(leaf));
+            // SAFETY: nobody uses descriptors here.
+            unsafe {
+                map.set(FIRST, Mapped::Table(BASE));
+                map.set(at(1 << 21), Mapped::Whole(Pfn::new(0x200)));
+                // Neither below nor beyond is there anything to set.
+                map.set(VirtAddr::new(FIRST.get() - 1), Mapped::Absent);
+                map.set(at(2 << 21), Mapped::Absent);
+            }
+            assert_eq!(map.mapped(FIRST), Mapped::Table(BASE));
+            assert_eq!(map.mapped(at((2 << 21) - 1)), Mapped::Whole(Pfn::new(0x200)));
+            assert_eq!(map.walk(at(0x5fff)), Some(leaf));
+            assert_eq!([map.walk(at(0x4fff)), map.walk(at(0x6000))], [None; 2]);
+            let whole = |frame| Some(Leaf { frame: Pfn::new(frame), writable: true });
+            assert_eq!(map.walk(at(1 << 21)), whole(0x200));
+            assert_eq!(map.walk(at((2 << 21) - 1)), whole(0x3ff));
+            assert_eq!([map.walk(VirtAddr::new(FIRST.get() - 1)), map.walk(at(2 << 21))], [None; 2]);
+            // The byte, where the machine remembers nothing; frame 0x300 is the 257th of the second block.
+            let byte = |offset| map.locate(at(offset)).map(|at| at.addr().get());
+            let start = map.memory().frame(BASE).expect("memory").addr().get();
+            assert_eq!(byte(0x5123), Some(start + 0x2123));
+            assert_eq!(byte((1 << 21) + 0x10_0040), Some(start + 0x40));
+            assert_eq!([byte(1 << 21), byte(0x6000)], [None; 2]);
+            assert!(map.may_edit_live());
+        });
+    }
+}

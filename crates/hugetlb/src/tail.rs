@@ -52,6 +52,41 @@ pub(crate) fn fill_table<V: DescriptorMap>(map: &V, table: Table, tail: Pfn) {
     }
 }
 
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::soft_map::tests::{BASE, map};
+
+    #[test]
+    fn whoever_publishes_first_is_published() {
+        let word = AtomicU64::new(0);
+        assert_eq!(published(&word), None);
+        assert_eq!(publish(&word, Pfn::new(5)), Ok(()));
+        assert_eq!(publish(&word, Pfn::new(9)), Err(Pfn::new(5)));
+        assert_eq!(published(&word), Some(Pfn::new(5)));
+        let zero = AtomicU64::new(0);
+        assert_eq!(publish(&zero, Pfn::new(0)), Ok(()), "frame 0 is a frame");
+        assert_eq!(published(&zero), Some(Pfn::new(0)));
+    }
+
+    /// Each of a tail page's 64 descriptors begins with the pattern and is zero beyond; each entry of a table is the page,
+    /// read-only.
+    #[test]
+    fn tails_and_tables_of_them_are_filled_to_the_end() {
+        map(|map| {
+            let (page, table) = (Table::at(map, BASE).expect("memory"), Table::at(map, Pfn::new(BASE.number() + 1)));
+            let table = table.expect("memory");
+            fill_page(page);
+            fill_table(map, table, BASE);
+            for index in 0..ENTRIES {
+                let first = index.is_multiple_of(8);
+                assert_eq!(page.get(index), if first { u64::from_le_bytes(*b"tailpage") } else { 0 });
+                assert_eq!(map.decode(table.get(index)), Some(Leaf { frame: BASE, writable: false }));
+            }
+        });
+    }
+}
+
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;

@@ -227,7 +227,7 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
     /// for a page fault handler's report. `base` is the address of frame 0's descriptor.
     pub fn explain(&self, base: VirtAddr, at: VirtAddr) -> Option<(Pfn, Pfn)> {
         let block = VirtAddr::new(at.get() & !0x1f_ffff);
-        let index = (at.get() >> 12) as usize % ENTRIES;
+        let index = (at.get() >> 12) as usize;
         let table = match self.map.mapped(block) {
             Mapped::Table(table) => Table::at(self.map, table)?,
             Mapped::Absent | Mapped::Whole(_) => return None,
@@ -365,5 +365,17 @@ fn extend(run: Extent, frame: Pfn, each: &mut impl FnMut(Extent)) -> Extent {
 fn each_unless_empty(run: Extent, each: &mut impl FnMut(Extent)) {
     if !run.is_empty() {
         each(run);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_2_mib_of_descriptors() {
+        let block = VirtAddr::new(0x7000_0020_0000);
+        let work = Work { block, node: NodeId(0), mask: 1, heads: 1, frozen: 1 };
+        assert_eq!((work.range().first(), work.range().last()), (block, VirtAddr::new(0x7000_003f_ffff)));
     }
 }

@@ -192,6 +192,31 @@ fn a_pool_made_at_boot_never_has_tails() {
     }
 }
 
+/// What is not a whole group, or a whole page of 1 GiB, is left out at boot.
+#[test]
+fn a_boot_pool_is_of_whole_groups() {
+    for (size, skip, pages) in [(PageSize::Size2M, 512, 2 * 64), (PageSize::Size1G, SPAN, 1)] {
+        machine(&Shape { absent: 16, ..Shape::spans(24) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let whole = pages * size.pages();
+            // From a bit behind one boundary to a bit before another.
+            let (step, from) = (if size == PageSize::Size2M { SPAN } else { size.pages() }, BASE + 8 * SPAN);
+            assert!(from.is_multiple_of(step));
+            let odd = extent(from - step + skip, step - skip + whole + step - skip);
+            let odd = odd.slice(0, odd.pages().min(m.all.end().number() - odd.base().number()));
+            let up = pool.fill_at_boot(&mut cx, &m.economy, odd).expect("idle");
+            assert_eq!((up.entered, up.lean), (pages, pages));
+            assert_eq!(pool.pages().map(|(pfn, _)| pfn.number()).min(), Some(from));
+            assert!(pool.is_consistent(&cx));
+            // To the last frame, and no further.
+            let rest = extent(from + whole, m.all.end().number() - from - whole);
+            let up = pool.fill_at_boot(&mut cx, &m.economy, rest).expect("idle");
+            assert_eq!(up.entered, rest.pages() / size.pages());
+        });
+    }
+}
+
 /// E25: fat, the pages and their descriptors do not fit; lean, they do.
 #[test]
 fn a_request_that_fits_only_with_the_savings_succeeds() {

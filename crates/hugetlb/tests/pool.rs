@@ -256,6 +256,128 @@ fn a_page_dissolves_or_stays() {
     });
 }
 
+/// Surplus pages need memory as others do: without it the request fails, and nothing is promised.
+#[test]
+fn overcommitting_without_memory_is_told_apart_from_the_limit() {
+    machine(&Shape::spans(3), Faults::default(), |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 2);
+        assert_eq!(pool.unreserve(&cx, 0), Ok(false), "nothing is surplus");
+        pool.set_overcommit(&cx, 8);
+        pool.reserve(&cx, 2).expect("two");
+        let faults = &m.frames.env().inject;
+        faults.arm(FaultPlan::periodic(0, 1));
+        assert_eq!(pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All), Err(PoolError::OutOfMemory));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 3), Err(PoolError::OutOfMemory));
+        faults.disarm();
+        assert_eq!((pool.counts(&cx).reserved, pool.counts(&cx).counts.total), (2, 2));
+        // A page of the other size is none of this pool's.
+        let page = pool.take(&cx, Nodes::All, true).expect("promised");
+        // SAFETY: refused, so nothing is done with the frames.
+        let larger = unsafe { HugePage::assume_owned(page.extent().base(), PageSize::Size1G) };
+        assert_eq!(pool.put(&cx, larger, false).map_err(|(_, error)| error), Err(PoolError::NotInPool));
+        assert_eq!((page.size(), page.extent().pages()), (PageSize::Size2M, 512));
+        assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(false));
+        // A resize that is finished leaves nothing to the next one to flush: each pays for itself.
+        let before = m.economy.flushes();
+        let paid: u64 = [100, 3, 120, 0].into_iter().map(|pages| m.set(&pool, pages).flushes).sum();
+        assert_eq!(m.economy.flushes() - before, paid);
+    });
+}
+
+/// Pages leave from the nodes evenly; of a node that has none, none is demoted.
+#[test]
+fn pages_leave_evenly_and_only_where_they_are() {
+    machine(&Shape { nodes: vec![16, 16], ..Shape::spans(0) }, NoFaults, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        set(m, &small, 201);
+        set(m, &small, 50);
+        let on = |node| small.node_counts(&m.threads.cx(), NodeId(node)).total;
+        assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
+        set(m, &small, 0);
+        let one = Nodes::Only(NodeId(1));
+        large.set_size(&mut cx, &m.economy, 1, one, &Never).expect("idle");
+        let other = Nodes::Only(NodeId(0));
+        assert_eq!(large.demote(&mut cx, &m.economy, &small, other, 1), Err(PoolError::NothingToDemote));
+        assert_eq!(large.demote(&mut cx, &m.economy, &large, one, 1), Err(PoolError::NotInPool));
+        assert_eq!(small.demote(&mut cx, &m.economy, &small, one, 1), Err(PoolError::NotInPool));
+        assert_eq!(large.demote(&mut cx, &m.economy, &small, one, 1).expect("one").left, 1);
+        assert_eq!((on(0), on(1)), (0, 512));
+        // Their descriptors are in memory of their node.
+        let node = m.areas[1].extent();
+        for (pfn, lean) in small.pages() {
+            assert!(lean && node.contains(m.map.walk(support::descriptor_of(pfn)).expect("mapped").frame));
+        }
+    });
+}
+
+/// What is known of a page that is demoted is known of its parts, and no more.
+#[test]
+fn parts_are_zero_if_the_page_was() {
+    machine(&Shape::spans(32), NoFaults, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        set(m, &large, 2);
+        let first = large.pages().map(|(pfn, _)| pfn).min().expect("two");
+        let zeroer = Clearing(|_: Pfn| ());
+        assert_eq!(large.zero_free(&mut cx, &zeroer, 1), 1);
+        assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 2).expect("two").entered, 1024);
+        for _ in 0..1024 {
+            let page = small.take(&cx, Nodes::All, false).expect("1024");
+            assert_eq!(page.is_zero(), page.extent().base().number() - first.number() < PageSize::Size1G.pages());
+            let zero = page.is_zero();
+            assert_eq!(page.into_content().is_ok(), zero);
+        }
+    });
+}
+
+/// Says that a page is zero, and does something else meanwhile.
+struct Clearing<F>(F);
+
+impl<P: hugemm_base::platform::Cpu, F: Fn(Pfn)> hugemm_frames::Zeroer<P> for Clearing<F> {
+    fn zero(
+        &self,
+        _cx: &mut hugemm_base::CpuCx<'_, P>,
+        frames: hugemm_base::Dirty,
+    ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
+        (self.0)(frames.extent().base());
+        // SAFETY: nobody reads these frames.
+        Ok(unsafe { hugemm_base::Zeroed::assume_owned(frames.into_extent()) })
+    }
+}
+
+/// Somebody may take the page that would be cleared next; and what is promised is left for whoever was promised it.
+#[test]
+fn pages_are_cleared_only_while_they_are_free() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        set(m, &pool, 5);
+        let taken = std::cell::RefCell::new(Vec::new());
+        let cleared = std::cell::RefCell::new(Vec::new());
+        let zeroer = Clearing(|pfn| {
+            cleared.borrow_mut().push(pfn);
+            if taken.borrow().is_empty() {
+                let pages = (0..2).map(|_| pool.take(&m.threads.cx(), Nodes::All, false).expect("four"));
+                taken.borrow_mut().extend(pages);
+            }
+        });
+        pool.reserve(&cx, 5).expect("five");
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 9), 0);
+        pool.unreserve(&cx, 5).expect("five");
+        assert_eq!(pool.zero_free(&mut cx, &zeroer, 9), 3);
+        let cleared = cleared.into_inner();
+        for page in taken.into_inner() {
+            assert!(!page.is_zero() && !cleared.contains(&page.extent().base()));
+            pool.put(&cx, page, false).expect("its own");
+        }
+        assert_eq!((cleared.len(), pool.counts(&cx).counts.free), (3, 5));
+        assert!(pool.is_consistent(&cx));
+    });
+}
+
 /// E20: in every combination of what the page is and what economy does.
 #[test]
 fn a_1_gib_page_becomes_512_pages() {
@@ -271,6 +393,9 @@ fn a_1_gib_page_becomes_512_pages() {
             assert_eq!((report.entered, report.left), (512, 1));
             assert!(report.flushes <= 1, "{report:?}");
             assert_eq!(small.lean_pages(), if on { 512 } else { 0 });
+            // A table and 64 heads to a block, or all of it; beside the page that was kept, and 16 blocks of others.
+            let (parts, other) = (if on { 8 * 65 } else { 8 * 512 }, if lean { 2 } else { 8 * 512 });
+            assert_eq!(m.descriptor_frames(), parts + other + 16 * 512);
             assert_eq!((large.counts(&cx).counts.total, small.counts(&cx).counts.free), (1, 512));
             assert!(large.is_consistent(&cx) && small.is_consistent(&cx));
             // Each has a head of its own that can be written, and is a block of its own.
