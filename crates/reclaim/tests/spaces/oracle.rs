@@ -7,6 +7,7 @@ use hugemm_base::{Cancel, CancelFlag, CpuId, Never, PageSize};
 use hugemm_reclaim::{Ageing, Policy, Swap};
 use hugemm_vm::{AreaKind, Backing, Pinned, SharedRef, Space, VmError};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -35,7 +36,7 @@ struct Device {
     pinned: Pinned,
     /// Whether the page is still where it was pinned.
     mapped: bool,
-    /// What it stored last, by the place in its page.
+    /// If not, what is in it, by the place.
     stored: BTreeMap<u64, u64>,
 }
 
@@ -46,9 +47,14 @@ fn most_pinned(page: PageSize) -> usize {
 
 impl<'h> Program<'_, 'h> {
     fn any_at(&mut self) -> u64 {
-        let (base, pages, page) = match self.rng.below(2) {
-            0 => (SHARED_AT, self.shared_pages, self.page),
-            _ => (PRIVATE_AT, self.private_pages, self.private_page),
+        let (base, pages, page) = match self.rng.below(33) {
+            0..=15 => (SHARED_AT, self.shared_pages, self.page),
+            16..=31 => (PRIVATE_AT, self.private_pages, self.private_page),
+            // One that a device has, now and then: seldom enough for reclaim to want it.
+            _ => match self.devices.first() {
+                Some(device) if device.mapped => (device.pinned.at().get(), 1, self.private_page),
+                _ => (PRIVATE_AT, self.private_pages, self.private_page),
+            },
         };
         // One of this CPU's words of some page; of a 2 MiB page, in one of eight places.
         let within = if page == PageSize::Size4K { 0 } else { self.rng.below(8) * 0x4_0000 };
@@ -66,8 +72,7 @@ impl<'h> Program<'_, 'h> {
         match self.rng.below(200) {
             0 => self.fork(cx, space),
             1 => self.unmap(cx, space),
-            2 => self.pin(cx, space),
-            3 => self.unpin(cx, space),
+            2 | 3 => self.pin(cx, space),
             4..=20 => self.device_acts(),
             21..=90 => {
                 let at = self.any_at();
@@ -88,7 +93,10 @@ impl<'h> Program<'_, 'h> {
     /// A device gets a private page.
     fn pin(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
         if self.devices.len() == most_pinned(self.private_page) {
-            return self.unpin(cx, space);
+            if self.rng.below(8) == 0 {
+                self.unpin(cx, space);
+            }
+            return;
         }
         let page = self.private_page.bytes();
         let at = PRIVATE_AT + self.rng.below(self.private_pages) * page;
@@ -119,9 +127,10 @@ impl<'h> Program<'_, 'h> {
         }
         self.value += 1;
         self.rig.device_store(head, within, self.value);
-        device.stored.insert(within, self.value);
         if device.mapped {
             self.known.insert(at, self.value);
+        } else {
+            device.stored.insert(within, self.value);
         }
     }
 
@@ -161,10 +170,16 @@ impl<'h> Program<'_, 'h> {
             Ok(_) => {}
             Err(error) => return assert_eq!(error, VmError::NoMemory),
         }
-        self.known.retain(|at, _| !(start..start + bytes).contains(at));
+        // A device keeps the page as it is.
         for device in &mut self.devices {
-            device.mapped &= !(start..start + bytes).contains(&device.pinned.at().get());
+            let at = device.pinned.at().get();
+            if device.mapped && (start..start + bytes).contains(&at) {
+                device.mapped = false;
+                let page = self.known.range(at..at + self.private_page.bytes());
+                device.stored = page.map(|(word, value)| (word - at, *value)).collect();
+            }
         }
+        self.known.retain(|at, _| !(start..start + bytes).contains(at));
         loop {
             match self.rig.vm.map(cx, space, span(start, bytes), AreaKind::private(self.private_page), Backing::Private)
             {
@@ -176,7 +191,31 @@ impl<'h> Program<'_, 'h> {
     }
 }
 
+/// Ends the process when its thread fails: the others would wait for its CPU for ever, and nobody would hear why.
+struct EndAll;
+
+impl Drop for EndAll {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
+
+/// Says what is wrong though the test never ends by itself: what a test prints is kept back until it does.
+fn say_at_once() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        let others = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            let _ = writeln!(std::io::stderr(), "{panic}");
+            others(panic);
+        }));
+    });
+}
+
 fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64) {
+    say_at_once();
     // Half as much again as there is memory.
     let scale = if page == PageSize::Size4K { 1 } else { 2 };
     let (shared_pages, private_pages) = ((scale << 22) / page.bytes(), (scale << 21) / private_page.bytes());
@@ -191,6 +230,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
             let (object, start, over): (&SharedRef<'_, _>, _, _) = (&object, &start, &over);
             let (played, ended) = (&played, &ended);
             scope.spawn(move || {
+                let _end = EndAll;
                 rig.beside_others(cpu, |cx| {
                     start.wait();
                     if cpu == 0 {
