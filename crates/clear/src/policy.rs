@@ -126,7 +126,7 @@ impl Policy {
         }
         // MB/s are bytes per microsecond.
         let bytes = mbps as u64 * UNIT_TARGET_US;
-        if bytes < PAGE_BYTES { PAGE_BYTES } else { 1 << bytes.ilog2() }
+        1 << (bytes | PAGE_BYTES).ilog2()
     }
 }
 
@@ -172,6 +172,32 @@ mod tests {
         assert!(policy.is_bulk(&Request::bulk(8 << 20)));
         let never = Policy { threshold: Some(u64::MAX), ..policy };
         assert!(!never.is_bulk(&Request::bulk(u64::MAX - 1)));
+    }
+
+    /// At the crossover, of each case, a request is bulk; below it is not.
+    #[test]
+    fn each_case_has_its_crossover() {
+        let policy = Policy::new(profile());
+        let cases =
+            [(Warmth::Hot, false, 64), (Warmth::Hot, true, 128), (Warmth::Cold, false, 1), (Warmth::Cold, true, 8)];
+        for (warmth, touch_soon, mib) in cases {
+            let request = Request { total: mib << 20, warmth, touch_soon, user: None };
+            assert!(policy.is_bulk(&request) && !policy.is_bulk(&Request { total: request.total - 1, ..request }));
+        }
+        assert_eq!(Request::bulk(5), Request { total: 5, warmth: Warmth::Cold, touch_soon: false, user: None });
+        let user = Some(VirtAddr::new(0x7000));
+        let seen = Request { total: 5, warmth: Warmth::Hot, touch_soon: true, user };
+        assert_eq!(Request::fault(5).with_warmth(Warmth::Hot).seen_at(VirtAddr::new(0x7000)), seen);
+        assert_eq!(DEFAULT_UNIT, 8 * 1024 * 1024);
+    }
+
+    /// Slow primitives have units of a page, however slow.
+    #[test]
+    fn a_measured_unit_is_a_power_of_two_of_at_least_a_page() {
+        for (mbps, bytes) in [(1, 4096), (2, 4096), (3, 4096), (4, 4096), (5, 8192), (10, 16384), (1000, 1 << 20)] {
+            let policy = Policy::new(Profile { cached_mbps: Mbps::only(mbps), ..profile() });
+            assert_eq!(policy.unit_bytes(Primitive::RepStosb, PreemptModel::None, false), bytes, "{mbps}");
+        }
     }
 
     #[test]
@@ -238,6 +264,8 @@ mod tests {
         assert_eq!(unmeasured.unit_bytes(Primitive::Portable, PreemptModel::None, false), PAGE_BYTES);
         let fixed = Policy { unit: Some(32 << 20), ..unmeasured };
         assert_eq!(fixed.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), 32 << 20);
+        let odd = Policy { unit: Some(3 * PAGE_BYTES + 5), ..unmeasured };
+        assert_eq!(odd.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), 3 * PAGE_BYTES);
         let tiny = Policy { unit: Some(1), ..unmeasured };
         assert_eq!(tiny.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), PAGE_BYTES);
     }

@@ -200,5 +200,23 @@ mod tests {
         for p in Primitive::ALL {
             assert!(p.granule().is_power_of_two() && p.granule() <= 64, "{p}");
         }
+        use Primitive::*;
+        let granules =
+            [RepStosb, Portable, RepStosq, Model, Unrolled, Avx2Store, Movnti, Clzero].map(Primitive::granule);
+        assert_eq!(granules, [1, 8, 8, 8, 64, 64, 64, 64]);
+    }
+
+    #[test]
+    fn primitives_are_told_apart_by_registers_stores_and_architecture() {
+        use Primitive::*;
+        let those = |which: fn(Primitive) -> bool| Primitive::ALL.into_iter().filter(move |p| which(*p));
+        assert!(those(Primitive::needs_vector).eq([Avx2Store, Avx2Stream, Avx512Stream]));
+        assert!(those(Primitive::is_movnt).eq([Movnti, Avx2Stream, Avx512Stream]));
+        let arm = [DcZva, Stnp].map(Primitive::for_this_arch);
+        assert_eq!(arm, [cfg!(target_arch = "aarch64"); 2]);
+        let intel = [RepStosb, Movnti, Clzero].map(Primitive::for_this_arch);
+        assert_eq!(intel, [cfg!(target_arch = "x86_64"); 3]);
+        assert!(Portable.for_this_arch() && Model.for_this_arch());
+        assert_eq!(format!("{Movnti:>8}|{RepStosb:<10}|"), "  movnti|rep-stosb |");
     }
 }

@@ -215,6 +215,17 @@ mod tests {
     }
 
     #[test]
+    fn errors_name_the_primitive_and_are_told_apart() {
+        use Primitive::Movnti;
+        let all =
+            [ProfileError::Unavailable(Movnti), ProfileError::WrongClass(Movnti), ProfileError::NeedsVector(Movnti)];
+        let said = all.map(|error| error.to_string());
+        assert!(said.iter().all(|said| said.contains("movnti")));
+        assert!(said[0] != said[1] && said[1] != said[2] && said[0] != said[2]);
+        assert_eq!(DEFAULT_THRESHOLD, 8 * 1024 * 1024);
+    }
+
+    #[test]
     fn a_cpu_without_anything_clears_with_plain_stores() {
         let p = Profile::uncalibrated(&Features::none(), None);
         assert_eq!((p.cached, p.bulk), (Best::only(Primitive::Portable), None));

@@ -10,6 +10,8 @@ use hugemm_clear::{
     Best, CalibrateError, Class, Clearer, Crossover, Features, Mbps, Policy, Primitive, Profile, calibrate,
 };
 use hugemm_host::cpu::Host;
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 use support::host::places;
@@ -123,6 +125,123 @@ fn a_clock_that_jumps_does_no_harm() {
             Err(error) => assert_eq!(error, CalibrateError::ClockTooCoarse),
         }
     }
+}
+
+/// A scripted machine on which measurement `n` (from 1) of a calibration takes `time(streaming, vector, n)` ns: what it
+/// finds, and how many measurements it made.
+fn timed(
+    features: &Features,
+    vector_grants: u64,
+    mut time: impl FnMut(bool, bool, u64) -> u64 + 'static,
+) -> (Profile, u64) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let script = script();
+    script.vector_grants.set(vector_grants);
+    let measurements = Rc::new(Cell::new(0));
+    let (mut now, count) = (0, measurements.clone());
+    script.set_clock(move |script, reading| {
+        // Every other reading ends a measurement.
+        if reading.is_multiple_of(2) {
+            count.set(reading / 2);
+            let last = script.last_event();
+            now += time(last == Some(Event::Fence), last == Some(Event::VectorBegin), reading / 2);
+        }
+        now
+    });
+    let profile = scripted(&script, features, scratch().bytes()).expect("calibrated");
+    (profile, measurements.get())
+}
+
+/// How long calibration takes is bounded: a hot run is measured until five in a row were no faster, and seven times more;
+/// a cold one five times.
+#[test]
+fn measurements_end_when_they_get_no_better() {
+    let portable = Features::none();
+    // The cached run, filling the caches, the bandwidth.
+    let (profile, count) = timed(&portable, 0, |_, _, _| 1000);
+    assert_eq!(count, (6 + 7) + 1 + 5);
+    assert_eq!(profile.cached_mbps, Mbps::only(2 << 20), "2 MiB in 1 µs");
+    // Twenty times faster by 2 %: that is progress. By 1 %: that is not.
+    let falling = |percent: u64| {
+        let mut time = 1_000_000;
+        timed(&portable, 0, move |_, _, n| {
+            time -= if n <= 20 { time * percent / 100 } else { 0 };
+            time
+        })
+    };
+    assert_eq!(falling(2).1, (20 + 5 + 7) + 1 + 5);
+    assert_eq!(falling(1).1, (6 + 7) + 1 + 5);
+    // Faster for ever: until 96 MiB are cleared.
+    let mut time = 1_000_000;
+    let (_, count) = timed(&portable, 0, move |_, _, _| {
+        time -= time * 3 / 100;
+        time
+    });
+    assert_eq!(count, (48 + 7) + 1 + 5);
+}
+
+/// The median of the last seven decides, and of two as fast the first one.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn the_faster_one_by_the_median_is_chosen() {
+    // SAFETY: every x86-64 CPU has it.
+    let two = unsafe { Features::none().with(Primitive::Unrolled) };
+    assert_eq!(timed(&two, 0, |_, _, _| 1000).0.cached, Best::only(Primitive::Portable));
+    let median = |last: [u64; 7]| {
+        let time = move |_, _, n: u64| match n {
+            // Six of the first and its last seven; then the second's.
+            7..=13 => last[n as usize - 7],
+            _ if n <= 6 => 1000,
+            _ => 400,
+        };
+        timed(&two, 0, time).0.cached
+    };
+    assert_eq!(median([1, 500, 1, 900, 1, 900, 900]), Best::only(Primitive::Unrolled));
+    assert_eq!(median([1, 300, 1, 900, 1, 900, 900]), Best::only(Primitive::Portable));
+}
+
+/// Which request sizes are measured how often, and what follows from the times.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn crossovers_follow_from_the_times() {
+    const MIB: u64 = 1 << 20;
+    // SAFETY: every x86-64 CPU has it.
+    let both = unsafe { Features::none().with(Primitive::Movnti) };
+    // As fast everywhere: bulk is preferred on cold memory, cached in the caches, which end at twice the largest size.
+    let (profile, count) = timed(&both, 0, |_, _, _| 1000);
+    let expected = Crossover { hot: 64 * MIB, hot_touched: 64 * MIB, cold: 4096, cold_touched: 4096 };
+    assert_eq!(profile.crossover, expected);
+    assert_eq!((profile.cached, profile.bulk), (Best::only(Primitive::Portable), Some(Best::only(Primitive::Movnti))));
+    assert_eq!((profile.cached_mbps, profile.bulk_mbps), (Mbps::only(2 << 20), Mbps::only(2 << 20)));
+    // Up to 8 MiB 13 times, 16 MiB until 96 MiB are cleared; what is read back until 24 MiB are, but twice.
+    let (hot, touched) = (6 * 13 + 6, 5 * 13 + (3 + 7) + 2);
+    // Five batches of 256 KiB, or of one.
+    let cold = 5 * (64 + 16 + 4 + 1 + 1 + 1 + 1);
+    let choosing = 13 + 1 + 5;
+    let bandwidths = 5 + 5;
+    assert_eq!(count, choosing + bandwidths + 2 * (hot + touched + 2 * cold));
+    let never = timed(&both, 0, |streaming, _, _| if streaming { 2000 } else { 1000 }).0;
+    assert_eq!(never.crossover, Crossover::always(u64::MAX));
+    let always = timed(&both, 0, |streaming, _, _| if streaming { 500 } else { 1000 }).0;
+    let expected = Crossover { hot: MIB / 4, hot_touched: MIB / 4, cold: 4096, cold_touched: 4096 };
+    assert_eq!(always.crossover, expected);
+    assert_eq!((always.cached_mbps, always.bulk_mbps), (Mbps::only(2 << 20), Mbps::only(4 << 20)));
+}
+
+/// Vector registers are saved and restored for it, so it must be worth more than 2 %.
+#[test]
+fn a_vector_primitive_must_be_worth_its_registers() {
+    if !Features::detect().contains(Primitive::Avx2Store) {
+        return;
+    }
+    // SAFETY: the CPU has it.
+    let both = unsafe { Features::none().with(Primitive::Avx2Store) };
+    let any = |general| timed(&both, u64::MAX, move |_, vector, _| if vector { 1000 } else { general }).0;
+    assert_eq!(any(1020).cached, Best::only(Primitive::Portable));
+    let worth = any(1021);
+    assert_eq!(worth.cached, Best { general: Primitive::Portable, any: Primitive::Avx2Store });
+    assert_eq!(worth.cached_mbps, Mbps { general: 2_054_017, any: 2 << 20 });
+    assert!(!CalibrateError::ClockTooCoarse.to_string().is_empty());
 }
 
 /// Row B2: a CPU that has nothing special clears with plain stores and has no bulk.

@@ -202,6 +202,9 @@ fn an_unreachable_frame_ends_the_clear_with_the_progress_made() {
     let stopped = script.run(|cx| clearer(8).clear(cx, script.dirty(), &BULK, &Never)).expect_err("out of reach");
     assert_eq!(stopped.reason, StopReason::Unreachable(extent(10, 11).base()));
     assert_eq!(stopped.clearing.remaining(), 6);
+    let said = [stopped.reason, StopReason::Cancelled, StopReason::MayNotSleep].map(|reason| reason.to_string());
+    assert!(said[0].contains(&extent(10, 11).base().to_string()));
+    assert!(said[1] != said[2] && said.iter().all(|said| !said.is_empty()));
     assert!(script.memory.zero(0..10) && script.memory.untouched(10..16));
     assert_eq!(script.counted().bytes_bulk, 10 * PAGE);
     script.reach.set(16);
