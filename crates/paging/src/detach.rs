@@ -30,11 +30,11 @@ use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Tree};
-use crate::run::{Run, Runs};
+use crate::run::{OwnerVisit, Run, Runs};
 use crate::span::Span;
 use crate::table::Table;
 use core::marker::PhantomData;
-use hugemm_base::{FlushDomain, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtRange};
+use hugemm_base::{FlushDomain, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtAddr, VirtRange};
 
 /// What was detached, before its flush: [`ShootdownBatch::detached`](crate::ShootdownBatch::detached) puts it behind one.
 #[derive(Debug)]
@@ -130,9 +130,20 @@ pub struct Harvest {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes the span inaccessible, holes and all; what was mapped stays known until the
     /// [harvest](Exclusive::harvest). One store per entry, atomic only where hardware may still change a leaf; one for
-    /// everything below an entry that lies in the span as a whole. Owner's entries are to be
-    /// [taken](Exclusive::take_owners) before.
+    /// everything below an entry that lies in the span as a whole. Owner's entries are emptied.
     pub fn detach(&mut self, span: Span, editing: Editing) -> Result<Unhooked, PagingError> {
+        self.detach_owned(span, editing, |_, _, _| ())
+    }
+
+    /// The same for a span with owner's entries that somebody has to hear of. Those in tables that stay are emptied and shown
+    /// to `owners` now, at most 511 of each level at each end of the span: address, size and word. All others are shown by
+    /// [`harvest_some`](Exclusive::harvest_some). A span that is refused is as it was, and none of it has been shown.
+    pub fn detach_owned(
+        &mut self,
+        span: Span,
+        editing: Editing,
+        mut owners: impl FnMut(VirtAddr, PageSize, u64),
+    ) -> Result<Unhooked, PagingError> {
         let (first, end) = self.tree.check(span)?;
         self.tree.check_ends(first, end)?;
         if let Some(page) = self.outstanding().meets(span) {
@@ -141,7 +152,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         let nothing = Detached { span, root: self.tree.root, any: false, next: first };
         let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, smallest: level::of(PageSize::Size1G) };
         let root = self.tree.table(self.tree.root);
-        self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked);
+        self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked, &mut owners);
         if unhooked.entries() > 0 {
             unhooked.detached.any = true;
             self.outstanding().add(span);
@@ -161,12 +172,15 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         differ: Flags,
         visit: impl FnMut(Run),
     ) -> Result<Harvest, (PagingError, Detached)> {
-        self.harvest_some(detached, u64::MAX, differ, visit).map(|(harvest, _)| harvest)
+        self.harvest_some(detached, u64::MAX, differ, visit, |_, _, _| ()).map(|(harvest, _)| harvest)
     }
 
     /// The same for a part: about as much as `budget` allows, one for each entry of a table of 4 KiB pages, present or not,
-    /// and [`LARGE_LEAF`] for each larger leaf. The rest is returned if there is one, so that the caller can let others in,
-    /// and itself be rescheduled, before it. A part never divides what lies under 1 GiB in a table hidden as a whole.
+    /// and [`LARGE_LEAF`] for each larger leaf, and for each 4 KiB of what the owner keeps. The rest is returned if there is
+    /// one, so that the caller can let others in, and itself be rescheduled, before it. A part never divides what lies under
+    /// 1 GiB in a table hidden as a whole.
+    ///
+    /// Owner's entries that were hidden with their tables are shown to `owners`: address, size and word.
     ///
     /// Until the rest has been harvested too, no range that meets the whole can be detached.
     pub fn harvest_some(
@@ -175,6 +189,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         budget: u64,
         differ: Flags,
         mut visit: impl FnMut(Run),
+        mut owners: impl FnMut(VirtAddr, PageSize, u64),
     ) -> Result<(Harvest, Option<Detached>), (PagingError, Detached)> {
         // Two handles may share a root: each has its own addresses and its own outstanding ranges.
         if detached.root != self.tree.root || self.tree.check(detached.span).is_err() {
@@ -187,7 +202,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             harvest.pages += run.extent.pages();
             visit(run);
         };
-        let mut runs = Runs::new(differ, &mut count);
+        let mut runs = Runs::new(differ, &mut count).with_owners(&mut owners);
         let root = self.tree.table(self.tree.root);
         let mut budget = Budget { left: budget.max(1), stopped: None };
         let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, next, end, &mut runs, &mut budget);
@@ -201,8 +216,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     }
 }
 
-/// What a leaf of 2 MiB or more counts in a [budget](Exclusive::harvest_some): freeing its page costs as much as reading so
-/// many entries.
+/// What a leaf of 2 MiB or more counts in a [budget](Exclusive::harvest_some), and what 4 KiB that the owner keeps do: freeing
+/// them costs as much as reading so many entries.
 pub const LARGE_LEAF: u64 = 64;
 
 /// Entries of this level and above are harvested entry by entry below; those below it at once.
@@ -224,8 +239,9 @@ impl Budget {
         self.stopped.is_some()
     }
 
-    /// Pays for one entry of `level` below [`PARTED`], with which `tables` tables were given back.
-    fn spend(&mut self, level: u32, tables: u64) {
+    /// Pays for one entry of `level` below [`PARTED`], with which `tables` tables were given back, and `owned` 4 KiB pages that
+    /// the owner keeps.
+    fn spend(&mut self, level: u32, tables: u64, owned: u64) {
         const ENTRIES: u64 = level::ENTRIES as u64;
         let cost = match (level, tables) {
             (_, 0) => LARGE_LEAF,
@@ -233,7 +249,7 @@ impl Budget {
             // The first of the tables is of level 1; those of its entries that are no tables count as leaves.
             _ => tables * ENTRIES + (ENTRIES + 1).saturating_sub(tables) * LARGE_LEAF,
         };
-        self.left = self.left.saturating_sub(cost);
+        self.left = self.left.saturating_sub(cost + owned * LARGE_LEAF);
     }
 }
 
@@ -252,7 +268,17 @@ impl<F: PageFormat> Drop for Emptied<F> {
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    fn detach(&self, table: Table, level: u32, first: u64, end: u64, editing: Editing, unhooked: &mut Unhooked) {
+    #[allow(clippy::too_many_arguments, reason = "what a walk hands down")]
+    fn detach(
+        &self,
+        table: Table,
+        level: u32,
+        first: u64,
+        end: u64,
+        editing: Editing,
+        unhooked: &mut Unhooked,
+        owners: &mut OwnerVisit<'_>,
+    ) {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
@@ -271,8 +297,15 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     unhooked.tables += 1;
                     unhooked.smallest = 0;
                 }
-                Kind::Table => self.detach(self.below(entry), level - 1, slot.first, slot.end, editing, unhooked),
-                Kind::Empty | Kind::Owner | Kind::Detached | Kind::Reserved => {}
+                Kind::Table => {
+                    self.detach(self.below(entry), level - 1, slot.first, slot.end, editing, unhooked, owners);
+                }
+                Kind::Owner => {
+                    table.set(slot.index, 0);
+                    let begins = slot.first & !(level::pages(level) - 1);
+                    owners(level::address(begins), level::size(level), F::word(entry));
+                }
+                Kind::Empty | Kind::Detached | Kind::Reserved => {}
             }
         }
     }
@@ -345,7 +378,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         if level < PARTED || kind::<F>(entry, level) != Kind::Table {
             // SAFETY: the caller's promise; it is not divided, so this is all of it.
             let tables = unsafe { self.reap(entry, level, first, runs) };
-            budget.spend(level, tables);
+            budget.spend(level, tables, runs.owned());
             return tables;
         }
         let (frame, table) = (F::frame(entry), self.below(entry));

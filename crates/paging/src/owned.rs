@@ -1,9 +1,8 @@
 //! Entries for what is not there: the owner's word in a non-present entry, such as a page's place in swap.
 //!
 //! An owner entry takes a leaf's place by one compare-exchange: accessed and dirty bits that hardware sets meanwhile are
-//! seen. What CPUs have cached of the leaf is the caller's to
-//! flush. Nothing can be mapped over an owner entry, and no operation on ranges touches one: whoever takes addresses away
-//! [takes](Exclusive::take_owners) them first, under the same guard.
+//! seen. What CPUs have cached of the leaf is the caller's to flush. Nothing can be mapped over an owner entry, and of the
+//! operations on ranges only [detaching](Exclusive::detach_owned) touches one, which shows it, then or at the harvest.
 
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
@@ -13,7 +12,7 @@ use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::remap::check_leaf;
-use crate::run::Leaf;
+use crate::run::{Leaf, OwnerVisit};
 use crate::span::Span;
 use crate::table::Table;
 use crate::walk::{Lookup, found};
@@ -88,7 +87,7 @@ macro_rules! looking {
                 span: Span,
                 mut visit: impl FnMut(VirtAddr, PageSize, u64),
             ) -> Result<(), PagingError> {
-                self.tree.owners(span, &mut |_, _, at, size, word| visit(at, size, word))
+                self.tree.owners(span, &mut visit)
             }
         }
     };
@@ -120,27 +119,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             }
         }
     }
-
-    /// Empties every owner entry of the span and shows `visit` what was there. Owes no flush. Refuses, with
-    /// nothing changed, what [`detach`](Exclusive::detach) would refuse.
-    pub fn take_owners(
-        &mut self,
-        span: Span,
-        mut visit: impl FnMut(VirtAddr, PageSize, u64),
-    ) -> Result<(), PagingError> {
-        let (first, end) = self.tree.check(span)?;
-        self.tree.check_ends(first, end)?;
-        if let Some(page) = self.outstanding().meets(span) {
-            return Err(PagingError::Busy { at: level::address(page) });
-        }
-        self.tree.owners(span, &mut |table, index, at, size, word| {
-            table.set(index, 0);
-            visit(at, size, word);
-        })
-    }
 }
-
-type Visit<'a> = dyn FnMut(Table, usize, VirtAddr, PageSize, u64) + 'a;
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// The number of the page at an address, if the table translates it.
@@ -162,20 +141,20 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         }
     }
 
-    fn owners(&self, span: Span, visit: &mut Visit<'_>) -> Result<(), PagingError> {
+    fn owners(&self, span: Span, visit: &mut OwnerVisit<'_>) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
         self.owners_below(self.table(self.root), Self::ROOT, first, end, visit);
         Ok(())
     }
 
-    fn owners_below(&self, table: Table, level: u32, first: u64, end: u64, visit: &mut Visit<'_>) {
+    fn owners_below(&self, table: Table, level: u32, first: u64, end: u64, visit: &mut OwnerVisit<'_>) {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Table => self.owners_below(self.below(entry), level - 1, slot.first, slot.end, visit),
                 Kind::Owner => {
                     let begins = slot.first & !(level::pages(level) - 1);
-                    visit(table, slot.index, level::address(begins), level::size(level), F::word(entry));
+                    visit(level::address(begins), level::size(level), F::word(entry));
                 }
                 _ => {}
             }

@@ -46,7 +46,11 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 return 0;
             }
             Kind::Table => {}
-            Kind::Empty | Kind::Owner | Kind::Detached | Kind::Reserved => return 0,
+            Kind::Owner => {
+                runs.owner(first, level, entry);
+                return 0;
+            }
+            Kind::Empty | Kind::Detached | Kind::Reserved => return 0,
         }
         let (frame, table) = (F::frame(entry), self.below(entry));
         let mut tables = 1;

@@ -1,7 +1,7 @@
 //! What is mapped, by the run: one leaf, or as many adjacent ones as continue each other.
 
 use crate::flags::Flags;
-use crate::format::{PageFormat, is_read_only};
+use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES};
 use crate::table::{LINE, Table};
 use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
@@ -42,8 +42,14 @@ pub(crate) struct Runs<'v, F> {
     /// Whether a table on the way down [allows no stores](crate::format::is_read_only): leaves do not either then.
     read_only: bool,
     visit: &'v mut dyn FnMut(Run),
+    owners: Option<&'v mut OwnerVisit<'v>>,
+    /// 4 KiB pages that the owner's entries shown stand for, since somebody [asked](Runs::owned).
+    owned: u64,
     format: core::marker::PhantomData<F>,
 }
+
+/// What is shown an [owner's entry](crate::owned): address, size and word.
+pub(crate) type OwnerVisit<'v> = dyn FnMut(VirtAddr, PageSize, u64) + 'v;
 
 /// A run that may go on.
 #[derive(Clone, Copy)]
@@ -62,7 +68,28 @@ impl<'v, F: PageFormat> Runs<'v, F> {
     /// Leaves make one run even if they differ in those of `differ` that [hardware changes](Flags::HARDWARE).
     pub(crate) fn new(differ: Flags, visit: &'v mut dyn FnMut(Run)) -> Self {
         let differ = F::mask(differ & Flags::HARDWARE);
-        Runs { current: None, differ, read_only: false, visit, format: core::marker::PhantomData }
+        let format = core::marker::PhantomData;
+        Runs { current: None, differ, read_only: false, visit, owners: None, owned: 0, format }
+    }
+
+    /// Shows the owner's entries of tables that are [at rest](Runs::scan_at_rest) too.
+    pub(crate) fn with_owners(self, owners: &'v mut OwnerVisit<'v>) -> Self {
+        Runs { owners: Some(owners), ..self }
+    }
+
+    /// How many 4 KiB pages the owner's entries stand for that were shown since the last time.
+    pub(crate) fn owned(&mut self) -> u64 {
+        core::mem::take(&mut self.owned)
+    }
+
+    /// Shows the entry of `level` for page `first` if it is the owner's.
+    pub(crate) fn owner(&mut self, first: u64, level: u32, entry: u64) {
+        if kind::<F>(entry, level) == Kind::Owner
+            && let Some(owners) = &mut self.owners
+        {
+            self.owned += level::pages(level);
+            owners(level::address(first), level::size(level), F::word(entry));
+        }
     }
 
     /// Looks at what is below a present `entry` that refers to a table.
@@ -148,6 +175,9 @@ impl<'v, F: PageFormat> Runs<'v, F> {
             // What was not hidden that way is not present after the flip, or still has the mark.
             let leaf = entry & (1 | F::DETACHED & !F::RESERVED) == 1 && F::is_leaf(entry, 0);
             if !leaf {
+                if entry != 0 {
+                    self.owner(first + (index - from) as u64, 0, entry);
+                }
                 index += 1;
                 continue;
             }

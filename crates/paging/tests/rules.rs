@@ -328,7 +328,8 @@ fn a_harvest_may_come_in_parts() {
             assert_eq!(run.extent.base().number(), from, "its own frames");
             last = Some(from + run.extent.pages());
         };
-        let (harvest, left) = table.exclusive(&heap).harvest_some(detached, 1, Flags::NONE, seen).expect("its own");
+        let (harvest, left) =
+            table.exclusive(&heap).harvest_some(detached, 1, Flags::NONE, seen, |_, _, _| ()).expect("its own");
         (parts, pages, tables) = (parts + 1, pages + harvest.pages, tables + harvest.tables);
         rest = left;
         if rest.is_some() {
@@ -343,6 +344,46 @@ fn a_harvest_may_come_in_parts() {
     // One of level 2; of level 1 for the first, the second and the last GiB; of level 0 where they have 4 KiB pages.
     assert_eq!(tables, 1 + 3 + 3);
     table.exclusive(&heap).map(span(0, 1), [extent(0, 1)], SMALL).expect("all of it is free");
+}
+
+/// A span that may not be detached keeps what its owner has there, and nobody hears of it: whoever did would give it up.
+/// One that is detached shows each entry once: of tables that stay now, of others at the harvest.
+#[test]
+fn what_the_owner_has_goes_with_the_span_or_not_at_all() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    // At the end of one table and in the whole of the next, one of 2 MiB behind it, and one in the last table.
+    let owned = [(500, PageSize::Size4K), (600, PageSize::Size4K), (1024, PageSize::Size2M), (1540, PageSize::Size4K)];
+    for (page, size) in owned {
+        table.shared(&heap).enter_owner(at(page), size, page).expect("nothing there");
+    }
+    table.exclusive(&heap).map(span(490, 2), [extent(490, 2)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(2048, 512), [extent(2048, 512)], DATA).expect("mapped");
+    let waiting = table.exclusive(&heap).detach(span(490, 1), Editing::LIVE).expect("detached");
+    for (wrong, name) in
+        [(span(490, 1100), "busy"), (span(491, 1600), "half of a leaf"), (span(499, 1 << 40), "outside")]
+    {
+        let refused = table.exclusive(&heap).detach_owned(wrong, Editing::LIVE, |_, _, _| panic!("{name}"));
+        assert!(refused.is_err(), "{name}");
+    }
+    let mut left = Vec::new();
+    table.shared(&heap).walk_owners(span(0, GIB), |at, size, _| left.push((at.get() >> 12, size))).expect("in bounds");
+    assert_eq!(left, owned);
+    let seen = std::cell::RefCell::new(Vec::new());
+    let owner = |at: hugemm_base::VirtAddr, size, word| {
+        assert_eq!(word, at.get() >> 12, "its own word");
+        seen.borrow_mut().push((word, size));
+    };
+    let unhooked = table.exclusive(&heap).detach_owned(span(500, 1041), Editing::LIVE, owner).expect("detached");
+    assert_eq!(seen.take(), [owned[0], owned[2], owned[3]]);
+    for unhooked in [unhooked, waiting] {
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let harvested = table.exclusive(&heap).harvest_some(detached, u64::MAX, Flags::NONE, |_| (), owner);
+        assert!(harvested.expect("its own").1.is_none());
+    }
+    assert_eq!(seen.take(), [owned[1]]);
+    unmap(&table, &heap, span(0, GIB));
 }
 
 /// What a visitor was shown before it unwound is not shown again, nor its tables given back twice.

@@ -4,11 +4,9 @@ use crate::area::{Area, AreaInfo, AreaKind};
 use crate::claims::Claims;
 use crate::error::VmError;
 use crate::object::{Index, Object};
-use crate::pager::Pager;
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::space::Space;
-use crate::unmap::pages;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use core::fmt;
@@ -17,9 +15,6 @@ use core::ptr::NonNull;
 use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_paging::{Editing, Flags, PagingError, Span};
 use intrusive_collections::UnsafeRef;
-
-/// Pages whose stored content is given up between two reschedule points: a millisecond, if each is a slot of its own.
-const AWAY_PART: u64 = 1 << 14;
 
 /// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
 /// this has been given to [`Vm::close`] and the last of its areas is gone.
@@ -275,9 +270,6 @@ impl<'m, S: Setup> Vm<'m, S> {
         let object = unsafe { self.take_from(&self.object_slab, cx, object) };
         let Some(index) = object.index else { return };
         let whole = index.table.bounds();
-        if S::Pager::ACTIVE {
-            self.drop_index_away(cx, &index);
-        }
         let detached = {
             let task = RefCell::new(&mut *cx);
             let mut table = index.table.exclusive(self.tables(&task));
@@ -292,25 +284,6 @@ impl<'m, S: Setup> Vm<'m, S> {
         self.free_root(cx, index.table.root());
         if index.pooled {
             self.pool.unreserve(cx, index.page, (index.pages - found) / index.page.pages());
-        }
-    }
-
-    /// Gives up what an index that nobody can find any more says of pages that are away, with a reschedule point after each
-    /// part.
-    fn drop_index_away(&self, cx: &mut Cx<'_, S>, index: &Index<S>) {
-        let mut from = 0;
-        while from < index.pages {
-            let to = index.pages.min(from + AWAY_PART * index.page.pages());
-            if let Some(part) = pages(from, to) {
-                let task = RefCell::new(&mut *cx);
-                // In bounds, between pages, and nothing of it is detached: it is not refused.
-                let _ = index
-                    .table
-                    .exclusive(self.tables(&task))
-                    .take_owners(part, |_, _, word| self.drop_away(&task.borrow(), word));
-            }
-            from = to;
-            self.breathe(cx);
         }
     }
 }

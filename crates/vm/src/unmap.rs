@@ -9,7 +9,6 @@ use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::Space;
-use crate::tables::Tables;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use core::mem::MaybeUninit;
@@ -17,11 +16,11 @@ use core::ptr::NonNull;
 use hugemm_base::VirtAddr;
 use hugemm_base::platform::Preempt;
 use hugemm_base::sync::Ordering;
-use hugemm_paging::{Detached, Editing, Exclusive, Flags, PageTable, PagingError, Run, ShootdownBatch, Span, Unhooked};
+use hugemm_paging::{Detached, Editing, Flags, PageTable, PagingError, Run, ShootdownBatch, Span, Unhooked};
 use intrusive_collections::UnsafeRef;
 
 /// Entries that are read off between two reschedule points, and their pages dropped: 8 GiB of 4 KiB pages, 64 GiB of
-/// 2 MiB pages; a millisecond or two.
+/// 2 MiB pages; a millisecond or two. Of what is away, 128 MiB and what is away of one whole GiB.
 const PART: u64 = 1 << 21;
 
 /// What was unmapped.
@@ -128,9 +127,13 @@ impl<S: Setup> Vm<'_, S> {
                 } else if spare.count() >= cuts {
                     let detached = {
                         let mut table = space.table.exclusive(self.tables(&task));
-                        let ready =
-                            if S::Pager::ACTIVE { self.take_away(&task, space, &mut table, span) } else { Ok(()) };
-                        ready.and_then(|()| table.detach(span, Editing::LIVE))
+                        let away = |_, _, word| self.drop_away(&task.borrow(), word);
+                        let detached = table.detach_owned(span, Editing::LIVE, away);
+                        if S::Pager::ACTIVE && detached.is_ok() {
+                            // What reclaim has unhooked there is used by no CPU any more.
+                            space.tlb.settle(self.tlbs, &task.borrow());
+                        }
+                        detached
                     };
                     // The table is unlocked: areas' locks come before it.
                     match detached {
@@ -152,19 +155,6 @@ impl<S: Setup> Vm<'_, S> {
                 spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);
             }
         }
-    }
-
-    /// Drops what is away, and makes sure that what reclaim has unhooked is used by no CPU any more.
-    fn take_away(
-        &self,
-        task: &Task<'_, '_, S>,
-        space: &Space<S>,
-        table: &mut Exclusive<'_, S::Format, S::Lock, Tables<'_, '_, '_, '_, S>>,
-        span: Span,
-    ) -> Result<(), PagingError> {
-        table.take_owners(span, |_, _, word| self.drop_away(&task.borrow(), word))?;
-        space.tlb.settle(self.tlbs, &task.borrow());
-        Ok(())
     }
 
     /// A reschedule point where the caller may sleep.
@@ -209,8 +199,8 @@ impl<S: Setup> Vm<'_, S> {
         })
     }
 
-    /// Reads off what was detached and flushed, with a reschedule point between two parts of it. Returns how many 4 KiB
-    /// pages there were.
+    /// Reads off what was detached and flushed, and drops what is away there, with a reschedule point between two parts of
+    /// it. Returns how many 4 KiB pages had been mapped.
     pub(crate) fn harvest_by_parts<'p>(
         &self,
         cx: &mut Cx<'p, S>,
@@ -224,7 +214,9 @@ impl<S: Setup> Vm<'_, S> {
                 let task = RefCell::new(&mut *cx);
                 let mut table = table.exclusive(self.tables(&task));
                 // The error is that it was another table's, and it is not.
-                if let Ok((harvest, left)) = table.harvest_some(part, PART, Flags::HARDWARE, |run| visit(&task, run)) {
+                let away = |_, _, word| self.drop_away(&task.borrow(), word);
+                let done = table.harvest_some(part, PART, Flags::HARDWARE, |run| visit(&task, run), away);
+                if let Ok((harvest, left)) = done {
                     pages += harvest.pages;
                     rest = left;
                 }

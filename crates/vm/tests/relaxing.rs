@@ -16,7 +16,7 @@ const AT: u64 = 0x4000_0000;
 #[test]
 fn a_page_that_is_reused_can_be_written_on_every_cpu() {
     for (seed, size) in (0..8).flat_map(|seed| [PageSize::Size4K, PageSize::Size2M].map(|size| (seed, size))) {
-        with_format::<Metered<false>>(32, 2, seed, &no_faults(), |rig| {
+        with_format::<Metered<false>, false>(32, 2, seed, &no_faults(), |rig| {
             rig.mmu.keep_refusals();
             let at = VirtAddr::new(AT);
             let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {

@@ -133,7 +133,9 @@ type Page = (u64, Flags);
 struct Waiting {
     detached: Detached,
     pages: BTreeMap<u64, Page>,
-    /// Those of them whose right to store is not certain any more.
+    /// What the owner has in tables that were hidden as a whole.
+    away: BTreeMap<u64, (PageSize, u64)>,
+    /// Those of the pages whose right to store is not certain any more.
     blurred: BTreeSet<u64>,
 }
 
@@ -333,36 +335,48 @@ impl<F: PageFormat> State<'_, F> {
         let straddled = self.straddled(first, pages);
         // SAFETY: nothing accesses pages while the table is edited.
         let editing = if live { Editing::LIVE } else { unsafe { Editing::quiet() } };
+        // What is not there goes at once, or with the table that it is in.
         let mut taken = BTreeMap::new();
-        let result = {
-            let mut guard = self.table.exclusive(self.heap);
-            // What is not there goes at once.
-            let take = |at: VirtAddr, size: PageSize, word| _ = taken.insert(at.get() >> 12, (size, word));
-            guard.take_owners(span(first, pages), take).and_then(|()| guard.detach(span(first, pages), editing))
-        };
-        for (at, (size, word)) in &taken {
-            let (known, leaf) = self.away.remove(at).expect("known");
-            assert_eq!((*size, *word), (leaf.size, known));
-        }
-        let unhooked = match result {
+        let take = |at: VirtAddr, size: PageSize, word| _ = taken.insert(at.get() >> 12, (size, word));
+        let unhooked = match self.table.exclusive(self.heap).detach_owned(span(first, pages), editing, take) {
             Ok(unhooked) => unhooked,
-            Err(PagingError::NeedsSplit { .. }) => return assert!(straddled),
-            // Cautious answers are allowed, so that nothing more can be said.
-            Err(PagingError::Busy { .. }) => return assert!(!self.waiting.is_empty()),
-            Err(other) => panic!("{other}"),
+            refused => {
+                assert!(taken.is_empty(), "refused, and taken nevertheless");
+                return match refused {
+                    Err(PagingError::NeedsSplit { .. }) => assert!(straddled),
+                    // Cautious answers are allowed, so that nothing more can be said.
+                    Err(PagingError::Busy { .. }) => assert!(!self.waiting.is_empty()),
+                    other => panic!("{other:?}"),
+                };
+            }
         };
         assert!(!straddled);
-        assert!((first..first + pages).all(|page| !self.is_away(page)), "left behind");
+        let gone: Vec<u64> = self
+            .away
+            .iter()
+            .filter(|(at, (_, leaf))| **at < first + pages && first < **at + leaf.size.pages())
+            .map(|(at, _)| *at)
+            .collect();
+        let mut away = BTreeMap::new();
+        for at in gone {
+            let (word, leaf) = self.away.remove(&at).expect("known");
+            match taken.remove(&at) {
+                Some(seen) => assert_eq!(seen, (leaf.size, word)),
+                None => _ = away.insert(at, (leaf.size, word)),
+            }
+        }
+        assert!(taken.is_empty(), "not known, or not in the span");
+        assert!(away.is_empty() || unhooked.tables(), "left behind");
         let mut rest = self.pages.split_off(&first);
         self.pages.append(&mut rest.split_off(&(first + pages)));
         assert!(unhooked.flush().is_some() || rest.is_empty());
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
-        self.waiting.push(Waiting { detached, pages: rest, blurred: BTreeSet::new() });
+        self.waiting.push(Waiting { detached, pages: rest, away, blurred: BTreeSet::new() });
     }
 
     fn harvest(&mut self, mut waiting: Waiting) {
-        let mut seen = BTreeMap::new();
+        let (mut seen, mut away) = (BTreeMap::new(), BTreeMap::new());
         // At once, or in parts.
         let budget = if waiting.pages.len().is_multiple_of(2) { u64::MAX } else { 3 };
         let (mut pages, mut rest) = (0, Some(waiting.detached));
@@ -379,7 +393,8 @@ impl<F: PageFormat> State<'_, F> {
                 add(&mut seen, run);
             };
             let mut table = self.table.exclusive(self.heap);
-            let (harvest, left) = table.harvest_some(detached, budget, Flags::NONE, visit).expect("ours");
+            let take = |at: VirtAddr, size: PageSize, word| _ = away.insert(at.get() >> 12, (size, word));
+            let (harvest, left) = table.harvest_some(detached, budget, Flags::NONE, visit, take).expect("ours");
             pages += harvest.pages;
             rest = left;
         }
@@ -392,6 +407,7 @@ impl<F: PageFormat> State<'_, F> {
         }
         assert_eq!(seen, waiting.pages);
         assert_eq!(pages, seen.len() as u64);
+        assert_eq!(away, waiting.away, "each once, and none later than this");
     }
 
     fn protect(&mut self, first: u64, pages: u64, set: Flags, clear: Flags, shared: bool) {
@@ -551,12 +567,13 @@ impl<F: PageFormat> State<'_, F> {
         while let Some(waiting) = self.waiting.pop() {
             self.harvest(waiting);
         }
-        self.table.exclusive(self.heap).take_owners(lower::<F>(), |_, _, _| ()).expect("everything");
         let unhooked = self.table.exclusive(self.heap).detach(lower::<F>(), Editing::LIVE).expect("everything");
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
         let pages = std::mem::take(&mut self.pages);
-        self.harvest(Waiting { detached, pages, blurred: BTreeSet::new() });
+        let away =
+            std::mem::take(&mut self.away).into_iter().map(|(at, (word, leaf))| (at, (leaf.size, word))).collect();
+        self.harvest(Waiting { detached, pages, away, blurred: BTreeSet::new() });
     }
 }
 

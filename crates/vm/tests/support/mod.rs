@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 pub mod metered;
+pub mod slots;
 
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::platform::Cpu;
@@ -21,6 +22,7 @@ use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, Tlbs};
 use hugemm_testing::Memory;
 use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
 pub use metered::Metered;
+pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -28,16 +30,16 @@ use std::sync::{Arc, Mutex};
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
 
-/// The setup of every test.
-pub struct Model<'h, F = Metered>(PhantomData<(&'h (), F)>);
+/// The setup of every test. `AWAY`: whether pages can be paged out.
+pub struct Model<'h, F = Metered, const AWAY: bool = false>(PhantomData<(&'h (), F)>);
 
-impl<'h, F: PageFormat> Setup for Model<'h, F> {
+impl<'h, F: PageFormat, const AWAY: bool> Setup for Model<'h, F, AWAY> {
     type Platform = Cpus<'h>;
     type Env = Plain<&'h FaultPlan>;
     type Format = F;
     type Lock = EditLock<Serving>;
     type Tlb = Watched<'h>;
-    type Pager = hugemm_vm::NoPager;
+    type Pager = Slots<AWAY>;
     type Pressure = Relief;
     type Pool = TestPool<'h>;
     type Notifier = Follower<'h>;
@@ -205,9 +207,9 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
 }
 
 /// Everything a test needs.
-pub struct Rig<'h, F: PageFormat = Metered> {
+pub struct Rig<'h, F: PageFormat = Metered, const AWAY: bool = false> {
     pub mmu: &'h Cpus<'h>,
-    pub vm: Vm<'h, Model<'h, F>>,
+    pub vm: Vm<'h, Model<'h, F, AWAY>>,
     /// Frames that stay in use: wide reference counters.
     kept: AtomicU64,
     /// CPUs that are [beside others](Rig::beside_others).
@@ -215,7 +217,7 @@ pub struct Rig<'h, F: PageFormat = Metered> {
 }
 
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
-pub type Handle<'v, 'h, F = Metered> = SpaceRef<'v, Model<'h, F>>;
+pub type Handle<'v, 'h, F = Metered, const AWAY: bool = false> = SpaceRef<'v, Model<'h, F, AWAY>>;
 
 pub fn span(start: u64, bytes: u64) -> Span {
     Span::new(VirtAddr::new(start), bytes).expect("a span")
@@ -233,12 +235,12 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
 }
 
 /// The same for another format, whose entries are x86-64's all the same.
-pub fn with_format<F: PageFormat>(
+pub fn with_format<F: PageFormat, const AWAY: bool>(
     mib: u64,
     cpus: u32,
     seed: u64,
     inject: &FaultPlan,
-    test: impl for<'h> FnOnce(&Rig<'h, F>),
+    test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
     let request = RegionRequest { bytes: mib << 20, backing: HostBacking::Small, ..RegionRequest::default() };
     let mut region = Region::allocate(&request).expect("memory");
@@ -252,11 +254,11 @@ pub fn with_format<F: PageFormat>(
 }
 
 /// What a manager over the model is made of.
-pub fn parts<'m, 'h, F: PageFormat>(
+pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
     frames: &'m Frames<'m, Plain<&'h FaultPlan>>,
     tlbs: &'m Tlbs<'m, Watched<'h>>,
     mmu: &'h Cpus<'h>,
-) -> Parts<'m, Model<'h, F>> {
+) -> Parts<'m, Model<'h, F, AWAY>> {
     // Stores of zeroes sit in a buffer until they are fenced.
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
@@ -269,18 +271,18 @@ pub fn parts<'m, 'h, F: PageFormat>(
         tlbs,
         clearer,
         shootdown: ShootdownPolicy::BATCHED,
-        pager: hugemm_vm::NoPager,
+        pager: Slots::default(),
         pressure: Relief::default(),
         pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0), halves: AtomicBool::new(false) },
     }
 }
 
-fn run<F: PageFormat>(
+fn run<F: PageFormat, const AWAY: bool>(
     mmu: &Mmu<'_, '_>,
     memory: Extent,
     cpus: u32,
     inject: &FaultPlan,
-    test: impl for<'h> FnOnce(&Rig<'h, F>),
+    test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
     let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
     let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
@@ -305,6 +307,7 @@ fn run<F: PageFormat>(
     mmu.as_cpu(CpuId(0), |cx| {
         rig.vm.pool().empty(cx, &frames);
         assert_eq!(rig.vm.pool().reserved.load(Ordering::SeqCst), 0, "promises left");
+        assert_eq!(rig.vm.pager().used(), 0, "slots left");
         rig.vm.trim(cx);
     });
     for cpu in 0..cpus {
@@ -317,9 +320,15 @@ fn run<F: PageFormat>(
     });
 }
 
-impl<'h, F: PageFormat> Rig<'h, F> {
+impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
-    pub fn store(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, F>>, at: u64, value: u64) -> Result<(), VmError> {
+    pub fn store(
+        &self,
+        cx: &mut Cx<'_, 'h>,
+        space: &Space<Model<'h, F, AWAY>>,
+        at: u64,
+        value: u64,
+    ) -> Result<(), VmError> {
         let cpu = hugemm_base::CpuLocal::current(cx.platform());
         loop {
             match self.mmu.store(cpu, VirtAddr::new(at), value) {
@@ -334,7 +343,7 @@ impl<'h, F: PageFormat> Rig<'h, F> {
     }
 
     /// Loads 8 bytes the same way.
-    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, F>>, at: u64) -> Result<u64, VmError> {
+    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>, at: u64) -> Result<u64, VmError> {
         let cpu = hugemm_base::CpuLocal::current(cx.platform());
         loop {
             match self.mmu.load(cpu, VirtAddr::new(at)) {
@@ -359,17 +368,17 @@ impl<'h, F: PageFormat> Rig<'h, F> {
     }
 
     /// Makes the CPU use a space.
-    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F>>) {
+    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>) {
         space.tlb().switch_in(self.vm.tlbs(), cx);
     }
 
     /// Ends that.
-    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F>>) {
+    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>) {
         space.tlb().switch_out(self.vm.tlbs(), cx);
     }
 
     /// Makes the CPU promise to use none of the space's addresses, whose tables it keeps.
-    pub fn lazy(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
+    pub fn lazy(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>) {
         // SAFETY: nothing is accessed there until the CPU enters or leaves it.
         unsafe { space.tlb().enter_lazy(self.vm.tlbs(), cx) };
     }

@@ -1,0 +1,128 @@
+//! What becomes of pages that are away when their addresses go.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, Never, PageSize, Pfn, VirtAddr};
+use hugemm_frames::{FolioRef, Frozen};
+use hugemm_paging::{DeferredUnmap, Lookup};
+use hugemm_vm::{AreaKind, Backing, Space, UnhookedPage, VmError};
+use support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
+
+const AT: u64 = 0x4000_0000;
+const GIB: u64 = 1 << 30;
+
+type Away<'h> = Rig<'h, Metered, true>;
+
+fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
+    with_format(mib, 1, seed, &no_faults(), test);
+}
+
+fn hold(rig: &Away<'_>, head: Pfn) -> FolioRef {
+    // SAFETY: the tests' pages are mapped, and nobody else is there to let them go.
+    unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
+}
+
+/// Pages out what is mapped at an address.
+fn page_out<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, Metered, true>>, at: u64) {
+    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(at)) else { panic!("not mapped") };
+    let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+    let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), &deferred).expect("nobody else has it");
+    let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
+    let freed: Result<u64, (VmError, UnhookedPage<'_, Model<'h, Metered, true>>)> = rig.vm.page_out(
+        cx,
+        unhooked,
+        |cx: &Cx<'_, 'h>, block| Ok((store(cx, &block, 0), Some(block))),
+        |cx: &Cx<'_, 'h>, block: &Frozen, page| Ok(store(cx, block, page)),
+    );
+    assert_eq!(freed.ok(), Some(leaf.size.pages()));
+}
+
+/// Content that is away goes with its address, and no other does, wherever the range ends.
+#[test]
+fn content_goes_with_its_address() {
+    for (page, pages) in [(PageSize::Size4K, 1200), (PageSize::Size2M, 4)] {
+        with_rig(32, 51, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let at = |index: u64| AT + index * page.bytes();
+                let kind = AreaKind::private(page);
+                rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
+                rig.enter(cx, &space);
+                for index in 0..pages {
+                    rig.store(cx, &space, at(index), index + 1).expect("memory");
+                }
+                (0..pages).for_each(|index| page_out(rig, cx, &space, at(index)));
+                assert_eq!(rig.vm.pager().used() as u64, pages * page.pages());
+                // From within a table to within another, a whole one between.
+                let unmapped = rig.vm.unmap(cx, &space, span(at(1), (pages - 3) * page.bytes())).expect("unmapped");
+                assert_eq!((unmapped.areas, unmapped.pages), (1, 0), "none of it was mapped");
+                assert_eq!(rig.vm.pager().used() as u64, 3 * page.pages());
+                for index in [0, pages - 2, pages - 1] {
+                    assert_eq!(rig.load(cx, &space, at(index)), Ok(index + 1));
+                    assert_eq!(
+                        rig.vm.pager().used() as u64,
+                        if index == 0 { 2 } else { pages - 1 - index } * page.pages()
+                    );
+                }
+                let gone = VirtAddr::new(at(1));
+                assert_eq!(rig.load(cx, &space, at(1)), Err(VmError::NoArea { at: gone }));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// However much is away, giving it up lets others run: after 32768 pages of 4 KiB, and those of one GiB that were begun.
+#[test]
+fn giving_up_what_is_away_lets_others_run() {
+    const GIBS: u64 = 16;
+    const EACH: u64 = 8;
+    let page = PageSize::Size2M;
+    with_rig(64, 52, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, GIBS * GIB);
+            rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+            for gib in 0..GIBS {
+                let part = span(AT + gib * GIB, EACH * page.bytes());
+                rig.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
+                (0..EACH).for_each(|index| page_out(rig, cx, &space, part.start().get() + index * page.bytes()));
+            }
+            assert_eq!(rig.vm.pager().used() as u64, GIBS * EACH * page.pages());
+            rig.vm.pager().most_between_reschedules();
+            rig.vm.unmap(cx, &space, area).expect("unmapped");
+            let most = rig.vm.pager().most_between_reschedules();
+            assert!((16_384..=32_768 + EACH * page.pages()).contains(&most), "{most} pages");
+            assert_eq!(rig.vm.pager().used(), 0);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// An object that is closed gives up what it has away.
+#[test]
+fn an_object_ends_with_what_it_has_away() {
+    with_rig(16, 53, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            const PAGES: u64 = 700;
+            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, PAGES << 12);
+            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
+            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+            for index in (0..PAGES).filter(|index| index % 7 != 0) {
+                page_out(rig, cx, &space, AT + (index << 12));
+            }
+            assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
+            // The object keeps it, not the space.
+            rig.vm.destroy(cx, space).expect("destroyed");
+            assert_eq!(rig.vm.pager().used() as u64, PAGES - PAGES / 7);
+            rig.vm.close(cx, object).expect("its own");
+            assert_eq!(rig.vm.pager().used(), 0);
+        });
+    });
+}

@@ -1,0 +1,110 @@
+//! Where pages' contents are while they are away.
+
+use super::{Cx, Model};
+use hugemm_base::inject::FaultPlan;
+use hugemm_base::{Extent, Instrumented, Order, PAGE_BYTES, Pfn, PhysMap, Shortfall};
+use hugemm_frames::{FolioRun, Frames, Frozen, Plain};
+use hugemm_host::mmu::Mmu;
+use hugemm_paging::PageFormat;
+use hugemm_vm::{LostPage, Pager, Vm};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+type Page = [u8; PAGE_BYTES as usize];
+
+/// Slots in memory, each with as many shares as are asked for. `AWAY`: whether there are any.
+#[derive(Default)]
+pub struct Slots<const AWAY: bool>(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// What they hold, and how often each is held.
+    slots: BTreeMap<u64, (Box<Page>, u64)>,
+    next: u64,
+    /// Reschedule points when one was last given back, how many have been since, and the most that were between two.
+    points: u64,
+    since: u64,
+    most: u64,
+}
+
+fn bytes(platform: &Mmu<'_, '_>, frame: Pfn) -> *mut Page {
+    platform.open(Extent::block(frame, Order::ZERO), None).expect("memory").ptr.cast()
+}
+
+impl<const AWAY: bool> Slots<AWAY> {
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.lock().expect("slots")
+    }
+
+    /// How many are held.
+    pub fn used(&self) -> usize {
+        self.state().slots.len()
+    }
+
+    /// The most that were given back between two reschedule points since somebody asked.
+    pub fn most_between_reschedules(&self) -> u64 {
+        let mut state = self.state();
+        state.since = 0;
+        std::mem::take(&mut state.most)
+    }
+
+    /// Stores a page of a block.
+    pub fn store(&self, cx: &Cx<'_, '_>, block: &Frozen, page: u64) -> u64 {
+        let frame = Pfn::new(block.pfn().number() + page);
+        // SAFETY: the caller's block, which nobody stores to.
+        let content = Box::new(unsafe { bytes(cx.platform(), frame).read() });
+        let mut state = self.state();
+        state.next += 1;
+        let slot = state.next;
+        state.slots.insert(slot, (content, 1));
+        slot
+    }
+}
+
+impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AWAY> {
+    const ACTIVE: bool = AWAY;
+
+    fn enlist(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
+
+    fn drop_references(&self, frames: &Frames<'_, Plain<&'h FaultPlan>>, cx: &Cx<'_, 'h>, mut pages: FolioRun) {
+        while let Some(folio) = pages.pop() {
+            let _ = frames.put(cx, folio);
+        }
+    }
+
+    fn load(&self, cx: &Cx<'_, 'h>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
+        let state = self.state();
+        let (content, _) = state.slots.get(&slot).ok_or(LostPage)?;
+        // SAFETY: the caller's block.
+        unsafe { bytes(cx.platform(), Pfn::new(into.pfn().number() + page)).write(**content) };
+        Ok(())
+    }
+
+    fn share(&self, _: &Cx<'_, 'h>, slot: u64) -> Option<u64> {
+        self.state().slots.get_mut(&slot).expect("held").1 += 1;
+        Some(slot)
+    }
+
+    fn free(&self, cx: &Cx<'_, 'h>, slot: u64) {
+        let points = cx.platform().counters().reschedules.get();
+        let mut state = self.state();
+        if points != state.points {
+            (state.points, state.since) = (points, 0);
+        }
+        state.since += 1;
+        state.most = state.most.max(state.since);
+        let (_, held) = state.slots.get_mut(&slot).expect("held");
+        *held -= 1;
+        if *held == 0 {
+            state.slots.remove(&slot);
+        }
+    }
+
+    fn may_take(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Order) -> bool {
+        true
+    }
+
+    fn relieve(&self, _: &Vm<'_, Model<'h, F, AWAY>>, _: &mut Cx<'_, 'h>, _: Shortfall) -> u64 {
+        0
+    }
+}
