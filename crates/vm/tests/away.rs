@@ -27,7 +27,8 @@ fn hold(rig: &Away<'_>, head: Pfn) -> FolioRef {
 /// Pages out what is mapped at an address.
 fn page_out<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, Metered, true>>, at: u64) {
     let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(at)) else { panic!("not mapped") };
-    let deferred = DeferredUnmap::new(rig.vm.tlbs()).expect("few CPUs");
+    // SAFETY: used with this manager's TLBs only.
+    let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
     let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), &deferred).expect("nobody else has it");
     let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
     let freed: Result<u64, (VmError, UnhookedPage<'_, Model<'h, Metered, true>>)> = rig.vm.page_out(
