@@ -27,6 +27,8 @@ const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
 const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
 
 const NODE: NodeId = NodeId(0);
+/// Windows that each process gets at least, however short the time.
+const LEAST_WINDOWS: usize = 16;
 
 /// Address spaces that processes on this machine use.
 pub struct OnHost<'h>(PhantomData<&'h ()>);
@@ -365,7 +367,9 @@ impl<'h> Rig<'_, 'h> {
         let mut done = Figures::default();
         let begin = Instant::now();
         let mut turn = 0;
-        while begin.elapsed() < config.time && !stop.load(Ordering::Relaxed) {
+        // On a machine that is busy with other things, however little time they leave, memory runs short all the same.
+        let least = LEAST_WINDOWS * mine.len();
+        while (begin.elapsed() < config.time || turn < least) && !stop.load(Ordering::Relaxed) {
             interrupt::check()?;
             if cpu.0 == 0 && pager.marks().level(free(cx)) <= Level::Short {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
