@@ -142,14 +142,15 @@ mod tests {
         let cpu = Broadcast { more: 7 };
         let plan = |scope, what: Invalidation| cpu.plan(scope, &what).collect::<Vec<_>>();
         let ten = what(0x7000_0000, 10 << 12, PageSize::Size4K, false);
-        let leaf = VALID_VA | FINAL_ONLY;
-        let expected =
-            [Invlpgb { rax: 0x7000_0000 | leaf, ecx: 7, edx: 0 }, Invlpgb { rax: 0x7000_8000 | leaf, ecx: 1, edx: 0 }];
+        // The address must match (bit 0), final translations only (bit 4).
+        let expected = [Invlpgb { rax: 0x7000_0011, ecx: 7, edx: 0 }, Invlpgb { rax: 0x7000_8011, ecx: 1, edx: 0 }];
         assert_eq!(plan(TlbScope::Space, ten), expected);
         let huge = what(0x4000_0000, 3 << 21, PageSize::Size2M, true);
-        let expected = [Invlpgb { rax: 0x4000_0000 | VALID_VA | INCLUDE_GLOBAL, ecx: STRIDE_2M | 2, edx: 0 }];
+        // Global ones too (bit 3); in steps of 2 MiB (bit 31 of ECX).
+        let expected = [Invlpgb { rax: 0x4000_0009, ecx: 0x8000_0002, edx: 0 }];
         assert_eq!(plan(TlbScope::Kernel, huge), expected);
         assert_eq!(plan(TlbScope::Space, Invalidation::ALL), [Invlpgb { rax: 0, ecx: 0, edx: 0 }]);
+        assert_eq!(plan(TlbScope::Kernel, Invalidation::ALL), [Invlpgb { rax: 8, ecx: 0, edx: 0 }]);
     }
 
     proptest! {

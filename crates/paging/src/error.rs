@@ -87,3 +87,31 @@ impl From<NoTable> for PagingError {
         PagingError::NoTable
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// Every message says which address or frame it is about.
+    #[test]
+    fn errors_say_where() {
+        let (at, frame) = (VirtAddr::new(0x7000), Pfn::new(0x55));
+        for error in [
+            PagingError::OutOfBounds { at },
+            PagingError::Overlap { at },
+            PagingError::Busy { at },
+            PagingError::NeedsSplit { at },
+            PagingError::NotMapped { at },
+            PagingError::NotUniform { at },
+            PagingError::OutOfFrames { at },
+            PagingError::Global { at },
+        ] {
+            assert!(error.to_string().contains(&at.to_string()), "{error}");
+        }
+        let bad = PagingError::BadFrame { frame };
+        assert!(bad.to_string().contains(&frame.to_string()), "{bad}");
+        assert_eq!(PagingError::from(NoTable).to_string(), NoTable.to_string());
+        assert_eq!(NoTable.to_string(), "no frame is left for a page table; free memory and try again");
+        assert_eq!(PagingError::Foreign.to_string(), "the value belongs to another page table");
+    }
+}

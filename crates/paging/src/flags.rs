@@ -111,6 +111,7 @@ mod tests {
         let flags = Flags::WRITE | Flags::USER;
         assert!(flags.contains(Flags::USER) && !flags.contains(Flags::USER | Flags::EXEC));
         assert_eq!(flags.without(Flags::USER) & flags, Flags::WRITE);
+        assert_eq!((flags | Flags::USER, flags.without(Flags::EXEC)), (flags, flags), "a set has each member once");
         assert_eq!(format!("{flags:?}"), "READ|WRITE|USER");
     }
 }

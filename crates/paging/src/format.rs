@@ -135,14 +135,10 @@ pub(crate) fn is_read_only<F: PageFormat>(entry: u64) -> bool {
     (entry ^ F::table(Pfn::new(0))) & F::READ_ONLY_TABLE != 0
 }
 
-/// The present entry behind a hidden one; any other as it is.
+/// The present entry behind a detached one; any other as it is.
 #[inline]
-pub(crate) fn unhidden<F: PageFormat>(entry: u64) -> u64 {
-    match kind::<F>(entry, 0) {
-        Kind::Detached => entry ^ F::DETACHED,
-        Kind::Reserved => entry ^ F::RESERVED,
-        Kind::Empty | Kind::Leaf | Kind::Table | Kind::Owner => entry,
-    }
+pub(crate) fn undetached<F: PageFormat>(entry: u64) -> u64 {
+    if kind::<F>(entry, 0) == Kind::Detached { entry ^ F::DETACHED } else { entry }
 }
 
 /// Whether addresses of `bits` bits, extended by their top bit or by zeroes and ones, reach all of a span: lower half or

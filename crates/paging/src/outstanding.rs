@@ -127,7 +127,34 @@ mod tests {
         assert_eq!((known.used, known.meets(span(0, 4000))), (0, None));
     }
 
+    /// Pages that are taken for outstanding.
+    fn covered(known: &Outstanding) -> u64 {
+        known.intervals[..known.used].iter().map(|known| known.end - known.first).sum()
+    }
+
     proptest! {
+        /// When there are more intervals than fit, the two nearest become one: no more than the smallest gap is covered in
+        /// vain.
+        #[test]
+        fn the_nearest_become_one(adds in prop::collection::vec((0_u64..2000, 1_u64..6), 0..60)) {
+            let mut known = Outstanding::new();
+            for (first, pages) in adds {
+                if known.meets(span(first, pages)).is_some() {
+                    continue;
+                }
+                let ends = |known: &Interval| (known.first, known.end);
+                let mut all: Vec<(u64, u64)> = known.intervals[..known.used].iter().map(ends).collect();
+                all.push((first, first + pages));
+                all.sort_unstable();
+                let gaps: Vec<u64> = all.windows(2).map(|pair| pair[1].0 - pair[0].1).collect();
+                let full = known.used == INTERVALS && !gaps.contains(&0);
+                let wasted = if full { gaps.iter().min().copied().unwrap_or(0) } else { 0 };
+                let before = covered(&known);
+                known.add(span(first, pages));
+                prop_assert_eq!(covered(&known), before + pages + wasted);
+            }
+        }
+
         /// Whatever is outstanding is met; when all is forgotten nothing is; intervals stay sorted and apart.
         #[test]
         fn never_misses_one(adds in prop::collection::vec((0_u64..300, 1_u64..6), 0..60)) {

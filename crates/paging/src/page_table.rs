@@ -4,7 +4,7 @@ use crate::edit_lock::{EditLock, RawEditLock};
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
-use crate::level::{self, slots};
+use crate::level::{self, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
 use crate::run::{Run, Runs};
@@ -124,7 +124,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     }
 
     /// Takes the table apart and gives every table of it back, the root included. Shows `visit` what is still mapped, by
-    /// runs, hidden entries that were never harvested included: all of it is the caller's again.
+    /// runs, detached entries that were never harvested included: all of it is the caller's again.
     ///
     /// # Safety
     ///
@@ -135,7 +135,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
         let root = tree.table(self.root);
         let (first, end) = (self.bounds.first(), self.bounds.first() + self.bounds.pages());
         // SAFETY: no CPU walks it, and this handle was the only one.
-        unsafe { tree.unhide(root, F::LEVELS - 1, first, end) };
+        unsafe { tree.undetach(root, F::LEVELS - 1, first, end) };
         for slot in slots(first, end, F::LEVELS - 1) {
             // SAFETY: as above.
             unsafe { tree.reap(root.get(slot.index), F::LEVELS - 1, slot.first, &mut runs) };
@@ -285,6 +285,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         self.table(F::frame(entry))
     }
 
+    /// The last-level table after the one of a slot, if it is in the range too: its cache lines are asked for ahead.
+    pub(crate) fn ahead(&self, table: Table, level: u32, slot: &Slot, end: u64) -> Option<Table> {
+        let next = if level == 1 && slot.end < end { table.get(slot.index + 1) } else { 0 };
+        (kind::<F>(next, level) == Kind::Table).then(|| self.below(next))
+    }
+
     /// First page and the page after the last, if the table translates all of the span.
     pub(crate) fn check(&self, span: Span) -> Result<(u64, u64), PagingError> {
         let (first, end) = (span.first(), span.first() + span.pages());
@@ -342,7 +348,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// counts, as long as the caller's guard lasts.
     pub(crate) fn descend_to_write(&self, page: u64) -> End {
         self.descend_by(page, |table, index, level| match table.get(index) {
-            entry if level > 0 && kind::<F>(entry, level) == Kind::Table => self.hand_down(table, index, level),
+            entry if kind::<F>(entry, level) == Kind::Table => self.hand_down(table, index, level),
             entry => entry,
         })
     }

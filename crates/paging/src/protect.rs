@@ -69,8 +69,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Table => {
-                    let next = if level == 1 && slot.end < end { table.get(slot.index + 1) } else { 0 };
-                    let ahead = (kind::<F>(next, level) == Kind::Table).then(|| self.below(next));
+                    let ahead = self.ahead(table, level, &slot, end);
                     // What leaves are to allow has to be allowed here.
                     if edit.change.set.contains(Flags::WRITE) {
                         self.hand_down(table, slot.index, level);

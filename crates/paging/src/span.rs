@@ -112,5 +112,23 @@ mod tests {
         let last = Span::new(at(0xffff_ffff_ffff_f000), 0x1000).expect("the last page");
         assert_eq!(last.range().last(), at(u64::MAX));
         assert_eq!((last.pages(), last.start()), (1, at(0xffff_ffff_ffff_f000)));
+        let all = Span::pages_from(0, 1 << 52).expect("all 2^64");
+        assert_eq!((all.bytes(), all.range()), (0, VirtRange::ALL));
+        assert_eq!(Span::pages_from(1, 1 << 52), Err(SpanError::Overflow));
+        assert_eq!(Span::pages_from(u64::MAX, 2), Err(SpanError::Overflow));
+    }
+
+    #[test]
+    fn errors_name_the_remedy() {
+        let span = Span::new(VirtAddr::new(0x5000), 0x3000).expect("a span");
+        assert_eq!((format!("{span}"), format!("{span:?}")), ("0x5000+0x3000".into(), "virt 0x5000+0x3000".into()));
+        let texts = [
+            (SpanError::Empty, "the range is empty; give it at least one 4 KiB page"),
+            (SpanError::Misaligned { value: 0x801 }, "0x801 is not a multiple of the 4 KiB page; align it"),
+            (SpanError::Overflow, "the range ends past the last address; shorten it"),
+        ];
+        for (error, text) in texts {
+            assert_eq!(error.to_string(), text);
+        }
     }
 }

@@ -159,6 +159,68 @@ fn an_iterator_of_frames_that_unwinds_is_rolled_back() {
     }
 }
 
+/// Leaves that differ in their flags are changed each as it has to be, also where their frames are the same, and where
+/// whole cache lines are changed by plain stores; what is not there stays so.
+#[test]
+fn leaves_are_changed_each_as_it_has_to_be() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let read = Mapping { flags: Flags::NONE, ..SMALL };
+    let settled = Mapping { flags: Flags::WRITE | Flags::HARDWARE, ..SMALL };
+    let used = Mapping { flags: Flags::ACCESSED, ..SMALL };
+    let map = |page, frame, how| table.exclusive(&heap).map(span(page, 1), [extent(frame, 1)], how).expect("mapped");
+    let writable = |pages: std::ops::Range<u64>| {
+        let is = |page: &u64| match table.shared(&heap).lookup(at(*page)) {
+            Lookup::Mapped(leaf) => leaf.flags.contains(Flags::WRITE),
+            other => panic!("{other:?}"),
+        };
+        pages.filter(is).collect::<Vec<_>>()
+    };
+    let protect = |first, pages, set, clear, editing| {
+        let stale = table.exclusive(&heap).protect(span(first, pages), Change { set, clear }, editing);
+        stale.expect("in bounds").entries()
+    };
+    // One frame; live, and then by plain stores. Then frame 0.
+    for (first, frame, how) in [(1, 5, SMALL), (65, 5, settled), (129, 0, SMALL)] {
+        (first..first + 4).for_each(|page| map(page, frame, if page % 2 == 0 { how } else { read }));
+        assert_eq!(writable(first..first + 4), [first + 1, first + 3]);
+        assert_eq!(protect(first, 4, Flags::NONE, Flags::WRITE, Editing::LIVE), 2);
+        assert_eq!(writable(first..first + 4), []);
+    }
+    // A line in which some are read-only already.
+    (512..520).for_each(|page| map(page, page, if page == 515 || page == 517 { used } else { settled }));
+    assert_eq!(protect(512, 8, Flags::NONE, Flags::WRITE, Editing::LIVE), 6);
+    assert_eq!(writable(512..520), []);
+    // A line of nothing, in a table that no CPU uses.
+    // SAFETY: no CPU translates by it.
+    let quiet = unsafe { Editing::quiet() };
+    assert_eq!(protect(520, 16, Flags::WRITE, Flags::NONE, quiet), 0);
+    assert_eq!(table.shared(&heap).lookup(at(523)), Lookup::Absent);
+    // The same to both sides of a line's borders, and not one more.
+    (1024..1048).for_each(|page| map(page, page, settled));
+    assert_eq!(protect(1030, 12, Flags::NONE, Flags::WRITE, Editing::LIVE), 12);
+    assert_eq!(writable(1024..1048), (1024..1030).chain(1042..1048).collect::<Vec<_>>());
+}
+
+/// Where nothing is mapped nothing is detached: it is neither blocked nor has anybody to harvest it.
+#[test]
+fn an_empty_range_is_not_blocked() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(100, 1), [extent(1, 1)], SMALL).expect("mapped");
+    let nothing = table.exclusive(&heap).detach(span(0, 100), Editing::LIVE).expect("in bounds");
+    assert_eq!((nothing.flush(), nothing.entries(), nothing.tables()), (None, 0, false));
+    drop(nothing);
+    table.exclusive(&heap).map(span(0, 3), [extent(7, 3)], SMALL).expect("nothing is in the way");
+    let unhooked = table.exclusive(&heap).detach(span(0, 100), Editing::LIVE).expect("nothing is outstanding");
+    assert_eq!((unhooked.flush(), unhooked.entries(), unhooked.tables()), (Some(span(0, 100).range()), 3, false));
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { unhooked.assume_flushed() };
+    assert_eq!(detached.span(), span(0, 100));
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    assert_eq!((harvest.pages, harvest.tables), (3, 0));
+}
+
 /// What is stale says itself how far apart the pages are that have to be invalidated: the smallest leaf that was edited.
 #[test]
 fn what_is_stale_knows_its_page_size() {

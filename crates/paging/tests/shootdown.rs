@@ -537,6 +537,36 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
     assert_eq!(heap.live(), 0);
 }
 
+/// Tables wait for a flush that reaches those who may walk them: one that leaves lazy CPUs out pays for leaves only.
+#[test]
+fn detached_tables_are_not_paid_for_by_a_flush_of_leaves() {
+    let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Cpu::new(0));
+    let tlbs = parts.tlbs(Counting);
+    let table = table(&heap);
+    // SAFETY: nothing is walked.
+    let space = unsafe { TlbSpace::<User, _, _>::with_masks(&tlbs, table.root().start(), Kept::default(), words(2)) };
+    let space = space.expect("fits");
+    let small = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+    table.exclusive(&heap).map(span(0, 1024), [extent(0, 1024)], small).expect("mapped");
+    let mut batch = ShootdownBatch::new(&space);
+    let mut detach = |first, pages| {
+        let unhooked = table.exclusive(&heap).detach(span(first, pages), Editing::LIVE).expect("detached");
+        batch.detached(unhooked).expect("its own").expect("something")
+    };
+    let (tables, leaves) = (detach(0, 512), detach(512, 5));
+    let mut other = ShootdownBatch::new(&space);
+    other.changed(VirtRange::ALL, PageSize::Size4K);
+    let receipt = cpu.run(|cx| other.flush(&tlbs, cx, &ShootdownPolicy::BATCHED));
+    let leaves = leaves.release(&receipt).expect("paid");
+    let tables = tables.release(&receipt).expect_err("lazy CPUs were left out");
+    let receipt = cpu.run(|cx| batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED));
+    let tables = tables.release(&receipt).expect("paid");
+    for (detached, found) in [(leaves, (5, 0)), (tables, (512, 1))] {
+        let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+        assert_eq!((harvest.pages, harvest.tables), found);
+    }
+}
+
 /// What is invalidated is as fine as the smallest leaf that went, whoever asks: below a table that went as a whole that may
 /// be any.
 #[test]
