@@ -413,21 +413,23 @@ mod tests {
     /// What a part of a harvest costs, beside what [`LARGE_LEAF`] and [`Exclusive::harvest_some`] say.
     #[test]
     fn what_a_budget_pays_for() {
-        let cost = |level, tables| {
+        let with_owned = |level, tables, owned| {
             let mut budget = Budget { left: 1 << 20, stopped: None };
-            budget.spend(level, tables);
+            budget.spend(level, tables, owned);
             (1 << 20) - budget.left
         };
+        let cost = |level, tables| with_owned(level, tables, 0);
         assert_eq!((cost(1, 0), cost(2, 0)), (64, 64), "a leaf of 2 MiB or 1 GiB");
         assert_eq!(cost(1, 1), 512, "a table of 4 KiB pages");
         // A table of level 1 counts as one more of those below it; the rest of its entries as leaves.
         assert_eq!(cost(2, 1), 512 + 512 * 64);
         assert_eq!(cost(2, 3), 3 * 512 + 510 * 64);
         assert_eq!(cost(2, 513), 513 * 512);
+        assert_eq!(with_owned(1, 1, 3), 512 + 3 * 64, "and each of the owner's pages");
         let mut budget = Budget { left: 65, stopped: None };
-        budget.spend(1, 0);
+        budget.spend(1, 0, 0);
         assert!(!budget.stops_at(7), "one is left");
-        budget.spend(1, 0);
+        budget.spend(1, 0, 0);
         assert!(budget.stops_at(8) && budget.stops_at(9));
         assert_eq!((budget.left, budget.stopped), (0, Some(8)), "the first that has to wait");
     }
