@@ -3,7 +3,7 @@
 #![cfg(loom)]
 
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
-use hugemm_frames::pcp::Mailbox;
+use hugemm_frames::pcp::{Mailbox, Watch};
 use hugemm_frames::refs::{self, Dropped, PackedSide, Put, RefError, TryGet};
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
@@ -194,6 +194,10 @@ fn refill_and_free_against_a_remote_drain() {
         node: Mutex<u32>,
     }
     impl Cpu {
+        fn watch(&self) -> Watch {
+            if self.is_isolated() { Watch::Everything } else { Watch::Places(0) }
+        }
+
         fn is_isolated(&self) -> bool {
             // Relaxed, as in the allocator: serving is what makes it visible.
             AtomicWord::load(&self.isolated, Ordering::Relaxed) != 0
@@ -204,11 +208,11 @@ fn refill_and_free_against_a_remote_drain() {
                 let cached = self.cache.with_mut(|cache| unsafe { core::mem::take(&mut *cache) });
                 *self.node.lock().unwrap() += cached;
             };
-            self.mailbox.serve(drain, || self.is_isolated());
+            self.mailbox.serve(drain, || self.watch());
         }
 
         fn free(&self) {
-            if !self.mailbox.is_quiet() {
+            if !self.mailbox.admits_place(7) {
                 self.serve();
                 if self.is_isolated() {
                     *self.node.lock().unwrap() += 1;
@@ -243,10 +247,19 @@ fn refill_and_free_against_a_remote_drain() {
         assert_eq!(cached + *cpu.node.lock().unwrap(), 2, "a frame was lost");
         if served || !cpu.mailbox.pending() {
             assert_eq!(cached, 0, "served, and yet cached");
-            assert!(!cpu.mailbox.is_quiet(), "something is isolated, and yet the fast path is open");
+            assert!(!cpu.mailbox.is_quiet(), "something is isolated, and yet blocks are allocated without a look");
+            assert!(!cpu.mailbox.admits_place(7), "something is isolated, and yet blocks are freed without a look");
         }
         assert!(found <= 2);
     });
+}
+
+/// What an owner looks out for while `isolated` is not 0.
+fn watch(isolated: &AtomicU64) -> Watch {
+    match AtomicWord::load(isolated, Ordering::Relaxed) {
+        0 => Watch::Places(0),
+        _ => Watch::Everything,
+    }
 }
 
 /// An isolation that ends while another begins: the owner ends up on the slow path if and only if one is left.
@@ -258,7 +271,7 @@ fn a_second_isolation_while_the_first_ends() {
         let other = Arc::clone(&cpu);
         let owner = thread::spawn(move || {
             for _ in 0..2 {
-                other.0.serve(|| (), || AtomicWord::load(&other.1, Ordering::Relaxed) != 0);
+                other.0.serve(|| (), || watch(&other.1));
             }
         });
         // The first ends, the second begins and says so.
@@ -266,7 +279,116 @@ fn a_second_isolation_while_the_first_ends() {
         cpu.1.fetch_add(1, Ordering::Relaxed);
         cpu.0.post();
         owner.join().unwrap();
-        cpu.0.serve(|| (), || AtomicWord::load(&cpu.1, Ordering::Relaxed) != 0);
-        assert!(!cpu.0.is_quiet() && !cpu.0.pending());
+        cpu.0.serve(|| (), || watch(&cpu.1));
+        assert!(!cpu.0.is_quiet() && !cpu.0.pending() && !cpu.0.admits_place(0));
+    });
+}
+
+/// A frame is poisoned while its owner serves an earlier request: afterwards its place is closed, or a request is there that
+/// will close it, and no free takes the fast path until then.
+#[test]
+fn a_place_is_closed_while_an_earlier_request_is_served() {
+    loom::model(|| {
+        let cpu = Arc::new((Mailbox::new(AtomicU64::new(0), AtomicU64::new(0)), AtomicU64::new(0)));
+        cpu.0.post();
+        let other = Arc::clone(&cpu);
+        let owner = thread::spawn(move || {
+            let (mailbox, places) = &*other;
+            mailbox.serve(|| (), || Watch::Places(AtomicWord::load(places, Ordering::Relaxed)));
+        });
+        cpu.1.fetch_add(1 << 5, Ordering::Relaxed);
+        cpu.0.post();
+        owner.join().unwrap();
+        assert!(!cpu.0.admits_place(5), "poisoned, and yet freed without a look");
+        assert!(!cpu.0.pending() || !cpu.0.admits_place(6), "a request that nobody who frees will see");
+        cpu.0.serve(|| (), || Watch::Places(AtomicWord::load(&cpu.1, Ordering::Relaxed)));
+        assert!(cpu.0.is_quiet() && !cpu.0.admits_place(5) && cpu.0.admits_place(6));
+    });
+}
+
+/// A page that somebody may look at by a speculative reference.
+struct Looked {
+    page: Page,
+    content: UnsafeCell<u64>,
+}
+
+// SAFETY: loom checks who reaches the content when.
+unsafe impl Sync for Looked {}
+// SAFETY: as above.
+unsafe impl Send for Looked {}
+
+/// Whoever freezes a page has it alone: nobody who got a speculative reference reads it then, or gets one later.
+#[test]
+fn a_freeze_against_speculative_gets() {
+    for (state, side) in [(1, 0), (3, 0)] {
+        loom::model(move || {
+            let page = Page { state: AtomicU64::new(state), side: AtomicU64::new(side), wide: AtomicU64::new(0) };
+            let looked = Arc::new(Looked { page, content: UnsafeCell::new(0) });
+            let other = Arc::clone(&looked);
+            let visitor = thread::spawn(move || {
+                let page = &other.page;
+                match refs::try_get(&page.state, 0, &page.side()) {
+                    Ok(TryGet::Got) => {
+                        other.content.with(|content| unsafe { core::hint::black_box(*content) });
+                        page.put()
+                    }
+                    Ok(TryGet::Last) => 1,
+                    Ok(TryGet::Dead) => 0,
+                    Err(error) => panic!("{error:?}"),
+                }
+            });
+            let page = &looked.page;
+            let frozen = refs::freeze(&page.state, 0, &page.side());
+            if frozen {
+                looked.content.with_mut(|content| unsafe { *content = 7 });
+                // Its next life.
+                refs::hold(&page.state, 0);
+            }
+            // One life ends with a last put; if there was another before, the freeze was its end.
+            assert_eq!(page.put() + visitor.join().unwrap(), 1, "frozen: {frozen}");
+            page.assert_frozen();
+        });
+    }
+}
+
+/// A shared page is not frozen, and stays shared.
+#[test]
+fn a_freeze_of_what_others_share_changes_nothing() {
+    loom::model(|| {
+        let page = Page::new(3, 1);
+        let other = Arc::clone(&page);
+        let holder = thread::spawn(move || other.put());
+        let frozen = refs::freeze(&page.state, 0, &page.side());
+        let theirs = holder.join().unwrap();
+        assert_eq!(theirs, 0, "this one was still held, or frozen by whoever had the last");
+        if !frozen {
+            assert_eq!(page.put(), 1);
+        }
+        page.assert_frozen();
+    });
+}
+
+/// Frames whose states share a word, and whose side counts do: what happens to one leaves the others as they are.
+#[test]
+fn neighbours_in_a_word() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = model.preemption_bound.or(Some(3));
+    model.check(|| {
+        // Lane 0 is shared no longer, lane 1 is held once, lane 2 is frozen; lane 3 is shared by two.
+        let page = Page::new(0b11_00_01_11, 0x1000);
+        let other = Arc::clone(&page);
+        let neighbour = thread::spawn(move || {
+            let side = |lane: u32| PackedSide { word: &other.side, shift: lane * 4, wide: || Some(&other.wide) };
+            assert!(refs::put_only(&other.state, 1) || refs::put(&other.state, 1, &side(1)) == Ok(Put::Last));
+            refs::hold(&other.state, 2);
+            assert_eq!(refs::put(&other.state, 3, &side(3)), Ok(Put::Kept));
+        });
+        assert!(refs::freeze(&page.state, 0, &page.side()));
+        refs::hold(&page.state, 0);
+        assert_eq!(refs::get(&page.state, 0, &page.side()), Ok(()));
+        assert_eq!((page.put(), page.put()), (0, 1));
+        neighbour.join().unwrap();
+        assert_eq!(AtomicWord::load(&page.state, Ordering::Relaxed), 0b11_01_00_00);
+        assert_eq!(AtomicWord::load(&page.side, Ordering::Relaxed), 0);
     });
 }
