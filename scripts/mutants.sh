@@ -63,13 +63,13 @@ done < <(sed -n '/^\[package\.metadata\.mutants\]/,/^$/s/^also = \[\(.*\)\]$/\1/
 export CARGO_TARGET_DIR=$work/target CARGO_TERM_COLOR=never PROPTEST_CASES=64
 common=(--profile mutants --config "target.'cfg(all())'.runner = ['$PWD/scripts/mutants.sh', '--until-failure']")
 
-# How long the tests take as they are, and that they pass; a mutant has five times that, and 20 s at least.
+# How long the tests take as they are, and that they pass; a mutant has three times that, and 20 s at least.
 cd "$tree"
 echo "mutants: building and running the tests of $package as they are" >&2
 test_them() { $cargo test --locked "${common[@]}" --package "$package" "${tests[@]}" "$@" >"$out/baseline.log" 2>&1; }
 test_them --no-run && start=$SECONDS && test_them ||
     { tail -n 20 "$out/baseline.log" >&2; fail 1 "the tests of $package fail before anything is changed"; }
-limit=$((5 * (SECONDS - start + 1)))
+limit=$((3 * (SECONDS - start + 1)))
 [ "$limit" -ge 20 ] || limit=20
 
 # The order in which mutants are tried, as "index name": by chance within a file, and files mixed by how many they have, so that

@@ -50,7 +50,10 @@ impl<S: Setup> Vm<'_, S> {
                 // Nobody has it loaded, so this cannot be; if it is, it is lost and not used.
                 debug_assert!(child.areas.shared().find(0).is_none());
             }
-            if error != VmError::NoMemory || round == ROUNDS || !self.relieve(cx, Order::ZERO) {
+            if error != VmError::NoMemory
+                || round == ROUNDS
+                || !self.relieve(cx, Order::ZERO, hugemm_frames::From::Local)
+            {
                 return Err(error);
             }
         }

@@ -173,7 +173,7 @@ impl<S: Setup> Vm<'_, S> {
         if alone {
             return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
         }
-        self.relieved(cx, order, |cx| self.frames.alloc(cx, request))
+        self.relieved(cx, order, want.from, |cx| self.frames.alloc(cx, request))
     }
 
     fn zeroed_block(
@@ -186,7 +186,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Frozen, VmError> {
         // A clear that was stopped is final; only exhaustion is worth asking for relief.
         let mut stopped = None;
-        let block = self.relieved(cx, order, |cx| match self.try_zeroed(cx, want, order, cancel, phases) {
+        let block = self.relieved(cx, order, want.from, |cx| match self.try_zeroed(cx, want, order, cancel, phases) {
             Ok(block) => block,
             Err(reason) => {
                 stopped = Some(reason);

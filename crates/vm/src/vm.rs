@@ -17,7 +17,7 @@ use hugemm_base::platform::Preempt;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, Pressure, Shortfall};
 use hugemm_clear::Clearer;
-use hugemm_frames::{AllocError, Env, Frames, Slab};
+use hugemm_frames::{AllocError, Env, Frames, From, Slab};
 use hugemm_paging::{PageTable, ShootdownPolicy, Tlbs};
 
 /// How often exhaustion asks for relief before it is final.
@@ -179,6 +179,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         &self,
         cx: &mut Cx<'p, S>,
         order: Order,
+        from: From,
         mut attempt: impl FnMut(&mut Cx<'p, S>) -> Result<T, AllocError>,
     ) -> Result<T, VmError> {
         for _ in 0..RELIEF_ROUNDS {
@@ -191,7 +192,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 Err(AllocError::OutOfMemory) => {}
                 Err(_) => return Err(VmError::NoMemory),
             }
-            if !self.relieve(cx, order) {
+            if !self.relieve(cx, order, from) {
                 break;
             }
         }
@@ -199,21 +200,26 @@ impl<'m, S: Setup> Vm<'m, S> {
         attempt(cx).map_err(|_| VmError::NoMemory)
     }
 
-    /// Asks for a block of `order`; whether it may have helped.
-    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
+    /// Asks for a block of `order`, from where it is to be; whether it may have helped.
+    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order, from: From) -> bool {
         let may_sleep = cx.platform().may_sleep();
-        let need = Shortfall { order, pages: order.pages(), node: None, may_sleep };
+        let node = match from {
+            From::Only(node) => Some(node),
+            From::Local | From::Prefer(_) => None,
+        };
+        let need = Shortfall { order, pages: order.pages(), node, may_sleep };
         self.pager.relieve(self, cx, need) != 0 || self.pressure.relieve(cx, need) != 0
     }
 
     /// After a page table had no memory for the `round`th time: whether to try again.
     pub(crate) fn may_retry(&self, cx: &mut Cx<'_, S>, round: u32) -> bool {
-        round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO)
+        round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO, From::Local)
     }
 
     /// Puts a value into memory of its own.
     pub(crate) fn new_in<T>(&self, slab: &SlabOf<S>, cx: &mut Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
-        let memory = self.relieved(cx, Order::ZERO, |cx| slab.alloc(self.frames, cx, cx.platform()))?.cast::<T>();
+        let memory =
+            self.relieved(cx, Order::ZERO, From::Local, |cx| slab.alloc(self.frames, cx, cx.platform()))?.cast::<T>();
         // SAFETY: the slab was made for this type, nobody else's.
         unsafe { memory.write(value) };
         Ok(memory)

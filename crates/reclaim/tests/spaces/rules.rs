@@ -663,6 +663,20 @@ fn each_node_is_reclaimed_by_itself() {
                 (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
             assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
             assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
+            // A fault that finds its node empty takes from that node too, and no longer than it needs.
+            let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
+            let kind = AreaKind { from: From::Only(NodeId(1)), ..AreaKind::private(PageSize::Size4K) };
+            rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
+            for index in 0..pages {
+                // Where all are young, the first looks find nothing.
+                let put = (0..8).any(|_| rig.put(cx, &space, 5 * AT + (index << 12), index).is_ok());
+                assert!(put, "page {index} of {pages}");
+            }
+            assert!(pager.counts().direct_freed.get() > before, "no fault had to take pages");
+            assert!(
+                (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+                "nothing of node 0 went"
+            );
             // An object is filled where it is wanted, not where the worker is.
             let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
             rig.vm.prefault_shared(&object, 0, 16).from(From::Only(NodeId(1))).work(cx, &Never).expect("memory");
