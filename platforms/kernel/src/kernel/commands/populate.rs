@@ -22,7 +22,7 @@ use hugemm_workloads::vm_create::{Creation, How, Split};
 /// Bytes that the machine is measured in.
 const SCRATCH: u64 = 64 << 20;
 
-/// Pages that swap may take; nothing goes there, because there is room.
+/// Pages that swap may take. If anything goes there, the machine is too small for what was asked.
 const SWAP: u64 = 1024;
 
 /// Where the area begins.
@@ -96,7 +96,10 @@ pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &
     let manager = vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, pools)?;
     let took = filled(cx, &manager, fill);
     drop(manager);
+    let stored = store.stats(cx).stores;
     match store.close(cx) {
+        // What was filled did not fit: its time would be that of making room.
+        Ok(()) if stored > 0 => took.and(Err(VmError::NoMemory.into())),
         Ok(()) => took,
         Err(store) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
     }
