@@ -43,6 +43,13 @@ pub enum Command {
     #[command(after_help = LINUX_HELP)]
     Linux(Linux),
 
+    /// Run a stock program on memory that is ready before it asks, on stock Linux.
+    #[command(after_help = crate::lease::args::LEASE_HELP)]
+    Lease(crate::lease::args::Lease),
+    /// Have memory ready for leases: the daemon, and commands to it.
+    #[command(subcommand)]
+    Pool(crate::lease::args::Pool),
+
     // Commands that measure nothing.
     /// Compare saved results figure by figure, with their noise; fail if something got worse.
     #[command(after_help = unmeasured::COMPARE_HELP)]

@@ -22,6 +22,7 @@ mod headline;
 mod image;
 mod interference;
 mod kernel_side;
+mod lease;
 mod linux;
 mod machine;
 mod measure;
@@ -68,6 +69,10 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return cli_text::misused(&error),
     };
+    if let Command::Lease(args) = &cli.command {
+        // It becomes another program, so it catches no signals and has one thread.
+        return ended(&cli.command, lease::run(args));
+    }
     let result = interrupt::install().map_err(anyhow::Error::from).and_then(|()| match &cli.command {
         Command::Run(args) => run::run(args),
         Command::Probe(args) => probe::run(args),
@@ -95,7 +100,13 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(args),
         Command::Completions(args) => cli_text::completions(args),
         Command::Man(args) => cli_text::man(args),
+        Command::Lease(args) => lease::run(args),
+        Command::Pool(args) => lease::pool::run(args),
     });
+    ended(&cli.command, result)
+}
+
+fn ended(command: &Command, result: anyhow::Result<()>) -> ExitCode {
     match result.and_then(|()| output::finish()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -103,7 +114,7 @@ fn main() -> ExitCode {
             match interrupt::signal() {
                 Some(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
                 // 1 is the answer of a comparison, so it cannot also mean that there was none.
-                None if matches!(cli.command, Command::Compare(_)) && !error.is::<compare::Regression>() => 2.into(),
+                None if matches!(command, Command::Compare(_)) && !error.is::<compare::Regression>() => 2.into(),
                 None => ExitCode::FAILURE,
             }
         }

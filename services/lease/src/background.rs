@@ -1,0 +1,56 @@
+//! A thread that gives way: idle priority, chosen CPUs, memory from one node.
+
+use rustix::io::Errno;
+use rustix::thread::CpuSet;
+use std::time::Duration;
+
+/// Makes the calling thread one that runs only where nobody else wants the CPU. Its children and other threads are not changed.
+///
+/// # Errors
+///
+/// The kernel's.
+pub fn idle_priority() -> Result<(), Errno> {
+    // SAFETY: zero is a value of every field, and the right one.
+    let parameter: libc::sched_param = unsafe { std::mem::zeroed() };
+    // SAFETY: thread 0 is the caller; the parameter outlives the call.
+    answer(unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameter) }.into())
+}
+
+/// Keeps the calling thread on the CPUs.
+///
+/// # Errors
+///
+/// `INVAL` if none of them is to be had.
+pub fn run_on(cpus: &[usize]) -> Result<(), Errno> {
+    let mut set = CpuSet::new();
+    cpus.iter().filter(|&&cpu| cpu < CpuSet::MAX_CPU).for_each(|&cpu| set.set(cpu));
+    rustix::thread::sched_setaffinity(None, &set)
+}
+
+/// Takes all memory that the calling thread makes the kernel find from one node, or not at all.
+///
+/// # Errors
+///
+/// `INVAL` if there is no such node.
+pub fn memory_from(node: u32) -> Result<(), Errno> {
+    const BITS: usize = 1024;
+    let mut mask = [0u64; BITS / 64];
+    let word = mask.get_mut(node as usize / 64).ok_or(Errno::INVAL)?;
+    *word = 1 << (node % 64);
+    // The kernel looks at one bit less than it is told.
+    // SAFETY: the mask outlives the call and has that many bits, and a spare one.
+    answer(unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_BIND, mask.as_ptr(), BITS) })
+}
+
+/// CPU time that the calling thread has used.
+pub fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
+fn answer(answer: libc::c_long) -> Result<(), Errno> {
+    if answer < 0 {
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO));
+    }
+    Ok(())
+}

@@ -1,0 +1,443 @@
+//! The daemon's state: what is ready, who has what; taking, lending, ending. No socket here, and no thread of its own.
+
+use crate::memory_file::{FileError, MemoryFile, Page};
+use crate::policy::{Asker, Policy, Refusal};
+use crate::status::{Counts, Filling, KeptMemory, Lent, Status};
+use crate::stock::{Choice, Shapes, choose, missing};
+use crate::wire::{Keep, Leased, Refused, RefusedKind, Seen, Wish};
+use rustix::rand::GetRandomFlags;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What a daemon is for.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Of which pages its files are.
+    pub page: Page,
+    /// From which node all of it comes; from anywhere if none is named.
+    pub node: Option<u32>,
+    /// What should be ready.
+    pub shapes: Shapes,
+    /// Who may have how much.
+    pub policy: Policy,
+}
+
+/// A daemon's state, for its threads to share.
+#[derive(Debug)]
+pub struct Daemon {
+    config: Config,
+    state: Mutex<State>,
+    /// Something of the state is different: what is ready, what it is told to do.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    ready: Vec<MemoryFile>,
+    filling: Option<Filling>,
+    waiting: Option<String>,
+    drained: bool,
+    stopping: bool,
+    leases: BTreeMap<u64, Lease>,
+    kept: BTreeMap<(u32, String), Kept>,
+    leases_ever: u64,
+    counts: Counts,
+}
+
+#[derive(Debug)]
+struct Lease {
+    uid: u32,
+    pid: u32,
+    bytes: u64,
+    since: Instant,
+    /// Under which name the memory is kept.
+    keep: Option<String>,
+}
+
+#[derive(Debug)]
+struct Kept {
+    file: OwnedFd,
+    page: Page,
+    bytes: u64,
+    secret: String,
+    lease: Option<u64>,
+}
+
+impl State {
+    /// What a user has: leases, and kept memory that no lease has now.
+    fn has(&self, uid: u32) -> u64 {
+        let leased = self.leases.values().filter(|lease| lease.uid == uid).map(|lease| lease.bytes);
+        let kept = self.kept.iter().filter(|((owner, _), kept)| *owner == uid && kept.lease.is_none());
+        leased.chain(kept.map(|(_, kept)| kept.bytes)).sum()
+    }
+
+    fn lengths(&self) -> Vec<u64> {
+        self.ready.iter().map(MemoryFile::bytes).collect()
+    }
+}
+
+fn refused(kind: RefusedKind, message: impl Into<String>) -> Refused {
+    Refused { kind, message: message.into() }
+}
+
+impl Daemon {
+    /// With nothing ready.
+    pub fn new(config: Config) -> Self {
+        Daemon { config, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A thread that panicked left counts at worst one event behind.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What it is for.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Takes a file that a predecessor had filled; false if it is of other pages.
+    pub fn adopt(&self, file: MemoryFile) -> bool {
+        let mine = file.page() == self.config.page;
+        if mine {
+            self.state().ready.push(file);
+        }
+        mine
+    }
+
+    /// Leases memory to the process `pid` of `asker`. May fill what is missing, in the caller's time, and says how much.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]; nothing was taken then.
+    pub fn lease(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+        let result = self.lease_or_refuse(asker, pid, wish);
+        let mut state = self.state();
+        match &result {
+            Ok((leased, _)) if leased.filled_late > 0 => state.counts.grown += 1,
+            Ok(_) => state.counts.hits += 1,
+            Err(Refused { kind: RefusedKind::Empty, .. }) => state.counts.misses += 1,
+            Err(_) => state.counts.refused += 1,
+        }
+        result
+    }
+
+    fn lease_or_refuse(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+        let Config { page, node, policy, .. } = &self.config;
+        let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
+        if wish.page.is_some_and(|wanted| wanted != *page) {
+            return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
+        }
+        if wish.bytes == 0 || !wish.bytes.is_multiple_of(page.bytes()) {
+            return invalid(format!("{} bytes are not a multiple of the page size, {}", wish.bytes, page.bytes()));
+        }
+        if wish.node.is_some() && wish.node != *node {
+            return invalid(match node {
+                Some(node) => format!("this daemon's memory is on node {node}"),
+                None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
+            });
+        }
+        if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish.bytes, keep)) {
+            return resumed;
+        }
+        let lease = {
+            let mut state = self.state();
+            let allowed = policy.allows(asker, wish.bytes, state.has(asker.uid), *node);
+            allowed.map_err(|why: Refusal| refused(RefusedKind::Policy, why.to_string()))?;
+            // Entered before anything is taken, so that two requests at once do not pass the quota together.
+            let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
+            state.enter(asker, pid, wish.bytes, keep)
+        };
+        match self.take(asker, wish.bytes) {
+            Ok((file, filled_late)) => {
+                let leased = Leased {
+                    lease,
+                    bytes: wish.bytes,
+                    page: *page,
+                    node: *node,
+                    filled_late,
+                    secret: None,
+                    resumed: false,
+                };
+                self.keep(asker, leased, file, wish.keep.as_ref())
+            }
+            Err(why) => {
+                self.end(lease);
+                Err(why)
+            }
+        }
+    }
+
+    /// A file of the length, marked as lent, and how many bytes of it were filled just now.
+    fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64), Refused> {
+        loop {
+            let mut file = {
+                let mut state = self.state();
+                let index = match choose(&state.lengths(), bytes) {
+                    Choice::Exact(index) | Choice::Cut(index) | Choice::Grow(index) => index,
+                    Choice::Empty => {
+                        let why = state.waiting.clone().unwrap_or_else(|| "it is being filled".to_owned());
+                        return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
+                    }
+                };
+                let file = state.ready.swap_remove(index);
+                self.changed.notify_all();
+                file
+            };
+            let had = file.bytes();
+            match prepare(&mut file, had, bytes).and_then(|()| file.make_lent(asker.uid, asker.gid)) {
+                Ok(()) => {
+                    let late = bytes.saturating_sub(had);
+                    self.state().counts.filled_late_bytes += late;
+                    return Ok((file, late));
+                }
+                // It goes back to the kernel, which knows which page of it is broken.
+                Err(FileError::Poisoned) => self.state().counts.poisoned += 1,
+                Err(why) => {
+                    if file.resize(had).is_ok() {
+                        self.state().ready.push(file);
+                        self.changed.notify_all();
+                    }
+                    let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
+                    return Err(refused(RefusedKind::Empty, message));
+                }
+            }
+        }
+    }
+
+    /// Enters a new lease among those that are kept, if its client wants that.
+    fn keep(
+        &self,
+        asker: Asker,
+        mut leased: Leased,
+        file: MemoryFile,
+        keep: Option<&Keep>,
+    ) -> Result<(Leased, OwnedFd), Refused> {
+        let Some(keep) = keep else { return Ok((leased, file.into_fd())) };
+        let page = file.page();
+        let copy = file.as_fd().try_clone_to_owned();
+        match (copy, secret()) {
+            (Ok(copy), Some(secret)) => {
+                let mut state = self.state();
+                let key = (asker.uid, keep.name.clone());
+                if state.kept.contains_key(&key) {
+                    drop(state);
+                    self.end(leased.lease);
+                    return Err(refused(RefusedKind::Kept, "another program has just taken that name"));
+                }
+                leased.secret = Some(secret.clone());
+                let kept = Kept { file: copy, page, bytes: leased.bytes, secret, lease: Some(leased.lease) };
+                state.kept.insert(key, kept);
+                Ok((leased, file.into_fd()))
+            }
+            _ => {
+                self.end(leased.lease);
+                Err(refused(RefusedKind::Kept, "no descriptor or no random number for kept memory; lease without --keep"))
+            }
+        }
+    }
+
+    /// Leases kept memory to its owner again; `None` if there is none of that name.
+    fn resume(&self, asker: Asker, pid: u32, bytes: u64, keep: &Keep) -> Option<Result<(Leased, OwnedFd), Refused>> {
+        let mut state = self.state();
+        let key = (asker.uid, keep.name.clone());
+        let kept = state.kept.get(&key)?;
+        let no = |message: &str| Some(Err(refused(RefusedKind::Kept, message)));
+        if keep.secret.as_ref() != Some(&kept.secret) {
+            return no("memory is kept under this name, and the secret is not the one that its first lease was given");
+        }
+        if kept.lease.is_some() {
+            return no("the kept memory is in use");
+        }
+        if kept.bytes != bytes {
+            return no(&format!("the kept memory has {} bytes", kept.bytes));
+        }
+        let Ok(file) = kept.file.try_clone() else { return no("no descriptor is left in the daemon") };
+        let (page, secret) = (kept.page, kept.secret.clone());
+        let lease = state.enter(asker, pid, bytes, Some(keep.name.clone()));
+        if let Some(kept) = state.kept.get_mut(&key) {
+            kept.lease = Some(lease);
+        }
+        let (node, secret) = (self.config.node, Some(secret));
+        Some(Ok((Leased { lease, bytes, page, node, filled_late: 0, secret, resumed: true }, file)))
+    }
+
+    /// The owner of a lease is gone. What it had goes back to the kernel with the last descriptor and mapping, unless it is
+    /// kept.
+    pub fn end(&self, lease: u64) {
+        let mut state = self.state();
+        let Some(Lease { uid, keep: Some(name), .. }) = state.leases.remove(&lease) else { return };
+        if let Some(kept) = state.kept.get_mut(&(uid, name)).filter(|kept| kept.lease == Some(lease)) {
+            kept.lease = None;
+        }
+    }
+
+    /// Counts what a supervisor saw.
+    pub fn seen(&self, seen: Seen) {
+        let counts = &mut self.state().counts;
+        match seen {
+            Seen::Placed => counts.placed += 1,
+            Seen::PrivateMapping => counts.private += 1,
+            Seen::Unused => counts.unused += 1,
+        }
+    }
+
+    /// Whether somebody may give commands, not just lease.
+    pub fn may_command(&self, asker: Asker) -> bool {
+        self.config.policy.is_owner(asker)
+    }
+
+    /// Gives all ready memory back to the kernel, and fills nothing (`true`); fills again (`false`).
+    pub fn drain(&self, drained: bool) {
+        let files = {
+            let mut state = self.state();
+            state.drained = drained;
+            self.changed.notify_all();
+            if drained { std::mem::take(&mut state.ready) } else { Vec::new() }
+        };
+        // With nothing locked: it takes a while.
+        drop(files);
+    }
+
+    /// Ends the waiting of every thread.
+    pub fn stop(&self) {
+        self.state().stopping = true;
+        self.changed.notify_all();
+    }
+
+    /// Takes all ready files out: for a successor.
+    pub fn take_ready(&self) -> Vec<MemoryFile> {
+        std::mem::take(&mut self.state().ready)
+    }
+
+    /// How things stand.
+    pub fn status(&self) -> Status {
+        let state = self.state();
+        Status {
+            page: self.config.page,
+            node: self.config.node,
+            wanted: self.config.shapes.0.clone(),
+            ready: state.lengths(),
+            filling: state.filling,
+            waiting: state.waiting.clone(),
+            drained: state.drained,
+            leases: state
+                .leases
+                .iter()
+                .map(|(&lease, l)| Lent {
+                    lease,
+                    uid: l.uid,
+                    pid: l.pid,
+                    bytes: l.bytes,
+                    seconds: l.since.elapsed().as_secs(),
+                })
+                .collect(),
+            kept: state
+                .kept
+                .iter()
+                .map(|((uid, name), k)| KeptMemory { uid: *uid, name: name.clone(), bytes: k.bytes, lease: k.lease })
+                .collect(),
+            counts: state.counts,
+        }
+    }
+
+    // What follows is for the thread that fills.
+
+    /// Waits until something is missing, and says how long it is to be. `None`: the daemon stops.
+    pub(crate) fn wait_for_missing(&self) -> Option<u64> {
+        let mut state = self.state();
+        loop {
+            if state.stopping {
+                return None;
+            }
+            if !state.drained
+                && let Some(bytes) = missing(&self.config.shapes.0, &state.lengths())
+            {
+                state.filling = Some(Filling { bytes, done: 0 });
+                return Some(bytes);
+            }
+            state.waiting = None;
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits for `pause`; false if there is nothing to go on with: the daemon stops, or is drained.
+    pub(crate) fn may_go_on(&self, pause: Duration) -> bool {
+        let state = self.state();
+        let idle = |state: &mut State| !state.stopping && !state.drained;
+        let waited = self.changed.wait_timeout_while(state, pause, idle);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.stopping && !state.drained
+    }
+
+    /// A part has been filled, in `time`, with so much CPU time.
+    pub(crate) fn filled(&self, bytes: u64, time: Duration, cpu: Duration) {
+        let mut state = self.state();
+        state.waiting = None;
+        if let Some(filling) = &mut state.filling {
+            filling.done += bytes;
+        }
+        state.counts.filled_bytes += bytes;
+        state.counts.fill_ns += time.as_nanos() as u64;
+        state.counts.fill_cpu_ns += cpu.as_nanos() as u64;
+    }
+
+    /// Why it does not go on at present.
+    pub(crate) fn waits(&self, why: String) {
+        self.state().waiting = Some(why);
+    }
+
+    /// A file is full, or was given up.
+    pub(crate) fn fill_ended(&self, file: Option<MemoryFile>) {
+        let mut state = self.state();
+        state.filling = None;
+        // Drained in the meantime: back to the kernel.
+        if let Some(file) = file.filter(|_| !state.drained) {
+            state.ready.push(file);
+            self.changed.notify_all();
+        }
+    }
+}
+
+impl State {
+    fn enter(&mut self, asker: Asker, pid: u32, bytes: u64, keep: Option<String>) -> u64 {
+        self.leases_ever += 1;
+        let lease = Lease { uid: asker.uid, pid, bytes, since: Instant::now(), keep };
+        self.leases.insert(self.leases_ever, lease);
+        self.leases_ever
+    }
+}
+
+/// Makes a file of `had` filled bytes one of `bytes`, all there and none broken.
+fn prepare(file: &mut MemoryFile, had: u64, bytes: u64) -> Result<(), FileError> {
+    if bytes != had {
+        file.resize(bytes)?;
+    }
+    if bytes > had {
+        fill_in_parallel(file, had, bytes)?;
+    }
+    file.check()
+}
+
+/// Fills a part by all CPUs, for somebody waits.
+fn fill_in_parallel(file: &MemoryFile, from: u64, to: u64) -> Result<(), FileError> {
+    let page = file.page().bytes();
+    let pages = (to - from) / page;
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64).min(pages).max(1);
+    std::thread::scope(|scope| {
+        let parts: Vec<_> = (0..threads)
+            .map(|n| (from + pages * n / threads * page, from + pages * (n + 1) / threads * page))
+            .map(|(from, to)| scope.spawn(move || file.populate(from, to)))
+            .collect();
+        parts.into_iter().try_for_each(|part| part.join().unwrap_or(Err(FileError::NoPages)))
+    })
+}
+
+/// 128 random bits, in hexadecimal.
+fn secret() -> Option<String> {
+    let mut bytes = [0u8; 16];
+    let got = rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty()).ok()?;
+    (got == bytes.len()).then(|| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}

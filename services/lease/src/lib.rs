@@ -1,0 +1,31 @@
+//! Memory of virtual machines that is filled before it is asked for, on stock Linux, for stock programs.
+//!
+//! Linux zeroes a huge page when it is first touched, while the program waits. A daemon of this crate has files of huge pages
+//! filled beforehand and lends each to one owner, once. The zeroing is moved, not saved.
+//!
+//! | module | rule it owns |
+//! |---|---|
+//! | [`memory_file`] | a file of huge pages; that it has been lent is written on itself |
+//! | [`stock`] | which file serves a request, what to fill next |
+//! | [`throttle`] | how fast filling may go |
+//! | [`filler`], [`background`] | the thread that fills, and how it gives way |
+//! | [`policy`] | who may have how much |
+//! | [`daemon`], [`status`] | taking, lending, keeping, ending; how things stand |
+//! | [`wire`], [`server`], [`client`] | the socket |
+//! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
+#![cfg_attr(docsrs, feature(doc_cfg))]
+#![warn(missing_debug_implementations)]
+
+pub mod background;
+pub mod client;
+pub mod daemon;
+pub mod filler;
+pub mod memory_file;
+pub mod policy;
+pub mod seccomp;
+pub mod server;
+pub mod status;
+pub mod stock;
+pub mod supervisor;
+pub mod throttle;
+pub mod wire;

@@ -1,0 +1,298 @@
+//! A file of huge pages in memory: made, filled part by part, checked, handed to its one owner.
+//!
+//! What a file is for is written on the file itself, as its mode, so that a daemon that starts anew knows it from files that its
+//! predecessor left with systemd: mode 0 is filled and nobody's, mode 0600 has been lent. [`MemoryFile::make_lent`] sets it
+//! before anybody else gets the descriptor; so whatever dies when, no file is lent twice.
+
+use hugemm_base::PageSize;
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use serde::{Deserialize, Serialize};
+use std::ffi::c_void;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+/// What a file consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Page {
+    /// Pages of the kernel's 2 MiB pool.
+    #[serde(rename = "2M")]
+    Huge2M,
+    /// Pages of the kernel's 1 GiB pool.
+    #[serde(rename = "1G")]
+    Huge1G,
+    /// Transparent huge pages of 2 MiB, where there is no pool.
+    #[serde(rename = "thp")]
+    Transparent,
+}
+
+impl Page {
+    /// Bytes of one page.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Page::Huge2M | Page::Transparent => PageSize::Size2M.bytes(),
+            Page::Huge1G => PageSize::Size1G.bytes(),
+        }
+    }
+
+    /// The pool that the pages come from.
+    pub const fn pool(self) -> Option<PageSize> {
+        match self {
+            Page::Huge2M => Some(PageSize::Size2M),
+            Page::Huge1G => Some(PageSize::Size1G),
+            Page::Transparent => None,
+        }
+    }
+}
+
+impl fmt::Display for Page {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Page::Huge2M => "2M",
+            Page::Huge1G => "1G",
+            Page::Transparent => "thp",
+        })
+    }
+}
+
+/// Why something could not be done with a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FileError {
+    /// The pool, or memory, has no page left where one was wanted.
+    #[error("no free huge page")]
+    NoPages,
+    /// The pages are there, but they are not huge.
+    #[error("only {huge} of {bytes} bytes are in huge pages; see /sys/kernel/mm/transparent_hugepage/shmem_enabled (`advise` is enough) and free memory")]
+    NotHuge {
+        /// Bytes in huge pages.
+        huge: u64,
+        /// Bytes wanted.
+        bytes: u64,
+    },
+    /// A page of it is broken; the kernel answers whoever touches it with SIGBUS.
+    #[error("a page of the file is broken (hardware error)")]
+    Poisoned,
+    /// The kernel refused.
+    #[error("{call}: {errno}")]
+    Refused {
+        /// Which call.
+        call: &'static str,
+        /// Its answer.
+        errno: Errno,
+    },
+}
+
+fn refused(call: &'static str) -> impl Fn(Errno) -> FileError {
+    move |errno| match errno {
+        Errno::NOSPC | Errno::NOMEM => FileError::NoPages,
+        Errno::HWPOISON => FileError::Poisoned,
+        errno => FileError::Refused { call, errno },
+    }
+}
+
+const READY: Mode = Mode::empty();
+const LENT: Mode = Mode::RUSR.union(Mode::WUSR);
+
+/// A file of huge pages. Dropping it gives the pages back to the kernel, once nobody else has it open or mapped.
+#[derive(Debug)]
+pub struct MemoryFile {
+    fd: OwnedFd,
+    page: Page,
+    bytes: u64,
+}
+
+impl MemoryFile {
+    /// A file of `bytes`, a multiple of the page, without pages yet.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::Refused`]: no such page size on this machine, no memory for a file.
+    pub fn new(page: Page, bytes: u64) -> Result<Self, FileError> {
+        let huge = match page {
+            Page::Huge2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            Page::Huge1G => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+            Page::Transparent => MemfdFlags::empty(),
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | huge;
+        let fd = rustix::fs::memfd_create(c"hugemm-lease", flags).map_err(refused("memfd_create"))?;
+        rustix::fs::fchmod(&fd, READY).map_err(refused("fchmod"))?;
+        rustix::fs::ftruncate(&fd, bytes).map_err(refused("ftruncate"))?;
+        Ok(MemoryFile { fd, page, bytes })
+    }
+
+    /// A file that a predecessor left: `None` if it is not one that is filled and nobody's.
+    pub fn adopt(fd: OwnedFd) -> Option<Self> {
+        let page = page_of(fd.as_fd())?;
+        let stat = rustix::fs::fstat(&fd).ok()?;
+        let bytes = stat.st_size as u64;
+        let filled = stat.st_blocks as u64 * 512 >= bytes && bytes > 0;
+        (filled && Mode::from_raw_mode(stat.st_mode) == READY).then_some(MemoryFile { fd, page, bytes })
+    }
+
+    /// What it consists of.
+    pub fn page(&self) -> Page {
+        self.page
+    }
+
+    /// Its length, filled or not.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Fills `from..to`: the kernel takes the pages from where the calling thread's memory policy says, and zeroes them. Takes
+    /// as long as that: about a tenth of a second per GiB. What is there already costs little.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::NoPages`]: part of the range may be filled; try again later. [`FileError::NotHuge`].
+    pub fn fill(&self, from: u64, to: u64) -> Result<(), FileError> {
+        if self.page == Page::Transparent {
+            // `fallocate` would take small pages unless the whole machine prefers huge ones; a mapping can ask for them.
+            return self.populate(from, to);
+        }
+        rustix::fs::fallocate(&self.fd, FallocateFlags::empty(), from, to - from).map_err(refused("fallocate"))
+    }
+
+    /// [`fill`](MemoryFile::fill) through a mapping, which several threads can do at once: `fallocate` locks the file.
+    ///
+    /// # Errors
+    ///
+    /// As [`fill`](MemoryFile::fill).
+    pub fn populate(&self, from: u64, to: u64) -> Result<(), FileError> {
+        let window = Window::new(self.fd.as_fd(), from, to - from)?;
+        if self.page != Page::Transparent {
+            return window.advise(Advice::LinuxPopulateWrite);
+        }
+        window.advise(Advice::LinuxHugepage)?;
+        window.advise(Advice::LinuxPopulateWrite)?;
+        match window.huge_bytes() {
+            huge if huge >= to - from => Ok(()),
+            huge => Err(FileError::NotHuge { huge, bytes: to - from }),
+        }
+    }
+
+    /// Makes it `bytes` long, by giving pages at the end back, or by making room for more, which are to be
+    /// [filled](MemoryFile::fill).
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::Refused`].
+    pub fn resize(&mut self, bytes: u64) -> Result<(), FileError> {
+        rustix::fs::ftruncate(&self.fd, bytes).map_err(refused("ftruncate"))?;
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    /// Looks at every page, without touching its bytes: all there, none broken. Some tenths of a second per TiB.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::Poisoned`]; [`FileError::NoPages`] if one is missing and could not be had.
+    pub fn check(&self) -> Result<(), FileError> {
+        Window::new(self.fd.as_fd(), 0, self.bytes)?.advise(Advice::LinuxPopulateRead)
+    }
+
+    /// Writes on the file that it has an owner, who alone may open it again by a path (`/proc/PID/fd/N`). From here on no
+    /// daemon lends it. Before the descriptor is sent to anybody.
+    ///
+    /// # Errors
+    ///
+    /// [`FileError::Refused`]: it must not be lent then.
+    pub fn make_lent(&self, uid: u32, gid: u32) -> Result<(), FileError> {
+        rustix::fs::fchmod(&self.fd, LENT).map_err(refused("fchmod"))?;
+        let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
+        rustix::fs::fchown(&self.fd, Some(uid), Some(gid)).map_err(refused("fchown"))
+    }
+
+    /// Gives the descriptor up.
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+}
+
+impl AsFd for MemoryFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Of which pages a file is: `None` unless it is one of a huge page file system, or one in memory that may be sealed or has
+/// no name.
+pub fn page_of(fd: BorrowedFd<'_>) -> Option<Page> {
+    const HUGETLBFS: i64 = 0x958458f6;
+    const TMPFS: i64 = 0x0102_1994;
+    let system = rustix::fs::fstatfs(fd).ok()?;
+    let (kind, block) = (system.f_type as i64 & 0xffff_ffff, system.f_bsize as u64);
+    match kind {
+        HUGETLBFS => [Page::Huge2M, Page::Huge1G].into_iter().find(|page| page.bytes() == block),
+        TMPFS => Some(Page::Transparent),
+        _ => None,
+    }
+}
+
+/// Gives a lent file the seals of the one whose place it takes.
+///
+/// # Errors
+///
+/// The kernel's, if the file can't be sealed.
+pub fn copy_seals(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> Result<(), Errno> {
+    match rustix::fs::fcntl_get_seals(from) {
+        // A file of a mounted file system cannot be sealed at all; nothing is expected of one in its place.
+        Err(Errno::INVAL) => Ok(()),
+        Err(error) => Err(error),
+        Ok(seals) if seals == SealFlags::empty() => Ok(()),
+        Ok(seals) => rustix::fs::fcntl_add_seals(to, seals),
+    }
+}
+
+/// A shared mapping of a part of a file.
+struct Window {
+    at: NonNull<c_void>,
+    bytes: usize,
+}
+
+impl Window {
+    fn new(fd: BorrowedFd<'_>, from: u64, bytes: u64) -> Result<Self, FileError> {
+        let len = usize::try_from(bytes).map_err(|_| FileError::NoPages)?;
+        // SAFETY: at an address of the kernel's choice; no memory that exists is touched.
+        let at = unsafe {
+            let rights = ProtFlags::READ | ProtFlags::WRITE;
+            rustix::mm::mmap(std::ptr::null_mut(), len, rights, MapFlags::SHARED | MapFlags::NORESERVE, fd, from)
+        }
+        .map_err(refused("mmap"))?;
+        let at = NonNull::new(at).ok_or(FileError::NoPages)?;
+        Ok(Window { at, bytes: len })
+    }
+
+    fn advise(&self, advice: Advice) -> Result<(), FileError> {
+        loop {
+            // SAFETY: the mapping is ours; the advice makes pages present or asks for their size, and changes no byte.
+            match unsafe { rustix::mm::madvise(self.at.as_ptr(), self.bytes, advice) } {
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::FAULT) => return Err(FileError::NoPages),
+                other => return other.map_err(refused("madvise")),
+            }
+        }
+    }
+
+    /// How many of the bytes are mapped by huge pages, as the kernel says.
+    fn huge_bytes(&self) -> u64 {
+        let start = format!("{:x}-", self.at.as_ptr().addr());
+        let Ok(smaps) = std::fs::read_to_string("/proc/self/smaps") else { return 0 };
+        smaps
+            .lines()
+            .skip_while(|line| !line.starts_with(&start))
+            .find_map(|line| line.strip_prefix("ShmemPmdMapped:"))
+            .and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok())
+            .map_or(0, |kib| kib << 10)
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and nobody else has the address.
+        let _ = unsafe { rustix::mm::munmap(self.at.as_ptr(), self.bytes) };
+    }
+}

@@ -1,0 +1,220 @@
+//! The daemon's socket: one thread takes connections, one serves each, for as long as its lease lasts.
+
+use crate::daemon::Daemon;
+use crate::policy::Asker;
+use crate::wire::{self, Answer, Refused, RefusedKind, Request};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::fs;
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+
+/// A socket that listens, and is removed when dropped if it was made here.
+#[derive(Debug)]
+pub struct Listener {
+    fd: OwnedFd,
+    made: Option<PathBuf>,
+}
+
+/// Most connections that wait to be taken.
+const BACKLOG: i32 = 64;
+
+impl Listener {
+    /// Makes the socket at `path`: readable and writable by its owner, and by everybody if `open` (the policy decides then).
+    /// What a daemon that is gone has left there is removed.
+    ///
+    /// # Errors
+    ///
+    /// `AddrInUse` if a daemon answers there; the system's.
+    pub fn bind(path: &Path, open: bool) -> io::Result<Self> {
+        let address = SocketAddrUnix::new(path)?;
+        if fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) {
+            if connect(path).is_ok() {
+                return Err(io::Error::new(ErrorKind::AddrInUse, "a daemon is there already"));
+            }
+            fs::remove_file(path)?;
+        }
+        let fd = socket()?;
+        rustix::net::bind(&fd, &address)?;
+        // Before anybody can connect.
+        fs::set_permissions(path, fs::Permissions::from_mode(if open { 0o666 } else { 0o600 }))?;
+        rustix::net::listen(&fd, BACKLOG)?;
+        Ok(Listener { fd, made: Some(path.to_owned()) })
+    }
+
+    /// A socket that systemd listens on.
+    pub fn inherited(fd: OwnedFd) -> Self {
+        Listener { fd, made: None }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Connects to a daemon.
+///
+/// # Errors
+///
+/// `NotFound` or `ConnectionRefused` where there is none; `PermissionDenied`.
+pub fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let fd = socket()?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+    Ok(fd)
+}
+
+/// Serves until `stop` becomes readable. Leases that are out stay with their owners.
+///
+/// # Errors
+///
+/// The socket's.
+pub fn serve(daemon: &Arc<Daemon>, listener: &Listener, stop: BorrowedFd<'_>) -> io::Result<()> {
+    loop {
+        let mut wait = [PollFd::new(&listener.fd, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
+        match poll(&mut wait, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => other?,
+        };
+        if !wait[1].revents().is_empty() {
+            daemon.stop();
+            return Ok(());
+        }
+        let connection = match rustix::net::accept_with(&listener.fd, SocketFlags::CLOEXEC) {
+            Ok(connection) => connection,
+            Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => continue,
+            // Out of descriptors: those that are out come back.
+            Err(rustix::io::Errno::MFILE | rustix::io::Errno::NFILE) => {
+                thread::sleep(std::time::Duration::from_millis(100));
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let daemon = Arc::clone(daemon);
+        // A client that is refused a thread sees its connection closed.
+        let _ = thread::Builder::new().name("client".to_owned()).spawn(move || {
+            // What goes wrong with one client's connection is that client's end.
+            let _ = client(&daemon, connection.as_fd());
+        });
+    }
+}
+
+fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
+    let peer = rustix::net::sockopt::socket_peercred(connection)?;
+    let asker = Asker { uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
+    // Before the first answer, so that the number still is that process's.
+    let process = pidfd_open(peer.pid, PidfdFlags::empty()).ok();
+    let mut held = Held { daemon, leases: Vec::new() };
+    loop {
+        if !wait_for_packet(connection, process.as_ref())? {
+            return Ok(());
+        }
+        let (request, fd) = match wire::receive::<Request>(connection) {
+            Ok(Some(packet)) => packet,
+            Ok(None) => return wait_for_end(process.as_ref().filter(|_| !held.leases.is_empty())),
+            Err(error) if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::Other | ErrorKind::UnexpectedEof) => {
+                let message = format!("not a request: {error}");
+                wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::Invalid, message }), None)?;
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        // No request has one.
+        drop(fd);
+        match request {
+            Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
+            Request::Status {} => wire::send(connection, &Answer::Status(daemon.status()), None)?,
+            Request::Seen(seen) => daemon.seen(seen),
+            Request::End { lease } => {
+                // Its own ones only.
+                if let Some(at) = held.leases.iter().position(|&held| held == lease) {
+                    daemon.end(held.leases.swap_remove(at));
+                }
+                wire::send(connection, &Answer::Done {}, None)?;
+            }
+            Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
+                let message = "only root and the daemon's own user may do that".to_owned();
+                wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::Policy, message }), None)?;
+            }
+            Request::Drain {} => {
+                daemon.drain(true);
+                wire::send(connection, &Answer::Done {}, None)?;
+            }
+            Request::Fill {} => {
+                daemon.drain(false);
+                wire::send(connection, &Answer::Done {}, None)?;
+            }
+        }
+    }
+}
+
+fn lease(
+    daemon: &Daemon,
+    connection: BorrowedFd<'_>,
+    asker: Asker,
+    pid: Pid,
+    wish: &wire::Wish,
+    held: &mut Held<'_>,
+) -> io::Result<()> {
+    match daemon.lease(asker, pid.as_raw_nonzero().get() as u32, wish) {
+        Ok((leased, file)) => {
+            held.leases.push(leased.lease);
+            wire::send(connection, &Answer::Leased(leased), Some(file.as_fd()))
+        }
+        Err(refused) => wire::send(connection, &Answer::Refused(refused), None),
+    }
+}
+
+/// The leases of a connection, which end with it.
+struct Held<'a> {
+    daemon: &'a Daemon,
+    leases: Vec<u64>,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.leases.iter().for_each(|&lease| self.daemon.end(lease));
+    }
+}
+
+/// A lease lasts as long as its process, which need not keep the connection open. Without a way to wait for that (a client
+/// of another process namespace), it ends with the connection.
+fn wait_for_end(process: Option<&OwnedFd>) -> io::Result<()> {
+    let Some(process) = process else { return Ok(()) };
+    loop {
+        match poll(&mut [PollFd::new(process, PollFlags::IN)], None) {
+            Err(rustix::io::Errno::INTR) => {}
+            other => return Ok(other.map(drop)?),
+        }
+    }
+}
+
+/// Waits for a packet; false if the client's process has ended, whoever else has the connection still open.
+fn wait_for_packet(connection: BorrowedFd<'_>, process: Option<&OwnedFd>) -> io::Result<bool> {
+    loop {
+        let mut wait = vec![PollFd::from_borrowed_fd(connection, PollFlags::IN)];
+        wait.extend(process.map(|process| PollFd::new(process, PollFlags::IN)));
+        match poll(&mut wait, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => other?,
+        };
+        if !wait[0].revents().is_empty() {
+            return Ok(true);
+        }
+        if wait.get(1).is_some_and(|process| !process.revents().is_empty()) {
+            return Ok(false);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! How things stand with a daemon, as it answers when asked and as its metrics count.
+
+use crate::memory_file::Page;
+use serde::{Deserialize, Serialize};
+
+/// A daemon's whole state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Of which pages its files are.
+    pub page: Page,
+    /// From which node, if it was told one.
+    pub node: Option<u32>,
+    /// What should be ready: the lengths in bytes.
+    pub wanted: Vec<u64>,
+    /// What is.
+    pub ready: Vec<u64>,
+    /// What is being filled.
+    pub filling: Option<Filling>,
+    /// Why nothing is filled though something is missing.
+    pub waiting: Option<String>,
+    /// Whether it was told to give memory back.
+    pub drained: bool,
+    /// What is lent.
+    pub leases: Vec<Lent>,
+    /// What is kept for programs that come back.
+    pub kept: Vec<KeptMemory>,
+    /// Sums since the start.
+    pub counts: Counts,
+}
+
+/// A file on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Filling {
+    /// How long it will be.
+    pub bytes: u64,
+    /// How much of it is filled.
+    pub done: u64,
+}
+
+/// A lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lent {
+    /// Its number.
+    pub lease: u64,
+    /// Its user.
+    pub uid: u32,
+    /// Its process.
+    pub pid: u32,
+    /// How much.
+    pub bytes: u64,
+    /// For how many seconds.
+    pub seconds: u64,
+}
+
+/// Memory that is kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptMemory {
+    /// Its user.
+    pub uid: u32,
+    /// Its name.
+    pub name: String,
+    /// How much.
+    pub bytes: u64,
+    /// The lease that has it now.
+    pub lease: Option<u64>,
+}
+
+/// Sums since the daemon's start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Leases served with all of their memory ready.
+    pub hits: u64,
+    /// Leases of which a part had to be filled while the client waited.
+    pub grown: u64,
+    /// Requests for which nothing was ready.
+    pub misses: u64,
+    /// Requests that the policy or their own contents forbade.
+    pub refused: u64,
+    /// Bytes filled ahead.
+    pub filled_bytes: u64,
+    /// CPU time spent on that, in nanoseconds.
+    pub fill_cpu_ns: u64,
+    /// Time spent on that, waiting for the cap left out, in nanoseconds.
+    pub fill_ns: u64,
+    /// Bytes filled while clients waited.
+    pub filled_late_bytes: u64,
+    /// Files given up because of broken pages.
+    pub poisoned: u64,
+    /// Leases that took the place of a program's own file.
+    pub placed: u64,
+    /// Leases that their programs map privately, and so gain nothing from.
+    pub private: u64,
+    /// Leases whose program never asked for memory of that length.
+    pub unused: u64,
+}

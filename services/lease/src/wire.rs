@@ -1,0 +1,177 @@
+//! What daemon and clients say to each other: one JSON object in each packet of a Unix socket, a descriptor beside the answer
+//! that leases.
+
+use crate::memory_file::Page;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+/// Longest packet.
+const MOST: usize = 1 << 16;
+
+/// What a client wants.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Request {
+    /// Memory.
+    Lease(Wish),
+    /// Ends a lease of this connection while its process goes on. Whoever asks has let go of the memory.
+    End {
+        /// Its number.
+        lease: u64,
+    },
+    /// How things stand.
+    Status {},
+    /// Gives ready memory back to the kernel and stops filling, until [`Request::Fill`].
+    Drain {},
+    /// Fills again.
+    Fill {},
+    /// What a lease's supervisor saw; for the log and the counters.
+    Seen(Seen),
+}
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Wish {
+    /// How much.
+    pub bytes: u64,
+    /// Of what; whatever the daemon has, if nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub page: Option<Page>,
+    /// From where; from anywhere, if nothing is said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<u32>,
+    /// Under which name the memory is kept when its program ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep: Option<Keep>,
+}
+
+/// Memory that outlives its program.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Keep {
+    /// Its name, of its user's own.
+    pub name: String,
+    /// What the first lease under the name was given; without it the name must be new.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secret: Option<String>,
+}
+
+/// What became of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Seen {
+    /// It took the place of the program's own file.
+    Placed,
+    /// The program maps its memory privately: each page that it writes is copied, and nothing is gained.
+    PrivateMapping,
+    /// The program ended without having asked for memory of that length.
+    Unused,
+}
+
+/// What the daemon answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// The descriptor is with this packet.
+    Leased(Leased),
+    /// Not to be had.
+    Refused(Refused),
+    /// How things stand.
+    Status(crate::status::Status),
+    /// Done.
+    Done {},
+}
+
+/// A lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leased {
+    /// Its number with this daemon.
+    pub lease: u64,
+    /// The file's length.
+    pub bytes: u64,
+    /// Its pages.
+    pub page: Page,
+    /// Where they are, if the daemon was told to take them from one node.
+    pub node: Option<u32>,
+    /// How many bytes were filled while the client waited.
+    pub filled_late: u64,
+    /// For kept memory: what to show when asking for it again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secret: Option<String>,
+    /// For kept memory: whether it has its former bytes.
+    #[serde(default)]
+    pub resumed: bool,
+}
+
+/// Why not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// Of which kind.
+    pub kind: RefusedKind,
+    /// In words, with the way out.
+    pub message: String,
+}
+
+/// Kinds of refusals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RefusedKind {
+    /// Nothing ready: go on without.
+    Empty,
+    /// The policy says no.
+    Policy,
+    /// Not a size, not a page, not a name.
+    Invalid,
+    /// Kept memory that is in use, or another's.
+    Kept,
+}
+
+/// Sends one packet.
+///
+/// # Errors
+///
+/// The system's.
+pub fn send(socket: BorrowedFd<'_>, what: &impl Serialize, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let bytes = serde_json::to_vec(what)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = fd.map(|fd| [fd]);
+    if let Some(fds) = &fds {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Receives one packet, with the descriptor that came with it. `None`: the other side is gone.
+///
+/// # Errors
+///
+/// The system's; `InvalidData` for what is no such packet.
+pub fn receive<T: DeserializeOwned>(socket: BorrowedFd<'_>) -> io::Result<Option<(T, Option<OwnedFd>)>> {
+    let mut bytes = vec![0; MOST];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let mut fd = None;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(mut fds) = message {
+            fd = fds.next();
+        }
+    }
+    if got.bytes == 0 {
+        return Ok(None);
+    }
+    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(ErrorKind::InvalidData, "a packet longer than any that is sent"));
+    }
+    let what = serde_json::from_slice(&bytes[..got.bytes])?;
+    Ok(Some((what, fd)))
+}

@@ -1,0 +1,183 @@
+//! `hugemm lease`: memory that a daemon has ready, for a stock program.
+
+pub mod args;
+pub mod pool;
+
+use crate::size::Size;
+use anyhow::{Context, Result, anyhow, bail};
+use args::Lease;
+use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
+use hugemm_lease::supervisor::{attach, private_by_arguments};
+use hugemm_lease::wire::{Keep, Wish};
+use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, OpenOptions};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
+/// Runs the command. Called in a process with one thread; returns only if nothing was started.
+pub fn run(args: &Lease) -> Result<()> {
+    if args.command.is_empty() && !args.path && !args.json {
+        bail!("nothing to do with the memory; name a command behind --, or ask for --path or --json");
+    }
+    if args.page.is_some_and(|page| !args.size.0.is_multiple_of(page.bytes())) {
+        bail!("{} is not a whole number of pages", args.size);
+    }
+    if args.command.is_empty() {
+        return hold(args);
+    }
+    match lease(args) {
+        Ok(lease) => start_on(args, lease),
+        Err(error) if args.require => Err(error),
+        Err(error) => {
+            eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
+            Err(exec(&args.command))
+        }
+    }
+}
+
+fn lease(args: &Lease) -> Result<Leased> {
+    let keep = args.keep.as_ref().map(|name| -> Result<Keep> {
+        Ok(Keep { name: name.clone(), secret: args.secret.as_deref().map(read_secret).transpose()?.flatten() })
+    });
+    let wish = Wish { bytes: args.size.0, page: args.page, node: args.node, keep: keep.transpose()? };
+    let socket = args.socket.clone().unwrap_or_else(default_socket);
+    let lease = Connection::open(&socket).and_then(|daemon| daemon.lease(wish))?;
+    if let (Some(path), Some(secret), false) = (&args.secret, &lease.about.secret, lease.about.resumed) {
+        write_secret(path, secret)?;
+    }
+    Ok(lease)
+}
+
+/// The secret of kept memory; nothing if there is no such file, since the first lease makes it.
+fn read_secret(path: &Path) -> Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text.trim().to_owned())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).with_context(|| format!("{} cannot be read", path.display())),
+    }
+}
+
+fn write_secret(path: &Path, secret: &str) -> Result<()> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    file.and_then(|mut file| writeln!(file, "{secret}"))
+        .with_context(|| format!("{} cannot be written; the memory is not kept", path.display()))
+}
+
+fn start_on(args: &Lease, lease: Leased) -> Result<()> {
+    if lease.about.filled_late > 0 {
+        let late = Size(lease.about.filled_late).rounded();
+        eprintln!("hugemm lease: {late} had to be filled just now; announce this size with --shape");
+    }
+    if let Some(line) = private_by_arguments(&args.command) {
+        eprintln!("hugemm lease: {line}");
+    }
+    if args.command.iter().any(|word| contains(word, "@LEASE@") || contains(word, "@FD@")) {
+        // The descriptor is the program's from here on.
+        let flags = fcntl_getfd(&lease.file)?;
+        fcntl_setfd(&lease.file, flags & !FdFlags::CLOEXEC)?;
+        let number = lease.file.as_raw_fd();
+        let command: Vec<_> = args.command.iter().map(|word| with_number(word, number)).collect();
+        return Err(exec(&command));
+    }
+    match attach(lease) {
+        Ok(attached) if attached.no_new_privs => {
+            eprintln!("hugemm lease: without CAP_SYS_ADMIN, setuid helpers of {} will not work", name(&args.command));
+        }
+        Ok(_) => {}
+        Err(error) if args.require => return Err(error.into()),
+        Err(error) => eprintln!("hugemm lease: {error}; {} is started without", name(&args.command)),
+    }
+    Err(exec(&args.command))
+}
+
+/// Becomes the command; returns why that is not possible.
+fn exec(command: &[OsString]) -> anyhow::Error {
+    let Some((program, arguments)) = command.split_first() else { return anyhow!("no command") };
+    let error = Command::new(program).args(arguments).exec();
+    anyhow!("{} cannot be started: {error}", program.display())
+}
+
+fn name(command: &[OsString]) -> String {
+    command.first().map_or(String::new(), |program| program.display().to_string())
+}
+
+fn contains(word: &OsStr, what: &str) -> bool {
+    word.as_bytes().windows(what.len()).any(|part| part == what.as_bytes())
+}
+
+fn with_number(word: &OsStr, fd: i32) -> OsString {
+    match word.to_str() {
+        Some(text) => text.replace("@LEASE@", &format!("/proc/self/fd/{fd}")).replace("@FD@", &fd.to_string()).into(),
+        // No argument of this kind is a path of ours.
+        None => word.to_owned(),
+    }
+}
+
+/// Leaves a process that holds the memory, and says where. The process asks for the lease itself, so that it is its owner.
+fn hold(args: &Lease) -> Result<()> {
+    let (mut read, write) = std::io::pipe()?;
+    // SAFETY: the process has one thread, so the child may do what any program may.
+    match unsafe { libc::fork() } {
+        -1 => Err(std::io::Error::last_os_error()).context("no process to hold the memory"),
+        0 => {
+            drop(read);
+            let code = match lease(args) {
+                Ok(lease) => holder(args, &lease, write),
+                Err(error) => {
+                    eprintln!("hugemm: {error:#}");
+                    1
+                }
+            };
+            std::process::exit(code)
+        }
+        _ => {
+            drop(write);
+            let mut said = String::new();
+            read.read_to_string(&mut said)?;
+            if said.is_empty() {
+                // The child has said why.
+                std::process::exit(1);
+            }
+            print!("{said}");
+            Ok(())
+        }
+    }
+}
+
+/// The process that holds a lease: says where it is, and waits for its end.
+fn holder(args: &Lease, lease: &Leased, mut say: std::io::PipeWriter) -> i32 {
+    let _ = rustix::process::setsid();
+    let path = format!("/proc/{}/fd/{}", std::process::id(), lease.file.as_raw_fd());
+    let said = if args.json {
+        let about = &lease.about;
+        let (pid, page) = (std::process::id(), about.page.to_string());
+        let value = serde_json::json!({
+            "path": path, "holder": pid, "lease": about.lease, "bytes": about.bytes, "page": page, "node": about.node,
+            "filled_late": about.filled_late, "resumed": about.resumed,
+        });
+        writeln!(say, "{value}")
+    } else {
+        writeln!(say, "{path}")
+    };
+    drop(say);
+    // Whoever reads what this program prints waits for the end of that, not of the holder.
+    let null = fs::File::options().read(true).write(true).open("/dev/null");
+    let detached = null.and_then(|null| {
+        rustix::stdio::dup2_stdin(&null)?;
+        rustix::stdio::dup2_stdout(&null)?;
+        Ok(rustix::stdio::dup2_stderr(&null)?)
+    });
+    if said.is_err() || detached.is_err() {
+        return 1;
+    }
+    loop {
+        // Until a signal ends the process.
+        std::thread::park();
+    }
+}

@@ -1,0 +1,158 @@
+//! Options of `hugemm pool` and `hugemm lease`.
+
+use crate::args::Common;
+use crate::size::Size;
+use clap::{Args, Subcommand, ValueHint};
+use hugemm_lease::memory_file::Page;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// What of it cannot be seen from the options.
+pub const LEASE_HELP: &str = "\
+hugemm lease 64G -- qemu-system-x86_64 -object memory-backend-memfd,id=m,size=64G,share=on,hugetlb=on,prealloc=on …
+  runs a stock program: the file that it makes to exactly that length is the leased one.
+hugemm lease 64G -- PROGRAM --memory @LEASE@
+  for a program that takes a path: @LEASE@ becomes /proc/self/fd/N, in any argument; @FD@ becomes N.
+hugemm lease 64G --path
+  prints a path that any program of this user can open, /proc/PID/fd/N, and leaves a process that holds it: end that with kill PID.
+
+Memory must be mapped shared. If no daemon answers or nothing is ready, COMMAND is run as without a lease, and a line says so.";
+
+/// `hugemm lease`
+#[derive(Debug, Args)]
+pub struct Lease {
+    /// How much, in whole pages.
+    #[arg(value_name = "SIZE")]
+    pub size: Size,
+    /// Of which pages: 2M, 1G or thp [default: whatever the daemon has].
+    #[arg(long, value_name = "PAGE", value_parser = page)]
+    pub page: Option<Page>,
+    /// From which NUMA node [default: wherever the daemon's are].
+    #[arg(long, value_name = "N")]
+    pub node: Option<u32>,
+    /// Keep the memory, with its bytes, under this name when the program ends, for this user to lease again.
+    #[arg(long, value_name = "NAME")]
+    pub keep: Option<String>,
+    /// The file with the secret of kept memory: made by the first lease, needed by later ones.
+    #[arg(long, value_name = "FILE", requires = "keep", value_hint = ValueHint::FilePath)]
+    pub secret: Option<PathBuf>,
+    /// Fail where nothing can be leased, instead of running COMMAND without.
+    #[arg(long)]
+    pub require: bool,
+    /// Print a path, and leave a process that holds the memory.
+    #[arg(long, conflicts_with = "command")]
+    pub path: bool,
+    /// The same, as JSON with the process and the lease.
+    #[arg(long, conflicts_with = "command")]
+    pub json: bool,
+    /// Where the daemon listens.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub socket: Option<PathBuf>,
+    /// What to run.
+    #[arg(last = true, value_name = "COMMAND")]
+    pub command: Vec<OsString>,
+}
+
+/// `hugemm pool`
+#[derive(Debug, Subcommand)]
+pub enum Pool {
+    /// Fill memory in the background and lease it, until told to stop.
+    Serve(Serve),
+    /// What is ready, what is lent, what is missing and why.
+    Status(Ask),
+    /// Give the ready memory back to the kernel and fill no more, until `fill`.
+    Drain(Ask),
+    /// Fill again.
+    Fill(Ask),
+}
+
+/// `hugemm pool serve`
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// How much should be ready.
+    #[arg(long)]
+    pub size: Size,
+    /// Of which pages: 2M or 1G from the kernel's pools, thp where there is none.
+    #[arg(long, default_value = "2M", value_parser = page)]
+    pub page: Page,
+    /// In files of which sizes [default: four of a quarter each].
+    #[arg(long, value_name = "SIZE[xN],…", value_delimiter = ',')]
+    pub shape: Vec<Shape>,
+    /// From one NUMA node [default: from any].
+    #[arg(long, value_name = "N")]
+    pub node: Option<u32>,
+    /// Most bytes filled in a second [default: no bound].
+    #[arg(long, value_name = "SIZE")]
+    pub max_bandwidth: Option<Size>,
+    /// CPUs to fill on, such as 0-3,8 [default: any].
+    #[arg(long, value_name = "LIST")]
+    pub cpus: Option<Cpus>,
+    /// Bytes of the kernel's pool to leave alone.
+    #[arg(long, value_name = "SIZE")]
+    pub keep_free: Option<Size>,
+    /// Who may lease how much, a line each: `uid 1000 64G`, `gid 36 512G 0,1` [default: root and this user].
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub policy: Option<PathBuf>,
+    /// Where to listen.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub socket: Option<PathBuf>,
+}
+
+/// Commands to a daemon.
+#[derive(Debug, Args)]
+pub struct Ask {
+    /// Where the daemon listens.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub socket: Option<PathBuf>,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+fn page(text: &str) -> Result<Page, String> {
+    match text.to_ascii_lowercase().trim_end_matches('b') {
+        "2m" => Ok(Page::Huge2M),
+        "1g" => Ok(Page::Huge1G),
+        "thp" => Ok(Page::Transparent),
+        _ => Err(format!("'{text}' is none of 2M, 1G and thp")),
+    }
+}
+
+/// Files of one size, and how many.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape(pub u64, pub u64);
+
+impl FromStr for Shape {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (size, count) = text.split_once(['×', 'x']).unwrap_or((text, "1"));
+        let count = count.parse().map_err(|_| format!("'{count}' is no number of files; write 64G or 64Gx4"))?;
+        if count == 0 {
+            return Err("no files of a size is not a shape; leave it out".to_owned());
+        }
+        Ok(Shape(size.parse::<Size>()?.0, count))
+    }
+}
+
+/// CPUs, as lists are written in /sys: `0-3,8`.
+#[derive(Clone, Debug)]
+pub struct Cpus(pub Vec<usize>);
+
+impl FromStr for Cpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let help = || format!("'{text}' is no list of CPUs; write one as 0-3,8");
+        let mut cpus = Vec::new();
+        for part in text.split(',') {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let (first, last): (usize, usize) = (first.parse().map_err(|_| help())?, last.parse().map_err(|_| help())?);
+            if first > last || last >= 1 << 16 {
+                return Err(help());
+            }
+            cpus.extend(first..=last);
+        }
+        Ok(Cpus(cpus))
+    }
+}

@@ -1,0 +1,144 @@
+//! `hugemm pool`: the daemon, and commands to it.
+
+use super::args::{Ask, Pool, Serve};
+use crate::size::Size;
+use crate::table;
+use anyhow::{Context, Result, bail};
+use comfy_table::CellAlignment;
+use hugemm_host::interrupt;
+use hugemm_host::pool::HugetlbPool;
+use hugemm_lease::client::{Connection, default_socket};
+use hugemm_lease::daemon::{Config, Daemon};
+use hugemm_lease::filler::{Manners, fill};
+use hugemm_lease::policy::Policy;
+use hugemm_lease::server::{Listener, serve as serve_socket};
+use hugemm_lease::status::Status;
+use hugemm_lease::stock::Shapes;
+use hugemm_lease::wire::{Answer, Request};
+use std::fs;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::thread;
+
+/// Runs the commands.
+pub fn run(args: &Pool) -> Result<()> {
+    match args {
+        Pool::Serve(args) => serve(args),
+        Pool::Status(args) => status(args),
+        Pool::Drain(args) => tell(args, &Request::Drain {}),
+        Pool::Fill(args) => tell(args, &Request::Fill {}),
+    }
+}
+
+fn serve(args: &Serve) -> Result<()> {
+    let shapes: Vec<_> = args.shape.iter().map(|shape| (shape.0, shape.1)).collect();
+    let shapes = Shapes::new(&shapes, args.size.0, args.page.bytes())?;
+    let owner = rustix::process::geteuid().as_raw();
+    let policy = match &args.policy {
+        None => Policy::closed(owner),
+        Some(path) => {
+            let text = fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))?;
+            let size = |text: &str| text.parse::<Size>().ok().map(|size| size.0);
+            Policy::read(owner, &text, size).with_context(|| path.display().to_string())?
+        }
+    };
+    let pool = args.page.pool();
+    if let Some(size) = pool {
+        // Says what the kernel has not, before anybody waits for it.
+        HugetlbPool::new().status(size, args.node)?;
+    }
+    let path = args.socket.clone().unwrap_or_else(default_socket);
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).with_context(|| format!("{} cannot be made", directory.display()))?;
+    }
+    let listener = Listener::bind(&path, args.policy.is_some())
+        .with_context(|| format!("cannot listen at {}; choose another place with --socket", path.display()))?;
+    let daemon = Arc::new(Daemon::new(Config { page: args.page, node: args.node, shapes, policy }));
+    let manners = Manners {
+        cap: args.max_bandwidth.map(|size| size.0),
+        cpus: args.cpus.as_ref().map_or(Vec::new(), |cpus| cpus.0.clone()),
+        keep_free: args.keep_free.map_or(0, |size| size.0),
+    };
+    let (stop, told) = std::io::pipe()?;
+    let waiter = thread::spawn(move || {
+        // The handler sets a flag; the socket's thread waits for a descriptor.
+        while !interrupt::requested() {
+            thread::sleep(std::time::Duration::from_millis(100));
+        }
+        drop(told);
+    });
+    let node = args.node;
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let free = || {
+                let status = HugetlbPool::new().status(pool?, node).ok()?;
+                Some(status.unreserved() * pool?.bytes())
+            };
+            fill(&daemon, &manners, free);
+        });
+        println!("leases at {}", path.display());
+        serve_socket(&daemon, &listener, stop.as_fd())
+    })?;
+    let _ = waiter.join();
+    Ok(())
+}
+
+fn ask(args: &Ask, request: &Request) -> Result<Answer> {
+    let socket = args.socket.clone().unwrap_or_else(default_socket);
+    Ok(Connection::open(&socket)?.ask(request)?.0)
+}
+
+fn tell(args: &Ask, request: &Request) -> Result<()> {
+    match ask(args, request)? {
+        Answer::Done {} => Ok(()),
+        _ => bail!("the daemon answered something else; are daemon and command of one version?"),
+    }
+}
+
+fn status(args: &Ask) -> Result<()> {
+    let Answer::Status(status) = ask(args, &Request::Status {})? else {
+        bail!("the daemon answered something else; are daemon and command of one version?");
+    };
+    match &args.common.json {
+        Some(path) if path.as_os_str() == "-" => println!("{}", serde_json::to_string(&status)?),
+        Some(path) => fs::write(path, serde_json::to_string(&status)?)
+            .with_context(|| format!("{} cannot be written", path.display()))?,
+        None => print(&status),
+    }
+    Ok(())
+}
+
+fn print(status: &Status) {
+    let sum = |sizes: &[u64]| Size(sizes.iter().sum()).rounded();
+    let node = status.node.map_or("any node".to_owned(), |node| format!("node {node}"));
+    println!("pages of {}, from {node}", status.page);
+    println!("  ready    {} of {}, in {} of {} files", sum(&status.ready), sum(&status.wanted), status.ready.len(), status.wanted.len());
+    if let Some(filling) = status.filling {
+        println!("  filling  {} of {}", Size(filling.done).rounded(), Size(filling.bytes).rounded());
+    }
+    if status.drained {
+        println!("  drained  fill again with: hugemm pool fill");
+    }
+    if let Some(why) = &status.waiting {
+        println!("  waiting  {why}");
+    }
+    let counts = &status.counts;
+    println!(
+        "  leases   {} ready, {} grown, {} without, {} refused; placed {}, mapped privately {}, never used {}",
+        counts.hits, counts.grown, counts.misses, counts.refused, counts.placed, counts.private, counts.unused
+    );
+    let gib = counts.filled_bytes as f64 / (1u64 << 30) as f64;
+    println!("  filled   {gib:.1} GiB ahead in {:.1} s of CPU time", counts.fill_cpu_ns as f64 / 1e9);
+    if status.leases.is_empty() {
+        return;
+    }
+    let mut lines = table::new(["lease", "user", "process", "size", "seconds"]);
+    for lent in &status.leases {
+        let size = Size(lent.bytes).rounded();
+        lines.add_row([lent.lease.to_string(), lent.uid.to_string(), lent.pid.to_string(), size, lent.seconds.to_string()]);
+    }
+    if let Some(column) = lines.column_mut(0) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table::print("Lent", &lines);
+}
