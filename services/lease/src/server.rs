@@ -118,9 +118,6 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
     let process = pidfd_open(peer.pid, PidfdFlags::empty()).ok();
     let mut held = Held { daemon, leases: Vec::new() };
     loop {
-        if !wait_for_packet(connection, process.as_ref())? {
-            return Ok(());
-        }
         let (request, fd) = match wire::receive::<Request>(connection) {
             Ok(Some(packet)) => packet,
             Ok(None) => return wait_for_end(process.as_ref().filter(|_| !held.leases.is_empty())),
@@ -189,32 +186,15 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A lease lasts as long as its process, which need not keep the connection open. Without a way to wait for that (a client
-/// of another process namespace), it ends with the connection.
+/// A lease lasts as long as its process, which need not keep the connection open, and as long as the connection, which a
+/// supervisor keeps open for a program that goes on in a process of another number (a daemon). A client whose process cannot be
+/// waited for (of another process namespace) has the connection alone.
 fn wait_for_end(process: Option<&OwnedFd>) -> io::Result<()> {
     let Some(process) = process else { return Ok(()) };
     loop {
         match poll(&mut [PollFd::new(process, PollFlags::IN)], None) {
             Err(rustix::io::Errno::INTR) => {}
             other => return Ok(other.map(drop)?),
-        }
-    }
-}
-
-/// Waits for a packet; false if the client's process has ended, whoever else has the connection still open.
-fn wait_for_packet(connection: BorrowedFd<'_>, process: Option<&OwnedFd>) -> io::Result<bool> {
-    loop {
-        let mut wait = vec![PollFd::from_borrowed_fd(connection, PollFlags::IN)];
-        wait.extend(process.map(|process| PollFd::new(process, PollFlags::IN)));
-        match poll(&mut wait, None) {
-            Err(rustix::io::Errno::INTR) => continue,
-            other => other?,
-        };
-        if !wait[0].revents().is_empty() {
-            return Ok(true);
-        }
-        if wait.get(1).is_some_and(|process| !process.revents().is_empty()) {
-            return Ok(false);
         }
     }
 }
