@@ -1,0 +1,250 @@
+//! Leases, as stock programs meet them: with transparent huge pages, so that no pool of the machine is touched.
+
+mod support;
+
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::fs::MetadataExt;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use support::{Scratch, hugemm, misused, refused};
+
+const MIB: u64 = 1 << 20;
+const LEASE: u64 = 32 * MIB;
+
+/// A daemon that ends with the test.
+struct Daemon {
+    child: Child,
+    socket: String,
+    _scratch: Scratch,
+}
+
+impl Daemon {
+    /// `None` where the machine has no huge pages for shared memory; the test says so and ends.
+    fn start(name: &str, more: &[&str]) -> Option<Self> {
+        let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+        if enabled.is_empty() || ["[never]", "[deny]"].iter().any(|word| enabled.contains(word)) {
+            eprintln!("skipped: no huge pages for shared memory; as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled");
+            return None;
+        }
+        let scratch = Scratch::new(name);
+        let socket = scratch.path("socket");
+        let child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
+            .args(["pool", "serve", "--page", "thp", "--size", "64MB", "--shape", "32MBx2", "--socket", &socket])
+            .args(more)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a daemon");
+        Some(Daemon { child, socket, _scratch: scratch })
+    }
+
+    fn status(&self) -> Option<Value> {
+        let output = hugemm(&["pool", "status", "--json", "--socket", &self.socket]);
+        output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))
+    }
+
+    /// Waits until a status is as wanted.
+    #[track_caller]
+    fn wait_for(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let end = Instant::now() + Duration::from_secs(60);
+        loop {
+            let status = self.status();
+            if let Some(status) = status.as_ref().filter(|status| wanted(status)) {
+                return status.clone();
+            }
+            assert!(Instant::now() < end, "never {what}: {status:?}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    #[track_caller]
+    fn wait_until_ready(&self) {
+        self.wait_for("ready", |status| status["ready"].as_array().map(Vec::len) == Some(2));
+    }
+
+    fn lease(&self, options: &[&str], command: &[&str]) -> Output {
+        let mut words = vec!["lease", "32MB", "--socket", &self.socket];
+        words.extend(options);
+        words.push("--");
+        words.extend(command);
+        hugemm(&words)
+    }
+
+    /// The test program itself, as the stock program that is run on a lease.
+    fn lease_to(&self, program: &str) -> Output {
+        let me = std::env::current_exe().expect("a path");
+        self.lease(&["--require"], &[me.to_str().expect("UTF-8"), "--ignored", "--exact", program, "--nocapture"])
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
+}
+
+/// A file as programs make one for themselves; sealable, as QEMU's is.
+fn fresh_file() -> File {
+    // SAFETY: a string with its end; the descriptor is new and nobody else's.
+    unsafe {
+        let fd = libc::memfd_create(c"program".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
+        assert!(fd >= 0);
+        File::from_raw_fd(fd)
+    }
+}
+
+fn filled(file: &File) -> u64 {
+    file.metadata().expect("metadata").blocks() * 512
+}
+
+/// Run by `a_stock_programs_file_becomes_the_lease`, under a lease.
+#[test]
+#[ignore = "a program for another test to run"]
+fn program_that_makes_its_memory() {
+    let other = fresh_file();
+    other.set_len(LEASE - 4096).expect("a length that nobody waits for");
+    assert_eq!(filled(&other), 0, "another length is another file");
+    let file = fresh_file();
+    // SAFETY: asks for the descriptor's flags.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFD) };
+    file.set_len(LEASE).expect("a length");
+    assert_eq!(file.metadata().expect("metadata").len(), LEASE);
+    assert_eq!(filled(&file), LEASE, "all of it was there before it was asked for");
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFD) }, flags, "closed on exec as before");
+    let mut bytes = vec![1; 1 << 20];
+    (&file).read_exact(&mut bytes).expect("readable");
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    // One lease, one file.
+    let second = fresh_file();
+    second.set_len(LEASE).expect("a length");
+    assert_eq!(filled(&second), 0);
+    println!("inode {}", file.metadata().expect("metadata").ino());
+}
+
+fn inode(output: &Output) -> u64 {
+    let text = said(output);
+    let line = text.lines().find_map(|line| line.split("inode ").nth(1)).unwrap_or_else(|| panic!("{text}"));
+    line.trim().parse().expect("a number")
+}
+
+#[test]
+fn a_stock_programs_file_becomes_the_lease() {
+    let Some(daemon) = Daemon::start("lease-stock", &[]) else { return };
+    daemon.wait_until_ready();
+    let first = daemon.lease_to("program_that_makes_its_memory");
+    assert!(first.status.success(), "{}", said(&first));
+    // The lease ends with its program, and the daemon fills another file: never the same one.
+    let placed = |n: u64| move |status: &Value| status["counts"]["placed"] == n && status["leases"] == Value::from(Vec::<u8>::new());
+    daemon.wait_for("over", placed(1));
+    daemon.wait_until_ready();
+    let second = daemon.lease_to("program_that_makes_its_memory");
+    assert!(second.status.success(), "{}", said(&second));
+    assert_ne!(inode(&first), inode(&second), "a file is lent once");
+    daemon.wait_for("over", placed(2));
+}
+
+/// Run under a lease: a file that has something in it already, or a name, or is not to be written, is left alone.
+#[test]
+#[ignore = "a program for another test to run"]
+fn program_with_files_of_its_own() {
+    let used = fresh_file();
+    std::io::Write::write_all(&mut &used, b"mine").expect("written");
+    used.set_len(LEASE).expect("a length");
+    let mut bytes = [0; 4];
+    std::os::unix::fs::FileExt::read_exact_at(&used, &mut bytes, 0).expect("read");
+    assert_eq!(&bytes, b"mine");
+    let named = std::env::temp_dir().join(format!("hugemm-lease-named-{}", std::process::id()));
+    let file = File::create(&named).expect("a file");
+    file.set_len(LEASE).expect("a length");
+    assert!(filled(&file) < LEASE);
+    fs::remove_file(named).expect("removed");
+    println!("left alone");
+}
+
+#[test]
+fn other_files_of_that_length_are_left_alone() {
+    let Some(daemon) = Daemon::start("lease-others", &[]) else { return };
+    daemon.wait_until_ready();
+    let output = daemon.lease_to("program_with_files_of_its_own");
+    assert!(output.status.success() && said(&output).contains("left alone"), "{}", said(&output));
+    daemon.wait_for("unused", |status| status["counts"]["unused"] == 1 && status["counts"]["placed"] == 0);
+}
+
+#[test]
+fn memory_is_handed_over_as_a_path_or_a_descriptor() {
+    let Some(daemon) = Daemon::start("lease-path", &[]) else { return };
+    daemon.wait_until_ready();
+    let output = daemon.lease(&["--require"], &["stat", "-L", "-c", "%s %a %b", "@LEASE@"]);
+    assert_eq!(said(&output).trim(), format!("{LEASE} 600 {}", LEASE / 512));
+    let output = hugemm(&["lease", "32MB", "--json", "--socket", &daemon.socket]);
+    let about: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", said(&output)));
+    let file = fs::metadata(about["path"].as_str().expect("a path")).expect("there");
+    assert_eq!((file.len(), file.blocks() * 512), (LEASE, LEASE));
+    let holder = about["holder"].as_u64().expect("a process");
+    daemon.wait_for("lent", |status| status["leases"][0]["pid"] == holder);
+    // SAFETY: the process that holds the lease, started for this.
+    unsafe { libc::kill(holder as i32, libc::SIGKILL) };
+    daemon.wait_for("over", |status| status["leases"] == Value::from(Vec::<u8>::new()));
+}
+
+/// Same user, same name, same secret: the same bytes. Another secret, or none: nothing.
+#[test]
+fn kept_memory_has_its_bytes() {
+    let Some(daemon) = Daemon::start("lease-kept", &[]) else { return };
+    daemon.wait_until_ready();
+    let scratch = Scratch::new("lease-secret");
+    let secret = scratch.path("secret");
+    let kept = ["--require", "--keep", "cache", "--secret", &secret];
+    let output = daemon.lease(&kept, &["sh", "-c", "printf weights | dd of=@LEASE@ conv=notrunc status=none"]);
+    assert!(output.status.success(), "{}", said(&output));
+    daemon.wait_for("over", |status| status["kept"][0]["lease"].is_null());
+    let output = daemon.lease(&kept, &["head", "-c", "7", "@LEASE@"]);
+    assert_eq!(said(&output), "weights");
+    assert_eq!(fs::metadata(&secret).expect("a file").mode() & 0o777, 0o600);
+    daemon.wait_for("over", |status| status["kept"][0]["lease"].is_null());
+    let wrong = scratch.put("wrong", "guessed");
+    for options in [vec!["--require", "--keep", "cache"], vec!["--require", "--keep", "cache", "--secret", &wrong]] {
+        let output = daemon.lease(&options, &["head", "-c", "7", "@LEASE@"]);
+        assert!(!output.status.success() && said(&output).contains("the secret is not the one"), "{}", said(&output));
+    }
+}
+
+/// What cannot be leased is said in one line, and the program runs all the same, unless told otherwise.
+#[test]
+fn without_a_lease_the_program_still_runs() {
+    let scratch = Scratch::new("lease-none");
+    let socket = scratch.path("nobody");
+    let output = hugemm(&["lease", "32MB", "--socket", &socket, "--", "echo", "ran"]);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && output.stdout == b"ran\n" && err.lines().count() == 1, "{}", said(&output));
+    assert!(err.contains("start one with: hugemm pool serve"), "{err}");
+    refused(&["lease", "32MB", "--socket", &socket, "--require", "--", "echo", "ran"], &["no lease daemon at"]);
+    refused(&["lease", "32MB"], &["name a command behind --"]);
+    refused(&["lease", "3MB", "--page", "2M", "--path"], &["3MB is not a whole number of pages"]);
+    refused(&["pool", "status", "--socket", &socket], &["no lease daemon at"]);
+    misused(&["pool", "serve", "--size", "1GB", "--page", "4K"], "none of 2M, 1G and thp");
+    misused(&["pool", "serve", "--size", "1GB", "--shape", "1GBx0"], "no files of a size");
+    refused(&["pool", "serve", "--size", "2MB", "--shape", "4MB", "--socket", &socket], &["more than the pool's"]);
+}
+
+#[test]
+fn drained_memory_goes_back_and_asking_says_so() {
+    let Some(daemon) = Daemon::start("lease-drain", &[]) else { return };
+    daemon.wait_until_ready();
+    assert!(hugemm(&["pool", "drain", "--socket", &daemon.socket]).status.success());
+    let status = daemon.status().expect("a status");
+    assert_eq!((status["drained"].as_bool(), status["ready"].as_array().map(Vec::len)), (Some(true), Some(0)));
+    let output = daemon.lease(&["--require"], &["echo", "ran"]);
+    assert!(!output.status.success() && said(&output).contains("nothing is ready"), "{}", said(&output));
+    assert!(hugemm(&["pool", "fill", "--socket", &daemon.socket]).status.success());
+    daemon.wait_until_ready();
+}
