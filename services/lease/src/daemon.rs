@@ -200,7 +200,8 @@ impl Daemon {
                         self.state().ready.push(file);
                         self.changed.notify_all();
                     }
-                    let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
+                    let message =
+                        format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
                     return Err(refused(RefusedKind::Empty, message));
                 }
             }
@@ -234,7 +235,10 @@ impl Daemon {
             }
             _ => {
                 self.end(leased.lease);
-                Err(refused(RefusedKind::Kept, "no descriptor or no random number for kept memory; lease without --keep"))
+                Err(refused(
+                    RefusedKind::Kept,
+                    "no descriptor or no random number for kept memory; lease without --keep",
+                ))
             }
         }
     }

@@ -125,7 +125,8 @@ fn no_pages(page: Page, missing: u64, free: u64, keep_free: u64) -> String {
     let Some(pool) = page.pool() else {
         return format!("{missing} bytes missing: no huge page to be had; free memory or compact it");
     };
-    let (pages, kib) = (missing.saturating_add(keep_free).saturating_sub(free).div_ceil(page.bytes()), pool.bytes() >> 10);
+    let (pages, kib) =
+        (missing.saturating_add(keep_free).saturating_sub(free).div_ceil(page.bytes()), pool.bytes() >> 10);
     format!(
         "{missing} bytes missing, {free} free in the kernel's pool; for {pages} pages more: \
          echo $(( $(cat /sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages) + {pages} )) > \

@@ -64,7 +64,9 @@ pub enum FileError {
     #[error("no free huge page")]
     NoPages,
     /// The pages are there, but they are not huge.
-    #[error("only {huge} of {bytes} bytes are in huge pages; see /sys/kernel/mm/transparent_hugepage/shmem_enabled (`advise` is enough) and free memory")]
+    #[error(
+        "only {huge} of {bytes} bytes are in huge pages; see /sys/kernel/mm/transparent_hugepage/shmem_enabled (`advise` is enough) and free memory"
+    )]
     NotHuge {
         /// Bytes in huge pages.
         huge: u64,

@@ -94,7 +94,8 @@ impl Policy {
             let wrong = |what: &str| PolicyError { line: number + 1, what: what.to_owned() };
             let mut words = line.split('#').next().unwrap_or_default().split_whitespace();
             let Some(kind) = words.next() else { continue };
-            let id = words.next().and_then(|id| id.parse().ok()).ok_or_else(|| wrong("no number of a user or group"))?;
+            let id =
+                words.next().and_then(|id| id.parse().ok()).ok_or_else(|| wrong("no number of a user or group"))?;
             let who = match kind {
                 "uid" => Who::User(id),
                 "gid" => Who::Group(id),

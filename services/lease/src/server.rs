@@ -121,7 +121,9 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
         let (request, fd) = match wire::receive::<Request>(connection) {
             Ok(Some(packet)) => packet,
             Ok(None) => return wait_for_end(process.as_ref().filter(|_| !held.leases.is_empty())),
-            Err(error) if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::Other | ErrorKind::UnexpectedEof) => {
+            Err(error)
+                if matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::Other | ErrorKind::UnexpectedEof) =>
+            {
                 let message = format!("not a request: {error}");
                 wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::Invalid, message }), None)?;
                 continue;

@@ -273,7 +273,8 @@ pub fn private_by_arguments<A: AsRef<OsStr>>(arguments: &[A]) -> Option<String> 
         let text = std::str::from_utf8(argument).ok()?;
         let options = || text.split(',');
         let file = options().any(|option| option == "memory-backend-file" || option == "qom-type=memory-backend-file");
-        let memfd = options().any(|option| option == "memory-backend-memfd" || option == "qom-type=memory-backend-memfd");
+        let memfd =
+            options().any(|option| option == "memory-backend-memfd" || option == "qom-type=memory-backend-memfd");
         let share = options().find_map(|option| option.strip_prefix("share="));
         let private = match share {
             Some(value) => (file || memfd) && matches!(value, "off" | "no" | "false"),
@@ -290,7 +291,8 @@ mod tests {
 
     #[test]
     fn mappings_are_read_as_the_kernel_writes_them() {
-        let maps = b"7f00-7f10 rw-s 00000000 00:10 4711    /memfd:a b (deleted)\n7f10-7f20 rw-p 00000000 00:10 42  /x\n";
+        let maps =
+            b"7f00-7f10 rw-s 00000000 00:10 4711    /memfd:a b (deleted)\n7f10-7f20 rw-p 00000000 00:10 42  /x\n";
         assert_eq!(is_private(maps, 4711), Some(false));
         assert_eq!(is_private(maps, 42), Some(true));
         assert_eq!(is_private(maps, 7), None);

@@ -49,9 +49,7 @@ impl Throttle {
 
 /// Whether somebody waits for what filling uses: the kernel's pressure figures, or the load where there are none.
 pub fn machine_is_busy() -> bool {
-    let stalled = |path: &str| {
-        std::fs::read_to_string(path).ok().and_then(|text| some_avg10(&text))
-    };
+    let stalled = |path: &str| std::fs::read_to_string(path).ok().and_then(|text| some_avg10(&text));
     match (stalled("/proc/pressure/cpu"), stalled("/proc/pressure/memory")) {
         (None, None) => {
             let load = std::fs::read_to_string("/proc/loadavg").ok();

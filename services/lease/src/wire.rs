@@ -3,7 +3,8 @@
 
 use crate::memory_file::Page;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -91,7 +91,7 @@ fn commands_exist_and_have_the_options_that_are_shown() {
                 |word: &&str| word.chars().all(|c| c.is_ascii_lowercase() || c == '-') && !word.starts_with('-');
             let depth = match words.first() {
                 Some(&"bench") if words.get(1) == Some(&"mem") => 3,
-                Some(&"bench") => 2,
+                Some(&"bench" | &"pool") => 2,
                 _ => 1,
             };
             let path: Vec<&str> = words.iter().take(depth).copied().filter(plain).collect();

@@ -26,7 +26,9 @@ impl Daemon {
     fn start(name: &str, more: &[&str]) -> Option<Self> {
         let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
         if enabled.is_empty() || ["[never]", "[deny]"].iter().any(|word| enabled.contains(word)) {
-            eprintln!("skipped: no huge pages for shared memory; as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled");
+            eprintln!(
+                "skipped: no huge pages for shared memory; as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+            );
             return None;
         }
         let scratch = Scratch::new(name);
@@ -143,7 +145,9 @@ fn a_stock_programs_file_becomes_the_lease() {
     let first = daemon.lease_to("program_that_makes_its_memory");
     assert!(first.status.success(), "{}", said(&first));
     // The lease ends with its program, and the daemon fills another file: never the same one.
-    let placed = |n: u64| move |status: &Value| status["counts"]["placed"] == n && status["leases"] == Value::from(Vec::<u8>::new());
+    let placed = |n: u64| {
+        move |status: &Value| status["counts"]["placed"] == n && status["leases"] == Value::from(Vec::<u8>::new())
+    };
     daemon.wait_for("over", placed(1));
     daemon.wait_until_ready();
     let second = daemon.lease_to("program_that_makes_its_memory");

@@ -112,7 +112,13 @@ fn print(status: &Status) {
     let sum = |sizes: &[u64]| Size(sizes.iter().sum()).rounded();
     let node = status.node.map_or("any node".to_owned(), |node| format!("node {node}"));
     println!("pages of {}, from {node}", status.page);
-    println!("  ready    {} of {}, in {} of {} files", sum(&status.ready), sum(&status.wanted), status.ready.len(), status.wanted.len());
+    println!(
+        "  ready    {} of {}, in {} of {} files",
+        sum(&status.ready),
+        sum(&status.wanted),
+        status.ready.len(),
+        status.wanted.len()
+    );
     if let Some(filling) = status.filling {
         println!("  filling  {} of {}", Size(filling.done).rounded(), Size(filling.bytes).rounded());
     }
@@ -135,7 +141,13 @@ fn print(status: &Status) {
     let mut lines = table::new(["lease", "user", "process", "size", "seconds"]);
     for lent in &status.leases {
         let size = Size(lent.bytes).rounded();
-        lines.add_row([lent.lease.to_string(), lent.uid.to_string(), lent.pid.to_string(), size, lent.seconds.to_string()]);
+        lines.add_row([
+            lent.lease.to_string(),
+            lent.uid.to_string(),
+            lent.pid.to_string(),
+            size,
+            lent.seconds.to_string(),
+        ]);
     }
     if let Some(column) = lines.column_mut(0) {
         column.set_cell_alignment(CellAlignment::Right);
