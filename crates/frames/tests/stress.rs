@@ -169,9 +169,11 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
             let block = loop {
                 match frames.alloc(&cx, Request::order(Order::new(9).expect("valid"))) {
                     Ok(block) => break block,
-                    // SAFETY: no other thread runs now.
                     Err(_) => {
-                        (1..THREADS).for_each(|cpu| unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) })
+                        for cpu in 1..THREADS {
+                            // SAFETY: no other thread runs now.
+                            unsafe { frames.drain_offline(&cx, hugemm_base::CpuId(cpu)) };
+                        }
                     }
                 }
             };

@@ -52,6 +52,9 @@ use hugemm_base::{
     CpuCx, Flushed, Invalidation, PageSize, Pending, Quarantine, RangeSet, TlbFlush, TlbHw, VirtAddr, VirtRange,
 };
 
+/// What was detached, behind the flush of its space.
+pub type DetachedBehind<'s, K, Q> = Pending<Detached, TlbFlush<'s, K, Q>>;
+
 /// How batches are flushed: values of one policy, so that the old ways can be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShootdownPolicy {
@@ -145,7 +148,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// What was [detached](crate::detach) from the space's tables, behind this batch; `None` if nothing was mapped
     /// there, and then there is nothing to flush or harvest. What comes from another table is handed back: no flush of
     /// this space pays for it.
-    pub fn detached(&mut self, unhooked: Unhooked) -> Result<Option<Pending<Detached, TlbFlush<'s, K, Q>>>, Unhooked>
+    pub fn detached(&mut self, unhooked: Unhooked) -> Result<Option<DetachedBehind<'s, K, Q>>, Unhooked>
     where
         Q: Quarantine<Detached>,
     {

@@ -16,7 +16,7 @@
 //!
 //! A page to which somebody else has a reference stays: a device may be storing to it (a pin), or a CPU may be copying it.
 //! That is looked at before anything is taken, so that such pages keep their translations; and it is decided after the
-//! flush, by [freezing](Vm::freeze_unhooked) the page, because a reference may be taken in between.
+//! flush, by freezing the page, because a reference may be taken in between.
 
 use crate::area::AreaInfo;
 use crate::away::{Away, MOST_PLACES};

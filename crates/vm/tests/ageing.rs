@@ -133,7 +133,7 @@ fn areas_say_what_their_use_means() {
                 assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
                 let head = frame(rig, cx, &space, 1);
                 let found = rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| panic!("no use of it counts"));
-                assert_eq!(found.young, false);
+                assert!(!found.young);
                 assert_eq!(found.users, 0);
                 assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
                 rig.vm.destroy(cx, space).expect("destroyed");
@@ -165,7 +165,7 @@ fn neighbours_are_offered_once() {
             let mut want = |head: Pfn| {
                 let page = frames.iter().position(|frame| *frame == head).expect("of the object") as u64;
                 offered.push(page);
-                page % 2 == 0
+                page.is_multiple_of(2)
             };
             let both = Recency { users: 2, ..USED };
             assert_eq!(age(rig, cx, &spaces[0], &[70, 71], Some(&mut want)), [both; 2]);

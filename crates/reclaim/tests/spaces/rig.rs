@@ -168,9 +168,11 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     // SAFETY: zeroed, of this size, used once; one platform.
     let frames =
         unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
-    // SAFETY: the only owner of the host's frames, released once.
     mmu.as_cpu(CpuId(0), |cx| {
-        arenas.iter().for_each(|arena| unsafe { _ = frames.release(cx, Dirty::assume_owned(arena.extent)) });
+        for arena in &arenas {
+            // SAFETY: nobody else's frames, released once.
+            unsafe { frames.release(cx, Dirty::assume_owned(arena.extent)) };
+        }
     });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = Tlbs::<Deaf<'_>>::inbox_words(cpus as usize);
