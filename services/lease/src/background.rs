@@ -49,8 +49,5 @@ pub fn cpu_time() -> Duration {
 }
 
 fn answer(answer: libc::c_long) -> Result<(), Errno> {
-    if answer < 0 {
-        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO));
-    }
-    Ok(())
+    if answer < 0 { Err(crate::seccomp::last_error()) } else { Ok(()) }
 }

@@ -98,15 +98,6 @@ impl Daemon {
         &self.config
     }
 
-    /// Takes a file that a predecessor had filled; false if it is of other pages.
-    pub fn adopt(&self, file: MemoryFile) -> bool {
-        let mine = file.page() == self.config.page;
-        if mine {
-            self.state().ready.push(file);
-        }
-        mine
-    }
-
     /// Leases memory to the process `pid` of `asker`. May fill what is missing, in the caller's time, and says how much.
     ///
     /// # Errors
@@ -309,11 +300,6 @@ impl Daemon {
     pub fn stop(&self) {
         self.state().stopping = true;
         self.changed.notify_all();
-    }
-
-    /// Takes all ready files out: for a successor.
-    pub fn take_ready(&self) -> Vec<MemoryFile> {
-        std::mem::take(&mut self.state().ready)
     }
 
     /// How things stand.

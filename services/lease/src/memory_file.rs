@@ -1,8 +1,7 @@
 //! A file of huge pages in memory: made, filled part by part, checked, handed to its one owner.
 //!
-//! What a file is for is written on the file itself, as its mode, so that a daemon that starts anew knows it from files that its
-//! predecessor left with systemd: mode 0 is filled and nobody's, mode 0600 has been lent. [`MemoryFile::make_lent`] sets it
-//! before anybody else gets the descriptor; so whatever dies when, no file is lent twice.
+//! Whose a file is stands on the file itself: mode 0 is nobody's, mode 0600 its one owner's, who alone may open it by a path
+//! (`/proc/PID/fd/N`). [`MemoryFile::make_lent`] writes that before anybody else gets the descriptor.
 
 use hugemm_base::PageSize;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
@@ -124,15 +123,6 @@ impl MemoryFile {
         Ok(MemoryFile { fd, page, bytes })
     }
 
-    /// A file that a predecessor left: `None` if it is not one that is filled and nobody's.
-    pub fn adopt(fd: OwnedFd) -> Option<Self> {
-        let page = page_of(fd.as_fd())?;
-        let stat = rustix::fs::fstat(&fd).ok()?;
-        let bytes = stat.st_size as u64;
-        let filled = stat.st_blocks as u64 * 512 >= bytes && bytes > 0;
-        (filled && Mode::from_raw_mode(stat.st_mode) == READY).then_some(MemoryFile { fd, page, bytes })
-    }
-
     /// What it consists of.
     pub fn page(&self) -> Page {
         self.page
@@ -196,8 +186,8 @@ impl MemoryFile {
         Window::new(self.fd.as_fd(), 0, self.bytes)?.advise(Advice::LinuxPopulateRead)
     }
 
-    /// Writes on the file that it has an owner, who alone may open it again by a path (`/proc/PID/fd/N`). From here on no
-    /// daemon lends it. Before the descriptor is sent to anybody.
+    /// Writes on the file that it has an owner, who alone may open it again by a path (`/proc/PID/fd/N`).
+    /// Before the descriptor is sent to anybody.
     ///
     /// # Errors
     ///

@@ -104,7 +104,8 @@ pub fn report_ftruncate(length: u64, keep_privileges: bool) -> Result<OwnedFd, F
     })
 }
 
-fn last_error() -> Errno {
+/// Why the last system call of this thread failed.
+pub(crate) fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 

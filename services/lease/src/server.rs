@@ -14,11 +14,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
-/// A socket that listens, and is removed when dropped if it was made here.
+/// A socket that listens, and is removed when dropped.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
-    made: Option<PathBuf>,
+    path: PathBuf,
 }
 
 /// Most connections that wait to be taken.
@@ -44,20 +44,13 @@ impl Listener {
         // Before anybody can connect.
         fs::set_permissions(path, fs::Permissions::from_mode(if open { 0o666 } else { 0o600 }))?;
         rustix::net::listen(&fd, BACKLOG)?;
-        Ok(Listener { fd, made: Some(path.to_owned()) })
-    }
-
-    /// A socket that systemd listens on.
-    pub fn inherited(fd: OwnedFd) -> Self {
-        Listener { fd, made: None }
+        Ok(Listener { fd, path: path.to_owned() })
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(path) = &self.made {
-            let _ = fs::remove_file(path);
-        }
+        let _ = fs::remove_file(&self.path);
     }
 }
 
@@ -136,13 +129,6 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
             Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
             Request::Status {} => wire::send(connection, &Answer::Status(daemon.status()), None)?,
             Request::Seen(seen) => daemon.seen(seen),
-            Request::End { lease } => {
-                // Its own ones only.
-                if let Some(at) = held.leases.iter().position(|&held| held == lease) {
-                    daemon.end(held.leases.swap_remove(at));
-                }
-                wire::send(connection, &Answer::Done {}, None)?;
-            }
             Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
                 let message = "only root and the daemon's own user may do that".to_owned();
                 wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::Policy, message }), None)?;

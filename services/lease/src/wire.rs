@@ -21,11 +21,6 @@ const MOST: usize = 1 << 16;
 pub enum Request {
     /// Memory.
     Lease(Wish),
-    /// Ends a lease of this connection while its process goes on. Whoever asks has let go of the memory.
-    End {
-        /// Its number.
-        lease: u64,
-    },
     /// How things stand.
     Status {},
     /// Gives ready memory back to the kernel and stops filling, until [`Request::Fill`].
