@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make run` lives a day of a virtual machine host on it, `make test` runs every test.
+# Two commands on a fresh machine: `make run` does the work of a virtual machine host on it, `make test` runs every test.
 
 CARGO ?= cargo
 HUGEMM = target/release/hugemm
@@ -11,16 +11,17 @@ PARTS = test-host=390 test-examples=40 test-release=60 test-loom=90 test-bare=20
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
 BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
-MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4)
+MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint package deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint lines package deep clean
 
 help:
-	@echo "make run    a day in the life of a virtual machine host, on this machine (a minute or two)"
+	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
 	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
+	@echo "make lines  what each package costs in lines"
 	@echo "make soak   half an hour of everything at once, in which not one byte may be wrong (SOAK=600 seconds for each)"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
 
@@ -56,7 +57,7 @@ test-loom:
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-frames --test loom
 	$(LOOM) LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --profile loom --locked -p hugemm-paging --test loom_shootdown
 
-# The crates build without std, without vector registers, on both architectures.
+# The crates build without std, without vector registers, on both architectures; the facade also with any one feature alone.
 test-bare:
 	@for target in x86_64-unknown-none aarch64-unknown-none; do \
 	    if scripts/need.sh target $$target; then \
@@ -66,6 +67,9 @@ test-bare:
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
 	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64; fi
+	@for feature in clear frames paging hugetlb vm reclaim; do \
+	    $(CARGO) check --locked --quiet -p hugemm --no-default-features --features $$feature || exit 1; \
+	done
 
 # The arm64 primitives, bit for bit, under user-mode emulation.
 test-arm:
@@ -101,7 +105,7 @@ lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@if scripts/need.sh target x86_64-unknown-none; then \
-	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -p hugemm-example-ring0 -- -D warnings; fi
+	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -p hugemm-kernel-commands -p hugemm-example-ring0 -- -D warnings; fi
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny --locked check bans licenses sources; \
 	else echo "skipped: cargo deny (install it with: cargo install --locked cargo-deny)"; fi
@@ -109,6 +113,10 @@ lint:
 # In the order of their dependencies, which cargo finds. Publishing is the same without --dry-run.
 package:
 	$(CARGO) publish --workspace --dry-run --locked
+
+# What each package costs in lines of Rust.
+lines:
+	@scripts/lines.sh
 
 # What takes long. The nightly toolchain also checks that each compile-fail example fails for the reason it states.
 deep:

@@ -13,17 +13,24 @@ set -euo pipefail
 
 fail() { echo "mutants: $2" >&2; exit "$1"; }
 
-# Runs a test program, for cargo, and ends it at its first test that fails.
+# Runs a test program, for cargo, and ends it at its first test that fails, or when it has had MUTANTS_CPU seconds of CPU
+# time. Adds to the file MUTANTS_NOTES how many it had, or that it was ended for that.
 if [ "${1-}" = --until-failure ]; then
     shift
+    [ -z "${MUTANTS_CPU-}" ] || ulimit -t "$MUTANTS_CPU"
     exec 3< <(exec "$@" 2>&1)
     program=$!
     while IFS= read -r line <&3; do
         printf '%s\n' "$line"
         case $line in test\ *\ FAILED) kill -KILL "$program"; exit 101 ;; esac
     done
-    wait "$program"
-    exit
+    status=0 && wait "$program" || status=$?
+    times >"$MUTANTS_NOTES.times"
+    case $status in
+        137 | 152) echo spent ;; # SIGKILL, SIGXCPU
+        *) awk -F '[ms ]+' 'NR == 2 { print int(60 * ($1 + $3) + $2 + $4) }' "$MUTANTS_NOTES.times" ;;
+    esac >>"$MUTANTS_NOTES"
+    exit "$status"
 fi
 
 cd "$(dirname "$0")/.."
@@ -48,7 +55,7 @@ done <"$out/sources.txt"
 # A crate's own tests judge it, and those of others that its manifest names, as "package test":
 #   [package.metadata.mutants]
 #   also = ["hugemm-reclaim spaces"]
-# Not `codegen`, which looks at release builds, and not loom's, which are empty without loom.
+# Not `codegen`, which looks at release builds, and not loom's, which are empty without loom. The sources' own come first.
 package=$(sed -n 's/^name = "\(.*\)"$/\1/p' "crates/$crate/Cargo.toml" | head -n 1)
 tests=(--lib)
 for file in "crates/$crate"/tests/*.rs "crates/$crate"/tests/*/main.rs; do
@@ -63,14 +70,18 @@ done < <(sed -n '/^\[package\.metadata\.mutants\]/,/^$/s/^also = \[\(.*\)\]$/\1/
 export CARGO_TARGET_DIR=$work/target CARGO_TERM_COLOR=never PROPTEST_CASES=64
 common=(--profile mutants --config "target.'cfg(all())'.runner = ['$PWD/scripts/mutants.sh', '--until-failure']")
 
-# How long the tests take as they are, and that they pass; a mutant has three times that, and 20 s at least.
+# What the tests take as they are, and that they pass. A mutant has three times the CPU time of the program that takes most, and
+# 20 s at least, which is the same on a busy machine; and for tests that wait for ever three times as long as all of them.
+export MUTANTS_NOTES=$out/notes
 cd "$tree"
 echo "mutants: building and running the tests of $package as they are" >&2
 test_them() { $cargo test --locked "${common[@]}" --package "$package" "${tests[@]}" "$@" >"$out/baseline.log" 2>&1; }
 test_them --no-run && start=$SECONDS && test_them ||
     { tail -n 20 "$out/baseline.log" >&2; fail 1 "the tests of $package fail before anything is changed"; }
-limit=$((3 * (SECONDS - start + 1)))
-[ "$limit" -ge 20 ] || limit=20
+limit=$((3 * (SECONDS - start + 1))) most=$(sort -n "$MUTANTS_NOTES" | tail -n 1)
+[ "$limit" -ge 60 ] || limit=60
+export MUTANTS_CPU=$((3 * (most + 1)))
+[ "$MUTANTS_CPU" -ge 20 ] || MUTANTS_CPU=20
 
 # The order in which mutants are tried, as "index name": by chance within a file, and files mixed by how many they have, so that
 # each first part of it is a fair sample of the crate.
@@ -86,28 +97,42 @@ awk '{ print NR - 1 ":" $0 }' "$out/all.txt" | sort -t: -k2 -R --random-source="
     END { for (i = 1; i <= n; i++) printf "%.9f %s\n", (place[i] + turn[file[i]] / files) / size[file[i]], line[i] }
 ' "$out/files.txt" - | sort -s -n -k1,1 | cut -d' ' -f2- >"$out/order.txt"
 
-# Tries one mutant for so many seconds; one is a shard of its own. Its name is added to the list of what became of it.
-try() {
+# One mutant for so many seconds, by such tests; one is a shard of its own.
+judge() {
     $cargo mutants --package "$package" --in-place --baseline skip --timeout "$2" --shard "$1/$total" --sharding round-robin \
-        --output "$out" --annotations none "${common[@]/#/--cargo-arg=}" -- "${tests[@]}" >>"$out/log" 2>&1 || [ $? -le 3 ] ||
+        --output "$out" --annotations none "${common[@]/#/--cargo-arg=}" -- "${@:3}" >>"$out/log" 2>&1 || [ $? -le 3 ] ||
         { tail -n 20 "$out/log" >&2; fail 1 "cargo-mutants failed"; }
-    for what in caught missed timeout unviable; do sed "s/^/$1:/" "$out/mutants.out/$what.txt" >>"$out/$what.txt"; done
+}
+
+# Tries one mutant for so many seconds. Its name is added to the list of what became of it.
+try() {
+    : >"$MUTANTS_NOTES"
+    # What the tests in the sources see needs no other program to be built.
+    judge "$1" "$2" --lib
+    [ ! -s "$out/mutants.out/missed.txt" ] || judge "$1" "$2" "${tests[@]:1}"
+    for what in caught missed timeout unviable; do
+        list=$what
+        [ $what != caught ] || ! grep -q spent "$MUTANTS_NOTES" || list=spent
+        sed "s/^/$1:/" "$out/mutants.out/$what.txt" >>"$out/$list.txt"
+    done
 }
 count() { wc -l <"$out/$1.txt"; }
 
-for what in caught missed timeout unviable; do : >"$out/$what.txt"; done
+for what in caught missed timeout spent unviable; do : >"$out/$what.txt"; done
 while IFS=: read -r index _; do
-    viable=$(($(count caught) + $(count missed) + $(count timeout)))
+    viable=$(($(count caught) + $(count missed) + $(count timeout) + $(count spent)))
     [ "$viable" -lt "$sample" ] || break
     try "$index" "$limit"
-    printf '\rmutants: %s of %s, %s missed, %s over %s s ' "$((viable + 1))" "$sample" "$(count missed)" "$(count timeout)" "$limit" >&2
+    printf '\rmutants: %s of %s, %s missed, %s over %s s, %s over %s s of CPU time ' "$((viable + 1))" "$sample" \
+        "$(count missed)" "$(count timeout)" "$limit" "$(count spent)" "$MUTANTS_CPU" >&2
 done <"$out/order.txt"
 echo >&2
 
-# A mutant that took long may only have met a busy machine: each once more, with three times the time.
+# A mutant that waited long may only have met a busy machine: each once more, with three times the time.
 mv "$out/timeout.txt" "$out/slow.txt" && : >"$out/timeout.txt"
 while IFS=: read -r index _; do try "$index" $((3 * limit)); done <"$out/slow.txt"
 
+cat "$out/spent.txt" >>"$out/timeout.txt"
 missed=$(count missed) hung=$(count timeout) viable=$(($(count caught) + $(count missed) + $(count timeout)))
 cut -d: -f2- "$out/missed.txt" | sort -V | sed 's/^/missed: /'
 cut -d: -f2- "$out/timeout.txt" | sort -V | sed 's/^/hangs (caught): /'

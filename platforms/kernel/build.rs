@@ -1,9 +1,7 @@
-//! Links the image by its own script when it is built for bare metal.
+//! Tells programs' linkers where the script is.
 
 fn main() {
-    println!("cargo:rerun-if-changed=linker.ld");
-    if std::env::var("CARGO_CFG_TARGET_OS").is_ok_and(|os| os == "none") {
-        let here = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default();
-        println!("cargo:rustc-link-arg-bins=-T{here}/linker.ld");
-    }
+    println!("cargo:rerun-if-changed=linker/hugemm-kernel.ld");
+    let here = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default();
+    println!("cargo:rustc-link-search={here}/linker");
 }

@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::Order;
 use hugemm_base::inject::NoFaults;
-use hugemm_frames::Request;
+use hugemm_frames::AllocRequest;
 use hugemm_lz4::Lz4;
 use hugemm_reclaim::{Compressed, Compressor, Swap};
 use proptest::prelude::*;
@@ -79,7 +79,7 @@ fn throughput() {
     with_frames(&machine, NoFaults, |frames| {
         let cx = machine.cx();
         let store: Compressed<'_, '_, _, Lz4> = Compressed::new(frames, &cx, Lz4, CPUS, 4096).expect("memory for work");
-        let alloc = || frames.alloc(&cx, Request::order(Order::ZERO)).expect("memory");
+        let alloc = || frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
         println!("  random bytes   stored bytes   store MB/s   load MB/s   frames per 1000 pages");
         for random in [0_u16, 100, 400, 1000, 1500, 2000, 2500, 4096] {
             let mut rng = Rng(1);

@@ -3,7 +3,7 @@
 use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
-use hugemm_frames::{Env, Frames, Frozen, Mobility, Request};
+use hugemm_frames::{AllocRequest, Env, Frames, Frozen, Mobility};
 use x86_64::PhysAddr;
 use x86_64::structures::paging::{FrameAllocator, FrameDeallocator, PageSize, PhysFrame, Size1GiB, Size2MiB, Size4KiB};
 
@@ -43,7 +43,7 @@ macro_rules! frames_of_size {
         unsafe impl<P: Cpu, E: Env> FrameAllocator<$size> for FrameSource<'_, '_, '_, P, E> {
             #[inline]
             fn allocate_frame(&mut self) -> Option<PhysFrame<$size>> {
-                let block = self.frames.alloc(self.cx, Request::order(order::<$size>())).ok()?;
+                let block = self.frames.alloc(self.cx, AllocRequest::order(order::<$size>())).ok()?;
                 PhysFrame::from_start_address(PhysAddr::new(block.pfn().start().get())).ok()
             }
         }

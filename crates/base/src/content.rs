@@ -64,6 +64,10 @@ impl Dirty {
     }
 
     /// The two as one if `next` begins where this ends; otherwise both back.
+    ///
+    /// # Errors
+    ///
+    /// Both as they came, if they do not adjoin in this order.
     pub fn join(self, next: Dirty) -> Result<Dirty, (Dirty, Dirty)> {
         match self.0.join(next.0) {
             Some(extent) => Ok(Dirty(extent)),
@@ -80,6 +84,10 @@ impl Dirty {
     /// Starts clearing in the order `far[0]`, `far[1]`, `near`; `near` is the part that will be touched first and is
     /// therefore written last, and through the cache. The three must make up the extent without overlap; if not, the
     /// frames are handed back untouched.
+    ///
+    /// # Errors
+    ///
+    /// The frames, untouched, if the three parts are not the extent without overlap.
     pub fn begin_around(self, far: [Extent; 2], near: Extent) -> Result<Clearing, Dirty> {
         // Sorted by base, three disjoint parts that fill the extent join up end to end; empty ones are skipped.
         let mut parts = [far[0], far[1], near];
@@ -95,6 +103,35 @@ impl Dirty {
             return Err(self);
         }
         Ok(Clearing { extent: self.0, far, near })
+    }
+}
+
+/// Memory that is exclusively the holder's and that no manager of frames knows: what one is made of. Frames that come out of
+/// a manager are [`Dirty`] or zeroed, and go back to it; a second manager of theirs would take them for its own.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "whoever drops this forgets that it owns memory"]
+pub struct Ram(Dirty);
+
+impl Ram {
+    /// Takes ownership of memory.
+    ///
+    /// # Safety
+    ///
+    /// As [`Dirty::assume_owned`]; and no manager whose handles can meet with those of this one's manager has an arena over
+    /// any of the frames' numbers.
+    pub const unsafe fn assume_unmanaged(extent: Extent) -> Self {
+        // SAFETY: the caller's promise.
+        Ram(unsafe { Dirty::assume_owned(extent) })
+    }
+
+    /// Which frames.
+    pub const fn extent(&self) -> Extent {
+        self.0.extent()
+    }
+
+    /// The frames, for a use without a manager.
+    pub fn into_dirty(self) -> Dirty {
+        self.0
     }
 }
 
@@ -150,6 +187,10 @@ impl Clearing {
     }
 
     /// The cleared extent, or the value itself if frames remain.
+    ///
+    /// # Errors
+    ///
+    /// The value itself, while frames remain: clear them and finish again.
     pub fn finish(self) -> Result<Zeroed, Clearing> {
         if self.remaining() == 0 { Ok(Zeroed(self.extent)) } else { Err(self) }
     }
@@ -198,6 +239,10 @@ impl Zeroed {
     }
 
     /// The two as one if `next` begins where this ends; otherwise both back.
+    ///
+    /// # Errors
+    ///
+    /// Both as they came, if they do not adjoin in this order.
     pub fn join(self, next: Zeroed) -> Result<Zeroed, (Zeroed, Zeroed)> {
         match self.0.join(next.0) {
             Some(extent) => Ok(Zeroed(extent)),

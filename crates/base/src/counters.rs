@@ -1,7 +1,7 @@
 //! Always-on counters.
 //!
 //! A platform keeps one [`Counters`] per CPU and hands out the caller's own through
-//! [`Instrumented::counters`](crate::Instrumented::counters); reading sums them. A count costs one add to a cache line
+//! [`Cpu::counters`](crate::Cpu::counters); reading sums them. A count costs one add to a cache line
 //! that no other CPU writes, so counters are never compiled out.
 //!
 //! There are two kinds. [`Counter`] may be shared by CPUs: a relaxed atomic add. [`CpuCounter`] has one CPU that writes

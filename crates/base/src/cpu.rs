@@ -8,7 +8,7 @@
 //! # use hugemm_base::{platform::Cpu, CpuCx, Unfenced};
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
 //!     let debt = Unfenced::streaming((), cx);
-//!     cx.reschedule(); // error: `cx` is borrowed by `debt`
+//!     cx.cond_resched(); // error: `cx` is borrowed by `debt`
 //!     debt.fence();
 //! }
 //! ```
@@ -20,7 +20,7 @@
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
 //!     let debt = Unfenced::streaming((), cx);
 //!     debt.fence();
-//!     cx.reschedule();
+//!     cx.cond_resched();
 //! }
 //! ```
 //!
@@ -47,7 +47,7 @@
 //! ```compile_fail,E0500
 //! # use hugemm_base::{platform::Cpu, CpuCx};
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
-//!     cx.pinned(|_| cx.reschedule()); // error: `cx` is borrowed while the task is pinned
+//!     cx.pinned(|_| cx.cond_resched()); // error: `cx` is borrowed while the task is pinned
 //! }
 //! ```
 //!
@@ -68,7 +68,7 @@
 //! # use hugemm_base::{platform::Cpu, CpuCx, Unfenced};
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
 //!     let debt = Unfenced::streaming((), cx);
-//!     cx.platform().reschedule(); // error: unsafe; `CpuCx::reschedule` is the way
+//!     cx.platform().cond_resched(); // error: unsafe; `CpuCx::cond_resched` is the way
 //!     debt.fence();
 //! }
 //! ```
@@ -84,7 +84,7 @@
 //! # use hugemm_base::{platform::Cpu, CpuCx};
 //! fn rule<P: Cpu>(cx: &mut CpuCx<'_, P>) {
 //!     let _ = cx.platform().pin(); // error: unsafe; `CpuCx::pinned` is the way
-//!     cx.reschedule();
+//!     cx.cond_resched();
 //! }
 //! ```
 //!
@@ -140,10 +140,10 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
     }
 
     /// A reschedule point: the platform may run something else here. May sleep.
-    pub fn reschedule(&mut self) {
+    pub fn cond_resched(&mut self) {
         self.platform.counters().reschedules.add(1);
         // SAFETY: whatever belongs to this CPU borrows the context, which is borrowed exclusively here.
-        unsafe { self.platform.reschedule() }
+        unsafe { self.platform.cond_resched() }
     }
 
     /// A cancellation point: whether the operation should stop here. Never sleeps; counts a yes.
@@ -157,7 +157,7 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
 
     /// Moves the task to another CPU; false if the platform cannot.
     pub fn migrate(&mut self, to: CpuId) -> bool {
-        // SAFETY: as in `reschedule`.
+        // SAFETY: as in `cond_resched`.
         unsafe { self.platform.migrate(to) }
     }
 
@@ -170,7 +170,8 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
         let state = unsafe { self.platform.pin() };
         // SAFETY: this call's pin; those made since were made and undone within `f`.
         let _end = AtEnd(|| unsafe { self.platform.unpin(state) });
-        f(CpuPin { cpu: self.platform.current(), stays: PhantomData })
+        let platform = core::ptr::from_ref(self.platform).addr();
+        f(CpuPin { cpu: self.platform.current(), platform, stays: PhantomData })
     }
 
     /// Runs `f` with the task kept on its CPU, and other tasks off it, with interrupts as they are. Nests; ends when `f`
@@ -213,6 +214,7 @@ impl<F: FnMut()> Drop for AtEnd<F> {
 #[derive(Clone, Copy, Debug)]
 pub struct CpuPin<'pin> {
     cpu: CpuId,
+    platform: usize,
     stays: PhantomData<(&'pin (), *const ())>,
 }
 
@@ -221,6 +223,12 @@ impl CpuPin<'_> {
     #[inline]
     pub fn cpu(self) -> CpuId {
         self.cpu
+    }
+
+    /// The address of the platform whose CPU it is, to tell platforms apart.
+    #[inline]
+    pub fn platform(self) -> usize {
+        self.platform
     }
 }
 

@@ -44,6 +44,10 @@ impl core::error::Error for ExtentError {}
 
 impl Extent {
     /// The extent of `pages` frames from `base` on.
+    ///
+    /// # Errors
+    ///
+    /// [`Overflow`](ExtentError::Overflow) if it would end past the last physical address.
     pub const fn new(base: Pfn, pages: u64) -> Result<Self, ExtentError> {
         match base.checked_add(pages) {
             Some(_) => Ok(Extent { base, pages }),
@@ -52,6 +56,11 @@ impl Extent {
     }
 
     /// The extent of `bytes` bytes from `start` on; both must be multiples of 4 KiB.
+    ///
+    /// # Errors
+    ///
+    /// [`Misaligned`](ExtentError::Misaligned) if one is not a multiple of 4 KiB, [`Overflow`](ExtentError::Overflow)
+    /// if it would end past the last physical address.
     pub const fn from_bytes(start: PhysAddr, bytes: u64) -> Result<Self, ExtentError> {
         if !start.is_aligned(PAGE_BYTES) {
             return Err(ExtentError::Misaligned { value: start.get() });
@@ -158,7 +167,7 @@ impl Extent {
     /// ascending order.
     ///
     /// Chunks grow to the alignment of the base, stay at `max` in the middle, and shrink at the end; there are at most
-    /// `pages / 2^max + 2 × max` of them (seed 002; checklist C1, C2). Each step is O(1).
+    /// `pages / 2^max + 2 × max` of them, the chunks of "Optimize free_contig_range()". Each step is O(1).
     ///
     /// ```
     /// use hugemm_base::{Extent, Order, Pfn};
@@ -250,7 +259,7 @@ mod tests {
             .collect()
     }
 
-    /// Checklist C1 and C2, every start and length up to 4096: 16.8 million decompositions. The reference costs more
+    /// Every start and length up to 4096: 16.8 million decompositions. The reference costs more
     /// than the rest of the suite together, so it checks a coprime stride of them, and the properties that define the
     /// decomposition uniquely are checked on all.
     #[test]

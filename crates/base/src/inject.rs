@@ -1,10 +1,10 @@
-//! Fault injection: the one harness that walks every place where something can run out (checklist X4).
+//! Fault injection: the one harness that walks every place where something can run out.
 //!
 //! Every crate that allocates asks an [`Inject`] at each allocation point whether to fail there. In production that is
 //! [`NoFaults`], a zero-sized type whose answer is a constant, so the question costs nothing. In tests it is a
 //! [`FaultPlan`], and [`every_fault`] runs one scenario over and over, failing its first allocation, then its second,
 //! and so on, until a run meets no fault any more. Whatever the scenario asserts at its end has then been asserted for
-//! every way in which memory can run out half way (design invariant 7).
+//! every way in which memory can run out half way.
 //!
 //! ```
 //! use hugemm_base::inject::{every_fault, FaultPoint, Inject};

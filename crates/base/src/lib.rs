@@ -10,13 +10,14 @@
 //! | [`size`] | [`PageSize`], [`Order`] |
 //! | [`extent`] | [`Extent`] and its canonical decomposition into aligned power-of-two chunks |
 //! | [`chain`] | lists of extents threaded through storage that the extents themselves pay for |
-//! | [`content`] | what is known of an extent's bytes: [`Dirty`], [`Clearing`], [`Zeroed`] |
+//! | [`content`] | what is known of an extent's bytes: [`Dirty`], [`Clearing`], [`Zeroed`]; memory without a manager: [`Ram`] |
 //! | [`pending`] | [`Pending`]: a value that cannot be reached before its barrier has been discharged |
 //! | [`store_fence`] | the barrier after weakly ordered stores |
 //! | [`tlb_flush`] | the barrier after page table changes |
 //! | [`tlb_ranges`] | [`RangeSet`], [`Invalidation`]: what one flush invalidates |
 //! | [`cpu`] | [`CpuCx`], [`CpuPin`], [`VectorCx`]: what the running task may do on its CPU |
 //! | [`platform`] | the traits that a platform implements |
+//! | `single_cpu.rs` | [`SingleCpu`]: the smallest platform |
 //! | [`cancel`] | [`Cancel`]: how a long operation is asked to stop |
 //! | [`pressure`] | [`Pressure`]: the upward call on exhaustion |
 //! | [`inject`] | [`Inject`](inject::Inject): the one fault-injection harness |
@@ -25,6 +26,7 @@
 //! | [`sync`] | atomics, or loom's under `cfg(loom)` |
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
+#![deny(clippy::missing_errors_doc)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 pub mod addr;
@@ -39,6 +41,7 @@ pub mod lock;
 pub mod pending;
 pub mod platform;
 pub mod pressure;
+mod single_cpu;
 pub mod size;
 pub mod store_fence;
 pub mod sync;
@@ -48,16 +51,14 @@ pub mod tlb_ranges;
 pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 pub use cancel::{Cancel, CancelFlag, Never};
 pub use chain::{ExtentChain, ExtentLinks};
-pub use content::{Clearing, Dirty, Sweep, Zeroed};
+pub use content::{Clearing, Dirty, Ram, Sweep, Zeroed};
 pub use counters::{CounterSnapshot, Counters};
 pub use cpu::{CpuCx, CpuPin, VectorCx};
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};
-pub use platform::{
-    Clock, CpuId, CpuLocal, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder, TlbHw, TlbScope,
-    Topology, VectorUnit, Window,
-};
+pub use platform::{Clock, Cpu, CpuId, LinearMap, NodeId, PhysMap, PreemptModel, TlbHw, TlbScope, Topology, Window};
 pub use pressure::{NoPressure, Pressure, Shortfall};
+pub use single_cpu::SingleCpu;
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};
 pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush};

@@ -1,16 +1,13 @@
-//! The traits that a platform implements: small ones, each with one job.
+//! The traits that a platform implements: [`Cpu`] always, the others where a system that needs them is used.
 //!
 //! | trait | job | who needs it |
 //! |---|---|---|
+//! | [`Cpu`] | the running task and its CPU: pinning, rescheduling, barriers after stores, vector registers, counters | everything |
 //! | [`PhysMap`] | where in virtual memory frames can be reached | everything that touches frames' bytes |
-//! | [`CpuLocal`] | which CPU runs this, and staying on it | per-CPU data |
-//! | [`Preempt`] | preemption model, reschedule and migration points | everything long |
-//! | [`StoreOrder`] | barriers after stores | clearing, table updates |
-//! | [`VectorUnit`] | use of vector registers | vector clearing primitives |
-//! | [`Topology`] | CPUs and NUMA nodes | parallel work, placement |
+//! | [`LinearMap`] | that they can be reached for good | what keeps its own data in frames |
+//! | [`Topology`] | NUMA nodes | parallel work, placement |
 //! | [`TlbHw`] | invalidating TLBs, interrupting CPUs, loading tables | paging |
 //! | [`Clock`] | time | calibration, budgets |
-//! | [`Instrumented`] | counters, traces | everything |
 //!
 //! Traits whose contract other code's memory safety rests on are `unsafe` to implement.
 
@@ -80,20 +77,78 @@ impl PreemptModel {
     }
 }
 
-/// Which CPU runs the caller, and staying on it.
+/// What a CPU does for the task that runs on it. A platform implements it once; five methods have no default, because
+/// nothing would be right everywhere.
+///
+/// Code other than platforms calls the `unsafe` methods through a [`CpuCx`](crate::CpuCx).
 ///
 /// # Safety
 ///
-/// Between [`pin`](CpuLocal::pin) and the matching [`unpin`](CpuLocal::unpin) the calling task stays on one CPU and nothing
-/// else that pins runs on it, interrupt handlers included, so that per-CPU data may be accessed with plain loads and stores;
-/// and [`current`](CpuLocal::current) answers that CPU, below [`Topology::cpus`].
-pub unsafe trait CpuLocal {
+/// ## Staying on a CPU
+///
+/// Between [`pin`](Cpu::pin) and the matching [`unpin`](Cpu::unpin) the calling task stays on one CPU and nothing else
+/// that pins runs on it, interrupt handlers included, so that per-CPU data may be accessed with plain loads and stores; and
+/// [`current`](Cpu::current) answers that CPU, below [`cpus`](Cpu::cpus).
+///
+/// ## Rescheduling
+///
+/// Streaming stores are ordered only by a fence on the CPU that issued them. So a task that is switched out anywhere but in
+/// [`cond_resched`](Cpu::cond_resched) or [`migrate`](Cpu::migrate) goes on on the same CPU, or the CPU that it leaves
+/// executes a store fence before it goes on (every x86-64 and arm64 kernel does, through the serialising or barrier
+/// instructions of its switch).
+///
+/// ## Barriers after stores
+///
+/// After [`store_fence`](Cpu::store_fence), every earlier store of this CPU, streaming ones included, is visible to every CPU
+/// that sees any later store of this CPU. After [`publish_barrier`](Cpu::publish_barrier) the same holds for all but
+/// streaming stores. The provided methods are right on x86-64 and arm64 hardware.
+///
+/// ## Vector registers
+///
+/// From a `true` of [`vector_begin`](Cpu::vector_begin) to its [`vector_end`](Cpu::vector_end) the task may execute every
+/// vector instruction that the CPU says is enabled (CPUID and XCR0; on arm64 its ID registers): none traps, nobody else
+/// changes what the registers hold, interrupt handlers included, and nobody misses what they held before. The provided
+/// methods grant nothing.
+///
+/// ## One address, one platform
+///
+/// Two platforms at one address (one that begins with the other, or has no size) have the same CPUs under the same numbers:
+/// whoever keeps things per CPU tells by [`CpuPin::platform`](crate::CpuPin::platform) whose CPU it is.
+///
+/// Whoever implements it has to promise all that:
+///
+/// ```compile_fail,E0200
+/// # use hugemm_base::{Counters, Cpu, CpuId};
+/// struct Careless(Counters);
+/// impl Cpu for Careless { // error: `unsafe impl`: is there a fence where it switches tasks?
+///     # fn current(&self) -> CpuId { CpuId(0) }
+///     # unsafe fn pin(&self) -> usize { 0 }
+///     # unsafe fn unpin(&self, _: usize) {}
+///     # fn counters(&self) -> &Counters { &self.0 }
+///     unsafe fn cond_resched(&self) {}
+/// }
+/// ```
+///
+/// ```compile_fail,E0200
+/// # use hugemm_base::{Counters, Cpu, CpuId};
+/// struct Generous(Counters);
+/// impl Cpu for Generous { // error: `unsafe impl`: do vector instructions really not trap?
+///     # fn current(&self) -> CpuId { CpuId(0) }
+///     # unsafe fn pin(&self) -> usize { 0 }
+///     # unsafe fn unpin(&self, _: usize) {}
+///     # fn counters(&self) -> &Counters { &self.0 }
+///     # unsafe fn cond_resched(&self) {}
+///     unsafe fn vector_begin(&self) -> bool {
+///         true
+///     }
+/// }
+/// ```
+pub unsafe trait Cpu {
     /// The CPU that runs the caller. A hint unless pinned.
     fn current(&self) -> CpuId;
 
     /// Pins the caller: interrupts off in a kernel, nothing at all where a thread is bound to its CPU. Nests. Returns
-    /// what `unpin` needs to restore the previous state. Code other than platforms calls
-    /// [`CpuCx::pinned`](crate::CpuCx::pinned).
+    /// what `unpin` needs to restore the previous state. Contexts call it: [`CpuCx::pinned`](crate::CpuCx::pinned).
     ///
     /// # Safety
     ///
@@ -107,9 +162,41 @@ pub unsafe trait CpuLocal {
     /// `state` is what the latest not yet undone `pin` on this task returned.
     unsafe fn unpin(&self, state: usize);
 
+    /// A point where the platform may run something else; nothing at all where there is nothing else. May sleep. Contexts
+    /// call it: [`CpuCx::cond_resched`](crate::CpuCx::cond_resched).
+    ///
+    /// # Safety
+    ///
+    /// The task is not pinned, owes no store fence and uses nothing else that belongs to this CPU: what borrows its
+    /// [`CpuCx`](crate::CpuCx) has ended.
+    unsafe fn cond_resched(&self);
+
+    /// The calling CPU's counters.
+    fn counters(&self) -> &Counters;
+
+    /// How many CPUs there are; at least 1, which is what is provided. What is kept per CPU is sized by it.
+    fn cpus(&self) -> u32 {
+        1
+    }
+
+    /// How tasks give up the CPU at present. The provided answer is `Voluntary`: at reschedule points.
+    fn preempt_model(&self) -> PreemptModel {
+        PreemptModel::Voluntary
+    }
+
+    /// Whether the caller is in a context that may sleep. Long operations refuse to start where it is false.
+    fn may_sleep(&self) -> bool {
+        true
+    }
+
+    /// Whether the caller can be interrupted by other CPUs. Whoever waits for them asserts it in debug builds.
+    fn interrupts_on(&self) -> bool {
+        true
+    }
+
     /// Keeps the caller on its CPU, and other tasks off it, with interrupts on: preemption off in a kernel that has
     /// preemption. Nests. Returns what `unstay` needs. The provided one does nothing, which is right only where a task
-    /// leaves its CPU at reschedule and migration points alone. Code other than platforms calls
+    /// leaves its CPU at reschedule and migration points alone. Contexts call it:
     /// [`CpuCx::staying`](crate::CpuCx::staying).
     ///
     /// # Safety
@@ -126,68 +213,16 @@ pub unsafe trait CpuLocal {
     /// `state` is what the latest not yet undone `stay` on this task returned.
     unsafe fn unstay(&self, _state: usize) {}
 
-    /// Whether the caller can be interrupted by other CPUs. Whoever waits for them asserts it in debug builds.
-    fn interrupts_on(&self) -> bool {
-        true
-    }
-}
-
-/// Preemption model, reschedule and migration points.
-///
-/// # Safety
-///
-/// Streaming stores are ordered only by a fence on the CPU that issued them. So a task that is switched out anywhere but in
-/// [`reschedule`](Preempt::reschedule) or [`migrate`](Preempt::migrate) goes on on the same CPU, or the CPU that it leaves
-/// executes a store fence before it goes on (every x86-64 and arm64 kernel does, through the serialising or barrier
-/// instructions of its switch).
-///
-/// ```compile_fail,E0200
-/// # use hugemm_base::{Preempt, PreemptModel};
-/// struct Careless;
-/// impl Preempt for Careless { // error: whoever implements it has to promise that
-///     fn preempt_model(&self) -> PreemptModel {
-///         PreemptModel::Full
-///     }
-///     unsafe fn reschedule(&self) {}
-/// }
-/// ```
-pub unsafe trait Preempt {
-    /// The model now in force.
-    fn preempt_model(&self) -> PreemptModel;
-
-    /// Whether the caller is in a context that may sleep. Long operations refuse to start where it is false.
-    fn may_sleep(&self) -> bool {
-        true
-    }
-
-    /// A point where the platform may run something else. May sleep. Code other than platforms calls
-    /// [`CpuCx::reschedule`](crate::CpuCx::reschedule).
+    /// Moves the caller to another CPU; false if that is not possible (no such CPU, or not allowed). Contexts call it:
+    /// [`CpuCx::migrate`](crate::CpuCx::migrate).
     ///
     /// # Safety
     ///
-    /// The task is not pinned, owes no store fence and uses nothing else that belongs to this CPU: what borrows its
-    /// [`CpuCx`](crate::CpuCx) has ended.
-    unsafe fn reschedule(&self);
-
-    /// Moves the caller to another CPU; false if that is not possible (no such CPU, or not allowed). Code other than
-    /// platforms calls [`CpuCx::migrate`](crate::CpuCx::migrate).
-    ///
-    /// # Safety
-    ///
-    /// As for [`reschedule`](Preempt::reschedule).
+    /// As for [`cond_resched`](Cpu::cond_resched).
     unsafe fn migrate(&self, _to: CpuId) -> bool {
         false
     }
-}
 
-/// Barriers after stores.
-///
-/// # Safety
-///
-/// After [`store_fence`](StoreOrder::store_fence), every earlier store of this CPU, streaming ones included, is visible
-/// to every CPU that sees any later store of this CPU. After [`publish_barrier`](StoreOrder::publish_barrier) the same
-/// holds for all but streaming stores. The provided methods are right on x86-64 and arm64 hardware.
-pub unsafe trait StoreOrder {
     /// Orders streaming and ordinary stores: `sfence`, `dmb ishst`.
     #[inline]
     fn store_fence(&self) {
@@ -204,38 +239,9 @@ pub unsafe trait StoreOrder {
     fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
         None
     }
-}
 
-/// A software model of a weakly ordered store buffer: stores reach memory in any order, at the latest at the fence.
-pub trait StoreBuffer {
-    /// Accepts stores of zeroes to `len` bytes from `ptr` on.
-    ///
-    /// # Safety
-    ///
-    /// The bytes are writable, and stay so and unread by this CPU until the platform's store fence.
-    unsafe fn zero(&self, ptr: *mut u8, len: usize);
-}
-
-/// Use of vector registers outside user space.
-///
-/// # Safety
-///
-/// From a `true` of [`vector_begin`](VectorUnit::vector_begin) to its [`vector_end`](VectorUnit::vector_end) the task may
-/// execute every vector instruction that the CPU says is enabled (CPUID and XCR0; on arm64 its ID registers): none traps, nobody
-/// else changes what the registers hold, interrupt handlers included, and nobody misses what they held before. The provided
-/// methods grant nothing.
-///
-/// ```compile_fail,E0200
-/// struct Generous;
-/// impl hugemm_base::VectorUnit for Generous { // error: whoever implements it has to promise that
-///     unsafe fn vector_begin(&self) -> bool {
-///         true
-///     }
-/// }
-/// ```
-pub unsafe trait VectorUnit {
     /// Makes the vector registers usable for the caller; false if they are not to be had here and now, which may be
-    /// because they are in use. Uses that are granted nest. Does not sleep. Code other than platforms calls
+    /// because they are in use. Uses that are granted nest. Does not sleep. Contexts call it:
     /// [`CpuCx::with_vector`](crate::CpuCx::with_vector).
     ///
     /// # Safety
@@ -251,13 +257,24 @@ pub unsafe trait VectorUnit {
     ///
     /// Ends the latest use on this task that was granted and has not ended.
     unsafe fn vector_end(&self) {}
+
+    /// A barrier's debt was dropped instead of discharged; by now it has been paid. Production platforms have nothing
+    /// to do here; test platforms panic, unless the thread is already unwinding.
+    fn debt_dropped(&self, _barrier: &'static str) {}
 }
 
-/// CPUs and NUMA nodes.
-pub trait Topology {
-    /// How many CPUs there are; at least 1.
-    fn cpus(&self) -> u32;
+/// A software model of a weakly ordered store buffer: stores reach memory in any order, at the latest at the fence.
+pub trait StoreBuffer {
+    /// Accepts stores of zeroes to `len` bytes from `ptr` on.
+    ///
+    /// # Safety
+    ///
+    /// The bytes are writable, and stay so and unread by this CPU until the platform's store fence.
+    unsafe fn zero(&self, ptr: *mut u8, len: usize);
+}
 
+/// NUMA nodes.
+pub trait Topology {
     /// The node of a CPU.
     fn node_of_cpu(&self, cpu: CpuId) -> NodeId;
 
@@ -287,6 +304,14 @@ pub unsafe trait PhysMap {
     /// `window` came from `open` on this map, is closed once, and nobody uses its bytes any more.
     unsafe fn close(&self, _window: Window) {}
 }
+
+/// A [`PhysMap`] that maps memory for good: what is kept in frames, such as their manager's own metadata, needs one.
+///
+/// # Safety
+///
+/// The bytes of a window stay the frames', initialised and mapped at the same address, as long as the platform can be
+/// borrowed, whether the window is closed or not.
+pub unsafe trait LinearMap: PhysMap {}
 
 /// Frames made reachable by [`PhysMap::open`].
 #[derive(Clone, Copy, Debug)]
@@ -378,18 +403,3 @@ pub trait Clock {
     /// Nanoseconds since an arbitrary moment.
     fn now_ns(&self) -> u64;
 }
-
-/// Counters and traces.
-pub trait Instrumented {
-    /// The calling CPU's counters.
-    fn counters(&self) -> &Counters;
-
-    /// A barrier's debt was dropped instead of discharged; by now it has been paid. Production platforms have nothing
-    /// to do here; test platforms panic, unless the thread is already unwinding.
-    fn debt_dropped(&self, _barrier: &'static str) {}
-}
-
-/// Everything a CPU does for the task that runs on it; implemented by every type that implements the parts.
-pub trait Cpu: CpuLocal + Preempt + StoreOrder + VectorUnit + Instrumented {}
-
-impl<P: CpuLocal + Preempt + StoreOrder + VectorUnit + Instrumented> Cpu for P {}

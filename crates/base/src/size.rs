@@ -76,6 +76,10 @@ impl Order {
     pub const MAX: Order = Order(18);
 
     /// The order with this number; an error above [`Order::MAX`].
+    ///
+    /// # Errors
+    ///
+    /// The number, if it is above [`Order::MAX`].
     pub const fn new(order: u32) -> Result<Self, SizeError> {
         if order <= Self::MAX.get() { Ok(Order(order as u8)) } else { Err(SizeError { value: order as u64 }) }
     }

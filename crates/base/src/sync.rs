@@ -92,12 +92,20 @@ pub trait AtomicWord {
     fn fetch_add(&self, value: u64, order: Ordering) -> u64;
     /// Replaces `current` by `new`; returns the previous value, as an error if it was not `current`. May fail
     /// spuriously.
+    ///
+    /// # Errors
+    ///
+    /// The value that was found: not `current`, or `current` where the exchange failed spuriously.
     fn compare_exchange_weak(&self, current: u64, new: u64, success: Ordering, failure: Ordering) -> Result<u64, u64>;
 
     /// Applies a pure transition until it sticks. `None` from `next` leaves the word unchanged and is returned as the
     /// error with the value it saw; otherwise the previous value is returned.
     ///
     /// Lock-free: a retry means that another CPU made progress.
+    ///
+    /// # Errors
+    ///
+    /// The value for which `next` had no answer; nothing was stored.
     fn transition(
         &self,
         success: Ordering,

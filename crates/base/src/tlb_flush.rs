@@ -227,8 +227,11 @@ impl<T, K, Q: Quarantine<T>> Barrier<T> for TlbFlush<'_, K, Q> {
 }
 
 impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
-    /// Gives the value up against a receipt of the same domain that is recent and wide enough; otherwise hands the debt
-    /// back.
+    /// Gives the value up against a receipt of the same domain that is recent and wide enough.
+    ///
+    /// # Errors
+    ///
+    /// The debt, if the receipt is of another domain, older than the change, or not wide enough: flush and try again.
     pub fn release(self, receipt: &Flushed<'d, K, Q>) -> Result<T, Self> {
         let debt = self.barrier();
         let paid = core::ptr::eq(debt.domain, receipt.domain)
@@ -258,8 +261,11 @@ impl<'d, T, K, Q: Quarantine<T>> Pending<T, TlbFlush<'d, K, Q>> {
 }
 
 impl<K, Q: Quarantine<ExtentChain>> Pending<ExtentChain, TlbFlush<'_, K, Q>> {
-    /// Two debts of one domain as one, which a single flush of the hull pays; the other's extents come after these. Debts
-    /// of different domains are handed back. O(1).
+    /// Two debts of one domain as one, which a single flush of the hull pays; the other's extents come after these. O(1).
+    ///
+    /// # Errors
+    ///
+    /// Both debts as they came, if their domains differ.
     ///
     /// # Safety
     ///
@@ -275,7 +281,11 @@ impl<K, Q: Quarantine<ExtentChain>> Pending<ExtentChain, TlbFlush<'_, K, Q>> {
 }
 
 impl<K, Q: Quarantine<()>> Pending<(), TlbFlush<'_, K, Q>> {
-    /// Two debts of one domain as one, which a single flush of the hull pays. Debts of different domains are handed back.
+    /// Two debts of one domain as one, which a single flush of the hull pays.
+    ///
+    /// # Errors
+    ///
+    /// Both debts as they came, if their domains differ.
     #[allow(clippy::result_large_err, reason = "the two debts as they came")]
     pub fn merge(self, other: Self) -> Result<Self, (Self, Self)> {
         self.joined(other, |(), ()| ())

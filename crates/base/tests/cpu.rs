@@ -2,7 +2,7 @@
 #![cfg(not(loom))]
 
 use hugemm_base::lock::{PinnedLock, SpinLock};
-use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
+use hugemm_base::platform::{Cpu, PreemptModel};
 use hugemm_base::{Counters, CpuCx, CpuId, Never, NoPressure, Order, Pressure, Shortfall, Unfenced};
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -38,8 +38,10 @@ impl Recorder {
     }
 }
 
-// SAFETY: each test runs on one thread, and nothing interrupts it.
-unsafe impl CpuLocal for Recorder {
+// SAFETY: each test runs on one thread, and nothing interrupts it. The operating system fences when it switches
+// threads. Nobody else reads what the tests store. A process's registers are its own, and the operating system saves
+// them.
+unsafe impl Cpu for Recorder {
     fn current(&self) -> CpuId {
         CpuId(3)
     }
@@ -52,6 +54,10 @@ unsafe impl CpuLocal for Recorder {
         self.note(format!("unpin {state}"));
     }
 
+    fn cpus(&self) -> u32 {
+        4
+    }
+
     unsafe fn stay(&self) -> usize {
         self.state("stay")
     }
@@ -59,15 +65,12 @@ unsafe impl CpuLocal for Recorder {
     unsafe fn unstay(&self, state: usize) {
         self.note(format!("unstay {state}"));
     }
-}
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for Recorder {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Lazy
     }
 
-    unsafe fn reschedule(&self) {
+    unsafe fn cond_resched(&self) {
         self.note("reschedule");
     }
 
@@ -75,10 +78,7 @@ unsafe impl Preempt for Recorder {
         self.note(format!("migrate to {to}"));
         to != CpuId(9)
     }
-}
 
-// SAFETY: nobody else reads what the tests store.
-unsafe impl StoreOrder for Recorder {
     fn store_fence(&self) {
         self.note("fence");
     }
@@ -86,10 +86,7 @@ unsafe impl StoreOrder for Recorder {
     fn publish_barrier(&self) {
         self.note("publish");
     }
-}
 
-// SAFETY: a process's registers are its own, and the operating system saves them.
-unsafe impl VectorUnit for Recorder {
     unsafe fn vector_begin(&self) -> bool {
         self.note("vector begin");
         self.vector
@@ -98,9 +95,7 @@ unsafe impl VectorUnit for Recorder {
     unsafe fn vector_end(&self) {
         self.note("vector end");
     }
-}
 
-impl Instrumented for Recorder {
     fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -144,7 +139,7 @@ fn vector_registers_are_asked_for_if_wanted_and_ended_if_granted() {
 fn points_where_a_task_may_leave_are_the_platforms_and_are_counted() {
     let platform = Recorder::default();
     let mut cx = platform.cx();
-    cx.reschedule();
+    cx.cond_resched();
     assert!(cx.migrate(CpuId(1)) && !cx.migrate(CpuId(9)));
     assert_eq!(platform.asked(), ["reschedule", "migrate to cpu1", "migrate to cpu9"]);
     assert_eq!(cx.preempt_model(), PreemptModel::Lazy);

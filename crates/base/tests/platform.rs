@@ -2,16 +2,16 @@
 #![cfg(not(loom))]
 
 use hugemm_base::platform::StoreBuffer;
-use hugemm_base::{
-    CpuId, CpuLocal, Invalidation, NodeId, PhysAddr, Preempt, PreemptModel, StoreOrder, TlbHw, TlbScope, VectorUnit,
-};
+use hugemm_base::{Counters, Cpu, CpuId, Invalidation, NodeId, PhysAddr, PreemptModel, TlbHw, TlbScope};
 use std::cell::RefCell;
 
-/// No more than each trait demands.
-struct Least;
+/// No more than the trait demands.
+#[derive(Default)]
+struct Least(Counters);
 
-// SAFETY: each test runs on one thread, and nothing interrupts it.
-unsafe impl CpuLocal for Least {
+// SAFETY: each test runs on one thread, and nothing interrupts it. The operating system fences when it switches
+// threads.
+unsafe impl Cpu for Least {
     fn current(&self) -> CpuId {
         CpuId(0)
     }
@@ -21,29 +21,22 @@ unsafe impl CpuLocal for Least {
     }
 
     unsafe fn unpin(&self, _state: usize) {}
-}
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for Least {
-    fn preempt_model(&self) -> PreemptModel {
-        PreemptModel::Full
+    unsafe fn cond_resched(&self) {}
+
+    fn counters(&self) -> &Counters {
+        &self.0
     }
-
-    unsafe fn reschedule(&self) {}
 }
-
-// SAFETY: the provided barriers.
-unsafe impl StoreOrder for Least {}
-
-// SAFETY: the provided methods grant nothing.
-unsafe impl VectorUnit for Least {}
 
 #[test]
 fn what_is_provided_grants_nothing_and_forbids_nothing() {
-    assert!(Least.interrupts_on() && Least.may_sleep());
+    let least = Least::default();
+    assert_eq!((least.cpus(), least.preempt_model()), (1, PreemptModel::Voluntary));
+    assert!(least.interrupts_on() && least.may_sleep());
     // SAFETY: nothing belongs to this CPU, and nothing was granted.
-    assert!(unsafe { !Least.migrate(CpuId(1)) && !Least.vector_begin() });
-    let buffer: Option<&dyn StoreBuffer> = Least.store_buffer();
+    assert!(unsafe { !least.migrate(CpuId(1)) && !least.vector_begin() });
+    let buffer: Option<&dyn StoreBuffer> = least.store_buffer();
     assert!(buffer.is_none());
 }
 

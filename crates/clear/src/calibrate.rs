@@ -12,7 +12,7 @@
 //! Of several timings on cold memory the shortest counts: whatever else the machine does only makes a run longer.
 
 use crate::features::Features;
-use crate::primitive::{Class, Primitive};
+use crate::primitive::{Primitive, PrimitiveClass};
 use crate::profile::{Best, Crossover, Mbps, Profile};
 use crate::raw;
 use hugemm_base::platform::Cpu;
@@ -83,6 +83,11 @@ impl core::error::Error for CalibrateError {}
 /// lost. At least [`MIN_SCRATCH`] bytes; twice the last-level cache or more for true cold figures (crossovers beyond its
 /// size are not found and reported as its size). Takes about the time of clearing eight times the scratch, passes
 /// reschedule points between measurements, and must run on the kind of CPU that the profile is for.
+///
+/// # Errors
+///
+/// [`ScratchTooSmall`](CalibrateError::ScratchTooSmall): give at least [`MIN_SCRATCH`] bytes.
+/// [`ClockTooCoarse`](CalibrateError::ClockTooCoarse): use [`Profile::uncalibrated`] or a saved profile.
 pub fn calibrate<P: Cpu + Clock>(
     cx: &mut CpuCx<'_, P>,
     features: &Features,
@@ -90,9 +95,10 @@ pub fn calibrate<P: Cpu + Clock>(
 ) -> Result<Profile, CalibrateError> {
     let mut bench = Bench::new(cx, scratch)?;
     // Cached primitives are for hot and for small destinations; bulk ones for cold and large.
-    let cached = bench.best(features, Class::Cached, Bench::hot_run).unwrap_or(Best::only(Primitive::Portable));
+    let cached =
+        bench.best(features, PrimitiveClass::Cached, Bench::hot_run).unwrap_or(Best::only(Primitive::Portable));
     bench.fill_caches(cached.any);
-    let bulk = bench.best(features, Class::Streaming, Bench::cold_run);
+    let bulk = bench.best(features, PrimitiveClass::Streaming, Bench::cold_run);
     let cached_mbps = bench.bandwidths(cached)?;
     let (crossover, bulk_mbps) = match bulk {
         None => (Crossover::always(u64::MAX), Mbps::UNKNOWN),
@@ -111,8 +117,24 @@ fn mbps(bytes: usize, nanos: u64) -> u32 {
 struct Bench<'b, 'p, P> {
     cx: &'b mut CpuCx<'p, P>,
     base: *mut u8,
+    runs: Runs,
+}
+
+/// Runs of memory one behind the other, so that each was not used for as long as there is memory.
+struct Runs {
+    /// Bytes of all of it.
     bytes: usize,
-    cursor: usize,
+    /// Where the last run ended.
+    end: usize,
+}
+
+impl Runs {
+    /// The offset of the next run: behind the last one, or at the start again where it would not fit.
+    fn next(&mut self, bytes: usize) -> usize {
+        let offset = if self.end + bytes > self.bytes { 0 } else { self.end };
+        self.end = offset + bytes;
+        offset
+    }
 }
 
 impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
@@ -126,7 +148,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         }
         // SAFETY: `skip` is at most the slice's length.
         let base = unsafe { base.add(skip) };
-        Ok(Bench { cx, base, bytes, cursor: 0 })
+        Ok(Bench { cx, base, runs: Runs { bytes, end: 0 } })
     }
 
     /// Clears `bytes` from `offset` on, fence included, and reads them afterwards if `touch`; the time in ns, or
@@ -147,7 +169,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
         // `p` is a member of the features that the caller of `calibrate` vouches for; both numbers are multiples of
         // 4096; vector registers are held if needed.
         unsafe { raw::zero(p, self.base.add(offset), bytes) };
-        if p.class() == Class::Streaming {
+        if p.class() == PrimitiveClass::Streaming {
             platform.store_fence();
         }
         if touch {
@@ -160,9 +182,9 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
 
     /// Leaves the caches full of dirty lines of the scratch's end.
     fn fill_caches(&mut self, cached: Primitive) {
-        self.cx.reschedule();
-        self.time(cached, 0, self.bytes, false);
-        self.cursor = 0;
+        self.cx.cond_resched();
+        self.time(cached, 0, self.runs.bytes, false);
+        self.runs.end = 0;
     }
 
     /// Time to clear a run that was cleared just before by the same primitive: the median of several, because a shared
@@ -171,7 +193,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
     /// Before that, passes go on until they no longer become shorter, or until enough bytes were cleared. Where the last level only receives what the level above
     /// evicts, the caches take a dozen passes to settle on memory that a streaming primitive has pushed out of them.
     fn hot(&mut self, p: Primitive, bytes: usize, touch: bool) -> u64 {
-        self.cx.reschedule();
+        self.cx.cond_resched();
         let (mut shortest, mut in_vain, mut done) = (u64::MAX, 0, 0);
         let most = if touch { 24 * MIB } else { 96 * MIB };
         while in_vain < 5 && done < most.max(2 * bytes) {
@@ -191,18 +213,15 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
 
     /// Time to clear a run that was not used for as long as the scratch allows: the shortest of several.
     fn cold(&mut self, p: Primitive, bytes: usize, touch: bool) -> u64 {
-        self.cx.reschedule();
+        self.cx.cond_resched();
         // Small runs are timed by the dozen, or the clock would be most of the time.
         let batch = (COLD_RUN / 8).max(bytes);
         let mut shortest = u64::MAX;
         for _ in 0..5 {
             let mut sum = 0;
             for _ in 0..batch / bytes {
-                if self.cursor + bytes > self.bytes {
-                    self.cursor = 0;
-                }
-                sum += self.time(p, self.cursor, bytes, touch);
-                self.cursor += bytes;
+                let offset = self.runs.next(bytes);
+                sum += self.time(p, offset, bytes, touch);
             }
             shortest = shortest.min(sum);
         }
@@ -210,23 +229,27 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
     }
 
     /// The fastest primitives of a class, by `time` in ns; `None` if there is none.
-    fn best(&mut self, features: &Features, class: Class, time: fn(&mut Self, Primitive) -> u64) -> Option<Best> {
-        let mut general: Option<(Primitive, u64)> = None;
-        let mut any: Option<(Primitive, u64)> = None;
-        for p in features.iter().filter(|p| p.class() == class && *p != Primitive::Model) {
+    fn best(
+        &mut self,
+        features: &Features,
+        class: PrimitiveClass,
+        time: fn(&mut Self, Primitive) -> u64,
+    ) -> Option<Best> {
+        let mut timed = [None; Primitive::ALL.len()];
+        let members = features.iter().filter(|p| p.class() == class && *p != Primitive::Model);
+        for (slot, p) in timed.iter_mut().zip(members) {
             if p.needs_vector() && self.cx.with_vector(true, |vector| vector.is_none()) {
                 continue;
             }
-            let time = time(self, p);
-            if any.is_none_or(|(_, least)| time < least) {
-                any = Some((p, time));
-            }
-            if !p.needs_vector() && general.is_none_or(|(_, least)| time < least) {
-                general = Some((p, time));
-            }
+            *slot = Some((p, time(self, p)));
         }
-        let (general, slow) = general?;
-        let (any, fast) = any?;
+        // Of two as fast the first.
+        let fastest = |vector: bool| {
+            let usable = timed.into_iter().flatten().filter(|(p, _)| vector || !p.needs_vector());
+            usable.min_by_key(|(_, time)| *time)
+        };
+        let (general, slow) = fastest(false)?;
+        let (any, fast) = fastest(true)?;
         let worth = fast * (100 + VECTOR_GAIN) < slow * 100;
         Some(Best { general, any: if worth { any } else { general } })
     }
@@ -276,7 +299,7 @@ impl<'b, 'p, P: Cpu + Clock> Bench<'b, 'p, P> {
 
     /// A request size and the times of both primitives at it; no times if the scratch is too small for it.
     fn pair(&mut self, bytes: usize, time: impl Fn(&mut Self, Primitive) -> u64, of: [Primitive; 2]) -> Rung {
-        Rung { bytes, times: if bytes <= self.bytes { of.map(|p| time(self, p)) } else { [0, 0] } }
+        Rung { bytes, times: if bytes <= self.runs.bytes { of.map(|p| time(self, p)) } else { [0, 0] } }
     }
 }
 
@@ -288,20 +311,19 @@ struct Rung {
     times: [u64; 2],
 }
 
-/// The size from which on to use the bulk primitive so that, over all sizes measured, least time is lost against an
-/// always right choice: one noisy measurement then moves it by little. `tie` is what the cached primitive's time counts
+/// The size from which on to use the bulk primitive so that all sizes measured together take least, each size's times
+/// counted in the better one's: one noisy measurement then moves it by little. `tie` is what the cached primitive's time counts
 /// for, in percent. `None`: never.
 fn threshold<const N: usize>(tie: u64, rungs: [Rung; N]) -> Option<u64> {
     let measured = rungs.iter().take_while(|rung| rung.times != [0, 0]).count();
-    // The loss of choosing bulk (1) or cached (0) at a rung, in thousandths of the better one's time.
-    let loss = |rung: &Rung, choice: usize| {
-        let [cached, bulk] = [rung.times[0] * tie / 100, rung.times[1]];
-        let best = cached.min(bulk).max(1);
-        ([cached, bulk][choice] - cached.min(bulk)) * 1000 / best
+    // The cost of choosing bulk (1) or cached (0) at a rung, in thousandths of the better one's time.
+    let cost = |rung: &Rung, choice: usize| {
+        let times = [rung.times[0] * tie / 100, rung.times[1]];
+        times[choice] * 1000 / times[0].min(times[1]).max(1)
     };
     let total = |from: usize| {
-        let below: u64 = rungs[..from].iter().map(|rung| loss(rung, 0)).sum();
-        let above: u64 = rungs[from..measured].iter().map(|rung| loss(rung, 1)).sum();
+        let below: u64 = rungs[..from].iter().map(|rung| cost(rung, 0)).sum();
+        let above: u64 = rungs[from..measured].iter().map(|rung| cost(rung, 1)).sum();
         below + above
     };
     let best = (0..=measured).min_by_key(|from| total(*from))?;
@@ -341,6 +363,31 @@ mod tests {
         assert_eq!(threshold(COLD_TIE, clean), Some(4096 << 3));
         assert_eq!(threshold(COLD_TIE, rungs([[10, 5]; 5])), Some(4096));
         assert_eq!(threshold(COLD_TIE, rungs([[10, 20]; 5])), None);
+    }
+
+    /// What a choice loses counts by how much slower it is at a size, not by how long the size takes: twice the time
+    /// for 4 KiB outweighs 1 % at each larger size.
+    #[test]
+    fn every_size_counts_as_much() {
+        let large = [10_000, 10_100];
+        assert_eq!(threshold(100, rungs([[20, 10], large, large, large, large])), Some(4096));
+        let large = [10_000, 15_000];
+        assert_eq!(threshold(100, rungs([[20, 10], large, large, large, large])), None);
+    }
+
+    #[test]
+    fn crossovers_are_looked_for_at_every_power_of_two() {
+        assert!((18..26).map(|shift| 1 << shift).eq(HOT_SIZES), "256 KiB to 32 MiB");
+        let from_a_page = COLD_SIZES.is_sorted() && COLD_SIZES[0] == 4096 && COLD_SIZES[6] == 4 << 20;
+        assert!(from_a_page && COLD_SIZES.iter().all(|bytes| bytes.is_power_of_two()));
+        assert_eq!(MIN_SCRATCH, 16 << 20);
+    }
+
+    #[test]
+    fn cold_runs_follow_each_other_through_all_the_memory() {
+        let mut runs = Runs { bytes: 100, end: 0 };
+        let offsets = [40, 40, 20, 40, 61, 39, 100, 1].map(|bytes| runs.next(bytes));
+        assert_eq!(offsets, [0, 40, 80, 0, 0, 61, 0, 0]);
     }
 
     #[test]

@@ -9,9 +9,9 @@
 //! [`crate::raw::zero`]), one fence for streaming stores, five relaxed counter adds.
 
 use crate::features::Features;
-use crate::policy::{Policy, Request};
-use crate::primitive::{Class, Primitive};
-use crate::profile::{Best, ProfileError};
+use crate::policy::{ClearPolicy, ClearRequest};
+use crate::primitive::{Primitive, PrimitiveClass};
+use crate::profile::{Best, Profile, ProfileError};
 use crate::raw;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, Clearing, CpuCx, Dirty, Extent, Owed, PAGE_SHIFT, Pfn, PhysMap, Sweep, Unfenced, Zeroed};
@@ -42,6 +42,13 @@ impl From<Clearing> for Content {
 impl From<Zeroed> for Content {
     fn from(zeroed: Zeroed) -> Self {
         Content::Zeroed(zeroed)
+    }
+}
+
+/// What an allocator says of a block that it hands out.
+impl From<Result<Zeroed, Dirty>> for Content {
+    fn from(known: Result<Zeroed, Dirty>) -> Self {
+        known.map_or_else(Content::Dirty, Content::Zeroed)
     }
 }
 
@@ -105,16 +112,20 @@ impl<F: FnMut(&Unit)> Observer for F {
     }
 }
 
-/// Clears extents by a [`Policy`] with the primitives in a [`Features`] set. A plain value.
+/// Clears extents by a [`ClearPolicy`] with the primitives in a [`Features`] set. A plain value.
 #[derive(Clone, Copy, Debug)]
 pub struct Clearer {
     features: Features,
-    policy: Policy,
+    policy: ClearPolicy,
 }
 
 impl Clearer {
-    /// A clearer; an error if the policy names a primitive that the CPU lacks or that stands in the wrong field.
-    pub fn new(features: Features, policy: Policy) -> Result<Self, ProfileError> {
+    /// A clearer, for a CPU with these features.
+    ///
+    /// # Errors
+    ///
+    /// The [`ProfileError`] names the primitive: calibrate on this machine, or change the policy.
+    pub fn new(features: Features, policy: ClearPolicy) -> Result<Self, ProfileError> {
         policy.profile.check(&features)?;
         match policy.force {
             Some(p) if !features.contains(p) => Err(ProfileError::Unavailable(p)),
@@ -122,8 +133,16 @@ impl Clearer {
         }
     }
 
+    /// A clearer with all that the CPU has, by a [guess](Profile::uncalibrated): to start with, until
+    /// [`calibrate`](crate::calibrate()) says better. Reads the CPU's features.
+    pub fn uncalibrated() -> Self {
+        let features = Features::detect();
+        // Its primitives are in `features`.
+        Clearer { features, policy: ClearPolicy::new(Profile::uncalibrated(&features, None)) }
+    }
+
     /// The policy.
-    pub fn policy(&self) -> &Policy {
+    pub fn policy(&self) -> &ClearPolicy {
         &self.policy
     }
 
@@ -137,22 +156,32 @@ impl Clearer {
     /// On success every byte is zero and ordered before the caller's next store, which may be the one that publishes
     /// it. An extent that is known to be zero is returned at once and counted as skipped. O(bytes); stops between units
     /// when `cancel` asks for it, within one unit's time.
+    ///
+    /// # Errors
+    ///
+    /// [`Stopped`] has the frames, every store to them fenced, and why: [`Cancelled`](StopReason::Cancelled),
+    /// [`MayNotSleep`](StopReason::MayNotSleep) (nothing was cleared; use [`clear_now`](Clearer::clear_now)), or
+    /// [`Unreachable`](StopReason::Unreachable). Clear what it has again to go on.
     pub fn clear<P: Cpu + PhysMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
         content: impl Into<Content>,
-        request: &Request,
+        request: &ClearRequest,
         cancel: &impl Cancel,
     ) -> Result<Zeroed, Stopped> {
         self.clear_observed(cx, content, request, cancel, &mut ())
     }
 
     /// [`clear`](Clearer::clear), telling `observer` of every unit.
+    ///
+    /// # Errors
+    ///
+    /// As [`clear`](Clearer::clear).
     pub fn clear_observed<P: Cpu + PhysMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
         content: impl Into<Content>,
-        request: &Request,
+        request: &ClearRequest,
         cancel: &impl Cancel,
         observer: &mut impl Observer,
     ) -> Result<Zeroed, Stopped> {
@@ -169,7 +198,7 @@ impl Clearer {
             if !cx.platform().may_sleep() {
                 return Err(Stopped { clearing, reason: StopReason::MayNotSleep });
             }
-            cx.reschedule();
+            cx.cond_resched();
             if cx.cancelled(cancel) {
                 return Err(Stopped { clearing, reason: StopReason::Cancelled });
             }
@@ -184,7 +213,7 @@ impl Clearer {
             clearing = debt.guard(clearing).fence();
             match done {
                 Ok(()) => {
-                    bulk |= primitive.class() == Class::Streaming;
+                    bulk |= primitive.class() == PrimitiveClass::Streaming;
                     observer.cleared(&Unit { extent: unit, sweep, primitive });
                 }
                 Err(frame) => return Err(Stopped { clearing, reason: StopReason::Unreachable(frame) }),
@@ -204,7 +233,7 @@ impl Clearer {
         &self,
         cx: &'cx CpuCx<'_, P>,
         dirty: Dirty,
-        request: &Request,
+        request: &ClearRequest,
     ) -> Unfenced<'cx, Result<Zeroed, Stopped>, P> {
         let extent = dirty.extent();
         let best = self.policy.primitives(request, Sweep::Far);
@@ -212,7 +241,7 @@ impl Clearer {
         let (debt, done) = with_one_of(cx, best, |primitive| {
             let (debt, done) = self.clear_part(cx, &mut clearing, extent, primitive, request);
             if done.is_ok() {
-                count_clear(cx, primitive.class() == Class::Streaming);
+                count_clear(cx, primitive.class() == PrimitiveClass::Streaming);
             }
             (debt, done)
         });
@@ -231,9 +260,9 @@ impl Clearer {
         clearing: &mut Clearing,
         unit: Extent,
         primitive: Primitive,
-        request: &Request,
+        request: &ClearRequest,
     ) -> (Unfenced<'cx, (), P>, Result<(), Pfn>) {
-        let streaming = primitive.class() == Class::Streaming;
+        let streaming = primitive.class() == PrimitiveClass::Streaming;
         // Made before the first store, so that whoever unwinds out of a window pays it.
         let debt = Unfenced::owing(if streaming { Owed::Fence } else { Owed::Publish }, (), cx);
         let offset = (unit.base().number() - clearing.extent().base().number()) << PAGE_SHIFT;

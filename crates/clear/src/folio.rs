@@ -1,6 +1,6 @@
 //! In which order a folio is cleared: the part right of the first touch, the part left of it, and the touched page with
 //! its two neighbours on either side last, so that these five pages are in the cache when the faulting task goes on
-//! (seed 000; checklist A9–A12). The rule holds at every folio size.
+//! ("mm, folio_zero_user: support clearing page ranges"). The rule holds at every folio size.
 
 use hugemm_base::{Clearing, Dirty, PAGE_SHIFT, VirtAddr};
 
@@ -62,7 +62,7 @@ mod tests {
         assert_eq!(parts(0, 0), []);
     }
 
-    /// Checklist A10: every touched page of every small folio, each page exactly once.
+    /// Every touched page of every small folio, each page exactly once.
     #[test]
     fn every_page_once() {
         for pages in 1..=16 {
@@ -76,7 +76,7 @@ mod tests {
         }
     }
 
-    /// Checklist A11.
+    /// Addresses within a page, before and after the folio, and none.
     #[test]
     fn hints_need_not_be_aligned() {
         let folio = 0x7f00_0020_0000_u64;

@@ -11,7 +11,7 @@
 //! Cost per piece: one atomic add on the lane's own cache line, and what [`Clearer::clear`] costs.
 
 use crate::clearer::{Clearer, Observer, StopReason};
-use crate::policy::Request;
+use crate::policy::ClearRequest;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering};
 use hugemm_base::{
@@ -120,7 +120,9 @@ impl<'a> ParallelClear<'a> {
     /// Prepares to clear `dirty`. `lanes` is the caller's memory for the lanes: one per run of frames on one node; when
     /// there are more runs than lanes, the last lane takes the rest, whatever its nodes.
     ///
-    /// Hands the frames back if `lanes` is empty.
+    /// # Errors
+    ///
+    /// The frames, if `lanes` is empty.
     pub fn new(dirty: Dirty, lanes: &'a mut [Lane], topology: &impl Topology) -> Result<Self, Dirty> {
         let whole = dirty.extent();
         let Some(last) = lanes.len().checked_sub(1) else { return Err(dirty) };
@@ -140,12 +142,16 @@ impl<'a> ParallelClear<'a> {
     }
 
     /// Clears pieces until none is left or `cancel` asks to stop; called by every worker, with its own context and
-    /// `request` the same for all. Passes reschedule points; may sleep. The error names why this worker stopped early.
+    /// `request` the same for all. Passes reschedule points; may sleep.
+    ///
+    /// # Errors
+    ///
+    /// Why this worker stopped early; other workers go on, and what was cleared stays cleared.
     pub fn work<P: Cpu + PhysMap + Topology>(
         &self,
         cx: &mut CpuCx<'_, P>,
         clearer: &Clearer,
-        request: &Request,
+        request: &ClearRequest,
         cancel: &impl Cancel,
         observer: &mut impl Observer,
     ) -> Result<(), StopReason> {
@@ -170,7 +176,7 @@ impl<'a> ParallelClear<'a> {
                 let user = request.user.and_then(|base: VirtAddr| base.checked_add(offset));
                 // SAFETY: `new` consumed the owner of the whole extent, and pieces are handed out once.
                 let dirty = unsafe { Dirty::assume_owned(piece) };
-                let here = Request { user, ..*request };
+                let here = ClearRequest { user, ..*request };
                 let unfinished = Unfinished(&self.halted);
                 match clearer.clear_observed(cx, dirty, &here, &hugemm_base::Never, observer) {
                     Ok(_) => core::mem::forget(unfinished),

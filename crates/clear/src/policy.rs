@@ -3,15 +3,15 @@
 //! The decision is made on the size of the **whole request**, never on one fault's or one extent's: a 2 MiB fault
 //! inside a 64 GiB prefault is bulk, the same fault alone is not. It further looks at the destination's warmth and at
 //! whether the caller will touch it at once. The part around the first touch is always cached, whatever the rest is
-//! (seeds 000 and 003; checklist B4–B7, B12).
+//! ("huge page clearing optimizations", "mm, folio_zero_user: support clearing page ranges").
 
-use crate::primitive::{Class, Primitive};
+use crate::primitive::{Primitive, PrimitiveClass};
 use crate::profile::{Best, Profile, Warmth};
 use hugemm_base::{PAGE_BYTES, PreemptModel, Sweep, VirtAddr};
 
 /// What the caller knows of its request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct ClearRequest {
     /// Bytes of the whole request of which the extent at hand is a part: the bulk hint.
     pub total: u64,
     /// Where the destination is believed to be.
@@ -23,15 +23,15 @@ pub struct Request {
     pub user: Option<VirtAddr>,
 }
 
-impl Request {
+impl ClearRequest {
     /// A request of `total` bytes that nobody will touch at once: prefault, pinning, pool fill. Size is the only hint.
     pub const fn bulk(total: u64) -> Self {
-        Request { total, warmth: Warmth::Cold, touch_soon: false, user: None }
+        ClearRequest { total, warmth: Warmth::Cold, touch_soon: false, user: None }
     }
 
     /// A demand fault of `bytes` bytes: the faulting task touches it at once.
     pub const fn fault(bytes: u64) -> Self {
-        Request { total: bytes, warmth: Warmth::Cold, touch_soon: true, user: None }
+        ClearRequest { total: bytes, warmth: Warmth::Cold, touch_soon: true, user: None }
     }
 
     /// The same, with a destination of known warmth.
@@ -51,12 +51,13 @@ impl Request {
 /// hold, because the measured bandwidth is that of a quiet machine.
 pub const UNIT_TARGET_US: u64 = 2_000;
 
-/// Unit of a primitive whose bandwidth was not measured: 8 MiB, about 1 ms at 10 GB/s (seed 000).
+/// Unit of a primitive whose bandwidth was not measured: 8 MiB, about 1 ms at 10 GB/s ("mm, folio_zero_user: support
+/// clearing page ranges").
 pub const DEFAULT_UNIT: u64 = 8 << 20;
 
 /// The policy: a profile, and values that override what it says. A plain value; change it by replacing it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Policy {
+pub struct ClearPolicy {
     /// What is known of the machine.
     pub profile: Profile,
     /// Request size in bytes from which on bulk is used, instead of the profile's crossovers.
@@ -69,14 +70,14 @@ pub struct Policy {
     pub force: Option<Primitive>,
 }
 
-impl Policy {
+impl ClearPolicy {
     /// What the profile says, overridden nowhere.
     pub const fn new(profile: Profile) -> Self {
-        Policy { profile, threshold: None, unit: None, force: None }
+        ClearPolicy { profile, threshold: None, unit: None, force: None }
     }
 
     /// Whether a request is cleared past the cache.
-    pub const fn is_bulk(&self, request: &Request) -> bool {
+    pub const fn is_bulk(&self, request: &ClearRequest) -> bool {
         if self.profile.bulk.is_none() {
             return false;
         }
@@ -88,14 +89,14 @@ impl Policy {
     }
 
     /// The primitives for one part of an extent of such a request.
-    pub const fn primitives(&self, request: &Request, sweep: Sweep) -> Best {
+    pub const fn primitives(&self, request: &ClearRequest, sweep: Sweep) -> Best {
         if let Some(any) = self.force {
             if !any.needs_vector() {
                 return Best::only(any);
             }
             // Without vector registers it cannot be run, whoever asks for it.
             let general = match (any.class(), self.profile.bulk) {
-                (Class::Streaming, Some(bulk)) => bulk.general,
+                (PrimitiveClass::Streaming, Some(bulk)) => bulk.general,
                 _ => self.profile.cached.general,
             };
             return Best { general, any };
@@ -111,7 +112,7 @@ impl Policy {
     ///
     /// Unbounded under a preemptible model, unless the caller can be `cancelled`: a request to stop is only seen
     /// between units. Otherwise what [`UNIT_TARGET_US`] allows at the measured bandwidth, as a power of two; one page
-    /// if `p` is the portable primitive and was not measured (checklist A13, A14, A23).
+    /// if `p` is the portable primitive and was not measured.
     pub const fn unit_bytes(&self, p: Primitive, model: PreemptModel, cancellable: bool) -> u64 {
         if model.is_preemptible() && !cancellable {
             return !(PAGE_BYTES - 1);
@@ -145,49 +146,51 @@ mod tests {
         }
     }
 
-    /// Checklist B5: a 2 MiB fault inside a hinted 64 GiB request is bulk, a single one is not.
+    /// A 2 MiB fault inside a hinted 64 GiB request is bulk, a single one is not.
     #[test]
     fn the_whole_request_decides() {
-        let policy = Policy::new(profile());
+        let policy = ClearPolicy::new(profile());
         let far = |request| policy.primitives(&request, Sweep::Far).any;
-        assert_eq!(far(Request::fault(2 << 20)), Primitive::RepStosb);
-        assert_eq!(far(Request { total: 64 << 30, ..Request::fault(2 << 20) }), Primitive::Clzero);
-        assert_eq!(far(Request::bulk(2 << 20)), Primitive::Clzero);
-        assert_eq!(far(Request::bulk(2 << 20).with_warmth(Warmth::Hot)), Primitive::RepStosb);
+        assert_eq!(far(ClearRequest::fault(2 << 20)), Primitive::RepStosb);
+        assert_eq!(far(ClearRequest { total: 64 << 30, ..ClearRequest::fault(2 << 20) }), Primitive::Clzero);
+        assert_eq!(far(ClearRequest::bulk(2 << 20)), Primitive::Clzero);
+        assert_eq!(far(ClearRequest::bulk(2 << 20).with_warmth(Warmth::Hot)), Primitive::RepStosb);
     }
 
-    /// Checklist B7: the neighbourhood of the first touch is cached even in bulk requests.
+    /// The neighbourhood of the first touch is cached even in bulk requests.
     #[test]
     fn the_neighbourhood_is_always_cached() {
-        let policy = Policy::new(profile());
-        let near = policy.primitives(&Request::bulk(64 << 30), Sweep::Near);
+        let policy = ClearPolicy::new(profile());
+        let near = policy.primitives(&ClearRequest::bulk(64 << 30), Sweep::Near);
         assert_eq!(near.any, Primitive::RepStosb);
     }
 
-    /// Checklist B4.
     #[test]
     fn a_fixed_threshold_overrides_the_measured_one() {
-        let policy = Policy { threshold: Some(8 << 20), ..Policy::new(profile()) };
-        assert!(!policy.is_bulk(&Request::bulk((8 << 20) - 1)));
-        assert!(policy.is_bulk(&Request::bulk(8 << 20)));
-        let never = Policy { threshold: Some(u64::MAX), ..policy };
-        assert!(!never.is_bulk(&Request::bulk(u64::MAX - 1)));
+        let policy = ClearPolicy { threshold: Some(8 << 20), ..ClearPolicy::new(profile()) };
+        assert!(!policy.is_bulk(&ClearRequest::bulk((8 << 20) - 1)));
+        assert!(policy.is_bulk(&ClearRequest::bulk(8 << 20)));
+        let never = ClearPolicy { threshold: Some(u64::MAX), ..policy };
+        assert!(!never.is_bulk(&ClearRequest::bulk(u64::MAX - 1)));
     }
 
     /// At the crossover, of each case, a request is bulk; below it is not.
     #[test]
     fn each_case_has_its_crossover() {
-        let policy = Policy::new(profile());
+        let policy = ClearPolicy::new(profile());
         let cases =
             [(Warmth::Hot, false, 64), (Warmth::Hot, true, 128), (Warmth::Cold, false, 1), (Warmth::Cold, true, 8)];
         for (warmth, touch_soon, mib) in cases {
-            let request = Request { total: mib << 20, warmth, touch_soon, user: None };
-            assert!(policy.is_bulk(&request) && !policy.is_bulk(&Request { total: request.total - 1, ..request }));
+            let request = ClearRequest { total: mib << 20, warmth, touch_soon, user: None };
+            assert!(policy.is_bulk(&request) && !policy.is_bulk(&ClearRequest { total: request.total - 1, ..request }));
         }
-        assert_eq!(Request::bulk(5), Request { total: 5, warmth: Warmth::Cold, touch_soon: false, user: None });
+        assert_eq!(
+            ClearRequest::bulk(5),
+            ClearRequest { total: 5, warmth: Warmth::Cold, touch_soon: false, user: None }
+        );
         let user = Some(VirtAddr::new(0x7000));
-        let seen = Request { total: 5, warmth: Warmth::Hot, touch_soon: true, user };
-        assert_eq!(Request::fault(5).with_warmth(Warmth::Hot).seen_at(VirtAddr::new(0x7000)), seen);
+        let seen = ClearRequest { total: 5, warmth: Warmth::Hot, touch_soon: true, user };
+        assert_eq!(ClearRequest::fault(5).with_warmth(Warmth::Hot).seen_at(VirtAddr::new(0x7000)), seen);
         assert_eq!(DEFAULT_UNIT, 8 * 1024 * 1024);
     }
 
@@ -195,21 +198,20 @@ mod tests {
     #[test]
     fn a_measured_unit_is_a_power_of_two_of_at_least_a_page() {
         for (mbps, bytes) in [(1, 4096), (2, 4096), (3, 4096), (4, 4096), (5, 8192), (10, 16384), (1000, 1 << 20)] {
-            let policy = Policy::new(Profile { cached_mbps: Mbps::only(mbps), ..profile() });
+            let policy = ClearPolicy::new(Profile { cached_mbps: Mbps::only(mbps), ..profile() });
             assert_eq!(policy.unit_bytes(Primitive::RepStosb, PreemptModel::None, false), bytes, "{mbps}");
         }
     }
 
     #[test]
     fn without_a_bulk_primitive_nothing_is_bulk() {
-        let policy = Policy::new(Profile { bulk: None, ..profile() });
-        assert_eq!(policy.primitives(&Request::bulk(1 << 40), Sweep::Far).any, Primitive::RepStosb);
+        let policy = ClearPolicy::new(Profile { bulk: None, ..profile() });
+        assert_eq!(policy.primitives(&ClearRequest::bulk(1 << 40), Sweep::Far).any, Primitive::RepStosb);
     }
 
-    /// Checklist A13, A14, A17.
     #[test]
     fn units_follow_the_preemption_model() {
-        let policy = Policy::new(profile());
+        let policy = ClearPolicy::new(profile());
         for model in PreemptModel::ALL {
             let unit = policy.unit_bytes(Primitive::RepStosb, model, false);
             let bulk = policy.unit_bytes(Primitive::Clzero, model, false);
@@ -228,7 +230,7 @@ mod tests {
     #[test]
     fn a_unit_is_sized_by_the_primitive_that_clears_it() {
         use Primitive::{Avx2Store, Avx2Stream, Avx512Stream, Movnti, RepStosb};
-        let policy = Policy::new(Profile {
+        let policy = ClearPolicy::new(Profile {
             cached: Best { general: RepStosb, any: Avx2Store },
             bulk: Some(Best { general: Movnti, any: Avx2Stream }),
             cached_mbps: Mbps { general: 5_000, any: 10_000 },
@@ -238,7 +240,7 @@ mod tests {
         let unit = |p| policy.unit_bytes(p, PreemptModel::None, false);
         let units = [RepStosb, Avx2Store, Movnti, Avx2Stream, Avx512Stream].map(unit);
         assert_eq!(units, [8 << 20, 16 << 20, 32 << 20, 64 << 20, DEFAULT_UNIT]);
-        let cached_only = Policy::new(Profile { bulk: None, ..policy.profile });
+        let cached_only = ClearPolicy::new(Profile { bulk: None, ..policy.profile });
         assert_eq!(cached_only.unit_bytes(Movnti, PreemptModel::None, false), DEFAULT_UNIT);
     }
 
@@ -248,8 +250,8 @@ mod tests {
         use Primitive::{Avx2Store, Avx2Stream, Movnti, RepStosb};
         let bulk = Some(Best { general: Movnti, any: Avx2Stream });
         let forced = |force, bulk| {
-            let policy = Policy { force: Some(force), ..Policy::new(Profile { bulk, ..profile() }) };
-            policy.primitives(&Request::bulk(1 << 40), Sweep::Far)
+            let policy = ClearPolicy { force: Some(force), ..ClearPolicy::new(Profile { bulk, ..profile() }) };
+            policy.primitives(&ClearRequest::bulk(1 << 40), Sweep::Far)
         };
         assert_eq!(forced(Avx2Stream, bulk), Best { general: Movnti, any: Avx2Stream });
         assert_eq!(forced(Avx2Stream, None), Best { general: RepStosb, any: Avx2Stream });
@@ -259,14 +261,15 @@ mod tests {
 
     #[test]
     fn units_without_a_measurement() {
-        let unmeasured = Policy::new(Profile { cached_mbps: Mbps::UNKNOWN, bulk_mbps: Mbps::UNKNOWN, ..profile() });
+        let unmeasured =
+            ClearPolicy::new(Profile { cached_mbps: Mbps::UNKNOWN, bulk_mbps: Mbps::UNKNOWN, ..profile() });
         assert_eq!(unmeasured.unit_bytes(Primitive::RepStosb, PreemptModel::None, false), DEFAULT_UNIT);
         assert_eq!(unmeasured.unit_bytes(Primitive::Portable, PreemptModel::None, false), PAGE_BYTES);
-        let fixed = Policy { unit: Some(32 << 20), ..unmeasured };
+        let fixed = ClearPolicy { unit: Some(32 << 20), ..unmeasured };
         assert_eq!(fixed.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), 32 << 20);
-        let odd = Policy { unit: Some(3 * PAGE_BYTES + 5), ..unmeasured };
+        let odd = ClearPolicy { unit: Some(3 * PAGE_BYTES + 5), ..unmeasured };
         assert_eq!(odd.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), 3 * PAGE_BYTES);
-        let tiny = Policy { unit: Some(1), ..unmeasured };
+        let tiny = ClearPolicy { unit: Some(1), ..unmeasured };
         assert_eq!(tiny.unit_bytes(Primitive::RepStosb, PreemptModel::Voluntary, false), PAGE_BYTES);
     }
 }

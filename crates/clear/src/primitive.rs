@@ -47,7 +47,7 @@ pub enum Primitive {
 /// The distinction is x86-64's. On arm64 no store is ordered against a later one to another address, so there a cleared
 /// extent of either class is published through a store-release or behind [`crate::raw::store_fence`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Class {
+pub enum PrimitiveClass {
     /// Ordered as plain stores are, and written through the caches. `rep stos` stores may pass each other inside the
     /// instruction, but not a later store (Intel SDM vol. 3, "Fast-String Operation and Out-of-Order Stores").
     Cached,
@@ -108,8 +108,8 @@ impl Primitive {
     /// Whether the stores need the store fence before they are published.
     #[inline]
     #[must_use]
-    pub const fn class(self) -> Class {
-        if (self as u8) < (Self::FIRST_STREAMING as u8) { Class::Cached } else { Class::Streaming }
+    pub const fn class(self) -> PrimitiveClass {
+        if (self as u8) < (Self::FIRST_STREAMING as u8) { PrimitiveClass::Cached } else { PrimitiveClass::Streaming }
     }
 
     /// The address and the length in bytes must both be multiples of this: a power of two, at most 64, so any run of
@@ -191,7 +191,7 @@ mod tests {
         use Primitive::*;
         let streaming = [Movnti, Clzero, Avx2Stream, Avx512Stream, Movdir64b, Stnp, Model];
         for p in Primitive::ALL {
-            assert_eq!(p.class() == Class::Streaming, streaming.contains(&p), "{p}");
+            assert_eq!(p.class() == PrimitiveClass::Streaming, streaming.contains(&p), "{p}");
         }
     }
 

@@ -6,7 +6,7 @@
 
 use crate::deny;
 use crate::features::Features;
-use crate::primitive::{Class, Primitive};
+use crate::primitive::{Primitive, PrimitiveClass};
 
 /// How warm the destination is believed to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -97,11 +97,11 @@ pub struct Profile {
     pub bulk_mbps: Mbps,
 }
 
-/// The threshold of seed 003 where the last-level cache's size is not known either: 8 MiB.
+/// The threshold of "huge page clearing optimizations" where the last-level cache's size is not known either: 8 MiB.
 pub const DEFAULT_THRESHOLD: u64 = 8 << 20;
 
 impl Profile {
-    /// A guess from features alone, for early boot and machines without a clock: the seeds' choices.
+    /// A guess from features alone, for early boot and machines without a clock: what the kernel's series chose.
     ///
     /// Bulk prefers instructions that write a line whole (CLZERO, MOVDIR64B), then the widest streaming store; the
     /// MOVNT family is left out where [`deny`] lists the CPU. The threshold is the last-level cache's size if `llc` is
@@ -127,9 +127,9 @@ impl Profile {
     /// Bandwidth of `p` in MB/s; 0 if it was not measured.
     pub const fn mbps(&self, p: Primitive) -> u32 {
         let (best, mbps) = match (p.class(), self.bulk) {
-            (Class::Streaming, Some(bulk)) => (bulk, self.bulk_mbps),
-            (Class::Streaming, None) => return 0,
-            (Class::Cached, _) => (self.cached, self.cached_mbps),
+            (PrimitiveClass::Streaming, Some(bulk)) => (bulk, self.bulk_mbps),
+            (PrimitiveClass::Streaming, None) => return 0,
+            (PrimitiveClass::Cached, _) => (self.cached, self.cached_mbps),
         };
         if best.general as u8 == p as u8 {
             mbps.general
@@ -141,8 +141,13 @@ impl Profile {
     }
 
     /// The first field that names a primitive of the wrong class or one that `features` does not have.
+    ///
+    /// # Errors
+    ///
+    /// [`Unavailable`](ProfileError::Unavailable), [`WrongClass`](ProfileError::WrongClass) or
+    /// [`NeedsVector`](ProfileError::NeedsVector), with the primitive: calibrate again on this machine.
     pub fn check(&self, features: &Features) -> Result<(), ProfileError> {
-        let bests = [(Class::Cached, Some(self.cached)), (Class::Streaming, self.bulk)];
+        let bests = [(PrimitiveClass::Cached, Some(self.cached)), (PrimitiveClass::Streaming, self.bulk)];
         for (class, best) in bests {
             let Some(best) = best else { continue };
             for p in [best.general, best.any] {

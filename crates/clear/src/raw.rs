@@ -37,7 +37,7 @@ pub use hugemm_base::store_fence::hardware_store_fence as store_fence;
 /// * `ptr` and `len` are multiples of [`Primitive::granule`].
 /// * If [`Primitive::needs_vector`], the caller owns the CPU's vector registers (all of them: their upper halves are
 ///   zeroed at the end).
-/// * If the class is [`Streaming`](crate::primitive::Class::Streaming), [`store_fence`] runs on this CPU before the
+/// * If the class is [`Streaming`](crate::primitive::PrimitiveClass::Streaming), [`store_fence`] runs on this CPU before the
 ///   memory is published.
 #[inline]
 pub unsafe fn zero(p: Primitive, ptr: *mut u8, len: usize) {

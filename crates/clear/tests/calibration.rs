@@ -7,7 +7,8 @@ mod support;
 use hugemm_base::{CpuId, PreemptModel};
 use hugemm_clear::calibrate::MIN_SCRATCH;
 use hugemm_clear::{
-    Best, CalibrateError, Class, Clearer, Crossover, Features, Mbps, Policy, Primitive, Profile, calibrate,
+    Best, CalibrateError, ClearPolicy, Clearer, Crossover, Features, Mbps, Primitive, PrimitiveClass, Profile,
+    calibrate,
 };
 use hugemm_host::cpu::Host;
 use std::cell::Cell;
@@ -46,15 +47,15 @@ fn a_calibrated_profile_can_be_used_as_it_is() {
     println!("calibrated in {:?}: {profile:#?}", started.elapsed());
 
     assert_eq!(profile.check(&features), Ok(()));
-    assert!(Clearer::new(features, Policy::new(profile)).is_ok());
+    assert!(Clearer::new(features, ClearPolicy::new(profile)).is_ok());
     let named = [Some(profile.cached), profile.bulk].into_iter().flatten().flat_map(|best| [best.general, best.any]);
     assert!(named.into_iter().all(|p| features.contains(p) && p != Primitive::Model));
     assert!(profile.cached_mbps.general > 0 && profile.cached_mbps.any > 0);
     // Units follow from the bandwidths: whole pages, and no more than the largest one can be.
-    let policy = Policy::new(profile);
+    let policy = ClearPolicy::new(profile);
     let unit = policy.unit_bytes(profile.cached.any, PreemptModel::None, false);
     assert!(unit.is_multiple_of(4096) && unit < 4 << 30);
-    let streaming = features.iter().any(|p| p.class() == Class::Streaming);
+    let streaming = features.iter().any(|p| p.class() == PrimitiveClass::Streaming);
     assert_eq!(profile.bulk.is_some(), streaming);
     assert_eq!((profile.bulk_mbps.general > 0, profile.bulk_mbps.any > 0), (streaming, streaming));
     let Crossover { hot, hot_touched, cold, cold_touched } = profile.crossover;
@@ -132,6 +133,16 @@ fn a_clock_that_jumps_does_no_harm() {
 fn timed(
     features: &Features,
     vector_grants: u64,
+    time: impl FnMut(bool, bool, u64) -> u64 + 'static,
+) -> (Profile, u64) {
+    timed_in(scratch(), features, vector_grants, time)
+}
+
+/// The same in such scratch memory.
+fn timed_in(
+    mut scratch: Memory,
+    features: &Features,
+    vector_grants: u64,
     mut time: impl FnMut(bool, bool, u64) -> u64 + 'static,
 ) -> (Profile, u64) {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -148,7 +159,7 @@ fn timed(
         }
         now
     });
-    let profile = scripted(&script, features, scratch().bytes()).expect("calibrated");
+    let profile = scripted(&script, features, scratch.bytes()).expect("calibrated");
     (profile, measurements.get())
 }
 
@@ -171,6 +182,9 @@ fn measurements_end_when_they_get_no_better() {
     };
     assert_eq!(falling(2).1, (20 + 5 + 7) + 1 + 5);
     assert_eq!(falling(1).1, (6 + 7) + 1 + 5);
+    // By exactly a 64th: that is none.
+    let (_, count) = timed(&portable, 0, |_, _, n| if n == 1 { 64_000 } else { 63_000 });
+    assert_eq!(count, (6 + 7) + 1 + 5);
     // Faster for ever: until 96 MiB are cleared.
     let mut time = 1_000_000;
     let (_, count) = timed(&portable, 0, move |_, _, _| {
@@ -219,7 +233,11 @@ fn crossovers_follow_from_the_times() {
     let cold = 5 * (64 + 16 + 4 + 1 + 1 + 1 + 1);
     let choosing = 13 + 1 + 5;
     let bandwidths = 5 + 5;
-    assert_eq!(count, choosing + bandwidths + 2 * (hot + touched + 2 * cold));
+    let small = choosing + bandwidths + 2 * (hot + touched + 2 * cold);
+    assert_eq!(count, small);
+    // 32 MiB, where the scratch has as much: until 96 MiB are cleared, and twice if it is read back.
+    let larger = Memory::heap((32 << 20) / 4096);
+    assert_eq!(timed_in(larger, &both, 0, |_, _, _| 1000).1, small + 2 * (3 + 2));
     let never = timed(&both, 0, |streaming, _, _| if streaming { 2000 } else { 1000 }).0;
     assert_eq!(never.crossover, Crossover::always(u64::MAX));
     let always = timed(&both, 0, |streaming, _, _| if streaming { 500 } else { 1000 }).0;
@@ -244,7 +262,7 @@ fn a_vector_primitive_must_be_worth_its_registers() {
     assert!(!CalibrateError::ClockTooCoarse.to_string().is_empty());
 }
 
-/// Row B2: a CPU that has nothing special clears with plain stores and has no bulk.
+/// A CPU that has nothing special clears with plain stores and has no bulk.
 #[test]
 fn without_streaming_stores_there_is_no_bulk() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -256,7 +274,7 @@ fn without_streaming_stores_there_is_no_bulk() {
     assert_eq!(script.count(Event::Fence), 0);
 }
 
-/// Row B2: whatever is hidden is neither run nor named.
+/// Whatever is hidden is neither run nor named.
 #[test]
 fn hidden_primitives_are_not_named() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);

@@ -7,7 +7,9 @@
 #![cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use hugemm_base::{CpuCx, SingleCpu, Unfenced};
 use hugemm_clear::primitive::Primitive;
 use hugemm_clear::raw;
 use iced_x86::{Code, Decoder, FlowControl, Instruction, OpKind};
@@ -42,6 +44,17 @@ macro_rules! fixed {
 
 fixed!(portable Portable, unrolled Unrolled, rep_stosq RepStosq, rep_stosb RepStosb, avx2_store Avx2Store,
     movnti Movnti, clzero Clzero, avx2_stream Avx2Stream, avx512_stream Avx512Stream, movdir64b Movdir64b);
+
+/// What was stored past the cache is published by a store, on a platform with the barriers that are provided. Never called; only
+/// read.
+#[inline(never)]
+extern "C" fn publish(cpu: &SingleCpu, flag: &AtomicU64) {
+    // SAFETY: never called.
+    let cx = unsafe { CpuCx::new(cpu) };
+    Unfenced::streaming(flag, &cx).fence().store(PUBLISHED, Ordering::Relaxed);
+}
+
+const PUBLISHED: u64 = 0x5eed;
 
 /// The instructions that a primitive's leaf must hold: an opcode, and the bytes that must occur in its encoding.
 fn signature(p: Primitive) -> Option<(Code, &'static [u8])> {
@@ -203,4 +216,21 @@ fn only_vector_primitives_touch_vector_registers() {
         });
         assert_eq!(touches, p.needs_vector(), "{p} in\n{}", listing(&reached));
     }
+}
+
+/// The optimiser leaves the fence that a platform is given where it belongs: on the only way to the store that publishes.
+#[test]
+fn the_provided_store_fence_comes_before_what_publishes() {
+    if !optimised() {
+        return;
+    }
+    let reached = reach(publish as *const () as usize);
+    let of = |is: &dyn Fn(&Instruction) -> bool| reached.values().find(|r| is(&r.instruction));
+    let store = of(&|i| {
+        i.op_count() == 2 && i.op0_kind() == OpKind::Memory && i.try_immediate(1).is_ok_and(|value| value == PUBLISHED)
+    });
+    let fence = of(&|i| i.code() == Code::Sfence);
+    let (Some(store), Some(fence)) = (store, fence) else { panic!("{}", listing(&reached)) };
+    assert_eq!((fence.branches, store.branches), (0, 0), "{}", listing(&reached));
+    assert!(fence.instruction.ip() < store.instruction.ip(), "{}", listing(&reached));
 }

@@ -5,7 +5,7 @@ mod support;
 
 use hugemm_base::{CounterSnapshot, Never, PreemptModel, Zeroed};
 use hugemm_clear::folio::begin_around;
-use hugemm_clear::{Clearer, Policy, Primitive, ProfileError, Request, StopReason, Unit};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, ProfileError, StopReason, Unit};
 use support::memory::Memory;
 use support::{BULK, CACHED, Event, PAGE, PROFILE, Script, StopAt, clearer, extent, features, open, span};
 
@@ -14,7 +14,7 @@ fn script(pages: u64) -> Script {
 }
 
 /// How many units a clear of `pages` heap pages takes under a model.
-fn units(script: &Script, unit: u64, request: &Request) -> Vec<(u64, u64)> {
+fn units(script: &Script, unit: u64, request: &ClearRequest) -> Vec<(u64, u64)> {
     let mut seen = Vec::new();
     let mut observer = |unit: &Unit| seen.push(span(unit));
     let zeroed = script.run(|cx| clearer(unit).clear_observed(cx, script.dirty(), request, &Never, &mut observer));
@@ -23,7 +23,7 @@ fn units(script: &Script, unit: u64, request: &Request) -> Vec<(u64, u64)> {
     seen
 }
 
-/// Rows A1 and A13: a 1 GiB extent is one call of the primitive.
+/// A 1 GiB extent is one call of the primitive.
 #[test]
 #[cfg(not(miri))]
 fn a_gib_is_one_unit_under_a_preemptible_model() {
@@ -41,7 +41,7 @@ fn a_gib_is_one_unit_under_a_preemptible_model() {
     }
 }
 
-/// Row A14: ⌈n/8192⌉ reschedule points for a part of n pages when a unit is 32 MiB.
+/// ⌈n/8192⌉ reschedule points for a part of n pages when a unit is 32 MiB.
 #[test]
 #[cfg(not(miri))]
 fn a_gib_is_cut_into_units_of_32_mib_under_a_cooperative_model() {
@@ -57,7 +57,7 @@ fn a_gib_is_cut_into_units_of_32_mib_under_a_cooperative_model() {
     }
 }
 
-/// Row A14: units tile the extent in ascending order, and no unit is longer than the bound.
+/// Units tile the extent in ascending order, and no unit is longer than the bound.
 #[test]
 fn units_tile_the_extent() {
     assert_eq!(units(&script(10), 4, &BULK), [(0, 4), (4, 8), (8, 10)]);
@@ -65,16 +65,16 @@ fn units_tile_the_extent() {
     assert_eq!(units(&script(1), 4, &CACHED), [(0, 1)]);
 }
 
-/// Row A14: where only plain stores exist and nothing was measured, a unit is one page.
+/// Where only plain stores exist and nothing was measured, a unit is one page.
 #[test]
 fn a_slow_architecture_reschedules_at_every_page() {
     let script = script(16);
-    let clearer = Clearer::new(features(), Policy::new(PROFILE)).expect("valid");
+    let clearer = Clearer::new(features(), ClearPolicy::new(PROFILE)).expect("valid");
     assert!(script.run(|cx| clearer.clear(cx, script.dirty(), &CACHED, &Never)).is_ok());
     assert_eq!(script.count(Event::Reschedule), 16);
 }
 
-/// Rows A15, B9, B11: a reschedule point stands before each unit, the first included, and each unit's barrier before
+/// A reschedule point stands before each unit, the first included, and each unit's barrier before
 /// the next one; a fence for streaming stores, none for cached ones.
 #[test]
 fn a_reschedule_point_comes_before_every_unit_and_a_barrier_after() {
@@ -86,7 +86,7 @@ fn a_reschedule_point_comes_before_every_unit_and_a_barrier_after() {
     }
 }
 
-/// Row A15: nothing runs where sleeping is not allowed, and the frames come back.
+/// Nothing runs where sleeping is not allowed, and the frames come back.
 #[test]
 fn a_context_that_may_not_sleep_gets_its_frames_back() {
     let script = script(4);
@@ -119,7 +119,7 @@ fn clearing_now_never_reschedules() {
     assert_eq!(script.counted(), expected);
 }
 
-/// Row A17, from cooperative to preemptible: the rest becomes one unit.
+/// From cooperative to preemptible: the rest becomes one unit.
 #[test]
 fn becoming_preemptible_is_honoured_at_the_next_unit() {
     let script = script(20);
@@ -131,7 +131,7 @@ fn becoming_preemptible_is_honoured_at_the_next_unit() {
     assert_eq!(units(&script, 4, &BULK), [(0, 4), (4, 8), (8, 20)]);
 }
 
-/// Row A17, from preemptible to cooperative: the next part is cut into units.
+/// From preemptible to cooperative: the next part is cut into units.
 #[test]
 fn becoming_cooperative_is_honoured_at_the_next_unit() {
     let script = script(20);
@@ -148,7 +148,7 @@ fn becoming_cooperative_is_honoured_at_the_next_unit() {
     assert_eq!(seen, [(15, 20), (0, 4), (4, 8), (8, 10), (10, 14), (14, 15)]);
 }
 
-/// Rows A19, A20: what is known to be zero is not written again.
+/// What is known to be zero is not written again.
 #[test]
 fn zero_extents_are_skipped() {
     let script = script(4);
@@ -162,7 +162,7 @@ fn zero_extents_are_skipped() {
     assert_eq!(script.counted(), CounterSnapshot { clears_skipped: 1, ..Default::default() });
 }
 
-/// Row A23: cancelled between units under every model, with the progress made; going on stores to the rest only.
+/// Cancelled between units under every model, with the progress made; going on stores to the rest only.
 #[test]
 fn a_cancelled_clear_goes_on_where_it_stopped() {
     for model in PreemptModel::ALL {
@@ -213,7 +213,7 @@ fn an_unreachable_frame_ends_the_clear_with_the_progress_made() {
     assert_eq!(script.counted().bytes_bulk, 16 * PAGE);
 }
 
-/// Row A28: every counter, after a folio whose far parts are bulk and whose neighbourhood is cached.
+/// Every counter, after a folio whose far parts are bulk and whose neighbourhood is cached.
 #[test]
 #[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn counters_are_exact() {
@@ -237,14 +237,14 @@ fn counters_are_exact() {
     assert_eq!(script.counted().since(before), expected);
 }
 
-/// Rows B5–B7: the size of the whole request decides, and the neighbourhood is cached in any case.
+/// The size of the whole request decides, and the neighbourhood is cached in any case.
 #[test]
 #[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn the_whole_request_decides_and_the_neighbourhood_is_cached() {
     let script = script(512);
     script.model.set(PreemptModel::Full);
-    let fault = Request::fault(2 << 20);
-    let inside = Request { total: 64 << 30, ..fault };
+    let fault = ClearRequest::fault(2 << 20);
+    let inside = ClearRequest { total: 64 << 30, ..fault };
     use Primitive::{Model, Portable};
     for (request, expected) in [(fault, [Portable; 3]), (inside, [Model, Model, Portable])] {
         let mut seen = Vec::new();
@@ -255,7 +255,7 @@ fn the_whole_request_decides_and_the_neighbourhood_is_cached() {
     }
 }
 
-/// Row A7: where windows are small, each is asked for with the address at which user space will see its first frame.
+/// Where windows are small, each is asked for with the address at which user space will see its first frame.
 #[test]
 fn user_addresses_ascend_with_the_frames() {
     let script = script(6);
@@ -269,7 +269,7 @@ fn user_addresses_ascend_with_the_frames() {
     assert!(asked.eq((0..6).map(|page| (Some(0x7f00_0000_0000 + page * PAGE), page))));
 }
 
-/// Row A8: without a direct map each page goes through a window of its own, at addresses that are gone afterwards; the
+/// Without a direct map each page goes through a window of its own, at addresses that are gone afterwards; the
 /// fence stays one per unit.
 #[test]
 #[cfg(not(miri))]
@@ -286,21 +286,22 @@ fn temporary_windows_are_opened_and_closed_once_each() {
     assert_eq!((script.counted().units, script.counted().fences), (2, 2));
 }
 
-/// Row B2: a profile of another machine is refused, and so is a forced primitive that this one lacks.
+/// A profile of another machine is refused, and so is a forced primitive that this one lacks.
 #[test]
 fn what_the_cpu_lacks_is_refused() {
     let refused = |features, policy| Clearer::new(features, policy).expect_err("not available");
     let masked = features().without(Primitive::Model);
-    assert_eq!(refused(masked, Policy::new(PROFILE)), ProfileError::Unavailable(Primitive::Model));
+    assert_eq!(refused(masked, ClearPolicy::new(PROFILE)), ProfileError::Unavailable(Primitive::Model));
     let force = Some(Primitive::Clzero);
-    let forced = Policy { force, ..Policy::new(PROFILE) };
+    let forced = ClearPolicy { force, ..ClearPolicy::new(PROFILE) };
     assert_eq!(refused(features(), forced), ProfileError::Unavailable(Primitive::Clzero));
     assert!(
-        Clearer::new(masked, Policy { profile: hugemm_clear::Profile { bulk: None, ..PROFILE }, ..forced }).is_err()
+        Clearer::new(masked, ClearPolicy { profile: hugemm_clear::Profile { bulk: None, ..PROFILE }, ..forced })
+            .is_err()
     );
 }
 
-/// Row A16: what a unit takes at the bandwidth of the primitive that clears it stays within the bound, also where a fast
+/// What a unit takes at the bandwidth of the primitive that clears it stays within the bound, also where a fast
 /// vector primitive was asked for and its registers are not to be had.
 #[test]
 #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -314,7 +315,7 @@ fn a_unit_without_vector_registers_is_no_longer_than_with_them() {
     let bulk_mbps = Mbps { general: 50, any: 40_000 };
     let profile = hugemm_clear::Profile { bulk: Some(Best { general, any }), bulk_mbps, ..PROFILE };
     for force in [None, Some(any)] {
-        let clearer = Clearer::new(features, Policy { force, ..Policy::new(profile) }).expect("valid");
+        let clearer = Clearer::new(features, ClearPolicy { force, ..ClearPolicy::new(profile) }).expect("valid");
         let script = Script::new(Memory::heap(64));
         let mut longest = 0;
         let mut observer = |unit: &Unit| {
@@ -331,7 +332,7 @@ fn a_unit_without_vector_registers_is_no_longer_than_with_them() {
     }
 }
 
-/// Row B2: vector registers are held for a unit, not across its barrier, and where they are not to be had the general
+/// Vector registers are held for a unit, not across its barrier, and where they are not to be had the general
 /// primitive takes over.
 #[test]
 #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -344,7 +345,8 @@ fn without_vector_registers_the_general_primitive_is_used() {
         return;
     }
     let profile = hugemm_clear::Profile { bulk: Some(Best { general, any }), ..PROFILE };
-    let clearer = Clearer::new(features, Policy { unit: Some(2 * PAGE), ..Policy::new(profile) }).expect("valid");
+    let clearer =
+        Clearer::new(features, ClearPolicy { unit: Some(2 * PAGE), ..ClearPolicy::new(profile) }).expect("valid");
     let script = script(4);
     script.vector_grants.set(1);
     let mut seen = Vec::new();

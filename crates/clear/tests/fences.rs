@@ -27,7 +27,7 @@ fn all_fenced(events: &[Event]) -> bool {
     }) && !owed
 }
 
-/// Row B9: one fence for a unit of many windows, after the last and before the reschedule point; none for cached ones.
+/// One fence for a unit of many windows, after the last and before the reschedule point; none for cached ones.
 #[test]
 fn a_streaming_unit_is_fenced_exactly_once() {
     let script = script(12);
@@ -40,7 +40,6 @@ fn a_streaming_unit_is_fenced_exactly_once() {
     assert_eq!(script.counted().fences, 3);
 }
 
-/// Row B10.
 #[test]
 fn a_cancelled_clear_is_fenced() {
     for n in 1..=4 {
@@ -52,7 +51,7 @@ fn a_cancelled_clear_is_fenced() {
     }
 }
 
-/// Row B10: also in the middle of a unit.
+/// Also in the middle of a unit.
 #[test]
 fn a_clear_that_meets_an_unreachable_frame_is_fenced() {
     for reach in 1..12 {
@@ -65,7 +64,7 @@ fn a_clear_that_meets_an_unreachable_frame_is_fenced() {
     }
 }
 
-/// Row B10: an observer that panics finds the unit fenced already.
+/// An observer that panics finds the unit fenced already.
 #[test]
 fn a_clear_that_unwinds_is_fenced() {
     let script = script(12);
@@ -77,7 +76,7 @@ fn a_clear_that_unwinds_is_fenced() {
     assert_eq!(script.events(), [Event::Reschedule, open(0, 4), Event::Close(0), Event::Fence]);
 }
 
-/// Row B10: a debt that is dropped is paid, counted and reported.
+/// A debt that is dropped is paid, counted and reported.
 #[test]
 fn a_dropped_debt_is_paid_and_counted() {
     let script = script(4);
@@ -120,13 +119,14 @@ mod host {
     use super::*;
     use crate::support::host::{cpus, places};
     use crate::support::{PAGE, PROFILE, features};
-    use hugemm_base::platform::{Cpu, StoreBuffer};
+    use hugemm_base::platform::StoreBuffer;
     use hugemm_base::store_fence::hardware_store_fence;
     use hugemm_base::{
-        Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, NodeId, Pfn, PhysMap, Preempt, PreemptModel,
-        StoreOrder, Topology, VectorUnit, VirtAddr, Window,
+        Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn, PhysMap, PreemptModel, Topology, VirtAddr, Window,
     };
-    use hugemm_clear::{Class, Clearer, Content, Features, Lane, Outcome, ParallelClear, Policy, Primitive};
+    use hugemm_clear::{
+        ClearPolicy, Clearer, Content, Features, Lane, Outcome, ParallelClear, Primitive, PrimitiveClass,
+    };
     use hugemm_host::cpu::{BASE_FRAME, Host};
     use proptest::prelude::*;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -181,7 +181,7 @@ mod host {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Row A18: whatever the order in which stores reach memory, what `clear` returns is zero for every CPU.
+        /// Whatever the order in which stores reach memory, what `clear` returns is zero for every CPU.
         #[test]
         fn no_cpu_sees_an_unclear_byte_after_a_clear(seed: u64, pages in 1_u64..40, unit in 1_u64..40) {
             let mut memory = Memory::heap(pages);
@@ -232,22 +232,9 @@ mod host {
         }
     }
 
-    // SAFETY: deliberately not kept where `fences` is off: `store_fence` orders nothing. Only the store model's stores,
-    // which are atomics, run on it.
-    unsafe impl StoreOrder for Faulty<'_, '_> {
-        fn store_fence(&self) {
-            if self.fences {
-                self.host.store_fence();
-            }
-        }
-
-        fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
-            self.host.store_buffer()
-        }
-    }
-
-    // SAFETY: the host's.
-    unsafe impl CpuLocal for Faulty<'_, '_> {
+    // SAFETY: the host's. The operating system fences when it switches threads. Deliberately not kept where `fences` is
+    // off: `store_fence` orders nothing. Only the store model's stores, which are atomics, run on it.
+    unsafe impl Cpu for Faulty<'_, '_> {
         fn current(&self) -> CpuId {
             self.host.current()
         }
@@ -261,37 +248,39 @@ mod host {
             // SAFETY: the caller's promise.
             unsafe { self.host.unpin(state) }
         }
-    }
 
-    // SAFETY: the operating system fences when it switches threads.
-    unsafe impl Preempt for Faulty<'_, '_> {
-        fn preempt_model(&self) -> PreemptModel {
-            self.host.preempt_model()
-        }
-
-        unsafe fn reschedule(&self) {}
-    }
-
-    impl Topology for Faulty<'_, '_> {
         fn cpus(&self) -> u32 {
             self.host.cpus()
         }
 
+        fn preempt_model(&self) -> PreemptModel {
+            self.host.preempt_model()
+        }
+
+        unsafe fn cond_resched(&self) {}
+
+        fn store_fence(&self) {
+            if self.fences {
+                self.host.store_fence();
+            }
+        }
+
+        fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
+            self.host.store_buffer()
+        }
+
+        fn counters(&self) -> &Counters {
+            self.host.counters()
+        }
+    }
+
+    impl Topology for Faulty<'_, '_> {
         fn node_of_cpu(&self, cpu: CpuId) -> NodeId {
             self.host.node_of_cpu(cpu)
         }
 
         fn node_run(&self, extent: Extent) -> (NodeId, u64) {
             self.host.node_run(extent)
-        }
-    }
-
-    // SAFETY: the provided methods grant nothing.
-    unsafe impl VectorUnit for Faulty<'_, '_> {}
-
-    impl Instrumented for Faulty<'_, '_> {
-        fn counters(&self) -> &Counters {
-            self.host.counters()
         }
     }
 
@@ -318,7 +307,7 @@ mod host {
         assert!(stale_after(&host, clear) > 0);
     }
 
-    /// Row B10: whatever `clear` does when a window cannot be opened in the middle of a unit, whoever gets the frames next
+    /// Whatever `clear` does when a window cannot be opened in the middle of a unit, whoever gets the frames next
     /// may write to them: no store of the clear arrives later. How many words lost what was written.
     fn lost_after_unwinding(windows: u64, clear: impl Fn(&mut CpuCx<'_, Faulty<'_, '_>>, &Clearer)) -> usize {
         let mut memory = Memory::heap(8);
@@ -399,12 +388,13 @@ mod host {
         assert_eq!(stale(words(&host, pages(0, 2))), 0);
     }
 
-    /// Row B14: on this machine's CPUs, with every streaming primitive that they have. Set
+    /// On this machine's CPUs, with every streaming primitive that they have. Set
     /// `HUGEMM_STRESS_ITERATIONS` for a longer run.
     #[test]
     fn a_consumer_never_sees_an_unclear_word() {
         let iterations = std::env::var("HUGEMM_STRESS_ITERATIONS").map_or(100_000, |n| n.parse().expect("a number"));
-        let streaming = Features::detect().iter().filter(|p| p.class() == Class::Streaming).collect::<Vec<_>>();
+        let streaming =
+            Features::detect().iter().filter(|p| p.class() == PrimitiveClass::Streaming).collect::<Vec<_>>();
         for p in streaming {
             let found = produce_and_consume(p, iterations);
             println!("{p}: {iterations} extents published, {found} unclear words seen, {} CPUs", cpus().len().min(2));
@@ -417,7 +407,7 @@ mod host {
         const SIZES: [u64; 8] = [1, 1, 2, 1, 4, 1, 16, 1];
         let mut memory = Memory::heap(16);
         let host = Host::new(&places(2), memory.bytes()).expect("a machine").strict();
-        let policy = Policy { force: Some(p), ..Policy::new(PROFILE) };
+        let policy = ClearPolicy { force: Some(p), ..ClearPolicy::new(PROFILE) };
         // SAFETY: the host has no store model to intercept the model primitive, which is not detected; the profile
         // names it, the forced primitive is used.
         let all = unsafe { Features::detect().with(Primitive::Model) };

@@ -5,12 +5,12 @@ mod support;
 
 use hugemm_base::{Never, PreemptModel, Sweep, VirtAddr};
 use hugemm_clear::folio::{begin_around, touched_page};
-use hugemm_clear::{Primitive, Request, Unit};
+use hugemm_clear::{ClearRequest, Primitive, Unit};
 use support::memory::Memory;
 use support::{BULK, CACHED, Event, PAGE, Script, clearer, span};
 
 /// The parts of a folio of all the memory that is touched at page `touched` first, in the order they were cleared.
-fn trace(script: &Script, touched: u64, unit: u64, request: &Request) -> Vec<((u64, u64), Sweep, Primitive)> {
+fn trace(script: &Script, touched: u64, unit: u64, request: &ClearRequest) -> Vec<((u64, u64), Sweep, Primitive)> {
     let mut seen = Vec::new();
     let mut observer = |unit: &Unit| seen.push((span(unit), unit.sweep, unit.primitive));
     let folio = begin_around(script.dirty(), touched);
@@ -19,7 +19,7 @@ fn trace(script: &Script, touched: u64, unit: u64, request: &Request) -> Vec<((u
     seen
 }
 
-/// The rule, as the checklist states it.
+/// The rule: right part, left part, and last the neighbourhood, two pages on each side.
 fn rule(pages: u64, touched: u64) -> Vec<(u64, u64)> {
     let (from, to) = (touched.saturating_sub(2), (touched + 3).min(pages));
     [(to, pages), (0, from), (from, to)].into_iter().filter(|(a, b)| a < b).collect()
@@ -31,7 +31,6 @@ fn preemptible(memory: Memory) -> Script {
     script
 }
 
-/// Row A9.
 #[test]
 #[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn a_huge_page_is_cleared_right_left_and_around_the_touch() {
@@ -46,7 +45,7 @@ fn a_huge_page_is_cleared_right_left_and_around_the_touch() {
     assert_eq!(hundred, [(103, 512), (0, 98), (98, 103)]);
 }
 
-/// Row A9: the order in which the platform's windows are opened is the same.
+/// The order in which the platform's windows are opened is the same.
 #[test]
 #[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn the_windows_come_in_the_same_order() {
@@ -63,7 +62,7 @@ fn the_windows_come_in_the_same_order() {
     assert_eq!(opened, parts);
 }
 
-/// Row A10: every first touch of every small folio, with units smaller than the parts, and every byte checked.
+/// Every first touch of every small folio, with units smaller than the parts, and every byte checked.
 #[test]
 fn every_page_of_every_small_folio_is_cleared_once() {
     for pages in 1..=if cfg!(miri) { 6 } else { 16 } {
@@ -83,7 +82,7 @@ fn every_page_of_every_small_folio_is_cleared_once() {
     }
 }
 
-/// Row A11: a fault's address, aligned or not, leads to its page; no address, to page 0.
+/// A fault's address, aligned or not, leads to its page; no address, to page 0.
 #[test]
 #[cfg_attr(miri, ignore = "2 MiB take minutes")]
 fn fault_addresses_need_not_be_aligned() {
@@ -96,7 +95,7 @@ fn fault_addresses_need_not_be_aligned() {
     }
 }
 
-/// Row A12: the rule has no size limit.
+/// The rule has no size limit.
 #[test]
 #[cfg(not(miri))]
 fn a_gib_is_cleared_in_the_same_order() {
@@ -107,7 +106,7 @@ fn a_gib_is_cleared_in_the_same_order() {
     assert_eq!(script.counted().units, 3);
 }
 
-/// Row B7: far parts past the cache, the neighbourhood through it, and last.
+/// Far parts past the cache, the neighbourhood through it, and last.
 #[test]
 fn the_neighbourhood_is_cached_and_last() {
     let script = Script::new(Memory::heap(64));
@@ -122,7 +121,7 @@ fn the_neighbourhood_is_cached_and_last() {
     assert!(!events[last_open..].iter().any(fence) && events[..last_open].iter().any(fence));
 }
 
-/// Row A7: the address at which user space will see a part follows the part, not the order.
+/// The address at which user space will see a part follows the part, not the order.
 #[test]
 fn user_addresses_follow_the_parts() {
     let script = Script::new(Memory::heap(16));

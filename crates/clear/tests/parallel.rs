@@ -54,10 +54,6 @@ impl Arena {
 struct Borders<'b>(&'b [u64]);
 
 impl Topology for Borders<'_> {
-    fn cpus(&self) -> u32 {
-        1
-    }
-
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
         NodeId(0)
     }
@@ -183,7 +179,7 @@ fn without_lanes_the_frames_are_handed_back() {
     assert!(matches!(nothing.finish(), Outcome::Zeroed(zeroed) if zeroed.extent().is_empty()));
 }
 
-/// Row A23: each lane comes back with a zero prefix and an untouched rest, and going on stores to the rest only.
+/// Each lane comes back with a zero prefix and an untouched rest, and going on stores to the rest only.
 #[test]
 fn a_cancelled_clear_leaves_exact_prefixes() {
     let mut arena = Arena::new(PAGES);
@@ -285,7 +281,7 @@ fn a_worker_that_may_not_sleep_says_so() {
     assert!(script.memory.untouched(0..4));
 }
 
-/// Rows A7, A14, B9: pieces are cleared like any extent: by unit, fenced, and with their user addresses.
+/// Pieces are cleared like any extent: by unit, fenced, and with their user addresses.
 #[test]
 fn pieces_keep_units_fences_and_user_addresses() {
     let script = Script::new(Memory::repeated(2 * PIECE, 512));

@@ -12,9 +12,9 @@
 mod checks;
 
 use hugemm_clear::features::Features;
-#[cfg(not(miri))]
-use hugemm_clear::primitive::Class;
 use hugemm_clear::primitive::Primitive;
+#[cfg(not(miri))]
+use hugemm_clear::primitive::PrimitiveClass;
 use hugemm_clear::raw;
 
 /// What this CPU runs, and the model, which the raw layer runs as plain stores.
@@ -109,7 +109,7 @@ mod mapped {
         for hidden in Primitive::ALL {
             let left = all.without(hidden);
             assert!(hidden == Primitive::Portable || !left.contains(hidden));
-            assert!(left.iter().any(|p| p.class() == Class::Cached));
+            assert!(left.iter().any(|p| p.class() == PrimitiveClass::Cached));
             for p in left.iter() {
                 // SAFETY: the page is owned and the CPU has what detection left in.
                 unsafe {
@@ -176,7 +176,7 @@ mod mapped {
     }
 }
 
-/// The asm blocks write only the registers that they declare (checklist row A6).
+/// The asm blocks write only the registers that they declare.
 #[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
 mod registers {
     use core::arch::asm;

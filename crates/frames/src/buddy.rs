@@ -217,7 +217,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let prefer = if want_zero { [Known::Zero, Known::Dirty] } else { [Known::Dirty, Known::Zero] };
         if want_zero {
             if let Some(found) = lists.find(&places, order, mobility, Known::Zero) {
-                return self.carve(lists, found, List::Small(mobility, Known::Zero), order, most, own);
+                return self.take_lowest(lists, found, List::Small(mobility, Known::Zero), order, most, own);
             }
             if let Some(fresh) = self.take_2m(lists, 0, Sought::Zero) {
                 return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
@@ -231,7 +231,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if !exact && self.lowest_2m(lists, fresh).is_some_and(|region| region < places.region(list, found)) {
                 break;
             }
-            return self.carve(lists, found, list, order, most, own);
+            return self.take_lowest(lists, found, list, order, most, own);
         }
         if let Some(fresh) = self.take_block(lists, BLOCK_ORDER, mobility, want_zero) {
             return Some(self.divide(lists, fresh, BLOCK_ORDER, order, most, mobility));
@@ -239,7 +239,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let other = mobility.other();
         prefer.into_iter().find_map(|known| {
             let found = lists.largest(order, other, known)?;
-            self.carve(lists, found, List::Small(other, known), order, most, own)
+            self.take_lowest(lists, found, List::Small(other, known), order, most, own)
         })
     }
 
@@ -250,7 +250,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes the lowest free block of a small kind that there is, or for a CPU's cache one that [keeps apart](crate::chunk),
     /// and divides it.
-    fn carve(
+    fn take_lowest(
         &self,
         lists: &mut FreeLists,
         found: u32,

@@ -154,3 +154,52 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_remembers_the_last_taker_of_each_half() {
+        let takers = Takers::default();
+        let both = || [takers.of(0), takers.of(1)];
+        assert_eq!(both(), [None, None]);
+        takers.note(0, 7);
+        assert_eq!(both(), [Some(7), None]);
+        takers.note(1, 0);
+        assert_eq!(both(), [Some(7), Some(0)]);
+        takers.note(0, u32::MAX - 1);
+        takers.note(1, 5);
+        assert_eq!(both(), [Some(u32::MAX - 1), Some(5)]);
+        takers.note(0, 2);
+        assert_eq!(both(), [Some(2), Some(5)]);
+    }
+
+    #[test]
+    fn a_cpu_has_one_chunk_of_each_mobility() {
+        let chunks = Chunks::default();
+        let both = || Mobility::ALL.map(|mobility| chunks.of(mobility));
+        assert_eq!(both(), [None, None]);
+        chunks.note(Mobility::Unmovable, 0);
+        assert_eq!(both(), [Some(0), None]);
+        chunks.note(Mobility::Movable, 9);
+        chunks.note(Mobility::Unmovable, 4);
+        assert_eq!(both(), [Some(4), Some(9)]);
+    }
+
+    #[test]
+    fn a_chunk_is_half_of_2_mib() {
+        let place = |pfn| (chunk_of(Pfn::new(pfn)), half_of(Pfn::new(pfn)));
+        let places = [0, 0xff, 0x100, 0x1ff, 0x200, 0x300].map(place);
+        assert_eq!(places, [(0, 0), (0, 0), (1, 1), (1, 1), (2, 0), (3, 1)]);
+        let [all, none] = [[u64::MAX; WORDS / 2], [0; WORDS / 2]];
+        assert_eq!(without([u64::MAX; WORDS], 0), [none, all].as_flattened());
+        assert_eq!(without([u64::MAX; WORDS], 1), [all, none].as_flattened());
+    }
+
+    /// A refill that fetches an eighth of a chunk or more does not ask whose it is.
+    #[test]
+    fn large_refills_keep_nothing_apart() {
+        assert_eq!([1, 31, 32, 1000].map(is_worth_it), [true, true, false, false]);
+    }
+}

@@ -273,4 +273,44 @@ mod tests {
         assert_eq!((class.pop(), class.pop(), class.pop()), (Some(block(1)), Some(block(3)), None));
         assert_eq!(class.all(), 0);
     }
+
+    fn filled(class: &Class<'_>) -> u64 {
+        for pfn in class.len()..200 {
+            if class.push(block(pfn)).is_err() {
+                break;
+            }
+        }
+        class.len()
+    }
+
+    /// Three quarters go, or seven eighths of what is full again and again; then there is more room, to the most that there
+    /// may be.
+    #[test]
+    fn a_full_class_keeps_a_quarter_or_an_eighth() {
+        let entries: Vec<AtomicU64> = (0..80).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries, LEAST, u64::MAX);
+        assert_eq!((filled(&class), class.excess(), class.excess()), (LEAST, 6, 6));
+        let mut sizes = Vec::new();
+        for _ in 0..4 {
+            // Room is made by growing, until there is no more to grow.
+            sizes.push((class.excess(), filled(&class)));
+        }
+        assert_eq!(sizes, [(0, 16), (0, 32), (0, 64), (56, 64)]);
+        class.shrink();
+        assert_eq!(class.excess(), 64 - LEAST / 4, "as small as at first, and the first time again");
+    }
+
+    #[test]
+    fn what_comes_next_is_known_without_taking_it() {
+        let entries: Vec<AtomicU64> = (0..10).map(|_| AtomicU64::new(0)).collect();
+        let class = Class::new(&entries, LEAST, 3);
+        assert!(!class.next_is_zero() && class.enabled() && !Class::new(&[], LEAST, 3).enabled());
+        assert_eq!(class.push(Frozen::make(Pfn::new(1), Order::ZERO, Mobility::Movable, true)), Ok(()));
+        assert!(class.next_is_zero());
+        assert_eq!(class.push(block(2)), Ok(()));
+        assert!(!class.next_is_zero());
+        assert_eq!((class.len(), class.near()), (2, 3));
+        class.set_near(9);
+        assert_eq!(class.near(), 9);
+    }
 }

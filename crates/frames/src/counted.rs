@@ -53,7 +53,11 @@ impl FrozenRun {
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Makes a frozen block counted, with one reference. One atomic. Whatever the owner has written to the block or its
-    /// descriptor is seen by whoever gets a reference later. The error is a block of another manager.
+    /// descriptor is seen by whoever gets a reference later.
+    ///
+    /// # Errors
+    ///
+    /// The block, if it is another manager's.
     #[inline]
     pub fn count(&self, block: Frozen) -> Result<FolioRef, Frozen> {
         let pfn = block.pfn();
@@ -69,12 +73,21 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Another reference. Any context.
+    ///
+    /// # Errors
+    ///
+    /// [`Saturated`](RefError::Saturated): [`widen`](Frames::widen) the block and try again.
+    /// [`NotManaged`](RefError::NotManaged): it is another manager's.
     pub fn get(&self, folio: &FolioRef) -> Result<FolioRef, RefError> {
         // SAFETY: the handle is a reference that is not dropped as long as it is borrowed.
         unsafe { self.get_at(folio.pfn()) }
     }
 
     /// Another reference, where those that there are stand as numbers. Any context.
+    ///
+    /// # Errors
+    ///
+    /// As [`get`](Frames::get).
     ///
     /// # Safety
     ///
@@ -88,6 +101,11 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// A reference for whoever holds none and only believes that the frame is what it wants; `None` if it is not the head
     /// of anything counted. Check then, and put it if the frame is something else by now. Any context but NMI.
+    ///
+    /// # Errors
+    ///
+    /// [`NotManaged`](RefError::NotManaged) outside every arena, [`Saturated`](RefError::Saturated) as for
+    /// [`get`](Frames::get).
     pub fn try_get<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn) -> Result<Option<FolioRef>, RefError> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         let block = arena.block(pfn);
@@ -103,10 +121,14 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Drops a reference, and frees the page or folio if it was the last; says whether it was. The error is a reference of
-    /// another manager. Any context but NMI.
+    /// Drops a reference, and frees the page or folio if it was the last; says whether it was. Any
+    /// context but NMI.
     ///
     /// Cost if it was: one atomic, 4 cache lines, and that of [`free`](Frames::free).
+    ///
+    /// # Errors
+    ///
+    /// The reference, if it is another manager's.
     #[inline]
     pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, folio: FolioRef) -> Result<Put, FolioRef> {
         let Some(mine) = self.put_page(folio.pfn()) else { return self.put_any(cx, folio) };
@@ -138,7 +160,10 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Drops a reference; the page or folio is the caller's, frozen, if it was the last. For pages that go back to a pool.
-    /// The error is a reference of another manager.
+    ///
+    /// # Errors
+    ///
+    /// The reference, if it is another manager's.
     #[inline]
     pub fn put_frozen(&self, folio: FolioRef) -> Result<Option<Frozen>, FolioRef> {
         match self.put_only(folio.pfn()) {
@@ -184,7 +209,11 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Freezes a page or folio to which the caller holds the only reference: it is the caller's then, and speculative
-    /// gets fail. The reference is given back if there are others, or it is one of another manager.
+    /// gets fail.
+    ///
+    /// # Errors
+    ///
+    /// The reference, if there are others, or it is another manager's.
     pub fn freeze(&self, folio: FolioRef) -> Result<Frozen, FolioRef> {
         let pfn = folio.pfn();
         let Some(arena) = self.arena(pfn) else { return Err(folio) };
@@ -208,6 +237,10 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Gives the 2 MiB block of `pfn` wide reference counters, which [`RefError::Saturated`] asks for. False if it has
     /// some already; the memory is the caller's again then.
     ///
+    /// # Errors
+    ///
+    /// [`NotManaged`](RefError::NotManaged) outside every arena; the memory is the caller's again.
+    ///
     /// # Safety
     ///
     /// `counts` is initialised to zero ([`WideCounts::new`]), and nobody else's for as long as the manager lives.
@@ -218,7 +251,10 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Splits a frozen block evenly into smaller ones. Their heads' descriptors are the caller's, their words unspecified, as
     /// after an allocation. Splitting into larger ones changes nothing. A line per 2 MiB, or one per 1 GiB down to 2 MiB.
-    /// The error is a block of another manager, whose map knows nothing of this.
+    ///
+    /// # Errors
+    ///
+    /// The block, if it is another manager's.
     pub fn split(&self, block: Frozen, to: Order) -> Result<FrozenRun, Frozen> {
         let (pfn, order, mobility) = (block.pfn(), block.order(), block.mobility());
         let Some(arena) = self.arena(pfn) else { return Err(block) };
@@ -229,8 +265,11 @@ impl<'m, E: Env> Frames<'m, E> {
         Ok(FrozenRun { extent: block.extent(), order: to, mobility })
     }
 
-    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0. The error is a
-    /// run of another manager.
+    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0.
+    ///
+    /// # Errors
+    ///
+    /// The run, if it is another manager's.
     pub fn count_run(&self, run: FrozenRun) -> Result<FolioRun, FrozenRun> {
         let FrozenRun { extent, order, mobility } = run;
         let Some(arena) = self.arena(extent.base()) else { return Err(run) };
@@ -256,7 +295,10 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Splits a counted folio, to which the caller holds the only reference, into counted ones with one reference each.
-    /// The reference is given back if there are others, or it is one of another manager.
+    ///
+    /// # Errors
+    ///
+    /// The reference, if there are others, or it is another manager's.
     pub fn split_counted(&self, folio: FolioRef, to: Order) -> Result<FolioRun, FolioRef> {
         let head = folio.pfn();
         let run = self.split(self.freeze(folio)?, to).ok().and_then(|run| self.count_run(run).ok());

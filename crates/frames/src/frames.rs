@@ -5,9 +5,9 @@ use crate::buddy::{Content, Node};
 use crate::counted::FrozenRun;
 use crate::descriptor::{DescMut, DescRef, Descriptor};
 use crate::frozen::Frozen;
-use crate::layout::{self, Config, ConfigError, Parts};
+use crate::hwpoison::Watched;
+use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::pcp::PerCpu;
-use crate::refuse::Watched;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
@@ -23,6 +23,8 @@ use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, ExtentLinks, NodeId, Order, Pfn,
 ///
 /// [`descriptor`](Env::descriptor) returns a pointer to 64 initialised bytes, aligned to 64, that stay readable, and
 /// writable while the frame is the head of a block; different indices never overlap.
+/// [`has_cache`](Env::has_cache) is true for one platform's CPUs only, unless whoever makes the manager promises that it sees
+/// no others.
 pub unsafe trait Env: Inject {
     /// The lock of a node.
     type Lock: RawLock + Send + Sync;
@@ -32,6 +34,13 @@ pub unsafe trait Env: Inject {
     #[inline]
     fn descriptor(&self, array: *mut Descriptor, index: usize) -> *mut Descriptor {
         array.wrapping_add(index)
+    }
+
+    /// Whether the CPU may have a cache of this manager's: those of other platforms than the manager's may not. The provided
+    /// method trusts the contract of [`Frames::new`].
+    #[inline]
+    fn has_cache(&self, _pin: CpuPin<'_>) -> bool {
+        true
     }
 }
 
@@ -54,7 +63,8 @@ unsafe impl<I: Inject> Env for Plain<I> {
 /// A manager of page frames. See the [crate's documentation](crate).
 ///
 /// All methods take `&self` and may be called from several CPUs at once. A [`CpuCx`](hugemm_base::CpuCx) says which CPU
-/// calls; every context given to one manager must come from one platform (see [`Frames::new`]).
+/// calls. [`Frames::carve`] makes one out of nothing but memory; [`Frames::new`] gives more choice, and every context that
+/// is given to such a manager must come from one platform.
 pub struct Frames<'m, E: Env = Plain> {
     pub(crate) arenas: &'m [Arena<'m>],
     pub(crate) nodes: &'m [Node<'m, E::Lock>],
@@ -64,7 +74,7 @@ pub struct Frames<'m, E: Env = Plain> {
     pub(crate) managed: AtomicU64,
     /// Blocks of 2 MiB that are isolated: while there are some, nobody takes the fast path.
     pub(crate) isolated: AtomicU64,
-    /// Which blocks must be looked at when they are freed: see [`refuse`](crate::Poisoned).
+    /// Which blocks must be looked at when they are freed: see [`refuse`](crate::HwPoisoned).
     pub(crate) watched: Watched,
     pub(crate) env: E,
     memory: PhantomData<&'m mut u8>,
@@ -82,11 +92,21 @@ impl<E: Env> fmt::Debug for Frames<'_, E> {
 impl<'m, E: Env> Frames<'m, E> {
     /// Size and alignment of the metadata that a manager needs: at most 1.6 % of the memory it manages, apart from a few
     /// KiB per CPU.
-    pub fn required_bytes(config: &Config<'_>) -> Result<Layout, ConfigError> {
+    ///
+    /// # Errors
+    ///
+    /// [`Empty`](FramesConfigError::Empty), [`Overlap`](FramesConfigError::Overlap) or
+    /// [`TooLarge`](FramesConfigError::TooLarge): the arenas cannot be managed as given.
+    pub fn required_bytes(config: &FramesConfig<'_>) -> Result<Layout, FramesConfigError> {
         layout::required::<E::Lock>(config)
     }
 
     /// A manager with nothing free yet: see [`release`](Frames::release). O(2 MiB blocks).
+    ///
+    /// # Errors
+    ///
+    /// As [`required_bytes`](Frames::required_bytes), and [`Memory`](FramesConfigError::Memory), which says how much
+    /// is needed and how aligned.
     ///
     /// # Safety
     ///
@@ -95,8 +115,13 @@ impl<'m, E: Env> Frames<'m, E> {
     /// * No two managers whose handles ([`Frozen`], [`FolioRef`](crate::FolioRef), ownership of extents) can meet have an
     ///   arena over the same frame number: it is by their numbers that a manager knows its own.
     /// * The contexts that are passed to this manager's methods all come from one platform, so that a pinned CPU number
-    ///   names at most one thread at a time.
-    pub unsafe fn new(config: &Config<'_>, env: E, memory: *mut u8, bytes: usize) -> Result<Self, ConfigError>
+    ///   names at most one thread at a time, unless [`Env::has_cache`] tells them apart.
+    pub unsafe fn new(
+        config: &FramesConfig<'_>,
+        env: E,
+        memory: *mut u8,
+        bytes: usize,
+    ) -> Result<Self, FramesConfigError>
     where
         E::Lock: 'm,
     {
@@ -117,11 +142,15 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// [`new`](Frames::new) in a slice, which is initialised and nobody else's by its type.
     ///
+    /// # Errors
+    ///
+    /// As [`new`](Frames::new).
+    ///
     /// # Safety
     ///
     /// As [`new`](Frames::new), but for `memory`: all contexts come from one platform, no frame number is in two managers
     /// whose handles can meet, and descriptor arrays that arenas bring along are valid for `'m` and nobody else's.
-    pub unsafe fn in_slice(config: &Config<'_>, env: E, memory: &'m mut [u8]) -> Result<Self, ConfigError>
+    pub unsafe fn in_slice(config: &FramesConfig<'_>, env: E, memory: &'m mut [u8]) -> Result<Self, FramesConfigError>
     where
         E::Lock: 'm,
     {
@@ -263,7 +292,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The cache of the CPU that the caller is pinned to.
     #[inline]
     pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
-        self.cpus.get(pin.cpu().0 as usize)
+        if self.env.has_cache(pin) { self.cpus.get(pin.cpu().0 as usize) } else { None }
     }
 
     /// Whether a block of 2 MiB is isolated.

@@ -368,3 +368,48 @@ pub(crate) fn take_word(lists: &mut FreeLists, region: &Region, at: usize, bits:
 pub(crate) fn pages(bits: u64) -> u64 {
     u64::from(bits.count_ones()) << BLOCK_ORDER
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig {
+            cases: if cfg!(miri) { 3 } else { 256 },
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        })]
+
+        #[test]
+        fn the_lowest_bits_are_found_as_by_counting(word: u64, run in 0_u32..64, count in 0_u64..80) {
+            for word in [word, word << run, u64::MAX << run, 0] {
+                let each = (0..64).filter(|bit| word >> bit & 1 != 0);
+                let expected = each.take(count as usize).fold(0, |sum, bit| sum | 1_u64 << bit);
+                prop_assert_eq!(lowest(word, count), expected);
+            }
+            let up = (0..64).filter(|bit| word >> bit & 1 != 0);
+            prop_assert!(descending(word).eq(up.rev()));
+        }
+    }
+
+    #[test]
+    fn a_batch_is_taken_apart_from_the_top() {
+        let batch = Batch { base: 1 << 18, blocks: 1 << 63 | 0b101, zero: 1 << 63 | 0b1 };
+        let taken: Vec<_> = batch.descending().map(|taken| (taken.pfn.number(), taken.zero)).collect();
+        assert_eq!(taken, [((1 << 18) + (63 << 9), true), ((1 << 18) + (2 << 9), false), (1 << 18, true)]);
+    }
+
+    /// Ten orders of each content, and what is freed is what whoever seeks any, or its content, finds.
+    #[test]
+    fn every_content_has_its_rows() {
+        let rows = [Sought::Dirty, Sought::Zero, Sought::Any].map(Sought::rows);
+        assert_eq!(rows, [0x3ff, 0x3ff << 10, 0x3ff << 20]);
+        assert_eq!([Sought::Dirty.row(0), Sought::Zero.row(3), Sought::Any.row(9)], [0, 13, 29]);
+        let freed = [Content::Dirty, Content::Zero, Content::AsMapped].map(rows_of);
+        assert_eq!(freed, [0x3ff << 20 | 0x3ff, 0x3ff << 20 | 0x3ff << 10, 0x3fff_ffff]);
+        assert_eq!(Sought::preferring(true), [Sought::Zero, Sought::Dirty, Sought::Any]);
+        assert_eq!(Sought::preferring(false), [Sought::Dirty, Sought::Any, Sought::Zero]);
+        assert_eq!(pages(0b101), 2 * 512);
+    }
+}

@@ -362,3 +362,99 @@ impl<'a, 'm> Places<'a, 'm> {
         Some((arena, Pfn::new(base + offset as u64)))
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_kind_has_a_number_of_its_own() {
+        assert_eq!((SMALL, BIG, SMALL_KINDS, BIG_KINDS), (9, 10, 36, 30));
+        let mut numbers = BTreeSet::new();
+        for mobility in Mobility::ALL {
+            for known in [Known::Dirty, Known::Zero] {
+                let kinds = (0..9).map(|order| List::Small(mobility, known).kind(order));
+                numbers.extend(kinds.map(|kind| kind.expect("less than 2 MiB")));
+                assert_eq!(List::Small(mobility, known).kind(9), None);
+            }
+        }
+        assert!(numbers.into_iter().eq(0..36));
+        assert_eq!(List::Isolated.kind(0), None);
+        assert_eq!([Known::of(false), Known::of(true)], [Known::Dirty, Known::Zero]);
+    }
+
+    /// Each counter counts alone, and says when it leaves 0 and when it is back there.
+    #[test]
+    fn tallies_tell_the_first_and_the_last() {
+        let tally: Tally<5> = Tally::new();
+        for counter in [0, 3, 4, 17, 19] {
+            assert_eq!([tally.up(counter), tally.up(counter), tally.up(counter)], [true, false, false], "{counter}");
+        }
+        for counter in [19, 4, 0, 17, 3] {
+            assert_eq!([tally.down(counter), tally.down(counter)], [false, false], "{counter}");
+        }
+        for counter in [3, 0, 17, 4, 19] {
+            assert_eq!([tally.down(counter), tally.up(counter), tally.down(counter)], [true; 3], "{counter}");
+        }
+    }
+
+    #[test]
+    fn rows_give_the_lowest_region_of_a_kind() {
+        assert_eq!([Rows::words(1), Rows::words(64), Rows::words(65)], [66, 66, 132]);
+        let words: Vec<AtomicU64> = (0..Rows::words(128)).map(|_| AtomicU64::new(0)).collect();
+        let rows = Rows::new(&words);
+        let last = SMALL_KINDS + BIG_KINDS - 1;
+        for kind in [0, 1, 40, last] {
+            assert_eq!(rows.first(kind), None);
+            for region in [127, 64, 63, 5] {
+                // Twice: it is a set.
+                rows.put(kind, region, true);
+                rows.put(kind, region, true);
+                assert_eq!(rows.first(kind), Some(region));
+            }
+        }
+        for kind in [last, 1, 0, 40] {
+            for next in [Some(63), Some(64), Some(127), None] {
+                rows.put(kind, rows.first(kind).expect("some"), false);
+                rows.put(kind, 2, false);
+                assert_eq!(rows.first(kind), next);
+            }
+        }
+        assert!(words.iter().all(|word| word.load(Ordering::Relaxed) == 0));
+    }
+
+    #[test]
+    fn a_family_knows_which_orders_there_are() {
+        let mut family: Family<SMALL> = Family::new();
+        for order in [2, 2, 8, 0] {
+            family.up(order);
+        }
+        assert_eq!((family.mask, family.counts), (0b1_0000_0101, [1, 0, 2, 0, 0, 0, 0, 0, 1]));
+        family.down(2);
+        assert_eq!(family.mask, 0b1_0000_0101);
+        family.down(2);
+        family.down(0);
+        assert_eq!((family.mask, family.counts), (0b1_0000_0000, [0, 0, 0, 0, 0, 0, 0, 0, 1]));
+        assert!(bits(0b1_0010_0101).eq([0, 2, 5, 8]) && bits(0).next().is_none());
+    }
+
+    #[test]
+    fn the_largest_block_and_zeroes_are_known_by_kind() {
+        use Mobility::{Movable, Unmovable};
+        let mut lists = FreeLists::new(0);
+        for order in [2, 5] {
+            lists.small[Movable.index()][0].up(order);
+        }
+        assert!(!lists.has_zero());
+        let largest = |lists: &FreeLists, order| lists.largest(order, Movable, Known::Dirty);
+        assert_eq!([0, 2, 3, 5, 6].map(|order| largest(&lists, order)), [Some(5), Some(5), Some(5), Some(5), None]);
+        assert_eq!(lists.largest(0, Unmovable, Known::Dirty), None);
+        assert_eq!(lists.largest(0, Movable, Known::Zero), None);
+        lists.small[Movable.index()][1].up(3);
+        assert!(lists.has_zero() && lists.largest(0, Movable, Known::Zero) == Some(3));
+        lists.small[Movable.index()][1].down(3);
+        lists.zero_2m = 1;
+        assert!(lists.has_zero());
+    }
+}

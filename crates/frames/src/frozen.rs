@@ -112,6 +112,10 @@ impl Frozen {
     }
 
     /// Gives up the handle for what is known of the content.
+    ///
+    /// # Errors
+    ///
+    /// The frames as dirty, if they are not known to be zero.
     pub fn into_content(self) -> Result<Zeroed, Dirty> {
         let extent = self.extent();
         if self.is_zero() {

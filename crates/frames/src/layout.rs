@@ -14,7 +14,7 @@ use hugemm_base::{Extent, NodeId, Pfn};
 
 /// What a manager is made for.
 #[derive(Clone, Copy, Debug)]
-pub struct Config<'a> {
+pub struct FramesConfig<'a> {
     /// The arenas, in ascending order of their first frames, not overlapping.
     pub arenas: &'a [ArenaSpec],
     /// How many CPUs have caches. A CPU with a higher number can still allocate; it goes to the nodes every time.
@@ -25,7 +25,7 @@ pub struct Config<'a> {
 
 /// Why a manager cannot be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ConfigError {
+pub enum FramesConfigError {
     /// There is no arena, or one is empty.
     Empty,
     /// The arena that begins at this frame overlaps the one before it, or they are out of order.
@@ -41,22 +41,22 @@ pub enum ConfigError {
     TooLarge,
 }
 
-impl fmt::Display for ConfigError {
+impl fmt::Display for FramesConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ConfigError::Empty => f.write_str("there is no arena, or one is empty; give at least one frame"),
-            ConfigError::Overlap(pfn) => {
+            FramesConfigError::Empty => f.write_str("there is no arena, or one is empty; give at least one frame"),
+            FramesConfigError::Overlap(pfn) => {
                 write!(f, "the arena at frame {pfn} overlaps the one before it; sort and separate them")
             }
-            ConfigError::Memory { bytes, align } => {
+            FramesConfigError::Memory { bytes, align } => {
                 write!(f, "the manager needs {bytes} bytes aligned to {align} for its metadata")
             }
-            ConfigError::TooLarge => f.write_str("the metadata would not fit in the address space"),
+            FramesConfigError::TooLarge => f.write_str("the metadata would not fit in the address space"),
         }
     }
 }
 
-impl core::error::Error for ConfigError {}
+impl core::error::Error for FramesConfigError {}
 
 /// Places one array after another; with no memory it only adds up.
 struct Carver<'m> {
@@ -66,11 +66,11 @@ struct Carver<'m> {
 }
 
 impl<'m> Carver<'m> {
-    fn place<T>(&mut self, count: u64) -> Result<usize, ConfigError> {
-        let count = usize::try_from(count).map_err(|_| ConfigError::TooLarge)?;
-        let layout = Layout::array::<T>(count).map_err(|_| ConfigError::TooLarge)?;
-        let at = self.used.checked_next_multiple_of(layout.align()).ok_or(ConfigError::TooLarge)?;
-        self.used = at.checked_add(layout.size()).ok_or(ConfigError::TooLarge)?;
+    fn place<T>(&mut self, count: u64) -> Result<usize, FramesConfigError> {
+        let count = usize::try_from(count).map_err(|_| FramesConfigError::TooLarge)?;
+        let layout = Layout::array::<T>(count).map_err(|_| FramesConfigError::TooLarge)?;
+        let at = self.used.checked_next_multiple_of(layout.align()).ok_or(FramesConfigError::TooLarge)?;
+        self.used = at.checked_add(layout.size()).ok_or(FramesConfigError::TooLarge)?;
         Ok(at)
     }
 
@@ -79,7 +79,7 @@ impl<'m> Carver<'m> {
     /// # Safety
     ///
     /// `base` points to memory that is large enough for everything placed, writable and the manager's alone for `'m`.
-    unsafe fn fill<T>(&mut self, count: u64, mut make: impl FnMut(usize) -> T) -> Result<&'m [T], ConfigError> {
+    unsafe fn fill<T>(&mut self, count: u64, mut make: impl FnMut(usize) -> T) -> Result<&'m [T], FramesConfigError> {
         let at = self.place::<T>(count)?;
         // SAFETY: in bounds by the contract, aligned by `place`; every element is written before the slice is made, and
         // nothing else overlaps it.
@@ -94,21 +94,21 @@ impl<'m> Carver<'m> {
 }
 
 /// How many nodes, from the highest number used.
-pub(crate) fn nodes(config: &Config<'_>) -> u64 {
+pub(crate) fn nodes(config: &FramesConfig<'_>) -> u64 {
     config.arenas.iter().map(|a| u64::from(a.node.0) + 1).max().unwrap_or(0)
 }
 
 /// How many regions all arenas touch; a region that two share counts for each.
-fn regions(config: &Config<'_>) -> u64 {
+fn regions(config: &FramesConfig<'_>) -> u64 {
     config.arenas.iter().map(|arena| touched(arena.extent, REGION_ORDER)).sum()
 }
 
-fn frames(config: &Config<'_>) -> u64 {
+fn frames(config: &FramesConfig<'_>) -> u64 {
     config.arenas.iter().map(|arena| arena.extent.pages()).sum()
 }
 
 /// The largest extent between whose ends no arena is on another node. O(arenas).
-fn largest_span(config: &Config<'_>, node: NodeId) -> Extent {
+fn largest_span(config: &FramesConfig<'_>, node: NodeId) -> Extent {
     let mut largest = Extent::default();
     for arenas in config.arenas.chunk_by(|a, b| a.node == b.node) {
         if let ([first, ..], [.., last]) = (arenas, arenas)
@@ -123,31 +123,31 @@ fn largest_span(config: &Config<'_>, node: NodeId) -> Extent {
     largest
 }
 
-fn check(config: &Config<'_>) -> Result<(), ConfigError> {
+fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
     if config.arenas.is_empty() || config.arenas.iter().any(|arena| arena.extent.is_empty()) {
-        return Err(ConfigError::Empty);
+        return Err(FramesConfigError::Empty);
     }
     for pair in config.arenas.windows(2) {
         if let [a, b] = pair
             && b.extent.base().number() < a.extent.end().number()
         {
-            return Err(ConfigError::Overlap(b.extent.base()));
+            return Err(FramesConfigError::Overlap(b.extent.base()));
         }
     }
     Ok(())
 }
 
 /// Size and alignment of the memory that a manager needs: O(arenas).
-pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, ConfigError> {
+pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, FramesConfigError> {
     check(config)?;
     let mut carver = Carver { base: core::ptr::null_mut(), used: 0, memory: PhantomData };
     carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
     carver.place::<Node<'_, L>>(nodes(config))?;
-    let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(ConfigError::TooLarge)?;
+    let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(FramesConfigError::TooLarge)?;
     carver.place::<AtomicU64>(rows)?;
     carver.place::<PerCpu<'_>>(config.cpus.into())?;
     let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
-    carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(ConfigError::TooLarge)?)?;
+    carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(FramesConfigError::TooLarge)?)?;
     for arena in config.arenas {
         carver.place::<Region>(touched(arena.extent, REGION_ORDER))?;
         carver.place::<Block>(touched(arena.extent, BLOCK_ORDER))?;
@@ -155,7 +155,7 @@ pub(crate) fn required<L: RawLock>(config: &Config<'_>) -> Result<Layout, Config
             carver.place::<Descriptor>(arena.extent.pages())?;
         }
     }
-    Layout::from_size_align(carver.used, 4096).map_err(|_| ConfigError::TooLarge)
+    Layout::from_size_align(carver.used, 4096).map_err(|_| FramesConfigError::TooLarge)
 }
 
 /// Everything placed.
@@ -172,13 +172,13 @@ pub(crate) struct Parts<'m, L> {
 ///
 /// As [`Frames::new`](crate::Frames::new).
 pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
-    config: &Config<'_>,
+    config: &FramesConfig<'_>,
     memory: *mut u8,
     bytes: usize,
-) -> Result<Parts<'m, L>, ConfigError> {
+) -> Result<Parts<'m, L>, FramesConfigError> {
     let need = required::<L>(config)?;
     if bytes < need.size() || !memory.addr().is_multiple_of(need.align()) || memory.is_null() {
-        return Err(ConfigError::Memory { bytes: need.size(), align: need.align() });
+        return Err(FramesConfigError::Memory { bytes: need.size(), align: need.align() });
     }
     let total = frames(config);
     let mut carver = Carver { base: memory, used: 0, memory: PhantomData };

@@ -12,6 +12,7 @@
 //! | `frozen.rs` | the handle on a block |
 //! | `folio.rs` | the handle on a reference |
 //! | `layout.rs` | what goes where in the caller's memory |
+//! | `carve.rs` | a manager that lives in the memory it manages |
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
 //! | `blockmap.rs` | which frames are heads, and of which order |
@@ -22,14 +23,13 @@
 //! | `buddy.rs` | splitting and merging it |
 //! | `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
-//! | `alloc.rs` | allocating and freeing blocks |
+//! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
 //! | `refill.rs` | what moves between a cache and its node |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
-//! | `claim.rs` | particular frames; isolation and migration |
-//! | `refuse.rs` | poisoned frames |
-//! | `zero.rs` | known-zero memory, zeroed requests, clearing policies |
+//! | `alloc_contig.rs` | particular frames; isolation and migration |
+//! | `hwpoison.rs` | poisoned frames |
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
 //!
@@ -43,13 +43,14 @@
 //! and a manager gives back handles on frames that are not its own.
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
+#![deny(clippy::missing_errors_doc)]
 
-mod alloc;
+mod alloc_contig;
 mod arena;
 mod blockmap;
 mod buddy;
+mod carve;
 mod chunk;
-mod claim;
 mod class;
 mod counted;
 pub mod descriptor;
@@ -58,31 +59,31 @@ mod frames;
 mod free2m;
 mod freelist;
 mod frozen;
+mod hwpoison;
 mod layout;
 mod mobility;
 mod nowait;
+mod page_alloc;
 pub mod pcp;
 mod range;
 mod refill;
 pub mod refs;
-mod refuse;
 mod slab;
 mod stats;
-mod zero;
 
-pub use alloc::{AllocError, FAULT_ALLOC, From, Request};
+pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;
-pub use claim::{ClaimError, FAULT_CLAIM, Migrate, NoMigration};
+pub use carve::{CarveError, CarveReason, Carved};
 pub use counted::FrozenRun;
 pub use descriptor::{DescMut, DescRef, Descriptor};
 pub use folio::{FolioRef, FolioRun};
 pub use frames::{Env, Frames, Plain};
 pub use frozen::Frozen;
-pub use layout::{Config, ConfigError};
+pub use hwpoison::HwPoisoned;
+pub use layout::{FramesConfig, FramesConfigError};
 pub use mobility::Mobility;
+pub use page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement};
 pub use range::RangeReport;
 pub use refs::{Put, RefError, WideCounts};
-pub use refuse::Poisoned;
 pub use slab::{Slab, SlabStats};
 pub use stats::{NodeStats, ORDERS};
-pub use zero::{Clearing, ZeroPolicy, Zeroer};

@@ -4,15 +4,14 @@
 //! node's lock only if nobody has it, and with interrupts off, as everybody does: an interrupt of this CPU would wait for it
 //! for ever. Otherwise an allocation fails, and a free is queued: on a stack per node, pushed
 //! with one compare-and-swap and taken as a whole by whoever takes the lock next, so that it has no ABA problem.
-//! Checklist C9.
 
-use crate::alloc::{AllocError, FAULT_ALLOC, From, Request};
 use crate::arena::Arena;
 use crate::buddy::{Content, Node};
 use crate::descriptor::DescMut;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
+use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicWord, Ordering};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
@@ -24,14 +23,19 @@ const ORDER: usize = 1;
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block without waiting: [`AllocError::WouldWait`] if every lock that would do is taken. A request for
     /// the local node is one for any. Any context.
-    pub fn alloc_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: Request) -> Result<Frozen, AllocError> {
+    ///
+    /// # Errors
+    ///
+    /// [`WouldWait`](AllocError::WouldWait) if a lock is taken, [`OutOfMemory`](AllocError::OutOfMemory) if nothing
+    /// of that order is free, [`NoSuchNode`](AllocError::NoSuchNode).
+    pub fn alloc_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: AllocRequest) -> Result<Frozen, AllocError> {
         if self.env.fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
         let (first, fallback) = match request.from {
-            From::Local => (0, true),
-            From::Prefer(node) => (node.0, true),
-            From::Only(node) => (node.0, false),
+            Placement::Local => (0, true),
+            Placement::Prefer(node) => (node.0, true),
+            Placement::Only(node) => (node.0, false),
         };
         let nodes = self.nodes.len() as u32;
         if first >= nodes {
@@ -39,12 +43,14 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         let mut error = AllocError::OutOfMemory;
         for step in 0..if fallback { nodes } else { 1 } {
-            let take = |lists: &mut FreeLists| self.take_block(lists, request.order.get(), request.mobility, false);
+            let take = |lists: &mut FreeLists| {
+                self.take_block(lists, request.order.get(), request.mobility, request.prefer_zeroed)
+            };
             match cx.pinned(|pin| self.try_with_node(pin, (first + step) % nodes, take)) {
                 None => error = AllocError::WouldWait,
                 Some(None) => {}
                 Some(Some(taken)) => {
-                    let Request { order, mobility, .. } = request;
+                    let AllocRequest { order, mobility, .. } = request;
                     return Ok(Frozen::make(taken.pfn, order, mobility, taken.zero));
                 }
             }

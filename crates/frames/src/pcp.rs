@@ -11,7 +11,7 @@
 //! * Orders 0 to 3 and 9 are cached, per mobility; an order-9 block that was freed as the other mobility is taken before
 //!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few, but
 //!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
-//!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node (checklist C13).
+//!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node.
 //! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another; a drain takes
 //!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, sorted, so that neighbours are freed
 //!   as the largest blocks they make and low memory is used first.
@@ -25,8 +25,6 @@
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
-//!
-//! Source of the rules: design §4.7, checklist C9, C10.
 
 use crate::arena::{BLOCK_ORDER, REGION_ORDER};
 use crate::chunk::Chunks;
@@ -116,7 +114,7 @@ impl<W: AtomicWord> Mailbox<W> {
         self.attention.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether the owner may free a block of this [place](Frozen::place) on its fast path: one relaxed load.
+    /// Whether the owner may free a block of this place on its fast path: one relaxed load.
     #[inline]
     pub fn admits_place(&self, place: u32) -> bool {
         // Relaxed: as in `is_quiet`.
@@ -292,5 +290,152 @@ impl<'m> PerCpu<'m> {
     /// Frames in the cache: exact for the owner, a snapshot for others.
     pub(crate) fn pages(&self) -> u64 {
         self.all().map(|(class, order)| class.all() << order).sum()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use hugemm_base::Order;
+
+    const GIB: u64 = 1 << REGION_ORDER;
+
+    #[test]
+    fn orders_up_to_3_and_9_are_allocated_from_caches() {
+        assert!((0..=18).filter(|order| is_stocked(*order)).eq([0, 1, 2, 3, 9]));
+    }
+
+    /// At most 1/64 of a CPU's share, 1/16 in 2 MiB blocks where the share is 1 GiB, and so many in any case.
+    #[test]
+    fn caches_hold_a_small_part_of_a_share() {
+        let most = [512, 128, 64, 32, 4, 4, 4, 2, 1];
+        let large = |blocks: u64| -> Vec<u64> { most.into_iter().chain([blocks]).collect() };
+        for cpus in [1, 2] {
+            let capacities = |share: u64| PerCpu::capacities(share * u64::from(cpus), cpus).to_vec();
+            assert_eq!(capacities(GIB), large(32));
+            assert_eq!(capacities(GIB - 1), large(7));
+            assert_eq!(capacities(64 * GIB), large(256));
+            assert_eq!(capacities(6400), [100, 50, 25, 12, 4, 3, 1, 0, 0, 0]);
+        }
+        assert_eq!(PerCpu::capacities(6400, 0), PerCpu::capacities(6400, 1));
+        // For every four one more that leaves; two mobilities.
+        assert_eq!(PerCpu::entries(&[8, 4, 3, 0, 0, 0, 0, 0, 0, 1]), 2 * (10 + 5 + 3 + 1));
+    }
+
+    /// A cache over these frames, with eight entries and two for those that leave in each class.
+    fn with_cache(local: Extent, test: impl FnOnce(&PerCpu<'_>)) {
+        let capacities = [8; CLASSES / 2];
+        let entries: Vec<AtomicU64> = (0..PerCpu::entries(&capacities)).map(|_| AtomicU64::new(0)).collect();
+        assert_eq!(entries.len(), CLASSES * 10);
+        test(&PerCpu::new(0, NodeId(0), local, &capacities, &entries));
+    }
+
+    fn block(pfn: u64, order: u32) -> Frozen {
+        Frozen::make(Pfn::new(pfn), Order::new(order).expect("valid"), Mobility::Movable, false)
+    }
+
+    /// Near is what lies no higher than the 2 MiB, or for 2 MiB blocks the 128 MiB, where the last refill found room.
+    #[test]
+    fn near_ends_with_the_block_where_the_last_refill_found_room() {
+        let local = Extent::new(Pfn::new(1000), 1 << 16).expect("in range");
+        with_cache(local, |own| {
+            let class = own.class(0, Mobility::Movable).expect("order 0");
+            let ends_at = |end: u64| {
+                let near = |pfn| own.is_near(class, Pfn::new(pfn));
+                !near(999) && near(1000) && near(end - 1) && !near(end)
+            };
+            assert!(ends_at(1000 + (1 << 16)), "all of it at first");
+            own.found(class, 0, Pfn::new(2000));
+            assert!(ends_at(2048));
+            own.found(class, 0, Pfn::new(999));
+            own.found(class, 0, local.end());
+            assert!(ends_at(2048), "frames elsewhere say nothing");
+            own.found(class, BLOCK_ORDER, Pfn::new(2000));
+            assert!(ends_at(1 << 15));
+            own.found(class, 0, Pfn::new(999 + (1 << 16)));
+            assert!(ends_at(1000 + (1 << 16)), "nor what lies beyond");
+
+            own.found(class, 0, Pfn::new(2000));
+            let far = |pfn, order| own.is_far(class, &block(pfn, order));
+            assert_eq!([far(2047, 0), far(2048, 0), far(2048, 4), far(900, 0)], [false, true, false, false]);
+        });
+    }
+
+    #[test]
+    fn a_cache_counts_the_frames_of_all_its_classes() {
+        with_cache(Extent::default(), |own| {
+            assert!(own.all().map(|(_, order)| order).eq((0..20).map(|index| index / 2)));
+            for (number, order) in [0, 0, 3, 9].into_iter().enumerate() {
+                let block = block((number as u64) << 9, order);
+                let class = own.class_of(&block).expect("cached");
+                assert!(core::ptr::eq(class, own.class(order, Mobility::Movable).expect("cached")));
+                assert_eq!(class.push(block), Ok(()));
+            }
+            let leaver = block(1 << 20, 1);
+            assert_eq!(own.class(1, Mobility::Unmovable).expect("cached").push_leaver(leaver), Ok(()));
+            assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2);
+            assert!(own.class(10, Mobility::Unmovable).is_none() && own.class_of(&block(0, 10)).is_none());
+            assert!(own.stock(4, Mobility::Movable).is_none());
+            let stock = own.stock(3, Mobility::Movable).expect("stocked");
+            assert_eq!(stock.pop(), Some(block(2 << 9, 3)));
+        });
+    }
+
+    fn mailbox(attention: u64, closed: u64) -> Mailbox {
+        Mailbox::new(AtomicU64::new(attention), AtomicU64::new(closed))
+    }
+
+    fn admitted(mailbox: &Mailbox) -> Vec<u32> {
+        (0..64).filter(|place| mailbox.admits_place(*place)).collect()
+    }
+
+    /// A request closes every path until it is served, and what is watched for stays closed to frees.
+    #[test]
+    fn a_request_is_served_once() {
+        let mailbox = mailbox(0, 0);
+        assert!(mailbox.is_quiet() && !mailbox.pending() && !mailbox.wants_service(false));
+        assert_eq!(admitted(&mailbox).len(), 64);
+        mailbox.post();
+        mailbox.post();
+        assert!(
+            !mailbox.is_quiet() && mailbox.pending() && mailbox.wants_service(true) && admitted(&mailbox).is_empty()
+        );
+        let mut drained = 0;
+        assert!(mailbox.serve(|| drained += 1, || Watch::Places(!(1 << 5 | 1 << 63))));
+        assert!(mailbox.is_quiet() && !mailbox.pending() && drained == 1);
+        assert_eq!(admitted(&mailbox), [5, 63]);
+        assert!(mailbox.admits_place(64 + 5) && !mailbox.admits_place(64 + 4), "places are modulo 64");
+        // Nobody watches for them any more: that is a reason to serve, and none to drain.
+        assert!(!mailbox.wants_service(true) && mailbox.wants_service(false));
+        assert!(!mailbox.serve(|| drained += 1, || Watch::Places(0)));
+        assert_eq!((admitted(&mailbox).len(), drained), (64, 1));
+    }
+
+    #[test]
+    fn while_something_is_isolated_every_path_is_closed_without_a_request() {
+        let mailbox = mailbox(0, 0);
+        assert!(!mailbox.serve(|| unreachable!("nothing is asked"), || Watch::Everything));
+        assert!(!mailbox.is_quiet() && !mailbox.pending() && admitted(&mailbox).is_empty());
+        assert!(!mailbox.serve(|| unreachable!("nothing is asked"), || Watch::Places(0)));
+        assert!(mailbox.is_quiet() && admitted(&mailbox).len() == 64);
+    }
+
+    #[test]
+    fn a_request_that_comes_while_another_is_served_stays() {
+        let mailbox = mailbox(0, 0);
+        mailbox.post();
+        assert!(mailbox.serve(|| mailbox.post(), || Watch::Places(0)));
+        assert!(mailbox.pending() && !mailbox.is_quiet() && admitted(&mailbox).is_empty());
+        assert!(mailbox.serve(|| (), || Watch::Places(0)));
+        assert!(mailbox.is_quiet() && admitted(&mailbox).len() == 64);
+    }
+
+    /// Whoever posted closed the paths after the request had been served: nobody would open them again.
+    #[test]
+    fn paths_that_were_closed_late_are_opened() {
+        let late = mailbox(0, u64::MAX);
+        assert!(late.wants_service(true) && late.wants_service(false));
+        assert!(!late.serve(|| unreachable!("nothing is asked"), || Watch::Places(0)));
+        assert_eq!(admitted(&late).len(), 64);
     }
 }

@@ -3,14 +3,14 @@
 //! # Rules
 //!
 //! * A range of **counted** frames loses one reference per frame. Frames that others still reference stay and split the
-//!   run; whoever drops their last reference frees them, alone (checklist C3).
-//! * Frames that are refused (poisoned) lose their reference and stay out for good; they split the run (C4).
+//!   run; whoever drops their last reference frees them, alone.
+//! * Frames that are refused (poisoned) lose their reference and stay out for good; they split the run.
 //! * Frames of a run of numbers that are not order-0 blocks with a reference (heads and tails of folios, free or frozen
-//!   frames) are left alone, counted as invalid, and split the run (C7).
-//! * A run never crosses the border of an arena (C5, C19). It is freed as the fewest aligned power-of-two chunks (C1) in
-//!   **one** lock round however long it is (C11), or through the CPU's cache if it is one block of a cached order (C13).
+//!   frames) are left alone, counted as invalid, and split the run.
+//! * A run never crosses the border of an arena. It is freed as the fewest aligned power-of-two chunks in
+//!   **one** lock round however long it is, or through the CPU's cache if it is one block of a cached order.
 //! * Long frees have a reschedule point every 512 MiB, before which no lock or pin is held; there is none where the
-//!   caller may not sleep (C12).
+//!   caller may not sleep.
 //!
 //! # Cost
 //!
@@ -67,17 +67,22 @@ impl<'m, E: Env> Frames<'m, E> {
     /// that the caller may; otherwise callable in interrupts, and unbounded then. Folios of more than one frame are dropped
     /// one by one.
     pub fn free_range<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, run: FolioRun) -> RangeReport {
-        self.free_range_with(cx, run, &mut |_, _| Content::Dirty)
+        self.put_range(cx, run, |cx, run| self.free_prepared(cx, run.into_extent(), Content::Dirty))
     }
 
-    pub(crate) fn free_range_with<P: Cpu>(
+    /// [`free_range`](Frames::free_range), but what lost its last reference goes to `owned`, run by run, instead of becoming
+    /// free: whoever clears on free does so there, once per run, and then calls [`free_zeroed`](Frames::free_zeroed).
+    /// The report counts as freed what was passed. A folio with poisoned frames is passed like any other, and
+    /// [`is_hwpoisoned`](Frames::is_hwpoisoned) tells; poisoned frames of order 0 are not passed.
+    pub fn put_range<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
         folios: FolioRun,
-        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
+        mut owned: impl FnMut(&mut CpuCx<'_, P>, Dirty),
     ) -> RangeReport {
+        let owned = &mut owned;
         if folios.order() != Order::ZERO {
-            return self.free_folios(cx, folios, prepare);
+            return self.put_folios(cx, folios, owned);
         }
         let extent = folios.into_extent();
         let mut report = RangeReport::default();
@@ -91,25 +96,25 @@ impl<'m, E: Env> Frames<'m, E> {
             while at < end {
                 let upto = (at | (SPAN as u64 - 1)) + 1;
                 let upto = upto.min(end);
-                self.drop_in_block(cx, arena, at, upto, &mut run, &mut report, prepare);
+                self.drop_in_block(cx, arena, at, upto, &mut run, &mut report, owned);
                 at = upto;
                 blocks += 1;
                 if blocks % BLOCKS_PER_BREATH == 0 && at < end && cx.platform().may_sleep() {
-                    cx.reschedule();
+                    cx.cond_resched();
                 }
             }
-            self.close(cx, &mut run, &mut report, prepare);
+            self.close(cx, &mut run, &mut report, owned);
         }
         report.invalid += extent.pages() - known;
         report
     }
 
     /// The same for folios of more than one frame.
-    fn free_folios<P: Cpu>(
+    fn put_folios<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
         mut folios: FolioRun,
-        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
+        owned: &mut impl FnMut(&mut CpuCx<'_, P>, Dirty),
     ) -> RangeReport {
         let pages = folios.order().pages();
         let (mut report, mut since) = (RangeReport::default(), 0);
@@ -118,11 +123,8 @@ impl<'m, E: Env> Frames<'m, E> {
                 Ok(None) => report.kept += pages,
                 Err(_) => report.invalid += pages,
                 Ok(Some(block)) => {
-                    let extent = block.extent();
-                    let refused = self.refused_in(extent);
-                    // Poisoned memory is not to be touched.
-                    let content = if refused == 0 { prepare(cx, extent) } else { Content::Dirty };
-                    self.free_prepared(cx, extent, content);
+                    let refused = self.refused_in(block.extent());
+                    owned(cx, block.into_dirty());
                     report.refused += refused;
                     report.freed += pages - refused;
                     report.runs += 1;
@@ -130,7 +132,7 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             since += pages;
             if since >= BLOCKS_PER_BREATH << BLOCK_ORDER && cx.platform().may_sleep() {
-                cx.reschedule();
+                cx.cond_resched();
                 since = 0;
             }
         }
@@ -139,6 +141,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees many references, such as those to a vmalloc area's pages, by runs: pages that follow one another, neighbours in
     /// ascending order, are freed together. Any order is correct; it pays to sort them first.
+    /// Context as for [`free_range`](Frames::free_range).
     pub fn free_array<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, folios: impl IntoIterator<Item = FolioRef>) -> RangeReport {
         let mut report = RangeReport::default();
         let mut run = FolioRun::make(Extent::default(), Order::ZERO);
@@ -172,7 +175,7 @@ impl<'m, E: Env> Frames<'m, E> {
         upto: u64,
         run: &mut Run,
         report: &mut RangeReport,
-        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
+        owned: &mut impl FnMut(&mut CpuCx<'_, P>, Dirty),
     ) {
         let base = Pfn::new(at);
         let block = arena.block(base);
@@ -223,14 +226,14 @@ impl<'m, E: Env> Frames<'m, E> {
                     };
                 if !last {
                     report.invalid += u64::from((dropped.last | dropped.shared) & bit == 0);
-                    self.close(cx, run, report, prepare);
+                    self.close(cx, run, report, owned);
                 } else if refused && block.refused.get(in_block(pfn)) {
                     report.refused += 1;
-                    self.close(cx, run, report, prepare);
+                    self.close(cx, run, report, owned);
                     cx.pinned(|pin| self.retire(pin, arena, pfn));
                 } else {
                     if run.end != pfn.number() || run.end == run.start {
-                        self.close(cx, run, report, prepare);
+                        self.close(cx, run, report, owned);
                         *run = Run { start: pfn.number(), end: pfn.number() };
                     }
                     run.end += 1;
@@ -241,33 +244,33 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Frees the run collected so far: one lock round or none.
+    /// Hands over the run collected so far.
     fn close<P: Cpu>(
         &self,
         cx: &mut CpuCx<'_, P>,
         run: &mut Run,
         report: &mut RangeReport,
-        prepare: &mut impl FnMut(&mut CpuCx<'_, P>, Extent) -> Content,
+        owned: &mut impl FnMut(&mut CpuCx<'_, P>, Dirty),
     ) {
         if run.start == run.end {
             return;
         }
         if let Ok(extent) = Extent::new(Pfn::new(run.start), run.end - run.start) {
             report.runs += 1;
-            let content = prepare(cx, extent);
-            self.free_prepared(cx, extent, content);
+            // SAFETY: each of its frames has lost its last reference and is frozen: nobody else's.
+            owned(cx, unsafe { Dirty::assume_owned(extent) });
         }
         *run = Run { start: 0, end: 0 };
     }
 
-    /// Frees frozen frames of one arena whose ends are block borders in the map.
+    /// Frees frozen frames of one arena whose ends are block borders in the map: one lock round or none.
     pub(crate) fn free_prepared<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) {
         cx.pinned(|pin| self.free_slow(pin, extent, content));
     }
 
     /// Frees any extent of frozen frames, in whatever blocks they were allocated: a part of one, or several that adjoin.
     /// O(18 + pages / 2^18) per arena, one lock round each. Frames outside every arena are left out; returns how many
-    /// were freed.
+    /// were freed. Any context but NMI.
     pub fn free_extent<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> u64 {
         self.free_frozen(cx, frames.into_extent(), Content::Dirty)
     }
@@ -298,5 +301,17 @@ impl<'m, E: Env> Frames<'m, E> {
                 arena.map_cut(part.end());
             }
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_add_up() {
+        let one = RangeReport { freed: 1, kept: 2, refused: 3, invalid: 4, runs: 5 };
+        let two = RangeReport { freed: 10, kept: 20, refused: 30, invalid: 40, runs: 50 };
+        assert_eq!(one.plus(two), RangeReport { freed: 11, kept: 22, refused: 33, invalid: 44, runs: 55 });
     }
 }

@@ -177,7 +177,8 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 
-    /// Gives everything that this CPU has cached back to its node, and shrinks the cache.
+    /// Gives everything that this CPU has cached back to its node, and shrinks the cache. Any context but NMI; a lock round
+    /// per 64 blocks.
     pub fn drain<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             if let Some(own) = self.own(pin) {
@@ -187,7 +188,7 @@ impl<'m, E: Env> Frames<'m, E> {
         })
     }
 
-    /// Gives everything that a CPU has cached back, on its behalf.
+    /// Gives everything that a CPU has cached back, on its behalf. Any context but NMI.
     ///
     /// # Safety
     ///

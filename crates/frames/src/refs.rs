@@ -34,8 +34,6 @@
 //! count goes below zero, and exactly one put is the last. loom runs these functions (`tests/loom.rs`).
 //!
 //! No step waits for another CPU, so all of this may run in an interrupt, also one that interrupts a put half way.
-//!
-//! Source of the rules: checklist C3, design §4.6 and invariant 3.
 
 mod lanes;
 mod side;
@@ -124,12 +122,20 @@ fn open_side<W: AtomicWord>(word: &W, lane: u32) -> bool {
 }
 
 /// Takes another reference to a frame to which the caller holds one. Two atomics the first time, one afterwards.
+///
+/// # Errors
+///
+/// [`NotCounted`](RefError::NotCounted), or [`Saturated`](RefError::Saturated) where `side` has no room.
 pub fn get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<(), RefError> {
     // The caller's reference keeps the frame alive: a put that is deciding will find the side count not empty.
     if open_side(word, lane) { side.add() } else { Err(RefError::NotCounted) }
 }
 
 /// Takes a reference to a frame that may lose its last at any moment.
+///
+/// # Errors
+///
+/// [`Saturated`](RefError::Saturated) where `side` has no room.
 pub fn try_get<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<TryGet, RefError> {
     let step = word.transition(Ordering::SeqCst, Ordering::SeqCst, |w| {
         (bits(w, lane) == HELD).then(|| with_bits(w, lane, HELD | SIDE))
@@ -170,6 +176,10 @@ pub fn put_only<W: AtomicWord>(word: &W, lane: u32) -> bool {
 }
 
 /// Drops one reference, whoever else has some.
+///
+/// # Errors
+///
+/// [`NotCounted`](RefError::NotCounted): the caller had no reference.
 pub fn put<W: AtomicWord>(word: &W, lane: u32, side: &impl SideCount) -> Result<Put, RefError> {
     loop {
         // Orderings as in `put_only`.

@@ -9,9 +9,9 @@
 //! NMI: pins while it holds its lock, calls the manager without. Allocation fails exactly where the manager's does, so
 //! that every fault that can be injected there is one here.
 
-use crate::alloc::{AllocError, Request};
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
+use crate::page_alloc::{AllocError, AllocRequest};
 use core::mem::{align_of, size_of};
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
@@ -98,7 +98,7 @@ impl<L: RawLock> Slab<L> {
         self.per_frame
     }
 
-    /// What it holds now.
+    /// What it holds now. Any context but NMI; one lock round.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> SlabStats {
         cx.pinned(|pin| {
             let state = self.state.lock(pin);
@@ -107,6 +107,11 @@ impl<L: RawLock> Slab<L> {
     }
 
     /// One object, uninitialised.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfMemory`](AllocError::OutOfMemory) if there is neither room nor a frame that `map` reaches; other errors
+    /// as of [`Frames::alloc`].
     pub fn alloc<E: Env, P: Cpu>(
         &self,
         frames: &Frames<'_, E>,
@@ -129,7 +134,7 @@ impl<L: RawLock> Slab<L> {
         cx: &CpuCx<'_, P>,
         map: &impl PhysMap,
     ) -> Result<(), AllocError> {
-        let block = frames.alloc(cx, Request::order(Order::ZERO))?;
+        let block = frames.alloc(cx, AllocRequest::order(Order::ZERO))?;
         let Some(window) = map.open(block.extent(), None) else {
             frames.free(cx, block);
             return Err(AllocError::OutOfMemory);
@@ -228,7 +233,7 @@ impl<L: RawLock> Slab<L> {
         }
     }
 
-    /// Gives the frame that is kept back, if there is one.
+    /// Gives the frame that is kept back, if there is one. Any context but NMI; one lock round.
     ///
     /// # Safety
     ///

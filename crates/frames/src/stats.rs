@@ -63,7 +63,8 @@ impl NodeStats {
 }
 
 impl<E: Env> Frames<'_, E> {
-    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (one round, counted), for O(GiB of node).
+    /// One node's numbers; zeroes if there is no such node. Takes the node's lock (one round, counted), for O(GiB of node). Any
+    /// context but NMI.
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
         let Some(owner) = self.nodes.get(node.0 as usize) else { return NodeStats::default() };
         cx.pinned(|pin| {
@@ -89,7 +90,8 @@ impl<E: Env> Frames<'_, E> {
         })
     }
 
-    /// The sum over all nodes. Exact when nothing else runs: frames released = available + refused + in use.
+    /// The sum over all nodes. Exact when nothing else runs: frames released = available + refused + in use. As
+    /// [`node_stats`](Frames::node_stats) for each.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> NodeStats {
         (0..self.nodes.len() as u32)
             .fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId(node))))
@@ -109,5 +111,54 @@ impl<E: Env> Frames<'_, E> {
     pub fn managed(&self) -> u64 {
         // Relaxed: a statistic.
         self.managed.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn stats(blocks: &[(usize, u64)]) -> NodeStats {
+        let mut stats = NodeStats::default();
+        for (order, count) in blocks {
+            stats.blocks[*order] = *count;
+            stats.free += count << order;
+        }
+        stats
+    }
+
+    #[test]
+    fn fragmentation_is_what_lies_in_smaller_blocks() {
+        let order = |order| Order::new(order).expect("valid");
+        let mixed = stats(&[(0, 3), (9, 1), (10, 2)]);
+        assert_eq!((mixed.free, mixed.blocks.len()), (3 + 512 + 2048, 19));
+        let permille = [0, 1, 9, 10, 11].map(|log| mixed.fragmentation_permille(order(log)));
+        assert_eq!(permille, [0, 1, 1, 200, 1000]);
+        let extents = [0, 9, 10, 11].map(|log| mixed.extents(order(log)));
+        assert_eq!(extents, [2563, 1 + 4, 2, 0]);
+        assert_eq!(NodeStats::default().fragmentation_permille(order(4)), 0, "nothing is free");
+    }
+
+    #[test]
+    fn nodes_add_up() {
+        let one = NodeStats {
+            isolated: 10,
+            cached: 20,
+            deferred: 30,
+            refused: 40,
+            lock_rounds: 50,
+            ..stats(&[(0, 5), (18, 2)])
+        };
+        let two = NodeStats { isolated: 1, cached: 2, deferred: 3, refused: 4, lock_rounds: 5, ..stats(&[(0, 7)]) };
+        let expected = NodeStats {
+            isolated: 11,
+            cached: 22,
+            deferred: 33,
+            refused: 44,
+            lock_rounds: 55,
+            ..stats(&[(0, 12), (18, 2)])
+        };
+        assert_eq!(one.plus(&two), expected);
+        assert_eq!(one.available(), 5 + (2 << 18) + 20 + 30);
     }
 }

@@ -1,9 +1,9 @@
-//! A range free and the same pages freed one by one leave the same accounts behind (checklist C14).
+//! A range free and the same pages freed one by one leave the same accounts behind.
 
 mod support;
 
 use hugemm_base::{Extent, Order, Pfn};
-use hugemm_frames::{Frames, NodeStats, Poisoned, Put, Request};
+use hugemm_frames::{AllocRequest, Frames, HwPoisoned, NodeStats, Put};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use support::{Threads, counted_pages, folio, pages, with_one_arena};
@@ -39,7 +39,7 @@ fn run(case: &Case, by_range: bool) -> (Accounts, Accounts) {
 fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (Accounts, Accounts) {
     let mut cx = threads.cx();
     let ten = Order::new(10).expect("valid");
-    let block = frames.alloc(&cx, Request::order(ten)).expect("memory");
+    let block = frames.alloc(&cx, AllocRequest::order(ten)).expect("memory");
     let all = counted_pages(frames, block);
     let page = |index: u64| Pfn::new(all.base().number() + index);
     for index in &case.shared {
@@ -47,7 +47,7 @@ fn on(frames: &Frames<'_>, threads: &Threads, case: &Case, by_range: bool) -> (A
         let _ = unsafe { frames.get_at(page(*index)) }.expect("counted").into_pfn();
     }
     for index in &case.poisoned {
-        assert_eq!(frames.poison(&cx, page(*index)), Poisoned::InUse);
+        assert_eq!(frames.hwpoison(&cx, page(*index)), HwPoisoned::InUse);
     }
     let part = all.slice(case.from, case.upto);
     let (mut freed, mut kept) = (0, 0);
@@ -84,7 +84,7 @@ fn look(frames: &Frames<'_>, threads: &Threads, all: Extent, freed: u64, kept: u
         kept,
         stats,
         references: numbers().map(|pfn| frames.references(pfn)).collect(),
-        poisoned: numbers().map(|pfn| frames.is_poisoned(pfn)).collect(),
+        poisoned: numbers().map(|pfn| frames.is_hwpoisoned(pfn)).collect(),
     }
 }
 

@@ -7,9 +7,9 @@
 
 #![cfg(all(target_arch = "x86_64", target_os = "linux", not(miri), not(loom)))]
 
-use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
+use hugemm_base::platform::{Cpu, PreemptModel};
 use hugemm_base::{Counters, CpuCx, CpuId, Order};
-use hugemm_frames::{FolioRef, Frames, Frozen, Request};
+use hugemm_frames::{AllocRequest, FolioRef, Frames, Frozen};
 use iced_x86::{Decoder, FlowControl, Instruction, InstructionInfoFactory, OpAccess, OpKind};
 use std::collections::HashMap;
 use std::fmt;
@@ -20,8 +20,8 @@ struct Machine {
     counters: Counters,
 }
 
-// SAFETY: nothing here ever runs.
-unsafe impl CpuLocal for Machine {
+// SAFETY: nothing here ever runs; the code is only read.
+unsafe impl Cpu for Machine {
     #[inline]
     fn current(&self) -> CpuId {
         self.cpu
@@ -34,24 +34,13 @@ unsafe impl CpuLocal for Machine {
 
     #[inline]
     unsafe fn unpin(&self, _state: usize) {}
-}
 
-// SAFETY: nothing runs; the code is only read.
-unsafe impl Preempt for Machine {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::Full
     }
 
-    unsafe fn reschedule(&self) {}
-}
+    unsafe fn cond_resched(&self) {}
 
-// SAFETY: the provided methods.
-unsafe impl StoreOrder for Machine {}
-
-// SAFETY: the provided methods grant nothing.
-unsafe impl VectorUnit for Machine {}
-
-impl Instrumented for Machine {
     fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -68,17 +57,17 @@ const NINE: Order = match Order::new(9) {
 
 #[inline(never)]
 fn alloc_order_0(frames: &Frames<'_>, cx: &Cx<'_>) -> Option<Frozen> {
-    frames.alloc(cx, Request::order(Order::ZERO)).ok()
+    frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok()
 }
 
 #[inline(never)]
 fn alloc_order_9(frames: &Frames<'_>, cx: &Cx<'_>) -> Option<Frozen> {
-    frames.alloc(cx, Request::order(NINE)).ok()
+    frames.alloc(cx, AllocRequest::order(NINE)).ok()
 }
 
 #[inline(never)]
 fn alloc_any_order(frames: &Frames<'_>, cx: &Cx<'_>, order: Order) -> Option<Frozen> {
-    frames.alloc(cx, Request::order(order)).ok()
+    frames.alloc(cx, AllocRequest::order(order)).ok()
 }
 
 #[inline(never)]

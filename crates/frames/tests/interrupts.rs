@@ -6,8 +6,10 @@ use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, Pfn};
-use hugemm_frames::{ArenaSpec, ClaimError, Config, Env, FolioRun, Frames, Frozen, Poisoned, Request};
-use hugemm_testing::{Memory, TestLock, Threads, run_as};
+use hugemm_frames::{
+    AllocContigError, AllocRequest, ArenaSpec, Env, FolioRun, Frames, FramesConfig, Frozen, HwPoisoned,
+};
+use hugemm_threads::{Memory, TestLock, Threads, run_as};
 use std::cell::RefCell;
 
 /// Enough for caches of 2 MiB blocks.
@@ -39,7 +41,7 @@ unsafe impl<L: RawLock + Send + Sync> Env for With<L> {
 fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>, &Threads)) {
     let arena = |n: u64| ArenaSpec { extent: extent(n * PAGES, PAGES), node: NodeId(n as u32), descriptors: None };
     let arenas = [arena(0), arena(1)];
-    let config = Config { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
     let memory = Memory::new(Frames::<With<L>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
     let frames = unsafe {
@@ -58,8 +60,8 @@ fn with_manager<L: RawLock + Send + Sync>(test: impl FnOnce(&Frames<'_, With<L>>
 fn handle<P: Cpu, E: Env>(frames: &Frames<'_, E>, cx: &mut CpuCx<'_, P>, count: &mut u64, kept: &mut Vec<Frozen>) {
     *count += 1;
     match *count % 5 {
-        0 => kept.extend(frames.alloc(cx, Request::order(order((*count % 11) as u32))).ok()),
-        1 => kept.extend(frames.alloc_nowait(cx, Request::order(Order::ZERO)).ok()),
+        0 => kept.extend(frames.alloc(cx, AllocRequest::order(order((*count % 11) as u32))).ok()),
+        1 => kept.extend(frames.alloc_nowait(cx, AllocRequest::order(Order::ZERO)).ok()),
         2 => kept.pop().into_iter().for_each(|block| frames.free(cx, block)),
         3 => kept.pop().into_iter().for_each(|block| frames.free_nowait(cx, block)),
         _ => frames.serve(cx),
@@ -80,7 +82,7 @@ fn an_interrupt_may_want_memory_anywhere() {
             |cx| {
                 for round in 0..if cfg!(miri) { 1 } else { 8 } {
                     for log in [0, 3, 5, 9, 10, 0, 9] {
-                        let request = Request::order(order(log));
+                        let request = AllocRequest::order(order(log));
                         let (one, other) = (frames.alloc(cx, request), frames.alloc_nowait(cx, request.movable()));
                         frames.free_nowait(cx, one.expect("memory"));
                         let folio = frames.count(other.expect("memory")).expect("managed");
@@ -92,26 +94,29 @@ fn an_interrupt_may_want_memory_anywhere() {
                         let _ = frames.put(cx, folio);
                     }
                     // A run with a poisoned page, part of it counted, part frozen.
-                    let block = frames.alloc(cx, Request::order(order(7))).expect("memory");
+                    let block = frames.alloc(cx, AllocRequest::order(order(7))).expect("memory");
                     let bad = Pfn::new(block.pfn().number() + 5 + round);
                     let run = frames.split(block, Order::ZERO).expect("managed");
-                    assert_eq!(frames.poison(cx, bad), Poisoned::InUse);
+                    assert_eq!(frames.hwpoison(cx, bad), HwPoisoned::InUse);
                     let (mut first, second) = frames.count_run(run).expect("managed").split_at(100);
                     let alone = first.pop().expect("one");
                     let _ = frames.put(cx, alone);
                     assert_eq!(frames.free_range(cx, first).refused, 1);
                     frames.free_array(cx, core::iter::successors(Some(second), |_| None).flat_map(pages));
                     let free = Pfn::new(PAGES + 4000 + round);
-                    let _ = frames.poison(cx, free);
+                    let _ = frames.hwpoison(cx, free);
                     // Particular frames, with and without the help of who has them.
-                    if let Ok(taken) = frames.claim_exact(cx, extent(PAGES + 5000, 100)) {
+                    if let Ok(taken) = frames.alloc_contig_range(cx, extent(PAGES + 5000, 100)) {
                         frames.free_extent(cx, taken);
                     }
-                    let taken =
-                        frames.claim(cx, extent(PAGES + 1024, 1024), &mut |_: &mut CpuCx<'_, _>, _: Extent| false);
+                    let taken = frames.alloc_contig_pages(
+                        cx,
+                        extent(PAGES + 1024, 1024),
+                        &mut |_: &mut CpuCx<'_, _>, _: Extent| false,
+                    );
                     match taken {
                         Ok(taken) => _ = frames.free_extent(cx, taken),
-                        Err(error) => assert!(matches!(error, ClaimError::InUse(_))),
+                        Err(error) => assert!(matches!(error, AllocContigError::InUse(_))),
                     }
                     frames.drain(cx);
                     // SAFETY: no thread runs as that CPU.
@@ -211,10 +216,10 @@ fn poison_strikes_between_the_look_and_the_lock() {
     for (name, log, way) in ways {
         with_manager::<Struck>(|frames, threads| {
             let cx = threads.cx();
-            let block = frames.alloc(&cx, Request::order(order(log))).expect("memory");
+            let block = frames.alloc(&cx, AllocRequest::order(order(log))).expect("memory");
             let bad = Pfn::new(block.pfn().number() + (1 << log) - 1);
             let strike: Box<dyn FnOnce() + '_> = Box::new(move || {
-                assert_eq!(frames.poison(&threads.cx(), bad), Poisoned::InUse, "{name}");
+                assert_eq!(frames.hwpoison(&threads.cx(), bad), HwPoisoned::InUse, "{name}");
             });
             // SAFETY: only the lifetime is changed; it is called before `frames` ends, or taken away below.
             STRIKE.set(Some(unsafe { core::mem::transmute::<Box<dyn FnOnce() + '_>, Box<dyn FnOnce()>>(strike) }));
@@ -222,7 +227,7 @@ fn poison_strikes_between_the_look_and_the_lock() {
             assert!(STRIKE.take().is_none(), "{name}: no lock was taken");
             frames.drain(&cx);
             assert_eq!(frames.stats(&cx).refused, 1, "{name}");
-            let held: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, Request::default()).ok()).collect();
+            let held: Vec<Frozen> = core::iter::from_fn(|| frames.alloc(&cx, AllocRequest::default()).ok()).collect();
             assert!(held.iter().all(|block| block.pfn() != bad), "{name}: handed out");
             assert_eq!(held.len() as u64, frames.managed() - 1, "{name}");
         });

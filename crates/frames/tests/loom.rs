@@ -147,6 +147,24 @@ fn range_drops_of_neighbours() {
     });
 }
 
+/// One CPU makes frames of a word counted while another drops its neighbours one by one: neither loses what the other did.
+#[test]
+fn a_range_is_counted_while_neighbours_are_dropped() {
+    loom::model(|| {
+        let page = Page::new(0b0101, 0);
+        let other = Arc::clone(&page);
+        let neighbour = thread::spawn(move || {
+            let only = |lane| refs::put_only(&other.state, lane);
+            // A change of another lane in between is no reference: `put` decides.
+            let last = |lane| only(lane) || refs::put(&other.state, lane, &other.side()) == Ok(Put::Last);
+            assert!(last(0) && last(1));
+        });
+        refs::hold_lanes(&page.state, 0b1100);
+        neighbour.join().unwrap();
+        assert_eq!(AtomicWord::load(&page.state, Ordering::Relaxed), 0b0101_0000);
+    });
+}
+
 /// The count outgrows its four bits while another holder puts.
 #[test]
 fn moving_to_the_wide_counter_against_a_put() {

@@ -5,7 +5,7 @@ mod support;
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
-use hugemm_frames::{AllocError, Config, Env, Frames, Request};
+use hugemm_frames::{AllocError, AllocRequest, Env, Frames, FramesConfig};
 use std::sync::atomic::{AtomicU32, Ordering};
 use support::{Memory, Threads, arena, extent, with_one_arena};
 
@@ -59,30 +59,30 @@ unsafe impl Env for Surroundings {
 #[test]
 fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
     let arenas = [arena(0, 4096, 0)];
-    let config = Config { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
     let mut memory = Memory::new(Frames::<Surroundings>::required_bytes(&config).expect("valid"));
     // SAFETY: one platform; the arenas have no descriptors of their own.
     let frames = unsafe { Frames::in_slice(&config, Surroundings, memory.bytes()) }.expect("large enough");
-    let threads = Threads::default();
-    Threads::run_as(0);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
     let cx = threads.cx();
     // SAFETY: released once; nobody owns memory behind the numbers.
     unsafe { frames.release_extent(&cx, extent(0, 4096)) };
     let blocks: Vec<_> = [0, 3, 5, 9].map(|o| hugemm_base::Order::new(o).expect("valid")).into_iter().collect();
-    let held: Vec<_> = blocks.iter().map(|o| frames.alloc(&cx, Request::order(*o)).expect("memory")).collect();
+    let held: Vec<_> = blocks.iter().map(|o| frames.alloc(&cx, AllocRequest::order(*o)).expect("memory")).collect();
     frames.drain(&cx);
     let pages: u64 = blocks.iter().map(|order| order.pages()).sum();
     assert_eq!(frames.stats(&cx).free, 4096 - pages);
     std::thread::scope(|scope| {
         STAGE.store(KEEP, Ordering::SeqCst);
         scope.spawn(|| {
-            Threads::run_as(1);
+            hugemm_threads::run_as(1);
             let _ = frames.stats(&threads.cx());
         });
         while STAGE.load(Ordering::SeqCst) != KEPT {
             std::thread::yield_now();
         }
-        assert_eq!(frames.alloc_nowait(&cx, Request::default()), Err(AllocError::WouldWait));
+        assert_eq!(frames.alloc_nowait(&cx, AllocRequest::default()), Err(AllocError::WouldWait));
         for block in held {
             frames.free_nowait(&cx, block);
         }
@@ -91,7 +91,7 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
     // The holder had looked at the queue before; whoever comes next empties it.
     let stats = frames.stats(&cx);
     assert_eq!((stats.free, stats.deferred), (4096, 0));
-    let all = Request::order(hugemm_base::Order::new(12).expect("valid"));
+    let all = AllocRequest::order(hugemm_base::Order::new(12).expect("valid"));
     frames.free(&cx, frames.alloc(&cx, all).expect("merged again"));
 }
 
@@ -100,10 +100,11 @@ fn what_cannot_be_freed_at_once_is_freed_by_the_next_who_takes_the_lock() {
 fn nothing_is_lost_by_not_waiting() {
     with_one_arena(0, 1024, 1, |frames, threads| {
         let cx = threads.cx();
-        let block =
-            frames.alloc_nowait(&cx, Request::order(Order::new(3).expect("valid"))).expect("nobody holds the lock");
+        let block = frames
+            .alloc_nowait(&cx, AllocRequest::order(Order::new(3).expect("valid")))
+            .expect("nobody holds the lock");
         frames.free_nowait(&cx, block);
-        assert_eq!(frames.alloc_nowait(&cx, Request::order(Order::MAX)), Err(AllocError::OutOfMemory));
+        assert_eq!(frames.alloc_nowait(&cx, AllocRequest::order(Order::MAX)), Err(AllocError::OutOfMemory));
         assert_eq!(frames.stats(&cx).free, 1024);
     });
 }

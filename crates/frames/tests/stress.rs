@@ -5,7 +5,7 @@ mod support;
 
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
-use hugemm_frames::{Config, Frames, Frozen, Mobility, Plain, Put, Request};
+use hugemm_frames::{AllocRequest, Frames, FramesConfig, Frozen, Mobility, Plain, Put};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use support::{Memory, Threads, arena, counted_pages, extent, pages, release, with_one_arena};
@@ -65,7 +65,7 @@ impl Shadow {
 }
 
 fn all_free(frames: &Manager<'_>, threads: &Threads) {
-    Threads::run_as(0);
+    hugemm_threads::run_as(0);
     let cx = threads.cx();
     for cpu in 0..8 {
         // SAFETY: the threads have ended.
@@ -84,7 +84,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
         for cpu in 0..THREADS {
             let barrier = &barrier;
             scope.spawn(move || {
-                Threads::run_as(cpu);
+                hugemm_threads::run_as(cpu);
                 let cx = threads.cx();
                 let mut rng = Rng(u64::from(cpu) + 1);
                 let mut held: Vec<Frozen> = Vec::new();
@@ -93,7 +93,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
                     let order = Order::new(rng.below(orders) as u32).expect("valid");
                     let mobility = Mobility::ALL[rng.below(2) as usize];
                     if held.len() < keep {
-                        let request = Request { mobility, ..Request::order(order) };
+                        let request = AllocRequest { mobility, ..AllocRequest::order(order) };
                         let result = if rng.below(16) == 0 {
                             frames.alloc_nowait(&cx, request)
                         } else {
@@ -164,10 +164,10 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
     with_one_arena(0, memory, THREADS, |frames, threads| {
         let freed = AtomicU64::new(0);
         for round in 0..rounds(2000) {
-            Threads::run_as(0);
+            hugemm_threads::run_as(0);
             let cx = threads.cx();
             let block = loop {
-                match frames.alloc(&cx, Request::order(Order::new(9).expect("valid"))) {
+                match frames.alloc(&cx, AllocRequest::order(Order::new(9).expect("valid"))) {
                     Ok(block) => break block,
                     Err(_) => {
                         for cpu in 1..THREADS {
@@ -184,7 +184,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                 for cpu in 0..THREADS {
                     let (barrier, freed) = (&barrier, &freed);
                     scope.spawn(move || {
-                        Threads::run_as(cpu);
+                        hugemm_threads::run_as(cpu);
                         let mut cx = threads.cx();
                         let mut rng = Rng(round * 8 + u64::from(cpu));
                         barrier.wait();
@@ -230,14 +230,14 @@ fn claims_race_with_frees() {
             for cpu in 1..THREADS {
                 let (shadow, stop) = (&shadow, &stop);
                 scope.spawn(move || {
-                    Threads::run_as(cpu);
+                    hugemm_threads::run_as(cpu);
                     let cx = threads.cx();
                     let mut rng = Rng(u64::from(cpu));
                     let mut held: Vec<Frozen> = Vec::new();
                     while !stop.load(Ordering::SeqCst) {
                         if held.len() < 40 && rng.below(2) == 0 {
                             let order = Order::new(rng.below(5) as u32).expect("valid");
-                            if let Ok(block) = frames.alloc(&cx, Request::order(order)) {
+                            if let Ok(block) = frames.alloc(&cx, AllocRequest::order(order)) {
                                 shadow.take(block.extent());
                                 held.push(block);
                             }
@@ -255,7 +255,7 @@ fn claims_race_with_frees() {
                     frames.drain(&cx);
                 });
             }
-            Threads::run_as(0);
+            hugemm_threads::run_as(0);
             let mut cx = threads.cx();
             let mut rng = Rng(99);
             for _ in 0..rounds(300) {
@@ -267,7 +267,7 @@ fn claims_race_with_frees() {
                     std::thread::yield_now();
                     patience > 0
                 };
-                if let Ok(taken) = frames.claim(&mut cx, range, &mut wait) {
+                if let Ok(taken) = frames.alloc_contig_pages(&mut cx, range, &mut wait) {
                     let taken = taken.into_extent();
                     shadow.take(taken);
                     claimed.fetch_add(1, Ordering::SeqCst);
@@ -287,21 +287,21 @@ fn claims_race_with_frees() {
 #[test]
 fn a_remote_cache_is_drained_by_request() {
     with_one_arena(0, 4096, 2, |frames, threads| {
-        Threads::run_as(1);
+        hugemm_threads::run_as(1);
         let cx = threads.cx();
-        let request = Request::order(Order::ZERO);
+        let request = AllocRequest::order(Order::ZERO);
         let block = frames.alloc(&cx, request).expect("memory");
         frames.free(&cx, block);
         let cached = frames.stats(&cx).cached;
         assert!(cached > 0);
-        Threads::run_as(0);
+        hugemm_threads::run_as(0);
         let cx = threads.cx();
-        let all = Request::order(Order::new(12).expect("valid"));
+        let all = AllocRequest::order(Order::new(12).expect("valid"));
         assert!(frames.alloc(&cx, all).is_err());
-        Threads::run_as(1);
+        hugemm_threads::run_as(1);
         frames.serve(&threads.cx());
         assert_eq!(frames.stats(&threads.cx()).cached, 0);
-        Threads::run_as(0);
+        hugemm_threads::run_as(0);
         let block = frames.alloc(&threads.cx(), all).expect("drained");
         assert_eq!(block.extent().pages(), 4096);
         frames.free(&threads.cx(), block);
@@ -313,13 +313,13 @@ fn a_remote_cache_is_drained_by_request() {
 fn two_managers_in_one_process() {
     with_one_arena(0, 1024, 1, |one, threads| {
         let arenas = [arena(0, 512, 0)];
-        let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
         let memory = Memory::for_config(&config);
         let two = memory.manager(&config, NoFaults);
         release(&two, extent(0, 512));
         let cx = threads.cx();
-        let a = one.alloc(&cx, Request::order(Order::ZERO)).expect("memory");
-        let b = two.alloc(&cx, Request::order(Order::ZERO)).expect("memory");
+        let a = one.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
+        let b = two.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
         assert_eq!(one.stats(&cx).available(), 1023);
         assert_eq!(two.stats(&cx).available(), 511);
         one.free(&cx, a);

@@ -18,7 +18,7 @@ use core::ops::Add;
 
 /// Pages of one node, or of all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct HugePageCounts {
     /// All pages of the pool: `nr_hugepages` as sysfs shows it.
     pub total: u64,
     /// Not handed out, and not poisoned: `free_hugepages`.
@@ -27,7 +27,7 @@ pub struct Counts {
     pub surplus: u64,
 }
 
-impl Counts {
+impl HugePageCounts {
     /// Pages that stay when nobody uses the pool.
     pub const fn persistent(self) -> u64 {
         self.total.saturating_sub(self.surplus)
@@ -44,8 +44,8 @@ impl Counts {
     }
 
     /// `pages` new ones, free.
-    pub const fn enter(self, pages: u64, surplus: bool) -> Counts {
-        Counts {
+    pub const fn enter(self, pages: u64, surplus: bool) -> HugePageCounts {
+        HugePageCounts {
             total: self.total + pages,
             free: self.free + pages,
             surplus: self.surplus + if surplus { pages } else { 0 },
@@ -53,44 +53,48 @@ impl Counts {
     }
 
     /// `pages` free ones leave the pool, surplus ones first. `None` if so many are not free.
-    pub const fn leave(self, pages: u64) -> Option<Counts> {
+    pub const fn leave(self, pages: u64) -> Option<HugePageCounts> {
         if self.free < pages {
             return None;
         }
-        Some(Counts { total: self.total - pages, free: self.free - pages, surplus: self.surplus.saturating_sub(pages) })
+        Some(HugePageCounts {
+            total: self.total - pages,
+            free: self.free - pages,
+            surplus: self.surplus.saturating_sub(pages),
+        })
     }
 
     /// `pages` free persistent ones leave the pool; the surplus stays what it is.
-    pub const fn leave_persistent(self, pages: u64) -> Option<Counts> {
+    pub const fn leave_persistent(self, pages: u64) -> Option<HugePageCounts> {
         if self.free < pages || self.persistent() < pages {
             return None;
         }
-        Some(Counts { total: self.total - pages, free: self.free - pages, surplus: self.surplus })
+        Some(HugePageCounts { total: self.total - pages, free: self.free - pages, surplus: self.surplus })
     }
 
     /// A free one is handed out. `None` if none is free.
-    pub const fn take(self) -> Option<Counts> {
+    pub const fn take(self) -> Option<HugePageCounts> {
         match self.free.checked_sub(1) {
-            Some(free) => Some(Counts { free, ..self }),
+            Some(free) => Some(HugePageCounts { free, ..self }),
             None => None,
         }
     }
 
     /// An active one comes back. `None` if none is active.
-    pub const fn give(self) -> Option<Counts> {
-        if self.active() == 0 { None } else { Some(Counts { free: self.free + 1, ..self }) }
+    pub const fn give(self) -> Option<HugePageCounts> {
+        if self.active() == 0 { None } else { Some(HugePageCounts { free: self.free + 1, ..self }) }
     }
 
     /// Up to `pages` surplus ones become persistent; how many.
-    pub const fn keep(self, pages: u64) -> (Counts, u64) {
+    pub const fn keep(self, pages: u64) -> (HugePageCounts, u64) {
         let kept = least(self.surplus, pages);
-        (Counts { surplus: self.surplus - kept, ..self }, kept)
+        (HugePageCounts { surplus: self.surplus - kept, ..self }, kept)
     }
 
     /// Up to `pages` persistent ones become surplus; how many.
-    pub const fn lend(self, pages: u64) -> (Counts, u64) {
+    pub const fn lend(self, pages: u64) -> (HugePageCounts, u64) {
         let lent = least(self.persistent(), pages);
-        (Counts { surplus: self.surplus + lent, ..self }, lent)
+        (HugePageCounts { surplus: self.surplus + lent, ..self }, lent)
     }
 
     /// Free pages that may go because they are surplus and, with `available` pages not reserved in the whole pool,
@@ -105,23 +109,27 @@ const fn least(a: u64, b: u64) -> u64 {
     a - a.saturating_sub(b)
 }
 
-impl Add for Counts {
-    type Output = Counts;
+impl Add for HugePageCounts {
+    type Output = HugePageCounts;
 
-    fn add(self, other: Counts) -> Counts {
-        Counts { total: self.total + other.total, free: self.free + other.free, surplus: self.surplus + other.surplus }
+    fn add(self, other: HugePageCounts) -> HugePageCounts {
+        HugePageCounts {
+            total: self.total + other.total,
+            free: self.free + other.free,
+            surplus: self.surplus + other.surplus,
+        }
     }
 }
 
-impl Sum for Counts {
-    fn sum<I: Iterator<Item = Counts>>(nodes: I) -> Counts {
-        nodes.fold(Counts::default(), Counts::add)
+impl Sum for HugePageCounts {
+    fn sum<I: Iterator<Item = HugePageCounts>>(nodes: I) -> HugePageCounts {
+        nodes.fold(HugePageCounts::default(), HugePageCounts::add)
     }
 }
 
 /// What has to be done to bring a pool to a size. At most one of `grow` and `remove` + `lend` is not zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct ResizePlan {
     /// Surplus pages to declare persistent.
     pub keep: u64,
     /// Pages to allocate.
@@ -135,7 +143,7 @@ pub struct Plan {
 /// The plan for a pool of `all` pages, `reserved` of them promised, to have `target` persistent ones. Only pages of the
 /// nodes whose sum is `allowed` may be changed; `remove` and `lend` are upper bounds there, because which node's pages
 /// are the promised ones is not decided before they are taken.
-pub fn plan(all: Counts, reserved: u64, allowed: Counts, target: u64) -> Plan {
+pub fn plan(all: HugePageCounts, reserved: u64, allowed: HugePageCounts, target: u64) -> ResizePlan {
     let wanted = target.saturating_sub(all.persistent());
     let keep = wanted.min(allowed.surplus);
     let grow = wanted - keep;
@@ -143,16 +151,16 @@ pub fn plan(all: Counts, reserved: u64, allowed: Counts, target: u64) -> Plan {
     let floor = target.max(all.active() + reserved);
     let remove = all.persistent().saturating_sub(floor).min(allowed.free).min(allowed.persistent());
     let lend = (all.persistent() - remove).saturating_sub(target).min(allowed.persistent() - remove);
-    Plan { keep, grow, remove, lend }
+    ResizePlan { keep, grow, remove, lend }
 }
 
 /// How many pages a reservation of `pages` is short of: they must come as surplus pages first. 0: it can be granted.
-pub const fn shortfall(all: Counts, reserved: u64, pages: u64) -> u64 {
+pub const fn shortfall(all: HugePageCounts, reserved: u64, pages: u64) -> u64 {
     reserved.saturating_add(pages).saturating_sub(all.free)
 }
 
 /// Whether `pages` more surplus pages are within the limit.
-pub const fn may_overcommit(all: Counts, overcommit: u64, pages: u64) -> bool {
+pub const fn may_overcommit(all: HugePageCounts, overcommit: u64, pages: u64) -> bool {
     match all.surplus.checked_add(pages) {
         Some(surplus) => surplus <= overcommit,
         None => false,
@@ -165,19 +173,19 @@ mod tests {
 
     const MOST: u64 = 5;
 
-    fn every_state(mut check: impl FnMut(Counts)) {
+    fn every_state(mut check: impl FnMut(HugePageCounts)) {
         for total in 0..=MOST {
             for free in 0..=total {
                 for surplus in 0..=total {
-                    check(Counts { total, free, surplus });
+                    check(HugePageCounts { total, free, surplus });
                 }
             }
         }
     }
 
     /// The documented procedure, page by page.
-    fn step_by_step(mut all: Counts, reserved: u64, target: u64) -> (Plan, Counts) {
-        let mut plan = Plan::default();
+    fn step_by_step(mut all: HugePageCounts, reserved: u64, target: u64) -> (ResizePlan, HugePageCounts) {
+        let mut plan = ResizePlan::default();
         while all.surplus > 0 && target > all.persistent() {
             all.surplus -= 1;
             plan.keep += 1;
@@ -240,26 +248,26 @@ mod tests {
     #[test]
     fn events_count_exactly() {
         every_state(|counts| {
-            let Counts { total, free, surplus } = counts;
-            assert_eq!(counts.take(), (free > 0).then(|| Counts { total, free: free - 1, surplus }));
-            assert_eq!(counts.give(), (free < total).then(|| Counts { total, free: free + 1, surplus }));
+            let HugePageCounts { total, free, surplus } = counts;
+            assert_eq!(counts.take(), (free > 0).then(|| HugePageCounts { total, free: free - 1, surplus }));
+            assert_eq!(counts.give(), (free < total).then(|| HugePageCounts { total, free: free + 1, surplus }));
             for pages in 0..=MOST + 1 {
-                let left = |surplus: u64| Counts { total: total - pages, free: free - pages, surplus };
+                let left = |surplus: u64| HugePageCounts { total: total - pages, free: free - pages, surplus };
                 let most = surplus.min(pages);
                 assert_eq!(counts.leave(pages), (pages <= free).then(|| left(surplus - most)));
                 let may = pages <= free && pages + surplus <= total;
                 assert_eq!(counts.leave_persistent(pages), may.then(|| left(surplus)));
                 for (is_surplus, more) in [(false, 0), (true, pages)] {
-                    let entered = Counts { total: total + pages, free: free + pages, surplus: surplus + more };
+                    let entered = HugePageCounts { total: total + pages, free: free + pages, surplus: surplus + more };
                     assert_eq!(counts.enter(pages, is_surplus), entered);
                 }
-                assert_eq!(counts.keep(pages), (Counts { surplus: surplus - most, ..counts }, most));
+                assert_eq!(counts.keep(pages), (HugePageCounts { surplus: surplus - most, ..counts }, most));
                 let lent = (total - surplus).min(pages);
-                assert_eq!(counts.lend(pages), (Counts { surplus: surplus + lent, ..counts }, lent));
+                assert_eq!(counts.lend(pages), (HugePageCounts { surplus: surplus + lent, ..counts }, lent));
                 assert_eq!(counts.trimmable(pages), free.min(surplus).min(pages));
             }
-            let sum: Counts = [counts, Counts { total: 7, free: 2, surplus: 3 }].into_iter().sum();
-            assert_eq!(sum, Counts { total: total + 7, free: free + 2, surplus: surplus + 3 });
+            let sum: HugePageCounts = [counts, HugePageCounts { total: 7, free: 2, surplus: 3 }].into_iter().sum();
+            assert_eq!(sum, HugePageCounts { total: total + 7, free: free + 2, surplus: surplus + 3 });
         });
     }
 
@@ -299,7 +307,7 @@ mod tests {
         for total in 0..=MOST {
             for free in 0..=MOST {
                 for surplus in 0..=MOST {
-                    let counts = Counts { total, free, surplus };
+                    let counts = HugePageCounts { total, free, surplus };
                     assert_eq!(counts.is_consistent(), free <= total && surplus <= total, "{counts:?}");
                     assert!(counts.active() <= total && counts.persistent() <= total);
                 }
@@ -322,7 +330,7 @@ mod tests {
                 }
             }
         });
-        assert!(!may_overcommit(Counts { total: 1, free: 1, surplus: 1 }, u64::MAX, u64::MAX));
-        assert_eq!(shortfall(Counts::default(), 1, u64::MAX), u64::MAX);
+        assert!(!may_overcommit(HugePageCounts { total: 1, free: 1, surplus: 1 }, u64::MAX, u64::MAX));
+        assert_eq!(shortfall(HugePageCounts::default(), 1, u64::MAX), u64::MAX);
     }
 }

@@ -87,7 +87,7 @@ impl Group {
 
 /// Frames that a pool may take pages from, on one node, with one contiguous descriptor array: an arena of the allocator.
 #[derive(Clone, Copy, Debug)]
-pub struct Area {
+pub struct PoolArena {
     extent: Extent,
     node: NodeId,
     /// Address that frame 0's descriptor would have.
@@ -96,10 +96,10 @@ pub struct Area {
     first: usize,
 }
 
-impl Area {
+impl PoolArena {
     /// An area whose descriptors are left alone.
     pub const fn new(extent: Extent, node: NodeId) -> Self {
-        Area { extent, node, origin: None, first: 0 }
+        PoolArena { extent, node, origin: None, first: 0 }
     }
 
     /// The same with descriptors that may be edited: from `first` on, that of its first frame, they are mapped by blocks of
@@ -108,17 +108,17 @@ impl Area {
     /// # Safety
     ///
     /// The descriptor array that the allocator uses for the area's frames is at these addresses, in the mapping of every
-    /// economy that a pool over this area is resized with.
+    /// the optimizer that a pool over this area is resized with.
     pub const unsafe fn with_descriptors(self, first: VirtAddr) -> Self {
         // Wraps for arrays that lie below their frames' place in the address space; only sums are used.
         let origin = first.get().wrapping_sub(self.extent.base().number() * DESCRIPTOR_BYTES);
-        Area { origin: Some(origin), ..self }
+        PoolArena { origin: Some(origin), ..self }
     }
 
     /// The same for memory that brought its descriptors along, in its own first frames, as memory that is plugged in
-    /// does: they must stay whole, because they leave with it. Its pages are never economised.
+    /// does: they must stay whole, because they leave with it. Its pages are never optimized.
     pub const fn self_hosted(self) -> Self {
-        Area { origin: None, ..self }
+        PoolArena { origin: None, ..self }
     }
 
     /// Its frames.
@@ -132,7 +132,7 @@ impl Area {
     }
 
     /// Whether it is the same memory with the same descriptors, whichever pool's groups describe it.
-    pub(crate) fn is_same(&self, other: &Area) -> bool {
+    pub(crate) fn is_same(&self, other: &PoolArena) -> bool {
         (self.extent, self.node, self.origin) == (other.extent, other.node, other.origin)
     }
 
@@ -248,7 +248,7 @@ mod tests {
         #[test]
         fn a_page_has_one_place(base in 0u64..1 << 22, pages in 1u64..1 << 20, pfn in 0u64..1 << 23) {
             for size in [PageSize::Size2M, PageSize::Size1G] {
-                let mut area = Area::new(extent(base, pages), NodeId(0));
+                let mut area = PoolArena::new(extent(base, pages), NodeId(0));
                 area.place(7);
                 let page = Extent::block(Pfn::new(pfn), size.order());
                 let place = area.find(size, page.base());
@@ -289,7 +289,7 @@ mod tests {
             let group = size.pages() * GROUP;
             for base in [0, 1, group - 1, group, 3 * group + 5] {
                 for pages in [0, 1, group - 1, group, group + 1, 2 * group] {
-                    let mut area = Area::new(extent(base, pages), NodeId(3));
+                    let mut area = PoolArena::new(extent(base, pages), NodeId(3));
                     let end = base + pages;
                     let touched = (0..8).filter(|at| pages != 0 && at * group < end && (at + 1) * group > base).count();
                     assert_eq!(area.groups(size), touched, "{base} {pages}");
@@ -304,27 +304,27 @@ mod tests {
     #[test]
     fn areas_are_the_same_by_memory_and_descriptors() {
         // SAFETY: nothing is mapped or edited.
-        let with = |area: Area, at| unsafe { area.with_descriptors(VirtAddr::new(at)) };
-        let area = with(Area::new(extent(1 << 18, 1 << 15), NodeId(0)), 1 << 40);
+        let with = |area: PoolArena, at| unsafe { area.with_descriptors(VirtAddr::new(at)) };
+        let area = with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(0)), 1 << 40);
         let mut placed = area;
         placed.place(5);
         assert!(area.is_same(&placed));
         assert!(!area.is_same(&area.self_hosted()));
         assert_eq!(area.self_hosted().descriptor(Pfn::new(1 << 18)), None);
         assert!(!area.is_same(&with(area, 1 << 41)));
-        assert!(!area.is_same(&with(Area::new(extent(1 << 18, 1 << 15), NodeId(1)), 1 << 40)));
+        assert!(!area.is_same(&with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(1)), 1 << 40)));
     }
 
     #[test]
     fn descriptors_are_found_only_where_blocks_of_them_are_aligned_alike() {
         let at = VirtAddr::new(0xffff_ea00_0000_0000);
         // SAFETY: nothing is mapped or edited: only sums are looked at.
-        let with = |area: Area| unsafe { area.with_descriptors(at) };
-        let area = with(Area::new(extent(1 << 18, 1 << 15), NodeId(0)));
+        let with = |area: PoolArena| unsafe { area.with_descriptors(at) };
+        let area = with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(0)));
         assert_eq!(area.descriptor(Pfn::new(1 << 18)), Some(at));
         assert_eq!(area.descriptor(Pfn::new((1 << 18) + 512)).map(|at| at.get() & 0xffff_ffff), Some(32768));
-        let skewed = with(Area::new(extent((1 << 18) + 512, 1 << 15), NodeId(0)));
+        let skewed = with(PoolArena::new(extent((1 << 18) + 512, 1 << 15), NodeId(0)));
         assert_eq!(skewed.descriptor(Pfn::new((1 << 18) + 512)), None);
-        assert_eq!(Area::new(extent(0, 512), NodeId(0)).descriptor(Pfn::new(0)), None);
+        assert_eq!(PoolArena::new(extent(0, 512), NodeId(0)).descriptor(Pfn::new(0)), None);
     }
 }

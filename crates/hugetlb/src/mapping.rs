@@ -1,4 +1,4 @@
-//! How descriptors are mapped, and the few edits that descriptor economy makes.
+//! How descriptors are mapped, and the few edits that vmemmap optimization makes.
 //!
 //! A descriptor array is contiguous in virtual memory and mapped in blocks of 2 MiB, each by one entry: a leaf, or a
 //! pointer to a table of 512 entries. [`DescriptorMap`] is the seam to whatever page tables those are: the kernel's, or
@@ -27,7 +27,7 @@ pub enum Mapped {
 
 /// What an entry of a table maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Leaf {
+pub struct DescriptorLeaf {
     /// The frame.
     pub frame: Pfn,
     /// Whether it may be written.
@@ -45,7 +45,7 @@ pub struct Leaf {
 /// * Every descriptor mapping is supervisor-only, not executable, and of one memory type (write-back).
 /// * [`flush`](DescriptorMap::flush) flushes the range in [`domain`](DescriptorMap::domain) on every CPU, table caches
 ///   included.
-/// * Only [`Economy`](crate::Economy) edits the blocks of the areas that it is used for.
+/// * Only [`VmemmapOptimizer`](crate::VmemmapOptimizer) edits the blocks of the areas that it is used for.
 pub unsafe trait DescriptorMap {
     /// Kind of the flush domain: the kernel's.
     type Kind;
@@ -68,10 +68,10 @@ pub unsafe trait DescriptorMap {
     fn table(&self, frame: Pfn) -> Option<NonNull<u64>>;
 
     /// An entry of a table.
-    fn encode(&self, leaf: Leaf) -> u64;
+    fn encode(&self, leaf: DescriptorLeaf) -> u64;
 
     /// The reverse; `None` for an entry that maps nothing.
-    fn decode(&self, entry: u64) -> Option<Leaf>;
+    fn decode(&self, entry: u64) -> Option<DescriptorLeaf>;
 
     /// Whether the CPUs allow frame and page size of live, supervisor-only, not executable, unwritten memory to change by
     /// one store. Every x86-64 CPU does. Arm64 ones demand break-before-make, for which nobody may use the descriptors

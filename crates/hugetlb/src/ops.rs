@@ -1,12 +1,12 @@
 //! What a pool is asked to do: its size, surplus for whoever may overcommit, tidying up, dissolving, filling at boot.
 
-use crate::counts::{self, Plan};
+use crate::counts::{self, ResizePlan};
 use crate::group::{GROUP, each};
 use crate::mapping::DescriptorMap;
 use crate::page::HugePage;
 use crate::pool::{HugePool, Nodes, PoolError};
-use crate::resize::{Direction, Leaving, Report, Resize, Stay};
-use crate::vmemmap::Economy;
+use crate::resize::{Direction, Leaving, Resize, ResizeReport, Stay};
+use crate::vmemmap::VmemmapOptimizer;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, CpuCx, Extent, Never, Order, Pfn};
@@ -19,21 +19,26 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Begins to bring the pool, or one node's part of it, to `target` persistent pages: a write to `nr_hugepages`. Any
     /// number of CPUs then [`work`](Resize::work) on it. What needs no memory is done at once: surplus pages become
     /// persistent, pages in use become surplus.
+    ///
+    /// # Errors
+    ///
+    /// [`Resizing`](PoolError::Resizing) if another resize is under way and the caller may not sleep,
+    /// [`OtherOptimizer`](PoolError::OtherOptimizer) if the pool belongs to another allocator or descriptor mapping.
     pub fn resize<'r, 'e, P: Cpu, E: Env, V: DescriptorMap>(
         &'r self,
         cx: &mut CpuCx<'_, P>,
-        economy: &'r Economy<'e, E, V>,
+        optimizer: &'r VmemmapOptimizer<'e, E, V>,
         target: u64,
         nodes: Nodes,
     ) -> Result<Resize<'r, 'm, 'e, L, E, V>, PoolError> {
-        let alone = self.begin(cx, economy)?;
+        let alone = self.begin(cx, optimizer)?;
         let count = self.nodes(cx) as usize;
-        let mut resize = Resize::new(self, economy, alone, nodes, count);
+        let mut resize = Resize::new(self, optimizer, alone, nodes, count);
         let plan = self.locked(cx, |state| {
             let (all, allowed) = (state.all(), state.allowed(nodes));
             // One node's target is the pool's, with the other nodes as they are.
             let target = target.saturating_add(all.persistent() - allowed.persistent());
-            let plan: Plan = counts::plan(all, state.reserved, allowed, target);
+            let plan: ResizePlan = counts::plan(all, state.reserved, allowed, target);
             let (mut keep, mut lend) = (plan.keep, plan.lend);
             // On the nodes allowed are as many free persistent ones, and as many to keep and to lend.
             self.dequeue(state.nodes, nodes, plan.remove, Leaving::Persistent, |index, bits| resize.stage(index, bits));
@@ -54,30 +59,39 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// The same by the calling CPU alone, to its end. May sleep.
+    ///
+    /// # Errors
+    ///
+    /// As [`resize`](HugePool::resize). Memory that runs out is no error: the report says how far it came.
     pub fn set_size<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         target: u64,
         nodes: Nodes,
         cancel: &impl Cancel,
-    ) -> Result<Report, PoolError> {
-        let resize = self.resize(cx, economy, target, nodes)?;
+    ) -> Result<ResizeReport, PoolError> {
+        let resize = self.resize(cx, optimizer, target, nodes)?;
         resize.work(cx, cancel);
         Ok(resize.finish(cx))
     }
 
     /// [`take`](HugePool::take) without a reservation, which allocates a surplus page if none is free and as many are
     /// allowed. May sleep.
+    ///
+    /// # Errors
+    ///
+    /// [`Exhausted`](PoolError::Exhausted) if no surplus page is allowed, [`OutOfMemory`](PoolError::OutOfMemory) if
+    /// none can be made; others as of [`resize`](HugePool::resize).
     pub fn take_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         nodes: Nodes,
     ) -> Result<HugePage, PoolError> {
         for _ in 0..ATTEMPTS {
             match self.take(cx, nodes, false) {
-                Err(PoolError::Exhausted) => self.overcommit(cx, economy, nodes, 1)?,
+                Err(PoolError::Exhausted) => self.overcommit(cx, optimizer, nodes, 1)?,
                 decided => return decided,
             }
         }
@@ -86,22 +100,27 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// [`reserve`](HugePool::reserve), which allocates surplus pages for what is missing if as many are allowed. All or
     /// nothing. May sleep.
+    ///
+    /// # Errors
+    ///
+    /// [`Exhausted`](PoolError::Exhausted) if so many surplus pages are not allowed,
+    /// [`OutOfMemory`](PoolError::OutOfMemory) if they cannot be made; others as of [`resize`](HugePool::resize).
     pub fn reserve_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         pages: u64,
     ) -> Result<(), PoolError> {
         for _ in 0..ATTEMPTS {
             let Err(short) = self.reserve(cx, pages) else { return Ok(()) };
-            if let Err(error) = self.overcommit(cx, economy, Nodes::All, short) {
-                self.tidy(cx, economy)?;
+            if let Err(error) = self.overcommit(cx, optimizer, Nodes::All, short) {
+                self.tidy(cx, optimizer)?;
                 return Err(error);
             }
         }
         let reserved = self.reserve(cx, pages);
         if reserved.is_err() {
-            self.tidy(cx, economy)?;
+            self.tidy(cx, optimizer)?;
         }
         reserved.map_err(|_| PoolError::Exhausted)
     }
@@ -110,16 +129,16 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     fn overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         nodes: Nodes,
         pages: u64,
     ) -> Result<(), PoolError> {
-        let alone = self.begin(cx, economy)?;
+        let alone = self.begin(cx, optimizer)?;
         if !self.locked(cx, |state| counts::may_overcommit(state.all(), state.overcommit, pages)) {
             return Err(PoolError::Exhausted);
         }
         let count = self.nodes(cx) as usize;
-        let mut resize = Resize::new(self, economy, alone, nodes, count);
+        let mut resize = Resize::new(self, optimizer, alone, nodes, count);
         resize.open_grow(Direction::Grow { surplus: true }, pages);
         let report = resize.finish(cx);
         if report.entered < pages { Err(PoolError::OutOfMemory) } else { Ok(()) }
@@ -128,13 +147,17 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Frees what has no business in the pool: surplus pages that are free and not promised, and free pages with a
     /// poisoned frame. For whoever was told so by [`put`](HugePool::put) or [`unreserve`](HugePool::unreserve), or a
     /// worker on behalf of callers that could not sleep.
+    ///
+    /// # Errors
+    ///
+    /// As [`resize`](HugePool::resize).
     pub fn tidy<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
-    ) -> Result<Report, PoolError> {
-        let alone = self.begin(cx, economy)?;
-        let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
+        optimizer: &VmemmapOptimizer<'e, E, V>,
+    ) -> Result<ResizeReport, PoolError> {
+        let alone = self.begin(cx, optimizer)?;
+        let mut resize = Resize::new(self, optimizer, alone, Nodes::All, 0);
         self.locked(cx, |state| {
             for area in self.areas() {
                 for index in area.range(self.size()) {
@@ -159,18 +182,23 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// Takes one free page out of the pool for good and frees it. Errors leave everything as it was: `Busy` if it is in
     /// use, or good and all free pages are promised, `OutOfMemory` if there is no memory for its descriptors. May sleep.
+    ///
+    /// # Errors
+    ///
+    /// [`Busy`](PoolError::Busy), [`NotInPool`](PoolError::NotInPool), [`OutOfMemory`](PoolError::OutOfMemory) as
+    /// said; others as of [`resize`](HugePool::resize).
     pub fn dissolve<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         frame: Pfn,
-    ) -> Result<Report, PoolError> {
+    ) -> Result<ResizeReport, PoolError> {
         let head = Extent::block(frame, self.size().order()).base();
         let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
         let group = self.group(index).ok_or(PoolError::NotInPool)?;
         let node = area.node().0 as usize;
-        let alone = self.begin(cx, economy)?;
-        let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
+        let alone = self.begin(cx, optimizer)?;
+        let mut resize = Resize::new(self, optimizer, alone, Nodes::All, 0);
         let surplus = self.locked(cx, |state| {
             if group.pool.get() & 1 << bit == 0 {
                 return Err(PoolError::NotInPool);
@@ -194,15 +222,20 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// Fills the pool from particular free memory whose descriptors have never been mapped, and maps only those that are
     /// kept: no tail ever exists. `extent` is whole groups of 128 MiB (2 MiB pages) or whole 1 GiB pages, all of it free
-    /// and in one area; what is not is left out. For boot, with economy on.
+    /// and in one area; what is not is left out. For boot, with the optimization on.
+    ///
+    /// # Errors
+    ///
+    /// As [`resize`](HugePool::resize). What could not be used is not an error: the report says how many pages
+    /// entered.
     pub fn fill_at_boot<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         extent: Extent,
-    ) -> Result<Report, PoolError> {
-        let alone = self.begin(cx, economy)?;
-        let mut resize = Resize::new(self, economy, alone, Nodes::All, 0);
+    ) -> Result<ResizeReport, PoolError> {
+        let alone = self.begin(cx, optimizer)?;
+        let mut resize = Resize::new(self, optimizer, alone, Nodes::All, 0);
         let step = if self.size().order() == Order::MAX { 1 } else { GROUP };
         let mut at = extent.base().number().next_multiple_of(step * self.size().pages());
         while at + step * self.size().pages() <= extent.end().number() {
@@ -210,7 +243,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
                 let pfn = Pfn::new(at + page * self.size().pages());
                 let Some((_, index, bit)) = self.find(pfn) else { break };
                 // Page by page: the blocks that the allocator knows are then the pages.
-                match economy.frames.claim_exact(cx, Extent::block(pfn, self.size().order())) {
+                match optimizer.frames.alloc_contig_range(cx, Extent::block(pfn, self.size().order())) {
                     Ok(claimed) => {
                         // The handle is the staged bit from here on.
                         let _ = claimed.into_extent();

@@ -28,6 +28,10 @@ impl HugePage {
     }
 
     /// Gives up the handle for what is known of the content.
+    ///
+    /// # Errors
+    ///
+    /// The frames as dirty, if they are not known to be zero.
     pub fn into_content(self) -> Result<Zeroed, Dirty> {
         let (extent, zero) = (self.extent(), self.zero);
         // SAFETY: the handle owned the frames, and the pool was told that they are zero.

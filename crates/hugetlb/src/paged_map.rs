@@ -5,7 +5,7 @@
 //! walking down three tables. The shared tables of nothing but tails hang in many places at once, which no general mapper
 //! could account for: this is why these entries are not edited through one.
 
-use crate::mapping::{DescriptorMap, ENTRIES, Leaf, Mapped};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped};
 use core::marker::PhantomData;
 use core::ptr::NonNull;
 // Not loom's: these are the hardware's words.
@@ -15,7 +15,7 @@ use hugemm_base::{
     CpuCx, Extent, FlushDomain, Flushed, PAGE_SHIFT, PageSize, Pfn, PhysMap, TlbHw, VirtAddr, VirtRange,
 };
 use hugemm_paging::tlb_space::Kernel;
-use hugemm_paging::{Flags, Keep, PageFormat, ShootdownBatch, ShootdownPolicy, TlbSpace, Tlbs};
+use hugemm_paging::{Flags, Keep, PageFormat, ShootdownBatch, ShootdownPolicy, TlbShootdown, TlbSpace};
 
 /// Bits of a table index.
 const INDEX_BITS: u32 = ENTRIES.trailing_zeros();
@@ -32,7 +32,7 @@ pub struct PagedMap<'m, F, X, H, M> {
     root: Pfn,
     memory: &'m X,
     space: &'m TlbSpace<Kernel, Keep, M>,
-    tlbs: &'m Tlbs<'m, H>,
+    shootdown: &'m TlbShootdown<'m, H>,
     policy: ShootdownPolicy,
     format: PhantomData<F>,
 }
@@ -53,15 +53,15 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
     /// * Every descriptor block is mapped by a leaf of 2 MiB, or not at all, and edited through this value only.
     /// * `memory` is a direct map of all frames that tables and descriptors are or will be in: its windows stay valid
     ///   without being closed.
-    /// * `space` and `tlbs` are those of the kernel's addresses.
+    /// * `space` and `shootdown` are those of the kernel's addresses.
     pub const unsafe fn new(
         root: Pfn,
         memory: &'m X,
         space: &'m TlbSpace<Kernel, Keep, M>,
-        tlbs: &'m Tlbs<'m, H>,
+        shootdown: &'m TlbShootdown<'m, H>,
         policy: ShootdownPolicy,
     ) -> Self {
-        PagedMap { root, memory, space, tlbs, policy, format: PhantomData }
+        PagedMap { root, memory, space, shootdown, policy, format: PhantomData }
     }
 
     fn words(&self, frame: Pfn) -> Option<NonNull<u64>> {
@@ -123,13 +123,13 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
         self.words(frame)
     }
 
-    fn encode(&self, leaf: Leaf) -> u64 {
+    fn encode(&self, leaf: DescriptorLeaf) -> u64 {
         F::leaf(leaf.frame, 0, if leaf.writable { WRITE } else { READ })
     }
 
-    fn decode(&self, entry: u64) -> Option<Leaf> {
+    fn decode(&self, entry: u64) -> Option<DescriptorLeaf> {
         let writable = || F::flags(entry).contains(Flags::WRITE);
-        (entry & 1 != 0).then(|| Leaf { frame: F::frame(entry), writable: writable() })
+        (entry & 1 != 0).then(|| DescriptorLeaf { frame: F::frame(entry), writable: writable() })
     }
 
     fn domain(&self) -> &FlushDomain<Kernel, Keep> {
@@ -139,7 +139,7 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
     fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Kernel, Keep> {
         let mut batch = ShootdownBatch::new(self.space);
         let debt = batch.unhooked((), range, PageSize::Size4K, true);
-        let receipt = batch.flush(self.tlbs, cx, &self.policy);
+        let receipt = batch.flush(self.shootdown, cx, &self.policy);
         // It pays for this debt as for all others before it.
         let _ = debt.release(&receipt);
         receipt

@@ -1,13 +1,13 @@
 //! A pool: pages of one size on any number of nodes, what is promised of them, handing them out and taking them back.
 //!
-//! What a pool knows is in [`Group`]s, 64 pages to a cache line, and in [`Counts`] per node, under one lock that is held
+//! What a pool knows is in [`Group`]s, 64 pages to a cache line, and in [`HugePageCounts`] per node, under one lock that is held
 //! for a few words. Pages enter and leave through [`Resize`](crate::Resize), which works outside the lock.
 
-use crate::counts::{self, Counts};
-use crate::group::{Area, GROUP, Group, each};
+use crate::counts::{self, HugePageCounts};
+use crate::group::{GROUP, Group, PoolArena, each};
 use crate::mapping::DescriptorMap;
 use crate::page::HugePage;
-use crate::vmemmap::{Economy, Identity};
+use crate::vmemmap::{Identity, VmemmapOptimizer};
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
@@ -54,7 +54,7 @@ pub enum PoolError {
     /// More reservations were returned than there are.
     NotReserved,
     /// The pool's pages came from another allocator, or their descriptors are mapped by another mapping.
-    OtherEconomy,
+    OtherOptimizer,
 }
 
 impl fmt::Display for PoolError {
@@ -70,8 +70,8 @@ impl fmt::Display for PoolError {
             PoolError::NotInPool => "not a huge page of this pool",
             PoolError::TooSmall => "too few groups or nodes were given; HugePool::groups says how many are needed",
             PoolError::NotReserved => "more reservations returned than taken",
-            PoolError::OtherEconomy => {
-                "the pool belongs to another allocator or mapping; use the economy that it was filled with"
+            PoolError::OtherOptimizer => {
+                "the pool belongs to another allocator or mapping; use the optimizer that it was filled with"
             }
         })
     }
@@ -83,7 +83,7 @@ impl core::error::Error for PoolError {}
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     /// Over all nodes.
-    pub counts: Counts,
+    pub counts: HugePageCounts,
     /// Pages that are promised: more than are free only when poison struck promised ones.
     pub reserved: u64,
     /// Most surplus pages: `nr_overcommit_hugepages`.
@@ -91,19 +91,19 @@ pub struct PoolCounts {
 }
 
 pub(crate) struct State<'m> {
-    pub(crate) nodes: &'m mut [Counts],
+    pub(crate) nodes: &'m mut [HugePageCounts],
     pub(crate) reserved: u64,
     pub(crate) overcommit: u64,
     /// Where pages come from and go to, from the first resize on.
-    economy: Option<Identity>,
+    optimizer: Option<Identity>,
 }
 
 impl State<'_> {
-    pub(crate) fn all(&self) -> Counts {
+    pub(crate) fn all(&self) -> HugePageCounts {
         self.nodes.iter().copied().sum()
     }
 
-    pub(crate) fn allowed(&self, nodes: Nodes) -> Counts {
+    pub(crate) fn allowed(&self, nodes: Nodes) -> HugePageCounts {
         let included = self.nodes.iter().enumerate().filter(|(node, _)| nodes.include(*node));
         included.map(|(_, counts)| *counts).sum()
     }
@@ -114,7 +114,7 @@ impl State<'_> {
     }
 
     /// A page of the pool is handed out no more: it counts as free unless it is bad. `None` if none is active.
-    pub(crate) fn give(&mut self, node: usize, group: &Group, page: u64) -> Option<Counts> {
+    pub(crate) fn give(&mut self, node: usize, group: &Group, page: u64) -> Option<HugePageCounts> {
         let given = self.nodes[node].give()?;
         if group.bad.get() & page == 0 {
             self.nodes[node] = given;
@@ -137,7 +137,7 @@ impl State<'_> {
     pub(crate) fn enter(&mut self, node: usize, group: &Group, staged: u64, surplus: bool) {
         let counts = self.nodes[node].enter(staged.count_ones().into(), surplus);
         let bad = u64::from((staged & group.bad.get()).count_ones());
-        self.nodes[node] = Counts { free: counts.free - bad, ..counts };
+        self.nodes[node] = HugePageCounts { free: counts.free - bad, ..counts };
         group.pool.add(staged);
         group.free.add(staged);
         group.staged.remove(staged);
@@ -147,7 +147,7 @@ impl State<'_> {
 /// A pool of huge pages of one size.
 pub struct HugePool<'m, L: RawLock = SpinLock> {
     size: PageSize,
-    areas: &'m [Area],
+    areas: &'m [PoolArena],
     groups: &'m [Group],
     state: PinnedLock<L, State<'m>>,
     /// A resize ended early: its pages are still staged.
@@ -162,17 +162,21 @@ impl<L: RawLock> fmt::Debug for HugePool<'_, L> {
 
 impl<'m, L: RawLock> HugePool<'m, L> {
     /// How many groups a pool over these areas needs: one cache line per 64 pages.
-    pub fn groups(areas: &[Area], size: PageSize) -> usize {
+    pub fn groups(areas: &[PoolArena], size: PageSize) -> usize {
         areas.iter().map(|area| area.groups(size)).sum()
     }
 
     /// An empty pool. `nodes` has one element per node. Whatever `groups` and `nodes` say is forgotten: they may have been
     /// another pool's.
+    ///
+    /// # Errors
+    ///
+    /// [`TooSmall`](PoolError::TooSmall): give as many groups as [`HugePool::groups`] says, and one count per node.
     pub fn new(
         size: PageSize,
-        areas: &'m mut [Area],
+        areas: &'m mut [PoolArena],
         groups: &'m mut [Group],
-        nodes: &'m mut [Counts],
+        nodes: &'m mut [HugePageCounts],
     ) -> Result<Self, PoolError> {
         let mut first = 0;
         for area in &mut *areas {
@@ -186,8 +190,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             return Err(PoolError::TooSmall);
         }
         groups.fill_with(Group::default);
-        nodes.fill(Counts::default());
-        let state = PinnedLock::new(State { nodes, reserved: 0, overcommit: 0, economy: None });
+        nodes.fill(HugePageCounts::default());
+        let state = PinnedLock::new(State { nodes, reserved: 0, overcommit: 0, optimizer: None });
         Ok(HugePool { size, areas, groups, state, abandoned: AtomicBool::new(false) })
     }
 
@@ -196,7 +200,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         self.size
     }
 
-    /// What the pool counts.
+    /// What the pool counts. Any context but NMI; one lock round.
     pub fn counts<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> PoolCounts {
         self.locked(cx, |state| PoolCounts {
             counts: state.all(),
@@ -205,17 +209,17 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         })
     }
 
-    /// What it counts on one node; zeroes if there is no such node.
-    pub fn node_counts<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> Counts {
+    /// What it counts on one node; zeroes if there is no such node. Context and cost as of [`counts`](HugePool::counts).
+    pub fn node_counts<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> HugePageCounts {
         self.locked(cx, |state| state.nodes.get(node.0 as usize).copied().unwrap_or_default())
     }
 
-    /// How many nodes there are.
+    /// How many nodes there are. Context and cost as of [`counts`](HugePool::counts).
     pub fn nodes<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u32 {
         self.locked(cx, |state| state.nodes.len() as u32)
     }
 
-    /// Sets how many surplus pages there may be: `nr_overcommit_hugepages`.
+    /// Sets how many surplus pages there may be: `nr_overcommit_hugepages`. Any context but NMI; one lock round.
     pub fn set_overcommit<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) {
         self.locked(cx, |state| state.overcommit = pages);
     }
@@ -230,7 +234,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         cx.pinned(|pin| f(&mut self.state.lock(pin)))
     }
 
-    pub(crate) fn areas(&self) -> &'m [Area] {
+    pub(crate) fn areas(&self) -> &'m [PoolArena] {
         self.areas
     }
 
@@ -238,13 +242,13 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         self.groups.get(index)
     }
 
-    /// Area, group and bit of a page.
-    pub(crate) fn find(&self, pfn: Pfn) -> Option<(&'m Area, usize, u64)> {
+    /// PoolArena, group and bit of a page.
+    pub(crate) fn find(&self, pfn: Pfn) -> Option<(&'m PoolArena, usize, u64)> {
         self.areas.iter().find_map(|area| area.find(self.size, pfn).map(|(index, bit)| (area, index, bit)))
     }
 
     /// The area that a group belongs to.
-    pub(crate) fn area_of(&self, index: usize) -> Option<&'m Area> {
+    pub(crate) fn area_of(&self, index: usize) -> Option<&'m PoolArena> {
         self.areas.iter().find(|area| area.range(self.size).contains(&index))
     }
 
@@ -255,7 +259,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// The lowest page of an area that can be handed out. Lock.
-    fn lowest(&self, area: &Area) -> Option<(usize, u64)> {
+    fn lowest(&self, area: &PoolArena) -> Option<(usize, u64)> {
         let range = area.range(self.size);
         let mut at = range.start;
         while at < range.end {
@@ -276,6 +280,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// Hands out a page, of `nodes` if possible there, lowest address first. `reserved` says that the caller has a
     /// reservation, which is used up. Any context but NMI. One lock round; three cache lines.
+    ///
+    /// # Errors
+    ///
+    /// [`Exhausted`](PoolError::Exhausted): enlarge the pool, reserve first, or [allow surplus
+    /// pages](HugePool::take_or_overcommit).
     pub fn take<P: Cpu>(&self, cx: &CpuCx<'_, P>, nodes: Nodes, reserved: bool) -> Result<HugePage, PoolError> {
         self.locked(cx, |state| {
             if if reserved { state.reserved == 0 } else { state.available() == 0 } {
@@ -303,7 +312,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 
     /// Takes a page back, whose bytes are anything. `restore` makes the reservation that it was taken with good again.
     /// True: there is something for [`tidy`](HugePool::tidy) to do, now or by a worker. Any context but NMI; one lock
-    /// round, two cache lines. An error hands the page back.
+    /// round, two cache lines.
+    ///
+    /// # Errors
+    ///
+    /// The page, and [`NotInPool`](PoolError::NotInPool): it is another pool's.
     pub fn put<P: Cpu>(&self, cx: &CpuCx<'_, P>, page: HugePage, restore: bool) -> Result<bool, (HugePage, PoolError)> {
         let Some((area, index, bit)) = self.find(page.pfn).filter(|_| page.size == self.size) else {
             return Err((page, PoolError::NotInPool));
@@ -320,7 +333,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         })
     }
 
-    /// Promises `pages` to the caller; an error says how many are missing. Any context but NMI; one lock round.
+    /// Promises `pages` to the caller. Any context but NMI; one lock round.
+    ///
+    /// # Errors
+    ///
+    /// How many pages are missing; nothing is promised then.
     pub fn reserve<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) -> Result<(), u64> {
         self.locked(cx, |state| match counts::shortfall(state.all(), state.reserved, pages) {
             0 => {
@@ -332,6 +349,10 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// Takes promises back that were not used. True: as for [`put`](HugePool::put). Any context but NMI; one lock round.
+    ///
+    /// # Errors
+    ///
+    /// [`NotReserved`](PoolError::NotReserved): so many are not promised. Nothing has changed.
     pub fn unreserve<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) -> Result<bool, PoolError> {
         self.locked(cx, |state| {
             state.reserved = state.reserved.checked_sub(pages).ok_or(PoolError::NotReserved)?;
@@ -343,8 +364,12 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Notes that a page has a poisoned frame: it counts as free no more, will not be handed out again, and leaves the pool
     /// when nobody has it (see [`tidy`](HugePool::tidy)). If it was promised, one promise more is made than there are free
     /// pages: [`take`](HugePool::take) fails for whoever comes last, unless the pool has grown by then. The frame itself is
-    /// marked with [`Frames::poison`](hugemm_frames::Frames::poison). Any context but NMI; one lock round.
-    pub fn note_poison<P: Cpu>(&self, cx: &CpuCx<'_, P>, frame: Pfn) -> Result<(), PoolError> {
+    /// marked with [`Frames::hwpoison`](hugemm_frames::Frames::hwpoison). Any context but NMI; one lock round.
+    ///
+    /// # Errors
+    ///
+    /// [`NotInPool`](PoolError::NotInPool).
+    pub fn note_hwpoison<P: Cpu>(&self, cx: &CpuCx<'_, P>, frame: Pfn) -> Result<(), PoolError> {
         let head = Extent::block(frame, self.size.order()).base();
         let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
         let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().0 as usize);
@@ -361,31 +386,31 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         })
     }
 
-    /// Makes the caller the only one who resizes pools of this size with this economy, until the guard is dropped: two
+    /// Makes the caller the only one who resizes pools of this size with this optimizer, until the guard is dropped: two
     /// of them may have pages in one block of descriptors. Waits if the caller may sleep. The first one binds the pool to
-    /// the economy's allocator and mapping.
+    /// the optimizer's allocator and mapping.
     pub(crate) fn begin<'r, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &'r Economy<'_, E, V>,
+        optimizer: &'r VmemmapOptimizer<'_, E, V>,
     ) -> Result<Resizing<'r>, PoolError> {
-        let resizing = economy.resizing(self.size);
+        let resizing = optimizer.resizing(self.size);
         // Acquire pairs with the Release in `Resizing::drop`: what the last resize left is seen.
         while resizing.swap(true, Ordering::Acquire) {
             if !cx.platform().may_sleep() {
                 return Err(PoolError::Resizing);
             }
-            cx.reschedule();
+            cx.cond_resched();
         }
         let alone = Resizing(resizing);
-        let mine = economy.identity();
-        if self.locked(cx, |state| *state.economy.get_or_insert(mine)) != mine {
-            return Err(PoolError::OtherEconomy);
+        let mine = optimizer.identity();
+        if self.locked(cx, |state| *state.optimizer.get_or_insert(mine)) != mine {
+            return Err(PoolError::OtherOptimizer);
         }
         // Relaxed: whoever set it was the only one before this.
         if self.abandoned.load(Ordering::Relaxed) {
             // What that one edited and did not flush; its marks were made before its edits, and taken off after them.
-            let _ = economy.flush(cx, VirtRange::ALL);
+            let _ = optimizer.flush(cx, VirtRange::ALL);
             self.locked(cx, |state| self.adopt_staged(state));
             self.abandoned.store(false, Ordering::Relaxed);
         }
@@ -413,7 +438,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         }
     }
 
-    /// Checks that counts and bits agree; for tests and debugging. O(groups), under the lock.
+    /// Checks that counts and bits agree; for tests and debugging. O(groups), under the lock, hence pinned.
     pub fn is_consistent<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
         self.locked(cx, |state| {
             let mut sums_agree = true;
@@ -461,19 +486,19 @@ impl Drop for Resizing<'_> {
 mod tests {
     use super::*;
     use hugemm_base::{Order, Pfn};
-    use hugemm_testing::Threads;
+    use hugemm_threads::Threads;
 
     /// A pool with pages 0 to 5 of its first group, of which 1 to 5 are free, 2 and 3 zero, and 4 bad.
     fn with_pool(test: impl FnOnce(&HugePool<'_>, &Threads)) {
         let pages = 2 * GROUP * Order::new(9).expect("valid").pages();
-        let mut areas = [Area::new(Extent::new(Pfn::new(1 << 18), pages).expect("in range"), NodeId(0))];
+        let mut areas = [PoolArena::new(Extent::new(Pfn::new(1 << 18), pages).expect("in range"), NodeId(0))];
         let mut groups = [Group::default(), Group::default()];
-        let mut nodes = [Counts::default()];
+        let mut nodes = [HugePageCounts::default()];
         let pool = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
         let threads = Threads::new(());
         let group = &pool.groups[0];
         pool.locked(&threads.cx(), |state| {
-            state.nodes[0] = Counts { total: 6, free: 4, surplus: 2 };
+            state.nodes[0] = HugePageCounts { total: 6, free: 4, surplus: 2 };
             state.reserved = 3;
             group.pool.add(0b11_1111);
             group.free.add(0b11_1110);
@@ -492,12 +517,13 @@ mod tests {
         let lengths = [60, 80, 3, 49, 64];
         let mut first = 0;
         let mut areas = lengths.map(|groups| {
-            let area = Area::new(Extent::new(Pfn::new(first * pages), groups * pages).expect("in range"), NodeId(0));
+            let area =
+                PoolArena::new(Extent::new(Pfn::new(first * pages), groups * pages).expect("in range"), NodeId(0));
             first += groups;
             area
         });
         let mut groups: Vec<Group> = (0..first).map(|_| Group::default()).collect();
-        let mut nodes = [Counts::default()];
+        let mut nodes = [HugePageCounts::default()];
         let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
         let check = || {
             for area in pool.areas {
@@ -528,18 +554,18 @@ mod tests {
     fn a_pool_wants_all_its_groups_and_nodes() {
         let mut areas = [0, 1].map(|node| {
             let base = Pfn::new(u64::from(node) << 20);
-            Area::new(Extent::new(base, 1 << 15).expect("in range"), NodeId(node))
+            PoolArena::new(Extent::new(base, 1 << 15).expect("in range"), NodeId(node))
         });
         for (groups, nodes, enough) in [(2, 2, true), (3, 3, true), (1, 2, false), (2, 1, false)] {
             let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
-            let mut node_counts = vec![Counts::default(); nodes];
+            let mut node_counts = vec![HugePageCounts::default(); nodes];
             let pool: Result<HugePool<'_>, _> =
                 HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut node_counts);
             assert_eq!(pool.as_ref().err(), (!enough).then_some(&PoolError::TooSmall));
             let Ok(pool) = pool else { continue };
             let threads = Threads::new(());
             assert_eq!((pool.size(), pool.nodes(&threads.cx())), (PageSize::Size2M, nodes as u32));
-            assert_eq!(pool.node_counts(&threads.cx(), NodeId(9)), Counts::default());
+            assert_eq!(pool.node_counts(&threads.cx(), NodeId(9)), HugePageCounts::default());
         }
     }
 
@@ -554,7 +580,7 @@ mod tests {
     fn errors_are_told_apart() {
         use PoolError::*;
         let all =
-            [Exhausted, OutOfMemory, Busy, NothingToDemote, Resizing, NotInPool, TooSmall, NotReserved, OtherEconomy];
+            [Exhausted, OutOfMemory, Busy, NothingToDemote, Resizing, NotInPool, TooSmall, NotReserved, OtherOptimizer];
         let mut said: Vec<String> = all.iter().map(ToString::to_string).collect();
         said.sort();
         said.dedup();

@@ -25,13 +25,13 @@ mod report;
 mod shrink;
 
 pub(crate) use dequeue::Leaving;
-pub use report::Report;
+pub use report::ResizeReport;
 
 use crate::group::{GROUP, Group, each};
 use crate::mapping::DescriptorMap;
 use crate::phases::{MOST_UNITS, Phases, Step};
 use crate::pool::{HugePool, Nodes, Resizing};
-use crate::vmemmap::{Economy, FlushPolicy, Work};
+use crate::vmemmap::{FlushPolicy, VmemmapOptimizer, Work};
 use debts::Debts;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
@@ -105,13 +105,13 @@ fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
-/// One resize under way; see [`Report`] for what it did in the end. Workers call [`work`](Resize::work), any number of them, each with its own context; when they
+/// One resize under way; see [`ResizeReport`] for what it did in the end. Workers call [`work`](Resize::work), any number of them, each with its own context; when they
 /// have returned, [`finish`](Resize::finish). One that is dropped instead gives its pages to the pool's next resize, as
 /// surplus ones; frames of descriptors that it had not freed yet are lost.
 #[must_use = "nothing is finished before `finish`"]
 pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     pool: &'r HugePool<'m, L>,
-    economy: &'r Economy<'e, E, V>,
+    optimizer: &'r VmemmapOptimizer<'e, E, V>,
     direction: Direction,
     nodes: Nodes,
     node_count: usize,
@@ -132,7 +132,7 @@ pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     /// Frames freed and pages gone when the batch began.
     mark: AtomicU64,
     tally: Tally,
-    report: PinnedLock<SpinLock, Report>,
+    report: PinnedLock<SpinLock, ResizeReport>,
     /// The report has been made: every staged page is in the pool or free.
     complete: AtomicBool,
     _alone: Resizing<'r>,
@@ -148,14 +148,14 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     /// A resize with nothing to do yet: one of the `open` methods follows.
     pub(crate) fn new(
         pool: &'r HugePool<'m, L>,
-        economy: &'r Economy<'e, E, V>,
+        optimizer: &'r VmemmapOptimizer<'e, E, V>,
         alone: Resizing<'r>,
         nodes: Nodes,
         node_count: usize,
     ) -> Self {
         Resize {
             pool,
-            economy,
+            optimizer,
             direction: Direction::Grow { surplus: false },
             nodes,
             node_count,
@@ -171,7 +171,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
             stopped: AtomicBool::new(false),
             mark: AtomicU64::new(0),
             tally: Tally::default(),
-            report: PinnedLock::new(Report::default()),
+            report: PinnedLock::new(ResizeReport::default()),
             complete: AtomicBool::new(false),
             _alone: alone,
         }
@@ -207,7 +207,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     }
 
     fn pagewise(&self) -> bool {
-        self.economy.policy.flush == FlushPolicy::Page
+        self.optimizer.policy.flush == FlushPolicy::Page
     }
 
     /// Stages pages of a group.
@@ -226,7 +226,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         loop {
             match self.phases.next() {
                 Step::Finished => return,
-                Step::Wait => cx.reschedule(),
+                Step::Wait => cx.cond_resched(),
                 Step::Unit { phase, unit } => {
                     if !self.stopped.load(Ordering::Relaxed) && cx.cancelled(cancel) {
                         self.stopped.store(true, Ordering::Relaxed);
@@ -238,24 +238,25 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
                     }
                     core::mem::forget(unfinished);
                     if cx.platform().may_sleep() {
-                        cx.reschedule();
+                        cx.cond_resched();
                     }
                 }
             }
         }
     }
 
-    /// Does what is left to do and says what was done. Workers borrow the resize, so none of them is left.
-    pub fn finish<P: Cpu>(self, cx: &mut CpuCx<'_, P>) -> Report {
+    /// Does what is left to do and says what was done. Workers borrow the resize, so none of them is left. Context as for
+    /// [`work`](Resize::work).
+    pub fn finish<P: Cpu>(self, cx: &mut CpuCx<'_, P>) -> ResizeReport {
         self.work(cx, &Never);
         self.report(cx)
     }
 
-    fn report<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Report {
+    fn report<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> ResizeReport {
         cx.pinned(|pin| *self.report.lock(pin))
     }
 
-    pub(crate) fn note<P: Cpu>(&self, cx: &CpuCx<'_, P>, change: impl FnOnce(&mut Report)) {
+    pub(crate) fn note<P: Cpu>(&self, cx: &CpuCx<'_, P>, change: impl FnOnce(&mut ResizeReport)) {
         cx.pinned(|pin| change(&mut self.report.lock(pin)));
     }
 
@@ -382,7 +383,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         (entered, lean)
     }
 
-    fn complete<P: Cpu>(&self, cx: &CpuCx<'_, P>, change: impl FnOnce(&mut Report)) {
+    fn complete<P: Cpu>(&self, cx: &CpuCx<'_, P>, change: impl FnOnce(&mut ResizeReport)) {
         self.note(cx, |report| {
             report.left = get(&self.tally.gone);
             report.freed_frames = get(&self.tally.freed_frames);

@@ -5,7 +5,7 @@
 //! Addresses are those that the array would have; [`locate`](SoftMap::locate) turns one into a pointer, and
 //! [`Env::descriptor`](hugemm_frames::Env::descriptor) calls it.
 
-use crate::mapping::{DescriptorMap, ENTRIES, Leaf, Mapped, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, Table};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
@@ -22,7 +22,7 @@ use hugemm_base::{
 /// that has not been flushed since.
 pub unsafe trait WalkCache {
     /// Translates an address, by memory or by `walk`.
-    fn lookup(&self, _at: VirtAddr, walk: impl Fn() -> Option<Leaf>) -> Option<Leaf> {
+    fn lookup(&self, _at: VirtAddr, walk: impl Fn() -> Option<DescriptorLeaf>) -> Option<DescriptorLeaf> {
         walk()
     }
 
@@ -120,13 +120,15 @@ impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
     }
 
     /// The 4 KiB frame that an address is mapped to, and whether it may be written. `None` if it is not mapped.
-    pub fn walk(&self, at: VirtAddr) -> Option<Leaf> {
+    pub fn walk(&self, at: VirtAddr) -> Option<DescriptorLeaf> {
         // Acquire pairs with the Release in `set`: a table's content is seen by whoever sees the entry that points to it.
         let entry = self.slot(at)?.load(Ordering::Acquire);
         let page = (at.get() >> PAGE_SHIFT) as usize % ENTRIES;
         match unpack(entry) {
             Mapped::Absent => None,
-            Mapped::Whole(first) => Some(Leaf { frame: Pfn::new(first.number() + page as u64), writable: true }),
+            Mapped::Whole(first) => {
+                Some(DescriptorLeaf { frame: Pfn::new(first.number() + page as u64), writable: true })
+            }
             Mapped::Table(table) => self.decode(Table::at(self, table)?.get(page)),
         }
     }
@@ -184,13 +186,13 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
     }
 
     #[inline]
-    fn encode(&self, leaf: Leaf) -> u64 {
+    fn encode(&self, leaf: DescriptorLeaf) -> u64 {
         leaf.frame.number() << PAGE_SHIFT | PRESENT | if leaf.writable { WRITABLE } else { 0 }
     }
 
     #[inline]
-    fn decode(&self, entry: u64) -> Option<Leaf> {
-        let leaf = Leaf { frame: Pfn::new(entry >> PAGE_SHIFT), writable: entry & WRITABLE != 0 };
+    fn decode(&self, entry: u64) -> Option<DescriptorLeaf> {
+        let leaf = DescriptorLeaf { frame: Pfn::new(entry >> PAGE_SHIFT), writable: entry & WRITABLE != 0 };
         (entry & PRESENT != 0).then_some(leaf)
     }
 
@@ -254,7 +256,7 @@ pub(crate) mod tests {
     fn an_entry_says_what_was_put_into_it() {
         map(|map| {
             for writable in [false, true] {
-                let leaf = Leaf { frame: Pfn::new(0x12345), writable };
+                let leaf = DescriptorLeaf { frame: Pfn::new(0x12345), writable };
                 assert_eq!(map.decode(map.encode(leaf)), Some(leaf));
             }
             assert_eq!(map.decode(0), None);
@@ -272,7 +274,7 @@ pub(crate) mod tests {
             assert_eq!([map.mapped(FIRST), map.mapped(at(1 << 21))], [Mapped::Absent; 2], "none at first");
             assert_eq!(map.walk(FIRST), None);
             let table = Table::at(map, BASE).expect("memory");
-            let leaf = Leaf { frame: Pfn::new(0x302), writable: false };
+            let leaf = DescriptorLeaf { frame: Pfn::new(0x302), writable: false };
             table.set(5, map.encode(leaf));
             // SAFETY: nobody uses descriptors here.
             unsafe {
@@ -286,7 +288,7 @@ pub(crate) mod tests {
             assert_eq!(map.mapped(at((2 << 21) - 1)), Mapped::Whole(Pfn::new(0x200)));
             assert_eq!(map.walk(at(0x5fff)), Some(leaf));
             assert_eq!([map.walk(at(0x4fff)), map.walk(at(0x6000))], [None; 2]);
-            let whole = |frame| Some(Leaf { frame: Pfn::new(frame), writable: true });
+            let whole = |frame| Some(DescriptorLeaf { frame: Pfn::new(frame), writable: true });
             assert_eq!(map.walk(at(1 << 21)), whole(0x200));
             assert_eq!(map.walk(at((2 << 21) - 1)), whole(0x3ff));
             assert_eq!([map.walk(VirtAddr::new(FIRST.get() - 1)), map.walk(at(2 << 21))], [None; 2]);

@@ -3,7 +3,7 @@
 //! All redundant descriptors of a node's huge pages are one page, mapped read-only. It is made by whoever needs it first:
 //! filled, published by one compare-exchange; whoever loses the race gives its own back. It stays for ever.
 
-use crate::mapping::{DescriptorMap, ENTRIES, Leaf, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Table};
 use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 
@@ -46,7 +46,7 @@ pub(crate) fn fill_page(page: Table) {
 
 /// Fills a table with nothing but the tail page.
 pub(crate) fn fill_table<V: DescriptorMap>(map: &V, table: Table, tail: Pfn) {
-    let entry = map.encode(Leaf { frame: tail, writable: false });
+    let entry = map.encode(DescriptorLeaf { frame: tail, writable: false });
     for index in 0..ENTRIES {
         table.set(index, entry);
     }
@@ -81,7 +81,7 @@ mod tests {
             for index in 0..ENTRIES {
                 let first = index.is_multiple_of(8);
                 assert_eq!(page.get(index), if first { u64::from_le_bytes(*b"tailpage") } else { 0 });
-                assert_eq!(map.decode(table.get(index)), Some(Leaf { frame: BASE, writable: false }));
+                assert_eq!(map.decode(table.get(index)), Some(DescriptorLeaf { frame: BASE, writable: false }));
             }
         });
     }

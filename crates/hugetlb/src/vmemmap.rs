@@ -1,4 +1,4 @@
-//! Descriptor economy: giving back the frames of descriptors that say nothing.
+//! Vmemmap optimization: giving back the frames of descriptors that say nothing.
 //!
 //! A 2 MiB page has 512 descriptors in 8 pages of descriptor memory, a 1 GiB page 262 144 in 4096. Only the head's means
 //! anything (see [`hugemm_frames::descriptor`]), so the first page is kept and the others are mapped to one shared
@@ -59,7 +59,7 @@ use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{
     CpuCx, Dirty, Extent, ExtentChain, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
 };
-use hugemm_frames::{AllocError, Env, Frames, From, Mobility, Request};
+use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Placement};
 
 /// Descriptor pages of a 2 MiB page.
 const PAGES: usize = 8;
@@ -101,7 +101,7 @@ pub(crate) struct Edit {
 impl Edit {
     /// Frames that the edit has just unmapped, which nothing else has: the debt's from here on.
     pub(crate) fn unmapped<E: Env>(&mut self, frames: &Frames<'_, E>, run: Extent) {
-        // SAFETY: they were the economy's, behind the entries that this edit replaced; every chain of debts is linked
+        // SAFETY: they were the optimizer's, behind the entries that this edit replaced; every chain of debts is linked
         // through the manager that they came from.
         unsafe { self.old.push(frames, run) };
     }
@@ -118,9 +118,9 @@ pub(crate) enum Split {
     Refused,
 }
 
-/// How descriptors are economised.
+/// How descriptors are optimized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Policy {
+pub struct OptimizerPolicy {
     /// How many pages share their flushes: all of a batch, or (the old way) none.
     pub flush: FlushPolicy,
     /// Whether whole blocks are swapped by one store.
@@ -130,9 +130,9 @@ pub struct Policy {
     pub carve: bool,
 }
 
-impl Default for Policy {
+impl Default for OptimizerPolicy {
     fn default() -> Self {
-        Policy { flush: FlushPolicy::Batch, swap: true, carve: true }
+        OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true }
     }
 }
 
@@ -145,40 +145,40 @@ pub enum FlushPolicy {
     Page,
 }
 
-/// Descriptor economy over one allocator and one mapping.
-pub struct Economy<'m, E: Env, V> {
+/// Vmemmap optimization over one allocator and one mapping.
+pub struct VmemmapOptimizer<'m, E: Env, V> {
     pub(crate) frames: &'m Frames<'m, E>,
     pub(crate) map: &'m V,
     tails: &'m [Tail],
     on: AtomicBool,
-    pub(crate) policy: Policy,
+    pub(crate) policy: OptimizerPolicy,
     flushes: AtomicU64,
     /// Somebody resizes a pool of 2 MiB pages, of 1 GiB pages.
     resizing: [AtomicBool; 2],
 }
 
-/// Which allocator, mapping and shared tails an economy is over: where they are.
+/// Which allocator, mapping and shared tails an optimizer is over: where they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity([usize; 3]);
 
-impl<E: Env, V> core::fmt::Debug for Economy<'_, E, V> {
+impl<E: Env, V> core::fmt::Debug for VmemmapOptimizer<'_, E, V> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Economy").field("policy", &self.policy).finish_non_exhaustive()
+        f.debug_struct("VmemmapOptimizer").field("policy", &self.policy).finish_non_exhaustive()
     }
 }
 
-impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
-    /// Economy, switched on. `tails` has one element per node; pages of nodes beyond are left fat.
+impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
+    /// VmemmapOptimizer, switched on. `tails` has one element per node; pages of nodes beyond are left fat.
     ///
     /// # Safety
     ///
     /// * The frames behind the descriptors that `map` maps, and its tables, are the allocator's: released to it and in use
     ///   (claimed, or allocated) by the mapping alone, because they are freed to it.
-    /// * Nobody else edits these mappings: there is one economy at a time over `map`.
+    /// * Nobody else edits these mappings: there is one optimizer at a time over `map`.
     /// * `tails` are fresh, or were used with the same allocator and mapping before.
-    pub unsafe fn new(frames: &'m Frames<'m, E>, map: &'m V, tails: &'m [Tail], policy: Policy) -> Self {
+    pub unsafe fn new(frames: &'m Frames<'m, E>, map: &'m V, tails: &'m [Tail], policy: OptimizerPolicy) -> Self {
         let (on, resizing) = (AtomicBool::new(true), Default::default());
-        Economy { frames, map, tails, on, policy, flushes: AtomicU64::new(0), resizing }
+        VmemmapOptimizer { frames, map, tails, on, policy, flushes: AtomicU64::new(0), resizing }
     }
 
     pub(crate) fn identity(&self) -> Identity {
@@ -191,19 +191,19 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         &self.resizing[usize::from(size == PageSize::Size1G)]
     }
 
-    /// Switches economy on or off for pages that enter a pool from here on; pages that are there stay what they are.
+    /// Switches optimization on or off for pages that enter a pool from here on; pages that are there stay what they are.
     pub fn set_enabled(&self, on: bool) {
         // Relaxed: pages say themselves what they are.
         self.on.store(on, Ordering::Relaxed);
     }
 
-    /// Whether pages that enter a pool are economised.
+    /// Whether pages that enter a pool are optimized.
     pub fn is_enabled(&self) -> bool {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// How it economises.
-    pub fn policy(&self) -> Policy {
+    /// How it optimizes.
+    pub fn policy(&self) -> OptimizerPolicy {
         self.policy
     }
 
@@ -237,10 +237,10 @@ impl<'m, E: Env, V: DescriptorMap> Economy<'m, E, V> {
         (!leaf.writable).then(|| (frame, self.frames.head_of(frame).map_or(frame, |(head, _)| head)))
     }
 
-    pub(crate) fn request(&self, order: Order, node: NodeId) -> Request {
+    pub(crate) fn request(&self, order: Order, node: NodeId) -> AllocRequest {
         // On one node the CPU's cache serves, without a lock.
-        let from = if self.frames.nodes() == 1 { From::Local } else { From::Prefer(node) };
-        Request { order, mobility: Mobility::Unmovable, from }
+        let from = if self.frames.nodes() == 1 { Placement::Local } else { Placement::Prefer(node) };
+        AllocRequest::order(order).from(from)
     }
 
     fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, order: Order, node: NodeId) -> Result<Extent, AllocError> {

@@ -4,21 +4,21 @@ mod support;
 
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{Never, PageSize, Pfn};
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, Policy};
-use hugemm_testing::Random;
+use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy};
+use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, machine, run_as};
 
-const POLICIES: [Policy; 4] = [
-    Policy { flush: FlushPolicy::Batch, swap: true, carve: true },
-    Policy { flush: FlushPolicy::Batch, swap: true, carve: false },
-    Policy { flush: FlushPolicy::Batch, swap: false, carve: false },
-    Policy { flush: FlushPolicy::Page, swap: false, carve: true },
+const POLICIES: [OptimizerPolicy; 4] = [
+    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },
+    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: false },
+    OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: false },
+    OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
 ];
 
 fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
-    assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames() + used, m.all.pages());
+    assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames() + used, m.all.pages());
 }
 
 /// Sizes of a scenario's steps.
@@ -34,7 +34,7 @@ fn run(
         let report = m.set(pool, *pages);
         let failed = m.frames.env().inject.disarm();
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
-        if m.economy.policy().flush == FlushPolicy::Batch {
+        if m.optimizer.policy().flush == FlushPolicy::Batch {
             let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
             assert!(report.flushes <= most, "{report:?}");
         }
@@ -42,7 +42,7 @@ fn run(
     }
 }
 
-/// E5 to E8: every allocation of growing and shrinking fails, one after the other, then all from there on; every live
+/// Every allocation of growing and shrinking fails, one after the other, then all from there on; every live
 /// descriptor keeps its content, and nothing is lost.
 #[test]
 fn every_allocation_of_a_resize_can_fail() {
@@ -77,7 +77,7 @@ fn every_allocation_of_a_resize_can_fail() {
                                 everything_is_somewhere(m, used + pool.counts(&cx).counts.total * 512);
                             },
                         );
-                        pool.tidy(&mut m.threads.cx(), &m.economy).expect("idle");
+                        pool.tidy(&mut m.threads.cx(), &m.optimizer).expect("idle");
                         assert_eq!(pool.counts(&cx).counts.total, 0);
                         others.free(m);
                         everything_is_somewhere(m, 0);
@@ -94,7 +94,7 @@ fn every_allocation_of_a_resize_can_fail() {
     }
 }
 
-/// E5 to E8: memory that comes and goes, so that what an edit has already allocated must be given back.
+/// Memory that comes and goes, so that what an edit has already allocated must be given back.
 #[test]
 fn memory_runs_out_and_comes_back_at_random() {
     for policy in POLICIES {
@@ -118,7 +118,7 @@ fn memory_runs_out_and_comes_back_at_random() {
                 m.frames.env().inject.arm(FaultPlan::random(first, share, random.below(1 << 31)));
                 m.set(&pool, pages);
                 failed += m.frames.env().inject.disarm();
-                pool.tidy(&mut m.threads.cx(), &m.economy).expect("idle");
+                pool.tidy(&mut m.threads.cx(), &m.optimizer).expect("idle");
                 others.check(m);
                 assert!(pool.is_consistent(&cx));
                 everything_is_somewhere(m, used + pool.counts(&cx).counts.total * 512);
@@ -153,18 +153,18 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
                 faults.arm(FaultPlan::nth(n));
                 m.set(&large, 2);
                 check();
-                let _ = large.demote(&mut cx, &m.economy, &small, Nodes::All, 1);
+                let _ = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1);
                 check();
                 if let Some((victim, _)) = small.pages().nth(100) {
-                    let _ = small.dissolve(&mut cx, &m.economy, victim);
+                    let _ = small.dissolve(&mut cx, &m.optimizer, victim);
                     check();
                 }
                 m.set(&large, 0);
                 check();
                 let failed = faults.disarm();
                 m.set(&small, 0);
-                small.tidy(&mut cx, &m.economy).expect("idle");
-                large.tidy(&mut cx, &m.economy).expect("idle");
+                small.tidy(&mut cx, &m.optimizer).expect("idle");
+                large.tidy(&mut cx, &m.optimizer).expect("idle");
                 assert_eq!((small.counts(&cx).counts.total, large.counts(&cx).counts.total), (0, 0));
                 others.free(m);
                 everything_is_somewhere(m, 0);
@@ -179,7 +179,7 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
     }
 }
 
-/// E12, E13: 100 random resizes with faults, on several CPUs, while walkers look at any frame and try to get references.
+/// 100 random resizes with faults, on several CPUs, while walkers look at any frame and try to get references.
 /// A store into a shared tail would end the process; a wrong reference would show as a frame that is freed twice.
 #[test]
 fn walkers_look_on_while_pools_are_resized_at_random() {
@@ -188,7 +188,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         let others = Others::new(m, 100);
         // A counted page, so that walkers get some references.
-        let counted = m.frames.alloc(&cx, hugemm_frames::Request::default()).expect("one");
+        let counted = m.frames.alloc(&cx, hugemm_frames::AllocRequest::default()).expect("one");
         let shared = m.frames.count(counted).expect("frozen");
         let counted = shared.pfn();
         m.set(&small, 64);
@@ -231,17 +231,17 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                 if dice(3) == 0 {
                     faults.arm(FaultPlan::random(dice(300), [0, 16, 128, 224][dice(4) as usize], dice(1 << 31)));
                 }
-                m.economy.set_enabled(dice(5) != 0);
+                m.optimizer.set_enabled(dice(5) != 0);
                 match dice(6) {
                     0 => _ = m.set(&large, dice(3)),
-                    1 => _ = large.demote(&mut cx, &m.economy, &small, Nodes::All, 1),
+                    1 => _ = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1),
                     2 => {
                         if let Some((page, _)) = small.pages().nth(dice(64) as usize) {
-                            let _ = small.dissolve(&mut cx, &m.economy, page);
+                            let _ = small.dissolve(&mut cx, &m.optimizer, page);
                         }
                     }
                     _ => {
-                        let resize = small.resize(&mut cx, &m.economy, dice(600), Nodes::All).expect("idle");
+                        let resize = small.resize(&mut cx, &m.optimizer, dice(600), Nodes::All).expect("idle");
                         std::thread::scope(|s| {
                             for cpu in 1..3 {
                                 let resize = &resize;
@@ -262,8 +262,8 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         });
         m.set(&small, 0);
         m.set(&large, 0);
-        small.tidy(&mut cx, &m.economy).expect("idle");
-        large.tidy(&mut cx, &m.economy).expect("idle");
+        small.tidy(&mut cx, &m.optimizer).expect("idle");
+        large.tidy(&mut cx, &m.optimizer).expect("idle");
         let _ = m.frames.put(&cx, shared).expect("ours");
         others.free(m);
         for cpu in 0..CPUS as u32 {

@@ -3,21 +3,20 @@
 
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, CpuId, CpuLocal, Dirty, Extent, FlushDomain, Flushed, Never, NodeId, Order, PageSize, Pfn, RangeSet,
-    VirtAddr, VirtRange,
+    Cpu, CpuCx, CpuId, Dirty, Extent, FlushDomain, Flushed, Never, NodeId, Order, PageSize, Pfn, RangeSet, VirtAddr,
+    VirtRange,
 };
-use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames, Frozen, Request};
+use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
 use hugemm_host::mmu::{Access, Mmu};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
-    Area, Counts, DescriptorMap, Economy, FlatMemory, FlushPolicy, Group, HugePool, Leaf, Mapped, Nodes, PagedMap,
-    Policy, Tail,
+    DescriptorLeaf, DescriptorMap, FlatMemory, FlushPolicy, Group, HugePageCounts, HugePool, Mapped, Nodes,
+    OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
 use hugemm_paging::tlb_space::Kernel;
-use hugemm_paging::{Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbSpace, Tlbs, X86_64};
+use hugemm_paging::{Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64};
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
@@ -56,11 +55,11 @@ unsafe impl DescriptorMap for Watched<'_> {
         self.map.table(frame)
     }
 
-    fn encode(&self, leaf: Leaf) -> u64 {
+    fn encode(&self, leaf: DescriptorLeaf) -> u64 {
         self.map.encode(leaf)
     }
 
-    fn decode(&self, entry: u64) -> Option<Leaf> {
+    fn decode(&self, entry: u64) -> Option<DescriptorLeaf> {
         self.map.decode(entry)
     }
 
@@ -119,7 +118,7 @@ fn descriptor_of(pfn: Pfn) -> VirtAddr {
 }
 
 /// Random resizes with others' heads written by every CPU in between; the first violation, if any.
-fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu::Violation> {
+fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_host::mmu::Violation> {
     let all = Extent::new(BASE_FRAME, SPANS * SPAN).expect("in range");
     let memory = Sparse::new(all.bytes() as usize).expect("addresses");
     // SAFETY: mapped, initialised, and used through the host only.
@@ -143,14 +142,14 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
     let cpus: Vec<TlbCpu> = (0..CPUS).map(|_| TlbCpu::default()).collect();
     let inboxes: Vec<AtomicU64> = (0..CPUS).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and nobody else's.
-    let tlbs = unsafe { Tlbs::new(&cpus, &inboxes, mmu) }.expect("fits");
+    let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, mmu) }.expect("fits");
     // SAFETY: the kernel's tables, which stay; there is no other space.
-    let space: TlbSpace<Kernel> = unsafe { TlbSpace::new(&tlbs, tables[0].start()) }.expect("few CPUs");
+    let space: TlbSpace<Kernel> = unsafe { TlbSpace::new(&shootdown, tables[0].start()) }.expect("few CPUs");
     for cpu in 0..CPUS {
-        mmu.as_cpu(CpuId(cpu), |cx| space.online(&tlbs, cx));
+        mmu.as_cpu(CpuId(cpu), |cx| space.online(&shootdown, cx));
     }
     // SAFETY: the tables just made, which every CPU walks; the host's memory is a direct map.
-    let map = unsafe { PagedMap::new(tables[0], &host, &space, &tlbs, ShootdownPolicy::BATCHED) };
+    let map = unsafe { PagedMap::new(tables[0], &host, &space, &shootdown, ShootdownPolicy::BATCHED) };
     for (span, frame) in (0..SPANS).zip((described.base().number()..).step_by(512)) {
         // SAFETY: nothing was there.
         unsafe { map.set(VirtAddr::new(first.get() + (span << 21)), Mapped::Whole(Pfn::new(frame))) };
@@ -158,7 +157,7 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
     let map = Watched { map, mmu, deaf };
     let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(first.get() as usize));
     let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: array }];
-    let config = Config { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
     let layout = Frames::<Seen<'_>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![0_u8; layout.size() + layout.align()];
     let at = metadata.as_mut_ptr();
@@ -169,23 +168,23 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
         // SAFETY: once.
         unsafe { frames.release(cx, Dirty::assume_owned(all)) };
         let used = Extent::new(described.base(), described.pages() + 3).expect("in range");
-        let _ = frames.claim_exact(cx, used).expect("free").into_extent();
+        let _ = frames.alloc_contig_range(cx, used).expect("free").into_extent();
     });
     let tails = [Tail::default()];
-    // SAFETY: the frames behind the descriptors were claimed for them; it is the only economy of the map.
-    let economy = unsafe { Economy::new(&frames, &map, &tails, policy) };
+    // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.
+    let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &tails, policy) };
     // SAFETY: that is where the allocator is told its descriptors are.
-    let mut areas = [unsafe { Area::new(all, NodeId(0)).with_descriptors(first) }];
+    let mut areas = [unsafe { PoolArena::new(all, NodeId(0)).with_descriptors(first) }];
     let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
-    let mut nodes = [Counts::default()];
+    let mut nodes = [HugePageCounts::default()];
     let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
 
     let mut seed = seed;
     let mut others: Vec<(Frozen, u64)> = Vec::new();
     mmu.as_cpu(CpuId(0), |cx| {
         for order in [0, 9, 3, 0, 9, 9, 1, 0] {
-            let request = Request::order(Order::new(order).expect("valid"));
+            let request = AllocRequest::order(Order::new(order).expect("valid"));
             others.push((frames.alloc(cx, request).expect("enough"), 0));
         }
     });
@@ -205,9 +204,9 @@ fn cycles(seed: u64, policy: Policy, deaf: bool) -> Result<(), hugemm_host::mmu:
             if dice(&mut seed, 4) == 0 {
                 frames.env().1.set(dice(&mut seed, 100));
             }
-            economy.set_enabled(dice(&mut seed, 6) != 0);
+            optimizer.set_enabled(dice(&mut seed, 6) != 0);
             let target = dice(&mut seed, 4) * dice(&mut seed, 100);
-            pool.set_size(cx, &economy, target, Nodes::All, &Never).expect("idle");
+            pool.set_size(cx, &optimizer, target, Nodes::All, &Never).expect("idle");
             frames.env().1.set(0);
             assert!(pool.is_consistent(cx));
         });
@@ -222,7 +221,7 @@ fn no_cpu_uses_anything_stale_whatever_is_resized() {
         for (flush, swap, carve) in
             [(FlushPolicy::Batch, true, true), (FlushPolicy::Batch, false, true), (FlushPolicy::Page, false, false)]
         {
-            assert_eq!(cycles(seed, Policy { flush, swap, carve }, false), Ok(()), "seed {seed}");
+            assert_eq!(cycles(seed, OptimizerPolicy { flush, swap, carve }, false), Ok(()), "seed {seed}");
         }
     }
 }
@@ -230,5 +229,5 @@ fn no_cpu_uses_anything_stale_whatever_is_resized() {
 /// The oracle sees a flush that does not happen.
 #[test]
 fn a_missing_flush_is_seen() {
-    assert!((1..4).any(|seed| cycles(seed, Policy::default(), true).is_err()));
+    assert!((1..4).any(|seed| cycles(seed, OptimizerPolicy::default(), true).is_err()));
 }

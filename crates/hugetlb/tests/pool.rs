@@ -4,13 +4,13 @@ mod support;
 
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
 use hugemm_base::{Never, NodeId, Order, PageSize, Pfn};
-use hugemm_frames::Poisoned;
-use hugemm_hugetlb::{Counts, HugePage, HugePool, Nodes, PoolError, Report};
+use hugemm_frames::HwPoisoned;
+use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, ResizeReport};
 use proptest::prelude::*;
 use support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as};
 
 fn set<I: Inject>(m: &Machine<'_, I>, pool: &HugePool<'_>, pages: u64) {
-    pool.set_size(&mut m.threads.cx(), &m.economy, pages, Nodes::All, &Never).expect("idle");
+    pool.set_size(&mut m.threads.cx(), &m.optimizer, pages, Nodes::All, &Never).expect("idle");
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn a_page_belongs_to_whoever_took_it() {
             assert!(pair[0].extent().end() <= pair[1].extent().base(), "lowest first");
         }
         let counts = pool.counts(&cx).counts;
-        assert_eq!(counts, Counts { total: 5, free: 0, surplus: 0 });
+        assert_eq!(counts, HugePageCounts { total: 5, free: 0, surplus: 0 });
         // Not what it never handed out, and not twice.
         // SAFETY: refused, so nothing is done with the frames.
         let foreign = unsafe { HugePage::assume_owned(Pfn::new(BASE + SPAN), PageSize::Size2M) };
@@ -39,13 +39,13 @@ fn a_page_belongs_to_whoever_took_it() {
         assert_eq!(pool.put(&cx, twice, false).map_err(|(_, error)| error), Err(PoolError::NotInPool));
         // Pages in use become surplus when the pool shrinks, and go when they come back.
         set(m, &pool, 0);
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 4, free: 0, surplus: 4 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 4, free: 0, surplus: 4 });
         for page in held {
             assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(true));
         }
         let mut cx = m.threads.cx();
-        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 4);
-        assert_eq!(pool.counts(&cx).counts, Counts::default());
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 4);
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
         assert!(pool.is_consistent(&cx));
     });
 }
@@ -60,15 +60,15 @@ fn promises_are_kept_and_surplus_stays_within_its_limit() {
         let first = pool.take(&cx, Nodes::All, false).expect("one is not promised");
         assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
         assert_eq!(pool.reserve(&cx, 2), Err(2));
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 2), Err(PoolError::Exhausted));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 2), Err(PoolError::Exhausted));
         pool.set_overcommit(&cx, 2);
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 2), Ok(()));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 2), Ok(()));
         let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (4, Counts { total: 5, free: 4, surplus: 2 }));
-        assert_eq!(pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All), Err(PoolError::Exhausted));
+        assert_eq!((counts.reserved, counts.counts), (4, HugePageCounts { total: 5, free: 4, surplus: 2 }));
+        assert_eq!(pool.take_or_overcommit(&mut cx, &m.optimizer, Nodes::All), Err(PoolError::Exhausted));
         pool.set_overcommit(&cx, 3);
-        let sixth = pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All).expect("one more");
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 6, free: 4, surplus: 3 });
+        let sixth = pool.take_or_overcommit(&mut cx, &m.optimizer, Nodes::All).expect("one more");
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 6, free: 4, surplus: 3 });
         // A promise is taken up, and made good again.
         let promised = pool.take(&cx, Nodes::All, true).expect("promised");
         assert_eq!(pool.counts(&cx).reserved, 3);
@@ -77,21 +77,21 @@ fn promises_are_kept_and_surplus_stays_within_its_limit() {
         // Shrinking leaves what is promised.
         set(m, &pool, 0);
         let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (4, Counts { total: 6, free: 4, surplus: 6 }));
+        assert_eq!((counts.reserved, counts.counts), (4, HugePageCounts { total: 6, free: 4, surplus: 6 }));
         assert_eq!(pool.unreserve(&cx, 5), Err(PoolError::NotReserved));
         assert_eq!(pool.unreserve(&cx, 4), Ok(true));
-        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 4);
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 4);
         for page in [first, sixth] {
             pool.put(&cx, page, false).expect("its own");
         }
-        pool.tidy(&mut cx, &m.economy).expect("idle");
-        assert_eq!(pool.counts(&cx).counts, Counts::default());
+        pool.tidy(&mut cx, &m.optimizer).expect("idle");
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
     });
 }
 
-/// E22: a poisoned frame's page is not handed out again and leaves; the frame never comes back.
+/// A poisoned frame's page is not handed out again and leaves; the frame never comes back.
 #[test]
-fn poison_survives_economy() {
+fn poison_survives_the_optimization() {
     machine(&Shape::spans(3), NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
@@ -100,8 +100,8 @@ fn poison_survives_economy() {
         assert!(lean);
         // A tail, whose descriptor is the shared page.
         let bad = Pfn::new(head.number() + 300);
-        assert_eq!(m.frames.poison(&cx, bad), Poisoned::InUse);
-        pool.note_poison(&cx, bad).expect("a page of the pool");
+        assert_eq!(m.frames.hwpoison(&cx, bad), HwPoisoned::InUse);
+        pool.note_hwpoison(&cx, bad).expect("a page of the pool");
         let held: Vec<_> = (0..63).map(|_| pool.take(&cx, Nodes::All, false).expect("good ones")).collect();
         assert!(held.iter().all(|page| !page.extent().contains(bad)));
         assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
@@ -109,10 +109,10 @@ fn poison_survives_economy() {
             pool.put(&cx, page, false).expect("its own");
         }
         assert!(pool.is_consistent(&cx));
-        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 1);
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
         assert_eq!(pool.counts(&cx).counts.total, 63);
         set(m, &pool, 0);
-        assert!(m.frames.is_poisoned(bad));
+        assert!(m.frames.is_hwpoisoned(bad));
         assert_eq!(m.frames.stats(&cx).refused, 1);
         // One of the 64 that never becomes a page again.
         set(m, &pool, 64);
@@ -128,10 +128,14 @@ fn a_poisoned_page_backs_no_promise() {
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         set(m, &pool, 3);
         let (first, _) = pool.pages().next().expect("three");
-        assert_eq!(pool.note_poison(&cx, Pfn::new(3)), Err(PoolError::NotInPool));
+        assert_eq!(pool.note_hwpoison(&cx, Pfn::new(3)), Err(PoolError::NotInPool));
         for _ in 0..2 {
-            pool.note_poison(&cx, Pfn::new(first.number() + 7)).expect("a page of the pool");
-            assert_eq!(pool.counts(&cx).counts, Counts { total: 3, free: 2, surplus: 0 }, "noted twice, counted once");
+            pool.note_hwpoison(&cx, Pfn::new(first.number() + 7)).expect("a page of the pool");
+            assert_eq!(
+                pool.counts(&cx).counts,
+                HugePageCounts { total: 3, free: 2, surplus: 0 },
+                "noted twice, counted once"
+            );
         }
         assert_eq!(pool.reserve(&cx, 3), Err(1));
         assert_eq!(pool.reserve(&cx, 2), Ok(()));
@@ -140,21 +144,21 @@ fn a_poisoned_page_backs_no_promise() {
         assert_eq!(pool.take(&cx, Nodes::All, true), Err(PoolError::Exhausted));
         // One is poisoned while somebody has it: it comes back, and is not free.
         let page = held.pop().expect("two");
-        pool.note_poison(&cx, page.extent().base()).expect("a page of the pool");
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 3, free: 0, surplus: 0 });
+        pool.note_hwpoison(&cx, page.extent().base()).expect("a page of the pool");
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 3, free: 0, surplus: 0 });
         assert_eq!(pool.put(&cx, page, true).map_err(|(_, error)| error), Ok(true));
         let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (1, Counts { total: 3, free: 0, surplus: 0 }));
+        assert_eq!((counts.reserved, counts.counts), (1, HugePageCounts { total: 3, free: 0, surplus: 0 }));
         assert_eq!(pool.take(&cx, Nodes::All, true), Err(PoolError::Exhausted));
         assert!(pool.is_consistent(&cx));
         // They leave, whatever was promised; a promise that is made next makes good what is missing.
-        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 2);
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 1, free: 0, surplus: 0 });
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 2);
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 1, free: 0, surplus: 0 });
         pool.set_overcommit(&cx, 2);
         assert_eq!(pool.reserve(&cx, 1), Err(2));
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 1), Ok(()));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 1), Ok(()));
         let counts = pool.counts(&cx);
-        assert_eq!((counts.reserved, counts.counts), (2, Counts { total: 3, free: 2, surplus: 2 }));
+        assert_eq!((counts.reserved, counts.counts), (2, HugePageCounts { total: 3, free: 2, surplus: 2 }));
         held.extend((0..2).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")));
         for page in held {
             pool.put(&cx, page, false).expect("its own");
@@ -163,22 +167,11 @@ fn a_poisoned_page_backs_no_promise() {
     });
 }
 
-/// Poison while a page is being cleared, in a page that must stay for want of memory, in one that dissolves, and when the
+/// Poison in a page that is in use and comes back, in a page that must stay for want of memory, in one that dissolves, and when the
 /// pool shrinks: it is never counted as free.
 #[test]
 fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
-    struct Poisoner<'a>(&'a HugePool<'a>);
-    impl<P: hugemm_base::platform::Cpu> hugemm_frames::Zeroer<P> for Poisoner<'_> {
-        fn zero(
-            &self,
-            cx: &mut hugemm_base::CpuCx<'_, P>,
-            frames: hugemm_base::Dirty,
-        ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
-            self.0.note_poison(cx, frames.extent().base()).expect("a page of the pool");
-            Err(frames)
-        }
-    }
-    let policy = hugemm_hugetlb::Policy { carve: false, ..Default::default() };
+    let policy = hugemm_hugetlb::OptimizerPolicy { carve: false, ..Default::default() };
     machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
@@ -187,34 +180,36 @@ fn a_poisoned_page_is_not_free_wherever_it_is_noted() {
             assert_eq!(pool.counts(&m.threads.cx()).counts.free, free);
             assert!(pool.is_consistent(&m.threads.cx()));
         };
-        assert_eq!(pool.zero_free(&mut cx, &Poisoner(&pool), 1), 0);
+        let page = pool.take(&cx, Nodes::All, false).expect("70");
+        pool.note_hwpoison(&cx, page.extent().base()).expect("a page of the pool");
+        pool.put(&cx, page, false).expect("its own");
         free(69);
         // No memory for its descriptors: it stays, and still is not free.
         let faults = &m.frames.env().inject;
         faults.arm(FaultPlan::periodic(0, 1));
-        let report = pool.tidy(&mut cx, &m.economy).expect("idle");
+        let report = pool.tidy(&mut cx, &m.optimizer).expect("idle");
         faults.disarm();
         assert_eq!((report.left, report.lent), (0, 1));
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 70, free: 69, surplus: 1 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 70, free: 69, surplus: 1 });
         free(69);
         // That all others are promised does not keep it.
         let bad = pool.pages().next().expect("70").0;
         pool.reserve(&cx, 69).expect("69");
-        assert_eq!(pool.dissolve(&mut cx, &m.economy, bad).expect("memory is back").left, 1);
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 69, free: 69, surplus: 0 });
+        assert_eq!(pool.dissolve(&mut cx, &m.optimizer, bad).expect("memory is back").left, 1);
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 69, free: 69, surplus: 0 });
         pool.unreserve(&cx, 69).expect("69");
         // Shrinking takes good ones, as many as it counts.
         let last = pool.pages().map(|(pfn, _)| pfn).max().expect("69");
-        pool.note_poison(&cx, last).expect("a page of the pool");
+        pool.note_hwpoison(&cx, last).expect("a page of the pool");
         set(m, &pool, 0);
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 1, free: 0, surplus: 1 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 1, free: 0, surplus: 1 });
         assert!(pool.pages().map(|(pfn, _)| pfn).eq([last]) && pool.is_consistent(&cx));
-        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 1);
-        assert_eq!(pool.counts(&cx).counts, Counts::default());
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
     });
 }
 
-/// E21: one page, or an error and everything as it was.
+/// One page, or an error and everything as it was.
 #[test]
 fn a_page_dissolves_or_stays() {
     machine(&Shape::spans(4), Faults::default(), |m| {
@@ -224,21 +219,27 @@ fn a_page_dissolves_or_stays() {
         let faults = &m.frames.env().inject;
         let (victim, _) = pool.pages().nth(5).expect("70");
         let taken = pool.take(&cx, Nodes::All, false).expect("free");
-        assert_eq!(pool.dissolve(&mut cx, &m.economy, taken.extent().base()), Err(PoolError::Busy));
-        assert_eq!(pool.dissolve(&mut cx, &m.economy, Pfn::new(3)), Err(PoolError::NotInPool));
+        assert_eq!(pool.dissolve(&mut cx, &m.optimizer, taken.extent().base()), Err(PoolError::Busy));
+        assert_eq!(pool.dissolve(&mut cx, &m.optimizer, Pfn::new(3)), Err(PoolError::NotInPool));
+        let last = Pfn::new(m.all.end().number() - 1);
+        assert_eq!(
+            pool.dissolve(&mut cx, &m.optimizer, last),
+            Err(PoolError::NotInPool),
+            "memory that is no page of it"
+        );
         assert_eq!(pool.reserve(&cx, 69), Ok(()));
-        assert_eq!(pool.dissolve(&mut cx, &m.economy, victim), Err(PoolError::Busy));
+        assert_eq!(pool.dissolve(&mut cx, &m.optimizer, victim), Err(PoolError::Busy));
         pool.unreserve(&cx, 69).expect("69");
         // No allocation succeeds: the frames come from the page itself.
         faults.arm(FaultPlan::periodic(0, 1));
-        let report = pool.dissolve(&mut cx, &m.economy, Pfn::new(victim.number() + 77)).expect("carved");
+        let report = pool.dissolve(&mut cx, &m.optimizer, Pfn::new(victim.number() + 77)).expect("carved");
         faults.disarm();
         assert_eq!((report.left, report.carved), (1, 1));
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 69, free: 68, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 69, free: 68, surplus: 0 });
         assert!(pool.is_consistent(&cx) && pool.pages().all(|(pfn, _)| pfn != victim));
         pool.put(&cx, taken, false).expect("its own");
     });
-    let policy = hugemm_hugetlb::Policy { carve: false, ..Default::default() };
+    let policy = hugemm_hugetlb::OptimizerPolicy { carve: false, ..Default::default() };
     machine(&Shape { policy, ..Shape::spans(4) }, Faults::default(), |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
@@ -246,13 +247,13 @@ fn a_page_dissolves_or_stays() {
         let before: Vec<_> = pool.pages().collect();
         let faults = &m.frames.env().inject;
         faults.arm(FaultPlan::periodic(0, 1));
-        let refused = pool.dissolve(&mut cx, &m.economy, before[5].0);
+        let refused = pool.dissolve(&mut cx, &m.optimizer, before[5].0);
         faults.disarm();
         assert_eq!(refused, Err(PoolError::OutOfMemory));
         assert_eq!(pool.pages().collect::<Vec<_>>(), before);
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 70, free: 70, surplus: 0 });
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts { total: 70, free: 70, surplus: 0 });
         assert!(pool.is_consistent(&cx));
-        assert_eq!(pool.dissolve(&mut cx, &m.economy, before[5].0).expect("memory is back").left, 1);
+        assert_eq!(pool.dissolve(&mut cx, &m.optimizer, before[5].0).expect("memory is back").left, 1);
     });
 }
 
@@ -268,8 +269,8 @@ fn overcommitting_without_memory_is_told_apart_from_the_limit() {
         pool.reserve(&cx, 2).expect("two");
         let faults = &m.frames.env().inject;
         faults.arm(FaultPlan::periodic(0, 1));
-        assert_eq!(pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All), Err(PoolError::OutOfMemory));
-        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.economy, 3), Err(PoolError::OutOfMemory));
+        assert_eq!(pool.take_or_overcommit(&mut cx, &m.optimizer, Nodes::All), Err(PoolError::OutOfMemory));
+        assert_eq!(pool.reserve_or_overcommit(&mut cx, &m.optimizer, 3), Err(PoolError::OutOfMemory));
         faults.disarm();
         assert_eq!((pool.counts(&cx).reserved, pool.counts(&cx).counts.total), (2, 2));
         // A page of the other size is none of this pool's.
@@ -280,9 +281,9 @@ fn overcommitting_without_memory_is_told_apart_from_the_limit() {
         assert_eq!((page.size(), page.extent().pages()), (PageSize::Size2M, 512));
         assert_eq!(pool.put(&cx, page, false).map_err(|(_, error)| error), Ok(false));
         // A resize that is finished leaves nothing to the next one to flush: each pays for itself.
-        let before = m.economy.flushes();
+        let before = m.optimizer.flushes();
         let paid: u64 = [100, 3, 120, 0].into_iter().map(|pages| m.set(&pool, pages).flushes).sum();
-        assert_eq!(m.economy.flushes() - before, paid);
+        assert_eq!(m.optimizer.flushes() - before, paid);
     });
 }
 
@@ -298,12 +299,12 @@ fn pages_leave_evenly_and_only_where_they_are() {
         assert_eq!((on(0) + on(1), on(0).abs_diff(on(1))), (50, 0));
         set(m, &small, 0);
         let one = Nodes::Only(NodeId(1));
-        large.set_size(&mut cx, &m.economy, 1, one, &Never).expect("idle");
+        large.set_size(&mut cx, &m.optimizer, 1, one, &Never).expect("idle");
         let other = Nodes::Only(NodeId(0));
-        assert_eq!(large.demote(&mut cx, &m.economy, &small, other, 1), Err(PoolError::NothingToDemote));
-        assert_eq!(large.demote(&mut cx, &m.economy, &large, one, 1), Err(PoolError::NotInPool));
-        assert_eq!(small.demote(&mut cx, &m.economy, &small, one, 1), Err(PoolError::NotInPool));
-        assert_eq!(large.demote(&mut cx, &m.economy, &small, one, 1).expect("one").left, 1);
+        assert_eq!(large.demote(&mut cx, &m.optimizer, &small, other, 1), Err(PoolError::NothingToDemote));
+        assert_eq!(large.demote(&mut cx, &m.optimizer, &large, one, 1), Err(PoolError::NotInPool));
+        assert_eq!(small.demote(&mut cx, &m.optimizer, &small, one, 1), Err(PoolError::NotInPool));
+        assert_eq!(large.demote(&mut cx, &m.optimizer, &small, one, 1).expect("one").left, 1);
         assert_eq!((on(0), on(1)), (0, 512));
         // Their descriptors are in memory of their node.
         let node = m.areas[1].extent();
@@ -313,83 +314,90 @@ fn pages_leave_evenly_and_only_where_they_are() {
     });
 }
 
+/// As many from each node as from the others, the lowest numbers first; and where one has no more, the others give them.
+#[test]
+fn pages_come_evenly_and_from_where_there_are_some() {
+    machine(&Shape { nodes: vec![4, 4, 4], ..Shape::spans(0) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let pool = memory.pool();
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
+        for (pages, expected) in [(1, [1, 0, 0]), (6, [3, 2, 1]), (200, [68, 67, 65])] {
+            set(m, &pool, pages);
+            assert_eq!(on(), expected);
+        }
+        set(m, &pool, 0);
+    });
+    machine(&Shape { nodes: vec![1, 8, 3], ..Shape::spans(0) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let pool = memory.pool();
+        let on = || [0, 1, 2].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).total);
+        set(m, &pool, 600);
+        let [first, second, third] = on();
+        assert!(first > 40 && first < 64 && third > 150 && third <= 192 && first + second + third == 600, "{:?}", on());
+        set(m, &pool, 0);
+    });
+}
+
+/// What is kept of the surplus, and what becomes surplus, is counted over all nodes together.
+#[test]
+fn surplus_is_kept_and_lent_on_every_node() {
+    machine(&Shape { nodes: vec![3, 3], ..Shape::spans(0) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let surplus = || [0, 1].map(|node| pool.node_counts(&m.threads.cx(), NodeId(node)).surplus);
+        pool.set_overcommit(&cx, 6);
+        pool.reserve_or_overcommit(&mut cx, &m.optimizer, 6).expect("within the limit");
+        assert_eq!(surplus(), [3, 3]);
+        let held: Vec<_> = (0..6).map(|_| pool.take(&cx, Nodes::All, true).expect("promised")).collect();
+        assert_eq!((m.set(&pool, 5).kept, surplus()), (5, [0, 1]));
+        assert_eq!((m.set(&pool, 1).lent, surplus()), (4, [3, 2]));
+        assert_eq!((m.set(&pool, 0).lent, surplus()), (1, [3, 3]));
+        for page in held {
+            pool.put(&cx, page, false).expect("its own");
+        }
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 6);
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
+    });
+}
+
 /// What is known of a page that is demoted is known of its parts, and no more.
 #[test]
 fn parts_are_zero_if_the_page_was() {
     machine(&Shape::spans(32), NoFaults, |m| {
         let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
-        set(m, &large, 2);
-        let first = large.pages().map(|(pfn, _)| pfn).min().expect("two");
-        let zeroer = Clearing(|_: Pfn| ());
-        assert_eq!(large.zero_free(&mut cx, &zeroer, 1), 1);
-        assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 2).expect("two").entered, 1024);
-        for _ in 0..1024 {
-            let page = small.take(&cx, Nodes::All, false).expect("1024");
-            assert_eq!(page.is_zero(), page.extent().base().number() - first.number() < PageSize::Size1G.pages());
+        let request = hugemm_frames::AllocRequest::order(PageSize::Size1G.order());
+        let mut whole: Vec<_> = core::iter::from_fn(|| m.frames.alloc(&cx, request).ok()).collect();
+        let count = whole.len() as u64;
+        assert!(count > 1);
+        let known = whole.pop().expect("several").into_dirty().into_extent();
+        // SAFETY: sparse memory that nobody has touched is zero, and its handle has just been given up.
+        m.frames.free_zeroed(&cx, unsafe { hugemm_base::Zeroed::assume_owned(known) });
+        whole.into_iter().for_each(|block| m.frames.free(&cx, block));
+        set(m, &large, count);
+        let entered = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, count).expect("all").entered;
+        assert_eq!(entered, 512 * count);
+        for _ in 0..entered {
+            let page = small.take(&cx, Nodes::All, false).expect("all");
+            assert_eq!(page.is_zero(), known.covers(page.extent()));
             let zero = page.is_zero();
             assert_eq!(page.into_content().is_ok(), zero);
         }
     });
 }
 
-/// Says that a page is zero, and does something else meanwhile.
-struct Clearing<F>(F);
-
-impl<P: hugemm_base::platform::Cpu, F: Fn(Pfn)> hugemm_frames::Zeroer<P> for Clearing<F> {
-    fn zero(
-        &self,
-        _cx: &mut hugemm_base::CpuCx<'_, P>,
-        frames: hugemm_base::Dirty,
-    ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
-        (self.0)(frames.extent().base());
-        // SAFETY: nobody reads these frames.
-        Ok(unsafe { hugemm_base::Zeroed::assume_owned(frames.into_extent()) })
-    }
-}
-
-/// Somebody may take the page that would be cleared next; and what is promised is left for whoever was promised it.
-#[test]
-fn pages_are_cleared_only_while_they_are_free() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        set(m, &pool, 5);
-        let taken = std::cell::RefCell::new(Vec::new());
-        let cleared = std::cell::RefCell::new(Vec::new());
-        let zeroer = Clearing(|pfn| {
-            cleared.borrow_mut().push(pfn);
-            if taken.borrow().is_empty() {
-                let pages = (0..2).map(|_| pool.take(&m.threads.cx(), Nodes::All, false).expect("four"));
-                taken.borrow_mut().extend(pages);
-            }
-        });
-        pool.reserve(&cx, 5).expect("five");
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 9), 0);
-        pool.unreserve(&cx, 5).expect("five");
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 9), 3);
-        let cleared = cleared.into_inner();
-        for page in taken.into_inner() {
-            assert!(!page.is_zero() && !cleared.contains(&page.extent().base()));
-            pool.put(&cx, page, false).expect("its own");
-        }
-        assert_eq!((cleared.len(), pool.counts(&cx).counts.free), (3, 5));
-        assert!(pool.is_consistent(&cx));
-    });
-}
-
-/// E20: in every combination of what the page is and what economy does.
+/// In every combination of what the page is and what the optimizer does.
 #[test]
 fn a_1_gib_page_becomes_512_pages() {
     for (lean, on) in [(true, true), (true, false), (false, true), (false, false)] {
         machine(&Shape::spans(32), NoFaults, |m| {
             let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
             let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
-            m.economy.set_enabled(lean);
+            m.optimizer.set_enabled(lean);
             set(m, &large, 2);
             let kept = large.take(&cx, Nodes::All, false).expect("two");
-            m.economy.set_enabled(on);
-            let report = large.demote(&mut cx, &m.economy, &small, Nodes::All, 2).expect("one is free");
+            m.optimizer.set_enabled(on);
+            let report = large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 2).expect("one is free");
             assert_eq!((report.entered, report.left), (512, 1));
             assert!(report.flushes <= 1, "{report:?}");
             assert_eq!(small.lean_pages(), if on { 512 } else { 0 });
@@ -407,17 +415,17 @@ fn a_1_gib_page_becomes_512_pages() {
             for (pfn, _) in small.pages() {
                 assert_eq!(m.frames.descriptor(pfn).expect("managed").load(0), pfn.number());
             }
-            assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1), Err(PoolError::NothingToDemote));
-            assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 0), Ok(Report::default()));
+            assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1), Err(PoolError::NothingToDemote));
+            assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 0), Ok(ResizeReport::default()));
             set(m, &small, 0);
             large.put(&cx, kept, false).expect("its own");
             set(m, &large, 0);
-            assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames(), m.all.pages());
+            assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
         });
     }
 }
 
-/// A20, known-zero pages: what was allocated zero is handed out as zero, once, and freed as zero.
+/// What was allocated zero is handed out as zero, once, and freed as zero.
 #[test]
 fn what_is_known_to_be_zero_stays_known() {
     machine(&Shape::spans(4), NoFaults, |m| {
@@ -425,7 +433,7 @@ fn what_is_known_to_be_zero_stays_known() {
         let (pool, cx) = (memory.pool(), m.threads.cx());
         // The upper half of memory is known to be zero.
         let half = support::extent(BASE + 2 * SPAN, 2 * SPAN);
-        let claimed = m.frames.claim_exact(&cx, half).expect("free");
+        let claimed = m.frames.alloc_contig_range(&cx, half).expect("free");
         // SAFETY: sparse memory that nobody has touched is zero, and it was claimed.
         let zeroed = unsafe { hugemm_base::Zeroed::assume_owned(claimed.into_extent()) };
         m.frames.free_zeroed(&cx, zeroed);
@@ -444,47 +452,6 @@ fn what_is_known_to_be_zero_stays_known() {
     });
 }
 
-/// A19, A20: a pool is filled with zeroed pages by clearing each once; what is zero already is left alone.
-#[test]
-fn a_pool_is_cleared_once() {
-    struct Count(std::cell::Cell<u64>, std::cell::Cell<u64>);
-    impl<P: hugemm_base::platform::Cpu> hugemm_frames::Zeroer<P> for Count {
-        fn zero(
-            &self,
-            _cx: &mut hugemm_base::CpuCx<'_, P>,
-            frames: hugemm_base::Dirty,
-        ) -> Result<hugemm_base::Zeroed, hugemm_base::Dirty> {
-            if self.1.get() == 0 {
-                return Err(frames);
-            }
-            self.1.set(self.1.get() - 1);
-            self.0.set(self.0.get() + frames.extent().bytes());
-            // SAFETY: nobody reads these frames: a test of who is asked to clear what.
-            Ok(unsafe { hugemm_base::Zeroed::assume_owned(frames.into_extent()) })
-        }
-    }
-    machine(&Shape::spans(4), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        set(m, &pool, 100);
-        let zeroer = Count(0.into(), 90.into());
-        assert_eq!(pool.reserve(&cx, 20), Ok(()));
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 30), 30);
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 60, "then it could not clear any more");
-        assert_eq!((zeroer.0.get(), pool.counts(&cx).counts.free), (90 * PageSize::Size2M.bytes(), 100));
-        zeroer.1.set(u64::MAX);
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 10);
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 0);
-        assert!(pool.is_consistent(&cx));
-        let page = pool.take(&cx, Nodes::All, false).expect("free");
-        assert!(page.is_zero());
-        pool.put(&cx, page, false).expect("its own");
-        assert_eq!(pool.zero_free(&mut cx, &zeroer, 1000), 1, "only what was used");
-        pool.unreserve(&cx, 20).expect("20");
-        set(m, &pool, 0);
-    });
-}
-
 #[derive(Clone, Debug)]
 enum Op {
     Resize(u64),
@@ -496,7 +463,7 @@ enum Op {
     Overcommit(u64),
     ReserveMore(u64),
     TakeMore,
-    Economy(bool),
+    VmemmapOptimizer(bool),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -510,7 +477,7 @@ fn op() -> impl Strategy<Value = Op> {
         (0u64..30).prop_map(Op::Overcommit),
         (0u64..40).prop_map(Op::ReserveMore),
         Just(Op::TakeMore),
-        any::<bool>().prop_map(Op::Economy),
+        any::<bool>().prop_map(Op::VmemmapOptimizer),
     ]
 }
 
@@ -560,12 +527,12 @@ proptest! {
                 match op {
                     Op::Resize(target) | Op::ResizeNode(0, target) => {
                         let nodes = if matches!(op, Op::Resize(_)) { Nodes::All } else { Nodes::Only(NodeId(0)) };
-                        pool.set_size(&mut cx, &m.economy, target, nodes, &Never).expect("idle");
+                        pool.set_size(&mut cx, &m.optimizer, target, nodes, &Never).expect("idle");
                         oracle.resize(target);
                     }
                     // There is no such node.
                     Op::ResizeNode(node, target) => {
-                        pool.set_size(&mut cx, &m.economy, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
+                        pool.set_size(&mut cx, &m.optimizer, target, Nodes::Only(NodeId(node)), &Never).expect("idle");
                     }
                     Op::Take(reserved) => {
                         let may = if reserved { oracle.reserved > 0 } else { oracle.free > oracle.reserved };
@@ -583,7 +550,7 @@ proptest! {
                         oracle.free += 1;
                         oracle.reserved += u64::from(restore);
                         if wants {
-                            pool.tidy(&mut cx, &m.economy).expect("idle");
+                            pool.tidy(&mut cx, &m.optimizer).expect("idle");
                         }
                         oracle.trim();
                     }
@@ -596,7 +563,7 @@ proptest! {
                     Op::Unreserve(pages) => {
                         let pages = pages.min(oracle.reserved);
                         if pool.unreserve(&cx, pages).expect("fewer") {
-                            pool.tidy(&mut cx, &m.economy).expect("idle");
+                            pool.tidy(&mut cx, &m.optimizer).expect("idle");
                         }
                         oracle.reserved -= pages;
                         oracle.trim();
@@ -608,7 +575,7 @@ proptest! {
                     Op::ReserveMore(pages) => {
                         let short = (oracle.reserved + pages).saturating_sub(oracle.free);
                         let may = short == 0 || oracle.surplus + short <= oracle.overcommit;
-                        let result = pool.reserve_or_overcommit(&mut cx, &m.economy, pages);
+                        let result = pool.reserve_or_overcommit(&mut cx, &m.optimizer, pages);
                         prop_assert_eq!(result.is_ok(), may);
                         if may {
                             (oracle.total, oracle.free) = (oracle.total + short, oracle.free + short);
@@ -620,7 +587,7 @@ proptest! {
                     Op::TakeMore => {
                         let fresh = oracle.free == oracle.reserved;
                         let may = !fresh || oracle.surplus < oracle.overcommit;
-                        let page = pool.take_or_overcommit(&mut cx, &m.economy, Nodes::All);
+                        let page = pool.take_or_overcommit(&mut cx, &m.optimizer, Nodes::All);
                         prop_assert_eq!(page.is_ok(), may);
                         match (may, fresh) {
                             (true, true) => (oracle.total, oracle.surplus) = (oracle.total + 1, oracle.surplus + 1),
@@ -629,10 +596,10 @@ proptest! {
                         }
                         held.extend(page);
                     }
-                    Op::Economy(on) => m.economy.set_enabled(on),
+                    Op::VmemmapOptimizer(on) => m.optimizer.set_enabled(on),
                 }
                 let now = pool.counts(&cx);
-                let expected = Counts { total: oracle.total, free: oracle.free, surplus: oracle.surplus };
+                let expected = HugePageCounts { total: oracle.total, free: oracle.free, surplus: oracle.surplus };
                 prop_assert_eq!((now.counts, now.reserved), (expected, oracle.reserved));
                 prop_assert_eq!(expected.active(), held.len() as u64);
                 prop_assert!(pool.is_consistent(&cx) && now.reserved <= now.counts.free);
@@ -642,15 +609,15 @@ proptest! {
             }
             pool.unreserve(&cx, oracle.reserved).expect("as many");
             set(m, &pool, 0);
-            pool.tidy(&mut cx, &m.economy).expect("idle");
-            let sum = m.free_frames() + m.descriptor_frames() + m.economy.shared_frames();
+            pool.tidy(&mut cx, &m.optimizer).expect("idle");
+            let sum = m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames();
             prop_assert_eq!(sum, m.all.pages());
             Ok(())
         })?;
     }
 }
 
-/// E27: several CPUs grow and shrink one pool together; each phase's barrier is paid once.
+/// Several CPUs grow and shrink one pool together; each phase's barrier is paid once.
 #[test]
 fn several_cpus_resize_together_with_the_same_number_of_flushes() {
     machine(&Shape::spans(20), NoFaults, |m| {
@@ -659,7 +626,7 @@ fn several_cpus_resize_together_with_the_same_number_of_flushes() {
         for round in 0..10 {
             for target in [900 + round, round] {
                 let mut cx = m.threads.cx();
-                let resize = pool.resize(&mut cx, &m.economy, target, Nodes::All).expect("idle");
+                let resize = pool.resize(&mut cx, &m.optimizer, target, Nodes::All).expect("idle");
                 std::thread::scope(|s| {
                     for cpu in 1..4 {
                         let resize = &resize;

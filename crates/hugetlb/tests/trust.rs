@@ -5,21 +5,22 @@ mod support;
 
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn, Zeroed};
-use hugemm_frames::{Request, Zeroer};
-use hugemm_hugetlb::{Area, Counts, Economy, FlushPolicy, Group, HugePool, Nodes, Policy, PoolError, Tail};
-use hugemm_testing::Random;
-use std::cell::Cell;
+use hugemm_base::{CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_frames::AllocRequest;
+use hugemm_hugetlb::{
+    FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Tail, VmemmapOptimizer,
+};
+use hugemm_threads::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use support::{BASE, Machine, SPAN, Shape, extent, machine, run_as};
+use support::{Machine, Shape, extent, machine, run_as};
 
-const POLICIES: [Policy; 4] = [
-    Policy { flush: FlushPolicy::Page, swap: false, carve: false },
-    Policy { flush: FlushPolicy::Page, swap: true, carve: true },
-    Policy { flush: FlushPolicy::Batch, swap: true, carve: true },
-    Policy { flush: FlushPolicy::Batch, swap: false, carve: false },
+const POLICIES: [OptimizerPolicy; 4] = [
+    OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false },
+    OptimizerPolicy { flush: FlushPolicy::Page, swap: true, carve: true },
+    OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },
+    OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: false },
 ];
 
 /// How long a flush takes, and how long a worker is held up at most.
@@ -49,13 +50,13 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
         machine(&Shape { policy, ..Shape::spans(4) }, NoFaults, |m| {
             let mut memory = m.pool_memory(PageSize::Size2M);
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
-            pool.set_size(&mut cx, &m.economy, 130, Nodes::All, &Never).expect("idle");
+            pool.set_size(&mut cx, &m.optimizer, 130, Nodes::All, &Never).expect("idle");
             let pages: Vec<Pfn> = pool.pages().map(|(page, _)| page).collect();
             assert_eq!((pages.len(), pool.lean_pages()), (130, 130));
             *m.map.hw().delay.lock().unwrap() = HELD_UP;
             let nine = Order::new(9).expect("valid");
             let (done, got) = (AtomicBool::new(false), AtomicU64::new(0));
-            let resize = pool.resize(&mut cx, &m.economy, 0, Nodes::All).expect("idle");
+            let resize = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All).expect("idle");
             std::thread::scope(|s| {
                 let (resize, pages, done, got) = (&resize, &pages, &done, &got);
                 // The next owner.
@@ -70,7 +71,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                             let tail = extent(page.number() + 200, 1);
                             // A walker may look again at any time, and remembers.
                             let _ = m.seen(tail.base());
-                            let Ok(mine) = m.frames.claim_exact(&cx, tail) else { return true };
+                            let Ok(mine) = m.frames.alloc_contig_range(&cx, tail) else { return true };
                             let mine = mine.into_extent();
                             can_be_written(m, mine);
                             got.fetch_add(1, Ordering::Relaxed);
@@ -98,7 +99,7 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
                                 while wait && flushes() == before && since.elapsed() < HELD_UP {
                                     std::thread::yield_now();
                                 }
-                                let Ok(block) = m.frames.alloc(cx, Request::order(nine)) else { return };
+                                let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
                                 if pages.contains(&block.pfn()) {
                                     run_as(4);
                                     can_be_written(m, block.extent());
@@ -149,8 +150,8 @@ fn a_resize_that_unwinds_frees_nothing_that_is_not_whole() {
                     look_at_all(m);
                     run_as(0);
                     m.set(&pool, 0);
-                    pool.tidy(&mut cx, &m.economy).expect("idle");
-                    assert_eq!(pool.counts(&cx).counts, Counts::default());
+                    pool.tidy(&mut cx, &m.optimizer).expect("idle");
+                    assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
                     assert!(pool.is_consistent(&cx));
                     run_as(4);
                     can_be_written(m, m.all);
@@ -169,7 +170,7 @@ fn workers_do_not_wait_for_one_that_unwound() {
     machine(&Shape::spans(6), NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        let resize = pool.resize(&mut cx, &m.economy, 300, Nodes::All).expect("idle");
+        let resize = pool.resize(&mut cx, &m.optimizer, 300, Nodes::All).expect("idle");
         m.map.hw().edits_left.store(2, Ordering::Relaxed);
         let unwound: usize = std::thread::scope(|s| {
             let worker = |cpu| {
@@ -185,8 +186,8 @@ fn workers_do_not_wait_for_one_that_unwound() {
         assert_eq!(unwound, 1);
         drop(resize);
         m.set(&pool, 0);
-        pool.tidy(&mut cx, &m.economy).expect("idle");
-        assert_eq!(pool.counts(&cx).counts, Counts::default());
+        pool.tidy(&mut cx, &m.optimizer).expect("idle");
+        assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
         can_be_written(m, m.all);
     });
 }
@@ -198,15 +199,15 @@ fn a_resize_that_is_dropped_loses_no_page() {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         m.set(&pool, 200);
-        drop(pool.resize(&mut cx, &m.economy, 50, Nodes::All).expect("idle"));
+        drop(pool.resize(&mut cx, &m.optimizer, 50, Nodes::All).expect("idle"));
         assert_eq!(pool.counts(&cx).counts.total, 50);
         assert_eq!(m.set(&pool, 50).left, 0);
         let counts = pool.counts(&cx).counts;
-        assert_eq!(counts, Counts { total: 200, free: 200, surplus: 150 });
+        assert_eq!(counts, HugePageCounts { total: 200, free: 200, surplus: 150 });
         assert!(pool.is_consistent(&cx));
-        assert_eq!(pool.tidy(&mut cx, &m.economy).expect("idle").left, 150);
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 150);
         m.set(&pool, 0);
-        assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames(), m.all.pages());
+        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
     });
 }
 
@@ -216,7 +217,7 @@ fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
     machine(&Shape::spans(5), NoFaults, |m| {
         let (mut one, mut two) = (m.pool_memory(PageSize::Size2M), m.pool_memory(PageSize::Size2M));
         let (one, two, mut cx) = (one.pool(), two.pool(), m.threads.cx());
-        let resize = one.resize(&mut cx, &m.economy, 70, Nodes::All).expect("idle");
+        let resize = one.resize(&mut cx, &m.optimizer, 70, Nodes::All).expect("idle");
         let done = AtomicBool::new(false);
         std::thread::scope(|s| {
             s.spawn(|| {
@@ -236,7 +237,7 @@ fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
         one.put(&cx, page, false).expect("its own");
         m.set(&one, 0);
         m.set(&two, 0);
-        assert_eq!(m.free_frames() + m.descriptor_frames() + m.economy.shared_frames(), m.all.pages());
+        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
     });
 }
 
@@ -244,14 +245,14 @@ fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
 #[test]
 fn a_pool_begins_empty_whatever_its_memory_says() {
     machine(&Shape::spans(3), NoFaults, |m| {
-        let (mut areas, mut nodes) = (m.areas.clone(), [Counts { total: 7, free: 7, surplus: 0 }]);
+        let (mut areas, mut nodes) = (m.areas.clone(), [HugePageCounts { total: 7, free: 7, surplus: 0 }]);
         let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
         let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
         let cx = m.threads.cx();
         for _ in 0..2 {
             let pool: HugePool<'_> =
                 HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
-            assert_eq!((pool.counts(&cx).counts, pool.pages().count()), (Counts::default(), 0));
+            assert_eq!((pool.counts(&cx).counts, pool.pages().count()), (HugePageCounts::default(), 0));
             assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
             assert!(pool.is_consistent(&cx));
             m.set(&pool, 9);
@@ -261,20 +262,20 @@ fn a_pool_begins_empty_whatever_its_memory_says() {
 
 /// Pages come from one allocator and go back to it, and one mapping has their descriptors.
 #[test]
-fn a_pool_is_resized_with_the_economy_that_filled_it() {
+fn a_pool_is_resized_with_the_optimizer_that_filled_it() {
     machine(&Shape::spans(3), NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         m.set(&pool, 9);
         machine(&Shape::spans(3), NoFaults, |other| {
-            let refused = pool.set_size(&mut cx, &other.economy, 0, Nodes::All, &Never);
-            assert_eq!(refused, Err(PoolError::OtherEconomy));
-            assert_eq!(pool.tidy(&mut cx, &other.economy), Err(PoolError::OtherEconomy));
+            let refused = pool.set_size(&mut cx, &other.optimizer, 0, Nodes::All, &Never);
+            assert_eq!(refused, Err(PoolError::OtherOptimizer));
+            assert_eq!(pool.tidy(&mut cx, &other.optimizer), Err(PoolError::OtherOptimizer));
         });
         let tails = [Tail::default()];
-        // SAFETY: the machine's own economy is not used beside it.
-        let other = unsafe { Economy::new(m.frames, m.map, &tails, Policy::default()) };
-        assert_eq!(pool.set_size(&mut cx, &other, 0, Nodes::All, &Never), Err(PoolError::OtherEconomy));
+        // SAFETY: the machine's own optimizer is not used beside it.
+        let other = unsafe { VmemmapOptimizer::new(m.frames, m.map, &tails, OptimizerPolicy::default()) };
+        assert_eq!(pool.set_size(&mut cx, &other, 0, Nodes::All, &Never), Err(PoolError::OtherOptimizer));
         assert_eq!(pool.counts(&cx).counts.total, 9);
         assert_eq!(m.set(&pool, 0).left, 9);
     });
@@ -289,43 +290,16 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
         m.set(&large, 1);
         let page = large.pages().next().expect("one").0;
         let half = extent(page.number(), 1 << 17);
-        for areas in [vec![Area::new(half, NodeId(0))], vec![Area::new(m.all, NodeId(0))], vec![]] {
+        for areas in [vec![PoolArena::new(half, NodeId(0))], vec![PoolArena::new(m.all, NodeId(0))], vec![]] {
             let mut areas = areas;
             let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
             let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
-            let mut nodes = [Counts::default()];
+            let mut nodes = [HugePageCounts::default()];
             let other = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
-            let refused = large.demote(&mut cx, &m.economy, &other, Nodes::All, 1);
+            let refused = large.demote(&mut cx, &m.optimizer, &other, Nodes::All, 1);
             assert_eq!(refused, Err(PoolError::NotInPool));
             assert_eq!(large.counts(&cx).counts.free, 1);
         }
-        assert_eq!(large.demote(&mut cx, &m.economy, &small, Nodes::All, 1).expect("one").entered, 512);
-    });
-}
-
-/// Whoever clears a page and gives back another one keeps the page: it is not the pool's any more.
-#[test]
-fn a_page_that_was_not_given_back_is_not_handed_out() {
-    struct Swapper(Cell<Option<Zeroed>>, Cell<Option<Dirty>>);
-    impl<P: hugemm_base::platform::Cpu> Zeroer<P> for Swapper {
-        fn zero(&self, _cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
-            self.1.set(Some(frames));
-            Ok(self.0.take().expect("asked once"))
-        }
-    }
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        m.set(&pool, 3);
-        // SAFETY: nobody touches what is behind it.
-        let foreign = unsafe { Zeroed::assume_owned(extent(BASE + 2 * SPAN, 512)) };
-        let swapper = Swapper(Cell::new(Some(foreign)), Cell::new(None));
-        assert_eq!(pool.zero_free(&mut cx, &swapper, 1), 0);
-        let kept = swapper.1.take().expect("a page").into_extent();
-        assert_eq!(pool.counts(&cx).counts, Counts { total: 3, free: 2, surplus: 0 });
-        for _ in 0..2 {
-            assert_ne!(pool.take(&cx, Nodes::All, false).expect("two").extent(), kept);
-        }
-        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+        assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one").entered, 512);
     });
 }

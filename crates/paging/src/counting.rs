@@ -5,7 +5,7 @@ use hugemm_base::platform::CpuId;
 use hugemm_base::{Invalidation, PhysAddr, TlbHw, TlbScope};
 
 /// Nothing is ever translated, so there is nothing to invalidate; interrupted CPUs serve at once, on the initiator's
-/// time. What was asked is in [`Tlbs::counts`](crate::Tlbs::counts).
+/// time. What was asked is in [`TlbShootdown::counts`](crate::TlbShootdown::counts).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counting;
 

@@ -4,7 +4,7 @@
 //!
 //! *Whoever unmapped* must not write a page out, or free it, while some CPU can still store into it. A [`DeferredUnmap`]
 //! gathers the CPUs that may, over all spaces, and its [`flush`](DeferredUnmap::flush), one round of requests, gives the
-//! receipt that releases the pages (checklist D12, D13).
+//! receipt that releases the pages.
 //!
 //! *Whoever meets the entries later* finds them empty or read-only and could conclude that nobody uses the old
 //! translation. That holds only if the deferred flush has been done. So each space has a packed word of two counts: how
@@ -21,15 +21,15 @@
 //! Whose CPUs are gathered is said once, by whoever answers for it:
 //!
 //! ```compile_fail,E0133
-//! # use hugemm_paging::{Counting, DeferredUnmap, Tlbs};
-//! fn rule(tlbs: &Tlbs<'_, Counting>) {
-//!     let _deferred = DeferredUnmap::new(tlbs); // error: unsafe
+//! # use hugemm_paging::{Counting, DeferredUnmap, TlbShootdown};
+//! fn rule(shootdown: &TlbShootdown<'_, Counting>) {
+//!     let _deferred = DeferredUnmap::new(shootdown); // error: unsafe
 //! }
 //! ```
 
 use crate::ipi::{ANY_SPACE, Request};
+use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError};
 use crate::tlb_space::{Keep, TlbSpace, User};
-use crate::tlbs::{Tlbs, TlbsError};
 use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering, spin_loop};
@@ -86,29 +86,42 @@ impl<Q, M> fmt::Debug for DeferredUnmap<Q, M> {
 }
 
 impl DeferredUnmap {
-    /// For at most 64 CPUs; an error if there are more.
+    /// For at most 64 CPUs.
+    ///
+    /// # Errors
+    ///
+    /// [`TooFewWords`](TlbShootdownError::TooFewWords) if there are more than 64 CPUs: use
+    /// [`with_masks`](DeferredUnmap::with_masks).
     ///
     /// # Safety
     ///
     /// As [`with_masks`](DeferredUnmap::with_masks).
-    pub unsafe fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Result<Self, TlbsError> {
+    pub unsafe fn new<H: TlbHw>(shootdown: &TlbShootdown<'_, H>) -> Result<Self, TlbShootdownError> {
         // SAFETY: the caller's promise, passed on.
-        unsafe { Self::with_masks(tlbs, Keep, [AtomicU64::new(0), AtomicU64::new(0)]) }
+        unsafe { Self::with_masks(shootdown, Keep, [AtomicU64::new(0), AtomicU64::new(0)]) }
     }
 }
 
 impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     /// Nothing unmapped yet. `masks` has two words for each 64 CPUs, all 0.
     ///
+    /// # Errors
+    ///
+    /// [`TooFewWords`](TlbShootdownError::TooFewWords) says how many words of masks it takes.
+    ///
     /// # Safety
     ///
-    /// Its methods are given `tlbs`, or another view of the same slices, and spaces that were made with such a view: a flush
+    /// Its methods are given `shootdown`, or another view of the same slices, and spaces that were made with such a view: a flush
     /// that asks another machine's CPUs would release pages that CPUs of this one still store to.
-    pub unsafe fn with_masks<H: TlbHw>(tlbs: &Tlbs<'_, H>, quarantine: Q, masks: M) -> Result<Self, TlbsError> {
-        let words = Tlbs::<H>::mask_words(tlbs.cpus());
+    pub unsafe fn with_masks<H: TlbHw>(
+        shootdown: &TlbShootdown<'_, H>,
+        quarantine: Q,
+        masks: M,
+    ) -> Result<Self, TlbShootdownError> {
+        let words = TlbShootdown::<H>::mask_words(shootdown.cpus());
         let (needed, given) = (2 * words, masks.as_ref().len());
         if given < needed {
-            return Err(TlbsError::TooFewWords { needed, given });
+            return Err(TlbShootdownError::TooFewWords { needed, given });
         }
         let domain = FlushDomain::new(quarantine);
         Ok(DeferredUnmap { domain, masks, flushing: AtomicBool::new(false), words })
@@ -148,11 +161,15 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
 
     /// Flushes everything that was unmapped before the call, on every CPU that may use it: before the pages are written
     /// out or freed. The receipt releases them. May not be called with interrupts off.
-    pub fn flush<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) -> Flushed<'_, Deferred, Q> {
+    pub fn flush<P: Cpu, H: TlbHw>(
+        &self,
+        shootdown: &TlbShootdown<'_, H>,
+        cx: &CpuCx<'_, P>,
+    ) -> Flushed<'_, Deferred, Q> {
         let need = self.domain.due();
         // Acquire pairs with the Release below: the flush before us has had its answers.
         while self.flushing.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err() {
-            tlbs.serve(cx);
+            shootdown.handle_ipi(cx);
             spin_loop();
         }
         let latest = self.domain.latest(false);
@@ -167,9 +184,9 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
                 }
                 let what = Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: false };
                 let request = Request { space: ANY_SPACE, generation: 0, scope: TlbScope::Space, unload: false, what };
-                tlbs.shoot(cx, asked, None, &request);
+                shootdown.shoot(cx, asked, None, &request);
             };
-            // SAFETY: `tlbs` has the CPUs of the spaces (the promise of `with_masks`). Those that could use a translation
+            // SAFETY: `shootdown` has the CPUs of the spaces (the promise of `with_masks`). Those that could use a translation
             // unmapped before the count were gathered before it; each
             // either invalidates everything now, or was taken by an earlier flush that did so after that unmap and is
             // over, or has left the space since and sees the space's generation before it uses it again.
@@ -184,13 +201,13 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     /// Makes sure that entries found empty or demoted are so for every CPU: flushes the space if a deferred unmap of its
     /// pages may still be unflushed. Called under the lock of its tables (see the [module](self)), not with interrupts
     /// off. One load if there is nothing to do.
-    pub fn settle<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+    pub fn settle<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         // Acquire pairs with the Release in `DeferredUnmap::unmapped`.
         let Some(pending) = word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)) else { return };
         let what = Invalidation { ranges: RangeSet::ALL, stride: PageSize::Size4K, tables: false };
         let invalidate = |generation| {
             let request = Request { space: self.id, generation, scope: TlbScope::Space, unload: false, what };
-            tlbs.shoot(cx, self.users(), Some(self.lazy()), &request);
+            shootdown.shoot(cx, self.users(), Some(self.lazy()), &request);
         };
         // SAFETY: as in `ShootdownBatch::flush`, for all addresses and no tables.
         let _receipt = unsafe { self.domain.flush(RangeSet::ALL, false, invalidate) };

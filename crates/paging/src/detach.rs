@@ -131,6 +131,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes the span inaccessible, holes and all; what was mapped stays known until the
     /// [harvest](Exclusive::harvest). One store per entry, atomic only where hardware may still change a leaf; one for
     /// everything below an entry that lies in the span as a whole. Owner's entries are emptied.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Busy`](PagingError::Busy) if
+    /// it meets a range that is not harvested yet. Nothing has changed.
     pub fn detach(&mut self, span: Span, editing: Editing) -> Result<Unhooked, PagingError> {
         self.detach_owned(span, editing, |_, _, _| ())
     }
@@ -138,6 +144,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// The same for a span with owner's entries that somebody has to hear of. Those in tables that stay are emptied and shown
     /// to `owners` now, at most 511 of each level at each end of the span: address, size and word. All others are shown by
     /// [`harvest_some`](Exclusive::harvest_some). A span that is refused is as it was, and none of it has been shown.
+    ///
+    /// # Errors
+    ///
+    /// As [`detach`](Exclusive::detach).
     pub fn detach_owned(
         &mut self,
         span: Span,
@@ -166,6 +176,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// Reads 8 bytes per page, writes only entries of tables that stay. If `visit` unwinds, what it was shown is the
     /// caller's, and the rest stays in use and blocked for good.
+    ///
+    /// # Errors
+    ///
+    /// What was detached, and [`Foreign`](PagingError::Foreign): it is another table's.
     pub fn harvest(
         &mut self,
         detached: Detached,
@@ -183,6 +197,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Owner's entries that were hidden with their tables are shown to `owners`: address, size and word.
     ///
     /// Until the rest has been harvested too, no range that meets the whole can be detached.
+    ///
+    /// # Errors
+    ///
+    /// As [`harvest`](Exclusive::harvest).
     pub fn harvest_some(
         &mut self,
         detached: Detached,

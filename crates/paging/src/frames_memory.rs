@@ -4,8 +4,8 @@ use crate::memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Dirty, Extent, Order, PAGE_BYTES, Pfn, PhysMap, Zeroed};
-use hugemm_frames::{Env, Frames, Frozen, Mobility, Request, Zeroer};
+use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, Pfn, PhysMap};
+use hugemm_frames::{AllocRequest, Env, Frames, Frozen, Mobility};
 
 /// Tables from a manager's single frames, for the calling task. Frames that are known to be zero go where a table has to
 /// be zero. The platform's [`PhysMap`] is a direct map: what it opens stays open.
@@ -39,20 +39,7 @@ fn reach(map: &impl PhysMap, frame: Pfn) -> Option<NonNull<u8>> {
     NonNull::new(window.ptr)
 }
 
-/// Clears one frame by plain stores: a table is about to be used.
-struct ClearTable;
-
-impl<P: Cpu + PhysMap> Zeroer<P> for ClearTable {
-    fn zero(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
-        let Some(bytes) = reach(cx.platform(), frames.extent().base()) else { return Err(frames) };
-        // SAFETY: the window spans the frame, which `frames` owns.
-        unsafe { bytes.write_bytes(0, PAGE_BYTES as usize) };
-        // SAFETY: it has just been cleared by ordinary stores.
-        Ok(unsafe { Zeroed::assume_owned(frames.into_extent()) })
-    }
-}
-
-// SAFETY: the manager hands a frame to one owner at a time; `alloc_zeroed` returns frames that are zero; `reach` answers
+// SAFETY: the manager hands a frame to one owner at a time; `alloc` returns cleared frames where they must be; `reach` answers
 // from the platform's direct map, which `new` requires to cover the manager's frames and to stay.
 unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for FrameTables<'_, '_, '_, P, E> {
     #[inline]
@@ -60,12 +47,21 @@ unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for FrameTables<'_, '_, '_, P,
         if self.frames.env().fault(FAULT_TABLE) {
             return Err(NoTable);
         }
-        let request = Request::order(Order::ZERO);
-        let frame = match content {
-            TableContent::Any => self.frames.alloc(self.cx, request),
-            TableContent::Zero => self.frames.alloc_zeroed(self.cx, request, &ClearTable),
-        };
-        frame.map(|frame| frame.pfn()).map_err(|_| NoTable)
+        let mut request = AllocRequest::order(Order::ZERO);
+        request.prefer_zeroed = content == TableContent::Zero;
+        let frame = self.frames.alloc(self.cx, request).map_err(|_| NoTable)?;
+        if content == TableContent::Zero && frame.is_zero() {
+            self.cx.platform().counters().clears_skipped.add(1);
+        } else if content == TableContent::Zero {
+            let Some(bytes) = reach(self.cx.platform(), frame.pfn()) else {
+                self.frames.free(self.cx, frame);
+                return Err(NoTable);
+            };
+            // By plain stores: a table is about to be used.
+            // SAFETY: the window spans the frame, which `frame` owns.
+            unsafe { bytes.write_bytes(0, PAGE_BYTES as usize) };
+        }
+        Ok(frame.pfn())
     }
 
     #[inline]

@@ -1,5 +1,30 @@
 //! Page tables edited by the range, and shootdown batches that pay one TLB flush for all of it.
 //!
+//! ```
+//! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr};
+//! use hugemm_frames::Frames;
+//! use hugemm_paging::{EditLock, Flags, FrameTables, Mapping, PageTable, Span, X86_64};
+//!
+//! # let layout = std::alloc::Layout::from_size_align(4 << 20, 2 << 20)?;
+//! # let (ram, base) = (Extent::new(Pfn::new(0), 1024)?, unsafe { std::alloc::alloc_zeroed(layout) });
+//! // SAFETY: nobody else uses `ram`; it stays mapped at `base`.
+//! let (mut cx, ram) = unsafe { SingleCpu::start(ram, base) };
+//! let frames = Frames::carve(&cx, ram)?;
+//! // SAFETY: the platform's map is linear, and reaches every frame of the manager.
+//! let mut tables = unsafe { FrameTables::new(&frames, &mut cx) };
+//! let user = Span::new(VirtAddr::new(0), 1 << 47)?;
+//! // SAFETY: one memory for tables; no CPU translates by them yet.
+//! let table = unsafe { PageTable::<X86_64, EditLock>::new(&mut tables, user) }?;
+//!
+//! // 1 GiB of frames from 4 GiB on, mapped by one entry at 1 TiB.
+//! let span = Span::new(VirtAddr::new(1 << 40), 1 << 30)?;
+//! let how = Mapping { flags: Flags::WRITE, largest: PageSize::Size1G };
+//! table.shared(&mut tables).map(span, [Extent::new(Pfn::new(1 << 20), 1 << 18)?], how)?;
+//! let at = table.shared(&mut tables).translate(VirtAddr::new((1 << 40) + 0x1234));
+//! assert_eq!(at.map(|at| at.get()), Some((1 << 32) + 0x1234));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! | file | the rule it owns |
 //! |---|---|
 //! | [`span`] | page-aligned ranges of virtual addresses |
@@ -23,14 +48,17 @@
 //! | `walker.rs` | the barrier before hardware walks |
 //! | [`shootdown`] | the protocol of shootdowns; batches, and when everything is flushed instead of ranges |
 //! | [`tlb_space`] | which CPUs may hold translations of a space; joining, leaving, laziness |
-//! | `tlbs.rs` | both ends of a shootdown: asking, serving, waiting |
+//! | `tlb_shootdown.rs` | both ends of a shootdown: asking, answering, waiting |
 //! | `ipi.rs` | requests and acknowledgements between two CPUs |
 //! | [`deferred`] | unmapping now, flushing before I/O or before somebody relies on the entries |
 //! | [`broadcast`] | invalidation on all CPUs by one instruction |
 //! | [`invalidate`] | the instructions |
+//! | [`error`] | why an operation was refused |
+//! | `shootdown_counters.rs` | what shootdowns cost |
 //! | [`counting`] | hardware that only counts |
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
+#![deny(clippy::missing_errors_doc)]
 
 pub mod aarch64;
 pub mod broadcast;
@@ -61,8 +89,8 @@ pub mod span;
 pub mod split;
 pub mod stale;
 mod table;
+mod tlb_shootdown;
 pub mod tlb_space;
-mod tlbs;
 pub mod walk;
 mod walker;
 pub mod write_protect;
@@ -90,8 +118,8 @@ pub use shootdown_counters::ShootdownCounts;
 pub use span::{Span, SpanError};
 pub use stale::Stale;
 pub use table::publish_if_empty;
+pub use tlb_shootdown::{TlbCpu, TlbShootdown, TlbShootdownError};
 pub use tlb_space::{Keep, Kernel, SpaceKind, TlbSpace, User};
-pub use tlbs::{TlbCpu, Tlbs, TlbsError};
 pub use walk::Lookup;
 pub use x86_64::{X86, X86_64, X86_64La57};
 pub use young::Young;

@@ -39,6 +39,13 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// span (at most two per level), which another CPU may have begun to use, stay for the next one.
     ///
     /// No flush is owed. Two atomics per entry of tables that exist, none per entry of those that do not.
+    ///
+    /// # Errors
+    ///
+    /// [`Overlap`](PagingError::Overlap) or [`Busy`](PagingError::Busy) names what is there already,
+    /// [`NoTable`](PagingError::NoTable) is memory for tables that ran out, [`OutOfFrames`](PagingError::OutOfFrames)
+    /// and [`BadFrame`](PagingError::BadFrame) are the runs', [`OutOfBounds`](PagingError::OutOfBounds) and
+    /// [`Global`](PagingError::Global) the caller's mistakes.
     pub fn map(&mut self, span: Span, runs: impl IntoIterator<Item = Extent>, how: Mapping) -> Result<(), PagingError> {
         self.tree.map::<true>(span, runs, how)
     }
@@ -46,6 +53,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// As [`Shared::map`], by plain stores; when it fails, everything is as it was.
+    ///
+    /// # Errors
+    ///
+    /// As [`Shared::map`].
     pub fn map(&mut self, span: Span, runs: impl IntoIterator<Item = Extent>, how: Mapping) -> Result<(), PagingError> {
         self.tree.map::<false>(span, runs, how)
     }

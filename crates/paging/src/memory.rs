@@ -40,6 +40,10 @@ pub enum TableContent {
 ///   not freed.
 pub unsafe trait TableMemory {
     /// A frame for a table.
+    ///
+    /// # Errors
+    ///
+    /// [`NoTable`]: none can be had now.
     fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable>;
 
     /// Gives a frame back. Its content is anything.

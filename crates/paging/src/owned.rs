@@ -33,6 +33,10 @@ pub enum OwnerNext {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// Replaces the owner's word `word` at `at`; what is there instead if it is not that. A leaf publishes what was stored
     /// before, and must fit: its size is the entry's. Owes no flush.
+    ///
+    /// # Errors
+    ///
+    /// What stands there instead. Nothing has changed.
     pub fn replace_owner(&mut self, at: VirtAddr, word: u64, next: OwnerNext) -> Result<(), Lookup> {
         let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
         let end = match next {
@@ -59,6 +63,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     }
 
     /// Puts the owner's word where nothing is, for a page of `size`. May allocate tables.
+    ///
+    /// # Errors
+    ///
+    /// [`Overlap`](PagingError::Overlap) if something is there, [`NoTable`](PagingError::NoTable),
+    /// [`OutOfBounds`](PagingError::OutOfBounds).
     pub fn enter_owner(&mut self, at: VirtAddr, size: PageSize, word: u64) -> Result<(), PagingError> {
         debug_assert!(word >> OWNER_BITS == 0);
         let (first, _) = self.tree.check(Span::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
@@ -82,6 +91,11 @@ macro_rules! looking {
         impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
             /// Shows `visit` every owner entry of the span: address, size and word. Reads 8 bytes per entry of tables
             /// that exist.
+            ///
+            /// # Errors
+            ///
+            /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
+            /// been shown.
             pub fn walk_owners(
                 &self,
                 span: Span,
@@ -104,6 +118,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Alone, so that whoever holds the table shared may take a reference to what it finds mapped. CPUs go on using what
     /// they have cached until they are flushed. Until then the address must not be mapped to another frame. One
     /// compare-exchange, more if hardware sets a bit meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// What stands there instead. Nothing has changed.
     pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: impl Fn(Leaf) -> Option<u64>) -> Result<Leaf, Lookup> {
         let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
         let mut end = self.tree.descend(page);

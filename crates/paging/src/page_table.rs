@@ -43,6 +43,11 @@ impl<F, L> fmt::Debug for PageTable<F, L> {
 impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// An empty table for the addresses of `bounds`: one half of the address space at most. One table is allocated.
     ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) if the format does not translate all of `bounds`, or they reach over
+    /// two halves; [`NoTable`](PagingError::NoTable).
+    ///
     /// # Safety
     ///
     /// * Every memory that is given to a guard of this table is over the same frames as `memory`.
@@ -63,6 +68,10 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// The same for addresses that every address space has in common, such as the kernel's: the tables below the root are
     /// allocated at once and stay, so that [other roots](PageTable::beside) see whatever is mapped there later. One table
     /// per root entry (512 GiB with four levels).
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](PageTable::new).
     ///
     /// # Safety
     ///
@@ -87,6 +96,10 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// kernel. `common` has a [fixed top](PageTable::with_fixed_top), is edited through its own handle only, outlives
     /// this one, and shares no root entry with `bounds`.
     ///
+    /// # Errors
+    ///
+    /// As [`new`](PageTable::new); [`Overlap`](PagingError::Overlap) if the two share a root entry.
+    ///
     /// # Safety
     ///
     /// As [`new`](PageTable::new); `memory` is over the same frames as `common`'s.
@@ -107,6 +120,10 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     }
 
     /// A handle on tables that others have made in this format.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) as of [`new`](PageTable::new).
     ///
     /// # Safety
     ///

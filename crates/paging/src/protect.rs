@@ -35,6 +35,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     ///
     /// What takes rights away is to be flushed before anybody relies on it; what only gives rights, where the format's
     /// [faults drop nothing](PageFormat::FAULT_DROPS), before anybody waits for an access to succeed.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Global`](PagingError::Global).
+    /// Nothing has changed.
     pub fn protect(&mut self, span: Span, change: Change) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Atomic)
     }
@@ -43,6 +49,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// As [`Shared::protect`], by plain stores where hardware cannot change the leaf any more: it is accessed, and dirty
     /// or read-only, or `editing` says that no CPU uses it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Shared::protect`].
     pub fn protect(&mut self, span: Span, change: Change, editing: Editing) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Alone(editing))
     }

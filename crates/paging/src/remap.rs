@@ -25,6 +25,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// Changing the frame of a present leaf is legal on x86-64. On arm64 it needs break-before-make unless old and new
     /// frame hold the same bytes and nobody writes either (Arm ARM, D8.16): detach, flush and map instead.
+    ///
+    /// # Errors
+    ///
+    /// Why, and what has to be flushed for what was replaced before: [`BadFrame`](PagingError::BadFrame) or
+    /// [`Global`](PagingError::Global) for an answer that does not fit; [`OutOfBounds`](PagingError::OutOfBounds) or
+    /// [`NeedsSplit`](PagingError::NeedsSplit), with which nothing has changed.
     pub fn remap(
         &mut self,
         span: Span,

@@ -44,8 +44,8 @@
 use crate::detach::{Detached, Unhooked};
 use crate::ipi::Request;
 use crate::stale::Stale;
+use crate::tlb_shootdown::TlbShootdown;
 use crate::tlb_space::{SpaceKind, TlbSpace};
-use crate::tlbs::Tlbs;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
@@ -148,6 +148,10 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// What was [detached](crate::detach) from the space's tables, behind this batch; `None` if nothing was mapped
     /// there, and then there is nothing to flush or harvest. What comes from another table is handed back: no flush of
     /// this space pays for it.
+    ///
+    /// # Errors
+    ///
+    /// What was detached, if it is another table's.
     pub fn detached(&mut self, unhooked: Unhooked) -> Result<Option<DetachedBehind<'s, K, Q>>, Unhooked>
     where
         Q: Quarantine<Detached>,
@@ -178,7 +182,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
     /// interrupts off, nor under a lock that is taken with interrupts off.
     pub fn flush<P: Cpu, H: TlbHw>(
         self,
-        tlbs: &Tlbs<'_, H>,
+        shootdown: &TlbShootdown<'_, H>,
         cx: &CpuCx<'_, P>,
         policy: &ShootdownPolicy,
     ) -> Flushed<'s, K, Q> {
@@ -186,7 +190,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         let latest = space.domain.latest(what.tables);
         if latest.generation() >= self.need {
             if !what.ranges.is_empty() {
-                tlbs.cpus[cx.platform().current().0 as usize].counters.elided.add(1);
+                shootdown.cpus[cx.platform().current().0 as usize].counters.elided.add(1);
             }
             return latest;
         }
@@ -195,7 +199,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
         }
         let invalidate = |generation| {
             let request = Request { space: space.id, generation, scope: K::SCOPE, unload: false, what };
-            tlbs.shoot(cx, space.users(), (!what.tables).then(|| space.lazy()), &request);
+            shootdown.shoot(cx, space.users(), (!what.tables).then(|| space.lazy()), &request);
         };
         // SAFETY: `shoot` reads the masks after the count, and returns when every CPU in them has invalidated `what` or
         // has seen this or a later generation. CPUs not in them, and lazy ones, use nothing of the space before they see

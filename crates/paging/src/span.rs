@@ -39,6 +39,10 @@ impl core::error::Error for SpanError {}
 
 impl Span {
     /// The `bytes` bytes from `start` on; both are multiples of 4 KiB.
+    ///
+    /// # Errors
+    ///
+    /// [`Empty`](SpanError::Empty), [`Misaligned`](SpanError::Misaligned) or [`Overflow`](SpanError::Overflow).
     pub const fn new(start: VirtAddr, bytes: u64) -> Result<Self, SpanError> {
         if !start.is_aligned(PAGE_BYTES) {
             return Err(SpanError::Misaligned { value: start.get() });

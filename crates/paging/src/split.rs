@@ -1,9 +1,9 @@
 //! Larger leaves to smaller ones and back, and whole blocks replaced by one store.
 //!
 //! On x86-64 a leaf may be replaced by a table, and a table by a leaf, while CPUs translate by it, as long as both say
-//! the same (or nobody minds which): CPUs then use the one or the other until they are flushed. A few old ones had
-//! errata against having both cached (design rule 9). On arm64 it needs FEAT_BBM level 2; without it, detach, flush and
-//! map again.
+//! the same (or nobody minds which): CPUs then use the one or the other until they are flushed (SDM vol. 3A, 4.10.2.3
+//! "Details of TLB Use"). A few old ones had errata against having both cached. On arm64 it needs FEAT_BBM level 2;
+//! without it, detach, flush and map again.
 
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
@@ -25,6 +25,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// and what is known of it, stays; accessed and dirty are known of every part then.
     ///
     /// All tables are allocated before the first leaf is touched, so exhaustion changes nothing. One table per split.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
+    /// [`NoTable`](PagingError::NoTable) when memory for tables runs out. Nothing has changed.
     pub fn split(&mut self, span: Span, to: PageSize, editing: Editing) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
         let root = self.tree.table(self.tree.root);
@@ -40,6 +45,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Replaces the leaf of 2 MiB or 1 GiB at `at` by 512 leaves of the next smaller size, chosen by `choose` from what
     /// the plain split would put there: page size and frames change by one store. Old frames that go out of use must not
     /// be used otherwise before the flush.
+    ///
+    /// # Errors
+    ///
+    /// [`NotMapped`](PagingError::NotMapped) if no such leaf is there, [`BadFrame`](PagingError::BadFrame) if an
+    /// answer does not fit, [`NoTable`](PagingError::NoTable), [`OutOfBounds`](PagingError::OutOfBounds). Nothing has
+    /// changed.
     pub fn split_with(
         &mut self,
         at: VirtAddr,
@@ -81,6 +92,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Shows `old_table` the table's frame, which CPUs walk until the [`Stale`] range has been flushed, lazy ones
     /// included, and with what they keep of upper levels ([`Stale::tables`]): keep it on a chain behind that flush; then
     /// it can be [freed](crate::TableMemory::free).
+    ///
+    /// # Errors
+    ///
+    /// [`NotUniform`](PagingError::NotUniform) names the first entry that does not fit,
+    /// [`NotMapped`](PagingError::NotMapped) says that there is no table, [`BadFrame`](PagingError::BadFrame),
+    /// [`OutOfBounds`](PagingError::OutOfBounds). Nothing has changed.
     pub fn collapse(
         &mut self,
         at: VirtAddr,

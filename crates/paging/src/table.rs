@@ -167,6 +167,10 @@ pub(crate) fn ready_to_commit() {
 
 /// How a table that others can see gets an entry for a range that nobody has mapped: only one of several CPUs that try
 /// wins, and whoever finds the entry finds what it refers to.
+///
+/// # Errors
+///
+/// The entry that is there already.
 pub fn publish_if_empty(slot: &impl AtomicWord, entry: u64) -> Result<(), u64> {
     // Release pairs with the Acquire of every load that follows an entry; Acquire on failure, because the caller then
     // follows the entry that it lost to.

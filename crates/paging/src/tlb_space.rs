@@ -3,22 +3,22 @@
 //! Whoever says which tables are a space's answers for them, and so does who says that a CPU uses none of its addresses:
 //!
 //! ```compile_fail,E0133
-//! # use hugemm_paging::{Counting, TlbSpace, Tlbs, User};
-//! fn rule(tlbs: &Tlbs<'_, Counting>) {
-//!     let _space: Result<TlbSpace<User>, _> = TlbSpace::new(tlbs, hugemm_base::PhysAddr::new(0x1000)); // error: unsafe
+//! # use hugemm_paging::{Counting, TlbSpace, TlbShootdown, User};
+//! fn rule(shootdown: &TlbShootdown<'_, Counting>) {
+//!     let _space: Result<TlbSpace<User>, _> = TlbSpace::new(shootdown, hugemm_base::PhysAddr::new(0x1000)); // error: unsafe
 //! }
 //! ```
 //!
 //! ```compile_fail,E0133
 //! # use hugemm_base::{CpuCx, platform::Cpu};
-//! # use hugemm_paging::{Counting, TlbSpace, Tlbs, User};
-//! fn rule<P: Cpu>(space: &TlbSpace<User>, tlbs: &Tlbs<'_, Counting>, cx: &CpuCx<'_, P>) {
-//!     space.enter_lazy(tlbs, cx); // error: unsafe
+//! # use hugemm_paging::{Counting, TlbSpace, TlbShootdown, User};
+//! fn rule<P: Cpu>(space: &TlbSpace<User>, shootdown: &TlbShootdown<'_, Counting>, cx: &CpuCx<'_, P>) {
+//!     space.enter_lazy(shootdown, cx); // error: unsafe
 //! }
 //! ```
 
 use crate::ipi::Request;
-use crate::tlbs::{Tlbs, TlbsError, WORD};
+use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError, WORD};
 use core::fmt;
 use hugemm_base::platform::{Cpu, CpuId};
 use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, full_fence};
@@ -79,39 +79,48 @@ impl<K, Q, M> fmt::Debug for TlbSpace<K, Q, M> {
 }
 
 impl<K: SpaceKind> TlbSpace<K> {
-    /// A space on at most 64 CPUs; an error if there are more.
+    /// A space on at most 64 CPUs.
+    ///
+    /// # Errors
+    ///
+    /// [`TooFewWords`](TlbShootdownError::TooFewWords) if there are more than 64 CPUs: use
+    /// [`with_masks`](TlbSpace::with_masks).
     ///
     /// # Safety
     ///
     /// As [`with_masks`](TlbSpace::with_masks).
-    pub unsafe fn new<H: TlbHw>(tlbs: &Tlbs<'_, H>, root: PhysAddr) -> Result<Self, TlbsError> {
+    pub unsafe fn new<H: TlbHw>(shootdown: &TlbShootdown<'_, H>, root: PhysAddr) -> Result<Self, TlbShootdownError> {
         // SAFETY: the caller's promise, passed on.
-        unsafe { Self::with_masks(tlbs, root, Keep, [AtomicU64::new(0), AtomicU64::new(0)]) }
+        unsafe { Self::with_masks(shootdown, root, Keep, [AtomicU64::new(0), AtomicU64::new(0)]) }
     }
 }
 
 impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
     /// A space whose tables begin at `root`. `masks` has two words for each 64 CPUs, all 0. Nobody uses it yet.
     ///
+    /// # Errors
+    ///
+    /// [`TooFewWords`](TlbShootdownError::TooFewWords) says how many words of masks it takes.
+    ///
     /// # Safety
     ///
-    /// * Any CPU of `tlbs` may load `root` at any time: the tables map what runs there as those that it walks now do, and
+    /// * Any CPU of `shootdown` may load `root` at any time: the tables map what runs there as those that it walks now do, and
     ///   stay until the space has been [retired](TlbSpace::retire), or for ever.
     /// * It is the only space with this root, and CPUs load the root through it only.
-    /// * Its methods are given `tlbs`, or another view of the same slices.
+    /// * Its methods are given `shootdown`, or another view of the same slices.
     pub unsafe fn with_masks<H: TlbHw>(
-        tlbs: &Tlbs<'_, H>,
+        shootdown: &TlbShootdown<'_, H>,
         root: PhysAddr,
         quarantine: Q,
         masks: M,
-    ) -> Result<Self, TlbsError> {
-        let words = Tlbs::<H>::mask_words(tlbs.cpus());
+    ) -> Result<Self, TlbShootdownError> {
+        let words = TlbShootdown::<H>::mask_words(shootdown.cpus());
         let (needed, given) = (2 * words, masks.as_ref().len());
         if given < needed {
-            return Err(TlbsError::TooFewWords { needed, given });
+            return Err(TlbShootdownError::TooFewWords { needed, given });
         }
         // Relaxed: only the number counts, and a read-modify-write never gives one twice.
-        let id = tlbs.cpus[0].spaces.fetch_add(1, Ordering::Relaxed) + 1;
+        let id = shootdown.cpus[0].spaces.fetch_add(1, Ordering::Relaxed) + 1;
         Ok(TlbSpace { domain: FlushDomain::new(quarantine), id, root, masks, words, deferred: AtomicU64::new(0) })
     }
 
@@ -145,11 +154,11 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     /// Loads the space on the calling CPU, or wakes the CPU if it has it loaded lazily. What was flushed while it was away
     /// is caught up with. The space that was loaded before is to be given to [`switch_out`](TlbSpace::switch_out) after
     /// this. Any context; pins. Two atomics and one full fence; the invalidation only if a flush was missed.
-    pub fn switch_in<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+    pub fn switch_in<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             let cpu = pin.cpu();
             let (word, bit) = place(cpu);
-            let own = &tlbs.cpus[cpu.0 as usize];
+            let own = &shootdown.cpus[cpu.0 as usize];
             // Relaxed on `own`: only this CPU reads or writes it.
             if own.loaded.load(Ordering::Relaxed) == self.id {
                 // Relaxed: ordered by the fence.
@@ -161,7 +170,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
                 let tag = own.tag.load(Ordering::Relaxed) as usize % own.tags.len();
                 let tagged = &own.tags[tag];
                 if own.notice_expiry(Some(tag)) || tagged.seen.load(Ordering::Relaxed) < generation {
-                    tlbs.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
+                    shootdown.hw.invalidate(cpu, TlbScope::Space, &Invalidation::ALL);
                     tagged.seen.store(generation, Ordering::Relaxed);
                     own.counters.caught_up.add(1);
                 }
@@ -177,10 +186,10 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
             full_fence(FencePoint::AfterJoining);
             let generation = self.domain.generation();
             own.notice_expiry(None);
-            let (tag, known) = own.tag_of(self.id, tlbs.hw.tags());
+            let (tag, known) = own.tag_of(self.id, shootdown.hw.tags());
             let keep = known && own.tags[tag].seen.load(Ordering::Relaxed) == generation;
             own.counters.caught_up.add(u64::from(known && !keep));
-            tlbs.hw.load(cpu, self.root, tag, keep);
+            shootdown.hw.load(cpu, self.root, tag, keep);
             own.tags[tag].seen.store(generation, Ordering::Relaxed);
             own.tag.store(tag as u64, Ordering::Relaxed);
             own.loaded.store(self.id, Ordering::Relaxed);
@@ -189,14 +198,14 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
 
     /// Ends the calling CPU's use of the space: loads the kernel's tables if nothing else has been loaded meanwhile, and
     /// is asked nothing more. Any context; pins. Two atomics.
-    pub fn switch_out<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+    pub fn switch_out<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             let cpu = pin.cpu();
             let (word, bit) = place(cpu);
-            let own = &tlbs.cpus[cpu.0 as usize];
+            let own = &shootdown.cpus[cpu.0 as usize];
             // Relaxed: only this CPU reads or writes it.
             if own.loaded.load(Ordering::Relaxed) == self.id {
-                tlbs.hw.unload(cpu);
+                shootdown.hw.unload(cpu);
                 own.loaded.store(0, Ordering::Relaxed);
             }
             // Release pairs with the Acquire of an initiator that finds us gone: what we did through our translations has
@@ -212,11 +221,11 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     /// # Safety
     ///
     /// Until then the CPU uses no address of the space: what it would use may have been freed.
-    pub unsafe fn enter_lazy<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+    pub unsafe fn enter_lazy<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
             // Relaxed: only this CPU reads or writes it.
-            if tlbs.cpus[pin.cpu().0 as usize].loaded.load(Ordering::Relaxed) == self.id {
+            if shootdown.cpus[pin.cpu().0 as usize].loaded.load(Ordering::Relaxed) == self.id {
                 // Release pairs with the Acquire of an initiator that leaves us out: what we did through our translations has
                 // happened.
                 self.lazy()[word].fetch_or(bit, Ordering::Release);
@@ -226,7 +235,11 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
 
     /// Makes every lazy CPU let go of the tables, so that all of them, the root included, can be freed. The space comes
     /// back if some CPU uses it. May not be called with interrupts off.
-    pub fn retire<P: Cpu, H: TlbHw>(self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) -> Result<(), Self> {
+    ///
+    /// # Errors
+    ///
+    /// The space, if a CPU uses it: switch that one out first.
+    pub fn retire<P: Cpu, H: TlbHw>(self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) -> Result<(), Self> {
         // Acquire pairs with the Release in `enter_lazy` and `switch_out`. The space is ours alone, so nobody joins.
         let busy = |(users, lazy): (&AtomicU64, &AtomicU64)| {
             users.load(Ordering::Acquire) & !lazy.load(Ordering::Acquire) != 0
@@ -237,7 +250,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
         let request =
             Request { space: self.id, generation: 0, scope: TlbScope::Space, unload: true, what: Invalidation::ALL };
         if self.users().iter().any(|users| users.load(Ordering::Acquire) != 0) {
-            tlbs.shoot(cx, self.users(), None, &request);
+            shootdown.shoot(cx, self.users(), None, &request);
         }
         Ok(())
     }
@@ -246,15 +259,15 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
 impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<Kernel, Q, M> {
     /// The calling CPU may from here on hold translations of the kernel's half. At start-up, before it uses memory whose
     /// mapping may change; starts with a flush. Pins.
-    pub fn online<P: Cpu, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>, cx: &CpuCx<'_, P>) {
+    pub fn online<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             let (word, bit) = place(pin.cpu());
-            let own = &tlbs.cpus[pin.cpu().0 as usize];
+            let own = &shootdown.cpus[pin.cpu().0 as usize];
             // Orders as in `TlbSpace::switch_in`.
             self.users()[word].fetch_or(bit, Ordering::Relaxed);
             full_fence(FencePoint::AfterJoining);
             let generation = self.domain.generation();
-            tlbs.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
+            shootdown.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
             own.kernel.seen.store(generation, Ordering::Relaxed);
         })
     }

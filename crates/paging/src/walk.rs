@@ -47,6 +47,11 @@ macro_rules! looking {
             /// Shows `visit` what is mapped in the span, in ascending order, by maximal [runs](Run); leaves that differ in
             /// those of `differ` that hardware changes make one run nevertheless. What is hidden is left out. One walk;
             /// 64 bytes read per eight entries.
+            ///
+            /// # Errors
+            ///
+            /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
+            /// been shown.
             pub fn walk(&self, span: Span, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
                 self.tree.walk(span, differ, &mut visit)
             }

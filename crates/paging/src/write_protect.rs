@@ -32,6 +32,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// O(tables along the ends); nothing is allocated and nothing can fail half way. The [`Stale`] range has to be flushed
     /// with the upper levels ([`Stale::tables`]): give it to [`ShootdownBatch::stale`](crate::ShootdownBatch::stale).
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end. Nothing has changed.
     pub fn write_protect(&mut self, span: Span) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
         self.tree.check_ends(first, end)?;

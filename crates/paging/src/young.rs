@@ -32,19 +32,32 @@ macro_rules! ageing {
         impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
             /// Clears the accessed bit of every leaf in the span, whole or in part, and shows `visit` those that had it,
             /// by maximal [runs](Run). One atomic per young leaf, one load per old one.
-            pub fn clear_young(&mut self, span: Span, mut visit: impl FnMut(Run)) -> Result<Young, PagingError> {
-                self.tree.clear_young(span, |_, _| true, &mut visit)
+            ///
+            /// # Errors
+            ///
+            /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span. Nothing has
+            /// changed.
+            pub fn test_and_clear_young(
+                &mut self,
+                span: Span,
+                mut visit: impl FnMut(Run),
+            ) -> Result<Young, PagingError> {
+                self.tree.test_and_clear_young(span, |_, _| true, &mut visit)
             }
 
             /// The same for those leaves only that `choose` wants, by their first page's number and first frame; others
             /// stay as old as they are. `choose` is asked only of leaves that have been accessed.
-            pub fn clear_young_of(
+            ///
+            /// # Errors
+            ///
+            /// As [`test_and_clear_young`](Self::test_and_clear_young).
+            pub fn test_and_clear_young_of(
                 &mut self,
                 span: Span,
                 choose: impl FnMut(u64, Pfn) -> bool,
                 mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
-                self.tree.clear_young(span, choose, &mut visit)
+                self.tree.test_and_clear_young(span, choose, &mut visit)
             }
         }
     };
@@ -54,7 +67,7 @@ ageing!(Shared);
 ageing!(Exclusive);
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    fn clear_young(
+    fn test_and_clear_young(
         &mut self,
         span: Span,
         mut choose: impl FnMut(u64, Pfn) -> bool,

@@ -5,7 +5,7 @@
 
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Dirty, Extent, NodeId, PAGE_BYTES, PageSize, Pfn, VirtAddr};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, PagingError, Span, X86_64};
 
@@ -31,7 +31,7 @@ fn scenario(plan: &FaultPlan, shared: bool) {
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), len) };
     let host = Host::new(&[CpuPlace { os_cpu: 0, node: NodeId(0) }], bytes).expect("a host");
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
     let layout = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
     let mut metadata = vec![Aligned { _bytes: [0; PAGE_BYTES as usize] }; layout.size().div_ceil(PAGE_BYTES as usize)];
     // SAFETY: memory of its own, initialised; one host.

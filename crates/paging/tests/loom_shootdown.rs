@@ -6,13 +6,11 @@
 //! broken without it.
 #![cfg(loom)]
 
-use hugemm_base::platform::{Instrumented, Preempt, StoreOrder, VectorUnit};
 use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, spin_loop};
 use hugemm_base::{
-    Counters, CpuCx, CpuId, CpuLocal, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    Counters, Cpu, CpuCx, CpuId, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
-use hugemm_paging::{DeferredUnmap, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbSpace, Tlbs, User};
+use hugemm_paging::{DeferredUnmap, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, User};
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
@@ -25,10 +23,10 @@ const NEW: u64 = 2;
 const PASSIVE: u32 = 2;
 
 /// A CPU, which the thread that holds this plays.
-struct Cpu(CpuId, Counters);
+struct Player(CpuId, Counters);
 
-// SAFETY: each thread plays one CPU of its own.
-unsafe impl CpuLocal for Cpu {
+// SAFETY: each thread plays one CPU of its own. Loom's threads store nothing but atomics.
+unsafe impl Cpu for Player {
     fn current(&self) -> CpuId {
         self.0
     }
@@ -38,24 +36,17 @@ unsafe impl CpuLocal for Cpu {
     }
 
     unsafe fn unpin(&self, _state: usize) {}
-}
 
-// SAFETY: loom's threads store nothing but atomics.
-unsafe impl Preempt for Cpu {
+    fn cpus(&self) -> u32 {
+        PASSIVE + 1
+    }
+
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
 
-    unsafe fn reschedule(&self) {}
-}
+    unsafe fn cond_resched(&self) {}
 
-// SAFETY: the hardware's own barriers.
-unsafe impl StoreOrder for Cpu {}
-
-// SAFETY: the provided methods grant nothing.
-unsafe impl VectorUnit for Cpu {}
-
-impl Instrumented for Cpu {
     fn counters(&self) -> &Counters {
         &self.1
     }
@@ -138,27 +129,28 @@ impl Machine {
         };
         let (each, inboxes): (Vec<_>, Vec<_>) = (0..cpus).map(|_| (TlbCpu::default(), AtomicU64::new(0))).unzip();
         // SAFETY: these are the CPUs of the tests' contexts.
-        let tlbs = unsafe { Tlbs::new(&each, &inboxes, &hw) }.expect("fits");
+        let shootdown = unsafe { TlbShootdown::new(&each, &inboxes, &hw) }.expect("fits");
         // SAFETY: the only space; what is walked is the model's own.
-        let space = unsafe { TlbSpace::new(&tlbs, PhysAddr::new(0x1000)) }.expect("fits");
+        let space = unsafe { TlbSpace::new(&shootdown, PhysAddr::new(0x1000)) }.expect("fits");
         // SAFETY: one machine.
-        let deferred = unsafe { DeferredUnmap::new(&tlbs) }.expect("fits");
+        let deferred = unsafe { DeferredUnmap::new(&shootdown) }.expect("fits");
         let (done, lock) = (AtomicU64::new(0), Mutex::new(()));
         Arc::new(Machine { cpus: each, inboxes, hw, space, deferred, done, lock })
     }
 
     /// Runs `f` as a CPU.
-    fn on<R>(&self, cpu: u32, f: impl FnOnce(&Tlbs<'_, &Hw>, &CpuCx<'_, Cpu>) -> R) -> R {
-        let platform = Cpu(CpuId(cpu), Counters::default());
+    fn on<R>(&self, cpu: u32, f: impl FnOnce(&TlbShootdown<'_, &Hw>, &CpuCx<'_, Player>) -> R) -> R {
+        let platform = Player(CpuId(cpu), Counters::default());
         // SAFETY: the only context on this thread; and the slices belong together.
-        let (cx, tlbs) = unsafe { (CpuCx::new(&platform), Tlbs::new(&self.cpus, &self.inboxes, &self.hw)) };
-        f(&tlbs.expect("fits"), &cx)
+        let (cx, shootdown) =
+            unsafe { (CpuCx::new(&platform), TlbShootdown::new(&self.cpus, &self.inboxes, &self.hw)) };
+        f(&shootdown.expect("fits"), &cx)
     }
 
     /// Has a CPU load the space and use both entries.
     fn warm(&self, cpu: u32) {
-        self.on(cpu, |tlbs, cx| {
-            self.space.switch_in(tlbs, cx);
+        self.on(cpu, |shootdown, cx| {
+            self.space.switch_in(shootdown, cx);
             for entry in 0..2 {
                 assert_eq!(self.hw.translate(CpuId(cpu), entry), OLD);
             }
@@ -167,11 +159,11 @@ impl Machine {
 
     /// Changes an entry and flushes it.
     fn change(&self, cpu: u32, entry: usize, tables: bool) {
-        self.on(cpu, |tlbs, cx| {
+        self.on(cpu, |shootdown, cx| {
             self.hw.entries[entry].store(NEW, Ordering::Relaxed);
             let mut batch = ShootdownBatch::new(&self.space);
             let debt = batch.unhooked((), Hw::entry_range(entry), PageSize::Size4K, tables);
-            let receipt = batch.flush(tlbs, cx, &ShootdownPolicy::BATCHED);
+            let receipt = batch.flush(shootdown, cx, &ShootdownPolicy::BATCHED);
             debt.release(&receipt).expect("paid");
         });
     }
@@ -182,10 +174,10 @@ impl Machine {
 
     /// Serves until `asking` CPUs have nothing more to ask.
     fn serve_until(&self, cpu: u32, asking: u64) {
-        self.on(cpu, |tlbs, cx| {
+        self.on(cpu, |shootdown, cx| {
             // A read-modify-write always sees the latest value; a load may see an old one for ever.
             while self.done.fetch_add(0, Ordering::AcqRel) < asking {
-                tlbs.serve(cx);
+                shootdown.handle_ipi(cx);
                 spin_loop();
             }
         });
@@ -208,10 +200,10 @@ fn joining() {
     check(3, || {
         let machine = Machine::new(2);
         machine.warm(1);
-        machine.on(1, |tlbs, cx| machine.space.switch_out(tlbs, cx));
+        machine.on(1, |shootdown, cx| machine.space.switch_out(shootdown, cx));
         let other = Arc::clone(&machine);
         let joiner = thread::spawn(move || {
-            other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
+            other.on(1, |shootdown, cx| other.space.switch_in(shootdown, cx));
             other.hw.translate(CpuId(1), 0);
             other.serve_until(1, 1);
             other.assert_not_stale(1, 0);
@@ -255,10 +247,10 @@ fn waking() {
         let machine = Machine::new(2);
         machine.warm(1);
         // SAFETY: it uses no address before it wakes.
-        machine.on(1, |tlbs, cx| unsafe { machine.space.enter_lazy(tlbs, cx) });
+        machine.on(1, |shootdown, cx| unsafe { machine.space.enter_lazy(shootdown, cx) });
         let other = Arc::clone(&machine);
         let waker = thread::spawn(move || {
-            other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
+            other.on(1, |shootdown, cx| other.space.switch_in(shootdown, cx));
             other.hw.translate(CpuId(1), 0);
             other.serve_until(1, 1);
             other.assert_not_stale(1, 0);
@@ -302,7 +294,7 @@ fn tables_are_freed_after_lazy_cpus_have_answered() {
         let machine = Machine::new(2);
         machine.warm(1);
         // SAFETY: it uses no address before it wakes.
-        machine.on(1, |tlbs, cx| unsafe { machine.space.enter_lazy(tlbs, cx) });
+        machine.on(1, |shootdown, cx| unsafe { machine.space.enter_lazy(shootdown, cx) });
         let table = Arc::new(UnsafeCell::new(0));
         let (other, walked) = (Arc::clone(&machine), Arc::clone(&table));
         let lazy = thread::spawn(move || {
@@ -332,10 +324,10 @@ fn accesses_before_laziness_come_before_the_reuse() {
             let (other, used) = (Arc::clone(&machine), Arc::clone(&frame));
             let user = thread::spawn(move || {
                 used.with_mut(|_| ());
-                other.on(1, |tlbs, cx| match leaves {
-                    true => other.space.switch_out(tlbs, cx),
+                other.on(1, |shootdown, cx| match leaves {
+                    true => other.space.switch_out(shootdown, cx),
                     // SAFETY: it uses no address any more.
-                    false => unsafe { other.space.enter_lazy(tlbs, cx) },
+                    false => unsafe { other.space.enter_lazy(shootdown, cx) },
                 });
                 other.serve_until(1, 1);
             });
@@ -410,10 +402,10 @@ fn deferred_unmaps_are_flushed_before_their_pages_are_freed() {
         let machine = Machine::new(3);
         machine.warm(PASSIVE);
         let reclaim = |machine: &Machine, cpu: u32, entry: usize| {
-            machine.on(cpu, |tlbs, cx| {
+            machine.on(cpu, |shootdown, cx| {
                 machine.hw.entries[entry].store(NEW, Ordering::Relaxed);
                 let debt = machine.deferred.unmapped(&machine.space, (), Hw::entry_range(entry));
-                let receipt = machine.deferred.flush(tlbs, cx);
+                let receipt = machine.deferred.flush(shootdown, cx);
                 debt.release(&receipt).expect("paid");
             });
             machine.assert_not_stale(PASSIVE, entry);
@@ -431,18 +423,18 @@ fn a_cpu_that_joins_during_a_deferred_unmap_catches_up() {
     check(3, || {
         let machine = Machine::new(2);
         machine.warm(1);
-        machine.on(1, |tlbs, cx| machine.space.switch_out(tlbs, cx));
+        machine.on(1, |shootdown, cx| machine.space.switch_out(shootdown, cx));
         let other = Arc::clone(&machine);
         let joiner = thread::spawn(move || {
-            other.on(1, |tlbs, cx| other.space.switch_in(tlbs, cx));
+            other.on(1, |shootdown, cx| other.space.switch_in(shootdown, cx));
             other.hw.translate(CpuId(1), 0);
             other.serve_until(1, 1);
             other.assert_not_stale(1, 0);
         });
-        machine.on(0, |tlbs, cx| {
+        machine.on(0, |shootdown, cx| {
             machine.hw.entries[0].store(NEW, Ordering::Relaxed);
             let debt = machine.deferred.unmapped(&machine.space, (), Hw::entry_range(0));
-            debt.release(&machine.deferred.flush(tlbs, cx)).expect("paid");
+            debt.release(&machine.deferred.flush(shootdown, cx)).expect("paid");
         });
         machine.finish();
         joiner.join().unwrap();
@@ -457,10 +449,10 @@ fn relying(locked: bool) {
         machine.warm(PASSIVE);
         let other = Arc::clone(&machine);
         let relier = thread::spawn(move || {
-            other.on(1, |tlbs, cx| {
+            other.on(1, |shootdown, cx| {
                 let _locked = other.lock.lock().unwrap();
                 if other.hw.entries[0].load(Ordering::Relaxed) == NEW {
-                    other.space.settle(tlbs, cx);
+                    other.space.settle(shootdown, cx);
                     other.assert_not_stale(PASSIVE, 0);
                 }
             });
@@ -470,7 +462,7 @@ fn relying(locked: bool) {
             machine.hw.entries[0].store(NEW, Ordering::Relaxed);
             machine.deferred.unmapped(&machine.space, (), Hw::entry_range(0))
         };
-        machine.on(0, |tlbs, cx| debt.release(&machine.deferred.flush(tlbs, cx)).expect("paid"));
+        machine.on(0, |shootdown, cx| debt.release(&machine.deferred.flush(shootdown, cx)).expect("paid"));
         relier.join().unwrap();
     });
 }

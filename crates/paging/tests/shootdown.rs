@@ -4,15 +4,14 @@ mod support;
 
 use hugemm_base::Quarantine;
 use hugemm_base::inject::NoFaults;
-use hugemm_base::platform::{Instrumented, Preempt, StoreOrder, VectorUnit};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
-    Counters, CpuCx, CpuId, CpuLocal, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr,
-    VirtRange,
+    Counters, Cpu, CpuCx, CpuId, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_paging::{
     Counting, DeferredUnmap, Detached, EditLock, Editing, Flags, Keep, Kernel, Lookup, Mapping, PageTable, PagingError,
-    ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu, TlbSpace, Tlbs, TlbsError, User, X86_64,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu, TlbShootdown, TlbShootdownError, TlbSpace,
+    User, X86_64,
 };
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -20,26 +19,27 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use support::{Heap, at, extent, lower, span};
 
 /// A CPU that the thread plays.
-struct Cpu {
+struct Player {
     number: Cell<u32>,
     interrupts: Cell<bool>,
     counters: Counters,
 }
 
-impl Cpu {
+impl Player {
     fn new(number: u32) -> Self {
-        Cpu { number: Cell::new(number), interrupts: Cell::new(true), counters: Counters::default() }
+        Player { number: Cell::new(number), interrupts: Cell::new(true), counters: Counters::default() }
     }
 
     /// Runs `f` with a context of the CPU.
-    fn run<R>(&self, f: impl FnOnce(&CpuCx<'_, Cpu>) -> R) -> R {
+    fn run<R>(&self, f: impl FnOnce(&CpuCx<'_, Player>) -> R) -> R {
         // SAFETY: the only context in use on this thread.
         f(&unsafe { CpuCx::new(self) })
     }
 }
 
-// SAFETY: a thread plays one CPU at a time, and no other thread the same.
-unsafe impl CpuLocal for Cpu {
+// SAFETY: a thread plays one CPU at a time, and no other thread the same. The operating system fences when it switches
+// threads.
+unsafe impl Cpu for Player {
     fn current(&self) -> CpuId {
         CpuId(self.number.get())
     }
@@ -52,27 +52,20 @@ unsafe impl CpuLocal for Cpu {
         self.interrupts.set(state != 0);
     }
 
+    fn cpus(&self) -> u32 {
+        self.number.get() + 1
+    }
+
     fn interrupts_on(&self) -> bool {
         self.interrupts.get()
     }
-}
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for Cpu {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
 
-    unsafe fn reschedule(&self) {}
-}
+    unsafe fn cond_resched(&self) {}
 
-// SAFETY: the hardware's own barriers.
-unsafe impl StoreOrder for Cpu {}
-
-// SAFETY: the provided methods grant nothing.
-unsafe impl VectorUnit for Cpu {}
-
-impl Instrumented for Cpu {
     fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -92,15 +85,15 @@ impl Parts {
         Parts { cpus: (0..cpus).map(|_| TlbCpu::default()).collect(), inboxes: words(cpus * cpus.div_ceil(64)) }
     }
 
-    fn tlbs<H: TlbHw>(&self, hw: H) -> Tlbs<'_, H> {
+    fn shootdown<H: TlbHw>(&self, hw: H) -> TlbShootdown<'_, H> {
         // SAFETY: these CPUs are the tests'.
-        unsafe { Tlbs::new(&self.cpus, &self.inboxes, hw) }.expect("fits")
+        unsafe { TlbShootdown::new(&self.cpus, &self.inboxes, hw) }.expect("fits")
     }
 
-    fn space<K: SpaceKind, H: TlbHw>(&self, tlbs: &Tlbs<'_, H>) -> TlbSpace<K, Keep, Vec<AtomicU64>> {
+    fn space<K: SpaceKind, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>) -> TlbSpace<K, Keep, Vec<AtomicU64>> {
         let masks = words(2 * self.cpus.len().div_ceil(64));
         // SAFETY: these CPUs walk nothing.
-        unsafe { TlbSpace::with_masks(tlbs, PhysAddr::new(0x1000), Keep, masks) }.expect("fits")
+        unsafe { TlbSpace::with_masks(shootdown, PhysAddr::new(0x1000), Keep, masks) }.expect("fits")
     }
 }
 
@@ -110,41 +103,41 @@ fn range(page: u64, pages: u64) -> VirtRange {
 
 /// Changes `pages` pages and flushes them on CPU 0; what that cost.
 fn change<H: TlbHw>(
-    tlbs: &Tlbs<'_, H>,
-    cx: &CpuCx<'_, Cpu>,
+    shootdown: &TlbShootdown<'_, H>,
+    cx: &CpuCx<'_, Player>,
     space: &TlbSpace<User, Keep, Vec<AtomicU64>>,
     pages: u64,
     policy: &ShootdownPolicy,
 ) -> ShootdownCounts {
-    let before = tlbs.counts();
+    let before = shootdown.counts();
     for part in policy.batches(range(0x100, pages), PageSize::Size4K) {
         let mut batch = ShootdownBatch::new(space);
         batch.changed(part, PageSize::Size4K);
-        batch.flush(tlbs, cx, policy);
+        batch.flush(shootdown, cx, policy);
     }
-    tlbs.counts().since(before)
+    shootdown.counts().since(before)
 }
 
 #[test]
 fn a_batch_costs_the_same_for_any_number_of_pages_and_any_number_of_cpus_is_reached() {
     for cpus in [1, 2, 63, 64, 65, 130, 200] {
         let parts = Parts::new(cpus);
-        let tlbs = parts.tlbs(Counting);
-        let space = parts.space(&tlbs);
-        let cpu = Cpu::new(0);
+        let shootdown = parts.shootdown(Counting);
+        let space = parts.space(&shootdown);
+        let cpu = Player::new(0);
         for number in (0..cpus).rev() {
             cpu.number.set(number as u32);
-            cpu.run(|cx| space.switch_in(&tlbs, cx));
+            cpu.run(|cx| space.switch_in(&shootdown, cx));
             assert!(space.is_user(CpuId(number as u32)));
         }
         let others = cpus as u64 - 1;
         for pages in [1, 33, 34, 512, 1 << 18] {
-            let counts = cpu.run(|cx| change(&tlbs, cx, &space, pages, &ShootdownPolicy::BATCHED));
+            let counts = cpu.run(|cx| change(&shootdown, cx, &space, pages, &ShootdownPolicy::BATCHED));
             assert_eq!((counts.targets, counts.interrupts, counts.served), (others, others, others));
             assert_eq!((counts.flushes_range, counts.flushes_all), if pages <= 33 { (1, 0) } else { (0, 1) });
             assert_eq!((counts.pages, counts.caught_up), (if pages <= 33 { pages } else { 0 }, 0));
         }
-        let counts = cpu.run(|cx| change(&tlbs, cx, &space, 100, &ShootdownPolicy::PER_PAGE));
+        let counts = cpu.run(|cx| change(&shootdown, cx, &space, 100, &ShootdownPolicy::PER_PAGE));
         assert_eq!((counts.flushes_range, counts.targets), (100, 100 * others));
     }
 }
@@ -152,44 +145,44 @@ fn a_batch_costs_the_same_for_any_number_of_pages_and_any_number_of_cpus_is_reac
 #[test]
 fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     let parts = Parts::new(130);
-    let tlbs = parts.tlbs(Counting);
-    let (space, other) = (parts.space::<User, _>(&tlbs), parts.space::<User, _>(&tlbs));
-    let cpu = Cpu::new(0);
-    let on = |number: u32, f: &dyn Fn(&CpuCx<'_, Cpu>)| {
+    let shootdown = parts.shootdown(Counting);
+    let (space, other) = (parts.space::<User, _>(&shootdown), parts.space::<User, _>(&shootdown));
+    let cpu = Player::new(0);
+    let on = |number: u32, f: &dyn Fn(&CpuCx<'_, Player>)| {
         cpu.number.set(number);
         cpu.run(|cx| f(cx));
         cpu.number.set(0);
     };
     for number in [0, 1, 64, 129] {
-        on(number, &|cx| space.switch_in(&tlbs, cx));
+        on(number, &|cx| space.switch_in(&shootdown, cx));
     }
     // SAFETY: it uses nothing at all.
-    on(64, &|cx| unsafe { space.enter_lazy(&tlbs, cx) });
+    on(64, &|cx| unsafe { space.enter_lazy(&shootdown, cx) });
     on(129, &|cx| {
-        other.switch_in(&tlbs, cx);
-        space.switch_out(&tlbs, cx);
+        other.switch_in(&shootdown, cx);
+        space.switch_out(&shootdown, cx);
     });
-    let counts = cpu.run(|cx| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
+    let counts = cpu.run(|cx| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
     assert_eq!((counts.targets, counts.skipped_lazy), (1, 1));
     // With tables, the lazy one is asked too, and has missed a flush.
-    let before = tlbs.counts();
+    let before = shootdown.counts();
     cpu.run(|cx| {
         let mut batch = ShootdownBatch::new(&space);
         let debt = batch.unhooked((), range(0, 512), PageSize::Size4K, true);
-        debt.release(&batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED)).expect("paid");
+        debt.release(&batch.flush(&shootdown, cx, &ShootdownPolicy::BATCHED)).expect("paid");
     });
-    let counts = tlbs.counts().since(before);
+    let counts = shootdown.counts().since(before);
     assert_eq!((counts.targets, counts.skipped_lazy, counts.caught_up), (2, 0, 1));
     // Up to date, it wakes for nothing; after another flush it does not.
-    let before = tlbs.counts();
-    on(64, &|cx| space.switch_in(&tlbs, cx));
-    assert_eq!(tlbs.counts().since(before).caught_up, 0);
+    let before = shootdown.counts();
+    on(64, &|cx| space.switch_in(&shootdown, cx));
+    assert_eq!(shootdown.counts().since(before).caught_up, 0);
     // SAFETY: it uses nothing at all.
-    on(64, &|cx| unsafe { space.enter_lazy(&tlbs, cx) });
-    cpu.run(|cx| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
-    let before = tlbs.counts();
-    on(64, &|cx| space.switch_in(&tlbs, cx));
-    assert_eq!(tlbs.counts().since(before).caught_up, 1);
+    on(64, &|cx| unsafe { space.enter_lazy(&shootdown, cx) });
+    cpu.run(|cx| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
+    let before = shootdown.counts();
+    on(64, &|cx| space.switch_in(&shootdown, cx));
+    assert_eq!(shootdown.counts().since(before).caught_up, 1);
 }
 
 /// Notes with what each load began.
@@ -220,102 +213,102 @@ unsafe impl TlbHw for &Tagging {
     fn unload(&self, _cpu: CpuId) {}
 }
 
-/// D20: what is kept under tags hides no use for longer than until it expires, and that costs no interrupt.
+/// What is kept under tags hides no use for longer than until it expires, and that costs no interrupt.
 #[test]
 fn what_is_kept_under_tags_expires() {
     let (hw, parts) = (Tagging::default(), Parts::new(2));
-    let tlbs = parts.tlbs(&hw);
-    let spaces = [parts.space::<User, _>(&tlbs), parts.space::<User, _>(&tlbs)];
-    let cpu = Cpu::new(0);
+    let shootdown = parts.shootdown(&hw);
+    let spaces = [parts.space::<User, _>(&shootdown), parts.space::<User, _>(&shootdown)];
+    let cpu = Player::new(0);
     let turn = || {
         hw.kept.lock().expect("not poisoned").clear();
         cpu.run(|cx| {
             for (to, from) in [(0, 1), (1, 0)] {
-                spaces[to].switch_in(&tlbs, cx);
-                spaces[from].switch_out(&tlbs, cx);
+                spaces[to].switch_in(&shootdown, cx);
+                spaces[from].switch_out(&shootdown, cx);
             }
         });
         hw.kept.lock().expect("not poisoned").clone()
     };
     turn();
     assert_eq!(turn(), [true, true]);
-    tlbs.expire();
+    shootdown.expire();
     assert_eq!(turn(), [false, false]);
     assert_eq!(turn(), [true, true]);
     // A space that is still loaded, lazily, is not loaded again: it is invalidated.
     // SAFETY: it uses nothing at all.
-    cpu.run(|cx| unsafe { spaces[1].enter_lazy(&tlbs, cx) });
-    tlbs.expire();
-    cpu.run(|cx| spaces[1].switch_in(&tlbs, cx));
+    cpu.run(|cx| unsafe { spaces[1].enter_lazy(&shootdown, cx) });
+    shootdown.expire();
+    cpu.run(|cx| spaces[1].switch_in(&shootdown, cx));
     assert_eq!(hw.invalidated.load(Ordering::Relaxed), 1);
     assert_eq!(turn(), [false, true]);
-    assert_eq!(tlbs.counts().targets, 0);
+    assert_eq!(shootdown.counts().targets, 0);
 }
 
 #[test]
 fn a_space_is_retired_when_only_lazy_cpus_are_left() {
     let parts = Parts::new(3);
-    let tlbs = parts.tlbs(Counting);
-    let space = parts.space::<User, _>(&tlbs);
-    let cpu = Cpu::new(1);
-    cpu.run(|cx| space.switch_in(&tlbs, cx));
+    let shootdown = parts.shootdown(Counting);
+    let space = parts.space::<User, _>(&shootdown);
+    let cpu = Player::new(1);
+    cpu.run(|cx| space.switch_in(&shootdown, cx));
     cpu.number.set(0);
-    let space = cpu.run(|cx| space.retire(&tlbs, cx)).expect_err("CPU 1 uses it");
+    let space = cpu.run(|cx| space.retire(&shootdown, cx)).expect_err("CPU 1 uses it");
     cpu.number.set(1);
     // SAFETY: it uses nothing at all.
-    cpu.run(|cx| unsafe { space.enter_lazy(&tlbs, cx) });
+    cpu.run(|cx| unsafe { space.enter_lazy(&shootdown, cx) });
     cpu.number.set(0);
-    let before = tlbs.counts();
-    cpu.run(|cx| space.retire(&tlbs, cx)).expect("nobody uses it");
-    assert_eq!(tlbs.counts().since(before).targets, 1);
+    let before = shootdown.counts();
+    cpu.run(|cx| space.retire(&shootdown, cx)).expect("nobody uses it");
+    assert_eq!(shootdown.counts().since(before).targets, 1);
 }
 
 #[test]
 fn others_flushes_are_made_use_of_and_nothing_is_flushed_for_nothing() {
     let parts = Parts::new(2);
-    let tlbs = parts.tlbs(Counting);
-    let space = parts.space::<User, _>(&tlbs);
-    let cpu = Cpu::new(0);
+    let shootdown = parts.shootdown(Counting);
+    let space = parts.space::<User, _>(&shootdown);
+    let cpu = Player::new(0);
     cpu.run(|cx| {
-        space.switch_in(&tlbs, cx);
-        ShootdownBatch::new(&space).flush(&tlbs, cx, &ShootdownPolicy::BATCHED);
-        assert_eq!(tlbs.counts(), ShootdownCounts::default());
+        space.switch_in(&shootdown, cx);
+        ShootdownBatch::new(&space).flush(&shootdown, cx, &ShootdownPolicy::BATCHED);
+        assert_eq!(shootdown.counts(), ShootdownCounts::default());
         let mut late = ShootdownBatch::new(&space);
         let debt = late.unhooked(7, range(0, 1), PageSize::Size4K, false);
-        change(&tlbs, cx, &space, 1 << 10, &ShootdownPolicy::BATCHED);
-        let before = tlbs.counts();
-        let receipt = late.flush(&tlbs, cx, &ShootdownPolicy::BATCHED);
+        change(&shootdown, cx, &space, 1 << 10, &ShootdownPolicy::BATCHED);
+        let before = shootdown.counts();
+        let receipt = late.flush(&shootdown, cx, &ShootdownPolicy::BATCHED);
         assert_eq!(debt.release(&receipt).expect("paid"), 7);
-        assert_eq!(tlbs.counts().since(before), ShootdownCounts { elided: 1, ..Default::default() });
+        assert_eq!(shootdown.counts().since(before), ShootdownCounts { elided: 1, ..Default::default() });
     });
 }
 
 #[test]
 fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
     let parts = Parts::new(3);
-    let tlbs = parts.tlbs(Counting);
-    let spaces = [parts.space::<User, _>(&tlbs), parts.space(&tlbs)];
+    let shootdown = parts.shootdown(Counting);
+    let spaces = [parts.space::<User, _>(&shootdown), parts.space(&shootdown)];
     // SAFETY: one machine.
-    let deferred = unsafe { DeferredUnmap::new(&tlbs) }.expect("fits");
-    let cpu = Cpu::new(0);
+    let deferred = unsafe { DeferredUnmap::new(&shootdown) }.expect("fits");
+    let cpu = Player::new(0);
     for number in [1, 2] {
         cpu.number.set(number);
-        cpu.run(|cx| spaces[number as usize - 1].switch_in(&tlbs, cx));
+        cpu.run(|cx| spaces[number as usize - 1].switch_in(&shootdown, cx));
     }
     cpu.number.set(0);
     cpu.run(|cx| {
         let debts: Vec<_> =
             (0..100).map(|page| deferred.unmapped(&spaces[page as usize % 2], page, range(page, 1))).collect();
-        let before = tlbs.counts();
-        let receipt = deferred.flush(&tlbs, cx);
-        let counts = tlbs.counts().since(before);
+        let before = shootdown.counts();
+        let receipt = deferred.flush(&shootdown, cx);
+        let counts = shootdown.counts().since(before);
         assert_eq!((counts.flushes_all, counts.targets), (1, 2));
         for (page, debt) in debts.into_iter().enumerate() {
             assert_eq!(debt.release(&receipt).expect("paid"), page as u64);
         }
         // The spaces do not know of that flush: whoever relies on them flushes once.
         assert!(spaces[0].is_unsettled());
-        spaces[0].settle(&tlbs, cx);
+        spaces[0].settle(&shootdown, cx);
         assert!(!spaces[0].is_unsettled() && spaces[1].is_unsettled());
     });
 }
@@ -344,34 +337,34 @@ unsafe impl TlbHw for Everywhere {
 #[test]
 fn a_broadcast_interrupts_nobody() {
     let parts = Parts::new(4);
-    let tlbs = parts.tlbs(Everywhere(Cell::new(0)));
-    let (space, cpu) = (parts.space(&tlbs), Cpu::new(0));
+    let shootdown = parts.shootdown(Everywhere(Cell::new(0)));
+    let (space, cpu) = (parts.space(&shootdown), Player::new(0));
     for number in (0..4).rev() {
         cpu.number.set(number);
-        cpu.run(|cx| space.switch_in(&tlbs, cx));
+        cpu.run(|cx| space.switch_in(&shootdown, cx));
     }
-    let counts = cpu.run(|cx| change(&tlbs, cx, &space, 5, &ShootdownPolicy::BATCHED));
-    assert_eq!((counts.broadcasts, counts.targets, tlbs.hw().0.get()), (1, 0, 1));
+    let counts = cpu.run(|cx| change(&shootdown, cx, &space, 5, &ShootdownPolicy::BATCHED));
+    assert_eq!((counts.broadcasts, counts.targets, shootdown.hw().0.get()), (1, 0, 1));
 }
 
 #[test]
 fn the_kernels_half_reaches_every_cpu_that_is_online() {
     let parts = Parts::new(70);
-    let tlbs = parts.tlbs(Counting);
-    let (kernel, cpu) = (parts.space::<Kernel, _>(&tlbs), Cpu::new(0));
+    let shootdown = parts.shootdown(Counting);
+    let (kernel, cpu) = (parts.space::<Kernel, _>(&shootdown), Player::new(0));
     for number in (0..70).rev() {
         cpu.number.set(number);
-        cpu.run(|cx| kernel.online(&tlbs, cx));
+        cpu.run(|cx| kernel.online(&shootdown, cx));
     }
     cpu.number.set(69);
     cpu.run(|cx| kernel.offline(cx));
     cpu.number.set(0);
     cpu.run(|cx| {
-        let before = tlbs.counts();
+        let before = shootdown.counts();
         let mut batch = ShootdownBatch::new(&kernel);
         batch.changed(range(1 << 36, 8), PageSize::Size4K);
-        batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED);
-        assert_eq!(tlbs.counts().since(before).targets, 68);
+        batch.flush(&shootdown, cx, &ShootdownPolicy::BATCHED);
+        assert_eq!(shootdown.counts().since(before).targets, 68);
     });
 }
 
@@ -380,10 +373,10 @@ fn the_kernels_half_reaches_every_cpu_that_is_online() {
 #[should_panic(expected = "interrupts off")]
 fn a_shootdown_with_interrupts_off() {
     let parts = Parts::new(2);
-    let tlbs = parts.tlbs(Counting);
-    let (space, cpu) = (parts.space(&tlbs), Cpu::new(0));
+    let shootdown = parts.shootdown(Counting);
+    let (space, cpu) = (parts.space(&shootdown), Player::new(0));
     cpu.run(|cx| {
-        cx.pinned(|_| change(&tlbs, cx, &space, 1, &ShootdownPolicy::BATCHED));
+        cx.pinned(|_| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
     });
 }
 
@@ -391,20 +384,20 @@ fn a_shootdown_with_interrupts_off() {
 fn parts_that_do_not_fit_are_refused() {
     let parts = Parts::new(65);
     // SAFETY: never used.
-    let error = unsafe { Tlbs::new(&parts.cpus, &parts.inboxes[..64], Counting) }.expect_err("too few");
-    assert_eq!(error, TlbsError::TooFewWords { needed: 130, given: 64 });
+    let error = unsafe { TlbShootdown::new(&parts.cpus, &parts.inboxes[..64], Counting) }.expect_err("too few");
+    assert_eq!(error, TlbShootdownError::TooFewWords { needed: 130, given: 64 });
     // SAFETY: never used.
-    assert_eq!(unsafe { Tlbs::new(&[], &[], Counting) }.expect_err("none"), TlbsError::NoCpus);
-    let tlbs = parts.tlbs(Counting);
+    assert_eq!(unsafe { TlbShootdown::new(&[], &[], Counting) }.expect_err("none"), TlbShootdownError::NoCpus);
+    let shootdown = parts.shootdown(Counting);
     // SAFETY: never used.
-    let error = unsafe { TlbSpace::<User>::new(&tlbs, PhysAddr::new(0)) }.expect_err("two masks of two words");
-    assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
+    let error = unsafe { TlbSpace::<User>::new(&shootdown, PhysAddr::new(0)) }.expect_err("two masks of two words");
+    assert_eq!(error, TlbShootdownError::TooFewWords { needed: 4, given: 2 });
     // SAFETY: one machine.
-    let error = unsafe { DeferredUnmap::new(&tlbs) }.expect_err("two masks of two words");
-    assert_eq!(error, TlbsError::TooFewWords { needed: 4, given: 2 });
+    let error = unsafe { DeferredUnmap::new(&shootdown) }.expect_err("two masks of two words");
+    assert_eq!(error, TlbShootdownError::TooFewWords { needed: 4, given: 2 });
     for given in [4, 5] {
         // SAFETY: never used.
-        assert!(unsafe { DeferredUnmap::with_masks(&tlbs, Keep, words(given)) }.is_ok());
+        assert!(unsafe { DeferredUnmap::with_masks(&shootdown, Keep, words(given)) }.is_ok());
     }
     assert_eq!(error.to_string(), "2 words are too few for the masks of these CPUs; give 4");
 }
@@ -428,18 +421,18 @@ unsafe impl TlbHw for Polling {
 fn all_cpus_shoot_each_other_under_a_lock_convoy() {
     const CPUS: u32 = 4;
     let parts = Parts::new(CPUS as usize);
-    let tlbs = parts.tlbs(Polling);
-    let space = parts.space(&tlbs);
+    let shootdown = parts.shootdown(Polling);
+    let space = parts.space(&shootdown);
     let (convoy, done, ready) = (Mutex::new(0_u32), AtomicU32::new(0), AtomicBool::new(false));
-    let (tlbs, space, convoy, done, ready) = (&tlbs, &space, &convoy, &done, &ready);
+    let (shootdown, space, convoy, done, ready) = (&shootdown, &space, &convoy, &done, &ready);
     std::thread::scope(|scope| {
         for number in 0..CPUS {
             scope.spawn(move || {
-                let cpu = Cpu::new(number);
+                let cpu = Player::new(number);
                 cpu.run(|cx| {
-                    space.switch_in(tlbs, cx);
+                    space.switch_in(shootdown, cx);
                     while !ready.load(Ordering::Acquire) && number != 0 {
-                        tlbs.serve(cx);
+                        shootdown.handle_ipi(cx);
                     }
                     ready.store(true, Ordering::Release);
                     for round in 0..30 {
@@ -449,27 +442,27 @@ fn all_cpus_shoot_each_other_under_a_lock_convoy() {
                                 match convoy.try_lock() {
                                     Ok(held) => break held,
                                     Err(_) => {
-                                        tlbs.serve(cx);
+                                        shootdown.handle_ipi(cx);
                                         std::thread::yield_now();
                                     }
                                 }
                             };
                             *held += 1;
-                            change(tlbs, cx, space, 2, &ShootdownPolicy::PER_PAGE);
+                            change(shootdown, cx, space, 2, &ShootdownPolicy::PER_PAGE);
                         } else {
-                            change(tlbs, cx, space, 1, &ShootdownPolicy::BATCHED);
+                            change(shootdown, cx, space, 1, &ShootdownPolicy::BATCHED);
                         }
                     }
                     done.fetch_add(1, Ordering::AcqRel);
                     while done.load(Ordering::Acquire) < CPUS {
-                        tlbs.serve(cx);
+                        shootdown.handle_ipi(cx);
                         std::thread::yield_now();
                     }
                 });
             });
         }
     });
-    let counts = tlbs.counts();
+    let counts = shootdown.counts();
     assert_eq!(counts.targets, counts.served);
     assert!(*convoy.lock().expect("unpoisoned") > 0 && counts.targets > 0);
 }
@@ -492,13 +485,13 @@ fn table(heap: &Heap) -> PageTable<X86_64, EditLock> {
 /// detached, nor another table, nor the other half of the same one.
 #[test]
 fn what_was_detached_is_paid_for_by_its_own_space() {
-    let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Cpu::new(0));
-    let tlbs = parts.tlbs(Counting);
+    let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Player::new(0));
+    let shootdown = parts.shootdown(Counting);
     let (table, other) = (table(&heap), table(&heap));
     let new = |table: &PageTable<X86_64, EditLock>| {
         let masks = words(2);
         // SAFETY: each of another table; nothing is walked.
-        unsafe { TlbSpace::<User, _, _>::with_masks(&tlbs, table.root().start(), Kept::default(), masks) }
+        unsafe { TlbSpace::<User, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), masks) }
             .expect("fits")
     };
     let (space, others) = (new(&table), new(&other));
@@ -510,7 +503,7 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
     let unhooked = ShootdownBatch::new(&others).detached(unhooked).expect_err("another space's");
     let mut batch = ShootdownBatch::new(&space);
     let pending = batch.detached(unhooked).expect("its own").expect("something");
-    let receipt = cpu.run(|cx| batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED));
+    let receipt = cpu.run(|cx| batch.flush(&shootdown, cx, &ShootdownPolicy::BATCHED));
     let detached = pending.release(&receipt).expect("paid");
     let (error, detached) = other.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another table's");
     assert_eq!(error, PagingError::Foreign);
@@ -540,11 +533,12 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
 /// Tables wait for a flush that reaches those who may walk them: one that leaves lazy CPUs out pays for leaves only.
 #[test]
 fn detached_tables_are_not_paid_for_by_a_flush_of_leaves() {
-    let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Cpu::new(0));
-    let tlbs = parts.tlbs(Counting);
+    let (heap, parts, cpu) = (Heap::new(NoFaults), Parts::new(1), Player::new(0));
+    let shootdown = parts.shootdown(Counting);
     let table = table(&heap);
     // SAFETY: nothing is walked.
-    let space = unsafe { TlbSpace::<User, _, _>::with_masks(&tlbs, table.root().start(), Kept::default(), words(2)) };
+    let space =
+        unsafe { TlbSpace::<User, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), words(2)) };
     let space = space.expect("fits");
     let small = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
     table.exclusive(&heap).map(span(0, 1024), [extent(0, 1024)], small).expect("mapped");
@@ -556,10 +550,10 @@ fn detached_tables_are_not_paid_for_by_a_flush_of_leaves() {
     let (tables, leaves) = (detach(0, 512), detach(512, 5));
     let mut other = ShootdownBatch::new(&space);
     other.changed(VirtRange::ALL, PageSize::Size4K);
-    let receipt = cpu.run(|cx| other.flush(&tlbs, cx, &ShootdownPolicy::BATCHED));
+    let receipt = cpu.run(|cx| other.flush(&shootdown, cx, &ShootdownPolicy::BATCHED));
     let leaves = leaves.release(&receipt).expect("paid");
     let tables = tables.release(&receipt).expect_err("lazy CPUs were left out");
-    let receipt = cpu.run(|cx| batch.flush(&tlbs, cx, &ShootdownPolicy::BATCHED));
+    let receipt = cpu.run(|cx| batch.flush(&shootdown, cx, &ShootdownPolicy::BATCHED));
     let tables = tables.release(&receipt).expect("paid");
     for (detached, found) in [(leaves, (5, 0)), (tables, (512, 1))] {
         let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");

@@ -52,7 +52,7 @@ use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
 use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, Pfn, PhysMap};
-use hugemm_frames::{AllocError, Env, Frames, Frozen, Mobility, Request};
+use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Frozen, Mobility};
 use scratch::Scratch;
 use slot::Place;
 
@@ -116,6 +116,10 @@ type Kept = (Place, bool);
 impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     /// A store for contexts of CPUs 0 to `cpus`, with at most `limit` frames in all. Takes frames for working memory at
     /// once (see [`Usage`] and [`SwapStats::frames`](crate::SwapStats::frames)) and fails if they cannot be had or the limit does not cover them.
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](StoreError::NoMemory), or [`Full`](StoreError::Full) if `limit` is below the working memory.
     pub fn new<P: Cpu + PhysMap>(
         frames: &'f Frames<'m, E>,
         cx: &CpuCx<'_, P>,
@@ -142,7 +146,11 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
         })
     }
 
-    /// Gives everything back; the store itself if pages are still in memory.
+    /// Gives everything back. Any context but NMI; O(working memory).
+    ///
+    /// # Errors
+    ///
+    /// The store, while pages are in it: load or free them first.
     #[allow(clippy::result_large_err, reason = "the store as it was")]
     pub fn close<P: Cpu + PhysMap>(self, cx: &CpuCx<'_, P>) -> Result<(), Self> {
         if self.held(cx) != 0 {
@@ -153,7 +161,8 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     }
 
     /// How well the memory of each class is used, smallest pieces first: the fragmentation inside pieces is `used *
-    /// piece_bytes - data_bytes`, that between them `(pieces - used) * piece_bytes`. One lock round per class.
+    /// piece_bytes - data_bytes`, that between them `(pieces - used) * piece_bytes`. One lock round per class; any
+    /// context but NMI.
     pub fn usage<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> impl Iterator<Item = Usage> {
         self.classes.iter().zip(TABLE).map(|(class, spec)| cx.pinned(|pin| class.0.lock(pin).usage(spec)))
     }
@@ -205,7 +214,7 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     /// A frame or block for data: from the manager, or the page's own frame where that has none. The limit is charged.
     fn block<P: Cpu>(&self, cx: &CpuCx<'_, P>, class: u64, order: Order, own: Own) -> Result<New, StoreError> {
         self.charge(order.pages())?;
-        let new = match (self.frames.alloc(cx, Request::order(order)), own) {
+        let new = match (self.frames.alloc(cx, AllocRequest::order(order)), own) {
             (Ok(block), _) => {
                 let (pfn, mobility) = (block.pfn(), block.mobility());
                 let _ = block.into_dirty().into_extent();

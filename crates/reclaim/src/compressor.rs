@@ -29,5 +29,9 @@ pub trait Compressor {
 
     /// Restores a page from exactly the bytes that `compress` wrote. Whatever else it is given, it returns an error or
     /// some page, and touches nothing outside `into`.
+    ///
+    /// # Errors
+    ///
+    /// [`Corrupt`]: `into` has anything.
     fn decompress(&self, from: &[u8], into: &mut PageBytes) -> Result<(), Corrupt>;
 }

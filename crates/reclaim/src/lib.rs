@@ -1,5 +1,17 @@
 //! Reclaim: which pages nobody uses, and where they go.
 //!
+//! Folios stand on an [`Lru`] by when they were last found used. A worker is woken when free memory is below a watermark:
+//! it ages folios by their accessed bits, without a flush, and what has not been used for long goes to [`Compressed`] swap.
+//!
+//! ```
+//! use hugemm_reclaim::{Level, Watermarks};
+//!
+//! let marks = Watermarks::for_node(4 << 18); // a node of 4 GiB, in pages of 4 KiB
+//! assert_eq!(marks.level(marks.low() - 1), Level::Short); // the worker is woken
+//! assert!(marks.works(true, marks.high() - 1) && !marks.works(true, marks.high())); // and rests from `high` on
+//! assert!(marks.direct(marks.min() - 1)); // whoever allocates helps
+//! ```
+//!
 //! | file | the rule it owns |
 //! |---|---|
 //! | [`swap`] | the seam to a swap back end: slots, errors, who owns what |
@@ -17,6 +29,7 @@
 //! panic on bad input or exhaustion.
 #![cfg_attr(not(any(test, loom)), no_std)]
 #![warn(missing_debug_implementations)]
+#![deny(clippy::missing_errors_doc)]
 
 pub mod compressed;
 pub mod compressor;
@@ -32,9 +45,9 @@ pub mod worker;
 
 pub use compressed::{Compressed, Usage};
 pub use compressor::{Compressor, Corrupt, PageBytes};
-pub use lru::{BATCH, Batch, Folio, Lru, LruStats, Neighbours, Policy, Removed, Source, Verdict, Was};
+pub use lru::{BATCH, Batch, Folio, Lru, LruEnd, LruPolicy, LruRemoval, LruStats, LruVerdict, Neighbours, Was};
 pub use reclaimer::{Age, Reclaimer, WriteError};
-pub use shrink::{Budget, Progress, shrink};
+pub use shrink::{ShrinkBudget, ShrinkProgress, shrink};
 pub use spaces::{Ageing, Reclaim, ReclaimCounts, Step, Steps};
 pub use swap::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};
 pub use watermark::{Level, Wake, Watermarks};

@@ -39,7 +39,7 @@ mod tests;
 mod two_list;
 
 pub use batch::{BATCH, Batch, Folio, Neighbours};
-pub use policy::{Policy, Verdict, Was};
+pub use policy::{LruPolicy, LruVerdict, Was};
 
 use crate::links::Words;
 use crate::words::STATE;
@@ -52,7 +52,7 @@ use lists::Lists;
 
 /// Where to take folios from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum LruEnd {
     /// The coldest: candidates for eviction.
     Oldest,
     /// The youngest list's oldest, to see whether they still are young; when [`Batch::ageing_due`] says so.
@@ -61,7 +61,7 @@ pub enum Source {
 
 /// What [`Lru::remove`] found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Removed {
+pub enum LruRemoval {
     /// It was on a list and is not any more.
     Yes,
     /// Somebody is looking at it; it will not come back.
@@ -110,7 +110,8 @@ impl LruStats {
     }
 }
 
-/// The LRU of one node. See the [module's documentation](self).
+/// The LRU of one node. See the [module's documentation](self). Its functions may be called in any context but NMI: what they
+/// take is one lock, pinned, for a bounded time.
 pub struct Lru<'f, 'm, E: Env, L: RawLock = SpinLock> {
     frames: &'f Frames<'m, E>,
     lists: PinnedLock<L, Lists>,
@@ -124,7 +125,7 @@ impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
 
 impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     /// An empty LRU for folios of `frames`.
-    pub fn new(frames: &'f Frames<'m, E>, policy: Policy) -> Self {
+    pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
         Lru { frames, lists: PinnedLock::new(Lists::new(policy)) }
     }
 
@@ -155,7 +156,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     }
 
     /// Takes a folio off for good. For its owner, before the last reference is dropped.
-    pub fn remove<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> Removed {
+    pub fn remove<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> LruRemoval {
         self.locked(cx, |lists| lists.remove(self.frames, head))
     }
 
@@ -185,7 +186,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     pub fn isolate<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
-        source: Source,
+        source: LruEnd,
         most_pages: u64,
         batch: &mut Batch,
         hold: impl FnMut(Pfn) -> bool,
@@ -226,13 +227,13 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     }
 
     /// The policy now in force.
-    pub fn policy<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> Policy {
+    pub fn policy<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> LruPolicy {
         self.locked(cx, |lists| lists.policy)
     }
 
     /// Changes the policy. Folios stay where they are: the youngest list is the active one, all others are inactive. O(1);
     /// safe at any time.
-    pub fn set_policy<P: Cpu>(&self, cx: &CpuCx<'_, P>, policy: Policy) {
+    pub fn set_policy<P: Cpu>(&self, cx: &CpuCx<'_, P>, policy: LruPolicy) {
         self.locked(cx, |lists| lists.policy = policy);
     }
 

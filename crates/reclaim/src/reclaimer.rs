@@ -83,6 +83,11 @@ pub trait Reclaimer<P: Cpu> {
     /// Stores what is dirty, makes the unhooked entries say where it is, and frees the folio; how many base pages became
     /// free. The folio is off the LRU, so a back end may [keep its frame](crate::Swap::evict): then none. With an error the
     /// folio comes back, for [`restore`](Reclaimer::restore).
+    ///
+    /// # Errors
+    ///
+    /// The folio, and why: [`Swap`](WriteError::Swap) has the back end's reason, [`InUse`](WriteError::InUse) is
+    /// somebody who has it after all.
     fn write_out(
         &self,
         cx: &mut CpuCx<'_, P>,

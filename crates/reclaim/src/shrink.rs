@@ -4,7 +4,7 @@
 //! could not be written; three more if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
-use crate::lru::{BATCH, Batch, Lru, Neighbours, Source, Verdict};
+use crate::lru::{BATCH, Batch, Lru, LruEnd, LruVerdict, Neighbours};
 use crate::reclaimer::{Age, Reclaimer, WriteError};
 use crate::swap::StoreError;
 use hugemm_base::lock::RawLock;
@@ -14,7 +14,7 @@ use hugemm_frames::Env;
 
 /// How far a pass may go, in base pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
+pub struct ShrinkBudget {
     /// Stop when so many have become free.
     pub free: u64,
     /// Stop when so many have been looked at.
@@ -23,7 +23,7 @@ pub struct Budget {
 
 /// What a pass did, in base pages unless it says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct ShrinkProgress {
     /// Candidates looked at.
     pub scanned: u64,
     /// Of those, found young.
@@ -48,15 +48,15 @@ pub struct Progress {
     pub empty: bool,
 }
 
-impl Progress {
+impl ShrinkProgress {
     /// Pages looked at, of all lists.
     pub const fn looked_at(&self) -> u64 {
         self.scanned + self.aged
     }
 
     /// The sum of two passes.
-    pub const fn plus(self, other: Progress) -> Progress {
-        Progress {
+    pub const fn plus(self, other: ShrinkProgress) -> ShrinkProgress {
+        ShrinkProgress {
             scanned: self.scanned + other.scanned,
             young: self.young + other.young,
             kept: self.kept + other.kept,
@@ -75,7 +75,7 @@ impl Progress {
 /// Folios of a batch that have been unmapped, by their places in it.
 type Unhooked<T> = [Option<T>; BATCH];
 
-const KEEP: Verdict = Verdict::Rotate { referenced: false };
+const KEEP: LruVerdict = LruVerdict::Rotate { referenced: false };
 
 /// What [`shrink`] works on.
 pub(crate) struct Pass<'a, 'f, 'm, E: Env, L: RawLock, R> {
@@ -91,11 +91,11 @@ pub fn shrink<P: Cpu, E: Env, L: RawLock, R: Reclaimer<P>>(
     cx: &mut CpuCx<'_, P>,
     lru: &Lru<'_, '_, E, L>,
     side: &R,
-    budget: Budget,
+    budget: ShrinkBudget,
     stop: &impl Cancel,
-) -> Progress {
+) -> ShrinkProgress {
     let pass = Pass { lru, side };
-    let mut progress = Progress::default();
+    let mut progress = ShrinkProgress::default();
     while progress.freed < budget.free && progress.looked_at() < budget.scan && !progress.full && !progress.empty {
         if cx.cancelled(stop) {
             progress.cancelled = true;
@@ -104,21 +104,21 @@ pub fn shrink<P: Cpu, E: Env, L: RawLock, R: Reclaimer<P>>(
         let most = (budget.scan - progress.looked_at()).min(budget.free - progress.freed);
         pass.batch(cx, most, &mut progress);
         if cx.platform().may_sleep() {
-            cx.reschedule();
+            cx.cond_resched();
         }
     }
     progress
 }
 
 impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
-    fn batch<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, most: u64, progress: &mut Progress)
+    fn batch<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, most: u64, progress: &mut ShrinkProgress)
     where
         R: Reclaimer<P>,
     {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
-        self.isolate(cx, Source::Oldest, most, &mut batch);
+        self.isolate(cx, LruEnd::Oldest, most, &mut batch);
         let ageing_due = batch.ageing_due;
         if batch.is_empty() && batch.refused > 0 {
             progress.scanned += batch.refused;
@@ -152,7 +152,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
                     policy.judge(folio.was, look == Age::Young)
                 }
             };
-            if folio.verdict == Verdict::Release {
+            if folio.verdict == LruVerdict::Release {
                 *unhooked = self.side.unmap(cx, folio);
                 if unhooked.is_none() {
                     progress.failed += pages;
@@ -175,7 +175,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
     }
 
     /// Takes folios off the LRU for a look, with references.
-    fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, source: Source, most: u64, batch: &mut Batch)
+    fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, source: LruEnd, most: u64, batch: &mut Batch)
     where
         R: Reclaimer<P>,
     {
@@ -199,7 +199,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         cx: &mut CpuCx<'_, P>,
         batch: &mut Batch,
         mut unhooked: Unhooked<R::Unhooked>,
-        progress: &mut Progress,
+        progress: &mut ShrinkProgress,
     ) where
         R: Reclaimer<P>,
     {
@@ -236,14 +236,14 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
-    fn age_youngest<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, progress: &mut Progress) -> u64
+    fn age_youngest<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, progress: &mut ShrinkProgress) -> u64
     where
         R: Reclaimer<P>,
     {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
-        self.isolate(cx, Source::Youngest, u64::MAX, &mut batch);
+        self.isolate(cx, LruEnd::Youngest, u64::MAX, &mut batch);
         let mut looks = [Age::Idle; BATCH];
         self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
         for (folio, look) in batch.folios_mut().iter_mut().zip(looks) {
@@ -252,7 +252,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
                 Age::Keep => KEEP,
                 _ => match policy.judge(folio.was, young) {
                     // The policy was changed in between, to one that does not look at the youngest.
-                    Verdict::Release => KEEP,
+                    LruVerdict::Release => KEEP,
                     verdict => verdict,
                 },
             };

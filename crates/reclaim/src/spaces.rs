@@ -1,5 +1,5 @@
 //! Reclaim from address spaces: [`Reclaim`] is the [`Pager`] of a [`Vm`], and for the time of a turn or of a direct reclaim
-//! the [`Reclaimer`] over its reverse map.
+//! the [`Reclaimer`](crate::Reclaimer) over its reverse map.
 //!
 //! Every page that is not from a pool is on the LRU of its node from the moment in which it becomes its object's, and
 //! leaves it with its last reference, under the LRU's lock. Pages of 4 KiB and of 2 MiB go away, each as a whole; pages of
@@ -21,9 +21,9 @@ mod ways;
 
 pub use ways::{Ageing, ReclaimCounts, Step, Steps};
 
-use crate::Budget;
+use crate::ShrinkBudget;
 use crate::lru::{BATCH, Lru, Neighbours};
-use crate::shrink::Progress;
+use crate::shrink::ShrinkProgress;
 use crate::swap::{Swap, SwapSlot};
 use crate::watermark::Watermarks;
 use crate::worker::{DirectReclaim, NodeReclaim, Turn};
@@ -112,26 +112,27 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         node: NodeId,
         scan: u64,
         stop: &impl Cancel,
-    ) -> (Turn, Progress) {
+    ) -> (Turn, ShrinkProgress) {
         let turn = self.with_side(vm, cx, |cx, side| {
             side.node.set(node);
             let lru = self.lru(node)?;
             Some(NodeReclaim { node, lru, side, marks: self.marks }.balance(cx, scan, stop))
         });
-        let (turn, progress) = turn.flatten().unwrap_or((Turn::Hopeless, Progress::default()));
+        let (turn, progress) = turn.flatten().unwrap_or((Turn::Hopeless, ShrinkProgress::default()));
         self.counts.worker_freed.add(progress.freed);
         (turn, progress)
     }
 
     /// Looks at so many pages of a node's LRU and evicts what is idle, however much is free: for tests and measurements.
+    /// May sleep; interrupts on, nothing locked.
     pub fn shrink(
         &self,
         vm: &Vm<'_, S>,
         cx: &mut Cx<'_, S>,
         node: NodeId,
-        budget: Budget,
+        budget: ShrinkBudget,
         stop: &impl Cancel,
-    ) -> Progress {
+    ) -> ShrinkProgress {
         let done =
             self.with_side(vm, cx, |cx, side| Some(crate::shrink::shrink(cx, self.lru(node)?, side, budget, stop)));
         done.flatten().unwrap_or_default()
@@ -155,7 +156,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, '_, S, W, L, O>) -> R,
     ) -> Option<R> {
         // SAFETY: the side unhooks pages of this `vm`, and its flushes ask the TLBs of this `vm`.
-        let deferred = unsafe { side::batch(vm.tlbs()) }?;
+        let deferred = unsafe { side::batch(vm.shootdown()) }?;
         let side =
             Side { vm, pager: self, node: Cell::new(NodeId(0)), deferred: &deferred, saturated: Cell::new(None) };
         self.steps.enter(Step::Other);
@@ -174,7 +175,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         }
         let pages: u64 = self.lrus.iter().map(|lru| lru.stats(cx).pages()).sum();
         self.round.store(aged + pages.max(1), Ordering::Relaxed);
-        vm.tlbs().expire();
+        vm.shootdown().expire();
     }
 
     /// Blocks of `order`, at most [`BATCH`] at a time and all of one node, with that node's LRU.
@@ -210,7 +211,7 @@ const LARGEST: u32 = 9;
 impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<'_, '_, S, W, L, O> {
     const ACTIVE: bool = true;
 
-    fn enlist(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
+    fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
         self.by_node(frames, pages, order, |lru, some| {
             let Some(lru) = lru else { return };
             let heads = heads(some, order);

@@ -147,10 +147,19 @@ pub struct SwapStats {
 /// calls reclaim, whatever it is short of.
 pub trait Swap<P: Cpu> {
     /// Stores a copy of page number `page` of the block. O(1) allocations.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`](StoreError::Full), [`NoMemory`](StoreError::NoMemory), or a page that is [not
+    /// there](StoreError::NoSuchPage) or [not reached](StoreError::Unreachable). Nothing is stored.
     fn store(&self, cx: &CpuCx<'_, P>, from: &Frozen, page: u64) -> Result<SwapSlot, StoreError>;
 
     /// Stores a single page and gives up its frame, which the back end may use if it has no other: so that memory can be
     /// freed when none is left. An error hands the page back.
+    ///
+    /// # Errors
+    ///
+    /// The page, and why: as of [`store`](Swap::store).
     fn evict(&self, cx: &CpuCx<'_, P>, page: Frozen) -> Result<Evicted, (StoreError, Frozen)> {
         match self.store(cx, &page, 0) {
             Ok(slot) => Ok(Evicted { slot, freed: Some(page) }),
@@ -160,12 +169,24 @@ pub trait Swap<P: Cpu> {
 
     /// Copies what is stored into page number `page` of the block, which is no longer known to be zero then. The slot
     /// stays.
+    ///
+    /// # Errors
+    ///
+    /// [`NotMine`](SlotError::NotMine), [`Corrupt`](SlotError::Corrupt): the content is lost. The slot stays.
     fn load(&self, cx: &CpuCx<'_, P>, slot: &SwapSlot, into: &mut Frozen, page: u64) -> Result<(), SlotError>;
 
     /// Another handle on the same page, for a second holder (a forked address space).
+    ///
+    /// # Errors
+    ///
+    /// [`Saturated`](SlotError::Saturated): load the page and store it again. [`NotMine`](SlotError::NotMine).
     fn share(&self, cx: &CpuCx<'_, P>, slot: &SwapSlot) -> Result<SwapSlot, SlotError>;
 
     /// Gives one handle back; the last one frees the place.
+    ///
+    /// # Errors
+    ///
+    /// The slot, and why: [`NotMine`](SlotError::NotMine).
     fn free(&self, cx: &CpuCx<'_, P>, slot: SwapSlot) -> Result<(), (SlotError, SwapSlot)>;
 
     /// Changes the limit. What is stored stays, even if it is more.

@@ -179,6 +179,14 @@ mod tests {
         assert_eq!(Watermarks::for_node(1 << 14).min(), 256);
         assert_eq!(Watermarks::for_node(1 << 22).min(), 4096);
         assert_eq!(Watermarks::for_node(u64::MAX).min(), 1 << 16);
+        let of = |pages| {
+            let marks = Watermarks::for_node(pages);
+            (marks.min(), marks.low(), marks.high())
+        };
+        assert_eq!(of(1 << 14), (256, 256 + 64, 256 + 2 * 64), "a quarter apart");
+        assert_eq!(of(1 << 22), (4096, 4096 + 4194, 4096 + 2 * 4194), "a thousandth of it apart");
+        assert_eq!(of(90), (32, 40, 45), "half of it at most");
+        assert_eq!(of(41), (20, 20, 20));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use crate::lru::{BATCH, Lru};
 use crate::reclaimer::Reclaimer;
-use crate::shrink::{Budget, Progress, shrink};
+use crate::shrink::{ShrinkBudget, ShrinkProgress, shrink};
 use crate::watermark::Watermarks;
 use core::fmt;
 use hugemm_base::counters::Counter;
@@ -57,11 +57,11 @@ impl<E: Env, L: RawLock, R> NodeReclaim<'_, '_, '_, E, L, R> {
     /// platform's thread calls it in a loop, resting in between as [`Wake`](crate::Wake) allows.
     ///
     /// Context: may sleep. Reschedule and cancellation points before each batch.
-    pub fn balance<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, scan: u64, stop: &impl Cancel) -> (Turn, Progress)
+    pub fn balance<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, scan: u64, stop: &impl Cancel) -> (Turn, ShrinkProgress)
     where
         R: Reclaimer<P>,
     {
-        let mut done = Progress::default();
+        let mut done = ShrinkProgress::default();
         let mut share = GENTLEST;
         loop {
             let free = self.side.available(cx);
@@ -86,12 +86,12 @@ impl<E: Env, L: RawLock, R> NodeReclaim<'_, '_, '_, E, L, R> {
     }
 
     /// One pass over a share of the LRU.
-    fn pass<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, share: u32, free: u64, stop: &impl Cancel) -> Progress
+    fn pass<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, share: u32, free: u64, stop: &impl Cancel) -> ShrinkProgress
     where
         R: Reclaimer<P>,
     {
         let scan = (self.lru.stats(cx).pages() >> share).max(LEAST);
-        shrink(cx, self.lru, self.side, Budget { free, scan }, stop)
+        shrink(cx, self.lru, self.side, ShrinkBudget { free, scan }, stop)
     }
 
     /// Frees at least `pages`, if that can be done by looking at everything at most a few times; how many were freed.

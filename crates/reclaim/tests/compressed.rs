@@ -5,8 +5,8 @@ mod support;
 
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
-use hugemm_frames::{Frames, Frozen, Plain, Request};
-use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot};
+use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
+use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot, WriteError};
 use proptest::prelude::*;
 use std::sync::Mutex;
 use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
@@ -14,7 +14,7 @@ use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, o
 type Store<'f, 'm, I> = Compressed<'f, 'm, Plain<I>, Runs>;
 
 fn page<I: hugemm_base::inject::Inject>(machine: &Machine, frames: &Frames<'_, Plain<I>>, content: Content) -> Frozen {
-    let mut page = frames.alloc(&machine.cx(), Request::order(Order::ZERO)).expect("memory");
+    let mut page = frames.alloc(&machine.cx(), AllocRequest::order(Order::ZERO)).expect("memory");
     content.write(machine.page(&mut page));
     page
 }
@@ -70,7 +70,7 @@ fn filled_pages_take_no_memory_and_know_no_limit() {
 fn pages_of_a_larger_block_are_stored_one_by_one() {
     with_store(64, 64, |machine, frames, store| {
         let cx = machine.cx();
-        let mut block = frames.alloc(&cx, Request::order(Order::new(2).expect("valid"))).expect("memory");
+        let mut block = frames.alloc(&cx, AllocRequest::order(Order::new(2).expect("valid"))).expect("memory");
         let run = |block: Frozen| frames.split(block, Order::ZERO).expect("managed");
         // Fill its four pages through single handles, then store them through the whole.
         let mut pages = run(block);
@@ -143,7 +143,7 @@ fn eviction_frees_memory_when_none_is_left() {
     with_store(if cfg!(miri) { 50 } else { 256 }, 256, |machine, frames, store| {
         let cx = machine.cx();
         let mut pages: Vec<(Frozen, Content)> = Vec::new();
-        while let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+        while let Ok(mut page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
             let content = Content { random: 200, seed: pages.len() as u32 };
             content.write(machine.page(&mut page));
             pages.push((page, content));
@@ -186,7 +186,7 @@ fn an_incompressible_page_is_kept_in_its_own_frame() {
         let evicted = store.evict(&cx, page).expect("room");
         assert!(evicted.freed.is_none());
         assert_eq!(frames.stats(&cx).available(), free);
-        let mut into = frames.alloc(&cx, Request::order(Order::ZERO)).expect("memory");
+        let mut into = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
         for slot in [copy, evicted.slot] {
             let other = store.share(&cx, &slot).expect("few holders");
             store.free(&cx, slot).expect("held");
@@ -248,6 +248,72 @@ fn slots_of_another_store_are_refused() {
     });
 }
 
+/// A slot whose page has been freed is nobody's, whichever piece of its frame it was; nor is one beyond the frame's last.
+#[test]
+fn slots_that_are_free_are_refused() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let mut into = page(machine, frames, Content { random: 1, seed: 1 });
+        let mut slots = Vec::new();
+        for seed in 0..6 {
+            let source = page(machine, frames, Content { random: 40, seed });
+            slots.push(store.store(&cx, &source, 0).expect("room"));
+            frames.free(&cx, source);
+        }
+        let first = slots[0].bits();
+        assert!((0..).zip(&slots).all(|(index, slot)| slot.bits() == first + index), "in one frame");
+        // SAFETY: to be refused.
+        let stray = |bits| unsafe { SwapSlot::from_bits(bits) };
+        let refused = |bits, into: &mut Frozen| {
+            assert_eq!(store.load(&cx, &stray(bits), into, 0), Err(SlotError::NotMine));
+            assert_eq!(store.share(&cx, &stray(bits)).err(), Some(SlotError::NotMine));
+            assert_eq!(store.free(&cx, stray(bits)).expect_err("nobody's").0, SlotError::NotMine);
+        };
+        refused(first + 6, &mut into);
+        refused(first + 63, &mut into);
+        for index in [4, 1, 3] {
+            let slot = slots.remove(slots.iter().position(|slot| slot.bits() == first + index).expect("held"));
+            store.free(&cx, slot).expect("held");
+            refused(first + index, &mut into);
+        }
+        assert_eq!(Swap::stats(store, &cx).pages, 3);
+        for slot in slots {
+            store.load(&cx, &slot, &mut into, 0).expect("stored");
+            store.free(&cx, slot).expect("held");
+        }
+        frames.free(&cx, into);
+    });
+}
+
+/// Pages of every kind are counted once, with the frames that they take, up to the limit; what was refused is counted too.
+#[test]
+fn what_is_stored_is_counted() {
+    with_store(64, 64, |machine, frames, store| {
+        let cx = machine.cx();
+        let kinds =
+            [Content { random: 0, seed: 7 }, Content { random: 40, seed: 1 }, Content { random: 4096, seed: 2 }];
+        let sources = kinds.map(|content| page(machine, frames, content));
+        let stats = || Swap::stats(store, &cx);
+        let work = stats().frames;
+        Swap::<Machine>::set_limit(store, work + 3);
+        let slots: Vec<_> = sources.iter().map(|source| store.store(&cx, source, 0).expect("room")).collect();
+        assert_eq!((stats().pages, stats().frames, stats().limit, stats().stores), (3, work + 2, work + 3, 3));
+        let whole = store.store(&cx, &sources[2], 0).expect("one more frame");
+        assert_eq!(store.store(&cx, &sources[2], 0), Err(StoreError::Full));
+        assert_eq!((stats().pages, stats().frames, stats().refused_full), (4, work + 3, 1));
+        let usage = store.usage(&cx).find(|class| class.used > 0).expect("one small page");
+        assert_eq!((usage.blocks, usage.used), (1, 1));
+        assert_eq!(usage.pieces, u64::from(4096 / usage.piece_bytes));
+        store.free(&cx, whole).expect("held");
+        assert_eq!((stats().pages, stats().frames), (3, work + 2));
+        for slot in slots {
+            store.free(&cx, slot).expect("held");
+        }
+        assert_eq!((stats().pages, stats().frames), (0, work));
+        sources.into_iter().for_each(|source| frames.free(&cx, source));
+    });
+}
+
 /// Damage is an error, never an access outside: every byte of every piece is changed in turn.
 #[test]
 fn damaged_pieces_are_errors_or_wrong_pages() {
@@ -276,6 +342,17 @@ fn damaged_pieces_are_errors_or_wrong_pages() {
             }
         }
         assert!(corrupt > 5, "{corrupt}");
+        // A length that goes past the piece is damage, also where what follows there would do.
+        let page = machine.page(&mut inside);
+        let before = *page;
+        let data = usize::from(u16::from_ne_bytes([page[0], page[1]]));
+        page[4 + data..].fill(0);
+        for length in [4000_u16, 4092] {
+            machine.page(&mut inside)[..2].copy_from_slice(&length.to_ne_bytes());
+            assert_eq!(store.load(&cx, &slot, &mut into, 0), Err(SlotError::Corrupt));
+            corrupt += 1;
+        }
+        *machine.page(&mut inside) = before;
         assert_eq!(Swap::stats(store, &cx).corrupt, corrupt);
         let _ = inside.into_dirty().into_extent();
         store.free(&cx, slot).expect("held");
@@ -298,7 +375,7 @@ fn every_allocation_point_can_fail() {
             let mut slots = Vec::new();
             for (seed, random) in [30, 1000, 1300, 1500, 4096, 31].into_iter().enumerate() {
                 let content = Content { random, seed: seed as u32 };
-                let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) else { continue };
+                let Ok(mut page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) else { continue };
                 content.write(machine.page(&mut page));
                 match store.store(&cx, &page, 0) {
                     Ok(slot) => slots.push((slot, content)),
@@ -310,7 +387,7 @@ fn every_allocation_point_can_fail() {
                 evicted.freed.into_iter().for_each(|page| frames.free(&cx, page));
             }
             let mut into = loop {
-                if let Ok(page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+                if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
                     break page;
                 }
             };
@@ -348,14 +425,16 @@ fn pages_survive_on_several_cpus() {
                     let mut rng = Rng(u64::from(cpu) + 1);
                     let mut held: Vec<(SwapSlot, Content)> = Vec::new();
                     let mut into = loop {
-                        if let Ok(page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+                        if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
                             break page;
                         }
                     };
                     for _ in 0..steps {
                         match rng.below(8) {
                             0..=2 => {
-                                let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) else { continue };
+                                let Ok(mut page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) else {
+                                    continue;
+                                };
                                 let random = [0, 10, 200, 900, 1500, 4096][rng.below(6) as usize];
                                 let content = Content { random, seed: rng.below(1 << 30) as u32 };
                                 content.write(machine.page(&mut page));
@@ -404,7 +483,7 @@ fn pages_survive_on_several_cpus() {
         });
         let cx = machine.cx();
         let mut into = loop {
-            if let Ok(page) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+            if let Ok(page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
                 break page;
             }
         };
@@ -417,4 +496,25 @@ fn pages_survive_on_several_cpus() {
         store.close(&cx).expect("empty");
         assert_nothing_lost(&machine, frames);
     });
+}
+
+#[test]
+fn errors_say_what_to_do() {
+    let stores = [
+        (StoreError::Full, "swap is full; raise its limit or free slots"),
+        (StoreError::NoMemory, "swap needs a frame and none is free"),
+        (StoreError::NoSuchCpu, "the swap back end was made for fewer CPUs"),
+    ];
+    for (error, text) in stores {
+        assert_eq!(error.to_string(), text);
+        assert_eq!(WriteError::Swap(error).to_string(), text);
+    }
+    let slots = [
+        (SlotError::NotMine, "the slot belongs to another swap back end"),
+        (SlotError::Corrupt, "the stored page is damaged; its user must be told that it is lost"),
+        (SlotError::Saturated, "the slot has too many holders; give this one a page of its own"),
+    ];
+    for (error, text) in slots {
+        assert_eq!(error.to_string(), text);
+    }
 }

@@ -4,10 +4,10 @@
 //! few cache lines of each page table, under one lock round, instead of a reverse-map walk per page. Around them other
 //! pages of the same 64 entries can be looked at for nothing (look-around).
 
-use crate::area::Area;
 use crate::cpu_masks::SpaceTlb;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
+use crate::vma::Vma;
 use core::cell::RefCell;
 use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr};
 use hugemm_paging::Span;
@@ -46,7 +46,8 @@ impl<S: Setup> Vm<'_, S> {
     /// mappings that are walked from then on. It is called under a page table's lock, so what is mapped there can be held;
     /// in a run that spans no more than those 64 entries, once for a page that it wants.
     ///
-    /// One lock round of the object and two per mapping; one walk per mapping over the run's range.
+    /// One lock round of the object and two per mapping; one walk per mapping over the run's range. Interrupts are on; the caller
+    /// holds no lock.
     pub fn age(
         &self,
         cx: &mut Cx<'_, S>,
@@ -57,7 +58,7 @@ impl<S: Setup> Vm<'_, S> {
         let (Some((from, _)), Some((last, _))) = (run.pages.first().copied(), run.pages.last().copied()) else {
             return;
         };
-        let Some(object) = self.registry.shared().get(run.object) else { return };
+        let Some(object) = self.registry().shared().get(run.object) else { return };
         let size = run.order.pages();
         let to = last + size;
         let mut mapped = false;
@@ -77,7 +78,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
                 let space = unsafe { area.space.as_ref() };
-                if Self::is_exiting(space) {
+                if space.is_exiting() {
                     going = true;
                     continue;
                 }
@@ -120,7 +121,7 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 };
                 // In bounds: the area is.
-                let _ = table.clear_young_of(span, choose, |_| ());
+                let _ = table.test_and_clear_young_of(span, choose, |_| ());
                 drop(table);
                 if space.is_followed() {
                     for ((offset, _), page) in
@@ -154,7 +155,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut found = Recency::default();
         let (mut mapped, mut going) = (false, false);
         let Some(owner) = self.owner(head) else { return found };
-        let Some(object) = self.registry.shared().get(owner.object) else { return found };
+        let Some(object) = self.registry().shared().get(owner.object) else { return found };
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();
@@ -167,7 +168,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
                 let space = unsafe { area.space.as_ref() };
-                if Self::is_exiting(space) {
+                if space.is_exiting() {
                     going = true;
                     continue;
                 }
@@ -178,11 +179,11 @@ impl<S: Setup> Vm<'_, S> {
                 let young = {
                     let task = RefCell::new(&mut *cx);
                     let mut table = space.table.shared(self.tables(&task));
-                    table.clear_young_of(span, |_, frame| frame == head, |_| ())
+                    table.test_and_clear_young_of(span, |_, frame| frame == head, |_| ())
                 };
                 let young = young.is_ok_and(|young| young.young > 0);
                 if young {
-                    stale(cx, &space.tlb, span);
+                    stale(cx, space.tlb(), span);
                 }
                 let young = young | (space.is_followed() && space.followers_age(span.range()));
                 found.young |= young;
@@ -196,7 +197,7 @@ impl<S: Setup> Vm<'_, S> {
 }
 
 /// The offsets of `from..to` that an area shows.
-fn part<S: Setup>(area: &Area<S>, from: u64, to: u64) -> Option<(u64, u64)> {
+fn part<S: Setup>(area: &Vma<S>, from: u64, to: u64) -> Option<(u64, u64)> {
     let (begins, ends) = (area.info.offset, area.info.offset + area.info.span.pages());
     let (first, last) = (from.max(begins), to.min(ends));
     (first < last).then_some((first, last))

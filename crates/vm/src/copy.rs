@@ -3,7 +3,7 @@
 use crate::error::VmError;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use hugemm_base::platform::Preempt;
+use hugemm_base::platform::Cpu;
 use hugemm_base::{Dirty, Extent, PAGE_SHIFT, PhysMap};
 use hugemm_clear::folio;
 
@@ -29,7 +29,7 @@ impl<S: Setup> Vm<'_, S> {
                 break;
             }
             if cx.platform().may_sleep() {
-                cx.reschedule();
+                cx.cond_resched();
             }
             // SAFETY: this value stands for an order only; it is abandoned as dirty whatever has been recorded.
             unsafe { order.advance(unit.pages()) };
@@ -39,11 +39,8 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn copy_unit(&self, cx: &Cx<'_, S>, from: Extent, to: Extent) -> Result<(), VmError> {
-        let bad = (from.base().number()..from.end().number())
-            .map(hugemm_base::Pfn::new)
-            .find(|frame| self.frames.is_poisoned(*frame));
-        if let Some(frame) = bad {
-            return Err(VmError::Poisoned { frame });
+        if let Some(frame) = self.frames().first_hwpoisoned(from) {
+            return Err(VmError::HwPoisoned { frame });
         }
         let map = cx.platform();
         let (Some(source), Some(target)) = (map.open(from, None), map.open(to, None)) else {

@@ -4,17 +4,17 @@
 //! from the old page to the copy by detach, flush and map, under the area list's lock: between, nobody finds the entry
 //! empty, and after it no CPU reads the old page here while another writes the copy.
 
-use crate::area::AreaInfo;
 use crate::error::VmError;
 use crate::fault::{Access, Served, fresh_flags};
 use crate::object::Owner;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::supply::Want;
 use crate::vm::Vm;
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use hugemm_base::{Extent, VirtAddr};
-use hugemm_clear::Request;
+use hugemm_clear::ClearRequest;
 use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch, Span};
 
 impl<S: Setup> Vm<'_, S> {
@@ -22,13 +22,12 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn write_to_shared_page(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        let Some(_claim) = space.claims.claim(page.first()) else {
-            space.claims.wait(page.first(), || self.breathe(cx));
+        let Some(_claim) = space.inflight.claim(page.first(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
@@ -41,15 +40,15 @@ impl<S: Setup> Vm<'_, S> {
             let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
-            if area.kind.shared || self.frames.references(old.frame) == 1 {
+            if area.kind.shared || self.frames().references(old.frame) == 1 {
                 let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
                 let stale = table.protect(page, change).map_err(VmError::Paging)?;
                 drop(table);
                 // A CPU that has the old entry faults, and finds this one, unless it goes on refusing by the old one.
                 if !S::Format::FAULT_DROPS {
-                    let mut batch = ShootdownBatch::new(&space.tlb);
+                    let mut batch = ShootdownBatch::new(space.tlb());
                     batch.stale(stale);
-                    batch.flush(self.tlbs, &task.borrow(), &self.shootdown);
+                    batch.flush(self.shootdown(), &task.borrow(), self.shootdown_policy());
                 }
                 return Ok(Served::Reused);
             }
@@ -67,14 +66,14 @@ impl<S: Setup> Vm<'_, S> {
     fn copy_and_replace(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
         at: VirtAddr,
         from: Extent,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
         let kind = area.kind;
-        let want = Want { reserved: false, ..Want::of(area, Request::fault(kind.page.bytes()), at, Some(at)) };
+        let want = Want { reserved: false, ..Want::of(area, ClearRequest::fault(kind.page.bytes()), at, Some(at)) };
         let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
         let copy = self.copy_of(cx, from, &want, owner, false)?;
         // Followers are told before the lock is taken: they may have to wait for their own CPUs.
@@ -107,9 +106,9 @@ impl<S: Setup> Vm<'_, S> {
             }
             Err(error) => {
                 if want.pooled {
-                    crate::pool::HugePool::give_back(&self.pool, cx, dirty, want.page, want.reserved);
+                    self.return_to_pool(cx, dirty, want);
                 } else {
-                    self.frames.free_extent(cx, dirty);
+                    self.frames().free_extent(cx, dirty);
                 }
                 Err(error)
             }
@@ -120,8 +119,8 @@ impl<S: Setup> Vm<'_, S> {
     fn replace(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
         page: Span,
         from: Extent,
         copy: Extent,

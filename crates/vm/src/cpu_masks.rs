@@ -1,15 +1,13 @@
 //! Which CPUs use a space: mask words for as many CPUs as there are, behind the space in its own memory.
 
 use crate::setup::Setup;
-use crate::space::Space;
-use crate::vm::SlabOf;
+use crate::space::AddressSpace;
 use core::fmt;
 use core::ptr::NonNull;
 use core::slice;
 use hugemm_base::TlbHw;
 use hugemm_base::sync::AtomicU64;
-use hugemm_frames::Slab;
-use hugemm_paging::{Keep, TlbSpace, Tlbs, User};
+use hugemm_paging::{Keep, TlbShootdown, TlbSpace, User};
 
 /// A space's part in shootdowns.
 pub type SpaceTlb = TlbSpace<User, Keep, CpuMasks>;
@@ -40,13 +38,13 @@ impl AsRef<[AtomicU64]> for CpuMasks {
 
 /// Two masks: who uses the space, and who of those is lazy.
 const fn words<H: TlbHw>(cpus: usize) -> usize {
-    2 * Tlbs::<H>::mask_words(cpus)
+    2 * TlbShootdown::<H>::mask_words(cpus)
 }
 
-/// Memory for spaces on so many CPUs. `None` if one does not fit in a frame: beyond ten thousand CPUs.
-pub(crate) fn slab<S: Setup>(cpus: usize) -> Option<SlabOf<S>> {
-    const { assert!(align_of::<Space<S>>() >= align_of::<AtomicU64>()) };
-    Slab::new(size_of::<Space<S>>() + words::<S::Tlb>(cpus) * size_of::<AtomicU64>(), align_of::<Space<S>>())
+/// Size and alignment of a space on so many CPUs. One fits in a frame up to ten thousand CPUs.
+pub(crate) fn layout<S: Setup>(cpus: usize) -> (usize, usize) {
+    const { assert!(align_of::<AddressSpace<S>>() >= align_of::<AtomicU64>()) };
+    (size_of::<AddressSpace<S>>() + words::<S::Tlb>(cpus) * size_of::<AtomicU64>(), align_of::<AddressSpace<S>>())
 }
 
 impl CpuMasks {
@@ -54,8 +52,8 @@ impl CpuMasks {
     ///
     /// # Safety
     ///
-    /// The memory is the caller's, from a [`slab`] for as many CPUs, and outlives the value.
-    pub(crate) unsafe fn behind<S: Setup>(space: NonNull<Space<S>>, cpus: usize) -> CpuMasks {
+    /// The memory is the caller's, as large as the [`layout`] for as many CPUs, and outlives the value.
+    pub(crate) unsafe fn behind<S: Setup>(space: NonNull<AddressSpace<S>>, cpus: usize) -> CpuMasks {
         let words = words::<S::Tlb>(cpus);
         // SAFETY: the slab's objects have room for a space and so many words, and the space's size is a multiple of its
         // alignment, which is enough for a word.

@@ -42,7 +42,7 @@ pub enum VmError {
     /// than a page of that size; that went back to it.
     OtherKind,
     /// The page's memory is bad.
-    Poisoned {
+    HwPoisoned {
         /// Which frame.
         frame: Pfn,
     },
@@ -70,7 +70,7 @@ impl fmt::Display for VmError {
             VmError::OutOfBounds { at } => write!(f, "{at} lies outside the address space or the object"),
             VmError::Foreign => f.write_str("it belongs to another manager or space"),
             VmError::OtherKind => f.write_str("the object or the pool has other pages than the area asks for"),
-            VmError::Poisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
+            VmError::HwPoisoned { frame } => write!(f, "the memory of frame {frame} is bad"),
             VmError::Lost => f.write_str("the page's stored copy is damaged; its content is lost"),
             VmError::Cancelled => f.write_str("cancelled; what was done stays done"),
             VmError::Unreachable => f.write_str("the platform's map does not reach a frame"),
@@ -81,3 +81,30 @@ impl fmt::Display for VmError {
 }
 
 impl core::error::Error for VmError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hugemm_paging::PagingError;
+
+    #[test]
+    fn errors_say_where_and_what_to_do() {
+        let at = VirtAddr::new(0x5000);
+        let frame = Pfn::new(0x77);
+        let texts = [
+            (VmError::NoMemory, "out of memory: free some or use smaller pages".into()),
+            (VmError::NoPool, "the huge page pool has no page to spare: enlarge it or reserve less".into()),
+            (VmError::NoArea { at }, format!("there is no area at {at}")),
+            (VmError::Denied { at }, format!("the area at {at} does not allow this access")),
+            (VmError::Overlap { at }, format!("there is an area at {at} already; unmap it first")),
+            (VmError::Misaligned { at }, format!("{at} is not aligned to the area's pages")),
+            (VmError::OutOfBounds { at }, format!("{at} lies outside the address space or the object")),
+            (VmError::InUse, "still in use: switch the CPUs out and unmap it first".into()),
+            (VmError::HwPoisoned { frame }, format!("the memory of frame {frame} is bad")),
+            (VmError::Paging(PagingError::NoTable), PagingError::NoTable.to_string()),
+        ];
+        for (error, text) in texts {
+            assert_eq!(error.to_string(), text);
+        }
+    }
+}

@@ -5,16 +5,16 @@
 //! unmapped meanwhile are not missed. If somebody else uses the page, or it cannot be stored, it comes back to the caller,
 //! to be [put back](Vm::put_back).
 
-use crate::away::{Away, FEW_REFERENCES, SLOTS};
 use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
+use crate::swap_entry::{FEW_REFERENCES, SLOTS, SwapEntry};
 use crate::unhook::{UnhookedPage, offset_at};
 use crate::vm::Vm;
-use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Order, VirtAddr};
-use hugemm_frames::{Frozen, Request};
+use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::OwnerNext;
 
 impl<S: Setup> Vm<'_, S> {
@@ -23,6 +23,12 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// `store` stores page number `n` of the block and answers with its slot. A page of 4 KiB is given to `evict`, which
     /// may keep the frame (`None`).
+    ///
+    /// # Errors
+    ///
+    /// The page, and why: the store's own error; [`InUse`](VmError::InUse) if somebody has it after all,
+    /// [`NoMemory`](VmError::NoMemory) for a 2 MiB page's slots, [`OtherKind`](VmError::OtherKind) for a size that
+    /// cannot be stored.
     pub fn page_out<'d, M: AsRef<[AtomicU64]>, E: From<VmError>>(
         &self,
         cx: &mut Cx<'_, S>,
@@ -32,7 +38,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<u64, (E, UnhookedPage<'d, S, M>)> {
         let Some(block) = self.freeze_unhooked(cx, &mut page) else { return Err((VmError::InUse.into(), page)) };
         let stored = match page.order.get() {
-            0 => evict(cx, block).map(|(slot, freed)| (Away::Slot(slot).word(), freed)),
+            0 => evict(cx, block).map(|(slot, freed)| (SwapEntry::Slot(slot).word(), freed)),
             _ => match self.store_large(cx, &block, page.places, &mut store) {
                 Ok(word) => Ok((word, Some(block))),
                 Err(error) => Err((error, block)),
@@ -48,7 +54,7 @@ impl<S: Setup> Vm<'_, S> {
         self.say_where(cx, &page, word);
         let pages = freed.as_ref().map_or(0, |block| block.extent().pages());
         if let Some(block) = freed {
-            self.frames.free(cx, block);
+            self.frames().free(cx, block);
         }
         self.consume(cx, page);
         Ok(pages)
@@ -65,29 +71,29 @@ impl<S: Setup> Vm<'_, S> {
         if block.extent().pages() != SLOTS {
             return Err(VmError::OtherKind.into());
         }
-        let slots = self.frames.alloc(cx, Request::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
+        let slots = self.frames().alloc(cx, AllocRequest::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
         if places > FEW_REFERENCES
             && let Err(error) = self.widen(cx, slots.pfn())
         {
-            self.frames.free(cx, slots);
+            self.frames().free(cx, slots);
             return Err(error.into());
         }
         for page in 0..SLOTS {
             let error = match store(cx, block, page) {
                 Ok(slot) if self.set_slot(cx, &slots, page, slot) => continue,
                 Ok(slot) => {
-                    self.pager.free(cx, slot);
+                    self.pager().free(cx, slot);
                     VmError::Unreachable.into()
                 }
                 Err(error) => error,
             };
-            (0..page).filter_map(|page| self.get_slot(cx, &slots, page)).for_each(|slot| self.pager.free(cx, slot));
-            self.frames.free(cx, slots);
+            (0..page).filter_map(|page| self.get_slot(cx, &slots, page)).for_each(|slot| self.pager().free(cx, slot));
+            self.frames().free(cx, slots);
             return Err(error);
         }
         // The word is the reference from here on.
-        let frame = self.frames.count(slots).map_err(|_| VmError::Unreachable)?.into_pfn();
-        Ok(Away::Slots(frame).word())
+        let frame = self.frames().count(slots).map_err(|_| VmError::Unreachable)?.into_pfn();
+        Ok(SwapEntry::Slots(frame).word())
     }
 
     /// Replaces what says that a page is moving by where it is. The word's holder is whoever comes last; all others get
@@ -101,7 +107,7 @@ impl<S: Setup> Vm<'_, S> {
                 None => false,
             },
             None => {
-                let mut last: Option<(&Space<S>, VirtAddr, u64)> = None;
+                let mut last: Option<(&AddressSpace<S>, VirtAddr, u64)> = None;
                 let areas = page.object().areas.shared();
                 for area in areas.iter() {
                     let Some(at) = area.address_of(page.owner.offset) else { continue };
@@ -127,11 +133,5 @@ impl<S: Setup> Vm<'_, S> {
         if !said {
             self.drop_away(cx, word);
         }
-    }
-
-    /// Whether the space is about to be taken apart.
-    pub(crate) fn is_exiting(space: &Space<S>) -> bool {
-        // Relaxed: a hint; a page of a space that goes away may be aged once too often.
-        space.exiting.load(Ordering::Relaxed) != 0
     }
 }

@@ -1,23 +1,26 @@
-//! Demand faults.
+//! Demand faults. The path of a 4 KiB page that nobody has touched yet, from top to bottom:
 //!
-//! 1. Find the area (shared lock on the area list, for the time of the search) and look at the entry.
-//! 2. With nothing locked: take a page and clear it, around the address that was touched.
-//! 3. With the area list shared again, and only if it still promises the same: enter the page. If another CPU's page is
-//!    there already, the page goes back.
+//! 1. [`Vm::fault`] has `find_for_fault` find the area and look at the entry, under the area list's shared lock.
+//! 2. `fault_private` claims the address, so that CPUs which meet at it do not all clear a page.
+//! 3. `new_page` (`supply.rs`), with nothing locked: `take_block` from the allocator, `clear_block` around the address that
+//!    was touched, and `adopt`, after which the block is a counted page with an owner.
+//! 4. `enter` maps it with the area list shared again, if the area still promises the same; `PageTable::map` writes the
+//!    leaf. If another CPU's page is there already, `return_pages` takes this one back.
 //!
-//! Between 1 and 3 areas may come and go and other CPUs may fault at the same page; a claim makes the
-//! latter wait instead of clearing too. What is published was cleared and fenced before, in step 2, and the page table
-//! publishes with a release.
+//! Between 1 and 4 areas may come and go and other CPUs may fault at the same page. What is published was cleared and fenced
+//! before, in step 3, and the page table publishes with a release.
+//!
+//! Other entries leave this path after step 1: a page of a shared object is made in the object's index and mapped from
+//! there, a page that is away comes back (`refault.rs`), and one that is mapped read-only is copied or reused (`cow.rs`).
 
-use crate::area::AreaInfo;
-use crate::claims::Claims;
 use crate::error::VmError;
 use crate::object::{Index, Object, Owner};
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::supply::Want;
 use crate::vm::Vm;
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr};
@@ -60,12 +63,12 @@ pub enum Served {
     Meanwhile,
 }
 
-/// What step 1 found.
+/// What is at an address.
 enum Found<S: Setup> {
     /// Nothing is mapped. The object, with a reference, if it is a shared one.
     Absent(Option<NonNull<Object<S>>>),
     /// A private page is away: the owner's word.
-    Away(u64),
+    SwapEntry(u64),
     /// A page is mapped, but not for this access.
     ReadOnly,
     /// There is nothing to do.
@@ -76,8 +79,8 @@ enum Found<S: Setup> {
 
 /// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
 pub(crate) struct Site<'a, S: Setup, O> {
-    pub(crate) space: &'a Space<S>,
-    pub(crate) area: &'a AreaInfo,
+    pub(crate) space: &'a AddressSpace<S>,
+    pub(crate) area: &'a VmaInfo,
     pub(crate) phases: &'a O,
 }
 
@@ -92,37 +95,46 @@ impl<S: Setup, O> Copy for Site<'_, S, O> {}
 impl<S: Setup> Vm<'_, S> {
     /// Serves a fault of the calling task at `at` in `space`. Interrupts are on; may sleep where the platform says so.
     ///
-    /// An error means that this one access cannot be served; nothing has changed.
-    pub fn fault(&self, cx: &mut Cx<'_, S>, space: &Space<S>, at: VirtAddr, access: Access) -> Result<Served, VmError> {
+    /// # Errors
+    ///
+    /// This one access cannot be served; nothing has changed.
+    /// [`NoArea`](VmError::NoArea) and [`Denied`](VmError::Denied) are the task's mistakes.
+    /// [`NoMemory`](VmError::NoMemory), [`NoPool`](VmError::NoPool): no page can be had.
+    /// [`HwPoisoned`](VmError::HwPoisoned), [`Lost`](VmError::Lost): the content cannot.
+    /// [`Foreign`](VmError::Foreign): the space is another manager's.
+    pub fn fault(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        at: VirtAddr,
+        access: Access,
+    ) -> Result<Served, VmError> {
         self.fault_observed(cx, space, at, access, &())
     }
 
     /// [`fault`](Vm::fault), telling `phases` what it is doing.
+    ///
+    /// # Errors
+    ///
+    /// As [`fault`](Vm::fault).
     pub fn fault_observed(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         at: VirtAddr,
         access: Access,
         phases: &impl Phases,
     ) -> Result<Served, VmError> {
         self.check_own(space)?;
-        let served = self.serve_fault(cx, space, at, access, phases);
-        match served {
-            Ok(Served::Mapped) => space.counters.mapped.add(1),
-            Ok(Served::Copied) => space.counters.copied.add(1),
-            Ok(Served::Reused) => space.counters.reused.add(1),
-            Ok(Served::Refaulted) => space.counters.refaulted.add(1),
-            Ok(Served::Meanwhile) => space.counters.waited.add(1),
-            Err(_) => space.counters.failed.add(1),
-        }
+        let served = self.serve(cx, space, at, access, phases);
+        space.counters().count(&served);
         served
     }
 
-    fn serve_fault(
+    fn serve(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         at: VirtAddr,
         access: Access,
         phases: &impl Phases,
@@ -130,31 +142,35 @@ impl<S: Setup> Vm<'_, S> {
         let (area, found) = self.find_for_fault(cx, space, at, access)?;
         let site = Site { space, area: &area, phases };
         match found {
-            Found::Meanwhile => Ok(Served::Meanwhile),
-            Found::Busy => {
-                self.breathe(cx);
-                Ok(Served::Meanwhile)
-            }
-            Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
-            Found::Away(word) => self.refault_private(cx, site, at, access, word),
-            Found::Absent(None) => self.fault_private(cx, site, at, access),
+            Found::Absent(None) => match self.fault_private(cx, site, at, access) {
+                // Another CPU that faulted at the same address had what was missing.
+                Err(_) if self.lookup(cx, space, at) != Lookup::Absent => Ok(Served::Meanwhile),
+                served => served,
+            },
             Found::Absent(Some(object)) => {
                 // SAFETY: `find_for_fault` took a reference.
                 let served = self.fault_shared(cx, site, at, access, unsafe { object.as_ref() });
                 self.put_object(cx, object);
                 served
             }
+            Found::SwapEntry(word) => self.refault_private(cx, site, at, access, word),
+            Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
+            Found::Meanwhile => Ok(Served::Meanwhile),
+            Found::Busy => {
+                self.breathe(cx);
+                Ok(Served::Meanwhile)
+            }
         }
     }
 
-    /// Step 1.
+    /// The area at an address, if it allows the access, and what is there.
     fn find_for_fault(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         at: VirtAddr,
         access: Access,
-    ) -> Result<(AreaInfo, Found<S>), VmError> {
+    ) -> Result<(VmaInfo, Found<S>), VmError> {
         let areas = space.areas.shared();
         let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
         let info = area.info;
@@ -169,7 +185,7 @@ impl<S: Setup> Vm<'_, S> {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Busy,
-            Lookup::Owner(word) => Found::Away(word),
+            Lookup::Owner(word) => Found::SwapEntry(word),
             Lookup::Absent => Found::Absent(info.kind.shared.then(|| {
                 // SAFETY: the area holds a reference, and is there while the list is locked.
                 unsafe { area.object.as_ref() }.get();
@@ -179,6 +195,7 @@ impl<S: Setup> Vm<'_, S> {
         Ok((info, found))
     }
 
+    /// Makes a page and enters it. Unless that succeeds the page goes back: somebody was faster, or it cannot be entered.
     fn fault_private(
         &self,
         cx: &mut Cx<'_, S>,
@@ -188,18 +205,74 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
-        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let Some(_claim) = space.inflight.claim(page.first(), || self.breathe(cx)) else {
+            return Ok(Served::Meanwhile);
+        };
         let want = Want::of_fault(area, at);
-        let served = self.make_page(cx, (&space.claims, page.first()), &want, owner, phases, |cx, extent| {
-            let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
-            space.counters.wasted.add(u64::from(entered != Ok(Served::Mapped)));
-            entered
-        });
-        match served {
-            // Another CPU that faulted at the same address had what was missing.
-            Err(_) if self.lookup(cx, space, at) != Lookup::Absent => Ok(Served::Meanwhile),
-            served => served,
+        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let extent = match self.new_page(cx, 0, &want, owner, &Never, phases) {
+            Ok(Some(extent)) => extent,
+            Ok(None) => return Ok(Served::Meanwhile),
+            // Another CPU that has entered this page meanwhile had what was missing.
+            Err(VmError::NoPool) if self.lookup(cx, space, page.start()) != Lookup::Absent => {
+                return Ok(Served::Meanwhile);
+            }
+            Err(error) => return Err(error),
+        };
+        phases.enter(Phase::Map);
+        let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
+        phases.enter(Phase::Other);
+        if entered == Ok(Served::Mapped) {
+            self.entered(cx, &want, 1);
+        } else {
+            space.counters().wasted.add(1);
+            self.return_pages(cx, extent, &want);
         }
+        entered
+    }
+
+    /// Maps frames at a span of an area that was found before, if the area is still there. Unless the answer is
+    /// [`Served::Mapped`], the frames are still the caller's.
+    pub(crate) fn enter<I>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
+        span: Span,
+        frames: I,
+        flags: Flags,
+    ) -> Result<Served, VmError>
+    where
+        I: IntoIterator<Item = Extent> + Clone,
+    {
+        let how = Mapping { flags, largest: area.kind.page };
+        self.try_map(cx, |task| {
+            let areas = space.areas.shared();
+            if !areas.admit(area, span) {
+                return Err(PagingError::Busy { at: span.start() });
+            }
+            space.table.shared(self.tables(task)).map(span, frames.clone(), how)
+        })
+    }
+
+    /// Runs `map`, asking for relief while page tables have no memory. That something is in the way is no error: it is
+    /// or was somebody else's.
+    fn try_map<'p>(
+        &self,
+        cx: &mut Cx<'p, S>,
+        mut map: impl FnMut(&RefCell<&mut Cx<'p, S>>) -> Result<(), PagingError>,
+    ) -> Result<Served, VmError> {
+        for round in 0.. {
+            let mapped = map(&RefCell::new(&mut *cx));
+            match mapped {
+                Ok(()) => return Ok(Served::Mapped),
+                Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
+                Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
+                Err(PagingError::NoTable) => return Err(VmError::NoMemory),
+                Err(error) => return Err(VmError::Paging(error)),
+            }
+        }
+        Err(VmError::NoMemory)
     }
 
     fn fault_shared(
@@ -256,13 +329,26 @@ impl<S: Setup> Vm<'_, S> {
         let Ok(place) = Span::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
             return Err(VmError::OtherKind);
         };
+        let Some(_claim) = index.inflight.claim(offset, || self.breathe(cx)) else { return Ok(false) };
         // The pool has promised all pages of a shared object.
         let want = Want { reserved: index.pooled, ..*want };
         let owner = Owner { object: object.id, offset };
         let how = Mapping { flags: Flags::NONE, largest: want.page };
-        let made = self.make_page(cx, (&index.claims, offset), &want, owner, phases, |cx, extent| {
-            self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how))
-        });
+        let made = match self.new_page(cx, 0, &want, owner, &Never, phases) {
+            Ok(None) => return Ok(false),
+            Ok(Some(extent)) => {
+                phases.enter(Phase::Map);
+                let made = self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how));
+                phases.enter(Phase::Other);
+                if made == Ok(Served::Mapped) {
+                    self.entered(cx, &want, 1);
+                } else {
+                    self.return_pages(cx, extent, &want);
+                }
+                made
+            }
+            Err(error) => Err(error),
+        };
         match made {
             // As for a private page.
             Err(_) if self.is_in_index(cx, index, place.start()) => Ok(false),
@@ -276,42 +362,12 @@ impl<S: Setup> Vm<'_, S> {
         index.table.shared(self.tables(&task)).lookup(at) != Lookup::Absent
     }
 
-    /// Makes a page that nobody else is making, which `claim` says, and has it entered. Unless that succeeds the page
-    /// goes back: somebody was faster, or it cannot be entered.
-    fn make_page<'p>(
-        &self,
-        cx: &mut Cx<'p, S>,
-        claim: (&Claims, u64),
-        want: &Want,
-        owner: Owner,
-        phases: &impl Phases,
-        enter: impl FnOnce(&mut Cx<'p, S>, Extent) -> Result<Served, VmError>,
-    ) -> Result<Served, VmError> {
-        let (claims, number) = claim;
-        let Some(_claim) = claims.claim(number) else {
-            claims.wait(number, || self.breathe(cx));
-            return Ok(Served::Meanwhile);
-        };
-        phases.enter(Phase::Allocate);
-        let holding = claims.hold();
-        let Some(extent) = self.promised_page(cx, &holding, want, owner, &Never, phases)? else {
-            return Ok(Served::Meanwhile);
-        };
-        phases.enter(Phase::Map);
-        let entered = enter(cx, extent);
-        phases.enter(Phase::Other);
-        if entered != Ok(Served::Mapped) {
-            self.return_pages(cx, extent, want);
-        }
-        entered
-    }
-
     /// Maps a page of a shared object where the object has it; `None` if it has not.
     pub(crate) fn enter_from_index(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
         page: Span,
         object: &Object<S>,
         flags: Flags,
@@ -339,55 +395,11 @@ impl<S: Setup> Vm<'_, S> {
         })?;
         Ok(there.then_some(served))
     }
-
-    /// Step 3: maps frames at a span of an area that was found before, if the area is still there. Unless the answer is
-    /// [`Served::Mapped`], the frames are still the caller's.
-    pub(crate) fn enter<I>(
-        &self,
-        cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
-        span: Span,
-        frames: I,
-        flags: Flags,
-    ) -> Result<Served, VmError>
-    where
-        I: IntoIterator<Item = Extent> + Clone,
-    {
-        let how = Mapping { flags, largest: area.kind.page };
-        self.try_map(cx, |task| {
-            let areas = space.areas.shared();
-            if !areas.admit(area, span) {
-                return Err(PagingError::Busy { at: span.start() });
-            }
-            space.table.shared(self.tables(task)).map(span, frames.clone(), how)
-        })
-    }
-
-    /// Runs `map`, asking for relief while page tables have no memory. That something is in the way is no error: it is
-    /// or was somebody else's.
-    fn try_map<'p>(
-        &self,
-        cx: &mut Cx<'p, S>,
-        mut map: impl FnMut(&RefCell<&mut Cx<'p, S>>) -> Result<(), PagingError>,
-    ) -> Result<Served, VmError> {
-        for round in 0.. {
-            let mapped = map(&RefCell::new(&mut *cx));
-            match mapped {
-                Ok(()) => return Ok(Served::Mapped),
-                Err(PagingError::Overlap { .. } | PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
-                Err(PagingError::NoTable) if self.may_retry(cx, round) => {}
-                Err(PagingError::NoTable) => return Err(VmError::NoMemory),
-                Err(error) => return Err(VmError::Paging(error)),
-            }
-        }
-        Err(VmError::NoMemory)
-    }
 }
 
 /// The flags of a page that is entered because of an access: what the access will set is set, to spare hardware the
 /// write.
-pub(crate) fn fresh_flags(area: &AreaInfo, access: Access) -> Flags {
+pub(crate) fn fresh_flags(area: &VmaInfo, access: Access) -> Flags {
     let used = if access == Access::Write { Flags::HARDWARE } else { Flags::ACCESSED };
     area.kind.flags() | used
 }

@@ -3,7 +3,7 @@
 use crate::error::VmError;
 use crate::notifier::Notifier;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::VirtRange;
@@ -48,7 +48,7 @@ pub struct Follower<S: Setup>(NonNull<Node<S>>);
 // SAFETY: it is the right to remove the node, which any task may do.
 unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
 
-impl<S: Setup> Space<S> {
+impl<S: Setup> AddressSpace<S> {
     /// Whether anybody follows the space.
     pub(crate) fn is_followed(&self) -> bool {
         !self.followers.shared().is_empty()
@@ -85,10 +85,19 @@ where
     S::Notifier: Send + Sync,
 {
     /// Has a notifier told of everything that changes in the space from here on. One allocation.
-    pub fn follow(&self, cx: &mut Cx<'_, S>, space: &Space<S>, notifier: S::Notifier) -> Result<Follower<S>, VmError> {
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](VmError::NoMemory), [`Foreign`](VmError::Foreign).
+    pub fn follow(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        notifier: S::Notifier,
+    ) -> Result<Follower<S>, VmError> {
         self.check_own(space)?;
         let node = Node { link: LinkedListAtomicLink::new(), notifier };
-        let node = self.new_in(&self.follower_slab, cx, node)?;
+        let node = self.keep(cx, node)?;
         self.between_changes(cx, space, |list| {
             // SAFETY: the node lives until `unfollow`, which takes it off the list first.
             list.push_back(unsafe { UnsafeRef::from_raw(node.as_ptr()) });
@@ -101,17 +110,22 @@ where
     /// # Safety
     ///
     /// It did.
-    pub unsafe fn unfollow(&self, cx: &mut Cx<'_, S>, space: &Space<S>, follower: Follower<S>) -> S::Notifier {
+    pub unsafe fn unfollow(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, follower: Follower<S>) -> S::Notifier {
         self.between_changes(cx, space, |list| {
             // SAFETY: the caller's promise: the node is on this list.
             unsafe { list.cursor_mut_from_ptr(follower.0.as_ptr()) }.remove();
         });
-        // SAFETY: made by `follow` with this slab, and off the list.
-        unsafe { self.take_from(&self.follower_slab, cx, follower.0) }.notifier
+        // SAFETY: made by `follow`, and off the list.
+        unsafe { self.take_back(cx, follower.0) }.notifier
     }
     /// Changes the list while nothing is under way, so that everybody is told of ends whose beginnings it was told of, and
     /// of no others.
-    fn between_changes(&self, cx: &mut Cx<'_, S>, space: &Space<S>, change: impl FnOnce(&mut LinkedList<ByOrder<S>>)) {
+    fn between_changes(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        change: impl FnOnce(&mut LinkedList<ByOrder<S>>),
+    ) {
         loop {
             {
                 let mut followers = space.followers.exclusive();

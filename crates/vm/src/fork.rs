@@ -11,21 +11,20 @@
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
 //! taken for it.
 
-use crate::area::{Area, AreaInfo, AreaKind};
-use crate::away::Away;
 use crate::error::VmError;
 use crate::object::{Object, Owner};
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
-use crate::space::{Space, SpaceRef};
+use crate::space::{AddressSpace, AddressSpaceRef};
 use crate::supply::Want;
+use crate::swap_entry::SwapEntry;
 use crate::unmap::pages;
 use crate::vm::Vm;
+use crate::vma::{Vma, VmaInfo, VmaKind};
 use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_clear::Request;
+use hugemm_clear::ClearRequest;
 use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Span, Stale};
 use intrusive_collections::UnsafeRef;
 
@@ -39,11 +38,16 @@ impl<S: Setup> Vm<'_, S> {
     /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. Meanwhile the
     /// parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
     /// write-protection that its next stores undo. Passes reschedule points; may sleep.
-    pub fn fork<'v>(&'v self, cx: &mut Cx<'_, S>, parent: &Space<S>) -> Result<SpaceRef<'v, S>, VmError> {
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](VmError::NoMemory), and what a copy of a pinned page may meet: [`NoPool`](VmError::NoPool),
+    /// [`HwPoisoned`](VmError::HwPoisoned). [`Foreign`](VmError::Foreign): the parent is another manager's.
+    pub fn fork<'v>(&'v self, cx: &mut Cx<'_, S>, parent: &AddressSpace<S>) -> Result<AddressSpaceRef<'v, S>, VmError> {
         self.check_own(parent)?;
         for round in 0.. {
-            let child = self.create(cx, parent.bounds)?;
-            let whole = parent.bounds.range();
+            let child = self.create(cx, parent.bounds())?;
+            let whole = parent.bounds().range();
             let done = parent.changing(cx, whole, |cx| self.fork_into(cx, parent, &child));
             let Err(error) = done else { return Ok(child) };
             if let Err((_, child)) = self.destroy(cx, child) {
@@ -52,7 +56,7 @@ impl<S: Setup> Vm<'_, S> {
             }
             if error != VmError::NoMemory
                 || round == ROUNDS
-                || !self.relieve(cx, Order::ZERO, hugemm_frames::From::Local)
+                || !self.relieve(cx, Order::ZERO, hugemm_frames::Placement::Local)
             {
                 return Err(error);
             }
@@ -60,16 +64,16 @@ impl<S: Setup> Vm<'_, S> {
         Err(VmError::NoMemory)
     }
 
-    fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &Space<S>, child: &Space<S>) -> Result<(), VmError> {
+    fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &AddressSpace<S>, child: &AddressSpace<S>) -> Result<(), VmError> {
         while core::mem::replace(&mut parent.areas.exclusive().forking, true) {
             // Another fork.
             self.breathe(cx);
         }
-        let mut batch = ShootdownBatch::new(&parent.tlb);
+        let mut batch = ShootdownBatch::new(parent.tlb());
         let done = self.inherit_all(cx, parent, child, |stale| batch.stale(stale));
         // Also after a failure: entries have lost rights, and a store through an old one must not go on.
         if !batch.is_empty() {
-            batch.flush(self.tlbs, cx, &self.shootdown);
+            batch.flush(self.shootdown(), cx, self.shootdown_policy());
         }
         parent.areas.exclusive().forking = false;
         done
@@ -79,12 +83,12 @@ impl<S: Setup> Vm<'_, S> {
     fn inherit_all(
         &self,
         cx: &mut Cx<'_, S>,
-        parent: &Space<S>,
-        child: &Space<S>,
+        parent: &AddressSpace<S>,
+        child: &AddressSpace<S>,
         mut changed: impl FnMut(Stale),
     ) -> Result<(), VmError> {
-        // SeqCst: pairs with `pin_batch`; nobody takes references for pins during a fork.
-        let pinned = parent.pins.load(Ordering::SeqCst) > 0;
+        // Nobody takes references for pins during a fork.
+        let pinned = parent.pins.any();
         let mut next = 0;
         while let Some((object, area)) =
             // The list does not change meanwhile.
@@ -108,19 +112,19 @@ impl<S: Setup> Vm<'_, S> {
     fn inherit(
         &self,
         cx: &mut Cx<'_, S>,
-        child: &Space<S>,
+        child: &AddressSpace<S>,
         object: NonNull<Object<S>>,
-        area: AreaInfo,
+        area: VmaInfo,
     ) -> Result<(), VmError> {
         // What the pool has promised, it has promised to the parent.
-        let info = AreaInfo { kind: AreaKind { reserved: false, ..area.kind }, ..area };
-        let own = Area::new(NonNull::from(child), object, info);
-        let own = self.try_new_in(&self.area_slab, cx, own)?;
+        let info = VmaInfo { kind: VmaKind { reserved: false, ..area.kind }, ..area };
+        let own = Vma::new(NonNull::from(child), object, info);
+        let own = self.try_keep(cx, own)?;
         // SAFETY: the parent's area, which stays, holds a reference.
         unsafe { object.as_ref() }.get();
         // SAFETY: never moved, and freed after it has left all lists.
         let own = unsafe { UnsafeRef::from_raw(own.as_ptr()) };
-        self.enlist(&own);
+        self.link_area(&own);
         child.areas.exclusive().insert(own);
         Ok(())
     }
@@ -129,9 +133,9 @@ impl<S: Setup> Vm<'_, S> {
     fn share_pages(
         &self,
         cx: &mut Cx<'_, S>,
-        parent: &Space<S>,
-        child: &Space<S>,
-        area: &AreaInfo,
+        parent: &AddressSpace<S>,
+        child: &AddressSpace<S>,
+        area: &VmaInfo,
         changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
         let (mut from, end) = (area.span.first(), area.span.first() + area.span.pages());
@@ -153,9 +157,9 @@ impl<S: Setup> Vm<'_, S> {
     fn share_until_moving(
         &self,
         task: &Task<'_, '_, S>,
-        parent: &Space<S>,
-        child: &Space<S>,
-        area: &AreaInfo,
+        parent: &AddressSpace<S>,
+        child: &AddressSpace<S>,
+        area: &VmaInfo,
         (from, end): (u64, u64),
         changed: &mut impl FnMut(Stale),
     ) -> Result<u64, VmError> {
@@ -164,7 +168,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut to = end;
         if S::Pager::ACTIVE {
             let first_moving = |at: VirtAddr, _, word| {
-                if let Away::Moving { .. } = Away::of(word) {
+                if let SwapEntry::Moving { .. } = SwapEntry::of(word) {
                     to = to.min(at.get() >> PAGE_SHIFT);
                 }
             };
@@ -198,7 +202,7 @@ impl<S: Setup> Vm<'_, S> {
     fn share_word(
         &self,
         task: &Task<'_, '_, S>,
-        child: &Space<S>,
+        child: &AddressSpace<S>,
         at: VirtAddr,
         size: PageSize,
         word: u64,
@@ -215,8 +219,8 @@ impl<S: Setup> Vm<'_, S> {
     fn share_run(
         &self,
         task: &Task<'_, '_, S>,
-        child: &Space<S>,
-        area: &AreaInfo,
+        child: &AddressSpace<S>,
+        area: &VmaInfo,
         page: u64,
         extent: Extent,
         flags: Flags,
@@ -245,7 +249,7 @@ impl<S: Setup> Vm<'_, S> {
     fn enter_in_child(
         &self,
         task: &Task<'_, '_, S>,
-        child: &Space<S>,
+        child: &AddressSpace<S>,
         page: u64,
         extent: Extent,
         how: Mapping,
@@ -262,9 +266,9 @@ impl<S: Setup> Vm<'_, S> {
     fn share_one_by_one(
         &self,
         cx: &mut Cx<'_, S>,
-        parent: &Space<S>,
-        child: &Space<S>,
-        area: &AreaInfo,
+        parent: &AddressSpace<S>,
+        child: &AddressSpace<S>,
+        area: &VmaInfo,
         changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
         let kind = area.kind;
@@ -299,16 +303,16 @@ impl<S: Setup> Vm<'_, S> {
     fn share_one(
         &self,
         task: &Task<'_, '_, S>,
-        parent: &Space<S>,
-        child: &Space<S>,
-        area: &AreaInfo,
+        parent: &AddressSpace<S>,
+        child: &AddressSpace<S>,
+        area: &VmaInfo,
         span: Span,
         changed: &mut impl FnMut(Stale),
     ) -> Result<One, VmError> {
         let mut table = parent.table.exclusive(self.tables(task));
         let leaf = match table.lookup(span.start()) {
             Lookup::Mapped(leaf) => leaf,
-            Lookup::Owner(word) if matches!(Away::of(word), Away::Moving { .. }) => return Ok(One::Moving),
+            Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) => return Ok(One::Moving),
             Lookup::Owner(word) => {
                 self.share_word(task, child, span.start(), area.kind.page, word)?;
                 return Ok(One::Shared);
@@ -317,7 +321,7 @@ impl<S: Setup> Vm<'_, S> {
         };
         let extent = Extent::block(leaf.frame, leaf.size.order());
         // The parent's, and a pin's.
-        if self.frames.references(leaf.frame) > 1 {
+        if self.frames().references(leaf.frame) > 1 {
             self.get_page(&mut task.borrow_mut(), leaf.frame)?;
             return Ok(One::Pinned(extent));
         }
@@ -332,13 +336,13 @@ impl<S: Setup> Vm<'_, S> {
     fn copy_for_child(
         &self,
         task: &Task<'_, '_, S>,
-        child: &Space<S>,
-        area: &AreaInfo,
+        child: &AddressSpace<S>,
+        area: &VmaInfo,
         span: Span,
         from: Extent,
     ) -> Result<(), VmError> {
         let kind = area.kind;
-        let request = Request::fault(kind.page.bytes());
+        let request = ClearRequest::fault(kind.page.bytes());
         let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
         let owner = Owner { object: area.object, offset: area.offset_of(span.first()) };
         let copy = self.copy_of(&mut task.borrow_mut(), from, &want, owner, true)?;

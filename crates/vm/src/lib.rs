@@ -1,35 +1,66 @@
 //! Address spaces whose cost is that of clearing their memory.
 //!
-//! A [`Vm`] makes address [spaces](Space) of areas of 4 KiB, 2 MiB and 1 GiB pages, private and shared, over the frame
+//! A [`Vm`] makes address [spaces](AddressSpace) of areas of 4 KiB, 2 MiB and 1 GiB pages, private and shared, over the frame
 //! allocator, the page tables and the shootdowns of the crates below. It needs no heap, keeps no global state and never
 //! panics on exhaustion: every operation that can run out of memory asks for [relief](hugemm_base::Pressure) and then
 //! says so.
+//!
+//! ```
+//! use hugemm_base::sync::AtomicU64;
+//! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr};
+//! use hugemm_clear::Clearer;
+//! use hugemm_frames::Frames;
+//! use hugemm_paging::{Counting, Span, TlbCpu, TlbShootdown};
+//! use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Served, Vm, VmaKind};
+//!
+//! # let layout = std::alloc::Layout::from_size_align(16 << 20, 2 << 20)?;
+//! # let (ram, base) = (Extent::new(Pfn::new(0), 4096)?, unsafe { std::alloc::alloc_zeroed(layout) });
+//! // SAFETY: nobody else uses `ram`; it stays mapped at `base`.
+//! let (mut cx, ram) = unsafe { SingleCpu::start(ram, base) };
+//! let frames = Frames::carve(&cx, ram)?;
+//! let (cpus, inboxes) = ([TlbCpu::default()], [AtomicU64::new(0)]);
+//! // SAFETY: no CPU walks the tables; in a kernel its own `TlbHw` stands for `Counting`.
+//! let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, Counting) }?;
+//! let parts = Parts::new(&frames, &shootdown, Clearer::uncalibrated());
+//! // SAFETY: `SingleCpu` is a direct map; there is no other platform.
+//! let vm: Vm<'_, DefaultSetup<SingleCpu>> = unsafe { Vm::new(parts) }.expect("small objects fit in a frame");
+//!
+//! let space = vm.create(&mut cx, Span::new(VirtAddr::new(0), 1 << 47)?)?;
+//! let at = VirtAddr::new(0x40_0000);
+//! vm.map(&mut cx, &space, Span::new(at, 2 << 20)?, VmaKind::private(PageSize::Size2M), Backing::Private)?;
+//! // What a page fault handler calls: one page of 2 MiB, cleared around the touch, and mapped.
+//! assert_eq!(vm.fault(&mut cx, &space, at, Access::Write)?, Served::Mapped);
+//! # vm.destroy(&mut cx, space).map_err(|(error, _)| error)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 //!
 //! | file | the rule it owns |
 //! |---|---|
 //! | [`setup`] | which types an embedder chooses |
 //! | `vm.rs` | what all spaces share; asking for relief |
-//! | [`area`] | areas never change; finding them |
+//! | [`vma`] | areas never change; finding them |
 //! | `protection.rs` | what an area may be asked to allow |
 //! | `cpu_masks.rs` | which CPUs use a space: as many words as there are CPUs for |
 //! | [`object`] | what a page belongs to; the reverse map; who holds references |
 //! | `rmap.rs` | reverse-map walks |
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
-//! | [`fault`], `claims.rs` | demand faults, and CPUs that meet at one page |
+//! | [`fault`], `inflight_faults.rs` | demand faults, and CPUs that meet at one page |
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
 //! | [`prefault`], [`pin`] | filling by any number of CPUs; keeping pages for devices |
 //! | [`unmap`] | one flush per call, then frees by runs |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`pager`] | the seam to reclaim and swap |
-//! | `away.rs`, `refault.rs` | what stands for a page that is away; bringing it back |
-//! | [`unhook`] | a page that is taken away is one value; putting it back |
+//! | `swap_entry.rs`, `refault.rs` | what stands for a page in swap or on the move; bringing it back |
+//! | [`unhook`] | a page that is taken out of its entries is one value; putting it back |
 //! | [`evict`], [`ageing`] | writing pages out; what is known of their use, through the reverse map |
 //! | `working_set.rs` | which pages of a range have been used, for others than reclaim |
 //! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
 //! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
-//! | `guarded.rs`, `tables.rs` | locks and page tables' memory |
+//! | `error.rs`, `phases.rs` | why an operation failed; whoever wants to know what a long one is doing |
+//! | `promises.rs` | a pool's promises, while faults have pages in hand |
+//! | `guarded.rs`, `tables.rs`, `slabs.rs` | locks; page tables' memory; that of small objects |
 //!
 //! # Order of locks
 //!
@@ -40,11 +71,9 @@
 //! lets others run and looks again.
 #![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
+#![deny(clippy::missing_errors_doc)]
 
 pub mod ageing;
-pub mod area;
-mod away;
-mod claims;
 mod copy;
 mod cow;
 mod cpu_masks;
@@ -54,6 +83,7 @@ pub mod fault;
 mod followers;
 pub mod fork;
 mod guarded;
+mod inflight_faults;
 mod mapping;
 mod moving;
 pub mod notifier;
@@ -63,21 +93,24 @@ mod phases;
 pub mod pin;
 pub mod pool;
 pub mod prefault;
+mod promises;
 mod protection;
 mod refault;
 mod rmap;
 pub mod setup;
+mod slabs;
 mod space;
 mod supply;
+mod swap_entry;
 mod tables;
 pub mod unhook;
 pub mod unmap;
 mod vm;
+pub mod vma;
 mod working_set;
 pub mod zeroing;
 
 pub use ageing::{AgeRun, Recency};
-pub use area::{AreaInfo, AreaKind};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use error::VmError;
 pub use fault::{Access, Served};
@@ -92,9 +125,10 @@ pub use pool::{HugePool, NoPool, OutOfPool, Pools};
 pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;
-pub use setup::{Cx, Setup};
-pub use space::{Space, SpaceCounters, SpaceRef};
+pub use setup::{Cx, DefaultSetup, Setup};
+pub use space::{AddressSpace, AddressSpaceCounters, AddressSpaceRef};
 pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use vm::{Parts, Vm};
+pub use vma::{VmaInfo, VmaKind};
 pub use zeroing::{ZeroWorker, Zeroed};

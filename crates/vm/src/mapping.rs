@@ -1,13 +1,13 @@
 //! Making areas, and shared objects that exist without one.
 
-use crate::area::{Area, AreaInfo, AreaKind};
-use crate::claims::Claims;
 use crate::error::VmError;
+use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::vm::Vm;
+use crate::vma::{Vma, VmaInfo, VmaKind};
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -61,6 +61,11 @@ pub enum Backing<'a, 'v, S: Setup> {
 impl<'m, S: Setup> Vm<'m, S> {
     /// A shared object of `pages` 4 KiB pages, in pages of size `page`, none of which exists yet. From the pool, all of
     /// them are promised now. Two allocations.
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](VmError::NoMemory), [`NoPool`](VmError::NoPool), [`Misaligned`](VmError::Misaligned) if `pages`
+    /// is not a whole number of such pages.
     pub fn create_shared<'v>(
         &'v self,
         cx: &mut Cx<'_, S>,
@@ -74,18 +79,18 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let bounds = Span::new(VirtAddr::new(0), pages << PAGE_SHIFT).map_err(|_| misaligned)?;
         if pooled {
-            self.pool.reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
+            self.pool().reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
         }
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
-            let index = Index { table, pages, page, pooled, claims: Claims::new() };
+            let index = Index { table, pages, page, pooled, inflight: InflightFaults::new() };
             self.new_object(cx, Some(index)).inspect_err(|_| self.free_root(cx, root))
         });
         match made {
             Ok(object) => Ok(SharedRef { object, manager: self.identity(), vm: PhantomData }),
             Err(error) => {
                 if pooled {
-                    self.pool.unreserve(cx, page, pages / page.pages());
+                    self.let_go_of_promises(cx, page, pages / page.pages());
                 }
                 Err(error)
             }
@@ -93,6 +98,10 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Lets go of an object: its memory is freed with its last area. Another manager's comes back.
+    ///
+    /// # Errors
+    ///
+    /// The object, and [`Foreign`](VmError::Foreign): it is another manager's.
     pub fn close<'v>(&self, cx: &mut Cx<'_, S>, object: SharedRef<'v, S>) -> Result<(), (VmError, SharedRef<'v, S>)> {
         if let Err(error) = self.check_own_object(&object) {
             return Err((error, object));
@@ -108,14 +117,21 @@ impl<'m, S: Setup> Vm<'m, S> {
 
     /// Makes an area at `span`, which is aligned to the kind's pages and meets no other area. Nothing is mapped yet;
     /// pages from the pool are promised. Two allocations.
+    ///
+    /// # Errors
+    ///
+    /// [`Overlap`](VmError::Overlap) names the area that is there, [`Misaligned`](VmError::Misaligned) and
+    /// [`OutOfBounds`](VmError::OutOfBounds) what does not fit, [`OtherKind`](VmError::OtherKind) an object with
+    /// other pages. [`NoMemory`](VmError::NoMemory), [`NoPool`](VmError::NoPool), [`Foreign`](VmError::Foreign).
+    /// Nothing has changed.
     pub fn map(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         span: Span,
-        kind: AreaKind,
+        kind: VmaKind,
         backing: Backing<'_, '_, S>,
-    ) -> Result<AreaInfo, VmError> {
+    ) -> Result<VmaInfo, VmError> {
         self.check_own(space)?;
         let bytes = kind.page.bytes();
         if !span.start().is_aligned(bytes) || !span.pages().is_multiple_of(kind.page.pages()) {
@@ -126,10 +142,10 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let (object, offset, kind) = match backing {
             Backing::Private => {
-                let kind = AreaKind { shared: false, reserved: kind.pooled, ..kind };
+                let kind = VmaKind { shared: false, reserved: kind.pooled, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
-                    self.pool.reserve(cx, kind.page, pages).map_err(|_| VmError::NoPool)?;
+                    self.pool().reserve(cx, kind.page, pages).map_err(|_| VmError::NoPool)?;
                 }
                 let object = self.new_object(cx, None).inspect_err(|_| self.unreserve(cx, &kind, span.pages()))?;
                 (object, 0, kind)
@@ -149,12 +165,12 @@ impl<'m, S: Setup> Vm<'m, S> {
                     return Err(VmError::OutOfBounds { at });
                 }
                 object.get();
-                (shared.object, offset, AreaKind { shared: true, reserved: false, ..kind })
+                (shared.object, offset, VmaKind { shared: true, reserved: false, ..kind })
             }
         };
         // SAFETY: the reference taken above keeps the object.
         let id = unsafe { object.as_ref() }.id;
-        let info = AreaInfo { span, kind, object: id, offset };
+        let info = VmaInfo { span, kind, object: id, offset };
         let added = self.new_area(cx, space, object, info).and_then(|area| match self.hook_in(cx, space, &area) {
             Ok(()) => Ok(info),
             Err(error) => {
@@ -173,7 +189,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Puts an area on its lists, unless it meets another.
     ///
     /// Tables that smaller pages have left behind under an area of huge pages are freed: a huge page is always one entry.
-    fn hook_in(&self, cx: &mut Cx<'_, S>, space: &Space<S>, area: &UnsafeRef<Area<S>>) -> Result<(), VmError> {
+    fn hook_in(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, area: &UnsafeRef<Vma<S>>) -> Result<(), VmError> {
         let span = area.info.span;
         let unhooked = loop {
             {
@@ -190,7 +206,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 };
                 match emptied {
                     Ok(unhooked) => {
-                        self.enlist(area);
+                        self.link_area(area);
                         areas.insert(area.clone());
                         break unhooked;
                     }
@@ -211,9 +227,9 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Takes back what the pool promised for `pages` 4 KiB pages of an area.
-    pub(crate) fn unreserve(&self, cx: &Cx<'_, S>, kind: &AreaKind, pages: u64) {
+    pub(crate) fn unreserve(&self, cx: &Cx<'_, S>, kind: &VmaKind, pages: u64) {
         if kind.reserved {
-            self.pool.unreserve(cx, kind.page, pages / kind.page.pages());
+            self.let_go_of_promises(cx, kind.page, pages / kind.page.pages());
         }
     }
 
@@ -221,11 +237,11 @@ impl<'m, S: Setup> Vm<'m, S> {
     pub(crate) fn new_area(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         object: NonNull<Object<S>>,
-        info: AreaInfo,
-    ) -> Result<UnsafeRef<Area<S>>, VmError> {
-        let area = self.new_in(&self.area_slab, cx, Area::new(NonNull::from(space), object, info))?;
+        info: VmaInfo,
+    ) -> Result<UnsafeRef<Vma<S>>, VmError> {
+        let area = self.keep(cx, Vma::new(NonNull::from(space), object, info))?;
         // SAFETY: the area is never moved, and freed only after it has left all lists.
         Ok(unsafe { UnsafeRef::from_raw(area.as_ptr()) })
     }
@@ -233,15 +249,15 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// # Safety
     ///
     /// The area is on no list.
-    pub(crate) unsafe fn free_area(&self, cx: &Cx<'_, S>, area: UnsafeRef<Area<S>>) {
+    pub(crate) unsafe fn free_area(&self, cx: &Cx<'_, S>, area: UnsafeRef<Vma<S>>) {
         if let Some(area) = NonNull::new(UnsafeRef::into_raw(area)) {
-            // SAFETY: made by `new_area` with this slab; nobody refers to it.
-            let _: Area<S> = unsafe { self.take_from(&self.area_slab, cx, area) };
+            // SAFETY: made by `new_area`; nobody refers to it.
+            let _ = unsafe { self.take_back(cx, area) };
         }
     }
 
     /// Puts an area on its object's list.
-    pub(crate) fn enlist(&self, area: &UnsafeRef<Area<S>>) {
+    pub(crate) fn link_area(&self, area: &UnsafeRef<Vma<S>>) {
         // SAFETY: the area holds a reference to its object.
         unsafe { area.object.as_ref() }.areas.exclusive().add(area.clone());
     }
@@ -252,9 +268,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         cx: &mut Cx<'_, S>,
         index: Option<Index<S>>,
     ) -> Result<NonNull<Object<S>>, VmError> {
-        let object = self.new_in(&self.object_slab, cx, Object::new(self.next_object(), index))?;
+        let object = self.keep(cx, Object::new(self.next_object(), index))?;
         // SAFETY: the object is never moved, and freed only after it has left the registry.
-        self.registry.exclusive().insert(unsafe { UnsafeRef::from_raw(object.as_ptr()) });
+        self.registry().exclusive().insert(unsafe { UnsafeRef::from_raw(object.as_ptr()) });
         Ok(object)
     }
 
@@ -265,9 +281,9 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !last {
             return;
         }
-        self.registry.exclusive().remove(id);
+        self.registry().exclusive().remove(id);
         // SAFETY: nobody has a reference, and nobody can find it any more.
-        let object = unsafe { self.take_from(&self.object_slab, cx, object) };
+        let object = unsafe { self.take_back(cx, object) };
         let Some(index) = object.index else { return };
         let whole = index.table.bounds();
         let detached = {
@@ -283,7 +299,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         });
         self.free_root(cx, index.table.root());
         if index.pooled {
-            self.pool.unreserve(cx, index.page, (index.pages - found) / index.page.pages());
+            self.let_go_of_promises(cx, index.page, (index.pages - found) / index.page.pages());
         }
     }
 }

@@ -12,15 +12,16 @@ use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Extent, PageSize, Pfn, VirtAddr};
-use hugemm_frames::{FolioRef, From};
+use hugemm_frames::{FolioRef, Placement};
 use hugemm_paging::{Lookup, PageTable};
 
 impl<S: Setup> Vm<'_, S> {
     /// Takes a reference to the 4 KiB page in a frame that may be anything, if it is one that some object has: what the
     /// descriptor says of a frame that is something else is believed only if the object agrees.
+    /// Interrupts are on; the caller holds no lock.
     pub fn hold_mapped(&self, cx: &mut Cx<'_, S>, frame: Pfn) -> Option<FolioRef> {
         let owner = self.owner(frame)?;
-        let handle = self.registry.shared().get(owner.object)?;
+        let handle = self.registry().shared().get(owner.object)?;
         // SAFETY: `Registry::get` took a reference.
         let object = unsafe { handle.as_ref() };
         // Whoever takes a page away has the table alone, so what is mapped in a table that is shared has a reference.
@@ -49,7 +50,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Moves an unhooked page of 4 KiB to another frame, of its node if one is free there, after its flush, and drops the
     /// caller's reference. False if somebody else uses the page, there is no frame, or the content is bad: then the page is
-    /// back where it was. Asks nobody for relief.
+    /// back where it was. Asks nobody for relief. Interrupts are on: it may wait for other CPUs; the caller holds no lock.
     pub fn move_page<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, mut page: UnhookedPage<'_, S, M>) -> bool {
         let Some(block) = self.freeze_unhooked(cx, &mut page) else {
             self.put_back(cx, page);
@@ -66,7 +67,7 @@ impl<S: Setup> Vm<'_, S> {
             self.drop_pages(cx, copy, PageSize::Size4K, false);
         }
         // Counted again, so that whoever lists pages forgets it in the moment in which it goes.
-        page.folio = self.frames.count(block).ok();
+        page.folio = self.frames().count(block).ok();
         self.drop_own(cx, &mut page);
         self.consume(cx, page);
         true
@@ -75,8 +76,8 @@ impl<S: Setup> Vm<'_, S> {
     /// A copy, with so many references, that belongs where the page does.
     fn copy_elsewhere(&self, cx: &mut Cx<'_, S>, from: Extent, owner: Owner, references: u64) -> Option<Extent> {
         let page = PageSize::Size4K;
-        let node = self.frames.node_of(from.base()).map_or(From::Local, From::Prefer);
-        let clear = hugemm_clear::Request::fault(page.bytes());
+        let node = self.frames().node_of(from.base()).map_or(Placement::Local, Placement::Prefer);
+        let clear = hugemm_clear::ClearRequest::fault(page.bytes());
         let want = Want { page, pooled: false, reserved: false, from: node, clear, touched: None };
         let copy = self.copy_of(cx, from, &want, owner, true).ok()?;
         for taken in 1..references {

@@ -17,10 +17,10 @@
 //! | lineage | every entry that maps it |
 //! | shared | the index; entries hold none, so whoever takes a page out of the index unmaps and flushes it first |
 
-use crate::area::{Area, Peers};
-use crate::claims::Claims;
 use crate::guarded::Guarded;
+use crate::inflight_faults::InflightFaults;
 use crate::setup::Setup;
+use crate::vma::{Peers, Vma};
 use core::ptr::NonNull;
 use hugemm_base::PageSize;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
@@ -65,18 +65,18 @@ unsafe impl<S: Setup> Send for AreaList<S> {}
 unsafe impl<S: Setup> Sync for AreaList<S> {}
 
 impl<S: Setup> AreaList<S> {
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Area<S>> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Vma<S>> {
         self.0.iter()
     }
 
-    pub(crate) fn add(&mut self, area: UnsafeRef<Area<S>>) {
+    pub(crate) fn add(&mut self, area: UnsafeRef<Vma<S>>) {
         self.0.push_back(area);
     }
 
     /// # Safety
     ///
     /// The area is on this list.
-    pub(crate) unsafe fn remove(&mut self, area: &UnsafeRef<Area<S>>) {
+    pub(crate) unsafe fn remove(&mut self, area: &UnsafeRef<Vma<S>>) {
         // SAFETY: the caller's promise.
         unsafe { self.0.cursor_mut_from_ptr(UnsafeRef::into_raw(area.clone())) }.remove();
     }
@@ -89,7 +89,7 @@ pub(crate) struct Index<S: Setup> {
     pub(crate) page: PageSize,
     pub(crate) pooled: bool,
     /// Pages that are being made.
-    pub(crate) claims: Claims,
+    pub(crate) inflight: InflightFaults,
 }
 
 /// See the [module](self).

@@ -23,7 +23,7 @@ pub trait Pager<S: Setup> {
 
     /// Blocks of `order` have become counted pages of their objects, with one reference each: the caller's. No lock is
     /// held that a reclaiming task takes.
-    fn enlist(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
+    fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
 
     /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. May be
     /// called under a page table's lock; passes no reschedule point.
@@ -34,6 +34,10 @@ pub trait Pager<S: Setup> {
     fn used(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _heads: &[Pfn]) {}
 
     /// Copies what is in a slot into page number `page` of the block. The slot stays.
+    ///
+    /// # Errors
+    ///
+    /// [`LostPage`]: the content cannot be had again. The slot stays.
     fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage>;
 
     /// Another holder's handle on the slot; `None` if there are too many. May be called under a page table's lock.
@@ -56,7 +60,7 @@ pub struct NoPager;
 impl<S: Setup> Pager<S> for NoPager {
     const ACTIVE: bool = false;
 
-    fn enlist(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
+    fn lru_add(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
 
     fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, mut pages: FolioRun) {
         while let Some(folio) = pages.pop() {

@@ -5,16 +5,16 @@
 //! attachment of a device to a whole guest is), and every page is made the space's own, so that what the device writes is
 //! what the space reads.
 
-use crate::area::AreaInfo;
 use crate::error::VmError;
 use crate::fault::Site;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::{AddressSpace, SpaceId};
 use crate::unmap::pages;
 use crate::vm::Vm;
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::fmt;
-use hugemm_base::sync::Ordering;
+use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cancel, Extent, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_paging::{Flags, Run, Span};
 
@@ -28,8 +28,8 @@ const ATTEMPTS: u32 = 16;
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "dropping this keeps the pages for ever: unpin them"]
 pub struct Pinned {
-    /// Manager and space that it is counted in.
-    space: (usize, u64),
+    /// Where it is counted.
+    space: SpaceId,
     at: VirtAddr,
     extent: Extent,
     page: PageSize,
@@ -45,6 +45,34 @@ impl Pinned {
     /// Which frames.
     pub fn extent(&self) -> Extent {
         self.extent
+    }
+}
+
+/// How many references [`Vm::pin`] has taken in one space and nobody has given back.
+#[derive(Debug)]
+pub(crate) struct Pins(AtomicU64);
+
+impl Pins {
+    pub(crate) fn new() -> Self {
+        Pins(AtomicU64::new(0))
+    }
+
+    /// To be counted before the pages are looked at, so that a fork which shares one of them has been or will be seen.
+    fn add(&self, pages: u64) {
+        // SeqCst: pairs with the load in `any`.
+        self.0.fetch_add(pages, Ordering::SeqCst);
+    }
+
+    /// To be counted after the references are gone.
+    fn remove(&self, pages: u64) {
+        // SeqCst: as above.
+        self.0.fetch_sub(pages, Ordering::SeqCst);
+    }
+
+    /// Whether there are any: what a fork asks, during which no references are taken, and whoever ends the space.
+    pub(crate) fn any(&self) -> bool {
+        // SeqCst: pairs with `add` and `remove`.
+        self.0.load(Ordering::SeqCst) > 0
     }
 }
 
@@ -77,10 +105,15 @@ impl<S: Setup> Vm<'_, S> {
     /// Fills `span`, which lies in areas throughout and at whole pages of them, and pins every page. `total` is as for
     /// [`prefault`](Vm::prefault), on which several CPUs may have worked before. `visit` is given each run, in ascending
     /// order, with nothing locked. Returns how many 4 KiB pages there are. Passes reschedule points; may sleep.
+    ///
+    /// # Errors
+    ///
+    /// The [`PinError`] says how many pages are pinned, which stay so, and why not more: as of
+    /// [`Prefault::work`](crate::Prefault::work).
     pub fn pin(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         span: Span,
         total: Option<u64>,
         cancel: &impl Cancel,
@@ -93,7 +126,7 @@ impl<S: Setup> Vm<'_, S> {
             let stopped = |cause| PinError { pinned: next - first, cause };
             self.check_own(space).map_err(stopped)?;
             let at = VirtAddr::new(next << PAGE_SHIFT);
-            let area = space.area_at(at).map_err(stopped)?;
+            let area = space.find_vma(at).map_err(stopped)?;
             let size = area.kind.page.pages();
             let ends = (area.span.first() + area.span.pages()).min(end);
             if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {
@@ -122,14 +155,12 @@ impl<S: Setup> Vm<'_, S> {
         let kind = area.kind;
         for _ in 0..ATTEMPTS {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
-            // Counted before the pages are looked at, so that a fork which shares one of them has been or will be seen.
-            // SeqCst: pairs with the load in `fork`, during which nothing is pinned.
-            space.pins.fetch_add(span.pages(), Ordering::SeqCst);
+            space.pins.add(span.pages());
             let (found, error) = self.take_references(cx, space, area, span);
             if error.is_none() && found.pages == span.pages() {
                 for run in found.runs.into_iter().flatten() {
                     visit(Pinned {
-                        space: (space.manager, space.id),
+                        space: space.identity(),
                         at: run.at,
                         extent: run.extent,
                         page: kind.page,
@@ -141,7 +172,7 @@ impl<S: Setup> Vm<'_, S> {
             for run in found.runs.into_iter().flatten() {
                 self.drop_pages(cx, run.extent, kind.page, kind.pooled);
             }
-            space.pins.fetch_sub(span.pages(), Ordering::SeqCst);
+            space.pins.remove(span.pages());
             if let Some(error) = error {
                 return Err(error);
             }
@@ -153,8 +184,8 @@ impl<S: Setup> Vm<'_, S> {
     fn take_references(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
-        area: &AreaInfo,
+        space: &AddressSpace<S>,
+        area: &VmaInfo,
         span: Span,
     ) -> (Found, Option<VmError>) {
         let mut found = Found { runs: [None; BATCH], count: 0, pages: 0 };
@@ -192,13 +223,16 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Gives pinned pages back; those that have been unmapped meanwhile are freed. `space` is the one that they were pinned
     /// in; for another the pin comes back, and holds.
-    pub fn unpin(&self, cx: &mut Cx<'_, S>, space: &Space<S>, pinned: Pinned) -> Result<(), (VmError, Pinned)> {
-        if space.manager != self.identity() || pinned.space != (space.manager, space.id) {
+    ///
+    /// # Errors
+    ///
+    /// The pin, and [`Foreign`](VmError::Foreign).
+    pub fn unpin(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, pinned: Pinned) -> Result<(), (VmError, Pinned)> {
+        if self.check_own(space).is_err() || pinned.space != space.identity() {
             return Err((VmError::Foreign, pinned));
         }
         self.drop_pages(cx, pinned.extent, pinned.page, pinned.pooled);
-        // SeqCst: pairs with the loads in `fork` and `destroy`.
-        space.pins.fetch_sub(pinned.extent.pages(), Ordering::SeqCst);
+        space.pins.remove(pinned.extent.pages());
         Ok(())
     }
 }

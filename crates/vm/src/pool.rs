@@ -3,9 +3,9 @@
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::platform::{Cpu, Topology};
 use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{CpuCx, Dirty, Order, PageSize};
+use hugemm_base::{CpuCx, Dirty, PageSize};
 use hugemm_clear::Content;
-use hugemm_frames::From;
+use hugemm_frames::Placement;
 use hugemm_hugetlb::{self as hugetlb, HugePage, Nodes};
 
 /// The pool has no page that is not promised to others.
@@ -17,6 +17,10 @@ pub struct OutOfPool;
 /// A page that was taken is a block of the frame allocator that is neither free nor counted; it comes back the same way.
 pub trait HugePool<P: Cpu> {
     /// Promises `pages` pages, all or none.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfPool`]: nothing is promised.
     fn reserve(&self, cx: &CpuCx<'_, P>, size: PageSize, pages: u64) -> Result<(), OutOfPool>;
 
     /// Takes a promise of `pages` pages back.
@@ -24,7 +28,11 @@ pub trait HugePool<P: Cpu> {
 
     /// Hands a page out, from where it is wanted: a promised one, which is then no longer promised, or one that is
     /// promised to nobody. A promise is kept from elsewhere rather than not at all.
-    fn take(&self, cx: &CpuCx<'_, P>, size: PageSize, reserved: bool, from: From) -> Result<Content, OutOfPool>;
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfPool`]: no page that this caller may have.
+    fn take(&self, cx: &CpuCx<'_, P>, size: PageSize, reserved: bool, from: Placement) -> Result<Content, OutOfPool>;
 
     /// Takes a page back; it is promised again if `reserved`.
     fn give_back(&self, cx: &CpuCx<'_, P>, page: Dirty, size: PageSize, reserved: bool);
@@ -41,15 +49,18 @@ impl<P: Cpu> HugePool<P> for NoPool {
 
     fn unreserve(&self, _cx: &CpuCx<'_, P>, _size: PageSize, _pages: u64) {}
 
-    fn take(&self, _cx: &CpuCx<'_, P>, _size: PageSize, _reserved: bool, _from: From) -> Result<Content, OutOfPool> {
+    fn take(
+        &self,
+        _cx: &CpuCx<'_, P>,
+        _size: PageSize,
+        _reserved: bool,
+        _from: Placement,
+    ) -> Result<Content, OutOfPool> {
         Err(OutOfPool)
     }
 
-    fn give_back(&self, _cx: &CpuCx<'_, P>, page: Dirty, _size: PageSize, _reserved: bool) {
-        // Nothing can be given back that was never taken.
-        debug_assert!(page.extent().is_empty() || page.extent().as_block() != Some(Order::ZERO));
-        let _ = page.into_extent();
-    }
+    /// Nothing was handed out, so nothing comes back.
+    fn give_back(&self, _cx: &CpuCx<'_, P>, _page: Dirty, _size: PageSize, _reserved: bool) {}
 }
 
 /// Pools of `hugemm-hugetlb`: of 2 MiB pages, of 1 GiB pages, or both. Their sizes are their owner's business; an area
@@ -112,13 +123,13 @@ impl<P: Cpu + Topology, L: RawLock> HugePool<P> for Pools<'_, '_, L> {
         self.note(returned.unwrap_or(false));
     }
 
-    fn take(&self, cx: &CpuCx<'_, P>, size: PageSize, reserved: bool, from: From) -> Result<Content, OutOfPool> {
+    fn take(&self, cx: &CpuCx<'_, P>, size: PageSize, reserved: bool, from: Placement) -> Result<Content, OutOfPool> {
         let pool = self.of(size).ok_or(OutOfPool)?;
         let (first, then) = match from {
-            From::Local => (Nodes::Only(cx.platform().node_of_cpu(cx.platform().current())), Some(Nodes::All)),
-            From::Prefer(node) => (Nodes::Only(node), Some(Nodes::All)),
+            Placement::Local => (Nodes::Only(cx.platform().node_of_cpu(cx.platform().current())), Some(Nodes::All)),
+            Placement::Prefer(node) => (Nodes::Only(node), Some(Nodes::All)),
             // A promise was made of any node's page, and outranks where it should be.
-            From::Only(node) => (Nodes::Only(node), reserved.then_some(Nodes::All)),
+            Placement::Only(node) => (Nodes::Only(node), reserved.then_some(Nodes::All)),
         };
         let page = match (pool.take(cx, first, reserved), then) {
             (Err(_), Some(nodes)) => pool.take(cx, nodes, reserved),

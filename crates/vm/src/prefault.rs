@@ -12,16 +12,16 @@ use crate::error::VmError;
 use crate::mapping::SharedRef;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::supply::Want;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use core::fmt;
-use hugemm_base::platform::Preempt;
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cancel, PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_clear::Request;
-use hugemm_frames::From;
+use hugemm_clear::ClearRequest;
+use hugemm_frames::Placement;
 use hugemm_paging::{Lookup, Span};
 
 /// 4 KiB pages that a worker takes at a time, at least one page of the area: 16 MiB.
@@ -29,7 +29,7 @@ const PIECE: u64 = 1 << 12;
 
 /// What is filled.
 enum Target<'a, 'v, S: Setup> {
-    Space(&'a Space<S>),
+    AddressSpace(&'a AddressSpace<S>),
     Object(&'a SharedRef<'v, S>),
 }
 
@@ -45,7 +45,7 @@ pub struct Prefault<'a, 'v, 'm, S: Setup> {
     /// Pages are to be the space's own, for stores from outside.
     writable: bool,
     /// Which node an object's pages come from.
-    from: From,
+    from: Placement,
     next: AtomicU64,
     done: AtomicU64,
     /// A worker has met an error: the others stop.
@@ -62,8 +62,13 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// A request to map every page of `span`, which lies in areas throughout. `total` is the size in bytes of the whole
     /// request if this is a part of a larger one: it decides how pages are cleared. Nothing happens until CPUs
     /// [work](Prefault::work) on it.
-    pub fn prefault<'a, 'v>(&'v self, space: &'a Space<S>, span: Span, total: Option<u64>) -> Prefault<'a, 'v, 'm, S> {
-        self.filling(Target::Space(space), span.first(), span.first() + span.pages(), total)
+    pub fn prefault<'a, 'v>(
+        &'v self,
+        space: &'a AddressSpace<S>,
+        span: Span,
+        total: Option<u64>,
+    ) -> Prefault<'a, 'v, 'm, S> {
+        self.filling(Target::AddressSpace(space), span.first(), span.first() + span.pages(), total)
     }
 
     /// A request to make pages `from` to `to` (in 4 KiB pages, aligned to the object's) of a shared object exist, mapped or
@@ -92,7 +97,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             end,
             total: total.unwrap_or(own).max(own),
             writable: false,
-            from: From::Local,
+            from: Placement::Local,
             next: AtomicU64::new(first),
             done: AtomicU64::new(0),
             failed: AtomicU64::new(0),
@@ -108,7 +113,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
     }
 
     /// Where an object's pages come from: each worker's own node if nothing is said. A space's areas say so themselves.
-    pub fn from(mut self, from: From) -> Self {
+    pub fn from(mut self, from: Placement) -> Self {
         self.from = from;
         self
     }
@@ -121,14 +126,23 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
 
     /// Works until nothing is left, or somebody stops: this CPU by `cancel`, any by an error, which the one that met it
     /// returns. May be called on any number of CPUs at once. Passes reschedule points; may sleep.
+    ///
+    /// # Errors
+    ///
+    /// [`Cancelled`](VmError::Cancelled), and whatever a [fault](Vm::fault) at one of the pages may meet. What was
+    /// entered stays.
     pub fn work(&self, cx: &mut Cx<'_, S>, cancel: &impl Cancel) -> Result<(), VmError> {
         self.work_observed(cx, cancel, &())
     }
 
     /// [`work`](Prefault::work), telling `phases` what it is doing.
+    ///
+    /// # Errors
+    ///
+    /// As [`work`](Prefault::work).
     pub fn work_observed(&self, cx: &mut Cx<'_, S>, cancel: &impl Cancel, phases: &impl Phases) -> Result<(), VmError> {
         match &self.target {
-            Target::Space(space) => self.vm.check_own(space)?,
+            Target::AddressSpace(space) => self.vm.check_own(space)?,
             Target::Object(object) => self.vm.check_own_object(object)?,
         }
         loop {
@@ -146,7 +160,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             }
             // Pieces end at multiples of their size, so that large pages belong to one: the one they begin in.
             let filled = match &self.target {
-                Target::Space(space) => self.fill_space(cx, space, from, cancel, phases),
+                Target::AddressSpace(space) => self.fill_space(cx, space, from, cancel, phases),
                 Target::Object(object) => self.fill_object(cx, object, from, cancel, phases),
             };
             if let Err(error) = filled {
@@ -155,14 +169,15 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             }
             phases.enter(Phase::Other);
             if cx.platform().may_sleep() {
-                cx.reschedule();
+                cx.cond_resched();
             }
         }
     }
 
     /// Of the pages of `size` in `first..end`, those that begin in the piece at `from`.
     fn own_part(&self, from: u64, first: u64, end: u64, size: PageSize) -> (u64, u64) {
-        let begin = |at: u64| if at <= first { first } else { at.next_multiple_of(size.pages()) };
+        // The first piece has the page that the request begins in, wherever that begins.
+        let begin = |at: u64| if at <= first.max(self.first) { first } else { at.next_multiple_of(size.pages()) };
         let to = from + PIECE;
         (begin(from), if to >= self.end { end } else { begin(to).min(end) })
     }
@@ -183,7 +198,7 @@ impl<'m, S: Setup> Prefault<'_, '_, 'm, S> {
             return Err(VmError::Misaligned { at });
         }
         let (mut next, end) = self.own_part(from, self.first, self.end, size);
-        let clear = Request::bulk(self.total);
+        let clear = ClearRequest::bulk(self.total);
         let pooled = index.pooled;
         let want = Want { page: size, pooled, reserved: pooled, from: self.from, clear, touched: None };
         while next < end {

@@ -13,17 +13,17 @@ use hugemm_paging::Flags;
 /// ```compile_fail
 /// use hugemm_base::PageSize;
 /// use hugemm_paging::Flags;
-/// use hugemm_vm::AreaKind;
+/// use hugemm_vm::VmaKind;
 ///
 /// // Flags of entries are no protection of an area.
-/// let _ = AreaKind::private(PageSize::Size4K).allowing(Flags::WRITE | Flags::GLOBAL);
+/// let _ = VmaKind::private(PageSize::Size4K).allowing(Flags::WRITE | Flags::GLOBAL);
 /// ```
 ///
 /// ```
 /// use hugemm_base::PageSize;
-/// use hugemm_vm::{AreaKind, Protection};
+/// use hugemm_vm::{VmaKind, Protection};
 ///
-/// let _ = AreaKind::private(PageSize::Size4K).allowing(Protection::WRITE | Protection::USER);
+/// let _ = VmaKind::private(PageSize::Size4K).allowing(Protection::WRITE | Protection::USER);
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Protection(Flags);

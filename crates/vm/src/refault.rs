@@ -5,13 +5,13 @@
 //! is waited for. A shared object's page comes back into the index, once, wherever the fault was; the pages of a process
 //! and of those that it forked come back one by one, each to its own.
 
-use crate::away::Away;
 use crate::error::VmError;
 use crate::fault::{Access, Served, Site, fresh_flags};
 use crate::object::{Object, Owner};
 use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
+use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;
 use core::cell::RefCell;
 use hugemm_base::{Extent, PAGE_SHIFT, VirtAddr};
@@ -30,8 +30,7 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, .. } = site;
         let page = area.page_at(at);
         let want = &Want::of_fault(area, at);
-        let Some(_claim) = space.claims.claim(page.first()) else {
-            space.claims.wait(page.first(), || self.breathe(cx));
+        let Some(_claim) = space.inflight.claim(page.first(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let Some(held) = self.hold_away(cx, &space.table, page.start(), word)? else { return Ok(Served::Meanwhile) };
@@ -65,10 +64,7 @@ impl<S: Setup> Vm<'_, S> {
         word: u64,
     ) -> Result<bool, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
-        let Some(_claim) = index.claims.claim(offset) else {
-            index.claims.wait(offset, || self.breathe(cx));
-            return Ok(false);
-        };
+        let Some(_claim) = index.inflight.claim(offset, || self.breathe(cx)) else { return Ok(false) };
         let at = VirtAddr::new(offset << PAGE_SHIFT);
         let Some(held) = self.hold_away(cx, &index.table, at, word)? else { return Ok(false) };
         let brought = self.page_from(cx, held, want, Owner { object: object.id, offset });
@@ -93,7 +89,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
         word: u64,
     ) -> Result<Option<u64>, VmError> {
-        if let Away::Moving { .. } = Away::of(word) {
+        if let SwapEntry::Moving { .. } = SwapEntry::of(word) {
             self.breathe(cx);
             return Ok(None);
         }
@@ -112,7 +108,7 @@ impl<S: Setup> Vm<'_, S> {
     fn page_from(&self, cx: &mut Cx<'_, S>, held: u64, want: &Want, owner: Owner) -> Result<Extent, VmError> {
         let mut block = self.block_for_copy(cx, &Want { pooled: false, ..*want }, false)?;
         if let Err(error) = self.load_away(cx, held, &mut block) {
-            self.frames.free(cx, block);
+            self.frames().free(cx, block);
             return Err(error);
         }
         self.adopt(cx, block, want, owner)

@@ -1,10 +1,10 @@
 //! Reverse-map walks: where is this page mapped?
 
-use crate::area::AreaInfo;
 use crate::object::Owner;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::vm::Vm;
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::{Pfn, VirtAddr};
@@ -13,13 +13,13 @@ use hugemm_paging::{Leaf, Lookup};
 /// One place where a page is mapped.
 pub struct Place<'s, S: Setup> {
     /// In which space.
-    pub space: &'s Space<S>,
+    pub space: &'s AddressSpace<S>,
     /// At which address its first byte is.
     pub at: VirtAddr,
     /// The entry when it was looked at.
     pub leaf: Leaf,
     /// The area.
-    pub area: AreaInfo,
+    pub area: VmaInfo,
 }
 
 impl<S: Setup> fmt::Debug for Place<'_, S> {
@@ -31,7 +31,7 @@ impl<S: Setup> fmt::Debug for Place<'_, S> {
 impl<S: Setup> Vm<'_, S> {
     /// What a page belongs to: right for whoever has a reference to it or keeps it from being freed.
     pub fn owner(&self, head: Pfn) -> Option<Owner> {
-        let owner = Owner::load(self.frames.descriptor(head)?);
+        let owner = Owner::load(self.frames().descriptor(head)?);
         (owner.object != 0).then_some(owner)
     }
 
@@ -48,7 +48,7 @@ impl<S: Setup> Vm<'_, S> {
         mut visit: impl FnMut(&mut Cx<'_, S>, Place<'_, S>),
     ) -> u64 {
         let Some(owner) = self.owner(head) else { return 0 };
-        let Some(object) = self.registry.shared().get(owner.object) else { return 0 };
+        let Some(object) = self.registry().shared().get(owner.object) else { return 0 };
         let mut places = 0;
         {
             // SAFETY: `Registry::get` took a reference.

@@ -1,15 +1,16 @@
 //! What a manager of address spaces is built on, in one place.
 
 use crate::notifier::Notifier;
-use crate::pager::Pager;
-use crate::pool::HugePool;
+use crate::pager::{NoPager, Pager};
+use crate::pool::{HugePool, NoPool};
 use core::cell::RefCell;
+use core::marker::PhantomData;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, PhysMap, Pressure, TlbHw};
-use hugemm_frames::Env;
-use hugemm_paging::{PageFormat, RawEditLock};
+use hugemm_base::{CpuCx, NoPressure, PhysMap, Pressure, TlbHw};
+use hugemm_frames::{Carved, Env};
+use hugemm_paging::{Counting, EditLock, PageFormat, RawEditLock};
 
-/// The types that an embedder chooses once, for all its address spaces.
+/// The types that an embedder chooses once, for all its address spaces. [`DefaultSetup`] has chosen all but the platform.
 pub trait Setup: Sized {
     /// The CPUs, and how frames are reached: a direct map, whose windows stay valid.
     type Platform: Cpu + PhysMap;
@@ -22,7 +23,7 @@ pub trait Setup: Sized {
     type Lock: RawEditLock;
     /// TLBs.
     type Tlb: TlbHw;
-    /// Who takes pages away that nobody uses, and brings them back: reclaim and swap, or [`NoPager`](crate::NoPager).
+    /// Who takes pages away that nobody uses, and brings them back: reclaim and swap, or [`NoPager`].
     type Pager: Pager<Self>;
     /// Who else gives memory back, asked when the pager has none.
     type Pressure: Pressure<Self::Platform>;
@@ -30,6 +31,32 @@ pub trait Setup: Sized {
     type Pool: HugePool<Self::Platform>;
     /// Who follows address spaces.
     type Notifier: Notifier<Self::Platform>;
+}
+
+/// The format of the architecture that this is compiled for: x86-64's where there is none.
+#[cfg(target_arch = "aarch64")]
+type Native = hugemm_paging::Aarch64;
+#[cfg(not(target_arch = "aarch64"))]
+type Native = hugemm_paging::X86_64;
+
+/// A setup to start from, over a platform `P` whose TLBs are `T` and frames in the surroundings `E`, which are those of
+/// [`Frames::carve`](hugemm_frames::Frames::carve) unless something else is said: page tables of this architecture, locks that spin, pages
+/// that stay where they are, no pool, nobody else who gives memory back and nobody who follows. An embedder that wants one
+/// of these otherwise writes the [`Setup`] down. What `T` is says the [`TlbShootdown`](hugemm_paging::TlbShootdown); without
+/// hardware that walks the tables it is [`Counting`].
+#[derive(Debug)]
+pub struct DefaultSetup<P, T = Counting, E = Carved>(PhantomData<(P, T, E)>);
+
+impl<P: Cpu + PhysMap, T: TlbHw, E: Env> Setup for DefaultSetup<P, T, E> {
+    type Platform = P;
+    type Env = E;
+    type Format = Native;
+    type Lock = EditLock;
+    type Tlb = T;
+    type Pager = NoPager;
+    type Pressure = NoPressure;
+    type Pool = NoPool;
+    type Notifier = ();
 }
 
 /// A task's context under a setup.

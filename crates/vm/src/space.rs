@@ -1,47 +1,55 @@
 //! Address spaces: making and ending them, and finding areas.
 
-use crate::area::{AreaInfo, Areas};
-use crate::claims::Claims;
 use crate::cpu_masks::{CpuMasks, SpaceTlb};
 use crate::error::VmError;
+use crate::fault::Served;
 use crate::followers::Followers;
 use crate::guarded::Guarded;
+use crate::inflight_faults::InflightFaults;
+use crate::pin::Pins;
 use crate::setup::{Cx, Setup, Task};
 use crate::unmap::pages;
 use crate::vm::Vm;
+use crate::vma::{Areas, VmaInfo};
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
-use core::mem::MaybeUninit;
 use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::sync::{AtomicBool, Ordering};
 use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace};
 
-/// One address space. Reached through its [`SpaceRef`].
-pub struct Space<S: Setup> {
-    /// Whose it is: [`Vm::identity`].
-    pub(crate) manager: usize,
-    /// Which of that manager's.
-    pub(crate) id: u64,
-    pub(crate) bounds: Span,
+/// One address space. Reached through its [`AddressSpaceRef`].
+pub struct AddressSpace<S: Setup> {
+    identity: SpaceId,
+    bounds: Span,
     pub(crate) table: PageTable<S::Format, S::Lock>,
-    pub(crate) tlb: SpaceTlb,
+    tlb: SpaceTlb,
     pub(crate) areas: Guarded<S::Lock, Areas<S>>,
     pub(crate) followers: Guarded<S::Lock, Followers<S>>,
-    pub(crate) claims: Claims,
-    /// References that [`Vm::pin`] has taken and nobody has given back.
-    pub(crate) pins: AtomicU64,
-    /// Not 0 once the space is being taken apart: its pages go away by themselves.
-    pub(crate) exiting: AtomicU64,
-    pub(crate) counters: SpaceCounters,
+    pub(crate) inflight: InflightFaults,
+    pub(crate) pins: Pins,
+    /// The space is being taken apart: its pages go away by themselves.
+    exiting: AtomicBool,
+    counters: AddressSpaceCounters,
+}
+
+/// Which space: the manager's identity, and a number that no other of its spaces has had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SpaceId(usize, u64);
+
+impl SpaceId {
+    /// Whether it is a space of this manager: [`Vm::identity`].
+    pub(crate) fn is_of(self, manager: usize) -> bool {
+        self.0 == manager
+    }
 }
 
 /// What has happened in one address space.
 #[derive(Debug, Default)]
-pub struct SpaceCounters {
+pub struct AddressSpaceCounters {
     /// Faults that mapped a page.
     pub mapped: Counter,
     /// Faults that found the page mapped, or being mapped or unmapped, by somebody else.
@@ -58,16 +66,45 @@ pub struct SpaceCounters {
     pub failed: Counter,
 }
 
-impl<S: Setup> fmt::Debug for Space<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Space").field("table", &self.table).finish_non_exhaustive()
+impl AddressSpaceCounters {
+    pub(crate) fn count(&self, served: &Result<Served, VmError>) {
+        let counter = match served {
+            Ok(Served::Mapped) => &self.mapped,
+            Ok(Served::Copied) => &self.copied,
+            Ok(Served::Reused) => &self.reused,
+            Ok(Served::Refaulted) => &self.refaulted,
+            Ok(Served::Meanwhile) => &self.waited,
+            Err(_) => &self.failed,
+        };
+        counter.add(1);
     }
 }
 
-impl<S: Setup> Space<S> {
+impl<S: Setup> fmt::Debug for AddressSpace<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AddressSpace").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+impl<S: Setup> AddressSpace<S> {
     /// Which CPUs use it: to be switched in and out.
     pub fn tlb(&self) -> &SpaceTlb {
         &self.tlb
+    }
+
+    pub(crate) fn identity(&self) -> SpaceId {
+        self.identity
+    }
+
+    /// The addresses that it may have.
+    pub(crate) fn bounds(&self) -> Span {
+        self.bounds
+    }
+
+    /// Whether the space is about to be taken apart.
+    pub(crate) fn is_exiting(&self) -> bool {
+        // Relaxed: a hint; a page of a space that goes away may be aged once too often.
+        self.exiting.load(Ordering::Relaxed)
     }
 
     /// Whether all of a range is within the space.
@@ -82,41 +119,45 @@ impl<S: Setup> Space<S> {
     }
 
     /// What has happened.
-    pub fn counters(&self) -> &SpaceCounters {
+    pub fn counters(&self) -> &AddressSpaceCounters {
         &self.counters
     }
 
     /// The area at an address. O(log areas).
-    pub fn area_at(&self, at: VirtAddr) -> Result<AreaInfo, VmError> {
+    ///
+    /// # Errors
+    ///
+    /// [`NoArea`](VmError::NoArea).
+    pub fn find_vma(&self, at: VirtAddr) -> Result<VmaInfo, VmError> {
         let areas = self.areas.shared();
         areas.find(at.get() >> PAGE_SHIFT).map(|area| area.info).ok_or(VmError::NoArea { at })
     }
 
     /// Every area, in ascending order. `visit` is called under the area list's lock.
-    pub fn for_each_area(&self, mut visit: impl FnMut(&AreaInfo)) {
+    pub fn for_each_vma(&self, mut visit: impl FnMut(&VmaInfo)) {
         self.areas.shared().meeting(0, u64::MAX).for_each(|area| visit(&area.info));
     }
 }
 
 /// The owner of an address space. It ends with [`Vm::destroy`]; dropping this loses the space and all that is mapped.
 #[must_use = "dropping this loses the space's memory: destroy it"]
-pub struct SpaceRef<'v, S: Setup>(pub(crate) NonNull<Space<S>>, PhantomData<&'v ()>);
+pub struct AddressSpaceRef<'v, S: Setup>(pub(crate) NonNull<AddressSpace<S>>, PhantomData<&'v ()>);
 
 // SAFETY: it owns the space, all of whose parts may be sent and shared.
-unsafe impl<S: Setup> Send for SpaceRef<'_, S> {}
+unsafe impl<S: Setup> Send for AddressSpaceRef<'_, S> {}
 // SAFETY: as above.
-unsafe impl<S: Setup> Sync for SpaceRef<'_, S> {}
+unsafe impl<S: Setup> Sync for AddressSpaceRef<'_, S> {}
 
-impl<S: Setup> Deref for SpaceRef<'_, S> {
-    type Target = Space<S>;
+impl<S: Setup> Deref for AddressSpaceRef<'_, S> {
+    type Target = AddressSpace<S>;
 
-    fn deref(&self) -> &Space<S> {
+    fn deref(&self) -> &AddressSpace<S> {
         // SAFETY: the space lives until it is destroyed, which takes this value.
         unsafe { self.0.as_ref() }
     }
 }
 
-impl<S: Setup> fmt::Debug for SpaceRef<'_, S> {
+impl<S: Setup> fmt::Debug for AddressSpaceRef<'_, S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         (**self).fmt(f)
     }
@@ -125,71 +166,83 @@ impl<S: Setup> fmt::Debug for SpaceRef<'_, S> {
 impl<'m, S: Setup> Vm<'m, S> {
     /// An empty address space for the addresses of `bounds`, one half of what the format translates at most. Two
     /// allocations: the root table and the space itself.
-    pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<SpaceRef<'v, S>, VmError> {
-        let table = self.new_table(cx, bounds, self.common)?;
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](VmError::NoMemory); [`OutOfBounds`](VmError::OutOfBounds) if the format does not translate all of
+    /// `bounds`.
+    pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<AddressSpaceRef<'v, S>, VmError> {
+        let table = self.new_table(cx, bounds, self.common())?;
         let root = table.root();
-        let memory = match self.new_in(&self.space_slab, cx, MaybeUninit::<Space<S>>::uninit()) {
-            Ok(memory) => memory.cast::<Space<S>>(),
+        let memory = match self.memory_for::<AddressSpace<S>>(cx) {
+            Ok(memory) => memory,
             Err(error) => {
                 self.free_root(cx, root);
                 return Err(error);
             }
         };
         // SAFETY: the slab was made for these CPUs; the masks are in the space, which is gone before its memory is.
-        let masks = unsafe { CpuMasks::behind(memory, self.tlbs.cpus()) };
+        let masks = unsafe { CpuMasks::behind(memory, self.shootdown().cpus()) };
         // SAFETY: the table was made above, with the half that all spaces have in common, and is retired after the space.
-        let Ok(tlb) = (unsafe { TlbSpace::with_masks(self.tlbs, root.start(), Keep, masks) }) else {
+        let Ok(tlb) = (unsafe { TlbSpace::with_masks(self.shootdown(), root.start(), Keep, masks) }) else {
             // There are as many words as it takes, so this cannot be.
-            // SAFETY: made above with this slab; nobody has seen it.
-            unsafe { self.space_slab.free(self.frames, cx, cx.platform(), memory.cast()) };
+            // SAFETY: made above; nobody has seen it.
+            unsafe { self.free_memory(cx, memory) };
             self.free_root(cx, root);
             return Err(VmError::OutOfBounds { at: bounds.start() });
         };
-        let space = Space {
-            manager: self.identity(),
-            id: self.next_object(),
+        let space = AddressSpace {
+            identity: SpaceId(self.identity(), self.next_object()),
             bounds,
             table,
             tlb,
             areas: Guarded::new(Areas::new()),
             followers: Guarded::new(Followers::new()),
-            claims: Claims::new(),
-            pins: AtomicU64::new(0),
-            exiting: AtomicU64::new(0),
-            counters: SpaceCounters::default(),
+            inflight: InflightFaults::new(),
+            pins: Pins::new(),
+            exiting: AtomicBool::new(false),
+            counters: AddressSpaceCounters::default(),
         };
         // SAFETY: memory for a space, this task's.
         unsafe { memory.write(space) };
-        Ok(SpaceRef(memory, PhantomData))
+        Ok(AddressSpaceRef(memory, PhantomData))
     }
 
     /// Ends a space: everything is unmapped with one flush, and all memory given back. No CPU may have it loaded, except
     /// lazily; if one has, the space comes back with nothing mapped. If memory of it is pinned, though it may have been
     /// unmapped since, if somebody follows it, or if it is another manager's, it comes back as it was.
-    pub fn destroy<'v>(&'v self, cx: &mut Cx<'_, S>, space: SpaceRef<'v, S>) -> Result<(), (VmError, SpaceRef<'v, S>)> {
+    ///
+    /// # Errors
+    ///
+    /// The space, and [`InUse`](VmError::InUse) or [`Foreign`](VmError::Foreign), as said.
+    pub fn destroy<'v>(
+        &'v self,
+        cx: &mut Cx<'_, S>,
+        space: AddressSpaceRef<'v, S>,
+    ) -> Result<(), (VmError, AddressSpaceRef<'v, S>)> {
         if let Err(error) = self.check_own(&space) {
             return Err((error, space));
         }
-        // SeqCst: pairs with `pin_batch` and `unpin`. The space is this task's alone, so nobody pins or follows it from here on.
-        if space.pins.load(Ordering::SeqCst) > 0 || space.is_followed() {
+        // The space is this task's alone, so nobody pins or follows it from here on.
+        if space.pins.any() || space.is_followed() {
             return Err((VmError::InUse, space));
         }
         let bounds = space.table.bounds();
         // Relaxed: a hint to reclaim.
-        space.exiting.store(1, Ordering::Relaxed);
+        space.exiting.store(true, Ordering::Relaxed);
         if let Err(error) = self.unmap(cx, &space, bounds) {
-            space.exiting.store(0, Ordering::Relaxed);
+            space.exiting.store(false, Ordering::Relaxed);
             return Err((error, space));
         }
         let handle = space.0;
         // SAFETY: this task owns the space; no area is left through which others could reach it. If it is put back
         // below, the value read here is forgotten by being written.
         let mut owned = unsafe { handle.read() };
-        match owned.tlb.retire(self.tlbs, cx) {
+        match owned.tlb.retire(self.shootdown(), cx) {
             Ok(()) => {}
             Err(tlb) => {
                 owned.tlb = tlb;
-                owned.exiting = AtomicU64::new(0);
+                owned.exiting = AtomicBool::new(false);
                 // SAFETY: as above; the memory holds what was moved out of it.
                 unsafe { handle.write(owned) };
                 return Err((VmError::InUse, space));
@@ -197,14 +250,14 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         // No CPU walks the tables any more, and nothing hangs below the root.
         self.free_root(cx, owned.table.root());
-        // SAFETY: made by `create` with this slab; the contents were moved out above and are taken apart.
-        unsafe { self.space_slab.free(self.frames, cx, cx.platform(), handle.cast()) };
+        // SAFETY: made by `create`; the contents were moved out above and are taken apart.
+        unsafe { self.free_memory(cx, handle) };
         Ok(())
     }
 
     /// What an address is mapped to. For tests, tools and followers; right only while nothing changes. Of another manager's
     /// spaces this one knows nothing: [`Absent`](Lookup::Absent).
-    pub fn lookup(&self, cx: &mut Cx<'_, S>, space: &Space<S>, at: VirtAddr) -> Lookup {
+    pub fn lookup(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, at: VirtAddr) -> Lookup {
         if self.check_own(space).is_err() {
             return Lookup::Absent;
         }

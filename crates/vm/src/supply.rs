@@ -4,8 +4,6 @@
 //! if one is known; memory that is known to be zero is not cleared. It becomes counted, with one reference, after its
 //! descriptor says whose it is. All of that before any lock is taken.
 
-use crate::area::{AreaInfo, AreaKind};
-use crate::claims::Holding;
 use crate::error::VmError;
 use crate::object::Owner;
 use crate::pager::Pager;
@@ -13,20 +11,16 @@ use crate::phases::{Phase, Phases};
 use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
-use core::cell::Cell;
+use crate::vma::{VmaInfo, VmaKind};
 use core::ptr::NonNull;
-use hugemm_base::platform::{Cpu, Instrumented};
-use hugemm_base::{Cancel, CpuCx, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
-use hugemm_clear::{self as clear, Clearer, Content, StopReason, folio};
-use hugemm_frames::{AllocError, FolioRun, From, Frozen, Mobility, RefError, Request, WideCounts, Zeroer};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{Cancel, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
+use hugemm_clear::{self as clear, Content, StopReason, folio};
+use hugemm_frames::{AllocRequest, FolioRun, Frozen, Mobility, Placement, RefError, WideCounts};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
 /// table's lock.
 const DROP_PAGES: u64 = 1 << 16;
-
-/// How often a promised page is asked for while nobody else holds any: more than once, for those who return theirs just
-/// then.
-const LOOKS: u32 = 3;
 
 /// What page is wanted, and why.
 #[derive(Clone, Copy, Debug)]
@@ -36,95 +30,50 @@ pub(crate) struct Want {
     /// It was promised by the pool.
     pub(crate) reserved: bool,
     /// Which node it is to come from.
-    pub(crate) from: From,
+    pub(crate) from: Placement,
     /// How to clear it.
-    pub(crate) clear: clear::Request,
+    pub(crate) clear: clear::ClearRequest,
     /// Which of its 4 KiB pages is touched first, if that is known.
     pub(crate) touched: Option<u64>,
 }
 
 impl Want {
     /// The page at `at` of an area, cleared as a part of this request.
-    pub(crate) fn of(area: &AreaInfo, request: clear::Request, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
-        let AreaKind { page, pooled, reserved, from, .. } = area.kind;
+    pub(crate) fn of(area: &VmaInfo, request: clear::ClearRequest, at: VirtAddr, touched: Option<VirtAddr>) -> Want {
+        let VmaKind { page, pooled, reserved, from, .. } = area.kind;
         let clear = request.seen_at(at.align_down(page.bytes()));
         Want { page, pooled, reserved, from, clear, touched: touched.map(|at| folio::touched_page(at, page.pages())) }
     }
 
-    /// The page that was touched at `at`.
-    pub(crate) fn of_fault(area: &AreaInfo, at: VirtAddr) -> Want {
-        Want::of(area, clear::Request::fault(area.kind.page.bytes()), at, Some(at))
+    /// Where a block of `order` for it is to come from.
+    fn block(&self, order: Order) -> AllocRequest {
+        AllocRequest::order(order).movable().from(self.from)
     }
-}
 
-/// Clears what the allocator hands out, as wanted.
-struct Fill<'a, C, O> {
-    clearer: &'a Clearer,
-    want: &'a Want,
-    cancel: &'a C,
-    phases: &'a O,
-    stopped: Cell<Option<StopReason>>,
-}
-
-impl<P: Cpu + PhysMap, C: Cancel, O: Phases> Zeroer<P> for Fill<'_, C, O> {
-    fn zero(&self, cx: &mut CpuCx<'_, P>, frames: Dirty) -> Result<Zeroed, Dirty> {
-        self.phases.enter(Phase::Clear);
-        let done = if cx.platform().may_sleep() {
-            let clearing = match self.want.touched {
-                Some(page) => folio::begin_around(frames, page),
-                None => frames.begin(),
-            };
-            self.clearer.clear(cx, clearing, &self.want.clear, self.cancel)
-        } else {
-            self.clearer.clear_now(cx, frames, &self.want.clear).fence()
-        };
-        self.phases.enter(Phase::Allocate);
-        done.map_err(|stopped| {
-            self.stopped.set(Some(stopped.reason));
-            stopped.clearing.abandon()
-        })
+    /// The page that was touched at `at`.
+    pub(crate) fn of_fault(area: &VmaInfo, at: VirtAddr) -> Want {
+        Want::of(area, clear::ClearRequest::fault(area.kind.page.bytes()), at, Some(at))
     }
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// One zeroed page, counted, with the caller's reference.
+    /// One zeroed page, counted, with the caller's reference. `None` if the pool cannot keep its promise because others
+    /// hold what they have not entered yet: looking again helps. `mine`: promised pages that the caller has in hand.
+    ///
+    /// A promised page is [entered](Vm::entered) or [returned](Vm::return_pages) next.
     pub(crate) fn new_page(
         &self,
         cx: &mut Cx<'_, S>,
-        want: &Want,
-        owner: Owner,
-        cancel: &impl Cancel,
-        phases: &impl Phases,
-    ) -> Result<Extent, VmError> {
-        let order = want.page.order();
-        let block = if want.pooled {
-            self.pool_block(cx, want, cancel, phases)?
-        } else {
-            self.zeroed_block(cx, want, order, cancel, phases)?
-        };
-        self.adopt(cx, block, want, owner)
-    }
-
-    /// [`new_page`](Vm::new_page); `None` if the pool cannot keep its promise because others hold what they have not
-    /// entered yet: looking again helps.
-    pub(crate) fn promised_page(
-        &self,
-        cx: &mut Cx<'_, S>,
-        holding: &Holding<'_>,
+        mine: u64,
         want: &Want,
         owner: Owner,
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Option<Extent>, VmError> {
-        for round in 0.. {
-            match self.new_page(cx, want, owner, cancel, phases) {
-                Err(VmError::NoPool) if want.reserved && holding.others() => return Ok(None),
-                // The others have returned what they had between the attempt and the look.
-                Err(VmError::NoPool) if want.reserved && round < LOOKS => {}
-                page => return page.map(Some),
-            }
-        }
-        Err(VmError::NoPool)
+        phases.enter(Phase::Allocate);
+        let Some(block) = self.take_block(cx, want, mine)? else { return Ok(None) };
+        let block = self.clear_block(cx, block, want.page.order(), want, cancel, phases)?;
+        self.adopt(cx, block, want, owner).map(Some)
     }
 
     /// Zeroed 4 KiB pages that adjoin, counted, with the caller's references: as many as a block of `most` has, or fewer
@@ -143,15 +92,15 @@ impl<S: Setup> Vm<'_, S> {
             if order > most {
                 continue;
             }
-            let last = order == Order::ZERO;
-            let block = if last {
-                self.zeroed_block(cx, want, order, cancel, phases)?
+            let block = if order == Order::ZERO {
+                self.take_free_block(cx, want)?
             } else {
-                match self.try_zeroed(cx, want, order, cancel, phases)? {
-                    Ok(block) => block,
+                match self.frames().alloc(cx, want.block(order).prefer_zeroed()) {
+                    Ok(block) => block.into_content(),
                     Err(_) => continue,
                 }
             };
+            let block = self.clear_block(cx, block, order, want, cancel, phases)?;
             return self.adopt_pages(cx, block, owner);
         }
         Err(VmError::NoMemory)
@@ -162,79 +111,74 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, alone: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let extent = match self.take_from_pool(cx, want)? {
+            let extent = match self.take_from_pool(cx, want, 0)?.ok_or(VmError::NoPool)? {
                 Ok(zeroed) => zeroed.into_extent(),
                 Err(dirty) => dirty.into_extent(),
             };
             // SAFETY: what was taken is a block of this order of the frame allocator, and was its owner's.
             return Ok(unsafe { Frozen::assume_owned(extent.base(), order, Mobility::Movable) });
         }
-        let request = Request::order(order).movable().from(want.from);
+        let request = want.block(order);
         if alone {
-            return self.frames.alloc(cx, request).map_err(|_| VmError::NoMemory);
+            return self.frames().alloc(cx, request).map_err(|_| VmError::NoMemory);
         }
-        self.relieved(cx, order, want.from, |cx| self.frames.alloc(cx, request))
+        self.relieved(cx, order, want.from, |cx| self.frames().alloc(cx, request))
     }
 
-    fn zeroed_block(
+    /// A block for a page, from where it is wanted. `None` as for [`take_promised`](Vm::take_promised).
+    fn take_block(&self, cx: &mut Cx<'_, S>, want: &Want, mine: u64) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
+        if want.pooled { self.take_from_pool(cx, want, mine) } else { self.take_free_block(cx, want).map(Some) }
+    }
+
+    /// A block for a page from the frame allocator: known to be zero if there is one.
+    fn take_free_block(&self, cx: &mut Cx<'_, S>, want: &Want) -> Result<Result<Zeroed, Dirty>, VmError> {
+        let request = want.block(want.page.order()).prefer_zeroed();
+        self.relieved(cx, request.order, want.from, |cx| self.frames().alloc(cx, request)).map(Frozen::into_content)
+    }
+
+    /// Clears a block of `order` as wanted, unless it is known to be zero. If clearing is stopped the block goes back.
+    fn clear_block(
         &self,
         cx: &mut Cx<'_, S>,
-        want: &Want,
+        block: Result<Zeroed, Dirty>,
         order: Order,
-        cancel: &impl Cancel,
-        phases: &impl Phases,
-    ) -> Result<Frozen, VmError> {
-        // A clear that was stopped is final; only exhaustion is worth asking for relief.
-        let mut stopped = None;
-        let block = self.relieved(cx, order, want.from, |cx| match self.try_zeroed(cx, want, order, cancel, phases) {
-            Ok(block) => block,
-            Err(reason) => {
-                stopped = Some(reason);
-                Err(AllocError::WouldWait)
-            }
-        });
-        block.map_err(|error| stopped.unwrap_or(error))
-    }
-
-    /// One attempt. The outer error is that clearing was stopped.
-    fn try_zeroed(
-        &self,
-        cx: &mut Cx<'_, S>,
-        want: &Want,
-        order: Order,
-        cancel: &impl Cancel,
-        phases: &impl Phases,
-    ) -> Result<Result<Frozen, AllocError>, VmError> {
-        let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
-        let block = self.frames.alloc_zeroed(cx, Request::order(order).movable().from(want.from), &fill);
-        match fill.stopped.get() {
-            Some(StopReason::Cancelled) => Err(VmError::Cancelled),
-            Some(_) => Err(VmError::Unreachable),
-            None => Ok(block),
-        }
-    }
-
-    fn pool_block(
-        &self,
-        cx: &mut Cx<'_, S>,
         want: &Want,
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Frozen, VmError> {
-        let content = self.take_from_pool(cx, want)?;
-        cx.platform().counters().clears_skipped.add(content.is_ok().into());
-        let fill = Fill { clearer: &self.clearer, want, cancel, phases, stopped: Cell::new(None) };
-        match content.or_else(|dirty| fill.zero(cx, dirty)) {
+        let cleared = match block {
             Ok(zeroed) => {
-                let head = zeroed.into_extent().base();
-                // SAFETY: what was taken is a block of this order of the frame allocator, and was its owner's.
-                Ok(unsafe { Frozen::assume_owned(head, want.page.order(), Mobility::Movable) })
+                cx.platform().counters().clears_skipped.add(1);
+                Ok(zeroed)
             }
             Err(dirty) => {
-                self.pool.give_back(cx, dirty, want.page, want.reserved);
-                Err(match fill.stopped.get() {
-                    Some(StopReason::Cancelled) => VmError::Cancelled,
-                    _ => VmError::Unreachable,
+                phases.enter(Phase::Clear);
+                let cleared = if cx.platform().may_sleep() {
+                    let clearing = match want.touched {
+                        Some(page) => folio::begin_around(dirty, page),
+                        None => dirty.begin(),
+                    };
+                    self.clearer().clear(cx, clearing, &want.clear, cancel)
+                } else {
+                    self.clearer().clear_now(cx, dirty, &want.clear).fence()
+                };
+                phases.enter(Phase::Allocate);
+                cleared
+            }
+        };
+        match cleared {
+            // SAFETY: both callers pass a whole block of this order of the frame allocator, and gave its handle up.
+            Ok(zeroed) => Ok(unsafe { Frozen::assume_owned(zeroed.into_extent().base(), order, Mobility::Movable) }),
+            Err(stopped) => {
+                let dirty = stopped.clearing.abandon();
+                if want.pooled {
+                    self.return_to_pool(cx, dirty, want);
+                } else {
+                    self.frames().free_extent(cx, dirty);
+                }
+                Err(match stopped.reason {
+                    StopReason::Cancelled => VmError::Cancelled,
+                    StopReason::MayNotSleep | StopReason::Unreachable(_) => VmError::Unreachable,
                 })
             }
         }
@@ -242,8 +186,15 @@ impl<S: Setup> Vm<'_, S> {
 
     /// What the pool hands out, if it is what was asked for: a whole page of that size, and a block of the frame allocator.
     /// Anybody may write a pool, so its word is not enough; anything else goes back to it.
-    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want) -> Result<Result<Zeroed, Dirty>, VmError> {
-        let content = self.pool.take(cx, want.page, want.reserved, want.from).map_err(|_| VmError::NoPool)?;
+    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want, mine: u64) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
+        let content = if want.reserved {
+            match self.take_promised(cx, want.page, want.from, mine)? {
+                Some(content) => content,
+                None => return Ok(None),
+            }
+        } else {
+            self.pool().take(cx, want.page, false, want.from).map_err(|_| VmError::NoPool)?
+        };
         let content = match content {
             Content::Dirty(dirty) => Err(dirty),
             Content::Clearing(clearing) => Err(clearing.abandon()),
@@ -251,12 +202,20 @@ impl<S: Setup> Vm<'_, S> {
         };
         let order = want.page.order();
         let extent = content.as_ref().map_or_else(Dirty::extent, Zeroed::extent);
-        if extent.as_block() == Some(order) && self.frames.head_of(extent.base()) == Some((extent.base(), order)) {
-            return Ok(content);
+        if extent.as_block() == Some(order) && self.frames().head_of(extent.base()) == Some((extent.base(), order)) {
+            return Ok(Some(content));
         }
-        let dirty = content.map_or_else(|dirty| dirty, Zeroed::into_dirty);
-        self.pool.give_back(cx, dirty, want.page, want.reserved);
+        self.return_to_pool(cx, content.map_or_else(|dirty| dirty, Zeroed::into_dirty), want);
         Err(VmError::OtherKind)
+    }
+
+    /// Gives a page back that came from the pool and was not entered.
+    pub(crate) fn return_to_pool(&self, cx: &Cx<'_, S>, page: Dirty, want: &Want) {
+        if want.reserved {
+            self.return_promised(cx, page, want.page);
+        } else {
+            self.pool().give_back(cx, page, want.page, false);
+        }
     }
 
     /// Makes a block a counted page of its object.
@@ -269,34 +228,34 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Extent, VmError> {
         let extent = block.extent();
         let mut block = block;
-        if let Some(desc) = self.frames.descriptor_mut(&mut block) {
+        if let Some(desc) = self.frames().descriptor_mut(&mut block) {
             owner.store(&desc);
         }
         let order = block.order();
-        match self.frames.count(block) {
+        match self.frames().count(block) {
             // The numbers are the reference from here on.
             Ok(folio) => _ = folio.into_pfn(),
             Err(block) => {
                 // Only a pool could hand out what the frame allocator does not know.
-                self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
+                self.return_to_pool(cx, block.into_dirty(), want);
                 return Err(VmError::Unreachable);
             }
         }
         if !want.pooled {
-            self.pager.enlist(self.frames, cx, extent, order);
+            self.pager().lru_add(self.frames(), cx, extent, order);
         }
         Ok(extent)
     }
 
     /// Makes a block counted 4 KiB pages of their object.
     fn adopt_pages(&self, cx: &Cx<'_, S>, block: Frozen, owner: Owner) -> Result<Extent, VmError> {
-        let mut run = self.frames.split(block, Order::ZERO).map_err(|_| VmError::Unreachable)?;
-        for (index, desc) in (0..).zip(self.frames.descriptors_mut(&mut run)) {
+        let mut run = self.frames().split(block, Order::ZERO).map_err(|_| VmError::Unreachable)?;
+        for (index, desc) in (0..).zip(self.frames().descriptors_mut(&mut run)) {
             Owner { object: owner.object, offset: owner.offset + index }.store(&desc);
         }
         // The numbers are the references from here on.
-        let extent = self.frames.count_run(run).map_err(|_| VmError::Unreachable)?.into_extent();
-        self.pager.enlist(self.frames, cx, extent, Order::ZERO);
+        let extent = self.frames().count_run(run).map_err(|_| VmError::Unreachable)?.into_extent();
+        self.pager().lru_add(self.frames(), cx, extent, Order::ZERO);
         Ok(extent)
     }
 
@@ -305,7 +264,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn get_page(&self, cx: &mut Cx<'_, S>, head: Pfn) -> Result<(), VmError> {
         loop {
             // SAFETY: the callers have a reference, or hold the lock of an entry that is one.
-            match unsafe { self.frames.get_at(head) } {
+            match unsafe { self.frames().get_at(head) } {
                 Ok(folio) => {
                     // A number again, for the entry that the callers make.
                     let _ = folio.into_pfn();
@@ -319,10 +278,15 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Sees to it that the frames of the 2 MiB around `frame` can have any number of references: takes a frame for counters
     /// if there are none yet, which stays there. Asks nobody for relief. Any context in which frames may be taken.
+    ///
+    /// # Errors
+    ///
+    /// [`NoMemory`](VmError::NoMemory); [`Unreachable`](VmError::Unreachable) if the map does not reach the frame
+    /// taken, or `frame` is in no arena.
     pub fn widen(&self, cx: &Cx<'_, S>, frame: Pfn) -> Result<(), VmError> {
-        let block = self.frames.alloc(cx, Request::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
+        let block = self.frames().alloc(cx, AllocRequest::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
         let Some(window) = cx.platform().open(block.extent(), None) else {
-            self.frames.free(cx, block);
+            self.frames().free(cx, block);
             return Err(VmError::Unreachable);
         };
         let counts = window.ptr.cast::<WideCounts>();
@@ -330,15 +294,15 @@ impl<S: Setup> Vm<'_, S> {
         unsafe { counts.write(WideCounts::new()) };
         let Some(counts) = NonNull::new(counts) else { return Err(VmError::Unreachable) };
         // SAFETY: just initialised; if it is accepted, the frame is never used for anything else again.
-        match unsafe { self.frames.widen(frame, counts) } {
+        match unsafe { self.frames().widen(frame, counts) } {
             // The counters keep the frame.
             Ok(true) => {
                 let _ = block.into_dirty().into_extent();
             }
             // There are some.
-            Ok(false) => self.frames.free(cx, block),
+            Ok(false) => self.frames().free(cx, block),
             Err(_) => {
-                self.frames.free(cx, block);
+                self.frames().free(cx, block);
                 return Err(VmError::Unreachable);
             }
         }
@@ -353,8 +317,8 @@ impl<S: Setup> Vm<'_, S> {
         // SAFETY: the callers' references, which nobody has entered anywhere.
         let mut pages = unsafe { FolioRun::from_extent(extent, want.page.order()) };
         while let Some(folio) = pages.pop() {
-            if let Ok(Some(block)) = self.frames.put_frozen(folio) {
-                self.pool.give_back(cx, block.into_dirty(), want.page, want.reserved);
+            if let Ok(Some(block)) = self.frames().put_frozen(folio) {
+                self.return_to_pool(cx, block.into_dirty(), want);
             }
         }
     }
@@ -365,21 +329,21 @@ impl<S: Setup> Vm<'_, S> {
         // SAFETY: the callers' references: of entries that they took away or did not make, or their own.
         let mut pages = unsafe { FolioRun::from_extent(extent, page.order()) };
         if S::Pager::ACTIVE && !pooled {
-            return self.pager.drop_references(self.frames, cx, pages);
+            return self.pager().drop_references(self.frames(), cx, pages);
         }
         if page == PageSize::Size4K && !pooled {
             while !pages.extent().is_empty() {
                 let (part, more) = pages.split_at(DROP_PAGES);
-                self.frames.free_range(cx, part);
+                self.frames().free_range(cx, part);
                 pages = more;
             }
             return;
         }
         while let Some(folio) = pages.pop() {
             if !pooled {
-                let _ = self.frames.put(cx, folio);
-            } else if let Ok(Some(block)) = self.frames.put_frozen(folio) {
-                self.pool.give_back(cx, block.into_dirty(), page, false);
+                let _ = self.frames().put(cx, folio);
+            } else if let Ok(Some(block)) = self.frames().put_frozen(folio) {
+                self.pool().give_back(cx, block.into_dirty(), page, false);
             }
         }
     }

@@ -18,12 +18,12 @@
 //! That is looked at before anything is taken, so that such pages keep their translations; and it is decided after the
 //! flush, by freezing the page, because a reference may be taken in between.
 
-use crate::area::AreaInfo;
-use crate::away::{Away, MOST_PLACES};
 use crate::object::{Object, Owner};
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
+use crate::swap_entry::{MOST_PLACES, SwapEntry};
 use crate::vm::Vm;
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::fmt;
 use core::mem::ManuallyDrop;
@@ -98,19 +98,24 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> fmt::Debug for UnhookedPage<'_, S, M> {
 
 /// A place where a page may be mapped, as [`places`](Vm::places) shows it.
 pub(crate) struct Place<'a, S: Setup> {
-    pub(crate) space: &'a Space<S>,
+    pub(crate) space: &'a AddressSpace<S>,
     pub(crate) at: VirtAddr,
-    pub(crate) area: &'a AreaInfo,
+    pub(crate) area: &'a VmaInfo,
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// Takes a page of `order` out of every page table. If it has to stay nothing has changed, and the reference comes back.
+    /// Takes a page of `order` out of every page table. If it has to stay nothing has changed, and the reference comes back;
+    /// a page with a poisoned frame stays, since nobody may read it.
     ///
     /// The flush that is owed is the first thing that is done with the value. Many pages of one `deferred` share one: call
     /// [`flush`](DeferredUnmap::flush) after the last of them.
     ///
     /// O(areas of the object), one lock round of the page table for each; a second look at each if the page has more than
     /// one place.
+    ///
+    /// # Errors
+    ///
+    /// The reference: the page is pinned, locked, moving, or has other holders.
     pub fn unhook<'d, M: AsRef<[AtomicU64]>>(
         &'d self,
         cx: &mut Cx<'_, S>,
@@ -119,9 +124,13 @@ impl<S: Setup> Vm<'_, S> {
         deferred: &'d DeferredUnmap<Keep, M>,
     ) -> Result<UnhookedPage<'d, S, M>, FolioRef> {
         let head = folio.pfn();
+        // Whoever stores or moves it reads it.
+        if self.frames().first_hwpoisoned(Extent::block(head, order)).is_some() {
+            return Err(folio);
+        }
         let Some(owner) = self.owner(head) else { return Err(folio) };
-        let Some(handle) = self.registry.shared().get(owner.object) else { return Err(folio) };
-        let (folio, lost) = (Some(folio), &self.pages_lost);
+        let Some(handle) = self.registry().shared().get(owner.object) else { return Err(folio) };
+        let (folio, lost) = (Some(folio), self.lost());
         let mut page =
             UnhookedPage { object: handle, owner, head, folio, order, places: 0, debt: None, deferred, lost };
         // SAFETY: `Registry::get` took a reference, which the page has.
@@ -151,7 +160,7 @@ impl<S: Setup> Vm<'_, S> {
             let task = RefCell::new(&mut *cx);
             let mut table = index.exclusive(self.tables(&task));
             // The index's reference, and the caller's.
-            let alone = self.frames.references(head) == 2;
+            let alone = self.frames().references(head) == 2;
             if !alone || table.take_leaf(offset_at(page.owner), head, |leaf| Some(moving(head, leaf))).is_err() {
                 return;
             }
@@ -172,7 +181,7 @@ impl<S: Setup> Vm<'_, S> {
         object: &Object<S>,
     ) {
         let head = page.head;
-        let references = self.frames.references(head);
+        let references = self.frames().references(head);
         if references > 2 {
             let mut mapped = 0;
             self.places(object, page.owner, |place| {
@@ -209,7 +218,7 @@ impl<S: Setup> Vm<'_, S> {
             let found = table.take_leaf(place.at, page.head, word);
             if owes(&found) {
                 // Under the lock under which the entry was changed.
-                let more = page.deferred.unmapped(&place.space.tlb, (), span.range());
+                let more = page.deferred.unmapped(place.space.tlb(), (), span.range());
                 page.debt = match page.debt.take() {
                     None => Some(more),
                     // They are of one domain.
@@ -224,7 +233,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn flush_page<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>) {
         let Some(debt) = page.debt.take() else { return };
         if let Err(debt) = debt.release(&page.deferred.domain().latest(false)) {
-            let paid = debt.release(&page.deferred.flush(self.tlbs, cx));
+            let paid = debt.release(&page.deferred.flush(self.shootdown(), cx));
             debug_assert!(paid.is_ok(), "a flush that began later did not pay");
         }
     }
@@ -237,15 +246,15 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Option<Frozen> {
         self.flush_page(cx, page);
         // If all are the caller's, nobody can get another.
-        if self.frames.references(page.head) != page.places + 1 {
+        if self.frames().references(page.head) != page.places + 1 {
             return None;
         }
         let folio = page.folio.take()?;
         for _ in 0..page.places {
             // SAFETY: the page has the references of its places.
-            let _ = self.frames.put_frozen(unsafe { FolioRef::from_pfn(page.head) });
+            let _ = self.frames().put_frozen(unsafe { FolioRef::from_pfn(page.head) });
         }
-        match self.frames.freeze(folio) {
+        match self.frames().freeze(folio) {
             Ok(block) => Some(block),
             Err(folio) => {
                 self.count_places(cx, page, folio);
@@ -262,7 +271,7 @@ impl<S: Setup> Vm<'_, S> {
         block: Frozen,
     ) {
         // It was counted before, so it can be again.
-        if let Ok(folio) = self.frames.count(block) {
+        if let Ok(folio) = self.frames().count(block) {
             self.count_places(cx, page, folio);
         }
     }
@@ -271,8 +280,8 @@ impl<S: Setup> Vm<'_, S> {
     /// the way.
     fn count_places<M: AsRef<[AtomicU64]>>(&self, cx: &Cx<'_, S>, page: &mut UnhookedPage<'_, S, M>, folio: FolioRef) {
         for _ in 0..page.places {
-            while let Err(RefError::Saturated) = self.frames.get(&folio).map(FolioRef::into_pfn) {
-                self.tlbs.serve(cx);
+            while let Err(RefError::Saturated) = self.frames().get(&folio).map(FolioRef::into_pfn) {
+                self.shootdown().handle_ipi(cx);
                 spin_loop();
             }
         }
@@ -281,7 +290,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// Puts a page back where it was, after the flush: with the accessed and dirty bits that were found, and the rights
     /// that were found as far as the area there allows them now. Where it has been unmapped meanwhile it stays away; if
-    /// that is so everywhere the page is freed. Drops the reference.
+    /// that is so everywhere the page is freed. Drops the reference. Interrupts are on: it may wait for other CPUs.
     pub fn put_back<M: AsRef<[AtomicU64]>>(&self, cx: &mut Cx<'_, S>, mut page: UnhookedPage<'_, S, M>) {
         self.flush_page(cx, &mut page);
         let entered = self.enter_again(cx, &page, page.head);
@@ -338,8 +347,8 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Option<(u64, Flags)> {
         let task = RefCell::new(cx);
         let Lookup::Owner(word) = table.shared(self.tables(&task)).lookup(at) else { return None };
-        match Away::of(word) {
-            Away::Moving { head, was } if head == page => Some((word, was)),
+        match SwapEntry::of(word) {
+            SwapEntry::Moving { head, was } if head == page => Some((word, was)),
             _ => None,
         }
     }
@@ -353,7 +362,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// How many unhooked pages were dropped, which is a mistake: neither paged out, moved nor put back.
     pub fn pages_lost(&self) -> u64 {
-        self.pages_lost.get()
+        self.lost().get()
     }
 
     /// Replaces the word at an address; false if something else is there.
@@ -384,7 +393,7 @@ impl<S: Setup> Vm<'_, S> {
 
 /// What stands for a leaf of a page that is moving.
 fn moving(head: Pfn, leaf: Leaf) -> u64 {
-    Away::Moving { head, was: leaf.flags }.word()
+    SwapEntry::Moving { head, was: leaf.flags }.word()
 }
 
 /// Where an object's index has a page.

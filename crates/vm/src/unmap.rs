@@ -4,17 +4,16 @@
 //! Then one shootdown. Then, and only then, areas leave their objects' lists (whoever takes a page out of a shared object
 //! has found them until here), the detached entries are read off, and their frames are dropped by runs.
 
-use crate::area::{Area, AreaInfo, Areas};
 use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::vm::Vm;
+use crate::vma::{Areas, Vma, VmaInfo};
 use core::cell::RefCell;
-use core::mem::MaybeUninit;
 use core::ptr::NonNull;
 use hugemm_base::VirtAddr;
-use hugemm_base::platform::Preempt;
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
 use hugemm_paging::{Detached, Editing, Flags, PageTable, PagingError, Run, ShootdownBatch, Span, Unhooked};
 use intrusive_collections::UnsafeRef;
@@ -33,18 +32,18 @@ pub struct Unmapped {
 }
 
 /// Memory for the two areas that can remain of one that is cut.
-struct Spare<S: Setup>([Option<NonNull<MaybeUninit<Area<S>>>>; 2]);
+struct Spare<S: Setup>([Option<NonNull<Vma<S>>>; 2]);
 
 impl<S: Setup> Spare<S> {
     fn count(&self) -> usize {
         self.0.iter().flatten().count()
     }
 
-    fn take(&mut self) -> Option<NonNull<MaybeUninit<Area<S>>>> {
+    fn take(&mut self) -> Option<NonNull<Vma<S>>> {
         self.0.iter_mut().find_map(Option::take)
     }
 
-    fn put(&mut self, memory: NonNull<MaybeUninit<Area<S>>>) {
+    fn put(&mut self, memory: NonNull<Vma<S>>) {
         if let Some(place) = self.0.iter_mut().find(|place| place.is_none()) {
             *place = Some(memory);
         }
@@ -57,13 +56,18 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// Allocates only where an area is cut, which is the only way in which it can run out of memory; nothing has changed
     /// then. Interrupts are on; may sleep.
-    pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &Space<S>, span: Span) -> Result<Unmapped, VmError> {
+    ///
+    /// # Errors
+    ///
+    /// [`Misaligned`](VmError::Misaligned) if an end lies within a page of an area, [`NoMemory`](VmError::NoMemory)
+    /// if one has to be cut, [`Foreign`](VmError::Foreign). Nothing has changed.
+    pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: Span) -> Result<Unmapped, VmError> {
         self.check_own(space)?;
         let mut spare = Spare([None, None]);
         let result = self.unmap_with(cx, space, span, &mut spare);
         while let Some(memory) = spare.take() {
-            // SAFETY: taken from this slab below and never used.
-            let _ = unsafe { self.take_from(&self.area_slab, cx, memory) };
+            // SAFETY: taken below and never used.
+            unsafe { self.free_memory(cx, memory) };
         }
         result
     }
@@ -71,7 +75,7 @@ impl<S: Setup> Vm<'_, S> {
     fn unmap_with(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         span: Span,
         spare: &mut Spare<S>,
     ) -> Result<Unmapped, VmError> {
@@ -111,7 +115,7 @@ impl<S: Setup> Vm<'_, S> {
     fn take_out(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         span: Span,
         removed: &mut Areas<S>,
         spare: &mut Spare<S>,
@@ -131,7 +135,7 @@ impl<S: Setup> Vm<'_, S> {
                         let detached = table.detach_owned(span, Editing::LIVE, away);
                         if S::Pager::ACTIVE && detached.is_ok() {
                             // What reclaim has unhooked there is used by no CPU any more.
-                            space.tlb.settle(self.tlbs, &task.borrow());
+                            space.tlb().settle(self.shootdown(), &task.borrow());
                         }
                         detached
                     };
@@ -152,34 +156,45 @@ impl<S: Setup> Vm<'_, S> {
                 // Another task is between its own detach and harvest near here, or forks.
                 self.breathe(cx);
             } else {
-                spare.put(self.new_in(&self.area_slab, cx, MaybeUninit::uninit())?);
+                spare.put(self.memory_for(cx)?);
             }
         }
     }
 
     /// A reschedule point where the caller may sleep.
     pub(crate) fn breathe(&self, cx: &mut Cx<'_, S>) {
-        self.tlbs.serve(cx);
+        self.shootdown().handle_ipi(cx);
         if cx.platform().may_sleep() {
-            cx.reschedule();
+            cx.cond_resched();
         } else {
             hugemm_base::sync::spin_loop();
         }
     }
 
     /// Flushes what was detached, if anything was.
-    pub(crate) fn flush_unhooked(&self, cx: &Cx<'_, S>, space: &Space<S>, unhooked: Unhooked) -> Option<Detached> {
-        let mut batch = ShootdownBatch::new(&space.tlb);
+    pub(crate) fn flush_unhooked(
+        &self,
+        cx: &Cx<'_, S>,
+        space: &AddressSpace<S>,
+        unhooked: Unhooked,
+    ) -> Option<Detached> {
+        let mut batch = ShootdownBatch::new(space.tlb());
         // It comes from this space's table, so it is not handed back.
         let debt = batch.detached(unhooked).ok()??;
-        let receipt = batch.flush(self.tlbs, cx, &self.shootdown);
+        let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
         // The receipt is of this batch, so it pays. If it did not, the addresses would stay blocked, and be counted.
         debt.release(&receipt).ok()
     }
 
     /// Reads off what was detached and flushed, and drops it as each area's kind wants it. Returns how many pages there
     /// were.
-    fn harvest_areas(&self, cx: &mut Cx<'_, S>, space: &Space<S>, detached: Detached, removed: &Areas<S>) -> u64 {
+    fn harvest_areas(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        detached: Detached,
+        removed: &Areas<S>,
+    ) -> u64 {
         self.harvest_by_parts(cx, &space.table, detached, |task, run| {
             let mut at = run.at.get() >> hugemm_base::PAGE_SHIFT;
             let mut rest = run.extent;
@@ -241,13 +256,13 @@ impl<S: Setup> Vm<'_, S> {
                 let offset = info.offset_of(from);
                 // SAFETY: the old area holds a reference.
                 unsafe { old.object.as_ref() }.get();
-                let memory = memory.cast::<Area<S>>();
+                let memory = memory.cast::<Vma<S>>();
                 // SAFETY: memory for an area, nobody else's; it is never moved, and freed after it has left all lists.
                 let area = unsafe {
-                    memory.write(Area::new(old.space, old.object, AreaInfo { span, offset, ..info }));
+                    memory.write(Vma::new(old.space, old.object, VmaInfo { span, offset, ..info }));
                     UnsafeRef::from_raw(memory.as_ptr())
                 };
-                self.enlist(&area);
+                self.link_area(&area);
                 areas.insert(area);
             }
             removed.insert(old);
@@ -269,7 +284,7 @@ fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmErr
 }
 
 /// The part of an area that lies in a range.
-fn part(area: &AreaInfo, first: u64, end: u64) -> (u64, u64) {
+fn part(area: &VmaInfo, first: u64, end: u64) -> (u64, u64) {
     let (begins, ends) = (area.span.first(), area.span.first() + area.span.pages());
     (begins.max(first), ends.min(end))
 }

@@ -1,38 +1,36 @@
 //! The manager of address spaces: what all spaces of a system share.
 
-use crate::area::Area;
-use crate::cpu_masks;
 use crate::error::VmError;
-use crate::followers::Node;
 use crate::guarded::Guarded;
-use crate::object::{Object, Registry};
+use crate::object::Registry;
 use crate::pager::Pager;
+use crate::promises::Promises;
 use crate::setup::{Cx, Setup, Task};
-use crate::space::Space;
+use crate::slabs::Slabs;
+use crate::space::AddressSpace;
 use crate::tables::Tables;
 use core::fmt;
-use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::platform::Preempt;
+use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Order, Pressure, Shortfall};
 use hugemm_clear::Clearer;
-use hugemm_frames::{AllocError, Env, Frames, From, Slab};
-use hugemm_paging::{PageTable, ShootdownPolicy, Tlbs};
+use hugemm_frames::{AllocError, Frames, Placement};
+use hugemm_paging::{PageTable, ShootdownPolicy, TlbShootdown};
 
 /// How often exhaustion asks for relief before it is final.
 const RELIEF_ROUNDS: u32 = 3;
 
-/// What a manager is made of.
+/// What a manager is made of. [`Parts::new`] knows what most of it is at first.
 pub struct Parts<'m, S: Setup> {
     /// Where pages and tables come from.
     pub frames: &'m Frames<'m, S::Env>,
     /// The TLBs of all CPUs.
-    pub tlbs: &'m Tlbs<'m, S::Tlb>,
+    pub shootdown: &'m TlbShootdown<'m, S::Tlb>,
     /// What clears pages, by which policy.
     pub clearer: Clearer,
     /// How batches are flushed.
-    pub shootdown: ShootdownPolicy,
+    pub shootdown_policy: ShootdownPolicy,
     /// Who takes pages away and brings them back, and is asked first when memory is short.
     pub pager: S::Pager,
     /// Who is asked then.
@@ -41,34 +39,51 @@ pub struct Parts<'m, S: Setup> {
     pub pool: S::Pool,
 }
 
+impl<'m, S: Setup> Parts<'m, S> {
+    /// What there has to be; whatever has a default value has it, and batches are flushed [once](ShootdownPolicy::BATCHED).
+    pub fn new(frames: &'m Frames<'m, S::Env>, shootdown: &'m TlbShootdown<'m, S::Tlb>, clearer: Clearer) -> Self
+    where
+        S::Pager: Default,
+        S::Pressure: Default,
+        S::Pool: Default,
+    {
+        Parts::with_pager(frames, shootdown, clearer, S::Pager::default())
+    }
+
+    /// The same with somebody who takes pages away.
+    pub fn with_pager(
+        frames: &'m Frames<'m, S::Env>,
+        shootdown: &'m TlbShootdown<'m, S::Tlb>,
+        clearer: Clearer,
+        pager: S::Pager,
+    ) -> Self
+    where
+        S::Pressure: Default,
+        S::Pool: Default,
+    {
+        let shootdown_policy = ShootdownPolicy::BATCHED;
+        let (pressure, pool) = (S::Pressure::default(), S::Pool::default());
+        Parts { frames, shootdown, clearer, shootdown_policy, pager, pressure, pool }
+    }
+}
+
 impl<S: Setup> fmt::Debug for Parts<'_, S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Parts").finish_non_exhaustive()
     }
 }
 
-/// Small objects of one type.
-pub(crate) type SlabOf<S> = Slab<<<S as Setup>::Env as Env>::Lock>;
-
 /// See the [crate's documentation](crate). Everything takes `&self`; several can exist side by side over different frames.
 pub struct Vm<'m, S: Setup> {
-    pub(crate) frames: &'m Frames<'m, S::Env>,
-    pub(crate) tlbs: &'m Tlbs<'m, S::Tlb>,
-    pub(crate) clearer: Clearer,
-    pub(crate) shootdown: ShootdownPolicy,
-    pub(crate) pager: S::Pager,
-    pressure: S::Pressure,
-    pub(crate) pool: S::Pool,
+    parts: Parts<'m, S>,
     /// What every space has besides its own addresses.
-    pub(crate) common: Option<&'m PageTable<S::Format, S::Lock>>,
-    pub(crate) space_slab: SlabOf<S>,
-    pub(crate) area_slab: SlabOf<S>,
-    pub(crate) object_slab: SlabOf<S>,
-    pub(crate) follower_slab: SlabOf<S>,
-    pub(crate) registry: Guarded<S::Lock, Registry<S>>,
+    common: Option<&'m PageTable<S::Format, S::Lock>>,
+    slabs: Slabs<S>,
+    registry: Guarded<S::Lock, Registry<S>>,
+    promises: Guarded<S::Lock, Promises>,
     objects_made: AtomicU64,
     /// Unhooked pages that were dropped.
-    pub(crate) pages_lost: Counter,
+    pages_lost: Counter,
 }
 
 impl<S: Setup> fmt::Debug for Vm<'_, S> {
@@ -85,23 +100,15 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// * The platform's [`PhysMap`](hugemm_base::PhysMap) is a direct map of all frames of `frames`: windows stay valid
     ///   without being closed, and one on a whole block spans it.
-    /// * All contexts that are passed to the manager come from one platform, whose TLBs `tlbs` are.
+    /// * All contexts that are passed to the manager come from one platform, whose TLBs `shootdown` are.
     /// * The clearer's policy uses no primitive that needs more than the platform gives.
     pub unsafe fn new(parts: Parts<'m, S>) -> Option<Self> {
         Some(Vm {
-            frames: parts.frames,
-            tlbs: parts.tlbs,
-            clearer: parts.clearer,
-            shootdown: parts.shootdown,
-            pager: parts.pager,
-            pressure: parts.pressure,
-            pool: parts.pool,
+            slabs: Slabs::new(parts.shootdown.cpus())?,
+            parts,
             common: None,
-            space_slab: cpu_masks::slab::<S>(parts.tlbs.cpus())?,
-            area_slab: Slab::of::<Area<S>>()?,
-            object_slab: Slab::of::<Object<S>>()?,
-            follower_slab: Slab::of::<Node<S>>()?,
             registry: Guarded::new(Registry::new()),
+            promises: Guarded::new(Promises::default()),
             objects_made: AtomicU64::new(0),
             pages_lost: Counter::default(),
         })
@@ -120,35 +127,53 @@ impl<'m, S: Setup> Vm<'m, S> {
 
     /// The frame allocator.
     pub fn frames(&self) -> &'m Frames<'m, S::Env> {
-        self.frames
+        self.parts.frames
     }
 
     /// The TLBs.
-    pub fn tlbs(&self) -> &'m Tlbs<'m, S::Tlb> {
-        self.tlbs
+    pub fn shootdown(&self) -> &'m TlbShootdown<'m, S::Tlb> {
+        self.parts.shootdown
     }
 
     /// What clears.
     pub fn clearer(&self) -> &Clearer {
-        &self.clearer
+        &self.parts.clearer
     }
 
     /// Who takes pages away and brings them back.
     pub fn pager(&self) -> &S::Pager {
-        &self.pager
+        &self.parts.pager
     }
 
     /// The pool.
     pub fn pool(&self) -> &S::Pool {
-        &self.pool
+        &self.parts.pool
     }
 
-    /// Gives back the frames that the manager keeps for its own small objects.
-    pub fn trim(&self, cx: &Cx<'_, S>) {
-        for slab in [&self.space_slab, &self.area_slab, &self.object_slab, &self.follower_slab] {
-            // SAFETY: each slab is used with these frames and this platform's map only.
-            unsafe { slab.trim(self.frames, cx, cx.platform()) };
-        }
+    /// How batches are flushed.
+    pub(crate) fn shootdown_policy(&self) -> &ShootdownPolicy {
+        &self.parts.shootdown_policy
+    }
+
+    pub(crate) fn common(&self) -> Option<&'m PageTable<S::Format, S::Lock>> {
+        self.common
+    }
+
+    pub(crate) fn slabs(&self) -> &Slabs<S> {
+        &self.slabs
+    }
+
+    pub(crate) fn registry(&self) -> &Guarded<S::Lock, Registry<S>> {
+        &self.registry
+    }
+
+    pub(crate) fn promises(&self) -> &Guarded<S::Lock, Promises> {
+        &self.promises
+    }
+
+    /// Counts unhooked pages that are dropped.
+    pub(crate) fn lost(&self) -> &Counter {
+        &self.pages_lost
     }
 
     /// What tells the manager from others: it does not move while a space, an object or a pin of its own is there, all of
@@ -158,8 +183,8 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// An error unless the space is this manager's: another's is made of other frames and other small objects.
-    pub(crate) fn check_own(&self, space: &Space<S>) -> Result<(), VmError> {
-        if space.manager == self.identity() { Ok(()) } else { Err(VmError::Foreign) }
+    pub(crate) fn check_own(&self, space: &AddressSpace<S>) -> Result<(), VmError> {
+        if space.identity().is_of(self.identity()) { Ok(()) } else { Err(VmError::Foreign) }
     }
 
     /// A number that neither an object nor a space has had.
@@ -171,7 +196,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     /// Page tables' memory for the calling task.
     pub(crate) fn tables<'a, 't, 'p>(&'a self, task: &'a Task<'t, 'p, S>) -> Tables<'a, 't, 'p, 'm, S> {
         // SAFETY: `new` requires a direct map of all frames.
-        unsafe { Tables::new(self.frames, task) }
+        unsafe { Tables::new(self.parts.frames, task) }
     }
 
     /// Tries until it succeeds, or nobody can give memory back. Called with nothing locked.
@@ -179,11 +204,11 @@ impl<'m, S: Setup> Vm<'m, S> {
         &self,
         cx: &mut Cx<'p, S>,
         order: Order,
-        from: From,
+        from: Placement,
         mut attempt: impl FnMut(&mut Cx<'p, S>) -> Result<T, AllocError>,
     ) -> Result<T, VmError> {
         for _ in 0..RELIEF_ROUNDS {
-            let tried = match S::Pager::ACTIVE && !self.pager.may_take(self.frames, cx, order) {
+            let tried = match S::Pager::ACTIVE && !self.parts.pager.may_take(self.parts.frames, cx, order) {
                 true => Err(AllocError::OutOfMemory),
                 false => attempt(cx),
             };
@@ -201,48 +226,18 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Asks for a block of `order`, from where it is to be; whether it may have helped.
-    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order, from: From) -> bool {
+    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, order: Order, from: Placement) -> bool {
         let may_sleep = cx.platform().may_sleep();
         let node = match from {
-            From::Only(node) => Some(node),
-            From::Local | From::Prefer(_) => None,
+            Placement::Only(node) => Some(node),
+            Placement::Local | Placement::Prefer(_) => None,
         };
         let need = Shortfall { order, pages: order.pages(), node, may_sleep };
-        self.pager.relieve(self, cx, need) != 0 || self.pressure.relieve(cx, need) != 0
+        self.parts.pager.relieve(self, cx, need) != 0 || self.parts.pressure.relieve(cx, need) != 0
     }
 
     /// After a page table had no memory for the `round`th time: whether to try again.
     pub(crate) fn may_retry(&self, cx: &mut Cx<'_, S>, round: u32) -> bool {
-        round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO, From::Local)
-    }
-
-    /// Puts a value into memory of its own.
-    pub(crate) fn new_in<T>(&self, slab: &SlabOf<S>, cx: &mut Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
-        let memory =
-            self.relieved(cx, Order::ZERO, From::Local, |cx| slab.alloc(self.frames, cx, cx.platform()))?.cast::<T>();
-        // SAFETY: the slab was made for this type, nobody else's.
-        unsafe { memory.write(value) };
-        Ok(memory)
-    }
-
-    /// The same without asking anybody for relief: for those who hold a lock.
-    pub(crate) fn try_new_in<T>(&self, slab: &SlabOf<S>, cx: &Cx<'_, S>, value: T) -> Result<NonNull<T>, VmError> {
-        let memory = slab.alloc(self.frames, cx, cx.platform()).map_err(|_| VmError::NoMemory)?.cast::<T>();
-        // SAFETY: the slab was made for this type, and the object is nobody else's.
-        unsafe { memory.write(value) };
-        Ok(memory)
-    }
-
-    /// Takes a value out of its memory and frees that.
-    ///
-    /// # Safety
-    ///
-    /// The object came from [`new_in`](Vm::new_in) with this slab, and nobody refers to it any more.
-    pub(crate) unsafe fn take_from<T>(&self, slab: &SlabOf<S>, cx: &Cx<'_, S>, object: NonNull<T>) -> T {
-        // SAFETY: the caller's promise: initialised, nobody else's, and not read again.
-        let value = unsafe { object.read() };
-        // SAFETY: as above.
-        unsafe { slab.free(self.frames, cx, cx.platform(), object.cast()) };
-        value
+        round < RELIEF_ROUNDS && self.relieve(cx, Order::ZERO, Placement::Local)
     }
 }

@@ -1,13 +1,13 @@
 //! Which pages of a range have been used: for whoever measures a guest's working set, or looks for memory that is idle.
 //!
 //! The accessed bits are those that reclaim lives on. So taking them tells the [pager](crate::pager): a page that was
-//! found used here is as young for reclaim as if it had found that out itself (checklist D17). As with all ageing no TLB
+//! found used here is as young for reclaim as if it had found that out itself. As with all ageing no TLB
 //! is touched: a CPU that keeps using a translation is seen again once it has dropped that.
 
 use crate::error::VmError;
 use crate::pager::Pager;
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::unmap::pages;
 use crate::vm::Vm;
 use core::cell::RefCell;
@@ -24,11 +24,15 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// Reschedules now and then where the caller may sleep; nothing may be locked. Two lock rounds and one walk per 64 pages,
     /// an atomic per used page; with a pager two more atomics, and LRU lock rounds: one per 64 pages, and one per run of 32
-    /// frames or less that adjoin. An error is that the range is not in the space, or the space not this manager's.
-    pub fn take_young(
+    /// frames or less that adjoin.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfBounds`](VmError::OutOfBounds), [`Foreign`](VmError::Foreign).
+    pub fn test_and_clear_young(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         span: Span,
         mut visit: impl FnMut(Span),
     ) -> Result<u64, VmError> {
@@ -64,7 +68,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Looks at the first 64 pages of `from..end` that an area has there; `None` if there is no area.
-    fn take_window(&self, cx: &mut Cx<'_, S>, space: &Space<S>, (from, end): (u64, u64)) -> Option<Window> {
+    fn take_window(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, (from, end): (u64, u64)) -> Option<Window> {
         let areas = space.areas.shared();
         // What is pooled is not reclaim's, and what the area says of that is so while the list is locked.
         let area = areas.meeting(from, end).next()?.info;
@@ -91,7 +95,7 @@ impl<S: Setup> Vm<'_, S> {
                     && !area.kind.pooled
                     && young & bit == 0
                     // SAFETY: as said: the leaf's reference.
-                    && let Ok(folio) = unsafe { self.frames.get_at(frame) }
+                    && let Ok(folio) = unsafe { self.frames().get_at(frame) }
                 {
                     heads[held] = folio.into_pfn();
                     held += 1;
@@ -103,7 +107,7 @@ impl<S: Setup> Vm<'_, S> {
                 true
             };
             // In bounds: the area is.
-            let _ = table.clear_young_of(pages(from, to)?, &mut take, |_| ());
+            let _ = table.test_and_clear_young_of(pages(from, to)?, &mut take, |_| ());
             while followed != 0 {
                 let number = u64::from(followed.trailing_zeros());
                 followed &= followed - 1;
@@ -114,7 +118,7 @@ impl<S: Setup> Vm<'_, S> {
         }
         drop(areas);
         if held > 0 {
-            self.pager.used(self.frames, cx, &heads[..held]);
+            self.pager().used(self.frames(), cx, &heads[..held]);
             for run in heads[..held].chunk_by(|head, next| next.number() == head.number() + page) {
                 let run = Extent::new(run[0], run.len() as u64 * page).unwrap_or_default();
                 self.drop_pages(cx, run, size, false);

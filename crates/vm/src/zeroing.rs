@@ -8,8 +8,8 @@
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use hugemm_base::{Cancel, Clock, Order, PageSize};
-use hugemm_clear::{Clearer, Policy, Primitive, Request as ClearRequest, StopReason};
-use hugemm_frames::Request;
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, StopReason};
+use hugemm_frames::AllocRequest;
 
 /// Bytes that are cleared between two looks at whether to stop, at most: 0.1 ms at 2.5 GB/s.
 const UNIT: u64 = 256 << 10;
@@ -49,14 +49,14 @@ impl ZeroWorker {
         let least = Order::new(LEAST).unwrap_or(Order::MAX);
         let gentle = Primitive::Movnti;
         let force = if clearer.features().contains(gentle) { Some(gentle) } else { clearer.policy().force };
-        let policy = Policy { force: clearer.policy().force.or(force), unit: Some(UNIT), ..*clearer.policy() };
+        let policy = ClearPolicy { force: clearer.policy().force.or(force), unit: Some(UNIT), ..*clearer.policy() };
         // The primitive is one of the features; if it were not, the clearer's own policy is right too.
         let clearer = Clearer::new(*clearer.features(), policy).unwrap_or(*clearer);
         ZeroWorker { clearer, order: size.order().max(least), percent: percent.clamp(1, 100) }
     }
 
     /// How it clears.
-    pub fn policy(&self) -> &Policy {
+    pub fn policy(&self) -> &ClearPolicy {
         self.clearer.policy()
     }
 }
@@ -68,11 +68,13 @@ where
     /// One turn of a background worker: at most one block. Passes a reschedule point before each unit; may sleep.
     pub fn zero_ahead(&self, cx: &mut Cx<'_, S>, worker: &ZeroWorker, cancel: &impl Cancel) -> Zeroed {
         // Not through relief: whoever needs memory more than zeroes is not to be disturbed. Dirty blocks come first.
-        let Ok(block) = self.frames.alloc(cx, Request::order(worker.order).movable()) else { return Zeroed::Nothing };
+        let Ok(block) = self.frames().alloc(cx, AllocRequest::order(worker.order).movable()) else {
+            return Zeroed::Nothing;
+        };
         let dirty = match block.into_content() {
             Err(dirty) => dirty,
             Ok(zeroed) => {
-                self.frames.free_zeroed(cx, zeroed);
+                self.frames().free_zeroed(cx, zeroed);
                 return Zeroed::Nothing;
             }
         };
@@ -80,13 +82,13 @@ where
         let start = cx.platform().now_ns();
         match worker.clearer.clear(cx, dirty, &ClearRequest::bulk(bytes), cancel) {
             Ok(zeroed) => {
-                self.frames.free_zeroed(cx, zeroed);
+                self.frames().free_zeroed(cx, zeroed);
                 let spent = cx.platform().now_ns().saturating_sub(start);
                 Zeroed::Cleared { bytes, rest: spent * (100 - worker.percent) / worker.percent }
             }
             Err(stopped) => {
                 let reason = stopped.reason;
-                self.frames.free_extent(cx, stopped.clearing.abandon());
+                self.frames().free_extent(cx, stopped.clearing.abandon());
                 if reason == StopReason::Cancelled { Zeroed::Stopped } else { Zeroed::Nothing }
             }
         }

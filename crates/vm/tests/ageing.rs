@@ -7,12 +7,12 @@ mod support;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{AgeRun, AreaKind, Backing, Notifier, Recency, SharedRef};
+use hugemm_vm::{AgeRun, Backing, Notifier, Recency, SharedRef, VmaKind};
 use std::sync::Arc;
 use support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
-const KIND: AreaKind = AreaKind::private(PageSize::Size4K);
+const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
 
 const USED: Recency = Recency { young: true, keep: false, users: 1 };
 const OLD: Recency = Recency { young: false, keep: false, users: 0 };
@@ -22,7 +22,7 @@ const KEPT: Recency = Recency { young: false, keep: true, users: 0 };
 fn filled<'v, 'h>(
     rig: &'v Rig<'h>,
     cx: &mut Cx<'_, 'h>,
-    kind: AreaKind,
+    kind: VmaKind,
     object: Option<&SharedRef<'v, Model<'h>>>,
     pages: u64,
 ) -> Handle<'v, 'h> {
@@ -59,7 +59,7 @@ fn age<'h>(
     pages: &[u64],
     neighbour: Option<&mut dyn FnMut(Pfn) -> bool>,
 ) -> Vec<Recency> {
-    let object = space.area_at(VirtAddr::new(AT)).expect("an area").object;
+    let object = space.find_vma(VirtAddr::new(AT)).expect("an area").object;
     let pages: Vec<_> = pages.iter().map(|&page| (page, frame(rig, cx, space, page))).collect();
     let mut found = vec![Recency::default(); pages.len()];
     rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, neighbour);
@@ -127,7 +127,7 @@ fn areas_say_what_their_use_means() {
     with_rig(16, 1, 63, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             for (kind, expected) in
-                [(AreaKind { locked: true, ..KIND }, KEPT), (AreaKind { no_recency: true, ..KIND }, OLD)]
+                [(VmaKind { locked: true, ..KIND }, KEPT), (VmaKind { no_recency: true, ..KIND }, OLD)]
             {
                 let space = filled(rig, cx, kind, None, 4);
                 assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
@@ -141,7 +141,7 @@ fn areas_say_what_their_use_means() {
             // One locked mapping of two keeps what it shows, and no more.
             let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
             let plain = filled(rig, cx, KIND, Some(&object), 8);
-            let locked = filled(rig, cx, AreaKind { locked: true, ..KIND }, Some(&object), 4);
+            let locked = filled(rig, cx, VmaKind { locked: true, ..KIND }, Some(&object), 4);
             let kept = Recency { keep: true, ..USED };
             assert_eq!(age(rig, cx, &plain, &[3, 4], None), [kept, USED]);
             for space in [plain, locked] {
@@ -232,7 +232,7 @@ fn spaces_that_end_do_not_count() {
                 let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
                 let ends = filled(rig, cx, KIND, Some(&object), 4);
                 let stays = shared.then(|| filled(rig, cx, KIND, Some(&object), 4));
-                let number = ends.area_at(VirtAddr::new(AT)).expect("an area").object;
+                let number = ends.find_vma(VirtAddr::new(AT)).expect("an area").object;
                 let head = frame(rig, cx, &ends, 1);
                 // A CPU is still on its tables, and has to be asked.
                 rig.mmu.as_cpu(CpuId(1), |cx| {

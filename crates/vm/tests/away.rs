@@ -7,28 +7,28 @@ mod support;
 use hugemm_base::{CpuId, Never, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_vm::{AreaKind, Backing, Space, UnhookedPage, VmError};
+use hugemm_vm::{AddressSpace, Backing, UnhookedPage, VmError, VmaKind};
 use support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
 const GIB: u64 = 1 << 30;
 
-type Away<'h> = Rig<'h, Metered, true>;
+type SwapEntry<'h> = Rig<'h, Metered, true>;
 
-fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
+fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&SwapEntry<'h>)) {
     with_format(mib, 1, seed, &no_faults(), test);
 }
 
-fn hold(rig: &Away<'_>, head: Pfn) -> FolioRef {
+fn hold(rig: &SwapEntry<'_>, head: Pfn) -> FolioRef {
     // SAFETY: the tests' pages are mapped, and nobody else is there to let them go.
     unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
 }
 
 /// Pages out what is mapped at an address.
-fn page_out<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, Metered, true>>, at: u64) {
+fn page_out<'h>(rig: &SwapEntry<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h, Metered, true>>, at: u64) {
     let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(at)) else { panic!("not mapped") };
     // SAFETY: used with this manager's TLBs only.
-    let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
     let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), &deferred).expect("nobody else has it");
     let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
     let freed: Result<u64, (VmError, UnhookedPage<'_, Model<'h, Metered, true>>)> = rig.vm.page_out(
@@ -48,7 +48,7 @@ fn content_goes_with_its_address() {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let at = |index: u64| AT + index * page.bytes();
-                let kind = AreaKind::private(page);
+                let kind = VmaKind::private(page);
                 rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
                 rig.enter(cx, &space);
                 for index in 0..pages {
@@ -86,7 +86,7 @@ fn giving_up_what_is_away_lets_others_run() {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let area = span(AT, GIBS * GIB);
-            rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+            rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
             for gib in 0..GIBS {
                 let part = span(AT + gib * GIB, EACH * page.bytes());
                 rig.vm.prefault(&space, part, None).work(cx, &Never).expect("memory");
@@ -112,7 +112,7 @@ fn an_object_ends_with_what_it_has_away() {
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let area = span(AT, PAGES << 12);
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
             rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
             for index in (0..PAGES).filter(|index| index % 7 != 0) {

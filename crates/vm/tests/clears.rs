@@ -4,10 +4,10 @@
 
 mod support;
 
-use hugemm_base::{CpuId, Instrumented, Never, PageSize, VirtAddr};
-use hugemm_clear::{Clearer, Features, Policy, Profile};
+use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
+use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
-use hugemm_vm::{AreaKind, Backing, Parts, Vm, VmError};
+use hugemm_vm::{Backing, Parts, Vm, VmError, VmaKind};
 use support::{Model, bounds, no_faults, parts, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -22,17 +22,17 @@ fn a_copy_ends_where_it_is_touched() {
         with_rig(32, 1, 71, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = AreaKind::private(PageSize::Size2M);
+                let kind = VmaKind::private(PageSize::Size2M);
                 rig.vm.map(cx, &space, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
                 rig.enter(cx, &space);
                 rig.store(cx, &space, AT, 1).expect("a page");
                 let child = rig.vm.fork(cx, &space).expect("forked");
                 let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
                 let frame = hugemm_base::Pfn::new(leaf.frame.number() + bad);
-                let _ = rig.vm.frames().poison(cx, frame);
+                let _ = rig.vm.frames().hwpoison(cx, frame);
                 let before = cx.platform().counters().reschedules.get();
                 let stored = rig.store(cx, &space, AT + (touched << 12), 2);
-                assert_eq!(stored, Err(VmError::Poisoned { frame }));
+                assert_eq!(stored, Err(VmError::HwPoisoned { frame }));
                 passed = cx.platform().counters().reschedules.get() - before;
                 rig.leave(cx, &space);
                 for space in [space, child] {
@@ -54,8 +54,9 @@ fn a_copy_ends_where_it_is_touched() {
 fn the_whole_request_decides_how_pages_are_cleared() {
     with_rig(64, 1, 72, &no_faults(), |rig| {
         let features = Features::detect();
-        let clearer = Clearer::new(features, Policy::new(Profile::uncalibrated(&features, None))).expect("detected");
-        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.tlbs(), rig.mmu) };
+        let clearer =
+            Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None))).expect("detected");
+        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.shootdown(), rig.mmu) };
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
         rig.mmu.as_cpu(CpuId(0), |cx| {
@@ -64,7 +65,7 @@ fn the_whole_request_decides_how_pages_are_cleared() {
                     for total in [None, Some(64 << 30)] {
                         let space = vm.create(cx, bounds()).expect("a space");
                         let area = span(AT, 2 << 20);
-                        vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+                        vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
                         let before = cx.platform().counters().snapshot();
                         let mut pins = Vec::new();
                         if pin {

@@ -5,10 +5,12 @@
 mod support;
 
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
-use hugemm_vm::{AreaKind, Backing, VmError};
+use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
+use hugemm_frames::AllocRequest;
+use hugemm_vm::{Access, Backing, Served, VmError, VmaKind};
 use std::collections::BTreeMap;
-use support::{Cx, Handle, Rig, bounds, span, with_rig};
+use std::sync::atomic::Ordering;
+use support::{Cx, Handle, Metered, Rig, bounds, no_faults, relief_asked, span, with_format, with_rig};
 
 const AT: u64 = 0x4000_0000;
 
@@ -43,9 +45,9 @@ fn scenario(rig: &Rig<'_>) {
     rig.mmu.as_cpu(CpuId(0), |cx| {
         let Ok(space) = rig.vm.create(cx, bounds()) else { return };
         let mut known = BTreeMap::new();
-        let small = AreaKind::private(PageSize::Size4K);
+        let small = VmaKind::private(PageSize::Size4K);
         let _ = rig.vm.map(cx, &space, span(AT, 1 << 20), small, Backing::Private);
-        let large = AreaKind::private(PageSize::Size2M);
+        let large = VmaKind::private(PageSize::Size2M);
         let _ = rig.vm.map(cx, &space, span(2 * AT, 4 << 20), large, Backing::Private);
         let object = rig.vm.create_shared(cx, 512, PageSize::Size4K, false);
         if let Ok(object) = &object {
@@ -77,7 +79,7 @@ fn scenario(rig: &Rig<'_>) {
         let hole = span(AT + 0x4000, 0x8000);
         if rig.vm.unmap(cx, &space, hole).is_ok() {
             known.retain(|at, _| !(hole.start().get()..hole.start().get() + hole.bytes()).contains(at));
-            assert!(space.area_at(VirtAddr::new(AT + 0x5000)).is_err());
+            assert!(space.find_vma(VirtAddr::new(AT + 0x5000)).is_err());
         }
         check(rig, cx, &space, &known);
         for run in pinned {
@@ -109,4 +111,111 @@ fn several_allocations_can_fail() {
             with_rig(8, 2, first, &plan, scenario);
         }
     }
+}
+
+/// What the operations below have to do, in a rig whose memory is all taken but for a few frames.
+#[derive(Clone, Copy, Debug)]
+enum Needs {
+    Space,
+    Object,
+    Vma,
+    Cut,
+    Page,
+    Table,
+    SharedPage,
+    Fill,
+    Fork,
+}
+
+/// Whatever runs out of memory asks for relief: the pager first, and then others. Once if nobody has any, three times if
+/// somebody says that it helped, and then it is final; what has been asked for is done or not at all.
+#[test]
+fn exhaustion_asks_for_relief() {
+    use Needs::*;
+    let needs = [Space, Object, Vma, Cut, Page, Table, SharedPage, Fill, Fork];
+    for (needs, room) in needs.into_iter().flat_map(|needs| (0..6).map(move |room| (needs, room))) {
+        for (pager_helps, others_help) in [(false, false), (true, false), (false, true)] {
+            with_rig(8, 1, 22, &no_faults(), |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let kind = VmaKind::private(PageSize::Size4K);
+                    let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+                    rig.vm.map(cx, &space, span(AT, 4 << 20), kind, Backing::Private).expect("an area");
+                    rig.vm.map(cx, &space, span(8 * AT, 0x8000), kind, Backing::Shared(&object, 0)).expect("an area");
+                    rig.vm.prefault_shared(&object, 0, 4).work(cx, &Never).expect("memory");
+                    rig.vm.prefault(&space, span(AT + (1 << 20), 2 << 20), None).work(cx, &Never).expect("memory");
+                    let mut taken = Vec::new();
+                    while let Ok(block) = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
+                        taken.push(block);
+                    }
+                    taken.drain(..room).for_each(|block| rig.vm.frames().free(cx, block));
+                    rig.vm.pager().helps.store(pager_helps, Ordering::Relaxed);
+                    rig.vm.pager().asked.store(0, Ordering::Relaxed);
+                    let (mut spaces, mut objects) = (Vec::new(), Vec::new());
+                    let mut done = Ok(());
+                    let others = relief_asked(others_help, || {
+                        done = match needs {
+                            Space => rig.vm.create(cx, bounds()).map(|space| spaces.push(space)),
+                            Object => {
+                                rig.vm.create_shared(cx, 4, PageSize::Size4K, false).map(|object| objects.push(object))
+                            }
+                            Vma => rig.vm.map(cx, &space, span(9 * AT, 0x1000), kind, Backing::Private).map(|_| ()),
+                            Cut => rig.vm.unmap(cx, &space, span(AT + 0x1000, 0x1000)).map(|_| ()),
+                            Page => rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).map(|_| ()),
+                            Table => rig.vm.fault(cx, &space, VirtAddr::new(8 * AT), Access::Write).map(|_| ()),
+                            SharedPage => {
+                                rig.vm.fault(cx, &space, VirtAddr::new(8 * AT + 0x5000), Access::Write).map(|_| ())
+                            }
+                            Fill => rig.vm.prefault_shared(&object, 6, 7).work(cx, &Never),
+                            Fork => rig.vm.fork(cx, &space).map(|space| spaces.push(space)),
+                        };
+                    });
+                    let pager = rig.vm.pager().asked.load(Ordering::Relaxed);
+                    let expected = match (done, pager_helps, others_help) {
+                        (Ok(()), ..) => (0, 0),
+                        (_, true, _) => (3, 0),
+                        (_, _, true) => (3, 3),
+                        _ => (1, 1),
+                    };
+                    assert_eq!((pager, others), expected, "{needs:?} with {room} frames: {done:?}");
+                    assert!(done.is_ok() || done == Err(VmError::NoMemory), "{done:?}");
+                    // Slabs may have room for small objects; everything else needs a frame, and six are enough.
+                    assert!(done.is_err() || room > 0 || matches!(needs, Object | Vma | Cut), "{needs:?}");
+                    taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+                    for space in spaces.into_iter().chain([space]) {
+                        rig.vm.destroy(cx, space).expect("destroyed");
+                    }
+                    for object in objects.into_iter().chain([object]) {
+                        rig.vm.close(cx, object).expect("its own");
+                    }
+                });
+            });
+        }
+    }
+}
+
+/// A pager that needs what is free for storing pages is asked before that is taken; when it has nothing to give, what is
+/// free serves.
+#[test]
+fn what_the_pager_needs_is_taken_last() {
+    with_format::<Metered, true>(8, 1, 23, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
+            let pager = rig.vm.pager();
+            let mut fault = |at, asked| {
+                pager.asked.store(0, Ordering::Relaxed);
+                let served = rig.vm.fault(cx, &space, VirtAddr::new(at), Access::Write);
+                assert_eq!(served, Ok(Served::Mapped));
+                assert_eq!(pager.asked.load(Ordering::Relaxed), asked);
+            };
+            fault(AT, 0);
+            pager.reserves.store(true, Ordering::Relaxed);
+            fault(AT + 0x1000, 1);
+            pager.helps.store(true, Ordering::Relaxed);
+            fault(AT + 0x2000, 3);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
 }

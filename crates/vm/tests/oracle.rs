@@ -5,7 +5,7 @@
 mod support;
 
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
-use hugemm_vm::{AreaKind, Backing, SharedRef, VmError};
+use hugemm_vm::{Backing, SharedRef, VmError, VmaKind};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use support::{Handle, Model, Rig, bounds, no_faults, span, with_rig};
@@ -165,9 +165,9 @@ impl<'r, 'h> World<'r, 'h> {
                     self.rig.mmu.as_cpu(CpuId(cpu), |cx| {
                         self.rig.mmu.pause(CpuId(cpu), true);
                         // SAFETY: it accesses nothing before it wakes.
-                        unsafe { self.space(space).tlb().enter_lazy(self.rig.vm.tlbs(), cx) };
+                        unsafe { self.space(space).tlb().enter_lazy(self.rig.vm.shootdown(), cx) };
                         self.rig.mmu.meanwhile();
-                        self.space(space).tlb().switch_in(self.rig.vm.tlbs(), cx);
+                        self.space(space).tlb().switch_in(self.rig.vm.shootdown(), cx);
                         self.rig.mmu.pause(CpuId(cpu), false);
                     });
                     self.loaded[cpu as usize] = Some(space);
@@ -219,7 +219,7 @@ impl<'r, 'h> World<'r, 'h> {
         let (start, bytes) = if huge { (start & !0x1f_ffff, (bytes + 0x1f_ffff) & !0x1f_ffff) } else { (start, bytes) };
         let range = span(start, bytes);
         let page = if huge { PageSize::Size2M } else { PageSize::Size4K };
-        let kind = AreaKind::private(page);
+        let kind = VmaKind::private(page);
         let kind = if huge && pooled { kind.pooled() } else { kind };
         let backing = if shared && !huge { Backing::Shared(&self.object, at) } else { Backing::Private };
         let shared = matches!(backing, Backing::Shared(..));

@@ -5,14 +5,15 @@
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuId, Dirty, Never, NoPressure, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
-use hugemm_clear::{Clearer, Features, Policy, Profile};
-use hugemm_frames::{ArenaSpec, Config, Frames, From, Plain};
-use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
-use hugemm_host::topology::MachineTopology;
-use hugemm_hugetlb::{Area, Counts, Economy, FlatMemory, Group, HugePool, Nodes, SoftMap, WalkCache};
-use hugemm_paging::{Counting, EditLock, Keep, Lookup, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_vm::{AreaKind, Backing, NoPager, Parts, Pools, Setup, Vm, VmError};
+use hugemm_clear::Clearer;
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Placement, Plain};
+use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
+use hugemm_host::mmap::Mmap;
+use hugemm_hugetlb::{
+    FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
+};
+use hugemm_paging::{Counting, EditLock, Keep, Lookup, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_vm::{Backing, NoPager, Parts, Pools, Setup, Vm, VmError, VmaKind};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
@@ -48,15 +49,14 @@ fn span(start: u64, pages: u64) -> Span {
 /// Two nodes with 16 MiB each.
 #[test]
 fn pages_come_from_the_pool_and_its_nodes() {
-    let request = RegionRequest { bytes: 32 << 20, backing: HostBacking::Small, ..RegionRequest::default() };
-    let mut region = Region::allocate(&request).expect("memory");
-    let os_cpu = MachineTopology::read().expect("sysfs").cpus[0].id;
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.as_mut_slice()).expect("a machine");
+    let mut region = Mmap::anonymous(32 << 20).expect("memory");
+    let os_cpu = allowed_cpus().expect("a CPU")[0];
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
     let all = host.frames();
     let (lower, upper) = all.split_at(all.pages() / 2);
     let arenas =
         [(lower, 0), (upper, 1)].map(|(extent, node)| ArenaSpec { extent, node: NodeId(node), descriptors: None });
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata: &'static mut [u64] = Vec::leak(vec![0; layout.size().div_ceil(8) + layout.align() / 8]);
     let skip = metadata.as_ptr().align_offset(layout.align());
@@ -72,45 +72,37 @@ fn pages_come_from_the_pool_and_its_nodes() {
     // SAFETY: one mapping of exactly these frames, which outlives the map.
     let map = SoftMap::new(VirtAddr::new(0), &mut [], unsafe { FlatMemory::new(start, all) }, Nothing, Keep);
     // SAFETY: nothing is mapped by it.
-    let economy = unsafe { Economy::new(&frames, &map, &[], Default::default()) };
-    economy.set_enabled(false);
-    let mut areas = [Area::new(lower, NodeId(0)), Area::new(upper, NodeId(1))];
+    let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &[], Default::default()) };
+    optimizer.set_enabled(false);
+    let mut areas = [PoolArena::new(lower, NodeId(0)), PoolArena::new(upper, NodeId(1))];
     let groups = HugePool::<SpinLock>::groups(&areas, SIZE);
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
-    let mut nodes = [Counts::default(); 2];
+    let mut nodes = [HugePageCounts::default(); 2];
     let pool: HugePool<'_> = HugePool::new(SIZE, &mut areas, &mut groups, &mut nodes).expect("large enough");
     let slots = [TlbCpu::default()];
-    let inboxes: Vec<AtomicU64> = (0..Tlbs::<Counting>::inbox_words(1)).map(|_| AtomicU64::new(0)).collect();
+    let inboxes: Vec<AtomicU64> = (0..TlbShootdown::<Counting>::inbox_words(1)).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: no CPU translates by any of the tables.
-    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }.expect("enough words");
-    let features = Features::detect();
-    let clearer = Clearer::new(features, Policy::new(Profile::uncalibrated(&features, None))).expect("detected");
-    let parts = Parts {
-        frames: &frames,
-        tlbs: &tlbs,
-        clearer,
-        shootdown: ShootdownPolicy::BATCHED,
-        pager: NoPager,
-        pressure: NoPressure,
-        pool: Pools::default().with(&pool),
-    };
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }.expect("enough words");
+    let parts = Parts::new(&frames, &shootdown, Clearer::uncalibrated());
+    let parts = Parts { pool: Pools::default().with(&pool), ..parts };
     // SAFETY: the host's memory is one mapping; all contexts are the host's.
     let vm: Vm<'_, OnHost<'_, '_, '_>> = unsafe { Vm::new(parts) }.expect("small objects");
     let tested = host.run_on(CpuId(0), |cx| {
-        let grown = pool.set_size(cx, &economy, 6, Nodes::All, &Never).expect("nobody else resizes");
+        let grown = pool.set_size(cx, &optimizer, 6, Nodes::All, &Never).expect("nobody else resizes");
         assert_eq!(grown.entered, 6, "three of each node");
         let space = vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let node = |found| match found {
             Lookup::Mapped(leaf) => u32::from(!lower.contains(leaf.frame)),
             other => panic!("{other:?}"),
         };
-        let kind = AreaKind::private(SIZE).pooled();
-        let gigantic = AreaKind::private(PageSize::Size1G).pooled();
+        let kind = VmaKind::private(SIZE).pooled();
+        let gigantic = VmaKind::private(PageSize::Size1G).pooled();
         let none =
             vm.map(cx, &space, Span::new(VirtAddr::new(1 << 30), 1 << 30).expect("a GiB"), gigantic, Backing::Private);
         assert_eq!(none, Err(VmError::NoPool), "there is no such pool");
-        vm.map(cx, &space, span(AT, 2), kind.from(From::Only(NodeId(1))), Backing::Private).expect("two of six");
-        vm.map(cx, &space, span(2 * AT, 2), kind.from(From::Prefer(NodeId(1))), Backing::Private).expect("two of four");
+        vm.map(cx, &space, span(AT, 2), kind.from(Placement::Only(NodeId(1))), Backing::Private).expect("two of six");
+        vm.map(cx, &space, span(2 * AT, 2), kind.from(Placement::Prefer(NodeId(1))), Backing::Private)
+            .expect("two of four");
         vm.map(cx, &space, span(3 * AT, 1), kind, Backing::Private).expect("one of two");
         assert_eq!(vm.map(cx, &space, span(4 * AT, 2), kind, Backing::Private), Err(VmError::NoPool), "one is left");
         assert_eq!(pool.counts(cx).reserved, 5);
@@ -131,7 +123,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert!(pool.is_consistent(cx) && !vm.pool().take_untidy());
         // Frames as on demand.
         let space = vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
-        let kind = AreaKind::private(PageSize::Size4K).from(From::Only(NodeId(1)));
+        let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId(1)));
         vm.map(cx, &space, Span::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), kind, Backing::Private)
             .expect("an area");
         vm.prefault(&space, Span::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), None)
@@ -142,7 +134,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
             assert!(upper.contains(leaf.frame), "page {page}");
         }
         assert!(vm.destroy(cx, space).is_ok());
-        assert_eq!(pool.set_size(cx, &economy, 0, Nodes::All, &Never).expect("nobody else resizes").left, 6);
+        assert_eq!(pool.set_size(cx, &optimizer, 0, Nodes::All, &Never).expect("nobody else resizes").left, 6);
     });
     tested.expect("the CPU is there");
 }

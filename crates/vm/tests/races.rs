@@ -5,7 +5,7 @@
 mod support;
 
 use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
-use hugemm_vm::{Access, AreaKind, Backing, VmError, ZeroWorker, Zeroed};
+use hugemm_vm::{Access, Backing, VmError, VmaKind, ZeroWorker, Zeroed};
 use std::sync::Barrier;
 use support::{bounds, no_faults, span, with_rig};
 
@@ -20,7 +20,7 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
             let space = rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, pages * page.bytes());
-                rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
                 space
             });
             let start = Barrier::new(4);
@@ -35,7 +35,7 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
                                 let at = AT + index * page.bytes() + u64::from(cpu) * 8;
                                 rig.store(cx, space, at, index + 1).expect("memory");
                                 assert_eq!(rig.load(cx, space, at), Ok(index + 1));
-                                rig.vm.tlbs().serve(cx);
+                                rig.vm.shootdown().handle_ipi(cx);
                             }
                             rig.leave(cx, space);
                         });
@@ -65,7 +65,7 @@ fn cpus_that_meet_at_a_page_enter_it_once() {
 fn a_promise_is_kept_whoever_meets_at_a_page() {
     const PAGES: u64 = 8;
     with_rig(64, 3, 47, &no_faults(), |rig| {
-        let kind = AreaKind::private(PageSize::Size2M).pooled();
+        let kind = VmaKind::private(PageSize::Size2M).pooled();
         let area = span(AT, PAGES << 21);
         for round in 0..20 {
             let space = rig.mmu.as_cpu(CpuId(0), |cx| {
@@ -121,7 +121,7 @@ fn no_store_is_lost_while_others_fork() {
     with_rig(64, 3, 42, &no_faults(), |rig| {
         let space = rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, 1 << 20), kind, Backing::Private).expect("an area");
             space
         });
@@ -139,9 +139,9 @@ fn no_store_is_lost_while_others_fork() {
                                 // Both CPUs store to the same pages, at words of their own.
                                 let at = AT + word * 4096 + u64::from(cpu) * 8;
                                 rig.store(cx, space, at, round).expect("memory");
-                                rig.vm.tlbs().serve(cx);
+                                rig.vm.shootdown().handle_ipi(cx);
                                 assert_eq!(rig.load(cx, space, at), Ok(round), "a store was lost");
-                                rig.vm.tlbs().serve(cx);
+                                rig.vm.shootdown().handle_ipi(cx);
                             }
                         }
                         rig.leave(cx, space);
@@ -177,7 +177,7 @@ fn no_store_is_lost_while_others_fork() {
 #[test]
 fn faults_meet_unmapping() {
     with_rig(32, 3, 45, &no_faults(), |rig| {
-        let kind = AreaKind::private(PageSize::Size4K);
+        let kind = VmaKind::private(PageSize::Size4K);
         let area = span(AT, 16 << 12);
         let space = rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.create(cx, bounds()).expect("a space"));
         let done = CancelFlag::new();
@@ -194,7 +194,7 @@ fn faults_meet_unmapping() {
                                 Ok(()) | Err(VmError::NoArea { .. }) => {}
                                 Err(error) => panic!("{error}"),
                             }
-                            rig.vm.tlbs().serve(cx);
+                            rig.vm.shootdown().handle_ipi(cx);
                         }
                         rig.leave(cx, space);
                     });
@@ -220,23 +220,23 @@ fn faults_meet_unmapping() {
     });
 }
 
-/// A22: a copy that meets bad memory is reported, and is not mapped; the page can still be read where it is.
+/// A copy that meets bad memory is reported, and is not mapped; the page can still be read where it is.
 #[test]
 fn poison_stops_a_copy() {
     with_rig(32, 1, 43, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let parent = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M);
+            let kind = VmaKind::private(PageSize::Size2M);
             rig.vm.map(cx, &parent, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
             rig.enter(cx, &parent);
             rig.store(cx, &parent, AT, 1).expect("a page");
             let child = rig.vm.fork(cx, &parent).expect("forked");
             let hugemm_paging::Lookup::Mapped(leaf) = rig.vm.lookup(cx, &parent, VirtAddr::new(AT)) else { panic!() };
             let bad = leaf.frame.checked_add(77).expect("inside");
-            rig.vm.frames().poison(cx, bad);
+            rig.vm.frames().hwpoison(cx, bad);
             let used = rig.used(cx);
             let error = rig.vm.fault(cx, &parent, VirtAddr::new(AT), Access::Write).expect_err("bad memory");
-            assert_eq!(error, VmError::Poisoned { frame: bad });
+            assert_eq!(error, VmError::HwPoisoned { frame: bad });
             assert_eq!(rig.used(cx), used, "the copy went back");
             assert_eq!(rig.vm.lookup(cx, &parent, VirtAddr::new(AT)), {
                 let flags = leaf.flags;
@@ -250,10 +250,10 @@ fn poison_stops_a_copy() {
     });
 }
 
-/// B15: a background worker's blocks are handed out without being cleared again; it stops when asked and loses nothing.
+/// A background worker's blocks are handed out without being cleared again; it stops when asked and loses nothing.
 #[test]
 fn memory_zeroed_ahead_is_not_cleared_again() {
-    use hugemm_base::Instrumented;
+    use hugemm_base::platform::Cpu;
     with_rig(64, 1, 44, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size2M, 25);
@@ -271,7 +271,7 @@ fn memory_zeroed_ahead_is_not_cleared_again() {
             assert_eq!(bytes, 64 << 20, "all of it");
             let before = cx.platform().counters().snapshot();
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M);
+            let kind = VmaKind::private(PageSize::Size2M);
             rig.vm.map(cx, &space, span(AT, 32 << 20), kind, Backing::Private).expect("an area");
             rig.vm.prefault(&space, span(AT, 16 << 20), None).work(cx, &Never).expect("memory");
             rig.enter(cx, &space);

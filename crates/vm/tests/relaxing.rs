@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
-use hugemm_vm::{Access, AreaKind, Backing, Served};
+use hugemm_vm::{Access, Backing, Served, VmaKind};
 use support::{Metered, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
@@ -22,7 +22,7 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
             let (parent, child) = rig.mmu.as_cpu(CpuId(0), |cx| {
                 let parent = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, size.bytes());
-                rig.vm.map(cx, &parent, area, AreaKind::private(size), Backing::Private).expect("an area");
+                rig.vm.map(cx, &parent, area, VmaKind::private(size), Backing::Private).expect("an area");
                 rig.enter(cx, &parent);
                 rig.store(cx, &parent, AT, 1).expect("served");
                 let child = rig.vm.fork(cx, &parent).expect("a child");

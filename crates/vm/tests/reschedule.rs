@@ -4,8 +4,8 @@
 
 mod support;
 
-use hugemm_base::{Cancel, CpuId, Instrumented, Never, PageSize};
-use hugemm_vm::{Access, AreaKind, Backing, Phase, VmError};
+use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize};
+use hugemm_vm::{Access, Backing, Phase, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use support::metered::most_between_reschedules;
 use support::{bounds, no_faults, span, with_rig};
@@ -24,7 +24,7 @@ fn forks_let_others_run() {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let pages = if pinned { 20_000 } else { 50_000 };
                 let area = span(AT + 0x5000, pages << 12);
-                let kind = AreaKind::private(PageSize::Size4K);
+                let kind = VmaKind::private(PageSize::Size4K);
                 rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
                 rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
                 let mut pins = Vec::new();
@@ -66,7 +66,7 @@ impl Drop for Stop<'_> {
 #[test]
 fn a_fork_is_one_moment_for_each_thread() {
     with_rig(64, 3, 42, &no_faults(), |rig| {
-        let kind = AreaKind::private(PageSize::Size4K);
+        let kind = VmaKind::private(PageSize::Size4K);
         // Four thousand parts.
         let bytes = 256 << 30;
         let (low, high) = (AT, AT + bytes - 0x1000);
@@ -151,7 +151,7 @@ fn waiting_for_a_promised_page_lets_others_run() {
             rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 2);
             let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let kind = VmaKind::private(PageSize::Size2M).pooled();
             let area = span(AT, 4 << 20);
             rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
             let waits = |phase| {

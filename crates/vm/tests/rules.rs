@@ -4,9 +4,9 @@
 
 mod support;
 
-use hugemm_base::{CpuId, Instrumented, Never, PageSize, VirtAddr};
+use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, AreaKind, Backing, Phase, Protection, Served, VmError};
+use hugemm_vm::{Access, Backing, Phase, Protection, Served, VmError, VmaKind};
 use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -18,7 +18,7 @@ fn a_page_is_cleared_before_it_is_seen() {
         with_rig(16, 2, 1, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                rig.vm.map(cx, &space, span(AT, 4 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, span(AT, 4 << 20), VmaKind::private(page), Backing::Private).expect("an area");
                 rig.enter(cx, &space);
                 let touched = AT + 0x12_3458;
                 rig.store(cx, &space, touched, 7).expect("a page");
@@ -42,7 +42,7 @@ fn what_an_area_does_not_allow_is_denied() {
             let at = VirtAddr::new(AT);
             let fault = |cx: &mut _, access| rig.vm.fault(cx, &space, at, access);
             assert_eq!(fault(cx, Access::Read), Err(VmError::NoArea { at }));
-            let kind = AreaKind::private(PageSize::Size4K).allowing(Protection::USER);
+            let kind = VmaKind::private(PageSize::Size4K).allowing(Protection::USER);
             rig.vm.map(cx, &space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
             assert_eq!(fault(cx, Access::Write), Err(VmError::Denied { at }));
             assert_eq!(fault(cx, Access::Execute), Err(VmError::Denied { at }));
@@ -62,19 +62,19 @@ fn a_hole_leaves_both_ends() {
     with_rig(16, 2, 3, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, 0x40_0000), kind, Backing::Private).expect("an area");
             rig.enter(cx, &space);
             for page in 0..1024 {
                 rig.store(cx, &space, AT + page * 4096, page + 1).expect("a page");
             }
-            let before = rig.vm.tlbs().counts();
+            let before = rig.vm.shootdown().counts();
             let unmapped = rig.vm.unmap(cx, &space, span(AT + 0x10_0000, 0x20_0000)).expect("unmapped");
             assert_eq!((unmapped.areas, unmapped.pages), (1, 512));
-            let after = rig.vm.tlbs().counts();
+            let after = rig.vm.shootdown().counts();
             assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
             let mut areas = Vec::new();
-            space.for_each_area(|area| areas.push((area.span, area.offset)));
+            space.for_each_vma(|area| areas.push((area.span, area.offset)));
             assert_eq!(areas, [(span(AT, 0x10_0000), 0), (span(AT + 0x30_0000, 0x10_0000), 768)]);
             for page in 0..1024 {
                 let found = rig.load(cx, &space, AT + page * 4096);
@@ -96,7 +96,7 @@ fn holes_in_the_middle_of_a_page_are_refused() {
     with_rig(16, 1, 4, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M);
+            let kind = VmaKind::private(PageSize::Size2M);
             let at = VirtAddr::new(AT + 0x1000);
             let misaligned = rig.vm.map(cx, &space, span(AT + 0x1000, 2 << 20), kind, Backing::Private);
             assert_eq!(misaligned, Err(VmError::Misaligned { at }));
@@ -113,7 +113,7 @@ fn shared_memory_is_shared_and_freed_with_its_last_user() {
     with_rig(16, 2, 5, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let object = rig.vm.create_shared(cx, 1024, PageSize::Size4K, false).expect("an object");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             let spaces = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
             let [first, second] = spaces;
             rig.vm.map(cx, &first, span(AT, 0x10_0000), kind, Backing::Shared(&object, 0)).expect("an area");
@@ -149,7 +149,7 @@ fn pools_keep_their_promises() {
     with_rig(32, 1, 6, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 4);
-            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let kind = VmaKind::private(PageSize::Size2M).pooled();
             let space = rig.vm.create(cx, bounds()).expect("a space");
             rig.vm.map(cx, &space, span(AT, 6 << 20), kind, Backing::Private).expect("three pages");
             let more = rig.vm.map(cx, &space, span(2 * AT, 4 << 20), kind, Backing::Private);
@@ -162,7 +162,7 @@ fn pools_keep_their_promises() {
             rig.vm.unmap(cx, &space, span(AT + (2 << 20), 4 << 20)).expect("unmapped");
             assert_eq!(rig.vm.pool().available(), 3, "one page came back, one promise was never used");
             let object = rig.vm.create_shared(cx, 3 * 512, PageSize::Size2M, true).expect("three pages");
-            let shared = AreaKind { shared: true, ..kind };
+            let shared = VmaKind { shared: true, ..kind };
             rig.vm.map(cx, &space, span(2 * AT, 6 << 20), shared, Backing::Shared(&object, 0)).expect("an area");
             rig.store(cx, &space, 2 * AT, 1).expect("promised");
             rig.vm.close(cx, object).expect("its own");
@@ -179,7 +179,7 @@ fn out_of_memory_fails_one_access() {
     with_rig(8, 1, 7, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M);
+            let kind = VmaKind::private(PageSize::Size2M);
             rig.vm.map(cx, &space, span(AT, 16 << 20), kind, Backing::Private).expect("an area");
             rig.enter(cx, &space);
             let mut stored = 0;
@@ -209,15 +209,15 @@ fn forks_share_until_somebody_writes() {
         with_rig(48, 2, 8, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let parent = rig.vm.create(cx, bounds()).expect("a space");
-                rig.vm.map(cx, &parent, span(AT, 8 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.vm.map(cx, &parent, span(AT, 8 << 20), VmaKind::private(page), Backing::Private).expect("an area");
                 rig.enter(cx, &parent);
                 let at = |index: u64| AT + index * page.bytes();
                 for index in 0..4 {
                     rig.store(cx, &parent, at(index), 100 + index).expect("a page");
                 }
-                let before = rig.vm.tlbs().counts();
+                let before = rig.vm.shootdown().counts();
                 let child = rig.vm.fork(cx, &parent).expect("forked");
-                let after = rig.vm.tlbs().counts();
+                let after = rig.vm.shootdown().counts();
                 assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
                 rig.store(cx, &parent, at(0), 1).expect("a copy");
                 assert_eq!(parent.counters().copied.get(), 1);
@@ -251,7 +251,7 @@ fn many_children_share_a_page() {
     with_rig(16, 1, 9, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let parent = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &parent, span(AT, 0x1000), kind, Backing::Private).expect("an area");
             rig.enter(cx, &parent);
             rig.store(cx, &parent, AT, 42).expect("a page");
@@ -277,7 +277,7 @@ fn pinned_pages_stay_where_they_are() {
         with_rig(48, 1, 10, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let parent = rig.vm.create(cx, bounds()).expect("a space");
-                rig.vm.map(cx, &parent, span(AT, 8 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.vm.map(cx, &parent, span(AT, 8 << 20), VmaKind::private(page), Backing::Private).expect("an area");
                 rig.enter(cx, &parent);
                 rig.store(cx, &parent, AT, 1).expect("a page");
                 // Shared by a fork before: the pin makes it the parent's own.
@@ -321,7 +321,7 @@ fn prefault_fills_what_is_missing() {
         with_rig(64, 4, 11, &no_faults(), |rig| {
             let space = rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = AreaKind::private(page);
+                let kind = VmaKind::private(page);
                 rig.vm.map(cx, &space, span(AT, 20 << 20), kind, Backing::Private).expect("an area");
                 rig.vm.map(cx, &space, span(AT + (20 << 20), 16 << 20), kind, Backing::Private).expect("an area");
                 rig.enter(cx, &space);
@@ -367,7 +367,7 @@ fn objects_are_filled_without_being_mapped() {
             assert_eq!(prefault.done(), 2048);
             assert!((2048..2052).contains(&(rig.used(cx) - used)));
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M);
+            let kind = VmaKind::private(PageSize::Size2M);
             rig.vm.map(cx, &space, span(AT, 16 << 20), kind, Backing::Shared(&object, 0)).expect("an area");
             let cleared = rig.mmu.as_cpu(CpuId(0), |cx| cx.platform().counters().snapshot());
             rig.enter(cx, &space);
@@ -387,12 +387,12 @@ fn a_huge_page_is_one_entry() {
     with_rig(16, 1, 13, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let small = AreaKind::private(PageSize::Size4K);
+            let small = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, 0x10_0000), small, Backing::Private).expect("an area");
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("a page");
             rig.vm.unmap(cx, &space, span(AT, 0x10_0000)).expect("unmapped");
-            let large = AreaKind::private(PageSize::Size2M);
+            let large = VmaKind::private(PageSize::Size2M);
             rig.vm.map(cx, &space, span(AT, 2 << 20), large, Backing::Private).expect("an area");
             rig.store(cx, &space, AT + 0x1000, 2).expect("a page");
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x1000));
@@ -410,7 +410,7 @@ fn a_fault_looks_again_before_it_maps() {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let area = span(AT, 0x1000);
-            rig.vm.map(cx, &space, area, AreaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+            rig.vm.map(cx, &space, area, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
             let meanwhile = |phase| {
                 if phase == Phase::Map {
                     rig.mmu.as_cpu(CpuId(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
@@ -424,4 +424,86 @@ fn a_fault_looks_again_before_it_maps() {
             rig.vm.destroy(cx, space).expect("destroyed");
         });
     });
+}
+
+/// A machine of more CPUs than a mask's word has bits: each has its place, in every space.
+#[test]
+fn a_space_is_used_on_many_cpus() {
+    const CPUS: u32 = 150;
+    with_rig(16, CPUS, 15, &no_faults(), |rig| {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let spaces = rig.mmu.as_cpu(CpuId(0), |cx| {
+            [0, 1, 2].map(|_| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+                space
+            })
+        });
+        for cpu in 0..CPUS {
+            rig.mmu.as_cpu(CpuId(cpu), |cx| {
+                let space = &spaces[cpu as usize % 3];
+                rig.enter(cx, space);
+                rig.store(cx, space, AT + u64::from(cpu) * 8, u64::from(cpu) + 1).expect("memory");
+            });
+        }
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for space in &spaces {
+                rig.vm.unmap(cx, space, span(AT, 0x1000)).expect("unmapped");
+            }
+        });
+        for cpu in 0..CPUS {
+            let found = rig.mmu.load(CpuId(cpu), VirtAddr::new(AT));
+            assert!(found.is_err(), "cpu{cpu} has been flushed");
+            rig.mmu.as_cpu(CpuId(cpu), |cx| rig.leave(cx, &spaces[cpu as usize % 3]));
+        }
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for space in spaces {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+        });
+    });
+}
+
+/// A space may lie in either half of the addresses, anywhere in it.
+#[test]
+fn a_space_lies_where_it_is_asked_for() {
+    with_rig(8, 1, 16, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for start in [AT, 3 << 39, 0xffff_8000_0000_0000, 0xffff_ffff_c000_0000] {
+                let space = rig.vm.create(cx, span(start, 1 << 30)).expect("within one half");
+                let kind = VmaKind::private(PageSize::Size4K);
+                rig.vm.map(cx, &space, span(start, 1 << 30), kind, Backing::Private).expect("all of it");
+                for at in [start, start + ((1 << 30) - 0x1000)].map(VirtAddr::new) {
+                    assert_eq!(rig.vm.fault(cx, &space, at, Access::Write), Ok(Served::Mapped));
+                    assert!(matches!(rig.vm.lookup(cx, &space, at), Lookup::Mapped(_)));
+                }
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+        });
+    });
+}
+
+/// The same with pages from the pool: the page goes back, and no promise is left or returned twice.
+#[test]
+fn a_promised_page_whose_area_has_gone_goes_back() {
+    for pages in [1, 2] {
+        with_rig(16, 2, 16, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 3);
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, pages * PageSize::Size2M.bytes());
+                let kind = VmaKind::private(PageSize::Size2M).pooled();
+                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
+                let meanwhile = |phase| {
+                    if phase == Phase::Map {
+                        rig.mmu.as_cpu(CpuId(1), |cx| rig.vm.unmap(cx, &space, area)).expect("unmapped");
+                    }
+                };
+                let served = rig.vm.fault_observed(cx, &space, VirtAddr::new(AT), Access::Write, &meanwhile);
+                assert_eq!(served, Ok(Served::Meanwhile));
+                assert_eq!(rig.vm.pool().available(), 3);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
 }

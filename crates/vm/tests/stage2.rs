@@ -5,11 +5,11 @@
 
 mod support;
 
-use hugemm_base::platform::Instrumented;
+use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
 use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, PageTable, Span, X86_64};
-use hugemm_vm::{Access, AreaKind, Backing, Following, Notifier, VmError};
+use hugemm_vm::{Access, Backing, Following, Notifier, VmError, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use support::{Cpus, Cx, Follower, Handle, Rig, bounds, no_faults, span, with_rig};
@@ -102,7 +102,7 @@ fn a_second_stage_follows() {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let guest = span(0, 8 << 20);
-                rig.vm.map(cx, &space, span(AT, 8 << 20), AreaKind::private(page), Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, span(AT, 8 << 20), VmaKind::private(page), Backing::Private).expect("an area");
                 let frames = rig.vm.frames();
                 // SAFETY: the model's memory is a direct map; no CPU walks this table.
                 let table = unsafe { PageTable::new(&mut FrameTables::new(frames, cx), span(0, 1 << 39)) };
@@ -162,4 +162,111 @@ fn a_second_stage_follows() {
             });
         });
     }
+}
+
+/// What was looked up may be used only if no range was under way when it was looked up, and none has ended since.
+#[test]
+fn a_look_up_is_good_while_nothing_changes() {
+    let following = Following::new();
+    let before = following.state();
+    assert!(following.is_unchanged(before));
+    following.begin();
+    assert!(!following.is_unchanged(before), "one is under way");
+    assert!(!following.is_unchanged(following.state()), "whenever the look-up began");
+    following.begin();
+    following.end();
+    assert!(!following.is_unchanged(following.state()), "one still is");
+    following.end();
+    assert!(!following.is_unchanged(before), "two have ended since");
+    let after = following.state();
+    assert_ne!(after, before);
+    assert!(following.is_unchanged(after));
+    following.begin();
+    following.end();
+    assert!(!following.is_unchanged(after));
+}
+
+/// Remembers what it was told.
+#[derive(Default)]
+struct Told(std::sync::Mutex<Vec<(&'static str, VirtRange)>>);
+
+impl<'h> Notifier<Cpus<'h>> for Told {
+    fn begin(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        self.0.lock().expect("told").push(("begin", range));
+    }
+
+    fn end(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, range: VirtRange) {
+        self.0.lock().expect("told").push(("end", range));
+    }
+
+    fn young(&self, range: VirtRange) -> bool {
+        self.0.lock().expect("told").push(("young", range));
+        range.first().get() == AT
+    }
+}
+
+/// Begins and ends, and knows of no accesses.
+struct Silent;
+
+impl<'h> Notifier<Cpus<'h>> for Silent {
+    fn begin(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {}
+    fn end(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {}
+}
+
+/// A reference to a follower passes everything on; who knows of no accesses has used nothing.
+#[test]
+fn a_reference_follows_too() {
+    with_rig(8, 1, 32, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let told = Told::default();
+            let [first, second] = [AT, 2 * AT].map(|at| span(at, 0x2000).range());
+            fn through<'h>(by: impl Notifier<Cpus<'h>>, cx: &mut Cx<'_, 'h>, ranges: [VirtRange; 2]) -> [bool; 2] {
+                by.begin(cx, ranges[0]);
+                let young = ranges.map(|range| by.young(range));
+                by.end(cx, ranges[1]);
+                young
+            }
+            assert_eq!(through(&told, cx, [first, second]), [true, false]);
+            let expected = [("begin", first), ("young", first), ("young", second), ("end", second)];
+            assert_eq!(*told.0.lock().expect("told"), expected);
+            assert_eq!(through(Silent, cx, [first, second]), [false, false]);
+        });
+    });
+}
+
+/// Every change is announced before and after to all followers, with the range that it concerns.
+#[test]
+fn followers_are_told_of_every_change() {
+    with_rig(16, 1, 33, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 0x8000), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("memory");
+            let told = [0, 1].map(|_| Arc::new(Told::default()));
+            let followers =
+                [0, 1].map(|index| rig.vm.follow(cx, &space, Follower(told[index].clone())).expect("memory"));
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            rig.store(cx, &space, AT, 2).expect("a copy");
+            rig.leave(cx, &space);
+            let hole = span(AT + 0x2000, 0x3000);
+            rig.vm.unmap(cx, &space, hole).expect("unmapped");
+            for follower in followers {
+                // SAFETY: it follows this space.
+                drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
+            }
+            rig.vm.unmap(cx, &space, span(AT, 0x1000)).expect("nobody is told");
+            let expected: Vec<_> = [bounds(), span(AT, 0x1000), hole]
+                .into_iter()
+                .flat_map(|changed| ["begin", "end"].map(|what| (what, changed.range())))
+                .collect();
+            for told in told {
+                assert_eq!(*told.0.lock().expect("told"), expected);
+            }
+            for space in [space, child] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+        });
+    });
 }

@@ -7,7 +7,7 @@ mod support;
 
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, AreaKind, Backing, Vm, VmError};
+use hugemm_vm::{Access, Backing, Vm, VmError, VmaKind};
 use std::sync::atomic::Ordering;
 use support::{Follower, Model, bounds, no_faults, parts, span, with_rig};
 
@@ -19,9 +19,9 @@ fn another_managers_things_are_refused() {
     with_rig(16, 1, 51, &no_faults(), |rig| {
         // SAFETY: as the rig's.
         let other: Vm<'_, Model<'_>> =
-            unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.tlbs(), rig.mmu)) }.expect("small");
+            unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown(), rig.mmu)) }.expect("small");
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), AreaKind::private(PageSize::Size4K));
+            let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), VmaKind::private(PageSize::Size4K));
             let space = rig.vm.create(cx, bounds()).expect("a space");
             rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
             rig.enter(cx, &space);
@@ -42,7 +42,7 @@ fn another_managers_things_are_refused() {
             assert_eq!(other.prefault_shared(&object, 0, 4).work(cx, &Never), foreign);
             let pinned = other.pin(cx, &space, area, None, &Never, |_| ());
             assert_eq!(pinned.map_err(|error| (error.pinned, error.cause)), Err((0, VmError::Foreign)));
-            assert_eq!(other.take_young(cx, &space, area, |_| ()).map(|_| ()), foreign);
+            assert_eq!(other.test_and_clear_young(cx, &space, area, |_| ()).map(|_| ()), foreign);
             let follower = Follower(std::sync::Arc::new(()));
             assert_eq!(other.follow(cx, &space, follower).map(|_| ()), foreign);
             assert_eq!(other.lookup(cx, &space, at), Lookup::Absent);
@@ -72,7 +72,7 @@ fn another_managers_things_are_refused() {
 fn another_spaces_pins_are_refused() {
     with_rig(16, 1, 52, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
             for space in [&first, &second] {
                 rig.vm.map(cx, space, span(AT, 0x4000), kind, Backing::Private).expect("an area");
@@ -101,7 +101,7 @@ fn a_space_with_pins_does_not_end() {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, 2 * page.bytes());
-                rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+                rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
                 rig.enter(cx, &space);
                 rig.store(cx, &space, AT, 7).expect("a page");
                 let mut pins = Vec::new();
@@ -130,7 +130,7 @@ fn a_followed_space_does_not_end() {
     with_rig(16, 1, 54, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 7).expect("a page");
@@ -157,7 +157,7 @@ fn what_a_pool_says_is_checked() {
             let pool = rig.vm.pool();
             pool.fill(cx, rig.vm.frames(), PageSize::Size2M, 3);
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size2M).pooled();
+            let kind = VmaKind::private(PageSize::Size2M).pooled();
             let area = span(AT, 4 << 20);
             rig.vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
             rig.enter(cx, &space);

@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::{CpuId, PageSize, VirtAddr};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{AreaKind, Backing, Protection};
+use hugemm_vm::{Backing, Protection, VmaKind};
 use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -28,7 +28,7 @@ fn no_translation_outlives_its_space() {
     with_rig(16, 1, 31, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             for protection in protections() {
-                let kind = AreaKind::private(PageSize::Size4K).allowing(protection);
+                let kind = VmaKind::private(PageSize::Size4K).allowing(protection);
                 let [first, second] = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
                 for space in [&first, &second] {
                     rig.vm.map(cx, space, span(AT, 0x1000), kind, Backing::Private).expect("an area");

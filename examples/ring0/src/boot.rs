@@ -3,7 +3,7 @@
 use core::arch::global_asm;
 use core::fmt;
 use core::ptr::with_exposed_provenance;
-use hugemm_base::{Extent, PAGE_BYTES, Pfn};
+use hugemm::base::{Extent, PAGE_BYTES, Pfn};
 use uart_16550::{Config, Uart16550, backend::PioBackend};
 use x86_64::instructions::{hlt, interrupts, port::Port};
 

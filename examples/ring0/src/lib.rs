@@ -1,13 +1,15 @@
-//! What a kernel on the `x86_64` crate does to start using hugemm: a platform of one CPU, frames from the boot loader's
-//! memory map, and a heap mapped as one range.
+//! What a kernel on the `x86_64` crate does to start using hugemm: a platform of one CPU, frames carved out of the boot
+//! loader's memory, and a heap mapped as one range.
 //!
 //! This library is what a kernel's `main` would call; `main.rs` is such a kernel, small enough to read, and `run.sh` boots
 //! it under QEMU.
 #![no_std]
 
-use hugemm_base::platform::{CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
-use hugemm_base::{Counters, CpuCx, CpuId, Dirty, Extent, NodeId, PageSize};
-use hugemm_frames::{AllocError, ArenaSpec, Config, ConfigError, Frames, Plain, Request};
+use core::ptr::with_exposed_provenance_mut;
+use hugemm::frames::{AllocError, Carved};
+use hugemm::prelude::{
+    Counters, Cpu, CpuCx, CpuId, Dirty, Extent, Frames, LinearMap, PageSize, PhysMap, PreemptModel, Window,
+};
 use hugemm_x86_64::{FrameSource, RangeError, RangeMapper};
 use x86_64::VirtAddr;
 use x86_64::instructions::interrupts;
@@ -16,13 +18,25 @@ use x86_64::structures::paging::page::PageRange;
 use x86_64::structures::paging::{Page, PageTableFlags, PhysFrame, Size4KiB};
 
 /// A kernel with one CPU that never preempts itself.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct OneCpu {
     counters: Counters,
+    offset: VirtAddr,
 }
 
-// SAFETY: with interrupts off nothing else runs on the only CPU.
-unsafe impl CpuLocal for OneCpu {
+impl OneCpu {
+    /// The kernel's only platform.
+    ///
+    /// # Safety
+    ///
+    /// Every frame that the loader says is RAM is mapped at `offset`, writable, for good.
+    pub unsafe fn new(offset: VirtAddr) -> Self {
+        OneCpu { counters: Counters::new(), offset }
+    }
+}
+
+// SAFETY: with interrupts off nothing else runs on the only CPU. One task, which nothing switches out.
+unsafe impl Cpu for OneCpu {
     fn current(&self) -> CpuId {
         CpuId(0)
     }
@@ -38,28 +52,32 @@ unsafe impl CpuLocal for OneCpu {
             interrupts::enable();
         }
     }
-}
 
-// SAFETY: one task, which nothing switches out.
-unsafe impl Preempt for OneCpu {
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
 
-    unsafe fn reschedule(&self) {}
-}
+    unsafe fn cond_resched(&self) {}
 
-// SAFETY: the provided barriers.
-unsafe impl StoreOrder for OneCpu {}
-
-// SAFETY: the provided methods grant nothing.
-unsafe impl VectorUnit for OneCpu {}
-
-impl Instrumented for OneCpu {
     fn counters(&self) -> &Counters {
         &self.counters
     }
 }
+
+// SAFETY: `new`'s promise.
+unsafe impl PhysMap for OneCpu {
+    fn open(&self, extent: Extent, _user: Option<hugemm::prelude::VirtAddr>) -> Option<Window> {
+        let at = self.offset + extent.start().get();
+        (!extent.is_empty())
+            .then(|| Window { ptr: with_exposed_provenance_mut(at.as_u64() as usize), pages: extent.pages() })
+    }
+}
+
+// SAFETY: `new`'s promise.
+unsafe impl LinearMap for OneCpu {}
+
+/// The kernel's frames, by `Frames::carve`.
+pub type KernelFrames<'m> = Frames<'m, Carved>;
 
 /// Why the heap could not be made.
 #[derive(Debug)]
@@ -70,42 +88,18 @@ pub enum HeapError {
     Mapping(RangeError),
 }
 
-/// A manager of all of `ram`, with its metadata in `metadata`, a part of the loader's memory that is mapped and nobody
-/// else's. `Frames::required_bytes` of the same configuration says how long it has to be.
-///
-/// # Safety
-///
-/// Nobody else uses the frames of `free` or the bytes of `metadata`; called once.
-pub unsafe fn frames<'m>(
-    cx: &CpuCx<'_, OneCpu>,
-    ram: Extent,
-    free: &[Extent],
-    metadata: *mut u8,
-    bytes: usize,
-) -> Result<Frames<'m>, ConfigError> {
-    let arenas = [ArenaSpec { extent: ram, node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-    // SAFETY: the caller's promise; the kernel has one platform.
-    let frames = unsafe { Frames::new(&config, Plain::default(), metadata, bytes) }?;
-    for extent in free {
-        // SAFETY: the caller's promise.
-        unsafe { frames.release(cx, Dirty::assume_owned(*extent)) };
-    }
-    Ok(frames)
-}
-
 /// Takes one block of 2 MiB and maps it at `at` as one leaf.
 ///
 /// # Safety
 ///
 /// All memory is mapped at `offset`; `at` is 2 MiB-aligned and unused; nobody else edits the upper half.
 pub unsafe fn map_heap(
-    frames: &Frames<'_>,
+    frames: &KernelFrames<'_>,
     cx: &CpuCx<'_, OneCpu>,
     offset: VirtAddr,
     at: VirtAddr,
 ) -> Result<(), HeapError> {
-    let block = frames.alloc(cx, Request::order(PageSize::Size2M.order())).map_err(HeapError::Frames)?;
+    let block = frames.alloc(cx, PageSize::Size2M).map_err(HeapError::Frames)?;
     let (first, pages) = (frame(block.extent().start()), PageSize::Size2M.pages());
     // SAFETY: the caller's promise: the root and its tables are mapped at the offset and edited here only.
     let mapped = unsafe { RangeMapper::new(Cr3::read().0, offset, at) }.and_then(|mut mapper| {
@@ -130,7 +124,7 @@ pub unsafe fn map_heap(
 ///
 /// As [`map_heap`], and nobody uses the heap any more.
 pub unsafe fn unmap_heap(
-    frames: &Frames<'_>,
+    frames: &KernelFrames<'_>,
     cx: &CpuCx<'_, OneCpu>,
     offset: VirtAddr,
     at: VirtAddr,
@@ -149,7 +143,7 @@ pub unsafe fn unmap_heap(
     harvested.map_err(|(error, _)| RangeError::Paging(error))
 }
 
-fn frame(start: hugemm_base::PhysAddr) -> PhysFrame<Size4KiB> {
+fn frame(start: hugemm::prelude::PhysAddr) -> PhysFrame<Size4KiB> {
     PhysFrame::containing_address(x86_64::PhysAddr::new(start.get()))
 }
 

@@ -16,9 +16,8 @@ mod kernel {
     use super::boot::{Serial, exit, largest_ram};
     use core::fmt::Write;
     use core::ptr::with_exposed_provenance;
-    use hugemm_base::{CpuCx, PAGE_BYTES, PageSize};
-    use hugemm_example_ring0::{OneCpu, frames, map_heap, unmap_heap};
-    use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+    use hugemm::prelude::{CpuCx, Frames, PageSize, Ram};
+    use hugemm_example_ring0::{OneCpu, map_heap, unmap_heap};
     use x86_64::VirtAddr;
     use x86_64::registers::control::Cr3;
     use x86_64::structures::paging::mapper::{MappedFrame, TranslateResult};
@@ -44,18 +43,17 @@ mod kernel {
         // One arena is enough for an example; `run.sh` gives a machine whose memory all lies below 4 GiB.
         // SAFETY: the caller's promise.
         let ram = unsafe { largest_ram(start_info) };
-        let arenas = [ArenaSpec { extent: ram, node: Default::default(), descriptors: None }];
-        let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-        let need = Frames::<Plain>::required_bytes(&config).expect("a valid configuration").size();
-        let (metadata, rest) = ram.split_at((need as u64).div_ceil(PAGE_BYTES));
-        let at = core::ptr::with_exposed_provenance_mut(metadata.start().get() as usize);
-        let platform = OneCpu::default();
+        let bytes = ram.bytes();
+        // SAFETY: nobody uses this memory, and there is no manager; once.
+        let ram = unsafe { Ram::assume_unmanaged(ram) };
+        // SAFETY: the boot tables map all memory at `OFFSET`.
+        let platform = unsafe { OneCpu::new(OFFSET) };
         // SAFETY: the only context of the only CPU.
         let cx = &unsafe { CpuCx::new(&platform) };
-        // SAFETY: nobody uses this memory, which is mapped one to one; once.
-        let frames = unsafe { frames(cx, ram, &[rest], at, metadata.bytes() as usize) }.expect("enough metadata");
+        let frames = Frames::carve(cx, ram).expect("enough memory");
         let before = frames.stats(cx).available();
-        writeln!(out, "frames: {} MiB, of which {} KiB describe the rest", ram.bytes() >> 20, metadata.bytes() >> 10)?;
+        let metadata = bytes - before * PageSize::Size4K.bytes();
+        writeln!(out, "frames: {} MiB, of which {} KiB describe the rest", bytes >> 20, metadata >> 10)?;
 
         // SAFETY: `OFFSET` maps all memory, the boot tables leave the upper half alone, and only this CPU runs.
         unsafe { map_heap(&frames, cx, OFFSET, HEAP) }.expect("memory for a heap");

@@ -6,19 +6,17 @@
 //! `cargo run --release -p hugemm-example-vmm-prefault [MIB]`
 use hugemm::clear::{Lane, Outcome, ParallelClear};
 use hugemm::prelude::*;
-use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_host::memory::{Backing, Region, RegionRequest};
-use hugemm_host::topology::MachineTopology;
+use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
+use hugemm_host::mmap::Mmap;
 use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mib: u64 = std::env::args().nth(1).map_or(Ok(256), |mib| mib.parse())?;
-    let machine = MachineTopology::read()?;
-    let places: Vec<_> = machine.cpus.iter().map(|cpu| CpuPlace { os_cpu: cpu.id, node: NodeId(0) }).collect();
-    let (features, request) = (Features::detect(), RegionRequest { bytes: mib << 20, ..RegionRequest::default() });
-    let small = RegionRequest { backing: Backing::Small, ..request };
-    let mut guest = Region::allocate(&request).or_else(|_| Region::allocate(&small))?;
-    let bytes = guest.as_mut_slice();
+    let mib: usize = std::env::args().nth(1).map_or(Ok(256), |mib| mib.parse())?;
+    let places: Vec<_> = allowed_cpus()?.into_iter().map(|os_cpu| CpuPlace { os_cpu, node: NodeId(0) }).collect();
+    let (features, mut guest) = (Features::detect(), Mmap::anonymous(mib << 20)?);
+    // Where Linux has no huge pages to give, small ones do.
+    let _ = guest.transparent_huge(true);
+    let bytes = guest.bytes_mut();
 
     // Which primitive, from which size: about a tenth of a second, once per machine.
     let scratch = bytes.len().min(64 << 20);
@@ -40,7 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let dirty = unsafe { host.own_frames() };
     let mut lanes = [Lane::empty()];
     let clear = ParallelClear::new(dirty, &mut lanes, &host).map_err(|_| "no lanes")?;
-    let whole = ClearRequest::bulk(mib << 20);
+    let whole = ClearRequest::bulk((mib << 20) as u64);
     let cpus = (0..places.len() as u32).map(CpuId);
     for stopped in host.run_on_each(cpus, |cx| clear.work(cx, &clearer, &whole, &Never, &mut ()))? {
         stopped?;
@@ -48,8 +46,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let Outcome::Zeroed(zeroed) = clear.finish() else { return Err("not all of it could be cleared".into()) };
     let extent = start.elapsed();
     println!("{mib} MiB by {} CPUs in {extent:.1?}; one memset per 2 MiB page: {each:.1?}", places.len());
-    assert_eq!(zeroed.into_extent().bytes(), mib << 20);
+    assert_eq!(zeroed.into_extent().bytes(), (mib << 20) as u64);
     drop(host);
-    assert!(guest.as_mut_slice().iter().all(|byte| *byte == 0));
+    assert!(guest.bytes_mut().iter().all(|byte| *byte == 0));
     Ok(())
 }

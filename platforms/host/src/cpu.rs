@@ -7,13 +7,13 @@
 //!
 //! Physical memory is one mapping; frame [`BASE_FRAME`] is its first. Under Linux a thread may be preempted anywhere but
 //! resumes on the CPU it is bound to, and the kernel's context switch orders its streaming stores, so the contract of
-//! [`Preempt`] holds.
+//! [`Cpu`] holds.
 
 use crate::model::StoreModel;
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
-    Clock, CounterSnapshot, Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, NodeId, PAGE_BYTES, Pfn,
-    PhysMap, Preempt, PreemptModel, StoreOrder, Topology, VectorUnit, VirtAddr, Window,
+    Clock, CounterSnapshot, Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, PhysMap, PreemptModel,
+    Topology, VirtAddr, Window,
 };
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
@@ -33,6 +33,16 @@ pub struct CpuPlace {
     pub os_cpu: u32,
     /// Its NUMA node, numbered from 0 without gaps.
     pub node: NodeId,
+}
+
+/// The operating system's numbers of the CPUs that the calling thread may run on, ascending.
+///
+/// # Errors
+///
+/// The system has more CPUs than a mask of the C library's can say.
+pub fn allowed_cpus() -> std::io::Result<Vec<u32>> {
+    let mask = rustix::thread::sched_getaffinity(None)?;
+    Ok((0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).map(|cpu| cpu as u32).collect())
 }
 
 /// A host machine: CPUs over threads, frames over a mapping.
@@ -311,8 +321,9 @@ impl Drop for Binding {
 }
 
 // SAFETY: a thread that is a CPU is bound to one real CPU and holds the slot's lock, so no other thread is the same
-// CPU; pinning therefore needs nothing more.
-unsafe impl CpuLocal for Host<'_> {
+// CPU; pinning therefore needs nothing more. The operating system fences when it switches threads. A process's
+// registers are its own, and the operating system saves them.
+unsafe impl Cpu for Host<'_> {
     #[inline]
     fn current(&self) -> CpuId {
         // Not one of this host's CPUs: counts go to the first. Contexts exist only on threads that are CPUs.
@@ -326,10 +337,11 @@ unsafe impl CpuLocal for Host<'_> {
 
     #[inline]
     unsafe fn unpin(&self, _state: usize) {}
-}
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for Host<'_> {
+    fn cpus(&self) -> u32 {
+        self.cpus.len() as u32
+    }
+
     fn preempt_model(&self) -> PreemptModel {
         let number = self.preempt.load(Ordering::Relaxed);
         PreemptModel::ALL.into_iter().find(|m| *m as u8 == number).unwrap_or(PreemptModel::Full)
@@ -337,14 +349,11 @@ unsafe impl Preempt for Host<'_> {
 
     /// Linux preempts threads by itself; a reschedule point has nothing to add.
     #[inline]
-    unsafe fn reschedule(&self) {}
-}
+    unsafe fn cond_resched(&self) {}
 
-// SAFETY: the provided barriers are right on the hardware; with a store model the fence also drains this CPU's buffer,
-// before the hardware fence orders what that stored.
-unsafe impl StoreOrder for Host<'_> {
     fn store_fence(&self) {
         if let Some(model) = &self.store_model {
+            // Before the hardware fence, which orders what this stores.
             model.drain(self.current());
         }
         hugemm_base::store_fence::hardware_store_fence();
@@ -353,18 +362,13 @@ unsafe impl StoreOrder for Host<'_> {
     fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
         self.store_model.as_ref().map(|model| model.of(self.current()))
     }
-}
 
-// SAFETY: a process's registers are its own, and the operating system saves them.
-unsafe impl VectorUnit for Host<'_> {
     /// User space owns its vector registers always; a host can be told not to grant them.
     #[inline]
     unsafe fn vector_begin(&self) -> bool {
         self.vectors.load(Ordering::Relaxed)
     }
-}
 
-impl Instrumented for Host<'_> {
     #[inline]
     fn counters(&self) -> &Counters {
         &self.slot().counters
@@ -385,10 +389,6 @@ impl Clock for Host<'_> {
 }
 
 impl Topology for Host<'_> {
-    fn cpus(&self) -> u32 {
-        self.cpus.len() as u32
-    }
-
     fn node_of_cpu(&self, cpu: CpuId) -> NodeId {
         self.cpus.get(cpu.0 as usize).map_or(self.node, |slot| slot.place.node)
     }

@@ -1,36 +1,16 @@
-//! The hugemm platform for a Linux process: real memory whose pages are what they are said to be, and what is known of
-//! the machine around it.
+//! The hugemm platform for a Linux process: threads as CPUs, mappings as memory, and models of what a process has not got.
 //!
 //! | module | job |
 //! |---|---|
 //! | [`cpu`] | threads as CPUs, memory as frames: the platform's traits |
 //! | [`crew`] | CPUs beside each other, which serve while they wait |
-//! | [`memory`] | regions of memory with the page size asked for, verified from the kernel's own report |
+//! | [`mmap`] | anonymous memory, and the system calls on it |
 //! | [`mmu`] | simulated CPUs with TLBs, and an oracle that sees stale translations |
-//! | [`ipi`] | real interrupts, for timing shootdowns |
-//! | [`flush_cost`] | what invalidations cost here, found out through the kernel |
-//! | [`pool`] | hugetlb pools, raised for a while and put back |
-//! | [`limits`] | how much may be taken: the machine, cgroups, the process |
-//! | [`cgroup`] | what the control groups of this process limit |
 //! | [`sparse`] | memory of which only what is touched exists |
-//! | [`topology`] | CPUs, cores, NUMA nodes, caches, page sizes |
-//! | [`environment`] | all that a measurement depends on, to be saved beside it |
-//! | [`interrupt`] | Ctrl-C as a flag, so that everything is given back |
-//! | [`roots`] | where the kernel's reports are read from |
 
-pub mod cgroup;
 pub mod cpu;
 pub mod crew;
-pub mod environment;
-pub mod flush_cost;
-pub mod interrupt;
-pub mod ipi;
-pub mod limits;
-pub mod memory;
-mod mmap;
+pub mod mmap;
 pub mod mmu;
 mod model;
-pub mod pool;
-pub mod roots;
 pub mod sparse;
-pub mod topology;

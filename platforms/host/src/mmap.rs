@@ -1,4 +1,4 @@
-//! One anonymous mapping, and the few system calls on it. All `unsafe` code of the memory side is here.
+//! One anonymous mapping, and the few system calls on it. Each fails with the call that the system refused.
 
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
@@ -12,10 +12,20 @@ const MADV_COLLAPSE: libc::c_int = 25;
 
 /// The system call that failed, and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct CallFailed {
-    pub(crate) call: &'static str,
-    pub(crate) errno: Errno,
+pub struct CallFailed {
+    /// The call.
+    pub call: &'static str,
+    /// What the system said.
+    pub errno: Errno,
 }
+
+impl std::fmt::Display for CallFailed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.call, self.errno)
+    }
+}
+
+impl std::error::Error for CallFailed {}
 
 fn failed(call: &'static str) -> impl Fn(Errno) -> CallFailed {
     move |errno| CallFailed { call, errno }
@@ -23,17 +33,20 @@ fn failed(call: &'static str) -> impl Fn(Errno) -> CallFailed {
 
 /// What stands behind a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum Kind {
     /// Ordinary anonymous memory.
     Anonymous,
-    /// Pages of a hugetlb pool, 1 << shift bytes each.
-    Hugetlb { shift: u32 },
+    /// Pages of a hugetlb pool.
+    Hugetlb {
+        /// The pages have 1 << shift bytes.
+        shift: u32,
+    },
 }
 
 /// A private, readable and writable mapping, aligned as asked for, between two guard pages that cannot be touched. The
 /// guards also keep the kernel from merging it with a neighbour, so that what smaps says of it is said of it alone.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub struct Mmap {
     start: NonNull<u8>,
     len: usize,
     /// The mapping with its guards.
@@ -41,16 +54,16 @@ pub(crate) struct Mapping {
     outer_len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread, and every access through `&Mapping` is a system call
+// SAFETY: the mapping belongs to the process, not to a thread, and every access through `&Mmap` is a system call
 // that any thread may make.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; bytes are reached through `&mut Mapping` or raw pointers only.
-unsafe impl Sync for Mapping {}
+unsafe impl Send for Mmap {}
+// SAFETY: as above; bytes are reached through `&mut Mmap` or raw pointers only.
+unsafe impl Sync for Mmap {}
 
-impl Mapping {
+impl Mmap {
     /// Maps `len` bytes at a multiple of `align`. `len` is a multiple of the page size of `kind`, `align` a power of
     /// two and a multiple of that page size, `guard` the base page size. Nothing is populated.
-    pub(crate) fn new(len: usize, align: usize, guard: usize, kind: Kind) -> Result<Self, CallFailed> {
+    pub fn new(len: usize, align: usize, guard: usize, kind: Kind) -> Result<Self, CallFailed> {
         let too_large = CallFailed { call: "mmap", errno: Errno::NOMEM };
         let spare = align.checked_add(guard).ok_or(too_large)?;
         let reserved_len = len.checked_add(spare).ok_or(too_large)?;
@@ -111,16 +124,24 @@ impl Mapping {
         Ok(mapping)
     }
 
-    pub(crate) fn start(&self) -> NonNull<u8> {
+    /// `bytes` of ordinary memory, a multiple of 4 KiB, at a multiple of 2 MiB.
+    pub fn anonymous(bytes: usize) -> Result<Self, CallFailed> {
+        Mmap::new(bytes, 2 << 20, rustix::param::page_size(), Kind::Anonymous)
+    }
+
+    /// First byte.
+    pub fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    pub(crate) fn len(&self) -> usize {
+    /// How many bytes.
+    #[expect(clippy::len_without_is_empty, reason = "none is empty")]
+    pub fn len(&self) -> usize {
         self.len
     }
 
     /// The mapping's bytes.
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: the range is mapped readable and writable for as long as `self` lives, anonymous memory is
         // initialised (to zeros), and `&mut self` makes this the only safe way to it.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
@@ -134,7 +155,7 @@ impl Mapping {
     }
 
     /// Takes the right to store to the first `len` bytes away, and gives it back; how many nanoseconds the first took.
-    pub(crate) fn forbid_stores(&mut self, len: usize) -> Result<f64, CallFailed> {
+    pub fn forbid_stores(&mut self, len: usize) -> Result<f64, CallFailed> {
         assert!(len <= self.len, "a range of the mapping");
         let at = self.start.as_ptr().cast();
         let start = std::time::Instant::now();
@@ -147,7 +168,7 @@ impl Mapping {
     }
 
     /// Asks for (or against) transparent huge pages.
-    pub(crate) fn transparent_huge(&self, wanted: bool) -> Result<(), CallFailed> {
+    pub fn transparent_huge(&self, wanted: bool) -> Result<(), CallFailed> {
         let (call, advice) = match wanted {
             true => ("madvise(MADV_HUGEPAGE)", Advice::LinuxHugepage),
             false => ("madvise(MADV_NOHUGEPAGE)", Advice::LinuxNoHugepage),
@@ -157,7 +178,7 @@ impl Mapping {
 
     /// Gives memory to every page of the range, which is a multiple of `page`. A page that cannot be had is an error,
     /// never a signal. Contents are kept; before Linux 5.14 that is possible only if there are none yet (`fresh`).
-    pub(crate) fn populate(&mut self, range: Range<usize>, page: usize, fresh: bool) -> Result<(), CallFailed> {
+    pub fn populate(&mut self, range: Range<usize>, page: usize, fresh: bool) -> Result<(), CallFailed> {
         loop {
             match self.advise(range.clone(), Advice::LinuxPopulateWrite) {
                 Ok(()) => return Ok(()),
@@ -185,7 +206,7 @@ impl Mapping {
     }
 
     /// Has the kernel put 2 MiB pages in place of small ones, now (Linux 6.1). Contents are kept.
-    pub(crate) fn collapse(&self, range: Range<usize>) -> Result<(), CallFailed> {
+    pub fn collapse(&self, range: Range<usize>) -> Result<(), CallFailed> {
         assert!(range.start <= range.end && range.end <= self.len, "a range of the mapping");
         // SAFETY: the range is inside the mapping, and collapsing keeps its contents.
         let result =
@@ -194,12 +215,12 @@ impl Mapping {
     }
 
     /// Gives the range's pages back to the kernel; they read as zero afterwards.
-    pub(crate) fn discard(&mut self, range: Range<usize>) -> Result<(), CallFailed> {
+    pub fn discard(&mut self, range: Range<usize>) -> Result<(), CallFailed> {
         self.advise(range, Advice::LinuxDontNeed).map_err(failed("madvise(MADV_DONTNEED)"))
     }
 
     /// Binds the mapping to one NUMA node, before it is populated.
-    pub(crate) fn bind(&self, node: u32) -> Result<(), CallFailed> {
+    pub fn bind(&self, node: u32) -> Result<(), CallFailed> {
         const MPOL_BIND: libc::c_long = 2;
         let bits = libc::c_ulong::BITS;
         let mut mask: Vec<libc::c_ulong> = vec![0; node as usize / bits as usize + 1];
@@ -222,7 +243,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for Mmap {
     fn drop(&mut self) {
         // SAFETY: the range is ours, and whoever holds pointers into it promised not to use them after this.
         let result = unsafe { munmap(self.outer.as_ptr().cast(), self.outer_len) };
@@ -244,7 +265,7 @@ mod tests {
     #[test]
     fn mappings_are_aligned_zero_and_writable() {
         for align in [PAGE, 1 << 21, 1 << 30] {
-            let mut m = Mapping::new(1 << 21, align, PAGE, Kind::Anonymous).unwrap();
+            let mut m = Mmap::new(1 << 21, align, PAGE, Kind::Anonymous).unwrap();
             assert_eq!(m.start().as_ptr() as usize % align, 0);
             m.populate(0..1 << 21, PAGE, true).unwrap();
             let bytes = m.bytes_mut();
@@ -256,7 +277,7 @@ mod tests {
 
     #[test]
     fn touching_populates_too_and_discarding_zeroes() {
-        let mut m = Mapping::new(16 * PAGE, PAGE, PAGE, Kind::Anonymous).unwrap();
+        let mut m = Mmap::new(16 * PAGE, PAGE, PAGE, Kind::Anonymous).unwrap();
         m.touch(0..16 * PAGE, PAGE).unwrap();
         m.bytes_mut().fill(7);
         m.discard(PAGE..2 * PAGE).unwrap();
@@ -265,14 +286,14 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_an_error() {
-        let err = Mapping::new(1 << 60, 1 << 21, PAGE, Kind::Anonymous).unwrap_err();
+        let err = Mmap::new(1 << 60, 1 << 21, PAGE, Kind::Anonymous).unwrap_err();
         assert_eq!(err, CallFailed { call: "mmap", errno: Errno::NOMEM });
-        assert!(Mapping::new(usize::MAX - 4095, 1 << 21, PAGE, Kind::Anonymous).is_err());
+        assert!(Mmap::new(usize::MAX - 4095, 1 << 21, PAGE, Kind::Anonymous).is_err());
     }
 
     #[test]
     fn a_node_that_does_not_exist_cannot_be_bound_to() {
-        let m = Mapping::new(PAGE, PAGE, PAGE, Kind::Anonymous).unwrap();
+        let m = Mmap::new(PAGE, PAGE, PAGE, Kind::Anonymous).unwrap();
         // A kernel without NUMA says ENOSYS, a sandbox EPERM; none says yes.
         assert_eq!(m.bind(1000).unwrap_err().call, "mbind");
     }

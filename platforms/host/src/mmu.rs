@@ -26,7 +26,7 @@
 //! # Use
 //!
 //! One thread plays all CPUs in turn: [`as_cpu`](Mmu::as_cpu) makes it one for a while (nested, if need be), and requests
-//! to other CPUs are served on their behalf. Or one thread per CPU; then each has to call the shootdown's `serve` between
+//! to other CPUs are served on their behalf. Or one thread per CPU; then each has to call the shootdown's `handle_ipi` between
 //! its steps, as real CPUs take interrupts.
 
 mod oracle;

@@ -1,13 +1,13 @@
 //! Memory of which only what is touched exists: physical memory for models of machines larger than this one.
 
-use crate::mmap::{Kind, Mapping};
+use crate::mmap::Mmap;
 use rustix::mm::{MprotectFlags, mprotect};
 use std::ops::Range;
 use std::ptr::NonNull;
 
 /// Zeroed memory that takes room when it is touched, page by page.
 #[derive(Debug)]
-pub struct Sparse(Mapping);
+pub struct Sparse(Mmap);
 
 /// The system refused the addresses or the protection.
 #[derive(Debug, thiserror::Error)]
@@ -20,8 +20,8 @@ pub struct SparseError {
 impl Sparse {
     /// `bytes`, a multiple of 4 KiB, at an address that is a multiple of 2 MiB.
     pub fn new(bytes: usize) -> Result<Self, SparseError> {
-        let mapping = Mapping::new(bytes, 2 << 20, rustix::param::page_size(), Kind::Anonymous)
-            .map_err(|failed| SparseError { call: failed.call, source: failed.errno.into() })?;
+        let mapping =
+            Mmap::anonymous(bytes).map_err(|failed| SparseError { call: failed.call, source: failed.errno.into() })?;
         // Otherwise the first byte of every 2 MiB may cost 2 MiB. A kernel without huge pages has nothing to switch off.
         let _ = mapping.transparent_huge(false);
         Ok(Sparse(mapping))

@@ -1,6 +1,6 @@
 //! A thread is one CPU of one machine, and gets what that machine grants.
 
-use hugemm_base::{CpuId, CpuLocal, NodeId};
+use hugemm_base::{Cpu, CpuId, NodeId};
 use hugemm_host::cpu::{CpuError, CpuPlace, Host};
 
 fn machine(cpus: usize) -> Host<'static> {

@@ -1,5 +1,7 @@
 //! The kernel: from the loader's jump to the exit code.
 //!
+//! Public modules are for programs; what is public in a private one is for the others here.
+//!
 //! | file | the rule it owns |
 //! |---|---|
 //! | `entry.rs` | the way to 64-bit mode, for the boot CPU and for the others |
@@ -9,7 +11,6 @@
 //! | `vmemmap.rs` | the descriptor area, as huge page pools give parts of it back |
 //! | `vm.rs` | address spaces of `hugemm-vm` on this machine |
 //! | `page_fault.rs` | who serves a CPU's page faults; accesses that may fail |
-//! | `space.rs` | a bare page table whose pages come when they are touched |
 //! | `tlb.rs` | invalidating, interrupting, loading tables; shootdowns |
 //! | `percpu.rs` | what each CPU has for itself, by GS |
 //! | `segments.rs`, `traps.rs` | descriptor tables; what happens at an exception or an interrupt |
@@ -20,44 +21,73 @@
 //! | `once.rs` | values that are set while the boot CPU is alone |
 //! | `smp.rs` | starting CPUs, running a function on several |
 //! | `watchdog.rs` | nothing hangs |
-//! | `serial.rs`, `output.rs`, `exit.rs` | words, results, the end |
-//! | `commands/` | what can be run |
+//! | `serial.rs`, `console.rs`, `exit.rs` | words, whole lines of them, the end |
 
 mod apic;
-mod clock;
-mod commands;
+pub mod clock;
+pub mod console;
 mod entry;
 mod exit;
 mod fault;
-mod irq_lock;
-mod layout;
-mod memory;
+pub mod irq_lock;
+pub mod layout;
+pub mod memory;
 mod once;
-mod output;
-mod page_fault;
-mod percpu;
-mod platform;
+pub mod page_fault;
+pub mod percpu;
+pub mod platform;
 mod segments;
 mod serial;
-mod smp;
-mod space;
-mod tables;
-mod tlb;
+pub mod smp;
+pub mod tables;
+pub mod tlb;
 mod traps;
-mod vm;
-mod vmemmap;
+pub mod vm;
+pub mod vmemmap;
 mod watchdog;
 
+use crate::ExitCode;
+use crate::cpus::CpuList;
+use crate::memory_map::MemoryMap;
+use crate::pvh::{self, StartInfo};
 use hugemm_base::CpuCx;
-use hugemm_kernel::cpus::CpuList;
-use hugemm_kernel::memory_map::MemoryMap;
-use hugemm_kernel::pvh::{self, StartInfo};
-use hugemm_kernel::request::Request;
 use once::Once;
-use platform::KERNEL;
+use platform::{KERNEL, Kernel};
 
 /// Longest command line, in bytes.
 const COMMAND_LINE: usize = 1024;
+
+/// The boot CPU's context: what `main` gets.
+pub type Cx<'a> = &'a mut CpuCx<'static, Kernel>;
+
+/// What the loader and the firmware said of the machine.
+#[derive(Clone, Copy, Debug)]
+pub struct BootInfo {
+    /// The image's command line.
+    pub command_line: &'static str,
+    /// CPUs that the machine has; more than run here if there are more than the image supports.
+    pub cpus_present: u32,
+    /// What the interrupt controller is: `x2apic` or `xapic`.
+    pub apic: &'static str,
+}
+
+/// Says which function the kernel calls once all CPUs run: a [`Cx`] and a [`BootInfo`] go in, an [`ExitCode`] comes out and
+/// ends the machine. Once per program.
+#[macro_export]
+macro_rules! main {
+    ($main:path) => {
+        // SAFETY: the only definition of this name, of the type that `hugemm_kernel` declares it with.
+        #[unsafe(no_mangle)]
+        fn hugemm_kernel_main(cx: $crate::Cx<'_>, boot: &$crate::BootInfo) -> $crate::ExitCode {
+            $main(cx, boot)
+        }
+    };
+}
+
+unsafe extern "Rust" {
+    /// Defined by [`main!`](crate::main), with this type.
+    safe fn hugemm_kernel_main(cx: Cx<'_>, boot: &BootInfo) -> ExitCode;
+}
 
 /// What the loader and the firmware said, kept across the change of stacks.
 struct Found {
@@ -118,25 +148,12 @@ extern "C" fn kernel_run() -> ! {
     // SAFETY: the boot CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
     memory::init(&cx, &found.map, found.free.clone(), cpus);
-    tlb::kernel_half().online(tlb::tlbs(), &cx);
+    tlb::kernel_half().online(tlb::shootdown(), &cx);
     vmemmap::init(&cx, &found.map);
     apic::start_timer();
     smp::start(found.cpus.apic_ids());
     x86_64::instructions::interrupts::enable();
-    output::boot(found.cpus.present);
-    let line = core::str::from_utf8(&found.line[..found.line_bytes]).unwrap_or("");
-    let result = match line.parse::<Request>() {
-        Ok(request) => commands::run(&mut cx, &request),
-        Err(error) => Err(commands::Failure::Request(error)),
-    };
-    match result {
-        Ok(()) => {
-            output::line("done", &[]);
-            exit::now(exit::Code::Done)
-        }
-        Err(failure) => {
-            output::line("failed", &[("text", (&failure).into())]);
-            exit::now(exit::Code::Failed)
-        }
-    }
+    let command_line = core::str::from_utf8(&found.line[..found.line_bytes]).unwrap_or("");
+    let boot = BootInfo { command_line, cpus_present: found.cpus.present, apic: apic::kind() };
+    exit::now(hugemm_kernel_main(&mut cx, &boot))
 }

@@ -1,7 +1,23 @@
-//! The reference kernel's logic that needs no machine: what it reads at boot, and how it talks to the host.
+//! The reference kernel, as a library: it boots by PVH on bare x86-64, starts all CPUs, brings hugemm up, and calls the `main` of
+//! the program that uses it.
 //!
-//! The kernel itself is the binary of this package; it exists on `x86_64-unknown-none` only. `hugemm boot` builds it,
-//! boots it and speaks the other side of [`request`] and [`report`].
+//! ```ignore
+//! #![no_std]
+//! #![no_main]
+//! use hugemm_kernel::{BootInfo, Cx, ExitCode, console};
+//!
+//! hugemm_kernel::main!(main);
+//!
+//! fn main(_cx: Cx<'_>, boot: &BootInfo) -> ExitCode {
+//!     console::print(format_args!("hello, {}", boot.command_line));
+//!     ExitCode::Done
+//! }
+//! ```
+//!
+//! Such a program is linked by this package's script: its own build script passes `-Thugemm-kernel.ld` to the linker, which finds
+//! the file. `tools/kernel-commands` is one; `hugemm boot` builds and boots that.
+//!
+//! What needs no machine is there on every target:
 //!
 //! | module | rule it owns |
 //! |---|---|
@@ -9,19 +25,45 @@
 //! | [`memory_map`] | which memory is ours, and who gets it before there is an allocator |
 //! | [`cpus`] | which CPUs there are, from ACPI |
 //! | [`interrupt_command`] | what comes before an interrupt to another CPU |
-//! | [`request`] | commands and their arguments, as one line from the host |
-//! | [`report`] | results, as JSON lines to the host |
+//!
+//! The rest exists on `x86_64-unknown-none` only.
 #![cfg_attr(not(test), no_std)]
 
 pub mod cpus;
 pub mod interrupt_command;
 pub mod memory_map;
 pub mod pvh;
-pub mod report;
-pub mod request;
+
+#[cfg(all(target_os = "none", target_arch = "x86_64"))]
+mod kernel;
+
+#[cfg(all(target_os = "none", target_arch = "x86_64"))]
+pub use kernel::*;
 
 /// The most CPUs that the image supports.
 pub const MAX_CPUS: u32 = 64;
 
 /// The least memory that the image boots with, in bytes.
 pub const MIN_MEMORY: u64 = 64 << 20;
+
+/// What lines of a report of a panic, a fault or a hang begin with. Addresses in them are for the host to name.
+pub const LAST_WORDS: &str = "!! ";
+
+/// How it ended: what is written to the debug exit port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum ExitCode {
+    /// The program succeeded.
+    Done = 0x10,
+    /// The program failed and said why.
+    Failed = 0x11,
+    /// A panic, a fault or a hang was reported.
+    Broken = 0x12,
+}
+
+impl ExitCode {
+    /// What QEMU's exit code is then: twice the value plus one.
+    pub const fn of_qemu(self) -> i32 {
+        2 * self as i32 + 1
+    }
+}

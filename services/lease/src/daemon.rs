@@ -1,8 +1,9 @@
 //! The daemon's state: what is ready, who has what; taking, lending, ending. No socket here, and no thread of its own.
 
 use crate::memory_file::{FileError, MemoryFile, Page};
-use crate::policy::{Asker, Policy, Refusal};
-use crate::status::{Counts, Filling, KeptMemory, Lent, Status};
+use crate::policy::{Asker, LendingPolicy, Refusal};
+use crate::service;
+use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Lent, Status};
 use crate::stock::{Choice, Shapes, choose, missing};
 use crate::wire::{Keep, Leased, Refused, RefusedKind, Seen, Wish};
 use rustix::rand::GetRandomFlags;
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// What a daemon is for.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct PoolConfig {
     /// Of which pages its files are.
     pub page: Page,
     /// From which node all of it comes; from anywhere if none is named.
@@ -21,13 +22,13 @@ pub struct Config {
     /// What should be ready.
     pub shapes: Shapes,
     /// Who may have how much.
-    pub policy: Policy,
+    pub policy: LendingPolicy,
 }
 
 /// A daemon's state, for its threads to share.
 #[derive(Debug)]
 pub struct Daemon {
-    config: Config,
+    config: PoolConfig,
     state: Mutex<State>,
     /// Something of the state is different: what is ready, what it is told to do.
     changed: Condvar,
@@ -44,6 +45,7 @@ struct State {
     kept: BTreeMap<(u32, String), Kept>,
     leases_ever: u64,
     counts: Counts,
+    times: LeaseTimes,
 }
 
 #[derive(Debug)]
@@ -84,7 +86,7 @@ fn refused(kind: RefusedKind, message: impl Into<String>) -> Refused {
 
 impl Daemon {
     /// With nothing ready.
-    pub fn new(config: Config) -> Self {
+    pub fn new(config: PoolConfig) -> Self {
         Daemon { config, state: Mutex::default(), changed: Condvar::new() }
     }
 
@@ -94,8 +96,22 @@ impl Daemon {
     }
 
     /// What it is for.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &PoolConfig {
         &self.config
+    }
+
+    /// Takes files that a predecessor had filled. What this daemon is not to have ready goes back to the kernel.
+    pub fn adopt(&self, files: Vec<MemoryFile>) {
+        let mut state = self.state();
+        for file in files {
+            let of_its_length = |lengths: &[u64]| lengths.iter().filter(|&&bytes| bytes == file.bytes()).count();
+            let wanted = of_its_length(&self.config.shapes.0) > of_its_length(&state.lengths());
+            if wanted && file.page() == self.config.page {
+                state.ready.push(file);
+            } else {
+                service::let_go(&file);
+            }
+        }
     }
 
     /// Leases memory to the process `pid` of `asker`. May fill what is missing, in the caller's time, and says how much.
@@ -104,8 +120,12 @@ impl Daemon {
     ///
     /// [`Refused`]; nothing was taken then.
     pub fn lease(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
+        let asked = Instant::now();
         let result = self.lease_or_refuse(asker, pid, wish);
         let mut state = self.state();
+        if result.is_ok() {
+            state.times.add(asked.elapsed());
+        }
         match &result {
             Ok((leased, _)) if leased.filled_late > 0 => state.counts.grown += 1,
             Ok(_) => state.counts.hits += 1,
@@ -116,7 +136,7 @@ impl Daemon {
     }
 
     fn lease_or_refuse(&self, asker: Asker, pid: u32, wish: &Wish) -> Result<(Leased, OwnedFd), Refused> {
-        let Config { page, node, policy, .. } = &self.config;
+        let PoolConfig { page, node, policy, .. } = &self.config;
         let invalid = |message: String| Err(refused(RefusedKind::Invalid, message));
         if wish.page.is_some_and(|wanted| wanted != *page) {
             return invalid(format!("this daemon has pages of {page}; ask without --page, or ask another daemon"));
@@ -136,7 +156,7 @@ impl Daemon {
         let lease = {
             let mut state = self.state();
             let allowed = policy.allows(asker, wish.bytes, state.has(asker.uid), *node);
-            allowed.map_err(|why: Refusal| refused(RefusedKind::Policy, why.to_string()))?;
+            allowed.map_err(|why: Refusal| refused(RefusedKind::LendingPolicy, why.to_string()))?;
             // Entered before anything is taken, so that two requests at once do not pass the quota together.
             let keep = wish.keep.as_ref().map(|keep| keep.name.clone());
             state.enter(asker, pid, wish.bytes, keep)
@@ -177,6 +197,7 @@ impl Daemon {
                 self.changed.notify_all();
                 file
             };
+            service::let_go(&file);
             let had = file.bytes();
             match prepare(&mut file, had, bytes).and_then(|()| file.make_lent(asker.uid, asker.gid)) {
                 Ok(()) => {
@@ -185,9 +206,10 @@ impl Daemon {
                     return Ok((file, late));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
-                Err(FileError::Poisoned) => self.state().counts.poisoned += 1,
+                Err(FileError::HwPoisoned) => self.state().counts.poisoned += 1,
                 Err(why) => {
                     if file.resize(had).is_ok() {
+                        service::store(&file);
                         self.state().ready.push(file);
                         self.changed.notify_all();
                     }
@@ -293,6 +315,7 @@ impl Daemon {
             if drained { std::mem::take(&mut state.ready) } else { Vec::new() }
         };
         // With nothing locked: it takes a while.
+        files.iter().for_each(service::let_go);
         drop(files);
     }
 
@@ -330,6 +353,7 @@ impl Daemon {
                 .map(|((uid, name), k)| KeptMemory { uid: *uid, name: name.clone(), bytes: k.bytes, lease: k.lease })
                 .collect(),
             counts: state.counts,
+            times: state.times,
         }
     }
 
@@ -381,10 +405,16 @@ impl Daemon {
 
     /// A file is full, or was given up.
     pub(crate) fn fill_ended(&self, file: Option<MemoryFile>) {
+        if let Some(file) = &file {
+            // Before anybody can have it: the manager is told to let go of it after it was told to hold it.
+            service::store(file);
+        }
         let mut state = self.state();
         state.filling = None;
-        // Drained in the meantime: back to the kernel.
-        if let Some(file) = file.filter(|_| !state.drained) {
+        if state.drained {
+            // In the meantime: back to the kernel.
+            file.iter().for_each(service::let_go);
+        } else if let Some(file) = file {
             state.ready.push(file);
             self.changed.notify_all();
         }

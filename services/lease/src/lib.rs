@@ -12,6 +12,7 @@
 //! | [`policy`] | who may have how much |
 //! | [`daemon`], [`status`] | taking, lending, keeping, ending; how things stand |
 //! | [`wire`], [`server`], [`client`] | the socket |
+//! | [`service`], [`metrics`] | what a service manager and a scraper are told |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_debug_implementations)]
@@ -21,9 +22,11 @@ pub mod client;
 pub mod daemon;
 pub mod filler;
 pub mod memory_file;
+pub mod metrics;
 pub mod policy;
 pub mod seccomp;
 pub mod server;
+pub mod service;
 pub mod status;
 pub mod stock;
 pub mod supervisor;

@@ -1,10 +1,11 @@
 //! A file of huge pages in memory: made, filled part by part, checked, handed to its one owner.
 //!
 //! Whose a file is stands on the file itself: mode 0 is nobody's, mode 0600 its one owner's, who alone may open it by a path
-//! (`/proc/PID/fd/N`). [`MemoryFile::make_lent`] writes that before anybody else gets the descriptor.
+//! (`/proc/PID/fd/N`). [`MemoryFile::make_lent`] writes that before anybody else gets the descriptor, so that a daemon that starts
+//! anew knows which of its predecessor's files nobody has had.
 
 use hugemm_base::PageSize;
-use rustix::fs::{FallocateFlags, MemfdFlags, Mode, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
@@ -74,7 +75,7 @@ pub enum FileError {
     },
     /// A page of it is broken; the kernel answers whoever touches it with SIGBUS.
     #[error("a page of the file is broken (hardware error)")]
-    Poisoned,
+    HwPoisoned,
     /// The kernel refused.
     #[error("{call}: {errno}")]
     Refused {
@@ -88,7 +89,7 @@ pub enum FileError {
 fn refused(call: &'static str) -> impl Fn(Errno) -> FileError {
     move |errno| match errno {
         Errno::NOSPC | Errno::NOMEM => FileError::NoPages,
-        Errno::HWPOISON => FileError::Poisoned,
+        Errno::HWPOISON => FileError::HwPoisoned,
         errno => FileError::Refused { call, errno },
     }
 }
@@ -121,6 +122,15 @@ impl MemoryFile {
         rustix::fs::fchmod(&fd, READY).map_err(refused("fchmod"))?;
         rustix::fs::ftruncate(&fd, bytes).map_err(refused("ftruncate"))?;
         Ok(MemoryFile { fd, page, bytes })
+    }
+
+    /// A file that a predecessor left: `None` if it is not one that is filled and nobody's.
+    pub fn adopt(fd: OwnedFd) -> Option<Self> {
+        let page = page_of(fd.as_fd())?;
+        let stat = rustix::fs::fstat(&fd).ok()?;
+        let bytes = stat.st_size as u64;
+        let filled = stat.st_blocks as u64 * 512 >= bytes && bytes > 0;
+        (filled && Mode::from_raw_mode(stat.st_mode) == READY).then_some(MemoryFile { fd, page, bytes })
     }
 
     /// What it consists of.
@@ -181,12 +191,13 @@ impl MemoryFile {
     ///
     /// # Errors
     ///
-    /// [`FileError::Poisoned`]; [`FileError::NoPages`] if one is missing and could not be had.
+    /// [`FileError::HwPoisoned`]; [`FileError::NoPages`] if one is missing and could not be had.
     pub fn check(&self) -> Result<(), FileError> {
         Window::new(self.fd.as_fd(), 0, self.bytes)?.advise(Advice::LinuxPopulateRead)
     }
 
-    /// Writes on the file that it has an owner, who alone may open it again by a path (`/proc/PID/fd/N`).
+    /// Writes on the file that it has an owner, who alone may open it again by a path (`/proc/PID/fd/N`). From here on no daemon
+    /// lends it.
     /// Before the descriptor is sent to anybody.
     ///
     /// # Errors
@@ -224,7 +235,7 @@ pub fn page_of(fd: BorrowedFd<'_>) -> Option<Page> {
     }
 }
 
-/// Gives a lent file the seals of the one whose place it takes.
+/// Gives a lent file the seals of the one whose place it takes, as far as it has not got them from a former start of its owner.
 ///
 /// # Errors
 ///
@@ -234,8 +245,10 @@ pub fn copy_seals(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> Result<(), Errno>
         // A file of a mounted file system cannot be sealed at all; nothing is expected of one in its place.
         Err(Errno::INVAL) => Ok(()),
         Err(error) => Err(error),
-        Ok(seals) if seals == SealFlags::empty() => Ok(()),
-        Ok(seals) => rustix::fs::fcntl_add_seals(to, seals),
+        Ok(seals) => match seals - rustix::fs::fcntl_get_seals(to)? {
+            missing if missing.is_empty() => Ok(()),
+            missing => rustix::fs::fcntl_add_seals(to, missing),
+        },
     }
 }
 
@@ -286,5 +299,29 @@ impl Drop for Window {
     fn drop(&mut self) {
         // SAFETY: mapped by `new`, and nobody else has the address.
         let _ = unsafe { rustix::mm::munmap(self.at.as_ptr(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::SealFlags;
+
+    /// Kept memory takes the place of a file at each start of its program.
+    #[test]
+    fn seals_are_copied_as_often_as_a_program_starts() {
+        let flags = MemfdFlags::CLOEXEC;
+        // Without MFD_ALLOW_SEALING a file is born with the seal that forbids others.
+        let unsealable = rustix::fs::memfd_create(c"unsealable", flags).expect("a file");
+        let sealed = rustix::fs::memfd_create(c"sealed", flags | MemfdFlags::ALLOW_SEALING).expect("a file");
+        rustix::fs::fcntl_add_seals(&sealed, SealFlags::GROW | SealFlags::SEAL).expect("sealed");
+        let leased = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file");
+        let seals = || rustix::fs::fcntl_get_seals(&leased);
+        assert_eq!(seals(), Ok(SealFlags::empty()));
+        for _ in 0..2 {
+            assert_eq!(copy_seals(unsealable.as_fd(), leased.as_fd()), Ok(()));
+            assert_eq!(seals(), Ok(SealFlags::SEAL));
+        }
+        assert_eq!(copy_seals(sealed.as_fd(), leased.as_fd()), Err(Errno::PERM), "one is missing, and cannot be had");
     }
 }

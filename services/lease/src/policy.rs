@@ -34,7 +34,7 @@ struct Rule {
 
 /// The rules of a daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Policy {
+pub struct LendingPolicy {
     owner: u32,
     rules: Vec<Rule>,
 }
@@ -77,10 +77,10 @@ impl fmt::Display for Refusal {
     }
 }
 
-impl Policy {
+impl LendingPolicy {
     /// Only root and `owner`, the daemon's user.
     pub fn closed(owner: u32) -> Self {
-        Policy { owner, rules: Vec::new() }
+        LendingPolicy { owner, rules: Vec::new() }
     }
 
     /// Reads the lines; `size` reads a size (`64G`).
@@ -109,7 +109,7 @@ impl Policy {
             }
             rules.push(Rule { who, bytes, nodes });
         }
-        Ok(Policy { owner, rules })
+        Ok(LendingPolicy { owner, rules })
     }
 
     /// Root and the daemon's own user.
@@ -145,8 +145,8 @@ impl Policy {
 mod tests {
     use super::*;
 
-    fn policy(text: &str) -> Result<Policy, PolicyError> {
-        Policy::read(7, text, |size| size.strip_suffix('G')?.parse::<u64>().ok().map(|n| n << 30))
+    fn policy(text: &str) -> Result<LendingPolicy, PolicyError> {
+        LendingPolicy::read(7, text, |size| size.strip_suffix('G')?.parse::<u64>().ok().map(|n| n << 30))
     }
 
     #[test]

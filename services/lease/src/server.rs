@@ -14,11 +14,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
-/// A socket that listens, and is removed when dropped.
+/// A socket that listens, and is removed when dropped if it was made here.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
-    path: PathBuf,
+    made: Option<PathBuf>,
 }
 
 /// Most connections that wait to be taken.
@@ -44,13 +44,20 @@ impl Listener {
         // Before anybody can connect.
         fs::set_permissions(path, fs::Permissions::from_mode(if open { 0o666 } else { 0o600 }))?;
         rustix::net::listen(&fd, BACKLOG)?;
-        Ok(Listener { fd, path: path.to_owned() })
+        Ok(Listener { fd, made: Some(path.to_owned()) })
+    }
+
+    /// A socket that the service manager has made, and keeps.
+    pub(crate) fn inherited(fd: OwnedFd) -> Self {
+        Listener { fd, made: None }
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        if let Some(path) = &self.made {
+            let _ = fs::remove_file(path);
+        }
     }
 }
 
@@ -127,11 +134,11 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
         drop(fd);
         match request {
             Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
-            Request::Status {} => wire::send(connection, &Answer::Status(daemon.status()), None)?,
+            Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status())), None)?,
             Request::Seen(seen) => daemon.seen(seen),
             Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
                 let message = "only root and the daemon's own user may do that".to_owned();
-                wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::Policy, message }), None)?;
+                wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::LendingPolicy, message }), None)?;
             }
             Request::Drain {} => {
                 daemon.drain(true);

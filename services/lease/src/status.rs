@@ -2,6 +2,7 @@
 
 use crate::memory_file::Page;
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
 
 /// A daemon's whole state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +27,31 @@ pub struct Status {
     pub kept: Vec<KeptMemory>,
     /// Sums since the start.
     pub counts: Counts,
+    /// How long those who got a lease waited for it.
+    pub times: LeaseTimes,
+}
+
+/// A histogram of times.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseTimes {
+    /// How many took no longer than each of [`BOUNDS_MS`](LeaseTimes::BOUNDS_MS), and longer than the one before; the last are
+    /// those that took longer than all.
+    pub counts: [u64; LeaseTimes::BOUNDS_MS.len() + 1],
+    /// All times together, in nanoseconds.
+    pub sum_ns: u64,
+}
+
+impl LeaseTimes {
+    /// Bounds in milliseconds.
+    pub const BOUNDS_MS: [u64; 8] = [1, 3, 10, 30, 100, 300, 1000, 10_000];
+
+    /// Counts one more.
+    pub fn add(&mut self, time: Duration) {
+        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = Self::BOUNDS_MS.iter().position(|&ms| ns <= ms * 1_000_000).unwrap_or(Self::BOUNDS_MS.len());
+        self.counts[bucket] += 1;
+        self.sum_ns = self.sum_ns.saturating_add(ns);
+    }
 }
 
 /// A file on its way.

@@ -200,11 +200,16 @@ impl Supervisor {
         let leased = self.file.as_ref()?;
         let found = Found::look(call)?;
         let fresh = found.page == self.page && found.is_fresh && found.is_writable;
-        // Asked last: all that was read is of the process that waits.
+        // All that was read is of the process that waits.
         if !fresh || !seccomp::is_valid(self.listener.as_fd(), call) {
             return None;
         }
         copy_seals(found.file.as_fd(), leased.as_fd()).ok()?;
+        // The last thing before: another thread may have closed the descriptor, and its number may be another file's by now. A
+        // thread that does so between these two calls loses what it opened; it did so during a call on that very number.
+        if !found.is_still_there() {
+            return None;
+        }
         seccomp::replace_descriptor(self.listener.as_fd(), call, leased.as_fd(), found.close_on_exec).ok()?;
         let inode = rustix::fs::fstat(leased).map_or(0, |stat| stat.st_ino);
         self.watch = Some(Watch { thread: call.thread, inode, until: Instant::now() + LOOKS_FOR });
@@ -241,6 +246,9 @@ fn is_private(maps: &[u8], inode: u64) -> Option<bool> {
 struct Found {
     /// The file, opened once more.
     file: OwnedFd,
+    /// Where it was found, and which it is.
+    path: String,
+    identity: (u64, u64),
     page: Page,
     /// No name, no length, no pages: nobody else can have it, and nothing is in it.
     is_fresh: bool,
@@ -254,7 +262,7 @@ impl Found {
             return None;
         }
         let path = format!("/proc/{}/fd/{}", call.thread, call.fd);
-        let file = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()).ok()?;
+        let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()).ok()?;
         let page = page_of(file.as_fd())?;
         let stat = rustix::fs::fstat(&file).ok()?;
         let is_fresh = stat.st_nlink == 0 && stat.st_size == 0 && stat.st_blocks == 0;
@@ -262,7 +270,13 @@ impl Found {
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
         let flags = i32::from_str_radix(flags.trim(), 8).ok()?;
         let is_writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
-        Some(Found { file, page, is_fresh, is_writable, close_on_exec: flags & libc::O_CLOEXEC != 0 })
+        let close_on_exec = flags & libc::O_CLOEXEC != 0;
+        Some(Found { file, path, identity: (stat.st_dev, stat.st_ino), page, is_fresh, is_writable, close_on_exec })
+    }
+
+    /// Whether the call's descriptor is this file yet.
+    fn is_still_there(&self) -> bool {
+        rustix::fs::stat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
     }
 }
 

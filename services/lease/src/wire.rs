@@ -80,7 +80,7 @@ pub enum Answer {
     /// Not to be had.
     Refused(Refused),
     /// How things stand.
-    Status(crate::status::Status),
+    Status(Box<crate::status::Status>),
     /// Done.
     Done {},
 }
@@ -122,7 +122,7 @@ pub enum RefusedKind {
     /// Nothing ready: go on without.
     Empty,
     /// The policy says no.
-    Policy,
+    LendingPolicy,
     /// Not a size, not a page, not a name.
     Invalid,
     /// Kept memory that is in use, or another's.

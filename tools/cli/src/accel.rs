@@ -6,8 +6,8 @@ use crate::qemu::{self, Accel};
 use crate::size::Size;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use hugemm_host::interrupt;
-use hugemm_kernel::request::{Request, Trial};
+use hugemm_inspect::interrupt;
+use hugemm_kernel_commands::request::{Request, Trial};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 

@@ -26,7 +26,7 @@ pub struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Live a day of a virtual machine host: pools, machines, guests, mishaps; by extent, page by page, by this kernel.
+    /// Do the work of a virtual machine host: pools, machines, guests, failures; by extent, page by page, by this kernel.
     #[command(after_help = RUN_HELP)]
     Run(Run),
     /// Measure this machine's clearing primitives, find the crossovers, choose the policy.
@@ -90,7 +90,7 @@ pub enum Bench {
     Churn(frames::Churn),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
-    /// A huge page pool grown and shrunk, with and without descriptor economy.
+    /// A huge page pool grown and shrunk, with and without vmemmap optimization.
     Pool(crate::pool::args::Pool),
     /// Create a virtual machine: allocate, clear and map its memory, beside this machine's kernel.
     VmCreate(crate::vm_create::args::VmCreate),
@@ -98,6 +98,8 @@ pub enum Bench {
     Age(crate::age::args::Age),
     /// Unmap and protect pages that other CPUs may have in their TLBs, batched and page by page: time and interrupts.
     Shootdown(crate::paging::shootdown_args::Shootdown),
+    /// Start stock QEMU on memory that it fills, and on leased memory: from exec to a machine that answers.
+    Lease(crate::lease::args::BenchLease),
     /// Address space mapped, protected and unmapped by 4 KiB pages: as ranges, and page by page.
     Map(paging::Map),
 }

@@ -11,20 +11,20 @@ use crate::document::{self, Document};
 use crate::image::Image;
 use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
+use crate::run::{self, Log, Setting, Side};
 use crate::size::Size;
-use crate::{environment_text, progress, table};
+use crate::{age, environment_text, progress, table};
 use anyhow::{Result, bail};
-use hugemm_host::environment::{Environment, GuestInfo};
-use hugemm_kernel::report::EXIT_BROKEN;
-use hugemm_kernel::request::Request;
-use hugemm_kernel::{MAX_CPUS, MIN_MEMORY};
+use hugemm_inspect::environment::{Environment, GuestInfo};
+use hugemm_kernel::{ExitCode, MAX_CPUS, MIN_MEMORY};
+use hugemm_kernel_commands::request::Request;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
 /// The kernel's image.
-pub const KERNEL: Image = Image { package: "hugemm-kernel", target: "x86_64-unknown-none" };
+pub const KERNEL: Image = Image { package: "hugemm-kernel-commands", target: "x86_64-unknown-none" };
 
 /// The kernel says something every few seconds while any of its CPUs takes interrupts.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -130,7 +130,16 @@ pub fn run(args: &Boot) -> Result<()> {
         managed_bytes: boot.memory,
     });
     let mut rows = transcript.rows();
-    let (goals, unjudged) = pool_kernel::goals(&rows, accel == Accel::Tcg);
+    let (mut goals, unjudged) = pool_kernel::goals(&rows, accel == Accel::Tcg);
+    let aged = age::Lines::of_guest(&transcript);
+    aged.judge(&mut goals);
+    rows.extend(aged.rows());
+    let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
+    let host = Log::of_guest(&transcript);
+    let setting = Setting { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
+    if let Some((log, accounting)) = &host {
+        rows.extend(run::rows(log, sides, &setting, accounting));
+    }
     if !quiet {
         environment_text::print(&environment);
         if accel == Accel::Tcg {
@@ -141,6 +150,13 @@ pub fn run(args: &Boot) -> Result<()> {
         }
         for (title, lines) in transcript.tables() {
             table::print(&title, &lines);
+        }
+        if let Some((log, accounting)) = &host {
+            run::text::print(log, accounting, &setting, sides);
+        }
+        if let Request::Age(args) = request {
+            let sizes = [args.shared, args.memory, args.swap];
+            aged.print(&age::title(args.procs, sizes, boot.cpus.into(), args.millis as f64 / 1e3));
         }
         if !goals.is_empty() {
             goals.print();
@@ -189,7 +205,7 @@ fn broken(machine: &Machine<'_>, transcript: &Transcript, ended: &Ended) -> anyh
             SILENCE.as_secs()
         ),
         Some(status) if status.success() => format!("the guest reset by itself; its last words: {last}"),
-        Some(status) if status.code() == Some((2 * EXIT_BROKEN + 1) as i32) => {
+        Some(status) if status.code() == Some(ExitCode::Broken.of_qemu()) => {
             format!("the guest broke and could not say why; its last words: {last}")
         }
         Some(status) if complaint.is_empty() => format!("QEMU ended with {status}; the guest's last words: {last}"),

@@ -9,10 +9,10 @@ use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow};
 use hugemm_base::{Clock, CpuId, Dirty, PageSize, PreemptModel};
-use hugemm_clear::{Clearer, Lane, Outcome, ParallelClear, Policy, Request, Unit};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Lane, Outcome, ParallelClear, Unit};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
 use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 
@@ -20,8 +20,9 @@ use std::sync::atomic::AtomicBool;
 const LANES: usize = 64;
 
 /// What one pass showed.
-struct Pass {
-    nanos: u64,
+pub struct Pass {
+    /// How long it took.
+    pub nanos: u64,
     worst_unit_nanos: u64,
 }
 
@@ -37,8 +38,8 @@ pub fn run(args: &ClearExtent) -> Result<()> {
     let mut environment = Environment::read()?;
     let mut region = machine.memory(size, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("cleared", &region);
-    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
-    let policy = Policy { unit: args.unit.map(|unit| unit.0), ..policy };
+    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy { unit: args.unit.map(|unit| unit.0), ..policy };
     let clearer = Clearer::new(machine.features, policy)?;
     let host = Host::new(&places, region.as_mut_slice())?;
     // SAFETY: the only owner of the host's frames, made once.
@@ -108,8 +109,8 @@ pub fn run(args: &ClearExtent) -> Result<()> {
 }
 
 /// Clears all memory once with `workers` CPUs.
-fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> Result<(Dirty, Pass)> {
-    let request = Request::bulk(memory.extent().bytes());
+pub fn once(host: &Host<'_>, clearer: &Clearer, memory: Dirty, workers: u32) -> Result<(Dirty, Pass)> {
+    let request = ClearRequest::bulk(memory.extent().bytes());
     let mut lanes: [Lane; LANES] = std::array::from_fn(|_| Lane::empty());
     let clear = ParallelClear::new(memory, &mut lanes, host).map_err(|_| anyhow!("no lanes"))?;
     let start = Barrier::new(workers as usize);

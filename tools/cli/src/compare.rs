@@ -10,7 +10,7 @@ use crate::saved::Saved;
 use crate::table;
 use crate::unmeasured_args::Compare;
 use anyhow::{Context, Result, bail};
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use judge::{Judgement, Verdict};
 use serde_json::json;
 use sides::{Pair, Paired, pair};

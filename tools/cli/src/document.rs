@@ -2,7 +2,7 @@
 
 use crate::stats::Samples;
 use anyhow::{Context, Result, bail};
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 use std::borrow::Cow;

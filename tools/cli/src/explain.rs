@@ -7,9 +7,9 @@ use crate::size::Size;
 use crate::table;
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep};
-use hugemm_clear::{Clearer, Policy, Request, Unit, Warmth, folio};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Unit, Warmth, folio};
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 
 /// Runs the command.
 pub fn run(args: &Explain) -> Result<()> {
@@ -31,15 +31,15 @@ pub fn run(args: &Explain) -> Result<()> {
     let scratch = (machine.calibration_bytes() as u64).max(bytes.next_multiple_of(PageSize::Size2M.bytes()));
     let mut region = machine.memory(scratch, PageSize::Size2M, Kind::Thp)?;
     let profile = machine.profile(&args.calibration, region.as_mut_slice())?.profile;
-    let policy = Policy {
+    let policy = ClearPolicy {
         threshold: args.threshold.map(|size| size.0),
         unit: args.unit.map(|size| size.0),
         force: args.primitive,
-        ..Policy::new(profile)
+        ..ClearPolicy::new(profile)
     };
     let clearer = Clearer::new(machine.features, policy)?;
     let warmth = if args.warmth == Warm::Hot { Warmth::Hot } else { Warmth::Cold };
-    let request = Request { touch_soon: args.touch.is_some(), ..Request::bulk(total.0).with_warmth(warmth) };
+    let request = ClearRequest { touch_soon: args.touch.is_some(), ..ClearRequest::bulk(total.0).with_warmth(warmth) };
 
     let host = Host::new(&machine.places(1)?, &mut region.as_mut_slice()[..bytes as usize])?;
     let model = PreemptModel::from(args.preempt);
@@ -87,7 +87,7 @@ pub fn run(args: &Explain) -> Result<()> {
 }
 
 /// The policy's reasoning in a sentence.
-fn decision(policy: &Policy, request: &Request, model: PreemptModel) -> String {
+fn decision(policy: &ClearPolicy, request: &ClearRequest, model: PreemptModel) -> String {
     let size = Size(request.total);
     let best = policy.primitives(request, Sweep::Far);
     let unit = policy.unit_bytes(best.any, model, false);

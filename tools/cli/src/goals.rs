@@ -92,6 +92,12 @@ impl Goals {
         self.add(row, Bound::AtMost, goal);
     }
 
+    /// The largest of values measured at different sizes (each a median over runs) is at most `goal`.
+    pub fn at_most_everywhere(&mut self, metric: &str, by_size: &Samples, goal: f64) {
+        let row = Row::single(metric, by_size.max(), "ratio").label("sizes", by_size.runs());
+        self.add(row, Bound::AtMost, goal);
+    }
+
     /// The same, with what has to be known to read the figure.
     pub fn at_most_noted(&mut self, metric: &str, samples: &Samples, unit: &'static str, goal: f64, note: &str) {
         let row = Row::median(metric, samples, unit);

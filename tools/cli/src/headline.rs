@@ -12,8 +12,8 @@ use crate::saved::Saved;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, bail};
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
 use std::hint::black_box;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +25,7 @@ struct Step {
     goals: &'static [&'static str],
 }
 
-/// The commands, as short as their figures bear, and the goals of the design in its order.
+/// The commands, as short as their figures bear, and the goals in the order of docs/goals.md.
 const STEPS: &[Step] = &[
     Step {
         command: "probe --runs 5",
@@ -121,7 +121,7 @@ fn atomic() -> Samples {
     samples
 }
 
-/// The names of all goals, in the order of the design.
+/// The names of all goals, in the order of docs/goals.md.
 pub fn goals() -> impl Iterator<Item = &'static str> {
     STEPS.iter().flat_map(|step| step.goals).copied()
 }

@@ -1,4 +1,4 @@
-//! `hugemm bench interference`: what clearing on one CPU costs a cache-resident program on another (checklist B13).
+//! `hugemm bench interference`: what clearing on one CPU costs a cache-resident program on another.
 
 use crate::args::{Interference, Kind};
 use crate::document::Row;
@@ -9,10 +9,10 @@ use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{Cancel, CancelFlag, Clock, CpuId, Never, PageSize, PreemptModel};
-use hugemm_clear::{Class, Clearer, Policy, Primitive, Request};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
 use hugemm_workloads::chase::Chase;
 use std::sync::Barrier;
 
@@ -31,11 +31,11 @@ pub fn run(args: &Interference) -> Result<()> {
     let largest = sets.iter().max().copied().unwrap_or(4096).next_multiple_of(2 << 20);
     let mut set_region = machine.memory(largest, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("chased", &set_region);
-    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let calibrated = Clearer::new(machine.features, policy)?;
     // Nobody, the best cached primitive, and every streaming one: they differ in speed and in what they disturb.
     let mut neighbours = vec![None, Some(policy.profile.cached.any)];
-    neighbours.extend(machine.features.iter().filter(|p| p.class() == Class::Streaming).map(Some));
+    neighbours.extend(machine.features.iter().filter(|p| p.class() == PrimitiveClass::Streaming).map(Some));
     let host = Host::new(&places, region.as_mut_slice())?;
     // Under a cooperative model the policy's unit bounds each call of a primitive.
     host.set_preempt_model(PreemptModel::None);
@@ -140,7 +140,7 @@ fn once(
 ) -> Result<(f64, f64)> {
     // By huge page, as faults do. (Some CPUs write past the cache by themselves when one string store is larger than
     // the cache.)
-    let by_page = Policy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*calibrated.policy() };
+    let by_page = ClearPolicy { force: neighbour, unit: Some(PageSize::Size2M.bytes()), ..*calibrated.policy() };
     let clearer = Clearer::new(*calibrated.features(), by_page)?;
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
     std::thread::scope(|scope| {
@@ -151,7 +151,7 @@ fn once(
                 let mut memory = unsafe { host.own_frames() };
                 let (mut bytes, from) = (0_u64, host.now_ns());
                 while neighbour.is_some() && !done.requested() {
-                    let request = Request::bulk(memory.extent().bytes());
+                    let request = ClearRequest::bulk(memory.extent().bytes());
                     bytes += memory.extent().bytes();
                     memory =
                         clearer.clear(cx, memory, &request, &Never).map_err(|stopped| stopped.reason)?.into_dirty();

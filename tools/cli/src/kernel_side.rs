@@ -3,7 +3,7 @@
 use crate::args::Function;
 use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
-use hugemm_host::memory::{Backing, Region, RegionRequest};
+use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
 use std::time::Instant;
 
 /// Nanoseconds.
@@ -20,7 +20,7 @@ pub struct Took {
 pub fn pass(
     bytes: u64,
     page: PageSize,
-    backing: Backing,
+    backing: RegionBacking,
     function: Function,
     offset: impl Fn(u64) -> u64,
 ) -> Result<u64> {
@@ -31,7 +31,7 @@ pub fn pass(
 pub fn round_trip(
     bytes: u64,
     page: PageSize,
-    backing: Backing,
+    backing: RegionBacking,
     function: Function,
     offset: impl Fn(u64) -> u64,
 ) -> Result<Took> {
@@ -59,7 +59,7 @@ pub fn round_trip(
     }
     let nanos = start.elapsed().as_nanos() as u64;
     let verified = region.verify()?;
-    if backing != Backing::Small && verified.huge_share() < 0.9 {
+    if backing != RegionBacking::Small && verified.huge_share() < 0.9 {
         bail!(
             "the kernel gave only part of the memory in huge pages ({verified}); free some memory, or use --kind hugetlb"
         );

@@ -1,7 +1,9 @@
 //! `hugemm lease`: memory that a daemon has ready, for a stock program.
 
 pub mod args;
+pub mod bench;
 pub mod pool;
+mod scrub;
 
 use crate::size::Size;
 use anyhow::{Context, Result, anyhow, bail};
@@ -9,6 +11,7 @@ use args::Lease;
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::supervisor::{attach, private_by_arguments};
 use hugemm_lease::wire::{Keep, Wish};
+use rustix::fs::SealFlags;
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, OpenOptions};
@@ -50,6 +53,17 @@ fn lease(args: &Lease) -> Result<Leased> {
     let lease = Connection::open(&socket).and_then(|daemon| daemon.lease(wish))?;
     if let (Some(path), Some(secret), false) = (&args.secret, &lease.about.secret, lease.about.resumed) {
         write_secret(path, secret)?;
+    }
+    if lease.about.resumed
+        && rustix::fs::fcntl_get_seals(&lease.file).is_ok_and(|seals| seals.contains(SealFlags::SEAL))
+    {
+        eprintln!(
+            "hugemm lease: what was kept is sealed, and a program that seals it again fails; for QEMU add seal=off"
+        );
+    }
+    if args.scrub && lease.about.resumed {
+        let gbps = scrub::scrub(&lease.file, lease.about.bytes, &args.calibration)?;
+        eprintln!("hugemm lease: cleared what was kept, at {gbps:.1} GB/s");
     }
     Ok(lease)
 }

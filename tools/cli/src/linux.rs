@@ -9,7 +9,7 @@ use crate::args::Page;
 use crate::boot::KERNEL;
 use crate::document::{self, Document, Row};
 use crate::image::Image;
-use crate::linux::args::{Economy, GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
+use crate::linux::args::{GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Hvo, Linux};
 use crate::linux::faults::Populate;
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::linux::reference::Reference;
@@ -20,7 +20,7 @@ use crate::{cli_text, environment_text, noise, progress, table};
 use anyhow::{Result, bail};
 use clap::Parser;
 use hugemm_base::PageSize;
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -218,7 +218,7 @@ fn per_page(event: &Value, sum: f64) -> Option<f64> {
 }
 
 fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
-    let heads = ["kernel", "CPUs", "economy", "pages", "up µs", "down µs", "up IPIs", "down IPIs"];
+    let heads = ["kernel", "CPUs", "hvo", "pages", "up µs", "down µs", "up IPIs", "down IPIs"];
     let mut lines = table::new(heads);
     let mut taxes = table::new(["kernel", "CPUs", "tax up", "tax down", "IPIs more, up", "down"]);
     let mut rows = Vec::new();
@@ -228,13 +228,13 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
             continue;
         };
         let mut sides = Vec::new();
-        for economy in &pool.hvo {
-            let name = economy.name();
-            let columns = POOL.map(|(.., field)| samples(events, "economy", name, field));
-            let pages = samples(events, "economy", name, |event| event["pages"].as_f64()).median();
+        for optimizer in &pool.hvo {
+            let name = optimizer.name();
+            let columns = POOL.map(|(.., field)| samples(events, "hvo", name, field));
+            let pages = samples(events, "hvo", name, |event| event["pages"].as_f64()).median();
             for ((metric, unit, _), samples) in POOL.iter().zip(&columns) {
                 let row = Row::median(*metric, samples, *unit).label("kernel", cell.kernel.as_str());
-                rows.push(row.label("cpus", cell.cpus).label("economy", name).label("pages", pages));
+                rows.push(row.label("cpus", cell.cpus).label("hvo", name).label("pages", pages));
             }
             let median = columns.map(|samples| samples.median());
             let [up, down, up_ipis, down_ipis] = median;
@@ -249,10 +249,10 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
                 format!("{up_ipis:.0}"),
                 format!("{down_ipis:.0}"),
             ]);
-            sides.push((*economy, median));
+            sides.push((*optimizer, median));
         }
-        let side = |which| sides.iter().find(|(economy, _)| *economy == which).map(|(_, median)| median);
-        if let (Some(off), Some(on)) = (side(Economy::Off), side(Economy::On)) {
+        let side = |which| sides.iter().find(|(optimizer, _)| *optimizer == which).map(|(_, median)| median);
+        if let (Some(off), Some(on)) = (side(Hvo::Off), side(Hvo::On)) {
             let tax = [on[0] / off[0], on[1] / off[1]];
             taxes.add_row([
                 cell.kernel.clone(),
@@ -271,7 +271,7 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
     if !quiet {
         table::print(&format!("Pool of {} {} pages, per page; medians", pool.n, Size(kib(pool.page) << 10)), &lines);
         if !taxes.is_empty() {
-            table::print("What descriptor economy costs: on / off, and IPIs more per resize", &taxes);
+            table::print("What vmemmap optimization costs: on / off, and IPIs more per resize", &taxes);
         }
     }
     rows
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn figures_are_per_page_that_was_had() {
-        let event = json!({"run": 1, "economy": "on", "pages": 10, "page_kib": 2048, "up_ns": 500, "down_ns": 200,
+        let event = json!({"run": 1, "hvo": "on", "pages": 10, "page_kib": 2048, "up_ns": 500, "down_ns": 200,
             "up_function_calls": 3, "up_tlb": 1, "down_function_calls": 0, "down_tlb": 2});
         let figures = POOL.map(|(.., field)| field(&event));
         assert_eq!(figures, [Some(50.0), Some(20.0), Some(4.0), Some(2.0)]);

@@ -8,10 +8,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, NodeId, PageSize};
 use hugemm_clear::{Features, Profile, calibrate};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_host::environment::Environment;
-use hugemm_host::limits::Limits;
-use hugemm_host::memory::{Backing, MemoryError, Region, RegionRequest};
-use hugemm_host::topology::MachineTopology;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::limits::Limits;
+use hugemm_inspect::memory::{MemoryError, Region, RegionBacking, RegionRequest};
+use hugemm_inspect::topology::MachineTopology;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -73,18 +73,18 @@ impl Machine {
     /// hugetlb pages where both can be.
     pub fn memory(&self, bytes: u64, page: PageSize, kind: Kind) -> Result<Region> {
         match (page, kind) {
-            (PageSize::Size4K, _) => self.allocate(bytes, Backing::Small),
+            (PageSize::Size4K, _) => self.allocate(bytes, RegionBacking::Small),
             (PageSize::Size1G, Kind::Thp) => bail!("transparent huge pages have no 1 GiB size; use --kind hugetlb"),
-            (PageSize::Size2M, Kind::Thp) => self.allocate(bytes, Backing::Thp),
-            (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => self.allocate(bytes, Backing::Hugetlb(page)),
-            (PageSize::Size2M, Kind::Auto) => match self.allocate(bytes, Backing::Hugetlb(page)) {
-                Err(error) if !is_interrupt(&error) => self.allocate(bytes, Backing::Thp),
+            (PageSize::Size2M, Kind::Thp) => self.allocate(bytes, RegionBacking::Thp),
+            (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => self.allocate(bytes, RegionBacking::Hugetlb(page)),
+            (PageSize::Size2M, Kind::Auto) => match self.allocate(bytes, RegionBacking::Hugetlb(page)) {
+                Err(error) if !is_interrupt(&error) => self.allocate(bytes, RegionBacking::Thp),
                 result => result,
             },
         }
     }
 
-    fn allocate(&self, bytes: u64, backing: Backing) -> Result<Region> {
+    fn allocate(&self, bytes: u64, backing: RegionBacking) -> Result<Region> {
         let bar = progress::bar(bytes, self.quiet);
         bar.set_message(format!("taking and touching {} of memory", Size(bytes)));
         let request = RegionRequest { bytes, backing, raise_pool: true, ..RegionRequest::default() };

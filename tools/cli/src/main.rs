@@ -48,7 +48,7 @@ mod unmeasured_args;
 mod vm_create;
 
 use args::{Bench, Command, Mem};
-use hugemm_host::interrupt;
+use hugemm_inspect::interrupt;
 use std::process::ExitCode;
 
 /// The complaint, and its causes as far as it has not named them itself.
@@ -92,6 +92,7 @@ fn main() -> ExitCode {
         Command::Boot(args) => boot::run(args),
         Command::Bench(Bench::Pool(args)) => pool::run(args),
         Command::Bench(Bench::Shootdown(args)) => paging::shootdown::run(args),
+        Command::Bench(Bench::Lease(args)) => lease::bench::run(args),
         Command::Bench(Bench::Map(args)) => paging::map::run(args),
         Command::Explain(args) => explain::run(args),
         // Commands that measure nothing.

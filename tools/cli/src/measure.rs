@@ -6,9 +6,9 @@ use anyhow::Result;
 use hugemm_base::{CpuCx, Dirty, PAGE_SHIFT};
 use hugemm_clear::{Clearer, Primitive, Warmth};
 use hugemm_host::cpu::Host;
-use hugemm_host::interrupt;
+use hugemm_inspect::interrupt;
 use hugemm_workloads::Pass;
-use hugemm_workloads::sweep::{self, How};
+use hugemm_workloads::sweep::{self, ClearWith};
 
 /// Bytes that are cleared untimed before a hot measurement.
 const SETTLE: u64 = 64 << 20;
@@ -109,8 +109,8 @@ pub fn bandwidths(
             interrupt::check()?;
             let index = (i + run) % subjects.len();
             let how = match subjects[index] {
-                Subject::Primitive(primitive) => How::Primitive { primitive, features: clearer.features() },
-                Subject::Policy => How::Policy { clearer, warmth: field.warmth },
+                Subject::Primitive(primitive) => ClearWith::Primitive { primitive, features: clearer.features() },
+                Subject::Policy => ClearWith::Policy { clearer, warmth: field.warmth },
             };
             let pass;
             (memory, pass) = match field.warmth {
@@ -137,7 +137,7 @@ pub fn bandwidths(
 
 /// Clears a region over and over. The first passes are untimed: whoever came before may have pushed it out of the caches,
 /// and some take a dozen passes to settle.
-fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: How<'_>, mut region: Dirty, field: &Field) -> Result<(Dirty, Pass)> {
+fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: ClearWith<'_>, mut region: Dirty, field: &Field) -> Result<(Dirty, Pass)> {
     let untimed = (SETTLE / field.size).max(1);
     let mut sum = Pass::default();
     for i in 0..untimed + field.span / field.size {

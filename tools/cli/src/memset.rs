@@ -1,4 +1,4 @@
-//! `hugemm bench mem memset`: the chunk table of seed 003.
+//! `hugemm bench mem memset`: the chunk table of "huge page clearing optimizations".
 
 use crate::args::{Memset, primitive};
 use crate::document::Row;
@@ -8,9 +8,9 @@ use crate::size::Size;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, PageSize};
-use hugemm_clear::{Clearer, Policy, Primitive, Profile};
+use hugemm_clear::{ClearPolicy, Clearer, Primitive, Profile};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 
 /// perf's gigabyte: 2^30 bytes.
 pub const PERF_GB: f64 = (1_u64 << 30) as f64;
@@ -35,7 +35,7 @@ pub fn run(args: &Memset) -> Result<()> {
     environment.note_region("measured", &region);
     // Nothing is chosen here, so nothing needs to be calibrated.
     let profile = Profile::uncalibrated(&machine.features, None);
-    let clearer = Clearer::new(machine.features, Policy::new(profile))?;
+    let clearer = Clearer::new(machine.features, ClearPolicy::new(profile))?;
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let repeat = Repeat { runs: args.loops, warmup: args.warmup.warmup };

@@ -1,4 +1,5 @@
-//! `hugemm bench mem mmap`: seed 000's workload on two sides, alternating, on memory that was touched before.
+//! `hugemm bench mem mmap`: the workload of "mm, folio_zero_user: support clearing page ranges" on two sides,
+//! alternating, on memory that was touched before.
 //!
 //! The kernel's side really maps and populates memory. hugemm's side clears the same amount of the same kind of memory
 //! in the order of the same faults, but its fault is a function call: a *software fault*, without a trap and without
@@ -14,12 +15,12 @@ use crate::stats::Samples;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Dirty, PageSize, PreemptModel};
-use hugemm_clear::{Clearer, Policy};
+use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt::{self, UserStops};
-use hugemm_host::memory::Backing;
-use hugemm_host::pool::HugetlbPool;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt::{self, UserStops};
+use hugemm_inspect::memory::RegionBacking;
+use hugemm_inspect::pool::HugetlbPool;
 use hugemm_workloads::faults::{self, Populate};
 use std::sync::Barrier;
 
@@ -53,7 +54,7 @@ impl Side {
 struct Job {
     bytes: u64,
     page: PageSize,
-    backing: Backing,
+    backing: RegionBacking,
     threads: u32,
     seed: Option<u64>,
 }
@@ -93,8 +94,8 @@ pub fn run(args: &Mmap) -> Result<()> {
     let backing = region.backing();
     // The kernel's side needs a pool of its own; it goes back when the guard is dropped.
     let _pool = match backing {
-        Backing::Hugetlb(size) => Some(HugetlbPool::new().ensure(size, bytes / size.bytes(), None)?),
-        Backing::Thp | Backing::Small => None,
+        RegionBacking::Hugetlb(size) => Some(HugetlbPool::new().ensure(size, bytes / size.bytes(), None)?),
+        RegionBacking::Thp | RegionBacking::Small => None,
     };
     let calibrated = Clearer::new(machine.features, calibrate(&machine, args, region.as_mut_slice())?)?;
     let host = Host::new(&places, region.as_mut_slice())?;
@@ -142,13 +143,13 @@ pub fn run(args: &Mmap) -> Result<()> {
 }
 
 /// The profile for the calibrated side; cold memory is what faults get.
-fn calibrate(machine: &Machine, args: &Mmap, scratch: &mut [u8]) -> Result<Policy> {
+fn calibrate(machine: &Machine, args: &Mmap, scratch: &mut [u8]) -> Result<ClearPolicy> {
     let least = hugemm_clear::calibrate::MIN_SCRATCH;
     if scratch.len() >= least || args.calibration.profile.is_some() {
-        return Ok(Policy::new(machine.profile(&args.calibration, scratch)?.profile));
+        return Ok(ClearPolicy::new(machine.profile(&args.calibration, scratch)?.profile));
     }
     let mut own = machine.memory(machine.calibration_bytes() as u64, PageSize::Size2M, Kind::Thp)?;
-    Ok(Policy::new(machine.profile(&args.calibration, own.as_mut_slice())?.profile))
+    Ok(ClearPolicy::new(machine.profile(&args.calibration, own.as_mut_slice())?.profile))
 }
 
 /// One pass of the kernel; the time of the slowest thread in ns.
@@ -179,10 +180,10 @@ fn hugemm_pass(
     job: &Job,
     function: Function,
 ) -> Result<(Dirty, u64)> {
-    let cached = Policy { threshold: Some(u64::MAX), ..*calibrated.policy() };
+    let cached = ClearPolicy { threshold: Some(u64::MAX), ..*calibrated.policy() };
     let (model, policy) = match clear {
-        Clear::Page => (PreemptModel::None, Policy { unit: Some(4096), ..cached }),
-        Clear::Batch => (PreemptModel::None, Policy { unit: Some(8 << 20), ..cached }),
+        Clear::Page => (PreemptModel::None, ClearPolicy { unit: Some(4096), ..cached }),
+        Clear::Batch => (PreemptModel::None, ClearPolicy { unit: Some(8 << 20), ..cached }),
         Clear::Extent => (PreemptModel::Full, cached),
         Clear::Policy => (PreemptModel::Full, *calibrated.policy()),
     };
@@ -202,7 +203,7 @@ fn hugemm_pass(
     }
     let start = Barrier::new(job.threads as usize);
     let results = host.run_on_each((0..job.threads).map(CpuId), |cx| {
-        let cpu = hugemm_base::CpuLocal::current(cx.platform()).0 as usize;
+        let cpu = hugemm_base::Cpu::current(cx.platform()).0 as usize;
         let mine = parts[cpu].lock().ok().and_then(|mut part| part.take());
         start.wait();
         mine.map(|mine| {
@@ -261,10 +262,10 @@ fn report(
     (title, lines)
 }
 
-fn backing_name(backing: Backing) -> &'static str {
+fn backing_name(backing: RegionBacking) -> &'static str {
     match backing {
-        Backing::Thp => "transparent huge pages",
-        Backing::Hugetlb(_) => "hugetlb",
-        Backing::Small => "normal pages",
+        RegionBacking::Thp => "transparent huge pages",
+        RegionBacking::Hugetlb(_) => "hugetlb",
+        RegionBacking::Small => "normal pages",
     }
 }

@@ -1,4 +1,4 @@
-//! `hugemm bench pool`: a pool grown and shrunk, with descriptor economy and without, flushes per batch and per page.
+//! `hugemm bench pool`: a pool grown and shrunk, with vmemmap optimization and without, flushes per batch and per page.
 
 pub mod args;
 pub mod kernel;
@@ -14,11 +14,11 @@ use crate::pool::projection::Here;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, bail};
-use hugemm_base::{Clock, CpuId, CpuLocal, Never, PageSize};
+use hugemm_base::{Clock, Cpu, CpuId, Never, PageSize};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, Policy};
+use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy};
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
 use hugemm_workloads::pool::{self, Cycle, Timed};
 use std::hint::spin_loop;
 use std::sync::OnceLock;
@@ -64,7 +64,7 @@ pub fn run(args: &Pool) -> Result<()> {
     for n in &counts {
         for threads in &args.threads {
             for hvo in &args.hvo {
-                // Without economy there is nothing to flush; page by page nothing can be swapped.
+                // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
                 let ways: &[Flush] = if *hvo == Hvo::On { &args.flush } else { &[Flush::Batch] };
                 for flush in ways {
                     let (up, down, last) = (Samples::default(), Samples::default(), Cycle::default());
@@ -111,17 +111,17 @@ pub fn run(args: &Pool) -> Result<()> {
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
 fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
     let policy = match side.flush {
-        Flush::Batch => Policy { swap: side.hvo != Hvo::InPlace, ..Policy::default() },
-        Flush::Page => Policy { flush: FlushPolicy::Page, swap: false, carve: true },
+        Flush::Batch => OptimizerPolicy { swap: side.hvo != Hvo::InPlace, ..OptimizerPolicy::default() },
+        Flush::Page => OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
     };
-    let economy = ground.economy(policy);
-    economy.set_enabled(side.hvo != Hvo::Off);
+    let optimizer = ground.optimizer(policy);
+    optimizer.set_enabled(side.hvo != Hvo::Off);
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| match side.threads {
-            1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &economy, side.n))??),
+            1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n))??),
             threads => {
-                let up = together(host, pool, &economy, side.n, threads)?;
-                let down = together(host, pool, &economy, 0, threads)?;
+                let up = together(host, pool, &optimizer, side.n, threads)?;
+                let down = together(host, pool, &optimizer, 0, threads)?;
                 Ok(Cycle { up, down })
             }
         })?;
@@ -133,7 +133,7 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
             side.up.push(cycle.up.each());
             side.down.push(cycle.down.each());
         }
-        // Tables are made the first time: what the seed's flushes were about.
+        // Tables are made the first time: what most flushes were about.
         if !counted {
             side.last = cycle;
         }
@@ -146,7 +146,7 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
 fn together<'e>(
     host: &Host<'_>,
     pool: &HugePool<'_>,
-    economy: &hugemm_hugetlb::Economy<'e, crate::pool::machine::Soft<'e>, crate::pool::machine::Map<'e>>,
+    optimizer: &hugemm_hugetlb::VmemmapOptimizer<'e, crate::pool::machine::Soft<'e>, crate::pool::machine::Map<'e>>,
     target: u64,
     threads: u32,
 ) -> Result<Timed> {
@@ -159,7 +159,7 @@ fn together<'e>(
         }
         let begin = cx.platform().now_ns();
         if cx.platform().current() == CpuId(0) {
-            let _ = resize.set(pool.resize(cx, economy, target, Nodes::All));
+            let _ = resize.set(pool.resize(cx, optimizer, target, Nodes::All));
         }
         let resize = loop {
             match resize.get() {
@@ -188,7 +188,7 @@ fn saved_kib(side: &Side) -> f64 {
 }
 
 fn print(args: &Pool, sides: &[Side], size: PageSize) {
-    let mut heads = vec!["economy".to_owned(), "pages".into(), "threads".into()];
+    let mut heads = vec!["hvo".to_owned(), "pages".into(), "threads".into()];
     heads.extend(["up ns/page", "down ns/page", "flushes up", "down", "KiB saved/page"].map(str::to_owned));
     heads.extend(args.cpus.iter().map(|cpus| format!("IPIs on {cpus}")));
     let mut lines = table::new(heads);

@@ -9,14 +9,14 @@ use crate::stats::Samples;
 use crate::{environment_text, goals, profile_file, progress, table};
 use anyhow::Result;
 use hugemm_base::{Clock, CpuCx, CpuId, Dirty, Never, PageSize, PreemptModel};
-use hugemm_clear::{Class, Clearer, Policy, Primitive, Profile, Request, Unit, Warmth};
+use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass, Profile, Unit, Warmth};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
 
 const MIB: u64 = 1 << 20;
 
-/// Chunk sizes of seed 003's table.
+/// Chunk sizes of the table in "huge page clearing optimizations".
 const CHUNKS: [u64; 7] = [4 << 10, 64 << 10, 2 * MIB, 8 * MIB, 32 * MIB, 128 * MIB, 1024 * MIB];
 
 /// Bytes that one measurement of a region smaller than this repeats it for.
@@ -36,7 +36,7 @@ pub fn run(args: &Probe) -> Result<()> {
     let mut region = machine.memory(size, PageSize::Size2M, args.kind)?;
     environment.note_region("measured", &region);
     let calibrated = machine.profile(&args.calibration, region.as_mut_slice())?;
-    let clearer = Clearer::new(machine.features, Policy::new(calibrated.profile))?;
+    let clearer = Clearer::new(machine.features, ClearPolicy::new(calibrated.profile))?;
     if !machine.quiet() {
         environment_text::print(&environment);
         println!("memory: {}", region.verified());
@@ -87,7 +87,7 @@ fn print_profile(calibrated: &Calibrated, calibration: &Calibration) {
     println!("    and read right after  {}", from(crossover.cold_touched));
     println!("    on hot memory         {}", from(crossover.hot));
     println!("    and read right after  {}", from(crossover.hot_touched));
-    let policy = Policy::new(calibrated.profile);
+    let policy = ClearPolicy::new(calibrated.profile);
     let unit = |p| Size(policy.unit_bytes(p, PreemptModel::None, false));
     println!("  unit under a cooperative model: {} cached", unit(cached.any));
     if let Some(bulk) = bulk {
@@ -174,7 +174,7 @@ fn measure(
     let best_stream = subjects
         .iter()
         .zip(largest)
-        .filter(|(subject, _)| matches!(subject, Subject::Primitive(p) if p.class() == Class::Streaming))
+        .filter(|(subject, _)| matches!(subject, Subject::Primitive(p) if p.class() == PrimitiveClass::Streaming))
         .map(|(_, samples)| samples)
         .max_by(|a, b| a.median().total_cmp(&b.median()));
     let mut goals = goals::Goals::new();
@@ -232,9 +232,9 @@ fn worst_unit(
         for (threshold, vectors) in [(0, true), (u64::MAX, true), (0, false), (u64::MAX, false)] {
             interrupt::check()?;
             host.grant_vectors(vectors);
-            let policy = Policy { threshold: Some(threshold), ..*clearer.policy() };
+            let policy = ClearPolicy { threshold: Some(threshold), ..*clearer.policy() };
             let cooperative = Clearer::new(*clearer.features(), policy)?;
-            let request = Request::bulk(memory.extent().bytes()).with_warmth(Warmth::Cold);
+            let request = ClearRequest::bulk(memory.extent().bytes()).with_warmth(Warmth::Cold);
             let mut last = host.now_ns();
             let mut observer = |_: &Unit| {
                 let now = host.now_ns();

@@ -2,8 +2,8 @@
 
 use crate::size::Size;
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_host::interrupt;
-use hugemm_host::limits::Limits;
+use hugemm_inspect::interrupt;
+use hugemm_inspect::limits::Limits;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, ErrorKind, Read};

@@ -12,7 +12,7 @@ use crate::size::Size;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{Order, PAGE_BYTES, PageSize};
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use plan::{Counts, Plan};
 use run::{Outcome, Setup};
 use trace::Trace;

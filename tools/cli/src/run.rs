@@ -1,11 +1,12 @@
-//! `hugemm run`: a day in the life of a virtual machine host: page by page, by extent in the cache, by extent past the cache,
+//! `hugemm run`: the work of a virtual machine host, once through: page by page, by extent in the cache, by extent past the cache,
 //! and by this machine's kernel.
 
 pub mod args;
 mod host;
 mod kernel;
-mod text;
+pub mod text;
 
+use crate::boot::lines::Transcript;
 use crate::document::{self, Document, Row};
 use crate::machine::{GIB, Machine};
 use crate::pool::machine;
@@ -15,17 +16,17 @@ use crate::stats::Samples;
 use crate::{environment_text, noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
 use hugemm_base::{Extent, PageSize};
-use hugemm_clear::Policy;
+use hugemm_clear::ClearPolicy;
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
-use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::{self, Figures, Phase};
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
+use hugemm_workloads::vm_host::accounting::Accounting;
+use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 
 /// Memory is managed in multiples of what one 2 MiB block of descriptors describes.
 const GRAIN: u64 = 128 << 20;
 
-/// Who lives the day. Of hugemm's sides each differs from the one before by one thing.
+/// Who does the work. Of hugemm's sides each differs from the one before by one thing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// hugemm, as kernels that work by pages do it.
@@ -53,23 +54,37 @@ impl Side {
     }
 }
 
-/// One phase on one side, over all days.
+/// One phase on one side, over all runs.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
     /// Milliseconds.
     pub millis: Samples,
-    /// Of the last day.
-    pub figures: Figures,
+    /// Of the last run.
+    pub figures: PhaseFigures,
+}
+
+/// On what it was run.
+pub struct Setting {
+    /// Bytes of memory.
+    pub bytes: u64,
+    /// CPUs that create machines.
+    pub workers: u32,
+    /// CPUs that flushes have to reach.
+    pub flushed_cpus: u32,
+    /// Runs.
+    pub runs: u32,
+    /// What interrupts are.
+    pub ipis: &'static str,
 }
 
 /// Everything that was measured.
 #[derive(Default)]
 pub struct Log {
-    entries: Vec<(Side, Phase, Measured)>,
+    entries: Vec<(Side, RunPhase, Measured)>,
 }
 
 impl Log {
-    fn push(&mut self, side: Side, phase: Phase, figures: &Figures) {
+    fn push(&mut self, side: Side, phase: RunPhase, figures: &PhaseFigures) {
         let place = self.entries.iter().position(|entry| (entry.0, entry.1) == (side, phase));
         let place = place.unwrap_or_else(|| {
             self.entries.push((side, phase, Measured::default()));
@@ -80,8 +95,21 @@ impl Log {
         measured.figures = *figures;
     }
 
+    /// What the reference kernel has measured, and its accounting; `None` if it ran something else.
+    pub fn of_guest(transcript: &Transcript) -> Option<(Log, Accounting)> {
+        let accounting = transcript.records().last()?.0;
+        let mut log = Log::default();
+        for (figures, labels) in transcript.records::<PhaseFigures>() {
+            let is = |label: &str, name: &str| labels.get(label).is_some_and(|value| value == name);
+            let side = Side::ALL.into_iter().find(|side| is("side", side.name()))?;
+            let phase = RunPhase::ALL.into_iter().find(|phase| is("phase", phase.name()))?;
+            log.push(side, phase, &figures);
+        }
+        Some((log, accounting))
+    }
+
     /// What was measured of a phase on a side.
-    pub fn get(&self, side: Side, phase: Phase) -> Option<&Measured> {
+    pub fn get(&self, side: Side, phase: RunPhase) -> Option<&Measured> {
         self.entries.iter().find(|entry| (entry.0, entry.1) == (side, phase)).map(|entry| &entry.2)
     }
 
@@ -104,14 +132,14 @@ pub fn run(args: &Run) -> Result<()> {
         None => machine.default_size(4, GIB / 2, 8 * GIB)?,
     };
     // What descriptors take is not free.
-    let sizes = day::Plan::of(bytes / 4096 / 64 * 63)
-        .with_context(|| format!("{} is too little for a day; use --size 512MB or more", Size(bytes)))?;
+    let sizes = HostSizes::of(bytes / 4096 / 64 * 63)
+        .with_context(|| format!("{} is too little; use --size 512MB or more", Size(bytes)))?;
     let workers = args.workers.unwrap_or(machine.topology.cpus.len().min(44) as u32);
     let places = machine.places(workers as usize)?;
     let mut environment = Environment::read()?;
     let mut region = machine.memory(bytes, PageSize::Size2M, args.kind)?;
     environment.note_region("hugemm", &region);
-    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
     let plan = machine::Plan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
@@ -121,40 +149,42 @@ pub fn run(args: &Run) -> Result<()> {
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let sides = &Side::ALL[..if args.no_kernel { 3 } else { 4 }];
-    let days = args.runs as usize + 1;
-    let bar = progress::bar((days * sides.len() * Phase::ALL.len()) as u64, machine.quiet());
-    let (mut log, mut books, mut notes) = (Log::default(), None, Vec::new());
-    for day in 0..days {
+    let runs = args.runs as usize + 1;
+    let bar = progress::bar((runs * sides.len() * RunPhase::ALL.len()) as u64, machine.quiet());
+    let (mut log, mut accounting, mut notes) = (Log::default(), None, Vec::new());
+    for run in 0..runs {
         for turn in 0..sides.len() {
-            let side = sides[(day + turn) % sides.len()];
-            let mut tell = |phase: Phase, figures: &Figures| {
+            let side = sides[(run + turn) % sides.len()];
+            let mut tell = |phase: RunPhase, figures: &PhaseFigures| {
                 bar.inc(1);
-                bar.set_message(format!("day {} of {days}, {}: after '{}'", day + 1, side.name(), phase.name()));
-                // The first day touches memory that may be new to the machine below a virtual one.
-                if day > 0 {
+                bar.set_message(format!("run {} of {runs}, {}: after '{}'", run + 1, side.name(), phase.name()));
+                // The first run touches memory that may be new to the machine below a virtual one.
+                if run > 0 {
                     log.push(side, phase, figures);
                 }
             };
             interrupt::check()?;
             match side {
                 Side::Kernel => {
-                    kernel::live(&sizes, workers, &mut tell, &mut notes)?;
+                    kernel::run(&sizes, workers, &mut tell, &mut notes)?;
                 }
                 _ => {
                     let features = machine.features;
-                    let setting = host::Setting { side, sizes, policy, features, workers, vcpus: args.vcpus };
-                    // SAFETY: the region is the host's, which is used by this day alone, and initialised.
-                    books = Some(unsafe { host::live(&setting, &plan, start, &host, &mut metadata, &mut tell) }?);
+                    let how = host::Setting { side, sizes, policy, features, workers, vcpus: args.vcpus };
+                    // SAFETY: the region is the host's, which is used by this run alone, and initialised.
+                    accounting = Some(unsafe { host::run(&how, &plan, start, &host, &mut metadata, &mut tell) }?);
                 }
             }
         }
     }
     bar.finish_and_clear();
-    let Some(books) = books else { bail!("no day was lived") };
-    let rows = rows(&log, sides, bytes, &books);
+    let Some(accounting) = accounting else { bail!("nothing was run") };
+    let flushed_cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
+    let setting = Setting { bytes, workers, flushed_cpus, runs: args.runs, ipis: "modelled IPIs" };
+    let rows = rows(&log, sides, &setting, &accounting);
     if !machine.quiet() {
         environment_text::print(&environment);
-        text::print(&log, &books, bytes, workers, args, sides);
+        text::print(&log, &accounting, &setting, sides);
         notes.dedup();
         for note in &notes {
             println!("  {note}");
@@ -174,13 +204,15 @@ pub fn run(args: &Run) -> Result<()> {
 }
 
 /// One row per figure, the sides told apart by a label.
-fn rows(log: &Log, sides: &[Side], bytes: u64, books: &Books) -> Vec<Row> {
+pub fn rows(log: &Log, sides: &[Side], setting: &Setting, accounting: &Accounting) -> Vec<Row> {
     let mut rows = Vec::new();
     for side in sides {
-        for phase in Phase::ALL {
+        for phase in RunPhase::ALL {
             let Some(measured) = log.get(*side, phase) else { continue };
             let label = |row: Row| {
-                row.label("side", side.name()).label("phase", phase.name()).label("size", Size(bytes).to_string())
+                row.label("side", side.name())
+                    .label("phase", phase.name())
+                    .label("size", Size(setting.bytes).to_string())
             };
             rows.push(label(Row::median("run.time", &measured.millis, "ms")));
             let figures = &measured.figures;
@@ -193,9 +225,9 @@ fn rows(log: &Log, sides: &[Side], bytes: u64, books: &Books) -> Vec<Row> {
             }
             if *side != Side::Kernel {
                 rows.push(label(Row::single("run.flushes", figures.flushes as f64, "flushes")));
-                rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, "modelled IPIs")));
+                rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, setting.ipis)));
             }
-            if phase == Phase::Pressure && *side != Side::Kernel {
+            if phase == RunPhase::Pressure && *side != Side::Kernel {
                 let counts = figures.reclaimed;
                 let all = [("stored", counts.stored), ("loaded", counts.loaded), ("age_flushes", counts.age_flushes)];
                 rows.extend(all.map(|(name, count)| label(Row::single(format!("run.{name}"), count as f64, "count"))));
@@ -205,14 +237,14 @@ fn rows(log: &Log, sides: &[Side], bytes: u64, books: &Books) -> Vec<Row> {
             }
         }
         if *side != Side::Kernel {
-            rows.push(Row::single("run.day", log.whole(*side), "ms").label("side", side.name()));
+            rows.push(Row::single("run.total", log.whole(*side), "ms").label("side", side.name()));
         }
     }
     for (name, value, unit) in [
-        ("run.checks", books.checks, "checks"),
-        ("run.poisoned", books.poisoned, "frames"),
-        ("run.failed_accesses", books.failed_accesses, "count"),
-        ("run.refused_machines", books.refused_machines, "count"),
+        ("run.checks", accounting.checks, "checks"),
+        ("run.poisoned", accounting.poisoned, "frames"),
+        ("run.failed_accesses", accounting.failed_accesses, "count"),
+        ("run.refused_machines", accounting.refused_machines, "count"),
     ] {
         rows.push(Row::single(name, value as f64, unit));
     }

@@ -1,6 +1,6 @@
 //! CPUs that nobody plays: they have a space loaded, so that flushes have to reach them, and whoever flushes does their part.
 
-use hugemm_base::{Counters, CpuId, CpuLocal, Instrumented, Preempt, PreemptModel, StoreOrder, VectorUnit};
+use hugemm_base::{Counters, Cpu, CpuId, PreemptModel};
 use hugemm_host::cpu::Host;
 
 /// A CPU without a thread, for the time it takes to load a space.
@@ -16,8 +16,8 @@ impl<'h, 'm> StandIn<'h, 'm> {
     }
 }
 
-// SAFETY: nobody else plays the CPU.
-unsafe impl CpuLocal for StandIn<'_, '_> {
+// SAFETY: nobody else plays the CPU. The operating system fences when it switches threads.
+unsafe impl Cpu for StandIn<'_, '_> {
     fn current(&self) -> CpuId {
         self.cpu
     }
@@ -27,24 +27,17 @@ unsafe impl CpuLocal for StandIn<'_, '_> {
     }
 
     unsafe fn unpin(&self, _state: usize) {}
-}
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for StandIn<'_, '_> {
+    fn cpus(&self) -> u32 {
+        self.cpu.0 + 1
+    }
+
     fn preempt_model(&self) -> PreemptModel {
         self.host.preempt_model()
     }
 
-    unsafe fn reschedule(&self) {}
-}
+    unsafe fn cond_resched(&self) {}
 
-// SAFETY: the hardware's own barriers.
-unsafe impl StoreOrder for StandIn<'_, '_> {}
-
-// SAFETY: the provided methods grant nothing.
-unsafe impl VectorUnit for StandIn<'_, '_> {}
-
-impl Instrumented for StandIn<'_, '_> {
     fn counters(&self) -> &Counters {
         self.host.counters()
     }

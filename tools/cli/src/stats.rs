@@ -57,6 +57,11 @@ impl Samples {
         self.0.iter().copied().reduce(f64::min).unwrap_or(0.0)
     }
 
+    /// The largest value; 0 without runs.
+    pub fn max(&self) -> f64 {
+        self.0.iter().copied().reduce(f64::max).unwrap_or(0.0)
+    }
+
     /// Every value converted, as from one unit to another.
     pub fn map(&self, f: impl Fn(f64) -> f64) -> Samples {
         Samples(self.0.iter().copied().map(f).collect())

@@ -5,15 +5,8 @@
 
 use crate::document::Row;
 use crate::goals::Bound;
-
-/// Which way is better.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Better {
-    /// Smaller figures.
-    Lower,
-    /// Larger figures.
-    Higher,
-}
+use hugemm_workloads::age::METRICS;
+pub use hugemm_workloads::record::Better;
 
 /// Units with a direction of their own.
 const UNITS: [(&str, Better); 14] = [
@@ -49,13 +42,17 @@ const NAMES: [(&str, Better); 8] = [
 const COUNTED: [&str; 10] =
     ["count", "blocks", "pages", "bytes", "allocations", "events", "bool", "per block", "per operation", "per resize"];
 
-/// Which way is better, if that is known: by the row's own goal, else by its name, else by its unit.
+/// Which way is better, if that is known: by the row's own goal, else as the workload declares it, else by its name, else by its unit.
 pub fn better(row: &Row) -> Option<Better> {
     if let Some(bound) = Bound::of(row) {
         return Some(match bound {
             Bound::AtLeast => Better::Higher,
             Bound::AtMost => Better::Lower,
         });
+    }
+    // What a workload declares of its own metrics.
+    if let Some(metric) = METRICS.iter().find(|metric| metric.name == row.metric()) {
+        return metric.better;
     }
     let last = row.metric().rsplit('.').next().unwrap_or_default();
     let named = NAMES.iter().find(|(name, _)| *name == last);

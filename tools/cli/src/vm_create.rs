@@ -1,5 +1,5 @@
-//! `hugemm bench vm-create`: seed 003's virtual machine creation on two sides, alternating, on memory that was touched
-//! before.
+//! `hugemm bench vm-create`: the virtual machine creation of "huge page clearing optimizations" on two
+//! sides, alternating, on memory that was touched before.
 //!
 //! Both sides allocate, clear, enter page tables and, but for pages of a pool, put each page on an LRU from which reclaim can
 //! take it; the kernel by `MADV_POPULATE_WRITE` (or a touch of each page) on a
@@ -19,19 +19,19 @@ use crate::vm_create::args::{Clearing, How, Source, VmCreate};
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{CpuId, CpuLocal, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
-use hugemm_clear::{Clearer, Policy};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_base::{Cpu, CpuId, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_clear::{ClearPolicy, Clearer};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt::{self, UserStops};
-use hugemm_host::memory::Backing;
-use hugemm_host::pool::HugetlbPool;
 use hugemm_hugetlb::HugePool;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt::{self, UserStops};
+use hugemm_inspect::memory::RegionBacking;
+use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{Counting, EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{Compressed, Lru, Policy as LruPolicy, Reclaim, Watermarks};
-use hugemm_vm::{AreaKind, Backing as From, Parts, Pinned, Pools, Setup, Vm};
+use hugemm_paging::{Counting, EditLock, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
+use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
 use hugemm_workloads::vm_create::{Creation, Split, software_faults};
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
@@ -110,11 +110,11 @@ pub fn run(args: &VmCreate) -> Result<()> {
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
     environment.note_region("hugemm", &region);
     let (kernel_backing, _pool, note) = kernel_side_memory(page, args.from, region.backing(), bytes);
-    let policy = Policy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
+    let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus: most, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: most, cpu_nodes: &[] };
     let metadata = Frames::<Plain>::required_bytes(&config)?.size() as u64;
     let mut metadata = machine.memory(metadata.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
     let metadata = metadata.as_mut_slice();
@@ -191,21 +191,21 @@ impl Measured {
 fn kernel_side_memory(
     page: PageSize,
     from: Source,
-    ours: Backing,
+    ours: RegionBacking,
     bytes: u64,
-) -> (Option<Backing>, Option<impl Drop>, Option<String>) {
+) -> (Option<RegionBacking>, Option<impl Drop>, Option<String>) {
     let backing = match page {
-        PageSize::Size4K => Backing::Small,
+        PageSize::Size4K => RegionBacking::Small,
         // The kernel's free memory, then, and its LRU.
-        PageSize::Size2M if from == Source::Frames => Backing::Thp,
+        PageSize::Size2M if from == Source::Frames => RegionBacking::Thp,
         PageSize::Size2M => ours,
-        PageSize::Size1G => Backing::Hugetlb(page),
+        PageSize::Size1G => RegionBacking::Hugetlb(page),
     };
-    let Backing::Hugetlb(size) = backing else { return (Some(backing), None, None) };
+    let RegionBacking::Hugetlb(size) = backing else { return (Some(backing), None, None) };
     match HugetlbPool::new().ensure(size, bytes / size.bytes(), None) {
         Ok(pool) => (Some(backing), Some(pool), None),
         Err(error) if page == PageSize::Size2M => {
-            (Some(Backing::Thp), None, Some(format!("the kernel's side has transparent huge pages: {error}")))
+            (Some(RegionBacking::Thp), None, Some(format!("the kernel's side has transparent huge pages: {error}")))
         }
         Err(error) => (None, None, Some(format!("this machine's kernel is not measured: {error}"))),
     }
@@ -215,11 +215,11 @@ fn kernel_side_memory(
 struct Side<'a, 'h, 'm> {
     host: &'a Host<'h>,
     frames: &'a Frames<'a, Plain>,
-    policy: Policy,
+    policy: ClearPolicy,
     features: hugemm_clear::Features,
     page: PageSize,
     bytes: u64,
-    kernel_backing: Option<Backing>,
+    kernel_backing: Option<RegionBacking>,
     pool: Option<&'a HugePool<'m>>,
 }
 
@@ -259,29 +259,25 @@ impl<'m> Side<'_, '_, 'm> {
     }
 
     fn hugemm(&self, line: &Line, clear: Clearing) -> Result<Pass> {
-        let cached = Policy { threshold: Some(u64::MAX), ..self.policy };
+        let cached = ClearPolicy { threshold: Some(u64::MAX), ..self.policy };
         let (model, policy) = match clear {
-            Clearing::Page => (PreemptModel::None, Policy { unit: Some(4096), ..cached }),
+            Clearing::Page => (PreemptModel::None, ClearPolicy { unit: Some(4096), ..cached }),
             Clearing::Extent => (PreemptModel::Full, cached),
             Clearing::Bulk => (PreemptModel::Full, self.policy),
         };
         self.host.set_preempt_model(model);
         let slots: Vec<TlbCpu> = (0..line.workers).map(|_| TlbCpu::default()).collect();
-        let words = Tlbs::<Counting>::inbox_words(slots.len());
+        let words = TlbShootdown::<Counting>::inbox_words(slots.len());
         let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
         // SAFETY: this view only; no CPU translates by any of the tables.
-        let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }?;
+        let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
         let lrus = [Lru::new(self.frames, LruPolicy::Generations)];
         let store = self.host.run_on(CpuId(0), |cx| Compressed::new(self.frames, cx, Lz4, line.workers, SWAP))?;
         let store: Store<'_> = store.context("no memory for the compressor; use a smaller --size")?;
+        let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ());
         let parts = Parts {
-            frames: self.frames,
-            tlbs: &tlbs,
-            clearer: Clearer::new(self.features, policy)?,
-            shootdown: ShootdownPolicy::BATCHED,
-            pager: Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ()),
-            pressure: NoPressure,
             pool: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
+            ..Parts::with_pager(self.frames, &shootdown, Clearer::new(self.features, policy)?, pager)
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, 'm, '_, '_>> =
@@ -290,7 +286,7 @@ impl<'m> Side<'_, '_, 'm> {
         let span = Span::new(AT, self.bytes)?;
         let (space, area) = self.host.run_on(CpuId(0), |cx| {
             let space = vm.create(cx, lower)?;
-            let kind = AreaKind::private(self.page);
+            let kind = VmaKind::private(self.page);
             let kind = if self.pool.is_some() { kind.pooled() } else { kind };
             let area = vm.map(cx, &space, span, kind, From::Private)?;
             anyhow::Ok((space, area))

@@ -57,6 +57,98 @@ fn links_lead_somewhere() {
     assert!(broken.is_empty(), "{broken:#?}");
 }
 
+/// What a crate's own table of files, or a page, says about files is so: each is named, and what is named is there.
+#[test]
+fn every_crate_says_which_file_has_which_rule() {
+    let mut wrong = Vec::new();
+    for crate_root in files("rs").into_iter().filter(|path| path.ends_with("src/lib.rs")) {
+        let sources = crate_root.parent().expect("a directory").to_path_buf();
+        if !sources.starts_with(root().join("crates")) || sources.ends_with("hugemm/src") {
+            continue;
+        }
+        let text = fs::read_to_string(&crate_root).expect("readable");
+        let table: String = text.lines().filter(|line| line.starts_with("//! |")).collect::<Vec<_>>().join("\n");
+        for entry in fs::read_dir(&sources).expect("readable").map(|entry| entry.expect("readable").path()) {
+            let stem = entry.file_stem().expect("a name").to_string_lossy().into_owned();
+            let named =
+                [format!("`{stem}.rs`"), format!("[`{stem}`]"), format!("[`mod@{stem}`]"), format!("(mod@{stem})")];
+            if !["lib", "tests"].contains(&stem.as_str()) && !named.iter().any(|name| table.contains(name)) {
+                wrong.push(format!("{} is not in the table of {}", entry.display(), crate_root.display()));
+            }
+        }
+        let named = between(&table, "`", "`").filter(|name| name.ends_with(".rs"));
+        wrong.extend(named.filter(|name| !sources.join(name).exists()).map(|name| format!("no {name} in {sources:?}")));
+    }
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("readable");
+    let words = page.split(|c: char| c.is_whitespace() || "`;,()".contains(c)).filter(|word| word.ends_with(".rs"));
+    for word in words {
+        wrong.extend(
+            (!files("rs").iter().any(|path| path.ends_with(word))).then(|| format!("ARCHITECTURE.md: no {word}")),
+        );
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Comments cite manuals, papers and series by their titles, never a row or a paragraph of what is not in the tree.
+#[test]
+fn comments_cite_what_a_reader_can_open() {
+    let private =
+        ["checklist ", "Checklist ", "design §", "design rule", "design invariant", "seed 00", "Row A", "Row B"];
+    let mut wrong = Vec::new();
+    for path in files("rs").into_iter().filter(|path| !path.ends_with("tests/docs.rs")) {
+        let text = fs::read_to_string(&path).expect("readable");
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| line.trim_start().starts_with("//")) {
+            if private.iter().any(|word| line.contains(word)) {
+                wrong.push(format!("{}:{}: {}", path.display(), number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Every type and function of the glossary's third column is one.
+#[test]
+fn the_glossary_names_what_is_there() {
+    let sources: String = files("rs").iter().map(|path| fs::read_to_string(path).expect("readable")).collect();
+    let page = fs::read_to_string(root().join("docs/glossary.md")).expect("readable");
+    let (mut names, mut wrong) = (0, Vec::new());
+    for row in page.lines().filter(|line| line.starts_with("| ")) {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').collect();
+        for name in spans(cells.get(2).copied().unwrap_or_default()).iter().filter(|name| !name.contains('-')) {
+            names += 1;
+            let name = name.rsplit("::").next().unwrap_or_default();
+            // Also as a variant or a field.
+            let ends = [" ", "<", "(", ";", ":", ","];
+            let found = ["struct ", "enum ", "trait ", "type ", "fn ", "const ", "mod ", "    ", "pub "]
+                .iter()
+                .any(|kind| ends.iter().any(|end| sources.contains(&format!("{kind}{name}{end}"))));
+            if !found {
+                wrong.push(name.to_owned());
+            }
+        }
+    }
+    assert!(names > 60, "{names} names are found");
+    assert!(wrong.is_empty(), "not there: {wrong:?}");
+}
+
+/// What each floor costs in lines is said within a fifth of what `scripts/lines.sh` counts.
+#[test]
+fn floors_cost_what_the_page_says() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("readable");
+    let counted = Command::new(root().join("scripts/lines.sh")).output().expect("it starts").stdout;
+    let counted = String::from_utf8_lossy(&counted).into_owned();
+    let mut floors = 0;
+    for cells in page.lines().map(|line| line.split('|').map(str::trim).collect::<Vec<_>>()) {
+        let Some(floor) = cells.get(1).and_then(|cell| cell.strip_prefix('`')?.strip_suffix("/`")) else { continue };
+        floors += 1;
+        let said: usize = cells[3].replace(' ', "").parse().expect("a number of lines");
+        let row = counted.lines().find_map(|line| line.strip_prefix(&format!("{floor}/ "))).expect("a row");
+        let lines: usize = row.split_whitespace().next().expect("a column").parse().expect("a number of lines");
+        assert!(lines.abs_diff(said) * 5 <= said, "{floor} has {lines} lines");
+    }
+    assert_eq!(floors, 5);
+}
+
 /// What stands in backticks.
 fn spans(text: &str) -> Vec<String> {
     let prose: String = text.split("```").step_by(2).collect();

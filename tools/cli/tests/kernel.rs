@@ -271,7 +271,7 @@ fn what_cannot_be_booted_is_refused() {
     refused(&["boot", "--memory", "1MB", "--", "selftest"], &["64MB", "--memory"]);
     refused(&["boot", "--image", "/nonexistent", "--", "selftest"], &["there is no file /nonexistent"]);
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
-    refused(&["boot", "--image", text, "--", "selftest"], &["is not hugemm-kernel", "leave the option out"]);
+    refused(&["boot", "--image", text, "--", "selftest"], &["is not hugemm-kernel-commands", "leave the option out"]);
     misused(&["boot"], "required");
     misused(&["boot", "--accel", "nonsense", "--", "selftest"], "nonsense");
 }
@@ -288,10 +288,10 @@ fn auto_finds_what_does_the_work() {
     assert_eq!(out.contains("instructions are emulated"), err.contains("hugemm: tcg executes the guest: "), "{err}");
 }
 
-/// The day of `hugemm run` on real page tables: its books are checked inside, flushes and interrupts are real.
+/// `hugemm run` on real page tables: its accounting is checked inside, flushes and interrupts are real.
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
-fn a_day_adds_up_in_the_kernel() {
+fn a_run_adds_up_in_the_kernel() {
     let args = ["boot", "--accel", "tcg", "--memory", "512MB", "--cpus", "4", "--json", "--", "run", "-r", "1"];
     let document = document(&args);
     let value = |metric: &str, side: &str, phase: &str| {

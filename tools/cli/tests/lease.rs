@@ -1,46 +1,91 @@
-//! Leases, as stock programs meet them: with transparent huge pages, so that no pool of the machine is touched.
+//! Leases, as stock programs meet them: with transparent huge pages where the machine has them for shared memory, so that no
+//! pool of it is touched; else, run by root, with pages that the machine's pool has more meanwhile.
 
 mod support;
 
+use hugemm_base::PageSize;
+use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
 use serde_json::Value;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use support::{Scratch, hugemm, misused, refused};
 
 const MIB: u64 = 1 << 20;
 const LEASE: u64 = 32 * MIB;
 
+/// What a daemon has, all of it.
+const MEMORY: u64 = 64 * MIB;
+
+/// Pages of the pool that a program takes for itself.
+const OWN: u64 = 1;
+
+/// Where huge pages come from.
+enum Pages {
+    /// From the file system of shared memory.
+    Transparent,
+    /// From the machine's pool, which has as many more for as long, for one test at a time.
+    Pool { _more: PoolGuard, _turn: MutexGuard<'static, ()> },
+}
+
+static TURN: Mutex<()> = Mutex::new(());
+
+impl Pages {
+    /// `None` where there are none; the test says so and ends.
+    fn find() -> Option<Self> {
+        let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+        if !enabled.is_empty() && !["[never]", "[deny]"].iter().any(|word| enabled.contains(word)) {
+            return Some(Pages::Transparent);
+        }
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        match HugetlbPool::new().ensure(PageSize::Size2M, MEMORY / PageSize::Size2M.bytes() + OWN, None) {
+            Ok(_more) => Some(Pages::Pool { _more, _turn }),
+            Err(error) => {
+                eprintln!(
+                    "skipped: no huge pages for shared memory (as root: echo advise > \
+                     /sys/kernel/mm/transparent_hugepage/shmem_enabled), and none in the pool: {error}"
+                );
+                None
+            }
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Pages::Transparent => "thp",
+            Pages::Pool { .. } => "2M",
+        }
+    }
+}
+
 /// A daemon that ends with the test.
 struct Daemon {
     child: Child,
     socket: String,
     _scratch: Scratch,
+    // Last: pages of the pool go back when nobody has them.
+    pages: Pages,
 }
 
 impl Daemon {
-    /// `None` where the machine has no huge pages for shared memory; the test says so and ends.
+    /// `None` where the machine has no huge pages; the test says so and ends.
     fn start(name: &str, more: &[&str]) -> Option<Self> {
-        let enabled = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
-        if enabled.is_empty() || ["[never]", "[deny]"].iter().any(|word| enabled.contains(word)) {
-            eprintln!(
-                "skipped: no huge pages for shared memory; as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-            );
-            return None;
-        }
+        let pages = Pages::find()?;
         let scratch = Scratch::new(name);
         let socket = scratch.path("socket");
         let child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
-            .args(["pool", "serve", "--page", "thp", "--size", "64MB", "--shape", "32MBx2", "--socket", &socket])
+            .args(["pool", "serve", "--page", pages.name(), "--size", &format!("{}MB", MEMORY / MIB)])
+            .args(["--shape", "32MBx2", "--socket", &socket])
             .args(more)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .expect("a daemon");
-        Some(Daemon { child, socket, _scratch: scratch })
+        Some(Daemon { child, socket, _scratch: scratch, pages })
     }
 
     fn status(&self) -> Option<Value> {
@@ -87,9 +132,19 @@ impl Daemon {
 
     /// The test program itself, as the stock program that is run on a lease.
     fn lease_to(&self, program: &str) -> Output {
-        let me = std::env::current_exe().expect("a path");
-        self.lease(&["--require"], &[me.to_str().expect("UTF-8"), "--ignored", "--exact", program, "--nocapture"])
+        let me = me();
+        self.lease(&["--require"], &[&words(&me, program)[..], &[self.pages.name()]].concat())
     }
+}
+
+/// This program.
+fn me() -> String {
+    std::env::current_exe().ok().and_then(|path| path.into_os_string().into_string().ok()).expect("a path")
+}
+
+/// How one of its programs is run.
+fn words<'a>(me: &'a str, program: &'a str) -> [&'a str; 5] {
+    [me, "--ignored", "--exact", "--nocapture", program]
 }
 
 impl Drop for Daemon {
@@ -103,13 +158,27 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
 }
 
-/// A file as programs make one for themselves; sealable, as QEMU's is.
+/// A file as programs make one for themselves, of the pages that the program's last argument names; sealable, as QEMU's is.
 fn fresh_file() -> File {
+    let pool = std::env::args().next_back().is_some_and(|pages| pages == "2M");
+    let pages = if pool { libc::MFD_HUGETLB | libc::MFD_HUGE_2MB } else { 0 };
     // SAFETY: a string with its end; the descriptor is new and nobody else's.
     unsafe {
-        let fd = libc::memfd_create(c"program".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
+        let fd = libc::memfd_create(c"program".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | pages);
         assert!(fd >= 0);
         File::from_raw_fd(fd)
+    }
+}
+
+/// Writes the beginning of a file. Files of the pool's pages are written by mapping them.
+fn store(file: &File, bytes: &[u8]) {
+    // SAFETY: a new mapping of a file that is this program's alone; what is copied fits.
+    unsafe {
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let at = libc::mmap(std::ptr::null_mut(), 2 << 20, rights, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        assert_ne!(at, libc::MAP_FAILED);
+        at.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        assert_eq!(libc::munmap(at, 2 << 20), 0);
     }
 }
 
@@ -122,7 +191,7 @@ fn filled(file: &File) -> u64 {
 #[ignore = "a program for another test to run"]
 fn program_that_makes_its_memory() {
     let other = fresh_file();
-    other.set_len(LEASE - 4096).expect("a length that nobody waits for");
+    other.set_len(LEASE - 2 * MIB).expect("a length that nobody waits for");
     assert_eq!(filled(&other), 0, "another length is another file");
     let file = fresh_file();
     // SAFETY: asks for the descriptor's flags.
@@ -175,7 +244,8 @@ fn a_stock_programs_file_becomes_the_lease() {
 #[ignore = "a program for another test to run"]
 fn program_with_files_of_its_own() {
     let used = fresh_file();
-    std::io::Write::write_all(&mut &used, b"mine").expect("written");
+    used.set_len(2 * MIB).expect("another length");
+    store(&used, b"mine");
     used.set_len(LEASE).expect("a length");
     let mut bytes = [0; 4];
     std::os::unix::fs::FileExt::read_exact_at(&used, &mut bytes, 0).expect("read");
@@ -218,6 +288,15 @@ fn memory_is_handed_over_as_a_path_or_a_descriptor() {
     daemon.wait_for("over", |status| status["leases"] == Value::from(Vec::<u8>::new()));
 }
 
+/// Run by `kept_memory_has_its_bytes`.
+#[test]
+#[ignore = "a program for another test to run"]
+fn program_that_writes_into_its_lease() {
+    let path = std::env::args().next_back().expect("the lease");
+    let file = File::options().read(true).write(true).open(path).expect("the lease");
+    store(&file, b"weights");
+}
+
 /// Same user, same name, same secret: the same bytes. Another secret, or none: nothing.
 #[test]
 fn kept_memory_has_its_bytes() {
@@ -228,7 +307,9 @@ fn kept_memory_has_its_bytes() {
     let scratch = Scratch::new("lease-secret");
     let secret = scratch.path("secret");
     let kept = ["--require", "--keep", "cache", "--secret", &secret];
-    let output = daemon.lease(&kept, &["sh", "-c", "printf weights | dd of=@LEASE@ conv=notrunc status=none"]);
+    let me = me();
+    let writer = [&words(&me, "program_that_writes_into_its_lease")[..], &["@LEASE@"]].concat();
+    let output = daemon.lease(&kept, &writer);
     assert!(output.status.success(), "{}", said(&output));
     daemon.wait_for("over", |status| status["kept"][0]["lease"].is_null());
     let output = daemon.lease(&kept, &["head", "-c", "7", "@LEASE@"]);
@@ -272,7 +353,5 @@ fn drained_memory_goes_back_and_asking_says_so() {
     let output = daemon.lease(&["--require"], &["echo", "ran"]);
     assert!(!output.status.success() && said(&output).contains("nothing is ready"), "{}", said(&output));
     assert!(hugemm(&["pool", "fill", "--socket", &daemon.socket]).status.success());
-    if !daemon.wait_until_ready() {
-        return;
-    }
+    let _ = daemon.wait_until_ready();
 }

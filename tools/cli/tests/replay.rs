@@ -62,7 +62,7 @@ fn other_events_are_counted_and_named() {
     assert!(out.contains("mm_page_alloc_zone_locked") && out.contains("allocator only"), "{out}");
 }
 
-/// With less memory than the trace needs, failures are counted and the books still close.
+/// With less memory than the trace needs, failures are counted and the accounting still adds up.
 #[test]
 fn exhaustion_is_counted() {
     for size in ["4MB", "1MB", "64KB", "4KB"] {

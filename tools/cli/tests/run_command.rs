@@ -1,4 +1,4 @@
-//! `hugemm run` and `hugemm bench headline`: what a day counts, and what is refused.
+//! `hugemm run` and `hugemm bench headline`: what a run counts, and what is refused.
 
 mod support;
 
@@ -10,9 +10,9 @@ fn of<'a>(rows: &[&'a Value], side: &str, phase: &str) -> &'a Value {
     row.unwrap_or_else(|| panic!("no row of {side}, {phase}"))
 }
 
-/// The day itself checks content and books, and fails if anything is wrong; here is what does not depend on the machine.
+/// The run itself checks content and accounting, and fails if anything is wrong; here is what does not depend on the machine.
 #[test]
-fn a_day_adds_up_by_extent_and_page_by_page() {
+fn a_run_adds_up_by_extent_and_page_by_page() {
     let document = document(&["run", "--size", "256MB", "--runs", "1", "--no-kernel", "--json"]);
     let flushes = rows(&document, "run.flushes");
     let count = |side, phase| of(&flushes, side, phase)["value"].as_f64().expect("a number");
@@ -31,7 +31,7 @@ fn a_day_adds_up_by_extent_and_page_by_page() {
             let rows = rows(&document, metric).into_iter().filter(|row| row["side"] == side);
             rows.map(|row| row["phase"].as_str().expect("a phase").to_owned()).collect()
         };
-        assert_eq!(phases("run.bandwidth"), ["prefault VM", "pin VM", "4 KiB guests", "pressure", "mishaps"]);
+        assert_eq!(phases("run.bandwidth"), ["prefault VM", "pin VM", "4 KiB guests", "pressure", "failures"]);
         assert_eq!(phases("run.each"), ["fill pool", "working sets", "destroy", "shrink pool"]);
     }
     // What is destroyed is what there is then: 3/4 of the pool, and the guests' memory.
@@ -51,7 +51,7 @@ fn a_day_adds_up_by_extent_and_page_by_page() {
 }
 
 #[test]
-fn what_makes_no_day_is_named() {
+fn what_makes_no_run_is_named() {
     misused(&["run", "--workers", "0"], "0 is not in 1..");
     misused(&["run", "--vcpus", "0"], "0 is not in 1..");
     misused(&["run", "--size", "some"], "no number in 'some'");

@@ -155,7 +155,7 @@ fn the_page_is_whole_and_needs_nothing_else() {
     let saved = files.iter().map(|file| std::fs::read_to_string(file).expect("a fixture"));
     let saved = saved.map(|text| serde_json::from_str::<Value>(&text).expect("JSON"));
     assert_eq!(rows_on_page, saved.map(|one| one["results"].as_array().map_or(0, Vec::len)).sum::<usize>());
-    for part in ["Goals: ", "past the cache is faster", "What descriptor economy costs", "as a range"] {
+    for part in ["Goals: ", "past the cache is faster", "What vmemmap optimization costs", "as a range"] {
         assert!(text.contains(part), "{part}");
     }
     let mut count = 0;

@@ -1,4 +1,4 @@
-//! Growing and shrinking Linux's hugetlb pool, with descriptor economy off and on.
+//! Growing and shrinking Linux's hugetlb pool, with vmemmap optimization off and on.
 
 use crate::interrupts::Interrupts;
 use crate::{number, say};
@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The run-time switch of descriptor economy.
+/// The run-time switch of vmemmap optimization.
 const SWITCH: &str = "/proc/sys/vm/hugetlb_optimize_vmemmap";
 
 /// `pool PAGES PAGE_KIB RUNS off|on|off,on`: each run grows the pool from nothing to `PAGES` pages and back.
@@ -28,7 +28,7 @@ pub fn run(words: &[&str]) -> Result<()> {
                 ("on" | "off", true) => fs::write(SWITCH, if side == "on" { "1" } else { "0" })
                     .with_context(|| format!("cannot write {SWITCH}"))?,
                 ("off", false) => {}
-                ("on", false) => bail!("this kernel has no descriptor economy ({SWITCH} is missing)"),
+                ("on", false) => bail!("this kernel has no vmemmap optimization ({SWITCH} is missing)"),
                 (other, _) => bail!("'{other}' is neither on nor off"),
             }
             let up = resize(&size, pages)?;
@@ -36,7 +36,7 @@ pub fn run(words: &[&str]) -> Result<()> {
             let down = resize(&size, 0)?;
             let left = read(&size)?;
             say(json!({
-                "event": "pool", "run": run, "economy": side, "page_kib": kib, "wanted": pages, "pages": reached,
+                "event": "pool", "run": run, "hvo": side, "page_kib": kib, "wanted": pages, "pages": reached,
                 "left": left,
                 "up_ns": up.nanos, "up_function_calls": up.ipis.function_calls, "up_tlb": up.ipis.tlb,
                 "down_ns": down.nanos, "down_function_calls": down.ipis.function_calls, "down_tlb": down.ipis.tlb,

@@ -1,5 +1,5 @@
-//! Processes that share more memory than there is (seed 001's workload): each touches random windows of pages, again and
-//! again, and knows what it should find.
+//! Processes that share more memory than there is (the workload of "Don't flush TLB after checking PTE young"):
+//! each touches random windows of pages, again and again, and knows what it should find.
 //!
 //! A page begins with a word for each process, which that process alone writes; word 15 is the page's mark, and after it
 //! stand 3.5 KiB that follow from the page's number and compress to a third. So every touch checks the page: what this
@@ -7,15 +7,15 @@
 
 mod figures;
 
-pub use figures::Figures;
+pub use figures::{AgeFigures, METRICS};
 
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{PAGE_BYTES, PageSize, VirtAddr};
-use hugemm_paging::Span;
+use hugemm_base::{Extent, Never, Order, PAGE_BYTES, PageSize, Pfn, PhysMap, VirtAddr};
+use hugemm_paging::{Lookup, Span};
 use hugemm_reclaim::Watermarks;
-use hugemm_vm::{Access, AreaKind, Backing, Cx, Setup, Space, Vm, VmError};
+use hugemm_vm::{Access, AddressSpace, Backing, Cx, Pinned, Setup, Vm, VmError, VmaKind};
 
 /// Pages in a window, as in the patch series' program.
 pub const WINDOW: u64 = 1024;
@@ -47,10 +47,10 @@ pub trait Touch<S: Setup> {
     fn reach(&self, cx: &Cx<'_, S>, at: VirtAddr, write: bool) -> Option<Self::Page>;
 
     /// Runs `f` with a space loaded on the calling CPU.
-    fn with(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, space: &Space<S>, f: &mut dyn FnMut(&mut Cx<'_, S>)) {
-        space.tlb().switch_in(vm.tlbs(), cx);
+    fn with(&self, cx: &mut Cx<'_, S>, vm: &Vm<'_, S>, space: &AddressSpace<S>, f: &mut dyn FnMut(&mut Cx<'_, S>)) {
+        space.tlb().switch_in(vm.shootdown(), cx);
         f(cx);
-        space.tlb().switch_out(vm.tlbs(), cx);
+        space.tlb().switch_out(vm.shootdown(), cx);
     }
 }
 
@@ -99,7 +99,7 @@ impl Words for InPlace {
 
 /// What was found that should not be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wrong {
+pub struct WrongWord {
     /// Who found it.
     pub process: u32,
     /// Which page of the region.
@@ -112,11 +112,26 @@ pub struct Wrong {
     pub expected: u64,
 }
 
+/// A pinned page is not where its device has it any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Torn {
+    /// Whose.
+    pub process: u32,
+    /// Which page of the region.
+    pub page: u64,
+    /// The frame that the device has.
+    pub pinned: Pfn,
+    /// What the process has there.
+    pub mapped: Lookup,
+}
+
 /// Why a window ended early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failed {
     /// Content is not what it was.
-    Wrong(Wrong),
+    Wrong(WrongWord),
+    /// A device and its process no longer have the same page.
+    Torn(Torn),
     /// A fault or a request was refused for another reason than lack of memory.
     Fault(VmError),
 }
@@ -124,10 +139,15 @@ pub enum Failed {
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failed::Wrong(Wrong { process, page, word, found, expected }) => write!(
+            Failed::Wrong(WrongWord { process, page, word, found, expected }) => write!(
                 f,
                 "process {process} found {found:#x} in word {word} of page {page} and not {expected:#x}: reclaim has \
                  lost data, which is a bug"
+            ),
+            Failed::Torn(Torn { process, page, pinned, mapped }) => write!(
+                f,
+                "page {page} of process {process} is pinned in frame {pinned} and mapped as {mapped:?}: reclaim has torn it \
+                 from its device, which is a bug"
             ),
             Failed::Fault(error) => write!(f, "a process was refused a page, a fork or a mapping: {error}"),
         }
@@ -218,6 +238,18 @@ enum Look {
     Refused,
 }
 
+/// A word of a frame as a device reads it, past all page tables; `None` if it cannot be reached.
+fn by_device<S: Setup>(cx: &Cx<'_, S>, frame: Pfn, word: usize) -> Option<u64> {
+    let map = cx.platform();
+    let window = map.open(Extent::block(frame, Order::ZERO), None)?;
+    // SAFETY: one of the first 16 words of an open window; everybody accesses a process's words atomically. Acquire: as in
+    // `InPlace::word`.
+    let found = unsafe { (*window.ptr.cast::<AtomicU64>().add(word)).load(Ordering::Acquire) };
+    // SAFETY: opened above, and not used again.
+    unsafe { map.close(window) };
+    Some(found)
+}
+
 fn filled(page: u64, index: usize) -> u64 {
     // Each word four times: memory of programs compresses to a third or so, too.
     let mixed = (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index as u64 / 4);
@@ -231,7 +263,7 @@ impl Process<'_> {
         &mut self,
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         touch: &impl Touch<S>,
         hot: u64,
         touched: &mut Touched,
@@ -255,7 +287,7 @@ impl Process<'_> {
         &mut self,
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         touch: &impl Touch<S>,
         pages: u64,
         touched: &mut Touched,
@@ -274,7 +306,7 @@ impl Process<'_> {
                 let Some(found) = words.word(MARK + 1 + index) else { break };
                 let (process, word, expected) = (self.number, MARK + 1 + index, filled(page, index));
                 if found != expected {
-                    return Err(Failed::Wrong(Wrong { process, page, word, found, expected }));
+                    return Err(Failed::Wrong(WrongWord { process, page, word, found, expected }));
                 }
             }
         }
@@ -287,7 +319,7 @@ impl Process<'_> {
         &mut self,
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         touch: &impl Touch<S>,
         page: u64,
         write: bool,
@@ -296,7 +328,7 @@ impl Process<'_> {
         touched.pages += 1;
         let at = VirtAddr::new(self.at.get() + page * PAGE_BYTES);
         loop {
-            vm.tlbs().serve(cx);
+            vm.shootdown().handle_ipi(cx);
             let looked = touch.reach(cx, at, write).map(|words| self.look(page, &words, write)).transpose()?;
             match looked {
                 Some(Look::Right) => return Ok(()),
@@ -331,7 +363,7 @@ impl Process<'_> {
     /// Checks a page, and stores into it if `write`.
     fn look(&mut self, page: u64, words: &impl Words, write: bool) -> Result<Look, Failed> {
         let process = self.number;
-        let wrong = |word, found, expected| Err(Failed::Wrong(Wrong { process, page, word, found, expected }));
+        let wrong = |word, found, expected| Err(Failed::Wrong(WrongWord { process, page, word, found, expected }));
         let mine = self.number as usize;
         let wrote = self.wrote[page as usize];
         let (Some(found), Some(mark)) = (words.word(mine), words.word(MARK)) else { return Ok(Look::Refused) };
@@ -380,6 +412,65 @@ impl Process<'_> {
         self.store(page, words)
     }
 
+    /// Pins a random page of the region, of the size of its pages, as if for a device; `None` if there is no memory for it.
+    // Not on the stack of who calls: faults come deeper.
+    #[inline(never)]
+    pub fn pin<S: Setup>(
+        &mut self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        space: &AddressSpace<S>,
+        page: PageSize,
+        touched: &mut Touched,
+    ) -> Result<Option<Pinned>, Failed> {
+        let first = self.random.below(self.wrote.len() as u64 / page.pages()) * page.pages();
+        let at = VirtAddr::new(self.at.get() + first * PAGE_BYTES);
+        let span = Span::new(at, page.bytes()).map_err(|_| VmError::OutOfBounds { at })?;
+        let mut pinned = None;
+        match vm.pin(cx, space, span, None, &Never, |page| pinned = Some(page)) {
+            Ok(_) => {}
+            Err(error) if error.cause == VmError::NoMemory => touched.refused += 1,
+            Err(error) => return Err(error.cause.into()),
+        }
+        Ok(pinned)
+    }
+
+    /// Looks that a pinned page is where its device has it, and that the device finds there what the process stored last. False
+    /// if the process has unmapped it, or has never stored there: then it is the device's alone.
+    // Not on the stack of who calls: faults come deeper.
+    #[inline(never)]
+    pub fn look_at_pinned<S: Setup>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        vm: &Vm<'_, S>,
+        space: &AddressSpace<S>,
+        pinned: &Pinned,
+    ) -> Result<bool, Failed> {
+        let (extent, first) = (pinned.extent(), (pinned.at().get() - self.at.get()) / PAGE_BYTES);
+        let mut shared = false;
+        for index in 0..extent.pages() {
+            let (page, frame) = (first + index, Pfn::new(extent.base().number() + index));
+            let wrote = self.wrote[page as usize];
+            if wrote == 0 {
+                continue;
+            }
+            shared = true;
+            let at = VirtAddr::new(self.at.get() + page * PAGE_BYTES);
+            let mapped = vm.lookup(cx, space, at);
+            if !matches!(mapped, Lookup::Mapped(leaf) if extent.base() == leaf.frame) {
+                return Err(Failed::Torn(Torn { process: self.number, page, pinned: frame, mapped }));
+            }
+            let (word, expected) = (self.number as usize, if wrote == MARKED { 0 } else { u64::from(wrote) });
+            match by_device::<S>(cx, frame, word) {
+                Some(found) if found != expected => {
+                    return Err(Failed::Wrong(WrongWord { process: self.number, page, word, found, expected }));
+                }
+                _ => {}
+            }
+        }
+        Ok(shared)
+    }
+
     /// For a process that is alone in its region, of which `wrote` knows every page: a child has the region as it is, and
     /// what it stores is not seen by its parent. Then a part of the region is unmapped and mapped anew: it is empty.
     /// `spare` is as long as `wrote`; `page` is the size of the region's pages.
@@ -388,7 +479,7 @@ impl Process<'_> {
         &mut self,
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         touch: &impl Touch<S>,
         page: PageSize,
         spare: &mut [u32],
@@ -432,13 +523,13 @@ impl Process<'_> {
         self.wrote[first as usize..end as usize].fill(0);
         // What was just given back is enough for two small objects, unless others were faster.
         for _ in 0..TRIES {
-            match vm.map(cx, space, span, AreaKind::private(page), Backing::Private) {
+            match vm.map(cx, space, span, VmaKind::private(page), Backing::Private) {
                 Ok(_) => return Ok(()),
                 Err(VmError::NoMemory) => {}
                 Err(error) => return Err(error.into()),
             }
-            vm.tlbs().serve(cx);
-            cx.reschedule();
+            vm.shootdown().handle_ipi(cx);
+            cx.cond_resched();
         }
         Err(VmError::NoMemory.into())
     }

@@ -1,4 +1,4 @@
-//! Allocating and freeing frames: the loops of seed 002 and of the published allocator benchmarks.
+//! Allocating and freeing frames: the loops of "Optimize free_contig_range()" and of the published allocator benchmarks.
 //!
 //! Every loop is written once, over [`Source`]: the allocator of this repository as frozen blocks ([`FrozenBlocks`]) or
 //! counted pages ([`CountedPages`]), and whatever it is compared with. A loop runs on one CPU, that of its context; how
@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`pairs`] | one block, taken and given back at once |
 //! | [`bulk`] | many blocks taken, then given back in one order or another |
-//! | [`ranges`] | blocks split into pages and freed as ranges or page by page (seed 002), arrays, contiguous claims |
+//! | [`ranges`] | blocks split into pages and freed as ranges or page by page, arrays, contiguous claims |
 //! | [`churn`] | mixed sizes with random lifetimes; which extents are left afterwards |
 //! | [`stress`] | whether anything is ever handed out twice |
 
@@ -23,7 +23,7 @@ pub mod stress;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Order, Pfn};
 
-use hugemm_frames::{Env, FolioRef, FolioRun, Frames, Frozen, Mobility, NoMigration, Request};
+use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, Frozen, Mobility, NoMigration};
 
 /// What one timed loop did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -128,7 +128,7 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
 
     #[inline]
     fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<Frozen> {
-        self.0.alloc(cx, Request::order(order)).ok()
+        self.0.alloc(cx, AllocRequest::order(order)).ok()
     }
 
     #[inline]
@@ -159,7 +159,10 @@ impl<P: Cpu, E: Env> Source<P> for FrozenBlocks<'_, '_, E> {
 
     fn claim(&self, cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
         // The frames are known by their number until `free_pages` takes them as they are.
-        self.0.claim(cx, extent, &mut NoMigration).map(|frames| _ = frames.into_extent()).map_err(|_| Unclaimed::InUse)
+        self.0
+            .alloc_contig_pages(cx, extent, &mut NoMigration)
+            .map(|frames| _ = frames.into_extent())
+            .map_err(|_| Unclaimed::InUse)
     }
 
     fn settle(&self, cx: &CpuCx<'_, P>) {
@@ -177,7 +180,7 @@ impl<P: Cpu, E: Env> Source<P> for CountedPages<'_, '_, E> {
     // Part of the loop, as in any caller that is hot.
     #[inline(always)]
     fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<FolioRef> {
-        let block = self.0.alloc(cx, Request::order(order)).ok()?;
+        let block = self.0.alloc(cx, AllocRequest::order(order)).ok()?;
         self.0.count(block).ok()
     }
 

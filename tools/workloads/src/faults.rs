@@ -1,4 +1,5 @@
-//! Clearing a region page by page, as demand faults and prefault do: seed 000's workload, hugemm's side of it.
+//! Clearing a region page by page, as demand faults and prefault do: hugemm's side of the workload of
+//! "mm, folio_zero_user: support clearing page ranges".
 //!
 //! Here a fault is a function call without a trap: a *software fault*. It clears the page in the order around the
 //! address that will be touched, and then touches it. The page tables' part comes with the address spaces.
@@ -6,7 +7,7 @@
 use crate::{Interrupted, Loan, Pass, Reason, timed};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, Clock, CpuCx, Dirty, PAGE_SHIFT, PageSize, PhysMap};
-use hugemm_clear::{Clearer, Observer, Request, folio};
+use hugemm_clear::{ClearRequest, Clearer, Observer, folio};
 
 /// Who asks for the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +42,8 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
         return Err(Interrupted { memory, reason: Reason::BadSize });
     }
     let request = match populate {
-        Populate::Demand => Request::fault(page.bytes()),
-        Populate::Prefault { total } => Request::bulk(total),
+        Populate::Demand => ClearRequest::fault(page.bytes()),
+        Populate::Prefault { total } => ClearRequest::bulk(total),
     };
     let mut loan = Loan::new(memory);
     let platform = cx.platform();

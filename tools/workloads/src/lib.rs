@@ -6,30 +6,32 @@
 //!
 //! | module | measures |
 //! |---|---|
-//! | [`sweep`] | primitives, and the policy's choice, by chunk and region size (seed 003's tables) |
-//! | [`faults`] | clearing a region page by page as demand faults or prefault would (seed 000's workload) |
-//! | [`alloc_free`] | allocating and freeing frames (seed 002, and what allocators are compared by) |
-//! | [`pool`] | growing and shrinking a huge page pool (seed 004's workload) |
-//! | [`chase`] | the latency that a cache-resident program sees while another CPU clears (checklist B13) |
-//! | [`vm_create`] | creating a virtual machine: allocate, clear, map (seed 003) |
-//! | [`age`] | processes that share more memory than there is (seed 001's workload) |
+//! | [`sweep`] | primitives, and the policy's choice, by chunk and region size |
+//! | [`faults`] | clearing a region page by page as demand faults or prefault would |
+//! | [`alloc_free`] | allocating and freeing frames (what allocators are compared by) |
+//! | [`pool`] | growing and shrinking a huge page pool |
+//! | [`chase`] | the latency that a cache-resident program sees while another CPU clears |
+//! | [`vm_create`] | creating a virtual machine: allocate, clear, map |
+//! | [`age`] | processes that share more memory than there is |
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
-//! | [`day`] | a day in the life of a virtual machine host, all systems together |
+//! | [`vm_host`] | the work of a virtual machine host, all systems together |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
+//! | [`record`] | what a run measured: sent by name, rendered on the host |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
 
 pub mod age;
 pub mod alloc_free;
 pub mod chase;
-pub mod day;
 pub mod faults;
 pub mod mapping;
 pub mod pool;
+pub mod record;
 pub mod replay;
 pub mod shootdown;
 pub mod sweep;
 pub mod vm_create;
+pub mod vm_host;
 
 use hugemm_base::{Clock, Dirty, Extent};
 use hugemm_clear::StopReason;

@@ -73,7 +73,7 @@ pub struct State {
 
 /// How a range becomes read-only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum By {
+pub enum MapMethod {
     /// By the entries that refer to tables; who writes below one pays for all of its leaves.
     Tables,
     /// By every leaf.
@@ -82,7 +82,7 @@ pub enum By {
 
 /// What ends a pass early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum MapLoopError {
     /// A range operation was refused.
     Paging(PagingError),
     /// The addresses are no range.
@@ -105,50 +105,50 @@ pub enum Trouble {
     },
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for MapLoopError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Trouble::Paging(error) => error.fmt(f),
-            Trouble::Span(error) => error.fmt(f),
-            Trouble::Page(page) => write!(f, "the per-page mapper refused page {page}"),
-            Trouble::Lost { wanted, found } => write!(f, "{wanted} pages were mapped and {found} unmapped"),
-            Trouble::Rights { page, writable: true } => {
+            MapLoopError::Paging(error) => error.fmt(f),
+            MapLoopError::Span(error) => error.fmt(f),
+            MapLoopError::Page(page) => write!(f, "the per-page mapper refused page {page}"),
+            MapLoopError::Lost { wanted, found } => write!(f, "{wanted} pages were mapped and {found} unmapped"),
+            MapLoopError::Rights { page, writable: true } => {
                 write!(f, "page {page} can be written to after it was protected")
             }
-            Trouble::Rights { page, writable: false } => write!(f, "page {page} cannot be written to and should"),
+            MapLoopError::Rights { page, writable: false } => write!(f, "page {page} cannot be written to and should"),
         }
     }
 }
 
-impl core::error::Error for Trouble {}
+impl core::error::Error for MapLoopError {}
 
-impl From<PagingError> for Trouble {
+impl From<PagingError> for MapLoopError {
     fn from(error: PagingError) -> Self {
-        Trouble::Paging(error)
+        MapLoopError::Paging(error)
     }
 }
 
 /// One way to do it.
-pub trait Way {
+pub trait MapperLoop {
     /// The ways that it has of making a range read-only and writable again in places; the best of them counts.
-    const LAZY: &'static [By];
+    const LAZY: &'static [MapMethod];
 
     /// Maps the field, writable and settled. Tables that are missing are made.
-    fn map(&mut self, field: Field) -> Result<(), Trouble>;
+    fn map(&mut self, field: Field) -> Result<(), MapLoopError>;
     /// Makes the field, which is settled, read-only.
-    fn protect(&mut self, field: Field, by: By) -> Result<(), Trouble>;
+    fn protect(&mut self, field: Field, by: MapMethod) -> Result<(), MapLoopError>;
     /// Makes one page writable again, as a fault does, where the field was made read-only in this way.
-    fn write_again(&mut self, field: Field, page: u64, by: By) -> Result<(), Trouble>;
+    fn write_again(&mut self, field: Field, page: u64, by: MapMethod) -> Result<(), MapLoopError>;
     /// Whether a store to a page would pass: every level allows it.
-    fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, Trouble>;
+    fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, MapLoopError>;
     /// Gives every leaf of the field this state, and leaves it to the leaves alone what is allowed.
-    fn change(&mut self, field: Field, to: State) -> Result<(), Trouble>;
+    fn change(&mut self, field: Field, to: State) -> Result<(), MapLoopError>;
     /// Makes every leaf of the field read-only; what hardware sets in one at the same moment is not lost.
-    fn protect_live(&mut self, field: Field) -> Result<(), Trouble>;
+    fn protect_live(&mut self, field: Field) -> Result<(), MapLoopError>;
     /// Unmaps the field and gives its tables back; returns how many pages had been mapped.
-    fn unmap(&mut self, field: Field) -> Result<u64, Trouble>;
+    fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError>;
     /// The same, and the tables of leaves stay.
-    fn unmap_leaves(&mut self, field: Field) -> Result<u64, Trouble>;
+    fn unmap_leaves(&mut self, field: Field) -> Result<u64, MapLoopError>;
 }
 
 /// What one pass cost; an operation is one page.
@@ -163,7 +163,7 @@ pub struct Times {
     /// Making settled mappings read-only by the tables.
     pub protect_tables: Spent,
     /// Making settled mappings read-only, a flush, and writing to one page in [so many](REWRITTEN) percent of the tables: the
-    /// best of the [ways](Way::LAZY).
+    /// best of the [ways](MapperLoop::LAZY).
     pub rewritten: [Spent; REWRITTEN.len()],
     /// Making one page writable in each table, after they became read-only by the tables; an operation is one such page.
     pub write_again: Spent,
@@ -172,15 +172,21 @@ pub struct Times {
 }
 
 /// Maps a field, makes it read-only in every way, and unmaps it. `flush` is what one flush of everything costs.
-pub fn pass<W: Way>(clock: &impl Clock, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Times, Trouble> {
+pub fn pass<W: MapperLoop>(
+    clock: &impl Clock,
+    way: &mut W,
+    field: Field,
+    flush: &dyn Fn(),
+) -> Result<Times, MapLoopError> {
     let (pages, tables) = (field.pages, field.tables());
     let fresh = State { writable: true, settled: false };
     let settled = State { writable: true, settled: true };
     let map = spent(clock, way, pages, &mut |way| way.map(field))?;
 
-    let protect_tables = spent(clock, way, pages, &mut |way| way.protect(field, By::Tables))?;
+    let protect_tables = spent(clock, way, pages, &mut |way| way.protect(field, MapMethod::Tables))?;
     rights(way, field, |_| false)?;
-    let again = &mut |way: &mut W| field.written(100).try_for_each(|page| way.write_again(field, page, By::Tables));
+    let again =
+        &mut |way: &mut W| field.written(100).try_for_each(|page| way.write_again(field, page, MapMethod::Tables));
     let write_again = spent(clock, way, tables, again)?;
     rights(way, field, |page| page % TABLE == 0)?;
     way.change(field, settled)?;
@@ -199,7 +205,7 @@ pub fn pass<W: Way>(clock: &impl Clock, way: &mut W, field: Field, flush: &dyn F
             }
         }
     }
-    let protect_settled = spent(clock, way, pages, &mut |way| way.protect(field, By::Leaves))?;
+    let protect_settled = spent(clock, way, pages, &mut |way| way.protect(field, MapMethod::Leaves))?;
     rights(way, field, |_| false)?;
     way.change(field, fresh)?;
     let protect_live = spent(clock, way, pages, &mut |way| way.protect_live(field))?;
@@ -209,13 +215,21 @@ pub fn pass<W: Way>(clock: &impl Clock, way: &mut W, field: Field, flush: &dyn F
 }
 
 /// Maps a field where tables are missing, and unmaps it with its tables. What one of each cost.
-pub fn pass_with_tables<W: Way>(clock: &impl Clock, way: &mut W, field: Field) -> Result<[Spent; 2], Trouble> {
+pub fn pass_with_tables<W: MapperLoop>(
+    clock: &impl Clock,
+    way: &mut W,
+    field: Field,
+) -> Result<[Spent; 2], MapLoopError> {
     let map = spent(clock, way, field.pages, &mut |way| way.map(field))?;
     Ok([map, unmapped(clock, way, field, W::unmap)?])
 }
 
 /// Maps and unmaps a field where tables are there already, and stay. What one of each cost.
-pub fn pass_in_tables<W: Way>(clock: &impl Clock, way: &mut W, field: Field) -> Result<[Spent; 2], Trouble> {
+pub fn pass_in_tables<W: MapperLoop>(
+    clock: &impl Clock,
+    way: &mut W,
+    field: Field,
+) -> Result<[Spent; 2], MapLoopError> {
     way.map(field)?;
     way.unmap_leaves(field)?;
     let map = spent(clock, way, field.pages, &mut |way| way.map(field))?;
@@ -230,8 +244,8 @@ fn spent<W>(
     clock: &impl Clock,
     way: &mut W,
     operations: u64,
-    step: &mut dyn FnMut(&mut W) -> Result<(), Trouble>,
-) -> Result<Spent, Trouble> {
+    step: &mut dyn FnMut(&mut W) -> Result<(), MapLoopError>,
+) -> Result<Spent, MapLoopError> {
     let (done, nanos) = timed(clock, || step(way));
     done.map(|()| Spent { operations, nanos })
 }
@@ -240,22 +254,22 @@ fn unmapped<W>(
     clock: &impl Clock,
     way: &mut W,
     field: Field,
-    unmap: fn(&mut W, Field) -> Result<u64, Trouble>,
-) -> Result<Spent, Trouble> {
+    unmap: fn(&mut W, Field) -> Result<u64, MapLoopError>,
+) -> Result<Spent, MapLoopError> {
     let (found, nanos) = timed(clock, || unmap(way, field));
     match found? {
         found if found == field.pages => Ok(Spent { operations: field.pages, nanos }),
-        found => Err(Trouble::Lost { wanted: field.pages, found }),
+        found => Err(MapLoopError::Lost { wanted: field.pages, found }),
     }
 }
 
 /// Looks at some pages: the first two, and the first two of the last table.
-fn rights<W: Way>(way: &mut W, field: Field, writable: impl Fn(u64) -> bool) -> Result<(), Trouble> {
+fn rights<W: MapperLoop>(way: &mut W, field: Field, writable: impl Fn(u64) -> bool) -> Result<(), MapLoopError> {
     let last = (field.tables() - 1) * TABLE;
     for page in [0, 1, last, last + 1].into_iter().filter(|page| *page < field.pages) {
         let found = way.is_writable(field, page)?;
         if found != writable(page) {
-            return Err(Trouble::Rights { page, writable: found });
+            return Err(MapLoopError::Rights { page, writable: found });
         }
     }
     Ok(())
@@ -277,7 +291,7 @@ impl<'t, F: PageFormat, M: TableMemory> ByRange<'t, F, M> {
         ByRange { table, memory }
     }
 
-    fn protect_leaves(&mut self, field: Field, change: Change) -> Result<(), Trouble> {
+    fn protect_leaves(&mut self, field: Field, change: Change) -> Result<(), MapLoopError> {
         let stale = self.table.exclusive(&mut self.memory).protect(span(field)?, change, Editing::LIVE)?;
         // No CPU translates by the table, so there is nothing to flush.
         core::hint::black_box(stale.entries());
@@ -285,35 +299,35 @@ impl<'t, F: PageFormat, M: TableMemory> ByRange<'t, F, M> {
     }
 }
 
-fn span(field: Field) -> Result<Span, Trouble> {
-    Span::new(field.at, field.pages << PAGE_SHIFT).map_err(Trouble::Span)
+fn span(field: Field) -> Result<Span, MapLoopError> {
+    Span::new(field.at, field.pages << PAGE_SHIFT).map_err(MapLoopError::Span)
 }
 
 fn address(field: Field, page: u64) -> VirtAddr {
     VirtAddr::new(field.at.get() + (page << PAGE_SHIFT))
 }
 
-impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
+impl<F: PageFormat, M: TableMemory> MapperLoop for ByRange<'_, F, M> {
     /// What fork does: there is no choice to make between runs.
-    const LAZY: &'static [By] = &[By::Tables];
+    const LAZY: &'static [MapMethod] = &[MapMethod::Tables];
 
-    fn map(&mut self, field: Field) -> Result<(), Trouble> {
+    fn map(&mut self, field: Field) -> Result<(), MapLoopError> {
         let how = Mapping { flags: Flags::WRITE | Flags::HARDWARE, largest: PageSize::Size4K };
         Ok(self.table.exclusive(&mut self.memory).map(span(field)?, field.runs(), how)?)
     }
 
-    fn protect(&mut self, field: Field, by: By) -> Result<(), Trouble> {
+    fn protect(&mut self, field: Field, by: MapMethod) -> Result<(), MapLoopError> {
         match by {
-            By::Tables => {
+            MapMethod::Tables => {
                 let stale = self.table.exclusive(&mut self.memory).write_protect(span(field)?)?;
                 core::hint::black_box(stale.entries());
                 Ok(())
             }
-            By::Leaves => self.protect_leaves(field, Change { set: Flags::NONE, clear: Flags::WRITE }),
+            MapMethod::Leaves => self.protect_leaves(field, Change { set: Flags::NONE, clear: Flags::WRITE }),
         }
     }
 
-    fn write_again(&mut self, field: Field, page: u64, _by: By) -> Result<(), Trouble> {
+    fn write_again(&mut self, field: Field, page: u64, _by: MapMethod) -> Result<(), MapLoopError> {
         let change = Change { set: Flags::WRITE, clear: Flags::NONE };
         let one = span(Field { at: address(field, page), pages: 1, ..field })?;
         // As a fault does: beside others. More rights need no flush.
@@ -321,24 +335,24 @@ impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
         Ok(())
     }
 
-    fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, Trouble> {
+    fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, MapLoopError> {
         match self.table.shared(&mut self.memory).lookup(address(field, page)) {
             Lookup::Mapped(leaf) => Ok(leaf.flags.contains(Flags::WRITE)),
-            _ => Err(Trouble::Page(page)),
+            _ => Err(MapLoopError::Page(page)),
         }
     }
 
-    fn protect_live(&mut self, field: Field) -> Result<(), Trouble> {
+    fn protect_live(&mut self, field: Field) -> Result<(), MapLoopError> {
         self.protect_leaves(field, Change { set: Flags::NONE, clear: Flags::WRITE })
     }
 
-    fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
+    fn change(&mut self, field: Field, to: State) -> Result<(), MapLoopError> {
         let bits = |yes, flags| if yes { flags } else { Flags::NONE };
         let set = bits(to.writable, Flags::WRITE) | bits(to.settled, Flags::HARDWARE);
         self.protect_leaves(field, Change { set, clear: (Flags::WRITE | Flags::HARDWARE).without(set) })
     }
 
-    fn unmap(&mut self, field: Field) -> Result<u64, Trouble> {
+    fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError> {
         let mut guard = self.table.exclusive(&mut self.memory);
         let unhooked = guard.detach(span(field)?, Editing::LIVE)?;
         // SAFETY: `new` requires that no CPU translates by the table.
@@ -350,7 +364,7 @@ impl<F: PageFormat, M: TableMemory> Way for ByRange<'_, F, M> {
     }
 
     /// By parts of which none is the whole of a table.
-    fn unmap_leaves(&mut self, field: Field) -> Result<u64, Trouble> {
+    fn unmap_leaves(&mut self, field: Field) -> Result<u64, MapLoopError> {
         field.parts().map(|part| self.unmap(part)).sum()
     }
 }

@@ -1,4 +1,5 @@
-//! Growing and shrinking a huge page pool: seed 004's workload, `echo N > nr_hugepages` and `echo 0`.
+//! Growing and shrinking a huge page pool: the workload of "Batch hugetlb vmemmap modification
+//! operations", `echo N > nr_hugepages` and `echo 0`.
 //!
 //! One implementation for every platform: on a host with descriptors behind software tables it shows counts and the cost
 //! of the work; in the kernel it shows the cost with real flushes.
@@ -8,13 +9,13 @@ use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Never};
 use hugemm_frames::Env;
-use hugemm_hugetlb::{DescriptorMap, Economy, HugePool, Nodes, PoolError, Report};
+use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, ResizeReport, VmemmapOptimizer};
 
 /// One resize and how long it took.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Timed {
     /// What was done.
-    pub report: Report,
+    pub report: ResizeReport,
     /// Nanoseconds.
     pub nanos: u64,
 }
@@ -46,11 +47,11 @@ pub struct Cycle {
 pub fn resize<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     cx: &mut CpuCx<'_, P>,
     pool: &HugePool<'_, L>,
-    economy: &Economy<'e, E, V>,
+    optimizer: &VmemmapOptimizer<'e, E, V>,
     pages: u64,
 ) -> Result<Timed, PoolError> {
     let clock = cx.platform();
-    let (report, nanos) = timed(clock, || pool.set_size(cx, economy, pages, Nodes::All, &Never));
+    let (report, nanos) = timed(clock, || pool.set_size(cx, optimizer, pages, Nodes::All, &Never));
     Ok(Timed { report: report?, nanos })
 }
 
@@ -58,9 +59,9 @@ pub fn resize<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
 pub fn cycle<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     cx: &mut CpuCx<'_, P>,
     pool: &HugePool<'_, L>,
-    economy: &Economy<'e, E, V>,
+    optimizer: &VmemmapOptimizer<'e, E, V>,
     pages: u64,
 ) -> Result<Cycle, PoolError> {
-    let up = resize(cx, pool, economy, pages)?;
-    Ok(Cycle { up, down: resize(cx, pool, economy, 0)? })
+    let up = resize(cx, pool, optimizer, pages)?;
+    Ok(Cycle { up, down: resize(cx, pool, optimizer, 0)? })
 }

@@ -9,7 +9,7 @@
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Order, Pfn};
-use hugemm_frames::{AllocError, Env, FolioRef, Frames, Mobility, Put, RefError, Request};
+use hugemm_frames::{AllocError, AllocRequest, Env, FolioRef, Frames, Mobility, Put, RefError};
 
 /// One operation. Slots are numbered from 0; each is filled once and emptied once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,7 +102,7 @@ impl From<RefError> for Refused {
 
 /// What came of the operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct ReplayCounts {
     /// Operations.
     pub ops: u64,
     /// Allocations for which there was no memory.
@@ -113,10 +113,10 @@ pub struct Tally {
     pub refused: Option<Refused>,
 }
 
-impl Tally {
+impl ReplayCounts {
     /// Both added up.
-    pub fn plus(self, other: Tally) -> Tally {
-        Tally {
+    pub fn plus(self, other: ReplayCounts) -> ReplayCounts {
+        ReplayCounts {
             ops: self.ops + other.ops,
             failed: self.failed + other.failed,
             skipped: self.skipped + other.skipped,
@@ -137,7 +137,7 @@ struct Real<'a, 'm, 'p, E: Env, P: Cpu>(&'a Frames<'m, E>, &'a CpuCx<'p, P>);
 impl<E: Env, P: Cpu> Target for Real<'_, '_, '_, E, P> {
     #[inline]
     fn alloc(&mut self, order: Order, mobility: Mobility) -> Result<Option<Pfn>, Refused> {
-        match self.0.alloc(self.1, Request { mobility, ..Request::order(order) }) {
+        match self.0.alloc(self.1, AllocRequest { mobility, ..AllocRequest::order(order) }) {
             // The plan keeps numbers.
             Ok(block) => match self.0.count(block) {
                 Ok(folio) => Ok(Some(folio.into_pfn())),
@@ -194,8 +194,8 @@ impl Target for Nobody {
 }
 
 #[inline]
-fn each(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> Tally {
-    let mut tally = Tally { ops: ops.len() as u64, ..Tally::default() };
+fn each(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> ReplayCounts {
+    let mut tally = ReplayCounts { ops: ops.len() as u64, ..ReplayCounts::default() };
     for op in ops {
         let outcome = match *op {
             Op::Alloc { slot, order, mobility } => target.alloc(order, mobility).map(|block| match block {
@@ -230,11 +230,16 @@ fn each(target: &mut impl Target, ops: &[Op], slots: &mut Slots<'_>) -> Tally {
 }
 
 /// Runs operations on the calling CPU. Any context but NMI; never sleeps.
-pub fn run<P: Cpu, E: Env>(cx: &CpuCx<'_, P>, frames: &Frames<'_, E>, ops: &[Op], slots: &mut Slots<'_>) -> Tally {
+pub fn run<P: Cpu, E: Env>(
+    cx: &CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    ops: &[Op],
+    slots: &mut Slots<'_>,
+) -> ReplayCounts {
     each(&mut Real(frames, cx), ops, slots)
 }
 
 /// The same loop over the same slots with no allocator behind it: what [`run`] costs apart from the allocator.
-pub fn walk(ops: &[Op], slots: &mut Slots<'_>) -> Tally {
+pub fn walk(ops: &[Op], slots: &mut Slots<'_>) -> ReplayCounts {
     each(&mut Nobody(1), ops, slots)
 }

@@ -10,7 +10,7 @@ use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw};
 use hugemm_frames::{Env, Frames};
 use hugemm_paging::{
     Change, Editing, Flags, FrameTables, Keep, Mapping, PageFormat, PageTable, PagingError, RawEditLock,
-    ShootdownBatch, ShootdownCounts, ShootdownPolicy, Span, TableMemory, TlbSpace, Tlbs, User,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, Span, TableMemory, TlbShootdown, TlbSpace, User,
 };
 
 /// Where tables come from, for the time of one operation.
@@ -58,9 +58,9 @@ pub struct Shot {
 }
 
 /// The machine as the workload uses it.
-pub struct Setup<'a, H, F, L, T, M> {
+pub struct ShootdownRig<'a, H, F, L, T, M> {
     /// All TLBs.
-    pub tlbs: &'a Tlbs<'a, H>,
+    pub shootdown: &'a TlbShootdown<'a, H>,
     /// Whose users are flushed.
     pub space: &'a TlbSpace<User, Keep, M>,
     /// Its tables.
@@ -76,7 +76,7 @@ pub struct Setup<'a, H, F, L, T, M> {
 /// Maps `span`, changes it, flushes, and leaves it unmapped.
 pub fn run<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &Setup<'_, H, F, L, T, M>,
+    setup: &ShootdownRig<'_, H, F, L, T, M>,
     span: Span,
     operation: Operation,
     policy: &ShootdownPolicy,
@@ -93,12 +93,12 @@ where
     let frames = (0..span.pages()).filter_map(|_| Extent::new(setup.frame, 1).ok());
     setup.table.shared(setup.tables.memory(cx)).map(span, frames, how)?;
     (setup.refill)();
-    let before = setup.tlbs.counts();
+    let before = setup.shootdown.counts();
     let start = cx.platform().now_ns();
     change(cx, setup, span, operation, policy)?;
     (setup.refill)();
     let nanos = cx.platform().now_ns().saturating_sub(start);
-    let counts = setup.tlbs.counts().since(before);
+    let counts = setup.shootdown.counts().since(before);
     if operation == Operation::Protect {
         change(cx, setup, span, Operation::Unmap, &ShootdownPolicy::BATCHED)?;
     }
@@ -107,7 +107,7 @@ where
 
 fn change<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &Setup<'_, H, F, L, T, M>,
+    setup: &ShootdownRig<'_, H, F, L, T, M>,
     span: Span,
     operation: Operation,
     policy: &ShootdownPolicy,
@@ -137,7 +137,7 @@ where
             } else {
                 let mut batch = ShootdownBatch::new(setup.space);
                 let debt = batch.detached(unhooked).map_err(|_| PagingError::Foreign)?;
-                let receipt = batch.flush(setup.tlbs, cx, policy);
+                let receipt = batch.flush(setup.shootdown, cx, policy);
                 // A debt that its own receipt does not pay is none of ours; the domain counts it.
                 let Some(Ok(detached)) = debt.map(|debt| debt.release(&receipt)) else { return Ok(()) };
                 detached
@@ -152,7 +152,7 @@ where
 /// A flush for each part of a span that the policy makes a batch of its own.
 fn each_part<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
-    setup: &Setup<'_, H, F, L, T, M>,
+    setup: &ShootdownRig<'_, H, F, L, T, M>,
     span: Span,
     policy: &ShootdownPolicy,
     tables: bool,
@@ -165,12 +165,12 @@ fn each_part<P, H, F, L, T, M>(
         let mut batch = ShootdownBatch::new(setup.space);
         if tables {
             let debt = batch.unhooked((), part, PageSize::Size4K, true);
-            let receipt = batch.flush(setup.tlbs, cx, policy);
+            let receipt = batch.flush(setup.shootdown, cx, policy);
             // Nothing waits behind it.
             let _ = debt.release(&receipt);
         } else {
             batch.changed(part, PageSize::Size4K);
-            batch.flush(setup.tlbs, cx, policy);
+            batch.flush(setup.shootdown, cx, policy);
         }
     }
 }

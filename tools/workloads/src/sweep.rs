@@ -1,13 +1,13 @@
-//! Clearing by chunk and by region: the tables of seed 003, hot and cold.
+//! Clearing by chunk and by region: the tables of "huge page clearing optimizations", hot and cold.
 
 use crate::{Interrupted, Loan, Pass, Reason, timed};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, Never, Owed, PAGE_BYTES, PAGE_SHIFT, PhysMap, Unfenced};
-use hugemm_clear::{Class, Clearer, Features, Primitive, Request, Warmth, raw};
+use hugemm_clear::{ClearRequest, Clearer, Features, Primitive, PrimitiveClass, Warmth, raw};
 
 /// What does the clearing.
 #[derive(Clone, Copy, Debug)]
-pub enum How<'a> {
+pub enum ClearWith<'a> {
     /// One primitive, its fence after every chunk, and nothing else.
     Primitive {
         /// Which; one that is not in `features` is refused.
@@ -27,11 +27,11 @@ pub enum How<'a> {
 /// Clears `memory` once, `chunk` bytes at a time, each chunk a request of its own.
 ///
 /// With `touch`, one word of each line of a chunk is read right after it is cleared, as a faulting task would. `chunk`
-/// is a multiple of 4 KiB that divides the memory. Reschedule points between chunks under `How::Policy` only; a pass
+/// is a multiple of 4 KiB that divides the memory. Reschedule points between chunks under `ClearWith::Policy` only; a pass
 /// takes as long as clearing takes.
 pub fn pass<P: Cpu + PhysMap + Clock>(
     cx: &mut CpuCx<'_, P>,
-    how: How<'_>,
+    how: ClearWith<'_>,
     memory: Dirty,
     chunk: u64,
     touch: bool,
@@ -39,8 +39,8 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
     let whole = memory.extent();
     let divides = chunk != 0 && chunk.is_multiple_of(PAGE_BYTES) && whole.bytes().is_multiple_of(chunk);
     let available = match how {
-        How::Primitive { primitive, features } => features.contains(primitive),
-        How::Policy { .. } => true,
+        ClearWith::Primitive { primitive, features } => features.contains(primitive),
+        ClearWith::Policy { .. } => true,
     };
     if !divides || !available {
         return Err(Interrupted { memory, reason: Reason::BadSize });
@@ -53,10 +53,10 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
         while at < whole.pages() {
             let piece = whole.slice(at, at + pages);
             match how {
-                How::Primitive { primitive, features: _ } => clear_with(cx, primitive, piece)?,
-                How::Policy { clearer, warmth } => {
+                ClearWith::Primitive { primitive, features: _ } => clear_with(cx, primitive, piece)?,
+                ClearWith::Policy { clearer, warmth } => {
                     let dirty = loan.piece(at, at + pages);
-                    let request = Request { touch_soon: touch, ..Request::bulk(chunk).with_warmth(warmth) };
+                    let request = ClearRequest { touch_soon: touch, ..ClearRequest::bulk(chunk).with_warmth(warmth) };
                     let zeroed = clearer.clear(cx, dirty, &request, &Never);
                     zeroed.map_err(|stopped| Reason::Stopped(stopped.reason))?.into_extent();
                 }
@@ -76,7 +76,7 @@ pub fn pass<P: Cpu + PhysMap + Clock>(
 
 /// Clears a piece with one primitive and pays its fence.
 fn clear_with<P: Cpu + PhysMap>(cx: &CpuCx<'_, P>, primitive: Primitive, piece: Extent) -> Result<(), Reason> {
-    let owed = if primitive.class() == Class::Streaming { Owed::Fence } else { Owed::Publish };
+    let owed = if primitive.class() == PrimitiveClass::Streaming { Owed::Fence } else { Owed::Publish };
     cx.with_vector(primitive.needs_vector(), |vector| {
         if primitive.needs_vector() && vector.is_none() {
             return Err(Reason::BadSize);

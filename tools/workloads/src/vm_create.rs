@@ -1,4 +1,5 @@
-//! Creating a virtual machine: its memory allocated, cleared and mapped (seed 003's workload).
+//! Creating a virtual machine: its memory allocated, cleared and mapped (the workload of "huge page clearing
+//! optimizations").
 //!
 //! One pass fills an area of a fresh address space, by demand faults, by prefault, or by pinning as a device's attachment
 //! does, with any number of workers. What the time went into is measured by a stopwatch that the fault path tells what it
@@ -6,11 +7,11 @@
 
 use core::cell::Cell;
 use hugemm_base::{Cancel, Clock, PAGE_SHIFT, VirtAddr};
-use hugemm_vm::{Access, AreaInfo, Cx, Phase, Phases, Pinned, Prefault, Served, Setup, Space, Vm, VmError};
+use hugemm_vm::{Access, AddressSpace, Cx, Phase, Phases, Pinned, Prefault, Served, Setup, Vm, VmError, VmaInfo};
 
 /// Who asks for the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
+pub enum CreateMethod {
     /// A task that touches each page in turn: a fault each.
     Demand,
     /// One request for all of it.
@@ -87,9 +88,9 @@ impl<C: Clock> Phases for Stopwatch<'_, C> {
 /// One pass.
 pub struct Creation<'a, 'v, 'm, S: Setup> {
     vm: &'v Vm<'m, S>,
-    space: &'a Space<S>,
-    area: AreaInfo,
-    how: How,
+    space: &'a AddressSpace<S>,
+    area: VmaInfo,
+    how: CreateMethod,
     workers: u64,
     prefault: Prefault<'a, 'v, 'm, S>,
 }
@@ -99,7 +100,7 @@ where
     S::Platform: Clock,
 {
     /// To fill `area`, of which nothing is mapped yet, by `workers` workers.
-    pub fn new(vm: &'v Vm<'m, S>, space: &'a Space<S>, area: AreaInfo, how: How, workers: u64) -> Self {
+    pub fn new(vm: &'v Vm<'m, S>, space: &'a AddressSpace<S>, area: VmaInfo, how: CreateMethod, workers: u64) -> Self {
         Creation { vm, space, area, how, workers: workers.max(1), prefault: vm.prefault(space, area.span, None) }
     }
 
@@ -117,7 +118,7 @@ where
         let watch = Stopwatch::new(cx.platform());
         let (from, to) = self.share(worker);
         match self.how {
-            How::Demand => {
+            CreateMethod::Demand => {
                 let pages = (from..to).step_by(self.area.kind.page.pages() as usize);
                 let pages = pages.take_while(|_| !cancel.requested());
                 touch(cx, &mut pages.map(|page| VirtAddr::new(page << PAGE_SHIFT)), &watch)?;
@@ -125,8 +126,8 @@ where
                     return Err(VmError::Cancelled);
                 }
             }
-            How::Prefault => self.prefault.work_observed(cx, cancel, &watch)?,
-            How::Pin => {
+            CreateMethod::Prefault => self.prefault.work_observed(cx, cancel, &watch)?,
+            CreateMethod::Pin => {
                 self.prefault.work_observed(cx, cancel, &watch)?;
                 // References, once everything is there; those who come early find less to do in their share.
                 if let Ok(share) = span(from, to) {
@@ -149,7 +150,7 @@ where
 /// Touching where nothing traps: a fault is a call, which tells nothing of what a trap costs.
 pub fn software_faults<S: Setup>(
     vm: &Vm<'_, S>,
-    space: &Space<S>,
+    space: &AddressSpace<S>,
 ) -> impl FnOnce(&mut Cx<'_, S>, &mut dyn Iterator<Item = VirtAddr>, &dyn Phases) -> Result<(), VmError> {
     move |cx, pages, watch| {
         for at in pages {

@@ -2,7 +2,7 @@
 #![allow(unreachable_pub)]
 
 use hugemm_base::{CpuCx, CpuId, Dirty, NodeId};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use x86_64::structures::paging::page::PageRange;
@@ -41,7 +41,7 @@ pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_,
     let host = Host::new(&[CpuPlace { os_cpu: any_cpu(), node: NodeId(0) }], memory.bytes()).expect("a machine");
     let extent = host.frames();
     let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
     let mut metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid").size());
     let size = metadata.bytes().len();
     // SAFETY: zeroed memory that is used for nothing else, and one platform.
@@ -57,7 +57,7 @@ pub fn on_machine<R>(bytes: usize, test: impl FnOnce(&Frames<'_>, &mut CpuCx<'_,
 
 /// A CPU that this process may use.
 fn any_cpu() -> u32 {
-    hugemm_host::topology::MachineTopology::read().ok().and_then(|machine| Some(machine.cpus.first()?.id)).unwrap_or(0)
+    hugemm_host::cpu::allowed_cpus().map_or(0, |cpus| cpus[0])
 }
 
 pub fn page(number: u64) -> Page<Size4KiB> {

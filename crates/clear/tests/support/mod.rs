@@ -8,10 +8,10 @@ pub(crate) mod host;
 pub(crate) mod memory;
 
 use hugemm_base::{
-    Cancel, Clock, CounterSnapshot, Counters, CpuCx, CpuId, CpuLocal, Dirty, Extent, Instrumented, NodeId, Pfn,
-    PhysMap, Preempt, PreemptModel, StoreOrder, Topology, VectorUnit, VirtAddr, Window,
+    Cancel, Clock, CounterSnapshot, Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Pfn, PhysMap, PreemptModel,
+    Topology, VirtAddr, Window,
 };
-use hugemm_clear::{Best, Clearer, Crossover, Features, Mbps, Policy, Primitive, Profile, Request, Unit};
+use hugemm_clear::{Best, ClearPolicy, ClearRequest, Clearer, Crossover, Features, Mbps, Primitive, Profile, Unit};
 use memory::Memory;
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
@@ -32,10 +32,10 @@ pub(crate) const PROFILE: Profile = Profile {
 };
 
 /// A request that [`PROFILE`] serves with cached stores.
-pub(crate) const CACHED: Request = Request::fault(2 << 20);
+pub(crate) const CACHED: ClearRequest = ClearRequest::fault(2 << 20);
 
 /// A request that [`PROFILE`] serves with streaming stores.
-pub(crate) const BULK: Request = Request::bulk(64 << 30);
+pub(crate) const BULK: ClearRequest = ClearRequest::bulk(64 << 30);
 
 /// What [`PROFILE`] needs.
 pub(crate) fn features() -> Features {
@@ -45,7 +45,7 @@ pub(crate) fn features() -> Features {
 
 /// A clearer by [`PROFILE`] with units of so many pages under cooperative models.
 pub(crate) fn clearer(unit: u64) -> Clearer {
-    let policy = Policy { unit: Some(unit * PAGE), ..Policy::new(PROFILE) };
+    let policy = ClearPolicy { unit: Some(unit * PAGE), ..ClearPolicy::new(PROFILE) };
     Clearer::new(features(), policy).expect("the profile needs no more than the features")
 }
 
@@ -197,8 +197,9 @@ impl Script {
     }
 }
 
-// SAFETY: one thread, one CPU.
-unsafe impl CpuLocal for Script {
+// SAFETY: one thread, one CPU. The operating system fences when it switches threads. The hardware's barriers, recorded.
+// A process's registers are its own, and the operating system saves them.
+unsafe impl Cpu for Script {
     fn current(&self) -> CpuId {
         CpuId(0)
     }
@@ -208,10 +209,7 @@ unsafe impl CpuLocal for Script {
     }
 
     unsafe fn unpin(&self, _state: usize) {}
-}
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for Script {
     fn preempt_model(&self) -> PreemptModel {
         self.model.get()
     }
@@ -220,16 +218,13 @@ unsafe impl Preempt for Script {
         self.may_sleep.get()
     }
 
-    unsafe fn reschedule(&self) {
+    unsafe fn cond_resched(&self) {
         assert!(self.may_sleep.get(), "a reschedule point in a context that may not sleep");
         self.record(Event::Reschedule);
         let number = self.count(Event::Reschedule);
         (self.on_reschedule.borrow_mut())(self, number);
     }
-}
 
-// SAFETY: the hardware's barriers, recorded.
-unsafe impl StoreOrder for Script {
     fn store_fence(&self) {
         self.record(Event::Fence);
         hugemm_base::store_fence::hardware_store_fence();
@@ -239,10 +234,7 @@ unsafe impl StoreOrder for Script {
         self.record(Event::Publish);
         hugemm_base::store_fence::hardware_publish_barrier();
     }
-}
 
-// SAFETY: a process's registers are its own, and the operating system saves them.
-unsafe impl VectorUnit for Script {
     unsafe fn vector_begin(&self) -> bool {
         let left = self.vector_grants.get();
         self.vector_grants.set(left.saturating_sub(1));
@@ -253,9 +245,7 @@ unsafe impl VectorUnit for Script {
     unsafe fn vector_end(&self) {
         self.record(Event::VectorEnd);
     }
-}
 
-impl Instrumented for Script {
     fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -273,10 +263,6 @@ impl Clock for Script {
 }
 
 impl Topology for Script {
-    fn cpus(&self) -> u32 {
-        1
-    }
-
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
         NodeId(0)
     }

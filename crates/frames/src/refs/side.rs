@@ -37,6 +37,10 @@ impl Default for WideCounts {
 /// The side count of one frame.
 pub trait SideCount {
     /// Adds one.
+    ///
+    /// # Errors
+    ///
+    /// [`Saturated`](RefError::Saturated): there is no room for one more.
     fn add(&self) -> Result<(), RefError>;
     /// Takes one away if there is one.
     fn take(&self) -> bool;

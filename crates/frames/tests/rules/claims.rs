@@ -3,7 +3,7 @@
 use super::support::{Threads, extent, with_one_arena};
 use super::{order, request};
 use hugemm_base::{CpuCx, Dirty, Extent, Pfn};
-use hugemm_frames::{AllocError, ClaimError, Frozen, NoMigration};
+use hugemm_frames::{AllocContigError, AllocError, Frozen, NoMigration};
 
 /// C17 in small, and what a claim does with what is in the way.
 #[test]
@@ -11,24 +11,33 @@ fn claims_take_migrate_or_roll_back() {
     with_one_arena(0, 4096, 1, |frames, threads| {
         let mut cx = threads.cx();
         let range = extent(1024, 1024);
-        let taken = frames.claim(&mut cx, range, &mut NoMigration).expect("free").into_extent();
-        assert_eq!(frames.claim(&mut cx, range, &mut NoMigration), Err(ClaimError::InUse(range.base())));
+        let taken = frames.alloc_contig_pages(&mut cx, range, &mut NoMigration).expect("free").into_extent();
+        assert_eq!(
+            frames.alloc_contig_pages(&mut cx, range, &mut NoMigration),
+            Err(AllocContigError::InUse(range.base()))
+        );
         assert_eq!(frames.stats(&cx).isolated, 0, "rolled back");
         // SAFETY: claimed above.
         frames.free_extent(&cx, unsafe { Dirty::assume_owned(taken) });
         assert_eq!(frames.stats(&cx).blocks[12], 1);
-        assert_eq!(frames.claim(&mut cx, extent(1, 512), &mut NoMigration), Err(ClaimError::Misaligned));
-        assert_eq!(frames.claim(&mut cx, extent(4096, 512), &mut NoMigration), Err(ClaimError::NotManaged));
+        assert_eq!(
+            frames.alloc_contig_pages(&mut cx, extent(1, 512), &mut NoMigration),
+            Err(AllocContigError::Misaligned)
+        );
+        assert_eq!(
+            frames.alloc_contig_pages(&mut cx, extent(4096, 512), &mut NoMigration),
+            Err(AllocContigError::NotManaged)
+        );
         // A page in use, a page in the cache.
         let mut held = Some(frames.alloc(&cx, request(0).movable()).expect("memory"));
         let at = held.as_ref().map(|b| b.pfn()).expect("held");
         let around = Extent::block(at, order(9));
-        assert!(frames.claim(&mut cx, around, &mut NoMigration).is_err());
+        assert!(frames.alloc_contig_pages(&mut cx, around, &mut NoMigration).is_err());
         let mut migrate = |_: &mut CpuCx<'_, Threads>, block: Extent| {
             assert!(block.contains(at));
             held.take().map(|b| frames.free(&threads.cx(), b)).is_some()
         };
-        let taken = frames.claim(&mut cx, around, &mut migrate).expect("migrated");
+        let taken = frames.alloc_contig_pages(&mut cx, around, &mut migrate).expect("migrated");
         assert_eq!(taken.extent(), around);
         frames.free_extent(&cx, taken);
         frames.drain(&cx);
@@ -57,7 +66,7 @@ fn isolated_blocks_are_not_allocated() {
             frames.free(&cx, left[1].take().expect("in use"));
             true
         };
-        let claimed = frames.claim(&mut claimer, extent(0, 1024), &mut migrate).expect("emptied");
+        let claimed = frames.alloc_contig_pages(&mut claimer, extent(0, 1024), &mut migrate).expect("emptied");
         assert_eq!(got.as_ref().map(|block| block.pfn()), Some(Pfn::new(1536)));
         frames.free_extent(&cx, claimed);
         for block in [got, left[2].take()].into_iter().flatten() {

@@ -68,3 +68,24 @@ fn a_run_of_counts_keeps_the_mobility() {
         }
     });
 }
+
+/// What is left of a run when some of it was taken off is counted from there on to its end, across words of references.
+#[test]
+fn the_rest_of_a_run_is_counted() {
+    with_one_arena(0, 512, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        for taken in [1, 31, 32, 33, 100] {
+            let block = frames.alloc(&cx, request(7)).expect("memory");
+            let base = block.pfn().number();
+            let mut run = frames.split(block, super::order(0)).expect("managed");
+            let pages: Vec<_> = (0..taken).map(|_| run.pop().expect("128")).collect();
+            let run = frames.count_run(run).expect("managed");
+            let counts = (base..base + 128).map(|pfn| frames.references(hugemm_base::Pfn::new(pfn)));
+            assert!(counts.eq((0..128).map(|index| u64::from(index >= taken))), "{taken} were taken");
+            assert_eq!(frames.free_range(&mut cx, run).freed, 128 - taken);
+            pages.into_iter().for_each(|page| frames.free(&cx, page));
+        }
+        frames.drain(&cx);
+        assert_eq!(frames.stats(&cx).blocks[9], 1);
+    });
+}

@@ -4,7 +4,7 @@ use super::request;
 use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Dirty, ExtentChain, Order, Pfn};
-use hugemm_frames::{ArenaSpec, Config, Descriptor, Frozen, Put};
+use hugemm_frames::{ArenaSpec, Descriptor, FramesConfig, Frozen, Put};
 use std::ptr::NonNull;
 
 /// Descriptors of tails may be anything, and are never written: here they do not even exist for all but the first
@@ -15,12 +15,12 @@ fn tails_are_dont_care() {
     let mut descriptors: Vec<Descriptor> = (0..pages).map(|_| Descriptor::default()).collect();
     let spec = ArenaSpec { descriptors: NonNull::new(descriptors.as_mut_ptr()), ..arena(0, pages as u64, 0) };
     let arenas = [spec];
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, pages as u64));
-    let threads = Threads::default();
-    Threads::run_as(0);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
     let cx = threads.cx();
     let garbage = 0xdead_beef_dead_beef;
     let held: Vec<Frozen> = (0..4).map(|_| frames.alloc(&cx, request(9)).expect("memory")).collect();

@@ -1,9 +1,10 @@
-//! One test per rule of the checklist that random operations do not single out, by subject.
+//! One test per rule that random operations do not single out, by subject.
 
 mod claims;
 mod configuration;
 mod counted;
 mod descriptors;
+mod errors;
 mod ownership;
 mod places;
 mod poison;
@@ -14,17 +15,17 @@ mod slabs;
 mod support;
 mod zero;
 
-use hugemm_base::platform::Instrumented;
+use hugemm_base::platform::Cpu;
 use hugemm_base::{CounterSnapshot, CpuCx, Order};
-use hugemm_frames::Request;
+use hugemm_frames::AllocRequest;
 use support::Threads;
 
 fn order(order: u32) -> Order {
     Order::new(order).expect("valid")
 }
 
-fn request(o: u32) -> Request {
-    Request::order(order(o))
+fn request(o: u32) -> AllocRequest {
+    AllocRequest::order(order(o))
 }
 
 /// A 1 GiB region without the cost of one: tests under Miri use less.

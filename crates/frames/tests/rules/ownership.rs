@@ -4,19 +4,19 @@ use super::request;
 use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Order, Pfn};
-use hugemm_frames::{Config, Frames, Plain, RangeReport, RefError};
+use hugemm_frames::{Frames, FramesConfig, Plain, RangeReport, RefError};
 
 /// One manager of the first 1024 frames and another of the next.
 fn with_two(f: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Frames<'_, Plain<NoFaults>>, &Threads)) {
     let specs = [[arena(0, 1024, 0)], [arena(1024, 1024, 0)]];
-    let configs = [0, 1].map(|n: usize| Config { arenas: &specs[n], cpus: 1, cpu_nodes: &[] });
+    let configs = [0, 1].map(|n: usize| FramesConfig { arenas: &specs[n], cpus: 1, cpu_nodes: &[] });
     let memories = configs.each_ref().map(Memory::for_config);
     let one = memories[0].manager(&configs[0], NoFaults);
     let other = memories[1].manager(&configs[1], NoFaults);
     release(&one, extent(0, 1024));
     release(&other, extent(1024, 1024));
-    let threads = Threads::default();
-    Threads::run_as(0);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
     f(&one, &other, &threads);
 }
 
@@ -79,7 +79,7 @@ fn runs_of_folios_are_freed_one_by_one() {
         let base = run.extent().base().number();
         // SAFETY: the run holds a reference to each.
         let other = unsafe { one.get_at(Pfn::new(base + 8)) }.expect("held");
-        let _ = one.poison(&cx, Pfn::new(base + 21));
+        let _ = one.hwpoison(&cx, Pfn::new(base + 21));
         let report = one.free_range(&mut cx, run);
         assert_eq!(report, RangeReport { freed: 512 - 8 - 1, kept: 8, refused: 1, runs: 63, invalid: 0 });
         let _ = one.put(&cx, other);

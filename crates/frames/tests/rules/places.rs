@@ -4,28 +4,31 @@ use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
 use super::{GIB, order, request};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{NodeId, Order};
-use hugemm_frames::{AllocError, Config, From, Frozen};
+use hugemm_frames::{AllocError, FramesConfig, Frozen, Placement};
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
     let arenas = [arena(0, 512, 0), arena(512, 512, 1)];
-    let config = Config { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(1), NodeId(0)] };
+    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(1), NodeId(0)] };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1024));
-    let threads = Threads::default();
-    Threads::run_as(0);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
     let cx = threads.cx();
+    assert_eq!((frames.nodes(), frames.frames(), frames.managed()), (2, 1024, 1024));
     let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").0;
     let local = frames.alloc(&cx, request(0)).expect("memory");
-    let other = frames.alloc(&cx, request(0).from(From::Prefer(NodeId(0)))).expect("memory");
+    let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId(0)))).expect("memory");
     assert_eq!((node(&local), node(&other)), (1, 0));
     frames.free(&cx, local);
     frames.free(&cx, other);
+    let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+    assert!(cached[0] == 0 && cached[1] != 0, "CPU 0 is on node 1: {cached:?}");
     frames.drain(&cx);
-    let all = frames.alloc(&cx, request(9).from(From::Only(NodeId(1)))).expect("memory");
-    assert_eq!(frames.alloc(&cx, request(0).from(From::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
-    assert_eq!(frames.alloc(&cx, request(0).from(From::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
+    let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("memory");
+    assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
+    assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
     let fallen = frames.alloc(&cx, request(0)).expect("fallback");
     assert_eq!(node(&fallen), 0);
     frames.free(&cx, fallen);
@@ -87,9 +90,13 @@ fn low_memory_is_used_first() {
         frames.free_extent(&cx, pages.into_dirty());
         held.drain(..).for_each(|page| frames.free(&cx, page));
         frames.drain(&cx);
-        let block = frames.alloc(&cx, request(3)).expect("memory");
-        assert!(low_extent.contains(block.pfn()) && !high_extent.contains(block.pfn()), "{block:?}");
-        frames.free(&cx, block);
+        // All that the cache fetches, too.
+        for _ in 0..8 {
+            let block = frames.alloc(&cx, request(3)).expect("memory");
+            assert!(low_extent.contains(block.pfn()) && !high_extent.contains(block.pfn()), "{block:?}");
+            held.push(block);
+        }
+        held.drain(..).for_each(|block| frames.free(&cx, block));
         frames.drain(&cx);
         // A hole that is filled by just one block of an order that is never cached is worth more than a fresh 2 MiB.
         let exact = frames.alloc(&cx, request(4)).expect("memory");
@@ -110,6 +117,9 @@ fn cached_2_mib_blocks_come_back_whole() {
         let cx = threads.cx();
         let mut blocks: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(9)).ok()).collect();
         assert_eq!(blocks.len(), 1024);
+        // A cache that runs empty again and again fetches up to 64 at once.
+        let fetched = frames.stats(&cx).lock_rounds;
+        assert!(fetched < 50, "{fetched} lock rounds");
         // Every second one, from all over the place: no two of them adjoin.
         let poisoned = blocks[700].pfn();
         let (even, odd): (Vec<_>, Vec<_>) = blocks.drain(..).partition(|block| block.pfn().number() / 512 % 2 == 0);
@@ -117,7 +127,9 @@ fn cached_2_mib_blocks_come_back_whole() {
         frames.drain(&cx);
         let stats = frames.stats(&cx);
         assert_eq!((stats.blocks[9], stats.free), (512, 512 * 512));
-        frames.poison(&cx, poisoned);
+        let freed = stats.lock_rounds - fetched;
+        assert!(freed < 50, "{freed} lock rounds");
+        frames.hwpoison(&cx, poisoned);
         odd.into_iter().for_each(|block| frames.free(&cx, block));
         frames.drain(&cx);
         let stats = frames.stats(&cx);
@@ -131,11 +143,11 @@ fn cached_2_mib_blocks_come_back_whole() {
 #[test]
 fn two_cpus_fill_their_caches_from_different_chunks() {
     let arenas = [arena(0, 4096, 0)];
-    let config = Config { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 4096));
-    let threads = Threads::default();
+    let threads: Threads = Threads::default();
     let cx = threads.cx();
     let mut held: [Vec<Frozen>; 2] = [Vec::new(), Vec::new()];
     let chunks = |held: &[Vec<Frozen>; 2]| -> [std::collections::BTreeSet<u64>; 2] {
@@ -144,7 +156,7 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
     let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
         for step in 0..count {
             for (cpu, held) in held.iter_mut().enumerate() {
-                Threads::run_as(cpu as u32);
+                hugemm_threads::run_as(cpu as u32);
                 held.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
             }
         }
@@ -157,7 +169,7 @@ fn two_cpus_fill_their_caches_from_different_chunks() {
     // All of the memory can be had.
     let mut rest = Vec::new();
     for cpu in [0, 1, 0, 1] {
-        Threads::run_as(cpu);
+        hugemm_threads::run_as(cpu);
         rest.extend(std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()));
     }
     let pages: u64 = held.iter().flatten().chain(&rest).map(|block| block.order().pages()).sum();

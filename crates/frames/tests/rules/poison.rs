@@ -3,7 +3,7 @@
 use super::support::{counted_pages, extent, pages, with_one_arena};
 use super::{order, request};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
-use hugemm_frames::{ClaimError, Frames, Frozen, NoMigration, Plain, Poisoned, Put};
+use hugemm_frames::{AllocContigError, Frames, Frozen, HwPoisoned, NoMigration, Plain, Put};
 
 type Manager<'m> = Frames<'m, Plain<hugemm_base::inject::NoFaults>>;
 
@@ -26,7 +26,7 @@ fn a_poisoned_frame_leaves_with_any_block() {
                 let cx = threads.cx();
                 let block = frames.alloc(&cx, request(log)).expect("memory");
                 let bad = Pfn::new(block.pfn().number() + at % (1 << log));
-                assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
+                assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
                 // The request that this posted is served, so the cache is as open as it will ever be.
                 frames.serve(&cx);
                 frames.free(&cx, block);
@@ -45,7 +45,7 @@ fn a_poisoned_frame_leaves_a_cache() {
         let block = frames.alloc(&cx, request(0)).expect("memory");
         let bad = block.pfn();
         frames.free(&cx, block);
-        assert_eq!(frames.poison(&cx, bad), Poisoned::InUse, "as far as can be told: it is cached");
+        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse, "as far as can be told: it is cached");
         assert_eq!(all_but(frames, &cx, bad), 4095);
     });
 }
@@ -66,7 +66,7 @@ fn drains_are_one_lock_round_per_batch_beside_a_poisoned_frame() {
             (cached, frames.stats(&cx).lock_rounds - before - 1)
         };
         let without = rounds();
-        assert_eq!(frames.poison(&cx, bad.pfn()), Poisoned::InUse);
+        assert_eq!(frames.hwpoison(&cx, bad.pfn()), HwPoisoned::InUse);
         frames.serve(&cx);
         let with = rounds();
         assert_eq!(without.1, with.1, "{without:?} {with:?}");
@@ -85,7 +85,7 @@ fn isolated_blocks_bypass_caches() {
             let block = frames.alloc(&cx, request(log)).expect("memory");
             let range = Extent::block(block.pfn(), order(9));
             let mut held = Some(block);
-            let taken = frames.claim(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
+            let taken = frames.alloc_contig_pages(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
                 let Some(block) = held.take() else { return false };
                 let (before, pages) = (frames.stats(cx), block.extent().pages());
                 frames.free(cx, block);
@@ -99,7 +99,7 @@ fn isolated_blocks_bypass_caches() {
                 let block = frames.alloc(&cx, request(log)).expect("memory");
                 let range = Extent::block(block.pfn(), order(9));
                 let mut held = Some(block);
-                let taken = frames.claim(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
+                let taken = frames.alloc_contig_pages(&mut cx, range, &mut |cx: &mut CpuCx<'_, _>, _: Extent| {
                     let Some(block) = held.take() else { return false };
                     let (before, count) = (frames.stats(cx), block.extent().pages());
                     if counted {
@@ -127,15 +127,18 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
         let mut cx = threads.cx();
         let page = frames.count(frames.alloc(&cx, request(0)).expect("memory")).expect("managed");
         let (other, bad) = (frames.get(&page).expect("fits"), page.pfn());
-        assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
+        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
         assert_eq!(frames.put(&cx, page), Ok(Put::Kept));
         assert_eq!(frames.stats(&cx).refused, 0);
         assert_eq!(frames.put(&cx, other), Ok(Put::Last));
         assert_eq!((frames.stats(&cx).refused, all_but(frames, &cx, bad)), (1, 1023));
         // Nobody gets it by its number either.
         assert_eq!(frames.try_get(&cx, bad), Ok(None));
-        assert_eq!(frames.claim_exact(&cx, Extent::block(bad, Order::ZERO)), Err(ClaimError::InUse(bad)));
+        assert_eq!(frames.alloc_contig_range(&cx, Extent::block(bad, Order::ZERO)), Err(AllocContigError::InUse(bad)));
         let around = extent(bad.number() / 512 * 512, 512);
-        assert!(matches!(frames.claim(&mut cx, around, &mut NoMigration), Err(ClaimError::InUse(_))));
+        assert!(matches!(
+            frames.alloc_contig_pages(&mut cx, around, &mut NoMigration),
+            Err(AllocContigError::InUse(_))
+        ));
     });
 }

@@ -4,9 +4,9 @@ use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages
 use super::{GIB, counters, order, request};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, NodeId, Pfn};
-use hugemm_frames::{ClaimError, Config, FolioRef, From, Poisoned, Put, RangeReport};
+use hugemm_frames::{AllocContigError, FolioRef, FramesConfig, HwPoisoned, Placement, Put, RangeReport};
 
-/// C11, C6, X5: one lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
+/// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
 #[test]
 #[cfg_attr(miri, ignore = "a gibibyte of descriptors")]
 fn a_gibibyte_is_freed_in_one_lock_round() {
@@ -24,8 +24,8 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
         assert_eq!(report, RangeReport { freed: GIB, runs: 1, ..RangeReport::default() });
         assert_eq!(rounds(&cx) - before, 2);
         let stats = frames.stats(&cx);
-        assert_eq!(stats.blocks[18], 1, "C13: largest blocks, not pages");
-        // Reschedule points, one per 512 MiB (C12): none after the last.
+        assert_eq!(stats.blocks[18], 1, "largest blocks, not pages");
+        // Reschedule points, one per 512 MiB: none after the last.
         assert_eq!(counters(&cx).reschedules, 1);
         // None where nobody may sleep.
         let block = frames.alloc(&cx, request(18)).expect("memory");
@@ -36,7 +36,7 @@ fn a_gibibyte_is_freed_in_one_lock_round() {
     });
 }
 
-/// C3: the page somebody still references splits the run and is freed by its last put.
+/// The page somebody still references splits the run and is freed by its last put.
 #[test]
 fn extra_references_split_runs() {
     with_one_arena(0, 2048, 1, |frames, threads| {
@@ -55,7 +55,7 @@ fn extra_references_split_runs() {
     });
 }
 
-/// C4: refused pages split the run and never come back.
+/// Refused pages split the run and never come back.
 #[test]
 fn poisoned_pages_split_runs_and_stay_out() {
     with_one_arena(0, 1024, 1, |frames, threads| {
@@ -63,19 +63,19 @@ fn poisoned_pages_split_runs_and_stay_out() {
         let block = frames.alloc(&cx, request(9)).expect("memory");
         let whole = counted_pages(frames, block);
         let bad = Pfn::new(whole.base().number() + 100);
-        assert_eq!(frames.poison(&cx, bad), Poisoned::InUse);
-        assert_eq!(frames.poison(&cx, bad), Poisoned::Already);
+        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
+        assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::Already);
         let report = frames.free_range(&mut cx, pages(whole));
         assert_eq!(report, RangeReport { freed: 511, refused: 1, runs: 2, ..RangeReport::default() });
         let free = Pfn::new(if whole.base().number() == 0 { 700 } else { 200 });
-        assert_eq!(frames.poison(&cx, free), Poisoned::Free);
+        assert_eq!(frames.hwpoison(&cx, free), HwPoisoned::Free);
         let mut held = Vec::new();
         while let Ok(block) = frames.alloc(&cx, request(0)) {
             assert!(block.pfn() != bad && block.pfn() != free);
             held.push(block);
         }
         assert_eq!(held.len(), 1022);
-        assert_eq!(frames.poison(&cx, Pfn::new(5000)), Poisoned::NotManaged);
+        assert_eq!(frames.hwpoison(&cx, Pfn::new(5000)), HwPoisoned::NotManaged);
         for block in held {
             frames.free(&cx, block);
         }
@@ -83,7 +83,7 @@ fn poisoned_pages_split_runs_and_stay_out() {
     });
 }
 
-/// C7, C8: heads and tails of folios, frozen and free pages and strangers are left alone; nothing is fine.
+/// Heads and tails of folios, frozen and free pages and strangers are left alone; nothing is fine.
 #[test]
 fn ranges_of_other_things_are_left_alone() {
     with_one_arena(0, 2048, 1, |frames, threads| {
@@ -104,7 +104,7 @@ fn ranges_of_other_things_are_left_alone() {
     });
 }
 
-/// C15: arrays, sorted or not, with folios and strangers among them.
+/// Arrays, sorted or not, with folios and strangers among them.
 #[test]
 fn arrays_are_freed_by_runs() {
     with_one_arena(4096, 4096, 1, |frames, threads| {
@@ -131,20 +131,20 @@ fn arrays_are_freed_by_runs() {
     });
 }
 
-/// C5, C19: arenas that adjoin share nothing.
+/// Arenas that adjoin share nothing.
 #[test]
 fn ranges_split_at_the_border_of_arenas() {
     let arenas = [arena(0, 768, 0), arena(768, 768, 1)];
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
     release(&frames, extent(0, 1536));
-    let threads = Threads::default();
-    Threads::run_as(0);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
     let mut cx = threads.cx();
-    let left = frames.claim_exact(&cx, extent(512, 256)).expect("free").into_extent();
-    let right = frames.claim_exact(&cx, extent(768, 256)).expect("free").into_extent();
-    assert_eq!(frames.claim_exact(&cx, extent(400, 512)), Err(ClaimError::NotManaged));
+    let left = frames.alloc_contig_range(&cx, extent(512, 256)).expect("free").into_extent();
+    let right = frames.alloc_contig_range(&cx, extent(768, 256)).expect("free").into_extent();
+    assert_eq!(frames.alloc_contig_range(&cx, extent(400, 512)), Err(AllocContigError::NotManaged));
     let both = left.join(right).expect("adjoining");
     // SAFETY: claimed above.
     assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);
@@ -153,7 +153,7 @@ fn ranges_split_at_the_border_of_arenas() {
     // And of counted ones: two runs.
     let mut held: Vec<FolioRef> = Vec::new();
     for node in [0, 1] {
-        while let Ok(block) = frames.alloc(&cx, request(0).from(From::Only(NodeId(node)))) {
+        while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId(node)))) {
             held.push(frames.count(block).expect("fresh"));
         }
     }

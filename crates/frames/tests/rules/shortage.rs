@@ -3,10 +3,9 @@
 use super::request;
 use super::slabs::Bytes;
 use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
-use super::zero::CountingZeroer;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
 use hugemm_base::{CpuCx, Order, Pressure, Shortfall};
-use hugemm_frames::{Config, Frames, Frozen, Mobility, NoMigration, Plain, Slab};
+use hugemm_frames::{Frames, FramesConfig, Frozen, Mobility, NoMigration, Plain, Slab};
 use std::cell::RefCell;
 
 #[test]
@@ -38,29 +37,28 @@ fn pressure_is_asked_with_nothing_locked() {
     });
 }
 
-/// X4: every place where an allocation can fail, failed in turn; each time everything is there afterwards.
+/// Every place where an allocation can fail, failed in turn; each time everything is there afterwards.
 #[test]
 fn every_allocation_point_can_fail() {
     let runs = every_fault(|plan: &FaultPlan| {
         let arenas = [arena(0, 1024, 0)];
-        let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
         let memory = Memory::for_config(&config);
         let frames = memory.manager(&config, plan);
         release(&frames, extent(0, 1024));
-        let threads = Threads::default();
-        Threads::run_as(0);
+        let threads: Threads = Threads::default();
+        hugemm_threads::run_as(0);
         let mut cx = threads.cx();
         let map = Bytes::new(1024);
-        let zeroer = CountingZeroer::new();
         let slab: Slab = Slab::new(100, 4).expect("fits");
         let mut blocks = Vec::new();
         blocks.extend(frames.alloc(&cx, request(0)).ok());
         blocks.extend(frames.alloc(&cx, request(5).movable()).ok());
-        blocks.extend(frames.alloc_zeroed(&mut cx, request(3), &zeroer).ok());
+        blocks.extend(frames.alloc(&cx, request(3).prefer_zeroed()).ok());
         blocks.extend(frames.alloc_nowait(&cx, request(1)).ok());
         let object = slab.alloc(&frames, &cx, &map).ok();
-        let exact = frames.claim_exact(&cx, extent(1000, 10)).ok();
-        let claimed = frames.claim(&mut cx, extent(512, 512), &mut NoMigration).ok();
+        let exact = frames.alloc_contig_range(&cx, extent(1000, 10)).ok();
+        let claimed = frames.alloc_contig_pages(&mut cx, extent(512, 512), &mut NoMigration).ok();
         for block in blocks {
             frames.free(&cx, block);
         }

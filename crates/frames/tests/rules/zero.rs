@@ -1,80 +1,107 @@
 //! Memory that is known to be zero.
 
-use super::support::{Threads, counted_pages, pages, with_one_arena};
-use super::{counters, request};
-use hugemm_base::{CpuCx, Dirty, Extent, Pfn, Zeroed};
-use hugemm_frames::{AllocError, Clearing, ZeroPolicy, Zeroer};
-use std::cell::{Cell, RefCell};
+use super::request;
+use super::support::{counted_pages, pages, with_one_arena};
+use hugemm_base::{Dirty, Extent, Pfn, Zeroed};
+use hugemm_frames::FolioRun;
 
-/// Clears nothing, and remembers what it was asked for.
-#[derive(Default)]
-pub(crate) struct CountingZeroer {
-    cleared: RefCell<Vec<Extent>>,
-    refuse: Cell<bool>,
+/// The frames as if they had been cleared.
+fn cleared(dirty: Dirty) -> Zeroed {
+    // SAFETY: there is no memory behind the frames.
+    unsafe { Zeroed::assume_owned(dirty.into_extent()) }
 }
 
-impl CountingZeroer {
-    pub(crate) fn new() -> Self {
-        CountingZeroer { cleared: RefCell::default(), refuse: Cell::new(false) }
-    }
-}
-
-impl Zeroer<Threads> for CountingZeroer {
-    fn zero(&self, _cx: &mut CpuCx<'_, Threads>, frames: Dirty) -> Result<Zeroed, Dirty> {
-        if self.refuse.get() {
-            return Err(frames);
-        }
-        self.cleared.borrow_mut().push(frames.extent());
-        // SAFETY: there is no memory behind the frames.
-        Ok(unsafe { Zeroed::assume_owned(frames.into_extent()) })
-    }
-}
-
-/// X2, A20, C18: known-zero first, never twice, one call per run; a zero 2 MiB is found again inside a merged block.
+/// Known-zero first for those who ask, dirty first for those who do not; a zero 2 MiB is found again inside a
+/// merged block, and what somebody had is dirty again.
 #[test]
 fn zero_is_remembered() {
     with_one_arena(0, 4096, 1, |frames, threads| {
-        let mut cx = threads.cx();
-        let zeroer = CountingZeroer::new();
-        let calls = || zeroer.cleared.borrow_mut().drain(..).map(|e| e.pages()).collect::<Vec<_>>();
-        let a = frames.alloc_zeroed(&mut cx, request(9), &zeroer).expect("memory");
-        assert_eq!((a.is_zero(), calls()), (true, vec![512]));
+        let cx = threads.cx();
+        let zero = |order| request(order).prefer_zeroed();
+        let a = frames.alloc(&cx, zero(9)).expect("memory");
+        assert!(!a.is_zero(), "nothing is known to be zero yet");
         let place = a.pfn();
-        frames.free_zeroed(&cx, a.into_content().expect("zero"));
+        frames.free_zeroed(&cx, cleared(a.into_dirty()));
         frames.drain(&cx);
         // Merged with seven dirty ones into one block, and still found.
         assert_eq!(frames.stats(&cx).blocks[12], 1);
         let dirty = frames.alloc(&cx, request(10)).expect("memory");
-        assert!(!dirty.extent().contains(place), "dirty requests leave zero memory alone");
-        let again = frames.alloc_zeroed(&mut cx, request(9), &zeroer).expect("memory");
-        assert_eq!((again.pfn(), again.is_zero(), calls()), (place, true, vec![]));
-        assert_eq!(counters(&cx).clears_skipped, 1);
+        assert!(!dirty.is_zero() && !dirty.extent().contains(place), "dirty requests leave zero memory alone");
+        let again = frames.alloc(&cx, zero(9)).expect("memory");
+        assert_eq!((again.pfn(), again.is_zero()), (place, true));
         frames.free(&cx, again);
         frames.free(&cx, dirty);
-        // Freed as dirty: cleared again.
-        let third = frames.alloc_zeroed(&mut cx, request(9), &zeroer).expect("memory");
-        assert_eq!(calls(), [512]);
-        frames.free(&cx, third);
-        // Policies: on free, by run.
-        let policy = ZeroPolicy { on_alloc: true, on_free: true };
-        let clearing = Clearing { frames, zeroer: &zeroer, policy };
-        let block = clearing.alloc(&mut cx, request(9)).expect("memory");
-        let _ = calls();
-        let whole = counted_pages(frames, block);
+        // Freed as dirty: nothing is known of it.
+        let third = frames.alloc(&cx, zero(9)).expect("memory");
+        assert!(!third.is_zero());
+        assert!(third.into_content().is_err());
+    });
+}
+
+/// A block that a cache holds is handed out as what it was freed as, and one that is zero is not taken by those who
+/// would not ask.
+#[test]
+fn caches_know_what_they_hold() {
+    with_one_arena(0, 512, 1, |frames, threads| {
+        let cx = threads.cx();
+        let block = frames.alloc(&cx, request(0)).expect("memory");
+        let place = block.pfn();
+        frames.free_zeroed(&cx, cleared(block.into_dirty()));
+        let block = frames.alloc(&cx, request(0).prefer_zeroed()).expect("memory");
+        assert_eq!((block.pfn(), block.is_zero()), (place, true));
+        frames.free(&cx, block);
+        let block = frames.alloc(&cx, request(0).prefer_zeroed()).expect("memory");
+        assert_eq!((block.pfn(), block.is_zero()), (place, false));
+        frames.free(&cx, block);
+    });
+    // A dirty block on top of a cache is left there if the node knows zeroes.
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let cx = threads.cx();
+        let large = frames.alloc(&cx, request(9)).expect("memory");
+        frames.free_zeroed(&cx, cleared(large.into_dirty()));
+        frames.drain(&cx);
+        let dirty = frames.alloc(&cx, request(0)).expect("memory");
+        frames.free(&cx, dirty);
+        let zero = frames.alloc(&cx, request(0).prefer_zeroed()).expect("memory");
+        assert!(zero.is_zero());
+        frames.free(&cx, zero);
+    });
+}
+
+/// Whoever clears on free does so by run, not by page, before the run is free.
+#[test]
+fn what_lost_its_last_reference_is_handed_over_by_run() {
+    with_one_arena(0, 4096, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let whole = counted_pages(frames, frames.alloc(&cx, request(9)).expect("memory"));
         // SAFETY: the block's references are numbers now, and none is dropped yet.
         let extra = unsafe { frames.get_at(Pfn::new(whole.base().number() + 300)) }.expect("held");
-        assert_eq!(clearing.free_range(&mut cx, pages(whole)).freed, 511);
-        assert_eq!(calls(), [300, 211], "by run, not by page");
+        let mut runs = Vec::new();
+        let report = frames.put_range(&mut cx, pages(whole), |cx, run| {
+            assert_eq!(frames.stats(cx).available(), 4096 - 512 + runs.iter().sum::<u64>(), "not free yet");
+            runs.push(run.extent().pages());
+            frames.free_zeroed(cx, cleared(run));
+        });
+        assert_eq!((report.freed, report.kept, report.runs, runs), (511, 1, 2, vec![300, 211]));
+        // What was cleared on free is known to be zero; what a dirty page has merged with is not.
+        let half = frames.alloc(&cx, request(8).prefer_zeroed()).expect("memory");
+        assert_eq!((half.pfn(), half.is_zero()), (whole.base(), true));
+        frames.free(&cx, half);
         let _ = frames.put(&cx, extra);
-        // What was cleared on free is not cleared on allocation; what one dirty page has merged with is.
-        let half = clearing.alloc(&mut cx, request(8)).expect("memory");
-        assert_eq!((half.is_zero(), calls()), (true, vec![]));
-        assert_eq!(half.pfn(), whole.base());
-        clearing.free_extent(&mut cx, half.into_dirty());
-        assert_eq!(calls(), [256]);
-        // A zeroer that cannot: nothing is lost.
-        zeroer.refuse.set(true);
-        assert_eq!(frames.alloc_zeroed(&mut cx, request(11), &zeroer), Err(AllocError::OutOfMemory));
+        let half = frames.alloc(&cx, request(8).prefer_zeroed()).expect("memory");
+        assert!(!half.is_zero());
+        frames.free(&cx, half);
+        // Folios of more than a frame are handed over one by one.
+        let folio = frames.count(frames.alloc(&cx, request(3)).expect("memory")).expect("its own").into_pfn();
+        let order = request(3).order;
+        // SAFETY: the reference that was made a number.
+        let folio = unsafe { FolioRun::from_extent(Extent::block(folio, order), order) };
+        let mut runs = Vec::new();
+        let report = frames.put_range(&mut cx, folio, |cx, run| {
+            runs.push(run.extent().pages());
+            frames.free_extent(cx, run);
+        });
+        assert_eq!((report.freed, report.runs, runs), (8, 1, vec![8]));
         assert_eq!(frames.stats(&cx).available(), 4096);
     });
 }

@@ -5,8 +5,8 @@ use super::{Memory, Threads, arena, extent, folio, pages, release};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn, Zeroed};
 use hugemm_frames::{
-    AllocError, ClaimError, Config, FolioRef, Frames, From, Frozen, Mobility, Plain, Poisoned, Put, RangeReport,
-    RefError, Request, Zeroer,
+    AllocContigError, AllocError, AllocRequest, FolioRef, Frames, FramesConfig, Frozen, HwPoisoned, Mobility,
+    Placement, Plain, Put, RangeReport, RefError,
 };
 use std::cell::RefCell;
 
@@ -45,7 +45,7 @@ impl Model {
         self.state.iter().filter(in_use).count() as u64
     }
 
-    fn is_poisoned(&self, frame: u64) -> bool {
+    fn is_hwpoisoned(&self, frame: u64) -> bool {
         self.poisoned[(frame - self.base) as usize]
     }
 
@@ -53,7 +53,7 @@ impl Model {
     fn hand_out(&mut self, range: Extent, zero: bool) {
         for frame in range.base().number()..range.end().number() {
             assert_eq!(*self.at(frame), State::Free, "frame {frame:#x} handed out while not free");
-            assert!(!self.is_poisoned(frame), "poisoned frame {frame:#x} handed out");
+            assert!(!self.is_hwpoisoned(frame), "poisoned frame {frame:#x} handed out");
             let really = self.zero[(frame - self.base) as usize];
             assert!(!zero || really, "frame {frame:#x} is not zero");
             *self.at(frame) = State::Frozen;
@@ -62,32 +62,16 @@ impl Model {
 
     /// These were given back.
     fn take_back(&mut self, range: Extent) {
-        let poisoned = (range.base().number()..range.end().number()).any(|frame| self.is_poisoned(frame));
+        let poisoned = (range.base().number()..range.end().number()).any(|frame| self.is_hwpoisoned(frame));
         self.gathered |= poisoned && (16..512).contains(&range.pages());
         for frame in range.base().number()..range.end().number() {
-            *self.at(frame) = if self.is_poisoned(frame) { State::Refused } else { State::Free };
+            *self.at(frame) = if self.is_hwpoisoned(frame) { State::Refused } else { State::Free };
         }
     }
 
     fn write(&mut self, range: Extent, zero: bool) {
         let from = (range.base().number() - self.base) as usize;
         self.zero[from..from + range.pages() as usize].fill(zero);
-    }
-}
-
-/// Clears by noting it in the model.
-struct ModelZeroer<'a> {
-    model: &'a RefCell<Model>,
-    cleared: RefCell<u64>,
-}
-
-impl Zeroer<Threads> for ModelZeroer<'_> {
-    fn zero(&self, _cx: &mut CpuCx<'_, Threads>, frames: Dirty) -> Result<Zeroed, Dirty> {
-        let extent = frames.into_extent();
-        self.model.borrow_mut().write(extent, true);
-        *self.cleared.borrow_mut() += extent.pages();
-        // SAFETY: owned by the argument; the model's frames are zero now.
-        Ok(unsafe { Zeroed::assume_owned(extent) })
     }
 }
 
@@ -125,11 +109,11 @@ pub fn run(data: &[u8]) {
     let mut bytes = Bytes(data.iter());
     let (places, released) = shapes(bytes.next().unwrap_or(0));
     let arenas: Vec<_> = places.iter().map(|&(base, pages, node)| arena(base, pages, node)).collect();
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
-    let threads = Threads::default();
-    Threads::run_as(0);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
     let base = places[0].0;
     let end = places.iter().map(|p| p.0 + p.1).max().unwrap_or(base);
     let size = (end - base) as usize;
@@ -144,12 +128,10 @@ pub fn run(data: &[u8]) {
         release(&frames, extent(from, pages));
         model.borrow_mut().take_back(extent(from, pages));
     }
-    let zeroer = ModelZeroer { model: &model, cleared: RefCell::new(0) };
     let mut run = Run {
         frames: &frames,
         threads: &threads,
         model: &model,
-        zeroer,
         frozen: vec![],
         parts: vec![],
         heads: vec![],
@@ -168,7 +150,6 @@ struct Run<'a> {
     frames: &'a Frames<'a, Plain<NoFaults>>,
     threads: &'a Threads,
     model: &'a RefCell<Model>,
-    zeroer: ModelZeroer<'a>,
     frozen: Vec<Frozen>,
     /// Frozen extents that are no blocks any more.
     parts: Vec<Extent>,
@@ -185,38 +166,38 @@ fn pick<T>(list: &mut Vec<T>, at: u64) -> Option<T> {
 }
 
 impl Run<'_> {
-    fn request(&self, bytes: &mut Bytes<'_>) -> Request {
+    fn request(&self, bytes: &mut Bytes<'_>) -> AllocRequest {
         let byte = bytes.below(1 << 16);
         // Small orders are likelier.
         let order = [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 0][byte as usize % 16];
         let mobility = Mobility::ALL[byte as usize >> 4 & 1];
         let from = match byte >> 5 & 7 {
-            0 => From::Only(NodeId(0)),
-            1 => From::Prefer(NodeId(self.frames.nodes() - 1)),
-            2 => From::Only(NodeId(7)),
-            _ => From::Local,
+            0 => Placement::Only(NodeId(0)),
+            1 => Placement::Prefer(NodeId(self.frames.nodes() - 1)),
+            2 => Placement::Only(NodeId(7)),
+            _ => Placement::Local,
         };
-        Request { order: Order::new(order).expect("valid"), mobility, from }
+        AllocRequest { mobility, from, ..AllocRequest::order(Order::new(order).expect("valid")) }
     }
 
-    fn allocated(&mut self, request: Request, result: Result<Frozen, AllocError>) {
+    fn allocated(&mut self, request: AllocRequest, result: Result<Frozen, AllocError>) {
         match result {
             Ok(block) => {
                 assert_eq!(block.order(), request.order);
                 assert_eq!(block.pfn().number() % request.order.pages(), 0);
                 let (head, order) = self.frames.head_of(block.pfn()).expect("managed");
                 assert_eq!((head, order), (block.pfn(), block.order()));
-                if let From::Only(node) = request.from {
+                if let Placement::Only(node) = request.from {
                     assert_eq!(self.frames.node_of(block.pfn()), Some(node));
                 }
                 self.model.borrow_mut().hand_out(block.extent(), block.is_zero());
                 self.frozen.push(block);
             }
-            Err(AllocError::NoSuchNode) => assert_eq!(request.from, From::Only(NodeId(7))),
+            Err(AllocError::NoSuchNode) => assert_eq!(request.from, Placement::Only(NodeId(7))),
             Err(AllocError::OutOfMemory) => {
                 let cx = self.threads.cx();
                 let stats = match request.from {
-                    From::Only(node) => self.frames.node_stats(&cx, node),
+                    Placement::Only(node) => self.frames.node_stats(&cx, node),
                     _ => self.frames.stats(&cx),
                 };
                 assert_eq!(stats.extents(request.order), 0, "free blocks were overlooked: {stats:?}");
@@ -235,12 +216,19 @@ impl Run<'_> {
             }
             2 => {
                 let request = self.request(bytes);
-                let before = *self.zeroer.cleared.borrow();
-                let result = frames.alloc_zeroed(&mut cx, request, &self.zeroer);
-                let cleared = *self.zeroer.cleared.borrow() - before;
-                assert!(cleared == 0 || cleared == request.order.pages());
-                assert!(result.as_ref().map_or(true, Frozen::is_zero));
-                self.allocated_zeroed(request, result);
+                let result = frames.alloc(&cx, request.prefer_zeroed());
+                let zeroed = result.as_ref().is_ok_and(Frozen::is_zero);
+                let handed_out = result.is_ok();
+                self.allocated(request, result);
+                // Cleared by whoever asked, and free as zero.
+                if handed_out && !zeroed {
+                    let extent = self.frozen.pop().expect("the last").extent();
+                    let mut model = self.model.borrow_mut();
+                    model.write(extent, true);
+                    model.take_back(extent);
+                    // SAFETY: the handle owned the frames; the model's are zero now.
+                    assert_eq!(frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(extent) }), extent.pages());
+                }
             }
             3 => {
                 let request = self.request(bytes);
@@ -365,13 +353,13 @@ impl Run<'_> {
             18 => {
                 let from = self.base + bytes.below(self.end - self.base);
                 let range = extent(from, 1 + bytes.below(1100));
-                match frames.claim_exact(&cx, range) {
+                match frames.alloc_contig_range(&cx, range) {
                     Ok(taken) => {
                         let taken = taken.into_extent();
                         self.model.borrow_mut().hand_out(taken, false);
                         self.parts.push(taken);
                     }
-                    Err(ClaimError::InUse(_) | ClaimError::NotManaged) => {}
+                    Err(AllocContigError::InUse(_) | AllocContigError::NotManaged) => {}
                     Err(error) => panic!("{error:?}"),
                 }
             }
@@ -381,14 +369,6 @@ impl Run<'_> {
                 self.claim(&mut cx, extent(from, 512 * (1 + bytes.below(3))), bytes.below(2) == 0);
             }
         }
-    }
-
-    fn allocated_zeroed(&mut self, request: Request, result: Result<Frozen, AllocError>) {
-        if let Ok(block) = &result {
-            // It was cleared before the model knew that it is in use.
-            assert!(block.is_zero());
-        }
-        self.allocated(request, result);
     }
 
     fn count(&mut self, block: Frozen) {
@@ -447,7 +427,7 @@ impl Run<'_> {
             match (head, state) {
                 (Some(at), Some(State::Counted(1))) => {
                     self.heads.swap_remove(at);
-                    if self.model.borrow().is_poisoned(frame) {
+                    if self.model.borrow().is_hwpoisoned(frame) {
                         report.refused += 1;
                     } else {
                         report.freed += 1;
@@ -465,20 +445,20 @@ impl Run<'_> {
     }
 
     fn poison(&mut self, cx: &CpuCx<'_, Threads>, pfn: Pfn) {
-        let outcome = self.frames.poison(cx, pfn);
-        if outcome == Poisoned::NotManaged {
+        let outcome = self.frames.hwpoison(cx, pfn);
+        if outcome == HwPoisoned::NotManaged {
             return;
         }
         let mut model = self.model.borrow_mut();
-        assert_eq!(outcome == Poisoned::Already, model.is_poisoned(pfn.number()));
+        assert_eq!(outcome == HwPoisoned::Already, model.is_hwpoisoned(pfn.number()));
         let at = (pfn.number() - self.base) as usize;
         model.poisoned[at] = true;
-        if outcome == Poisoned::Free {
+        if outcome == HwPoisoned::Free {
             assert_eq!(model.state[at], State::Free);
             model.state[at] = State::Refused;
         }
         drop(model);
-        assert!(self.frames.is_poisoned(pfn));
+        assert!(self.frames.is_hwpoisoned(pfn));
         // What is in this CPU's cache is only found by its owner.
         self.frames.drain(cx);
         let mut model = self.model.borrow_mut();
@@ -504,14 +484,14 @@ impl Run<'_> {
                 }
             }
         };
-        match frames.claim(cx, range, &mut migrate) {
+        match frames.alloc_contig_pages(cx, range, &mut migrate) {
             Ok(taken) => {
                 let taken = taken.into_extent();
                 assert_eq!(taken, range);
                 self.model.borrow_mut().hand_out(taken, false);
                 self.parts.push(taken);
             }
-            Err(ClaimError::InUse(_) | ClaimError::NotManaged) => {}
+            Err(AllocContigError::InUse(_) | AllocContigError::NotManaged) => {}
             Err(error) => panic!("{error:?}"),
         }
     }

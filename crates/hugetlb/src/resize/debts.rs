@@ -5,7 +5,7 @@
 
 use super::{Resize, add};
 use crate::mapping::DescriptorMap;
-use crate::vmemmap::{Debt, Economy, Edit, Work};
+use crate::vmemmap::{Debt, Edit, VmemmapOptimizer, Work};
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, ExtentChain, VirtRange};
@@ -24,19 +24,19 @@ impl<'v, V: DescriptorMap> Debts<'v, V> {
     }
 
     /// Puts what an edit left behind the next flush.
-    pub(super) fn settle<E: Env>(&mut self, economy: &Economy<'v, E, V>, work: &Work, mut edit: Edit) {
+    pub(super) fn settle<E: Env>(&mut self, optimizer: &VmemmapOptimizer<'v, E, V>, work: &Work, mut edit: Edit) {
         self.taken += edit.allocated;
         if edit.stored {
-            self.owe(economy, economy.owe(&mut edit, work.range()));
+            self.owe(optimizer, optimizer.owe(&mut edit, work.range()));
         }
     }
 
-    fn owe<E: Env>(&mut self, economy: &Economy<'v, E, V>, debt: Debt<'v, V>) {
+    fn owe<E: Env>(&mut self, optimizer: &VmemmapOptimizer<'v, E, V>, debt: Debt<'v, V>) {
         self.owed = Some(match self.owed.take() {
             None => debt,
             Some(others) => {
-                // SAFETY: every chain of debts is linked through the economy's manager, here and below.
-                match unsafe { others.append(economy.frames, debt) } {
+                // SAFETY: every chain of debts is linked through the optimizer's manager, here and below.
+                match unsafe { others.append(optimizer.frames, debt) } {
                     Ok(joined) => joined,
                     // One mapping has one domain; a debt of another would be dropped into its quarantine.
                     Err((others, _)) => others,
@@ -46,12 +46,12 @@ impl<'v, V: DescriptorMap> Debts<'v, V> {
     }
 
     /// Takes over what others owe.
-    fn append<E: Env>(&mut self, economy: &Economy<'v, E, V>, others: Debts<'v, V>) {
+    fn append<E: Env>(&mut self, optimizer: &VmemmapOptimizer<'v, E, V>, others: Debts<'v, V>) {
         if let Some(debt) = others.owed {
-            self.owe(economy, debt);
+            self.owe(optimizer, debt);
         }
         // SAFETY: as above.
-        unsafe { self.loose.append(economy.frames, others.loose) };
+        unsafe { self.loose.append(optimizer.frames, others.loose) };
         self.taken += others.taken;
     }
 }
@@ -59,7 +59,7 @@ impl<'v, V: DescriptorMap> Debts<'v, V> {
 impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
     /// Puts a worker's debts with those of the whole resize.
     pub(super) fn share<P: Cpu>(&self, cx: &CpuCx<'_, P>, debts: Debts<'e, V>) {
-        cx.pinned(|pin| self.debts.lock(pin).append(self.economy, debts));
+        cx.pinned(|pin| self.debts.lock(pin).append(self.optimizer, debts));
     }
 
     /// Flushes if something is owed, and releases it. When this returns, no CPU knows anything older than these edits.
@@ -67,11 +67,11 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         add(&self.tally.taken_frames, core::mem::take(&mut debts.taken));
         let Some(debt) = debts.owed.take() else { return };
         let range: VirtRange = debt.barrier().range();
-        let receipt = self.economy.flush(cx, range);
+        let receipt = self.optimizer.flush(cx, range);
         add(&self.tally.flushes, 1);
         match debt.release(&receipt) {
             // SAFETY: as above.
-            Ok(chain) => unsafe { debts.loose.append(self.economy.frames, chain) },
+            Ok(chain) => unsafe { debts.loose.append(self.optimizer.frames, chain) },
             Err(debt) => debts.owed = Some(debt),
         }
     }

@@ -2,14 +2,14 @@
 //!
 //! A lean 1 GiB page keeps one head; its 512 successors need one each. So its blocks get tables with 64 heads, put in
 //! place of what they had by one store each: 520 frames for 1 GiB, nothing restored and given back again. One flush for
-//! all pages. Where economy is off the descriptors are restored instead.
+//! all pages. Where the optimizer is off the descriptors are restored instead.
 
 use super::debts::Debts;
-use super::{Leaving, Report, Resize, add};
-use crate::group::Area;
+use super::{Leaving, Resize, ResizeReport, add};
+use crate::group::PoolArena;
 use crate::mapping::DescriptorMap;
 use crate::pool::{HugePool, Nodes, PoolError};
-use crate::vmemmap::{Economy, Edit, Source, Split};
+use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
@@ -21,28 +21,33 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Makes up to `pages` free, unpromised pages of this pool of 1 GiB pages into 2 MiB pages of `into`, which must be
     /// over the same areas ([`NotInPool`](PoolError::NotInPool) otherwise). Pages for whose descriptors memory is missing stay what they are: `left` says how many went.
     /// [`NothingToDemote`](PoolError::NothingToDemote): there is none. May sleep. Resizes of both pools are excluded, the larger pages' first.
+    ///
+    /// # Errors
+    ///
+    /// [`NotInPool`](PoolError::NotInPool), [`NothingToDemote`](PoolError::NothingToDemote) as said; others as of
+    /// [`resize`](HugePool::resize).
     pub fn demote<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
-        economy: &Economy<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         into: &HugePool<'_, L>,
         nodes: Nodes,
         pages: u64,
-    ) -> Result<Report, PoolError> {
+    ) -> Result<ResizeReport, PoolError> {
         if self.size() != PageSize::Size1G || into.size() != PageSize::Size2M {
             return Err(PoolError::NotInPool);
         }
         if pages == 0 {
-            return Ok(Report::default());
+            return Ok(ResizeReport::default());
         }
         // Every part of a page must have its place there: an owner for each.
-        let covered = |mine: &Area| into.areas().iter().any(|theirs| theirs.is_same(mine));
+        let covered = |mine: &PoolArena| into.areas().iter().any(|theirs| theirs.is_same(mine));
         if !self.areas().iter().all(covered) {
             return Err(PoolError::NotInPool);
         }
-        let alone = self.begin(cx, economy)?;
-        let _small_alone = into.begin(cx, economy)?;
-        let resize = Resize::new(self, economy, alone, nodes, 0);
+        let alone = self.begin(cx, optimizer)?;
+        let _small_alone = into.begin(cx, optimizer)?;
+        let resize = Resize::new(self, optimizer, alone, nodes, 0);
         let taken = self.locked(cx, |state| {
             let pages = pages.min(state.available());
             self.dequeue(state.nodes, nodes, pages, Leaving::Persistent, |index, bits| resize.stage(index, bits))
@@ -56,9 +61,9 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
             let page = unsafe { Frozen::assume_owned(pfn, self.size().order(), Mobility::Movable) };
             // The new heads' descriptors exist and have been flushed.
-            match economy.frames.split(page, into.size().order()) {
+            match optimizer.frames.split(page, into.size().order()) {
                 Ok(parts) => entered += into.adopt(cx, parts.into_dirty().into_extent(), zero, lean),
-                // Pools hold the pages of the economy's manager only.
+                // Pools hold the pages of the optimizer's manager only.
                 Err(page) => _ = page.into_dirty().into_extent(),
             }
         });
@@ -93,7 +98,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 }
 
 impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
-    /// Gives the staged pages' blocks a head for every 2 MiB, or (economy being off) all their descriptors; flushes once
+    /// Gives the staged pages' blocks a head for every 2 MiB, or (the optimizer being off) all their descriptors; flushes once
     /// and frees what that leaves. Pages whose descriptors could not be had stay lean as they were.
     fn prepare_for_demotion<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
         self.ready.store(false, Ordering::Relaxed);
@@ -102,7 +107,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         for unit in 0..self.units() {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let lean = group.lean.get() & page != 0;
-            let ready = match (lean, self.economy.is_enabled()) {
+            let ready = match (lean, self.optimizer.is_enabled()) {
                 (true, false) => {
                     let done = self.restore_from(cx, index, group, page, &mut Source::Allocator, &mut debts);
                     group.lean.remove_shared(done);
@@ -117,10 +122,10 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                         work.heads = u64::MAX;
                         let mut edit = Edit::default();
                         all &= match lean {
-                            true => self.economy.reshape(cx, &work, &mut edit).is_ok(),
-                            false => self.economy.split(cx, &work, &mut edit) == Ok(Split::Swapped),
+                            true => self.optimizer.reshape(cx, &work, &mut edit).is_ok(),
+                            false => self.optimizer.split(cx, &work, &mut edit) == Ok(Split::Swapped),
                         };
-                        debts.settle(self.economy, &work, edit);
+                        debts.settle(self.optimizer, &work, edit);
                         if !all {
                             break;
                         }
@@ -151,7 +156,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
     }
 
     /// Puts what is still staged back and says what was done.
-    fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> Report {
+    fn abandon_staged<P: Cpu>(self, cx: &CpuCx<'_, P>) -> ResizeReport {
         self.enter(cx, false);
         self.complete(cx, |_| {});
         self.report(cx)

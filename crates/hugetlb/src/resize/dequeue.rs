@@ -1,6 +1,6 @@
 //! Which free pages leave: evenly from the nodes, the highest addresses first, by words.
 
-use crate::counts::Counts;
+use crate::counts::HugePageCounts;
 use crate::group::{Group, highest};
 use crate::pool::{HugePool, Nodes};
 use hugemm_base::lock::RawLock;
@@ -15,14 +15,14 @@ pub(crate) enum Leaving {
 }
 
 impl Leaving {
-    fn most(self, counts: Counts) -> u64 {
+    fn most(self, counts: HugePageCounts) -> u64 {
         match self {
             Leaving::Persistent => counts.free.min(counts.persistent()),
             Leaving::Surplus => counts.free.min(counts.surplus),
         }
     }
 
-    pub(crate) fn leave(self, counts: Counts, pages: u64) -> Option<Counts> {
+    pub(crate) fn leave(self, counts: HugePageCounts, pages: u64) -> Option<HugePageCounts> {
         match self {
             Leaving::Persistent => counts.leave_persistent(pages),
             Leaving::Surplus => counts.leave(pages),
@@ -34,7 +34,7 @@ impl<L: RawLock> HugePool<'_, L> {
     /// Dequeues free pages of some nodes, evenly, highest address first; how many. Under the lock.
     pub(crate) fn dequeue(
         &self,
-        nodes: &mut [Counts],
+        nodes: &mut [HugePageCounts],
         allowed: Nodes,
         mut pages: u64,
         leaving: Leaving,
@@ -42,7 +42,8 @@ impl<L: RawLock> HugePool<'_, L> {
     ) -> u64 {
         let wanted = pages;
         loop {
-            let most = |node: usize, counts: Counts| if allowed.include(node) { leaving.most(counts) } else { 0 };
+            let most =
+                |node: usize, counts: HugePageCounts| if allowed.include(node) { leaving.most(counts) } else { 0 };
             let sharing = nodes.iter().enumerate().filter(|(node, counts)| most(*node, **counts) != 0).count() as u64;
             if sharing == 0 || pages == 0 {
                 return wanted - pages;

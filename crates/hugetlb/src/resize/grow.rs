@@ -10,7 +10,7 @@ use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, CpuCx, NodeId};
-use hugemm_frames::{Env, From, Mobility, Request};
+use hugemm_frames::{AllocRequest, Env, Placement};
 
 impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
     /// Pages that a node is asked for, the nodes that have run dry left out.
@@ -64,15 +64,15 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
     }
 
     pub(super) fn alloc_page<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: usize) -> bool {
-        let from = if self.node_count == 1 { From::Local } else { From::Only(NodeId(node as u32)) };
-        let request = Request { order: self.pool.size().order(), mobility: Mobility::Movable, from };
-        let Ok(page) = self.economy.frames.alloc(cx, request) else {
+        let from = if self.node_count == 1 { Placement::Local } else { Placement::Only(NodeId(node as u32)) };
+        let request = AllocRequest::order(self.pool.size().order()).movable().from(from);
+        let Ok(page) = self.optimizer.frames.alloc(cx, request) else {
             self.dry_out(node);
             return false;
         };
         let Some((_, index, bit)) = self.pool.find(page.pfn()) else {
             // Memory that is in no area is not for the pool.
-            self.economy.frames.free(cx, page);
+            self.optimizer.frames.free(cx, page);
             self.dry_out(node);
             return false;
         };
@@ -111,7 +111,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         let mut any = false;
         for work in self.works(index, group, fresh) {
             let mut edit = Edit::default();
-            match self.economy.split(cx, &work, &mut edit) {
+            match self.optimizer.split(cx, &work, &mut edit) {
                 Ok(Split::Swapped) => any = true,
                 Ok(Split::Ready) => {
                     any = true;
@@ -121,7 +121,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
                 // The first one stops the pass; what has been split goes on.
                 Err(_) => self.starved.store(true, Ordering::Relaxed),
             }
-            debts.settle(self.economy, &work, edit);
+            debts.settle(self.optimizer, &work, edit);
         }
         if !any {
             group.lean.remove_shared(fresh & !before);
@@ -138,8 +138,8 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
     ) {
         for work in self.works(index, group, staged & group.lean.get()) {
             let mut edit = Edit::default();
-            self.economy.remap(cx, &work, &mut edit);
-            debts.settle(self.economy, &work, edit);
+            self.optimizer.remap(cx, &work, &mut edit);
+            debts.settle(self.optimizer, &work, edit);
         }
     }
 
@@ -153,7 +153,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
                 units => return self.phases.open(phase::ALLOC, units),
             }
         }
-        if allocated == 0 || !self.economy.is_enabled() {
+        if allocated == 0 || !self.optimizer.is_enabled() {
             return self.enqueue(cx);
         }
         self.begin_batch();
@@ -173,7 +173,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
             return self.phases.open(phase::SPLIT, self.units());
         }
         if short && progress {
-            // What economy gave back may be what is missing.
+            // What the optimizer gave back may be what is missing.
             self.dry.store(0, Ordering::Relaxed);
             self.mark.store(self.progress(), Ordering::Relaxed);
             match self.alloc_units() {
@@ -187,7 +187,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
     /// Memory is out to the last frame, so that no table can be made: one page goes, and is got back when the others have
     /// paid for it, as the first block that is swapped does. So there must be such a block. Once.
     pub(super) fn sacrifice<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> bool {
-        if get(&self.tally.sacrificed) != 0 || self.per_group() != 1 || !self.economy.policy.swap {
+        if get(&self.tally.sacrificed) != 0 || self.per_group() != 1 || !self.optimizer.policy.swap {
             return false;
         }
         let fat =

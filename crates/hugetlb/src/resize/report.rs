@@ -2,7 +2,7 @@
 
 /// What a resize did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct ResizeReport {
     /// Pages that entered the pool.
     pub entered: u64,
     /// Pages that left it.

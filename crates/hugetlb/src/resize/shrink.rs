@@ -46,8 +46,8 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         let mut done = lean;
         for work in self.works(index, group, lean) {
             let mut edit = Edit::default();
-            let restored = self.economy.restore(cx, &work, source, &mut edit);
-            debts.settle(self.economy, &work, edit);
+            let restored = self.optimizer.restore(cx, &work, source, &mut edit);
+            debts.settle(self.optimizer, &work, edit);
             if self.per_group() == 1 {
                 done &= restored;
             } else if restored != work.mask {
@@ -85,7 +85,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
             group.zero.remove_shared(1 << bit);
             group.bad.remove_shared(1 << bit);
             // SAFETY: what is left of a page that was staged, and is not any more; its descriptors are restored and flushed.
-            self.economy.frames.free_extent(cx, unsafe { Dirty::assume_owned(donor) });
+            self.optimizer.frames.free_extent(cx, unsafe { Dirty::assume_owned(donor) });
             add(&self.tally.gone, 1);
             add(&self.tally.carved, 1);
             return true;
@@ -113,14 +113,14 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
             let mut debts = self.debts.lock(pin);
             let mut count = 0;
             while count < FREES
-                && let Some(extent) = debts.loose.pop(self.economy.frames)
+                && let Some(extent) = debts.loose.pop(self.optimizer.frames)
             {
                 batch[count] = extent;
                 count += 1;
             }
             count
         });
-        let freed: u64 = batch[..count].iter().map(|extent| self.economy.free(cx, *extent)).sum();
+        let freed: u64 = batch[..count].iter().map(|extent| self.optimizer.free(cx, *extent)).sum();
         add(&self.tally.freed_frames, freed);
         count != 0
     }
@@ -139,10 +139,10 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
                 if known {
                     // SAFETY: the pages were staged, so they are the resize's, and are not any more; their descriptors are
                     // restored and flushed; whoever staged them noted that they are zero.
-                    self.economy.frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(run) });
+                    self.optimizer.frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(run) });
                 } else {
                     // SAFETY: as above.
-                    self.economy.frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
+                    self.optimizer.frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
                 }
             }
         }
@@ -176,7 +176,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         let stopped = self.stopped.load(Ordering::Relaxed);
         if left != 0 && !stopped {
             let progress = self.progress() > get(&self.mark);
-            if (progress && !self.pagewise()) || (self.economy.policy.carve && self.carve(cx)) {
+            if (progress && !self.pagewise()) || (self.optimizer.policy.carve && self.carve(cx)) {
                 self.begin_batch();
                 let first = if self.pagewise() { phase::PAGEWISE } else { phase::RESTORE };
                 return self.phases.open(first, self.units());

@@ -1,8 +1,8 @@
 //! Lean blocks: two passes in place, or one store.
 
-use super::{Economy, Edit, PAGES, Split, Work, each_unless_empty, extend, one};
+use super::{Edit, PAGES, Split, VmemmapOptimizer, Work, each_unless_empty, extend, one};
 use crate::group::each;
-use crate::mapping::{DescriptorMap, ENTRIES, Leaf, Mapped, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, Table};
 use crate::tail;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
@@ -14,7 +14,7 @@ struct Heads {
     spare: Extent,
 }
 
-impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
+impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
     /// A table in which all is tail but the heads, which get frames of their own, contiguous where possible; without heads
     /// it is the node's. Nothing is allocated if it fails.
     pub(super) fn lean_table<P: Cpu>(
@@ -39,7 +39,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
             match self.alloc(cx, order, work.node) {
                 Ok(extent) => {
                     for (pfn, head) in (extent.base().number()..extent.end().number()).zip(heads.by_ref()) {
-                        let leaf = Leaf { frame: Pfn::new(pfn), writable: true };
+                        let leaf = DescriptorLeaf { frame: Pfn::new(pfn), writable: true };
                         table.set(head as usize * PAGES, self.map.encode(leaf));
                     }
                     left -= extent.pages();
@@ -82,7 +82,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
                 let frame = self.alloc(cx, Order::ZERO, work.node)?;
                 let table = self.table_or_free(cx, frame)?;
                 for (index, pfn) in (old.base().number()..old.end().number()).enumerate() {
-                    table.set(index, self.map.encode(Leaf { frame: Pfn::new(pfn), writable: true }));
+                    table.set(index, self.map.encode(DescriptorLeaf { frame: Pfn::new(pfn), writable: true }));
                 }
                 edit.allocated += 1;
                 self.set(cx, work.block, Mapped::Table(frame.base()), edit);
@@ -119,7 +119,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
         let Mapped::Table(frame) = self.map.mapped(work.block) else { return };
         let slot = self.tails.get(work.node.0 as usize).and_then(|slot| tail::published(&slot.page));
         let (Some(page), Some(table)) = (slot, Table::at(self.map, frame)) else { return };
-        let shared = self.map.encode(Leaf { frame: page, writable: false });
+        let shared = self.map.encode(DescriptorLeaf { frame: page, writable: false });
         let fat = |index: usize| self.map.decode(table.get(index)).filter(|leaf| leaf.writable);
         let mut heads = Heads { left: (work.mask & work.heads).count_ones().into(), spare: Extent::default() };
         let mut run = Extent::default();
@@ -132,7 +132,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
             for index in first..first + PAGES {
                 let entry = match head {
                     Some(None) if index == first => continue,
-                    Some(Some(frame)) if index == first => self.map.encode(Leaf { frame, writable: true }),
+                    Some(Some(frame)) if index == first => self.map.encode(DescriptorLeaf { frame, writable: true }),
                     _ => shared,
                 };
                 if let Some(leaf) = fat(index) {

@@ -1,8 +1,8 @@
 //! Fat blocks: every descriptor has a frame of its own again.
 
-use super::{Economy, Edit, PAGES, Work, one};
+use super::{Edit, PAGES, VmemmapOptimizer, Work, one};
 use crate::group::each;
-use crate::mapping::{DescriptorMap, Leaf, Mapped, Table};
+use crate::mapping::{DescriptorLeaf, DescriptorMap, Mapped, Table};
 use crate::tail;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn};
@@ -17,7 +17,7 @@ pub(crate) enum Source<'a> {
     Donor(&'a mut Extent),
 }
 
-impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
+impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
     /// Gives every descriptor of `work.mask` a frame of its own again; returns which of the mask have theirs, all of it
     /// unless memory ran out. Frames that hold nothing are mapped as they are.
     pub(crate) fn restore<P: Cpu>(
@@ -99,7 +99,7 @@ impl<E: Env, V: DescriptorMap> Economy<'_, E, V> {
         }
         let frames = got.iter().flat_map(|extent| extent.base().number()..extent.end().number());
         for (pfn, index) in frames.zip(&mut indices) {
-            table.set(index, self.map.encode(Leaf { frame: Pfn::new(pfn), writable: true }));
+            table.set(index, self.map.encode(DescriptorLeaf { frame: Pfn::new(pfn), writable: true }));
             edit.stored = true;
         }
         true

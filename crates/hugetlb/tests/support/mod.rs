@@ -5,15 +5,15 @@
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames, Frozen, Request};
+use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
-    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Leaf, Mapped, Nodes, Policy, Report, SoftMap,
-    Tail, WalkCache,
+    DescriptorLeaf, DescriptorMap, FlatMemory, Group, HugePageCounts, HugePool, Mapped, Nodes, OptimizerPolicy,
+    PoolArena, ResizeReport, SoftMap, Tail, VmemmapOptimizer, WalkCache,
 };
 use hugemm_paging::Keep;
-pub use hugemm_testing::{CPUS, run_as};
-use hugemm_testing::{Memory, Threads, this_cpu};
+pub use hugemm_threads::{CPUS, run_as};
+use hugemm_threads::{Memory, Threads, this_cpu};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 use std::sync::Mutex;
@@ -23,7 +23,7 @@ use std::time::Duration;
 /// One CPU's: entries by page, their frames, and the state of the dice.
 #[derive(Default)]
 struct Tlb {
-    entries: BTreeMap<u64, Leaf>,
+    entries: BTreeMap<u64, DescriptorLeaf>,
     frames: BTreeSet<(u64, u64)>,
     seed: u64,
 }
@@ -35,7 +35,7 @@ impl Tlb {
         }
     }
 
-    fn insert(&mut self, page: u64, leaf: Leaf) {
+    fn insert(&mut self, page: u64, leaf: DescriptorLeaf) {
         self.entries.insert(page, leaf);
         self.frames.insert((leaf.frame.number(), page));
     }
@@ -47,7 +47,7 @@ impl Tlb {
 }
 
 /// TLBs of all CPUs: 4 KiB entries, kept until flushed or evicted at random.
-pub struct Tlbs {
+pub struct ModelTlbs {
     cpus: Vec<Mutex<Tlb>>,
     /// Off: nothing is remembered.
     remember: bool,
@@ -67,20 +67,20 @@ fn last(left: &AtomicU64) {
     assert_ne!(left, Ok(1), "planned");
 }
 
-impl Tlbs {
+impl ModelTlbs {
     pub fn new(remember: bool) -> Self {
         let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { seed: 0x9e37_79b9 + cpu, ..Tlb::default() })).collect();
         // 0: never.
         let none = || AtomicU64::new(0);
         let delay = Mutex::new(Duration::ZERO);
         let (edits_left, flushes_left) = (none(), none());
-        Tlbs { cpus, remember, edit_live: true, flushes: none(), hits: none(), delay, edits_left, flushes_left }
+        ModelTlbs { cpus, remember, edit_live: true, flushes: none(), hits: none(), delay, edits_left, flushes_left }
     }
 }
 
 // SAFETY: answers are walks' answers that no flush has removed.
-unsafe impl WalkCache for Tlbs {
-    fn lookup(&self, at: VirtAddr, walk: impl Fn() -> Option<Leaf>) -> Option<Leaf> {
+unsafe impl WalkCache for ModelTlbs {
+    fn lookup(&self, at: VirtAddr, walk: impl Fn() -> Option<DescriptorLeaf>) -> Option<DescriptorLeaf> {
         if !self.remember {
             return walk();
         }
@@ -124,7 +124,7 @@ unsafe impl WalkCache for Tlbs {
     }
 }
 
-pub type Map<'m> = SoftMap<'m, Tlbs, Keep>;
+pub type Map<'m> = SoftMap<'m, ModelTlbs, Keep>;
 
 /// The allocator's surroundings: descriptors behind the map, faults of the test.
 pub struct Soft<'m, I> {
@@ -181,7 +181,7 @@ pub struct Shape {
     pub nodes: Vec<u64>,
     /// Spans, from the end, whose descriptors are not mapped.
     pub absent: u64,
-    pub policy: Policy,
+    pub policy: OptimizerPolicy,
     pub stale: bool,
     /// Whether the CPUs allow live entries to change.
     pub edit_live: bool,
@@ -189,7 +189,7 @@ pub struct Shape {
 
 impl Shape {
     pub fn spans(spans: u64) -> Self {
-        Shape { nodes: vec![spans], absent: 0, policy: Policy::default(), stale: true, edit_live: true }
+        Shape { nodes: vec![spans], absent: 0, policy: OptimizerPolicy::default(), stale: true, edit_live: true }
     }
 }
 
@@ -197,9 +197,9 @@ pub struct Machine<'m, I: Inject> {
     pub threads: Threads,
     pub map: &'m Map<'m>,
     pub frames: &'m Frames<'m, Soft<'m, I>>,
-    pub economy: Economy<'m, Soft<'m, I>, Map<'m>>,
+    pub optimizer: VmemmapOptimizer<'m, Soft<'m, I>, Map<'m>>,
     pub memory: &'m Sparse,
-    pub areas: Vec<Area>,
+    pub areas: Vec<PoolArena>,
     pub nodes: usize,
     /// All frames, and those that hold descriptors at first.
     pub all: Extent,
@@ -226,7 +226,7 @@ impl Others {
         let mut held = Vec::new();
         for index in 0..blocks {
             let order = Order::new([0, 0, 3, 1, 9, 0, 5, 2, 0, 9, 4, 0][index as usize % 12]).expect("valid");
-            let mut block = m.frames.alloc(&cx, Request::order(order)).expect("enough");
+            let mut block = m.frames.alloc(&cx, AllocRequest::order(order)).expect("enough");
             if index % 3 == 2 {
                 m.frames.free(&cx, block);
                 continue;
@@ -267,8 +267,13 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let flat = unsafe { FlatMemory::new(memory.start(), all) };
     let mut entries: Vec<AtomicU64> = (0..spans).map(|_| AtomicU64::new(0)).collect();
     let first = VirtAddr::new(ORIGIN + BASE * 64);
-    let map: Map<'_> =
-        SoftMap::new(first, &mut entries, flat, Tlbs { edit_live: shape.edit_live, ..Tlbs::new(shape.stale) }, Keep);
+    let map: Map<'_> = SoftMap::new(
+        first,
+        &mut entries,
+        flat,
+        ModelTlbs { edit_live: shape.edit_live, ..ModelTlbs::new(shape.stale) },
+        Keep,
+    );
     let present = spans - shape.absent;
     for span in 0..present {
         // SAFETY: nothing is mapped or running yet.
@@ -285,10 +290,10 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         let array = NonNull::new(std::ptr::without_provenance_mut::<Descriptor>(at.get() as usize));
         specs.push(ArenaSpec { extent: part, node: NodeId(node as u32), descriptors: array });
         // SAFETY: that is where the allocator is told its descriptors are.
-        areas.push(unsafe { Area::new(part, NodeId(node as u32)).with_descriptors(at) });
+        areas.push(unsafe { PoolArena::new(part, NodeId(node as u32)).with_descriptors(at) });
         base += spans * SPAN;
     }
-    let config = Config { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &specs, cpus: CPUS as u32, cpu_nodes: &[] };
     let layout = Frames::<Soft<'_, NoFaults>>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, large enough, used once; the descriptors are reached through the map.
@@ -298,15 +303,15 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
     let descriptors = extent(BASE, present * 512);
     // SAFETY: once; the memory is the machine's.
     unsafe { frames.release(&threads.cx(), Dirty::assume_owned(all)) };
-    let _ = frames.claim_exact(&threads.cx(), descriptors).expect("free").into_extent();
+    let _ = frames.alloc_contig_range(&threads.cx(), descriptors).expect("free").into_extent();
     let tails: Vec<Tail> = shape.nodes.iter().map(|_| Tail::default()).collect();
-    // SAFETY: the frames behind the descriptors were claimed for them; it is the only economy of the map.
-    let economy = unsafe { Economy::new(&frames, &map, &tails, shape.policy) };
+    // SAFETY: the frames behind the descriptors were claimed for them; it is the only optimizer of the map.
+    let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &tails, shape.policy) };
     test(&Machine {
         threads,
         map: &map,
         frames: &frames,
-        economy,
+        optimizer,
         memory: &memory,
         areas,
         nodes: shape.nodes.len(),
@@ -318,9 +323,9 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
 /// A pool and the memory that it needs.
 pub struct PoolMemory {
     size: PageSize,
-    areas: Vec<Area>,
+    areas: Vec<PoolArena>,
     groups: Vec<Group>,
-    nodes: Vec<Counts>,
+    nodes: Vec<HugePageCounts>,
 }
 
 impl<I: Inject> Machine<'_, I> {
@@ -330,25 +335,25 @@ impl<I: Inject> Machine<'_, I> {
             size,
             areas: self.areas.clone(),
             groups: (0..groups).map(|_| Group::default()).collect(),
-            nodes: vec![Counts::default(); self.nodes],
+            nodes: vec![HugePageCounts::default(); self.nodes],
         }
     }
 
     /// Brings a pool to a size, on this CPU.
-    pub fn set(&self, pool: &HugePool<'_>, pages: u64) -> Report {
-        pool.set_size(&mut self.threads.cx(), &self.economy, pages, Nodes::All, &Never).expect("idle")
+    pub fn set(&self, pool: &HugePool<'_>, pages: u64) -> ResizeReport {
+        pool.set_size(&mut self.threads.cx(), &self.optimizer, pages, Nodes::All, &Never).expect("idle")
     }
 
     /// From here on, writing to a shared tail page or table ends the process.
     pub fn guard_tails(&self) {
-        for frame in self.economy.shared() {
+        for frame in self.optimizer.shared() {
             let at = ((frame.number() - BASE) * PAGE_BYTES) as usize;
             self.memory.forbid_writing(at..at + PAGE_BYTES as usize).expect("our memory");
         }
     }
 
     /// What this CPU takes the descriptor of a frame to be mapped to: by what it remembers, or by the tables.
-    pub fn seen(&self, frame: Pfn) -> Option<Leaf> {
+    pub fn seen(&self, frame: Pfn) -> Option<DescriptorLeaf> {
         let at = descriptor_of(frame);
         self.map.hw().lookup(at, || self.map.walk(at))
     }
@@ -366,7 +371,7 @@ impl<I: Inject> Machine<'_, I> {
                 let block = VirtAddr::new(ORIGIN + BASE * 64 + (span << 21));
                 match self.map.mapped(block) {
                     Mapped::Absent => 0,
-                    Mapped::Table(table) if self.economy.shared().any(|shared| shared == table) => 0,
+                    Mapped::Table(table) if self.optimizer.shared().any(|shared| shared == table) => 0,
                     Mapped::Whole(_) => 512,
                     Mapped::Table(_) => {
                         1 + (0..512)

@@ -462,8 +462,11 @@ impl<F: PageFormat> State<'_, F> {
             }
         }
         let mut seen = BTreeMap::new();
-        let young =
-            self.table.shared(self.heap).clear_young(span(first, pages), |run| add(&mut seen, run)).expect("in bounds");
+        let young = self
+            .table
+            .shared(self.heap)
+            .test_and_clear_young(span(first, pages), |run| add(&mut seen, run))
+            .expect("in bounds");
         let mut expected = 0;
         for (page, (_, flags)) in self.pages.range_mut(first_hit..end) {
             if flags.contains(Flags::ACCESSED) && (first..first + pages).contains(page) {

@@ -13,12 +13,12 @@ pub use frames::with_memory;
 use frames::{Aligned, Pool};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
-    CpuCx, CpuId, CpuLocal, Invalidation, PAGE_BYTES, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr,
+    Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr,
 };
 use hugemm_host::cpu::Host;
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
-    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, Span, TlbCpu, TlbSpace, Tlbs, User, X86_64,
+    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, Span, TlbCpu, TlbShootdown, TlbSpace, User, X86_64,
 };
 use std::cell::{Cell, RefCell};
 
@@ -84,7 +84,7 @@ type Late<'w> = (usize, Pending<Detached, TlbFlush<'w, Deferred, Keep>>);
 /// The machine. Everything that it refers to is leaked: a test's worth of memory.
 pub struct World {
     pub mmu: &'static Mmu<'static, 'static>,
-    pub tlbs: Tlbs<'static, Hw<'static>>,
+    pub shootdown: TlbShootdown<'static, Hw<'static>>,
     pub pool: Pool,
     pub spaces: &'static [Space],
     deferred: &'static DeferredUnmap,
@@ -106,22 +106,22 @@ impl World {
         let inboxes = Box::leak((0..CPUS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>());
         let deaf = (plant == Some(Plant::MissedCpu)).then_some(CpuId(1));
         // SAFETY: the model's CPUs and memory of their own.
-        let tlbs = unsafe { Tlbs::new(cpus, inboxes, Hw { mmu, deaf }) }.expect("fits");
+        let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, Hw { mmu, deaf }) }.expect("fits");
         let pool = Pool::new(mmu);
         let spaces = (0..SPACES).map(|_| {
             let bounds = Span::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
             // SAFETY: one pool; every detach below is behind the space's flush domain.
             let table: PageTable<X86_64, EditLock> = unsafe { PageTable::new(&mut &pool, bounds) }.expect("a root");
             // SAFETY: each has a table of its own, which stays.
-            let tlb = unsafe { TlbSpace::new(&tlbs, table.root().start()) }.expect("fits");
+            let tlb = unsafe { TlbSpace::new(&shootdown, table.root().start()) }.expect("fits");
             Space { table, tlb }
         });
         let spaces = Box::leak(spaces.collect::<Box<[_]>>());
         // SAFETY: one machine.
-        let deferred = Box::leak(Box::new(unsafe { DeferredUnmap::new(&tlbs) }.expect("fits")));
+        let deferred = Box::leak(Box::new(unsafe { DeferredUnmap::new(&shootdown) }.expect("fits")));
         World {
             mmu,
-            tlbs,
+            shootdown,
             pool,
             spaces,
             deferred,

@@ -2,7 +2,7 @@
 
 use super::{PAGES, Plant, SPACES, World, at, number};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, StoreOrder, VirtAddr};
+use hugemm_base::{Cpu, CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_paging::{Change, Detached, Editing, Flags, Leaf, Mapping, ShootdownBatch, ShootdownPolicy, Span};
 
@@ -33,7 +33,7 @@ impl World {
     }
 
     fn wake(&self, cx: &Cx<'_, '_>, space: usize) {
-        self.spaces[space].tlb.switch_in(&self.tlbs, cx);
+        self.spaces[space].tlb.switch_in(&self.shootdown, cx);
         self.mmu.pause(CpuId(number(cx) as u32), false);
         self.state.borrow_mut()[number(cx)] = (Some(space), false);
     }
@@ -44,19 +44,19 @@ impl World {
         let (from, _) = self.state.borrow()[cpu.0 as usize];
         match (from, self.below(4)) {
             (Some(from), 0) => {
-                self.spaces[from].tlb.switch_out(&self.tlbs, cx);
+                self.spaces[from].tlb.switch_out(&self.shootdown, cx);
                 self.state.borrow_mut()[cpu.0 as usize] = (None, false);
             }
             (Some(from), 1 | 2) => {
                 self.mmu.pause(cpu, true);
                 // SAFETY: a paused CPU uses no address.
-                unsafe { self.spaces[from].tlb.enter_lazy(&self.tlbs, cx) };
+                unsafe { self.spaces[from].tlb.enter_lazy(&self.shootdown, cx) };
                 self.state.borrow_mut()[cpu.0 as usize] = (Some(from), true);
             }
             _ => {
                 self.wake(cx, to);
                 if let Some(from) = from.filter(|from| *from != to) {
-                    self.spaces[from].tlb.switch_out(&self.tlbs, cx);
+                    self.spaces[from].tlb.switch_out(&self.shootdown, cx);
                 }
             }
         }
@@ -105,7 +105,7 @@ impl World {
     /// Unmaps a few spans with one flush.
     pub(super) fn unmap(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
         let this = &self.spaces[space];
-        this.tlb.settle(&self.tlbs, cx);
+        this.tlb.settle(&self.shootdown, cx);
         let mut batch = ShootdownBatch::new(&this.tlb);
         let mut debts = Vec::new();
         let before = this.tlb.domain().generation();
@@ -113,7 +113,7 @@ impl World {
             // Somebody else's flush of everything, over before the entries change.
             let mut other = ShootdownBatch::new(&this.tlb);
             other.changed(hugemm_base::VirtRange::ALL, PageSize::Size4K);
-            other.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
+            other.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         }
         for _ in 0..1 + self.below(3) {
             // Whole tables now and then.
@@ -143,7 +143,7 @@ impl World {
             debts.extend(batch.detached(unhooked).map_err(|_| "another table's")?);
             self.mmu.meanwhile();
         }
-        let receipt = batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
+        let receipt = batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         for debt in debts {
             let detached = debt.release(&receipt).map_err(|debt| format!("unpaid: {debt:?}"))?;
             self.harvest(space, detached)?;
@@ -180,7 +180,7 @@ impl World {
             }
             return Ok(());
         }
-        let receipt = self.deferred.flush(&self.tlbs, cx);
+        let receipt = self.deferred.flush(&self.shootdown, cx);
         for (space, debt) in late {
             self.harvest(space, debt.release(&receipt).map_err(|_| "unpaid")?)?;
         }
@@ -190,7 +190,7 @@ impl World {
     /// Takes the right to write away, flushes, sees that nobody has it any more, and gives it back.
     pub(super) fn protect(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
         let this = &self.spaces[space];
-        this.tlb.settle(&self.tlbs, cx);
+        this.tlb.settle(&self.shootdown, cx);
         let by_table = self.below(2) == 0 || self.planted(Plant::UpperLevelsKept);
         let part = if by_table { span(0, 512 + self.below(512)) } else { span(self.below(16), 1 + self.below(16)) };
         let stale = if by_table {
@@ -207,8 +207,8 @@ impl World {
         } else if !self.planted(Plant::ProtectWithoutFlush) {
             batch.stale(stale);
         }
-        batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
-        for cpu in 0..self.tlbs.cpus() {
+        batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
+        for cpu in 0..self.shootdown.cpus() {
             if self.state.borrow()[cpu] == (Some(space), false) {
                 for page in (part.first()..part.first() + part.pages()).step_by(if by_table { 3 } else { 1 }) {
                     if self.mmu.store(CpuId(cpu as u32), at(page), 7).is_ok() {
@@ -224,7 +224,7 @@ impl World {
 
     /// Clears accessed bits, without a flush.
     pub(super) fn age(&self, _cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
-        let before = self.tlbs.counts();
+        let before = self.shootdown.counts();
         if self.planted(Plant::LostDirty) {
             for page in 0..16 {
                 let Some(entry) = self.entry(space, page) else { continue };
@@ -241,14 +241,18 @@ impl World {
             }
             return Ok(());
         }
-        self.spaces[space].table.shared(&self.pool).clear_young(span(0, PAGES), |_| ()).map_err(|e| e.to_string())?;
-        if self.tlbs.counts() == before { Ok(()) } else { Err("ageing flushed".to_owned()) }
+        self.spaces[space]
+            .table
+            .shared(&self.pool)
+            .test_and_clear_young(span(0, PAGES), |_| ())
+            .map_err(|e| e.to_string())?;
+        if self.shootdown.counts() == before { Ok(()) } else { Err("ageing flushed".to_owned()) }
     }
 
     /// Moves a page to another frame while the programs of all CPUs are stopped.
     pub(super) fn move_page(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
         let this = &self.spaces[space];
-        this.tlb.settle(&self.tlbs, cx);
+        this.tlb.settle(&self.shootdown, cx);
         let page = self.below(16);
         let Some(new) = self.pool.take() else { return Ok(()) };
         let mut old = None;
@@ -268,7 +272,7 @@ impl World {
         let mut batch = ShootdownBatch::new(&this.tlb);
         let changed = stale.ok().and_then(|stale| stale.flush());
         let debt = changed.zip(old).map(|(range, old)| batch.unhooked(old, range, PageSize::Size4K, false));
-        let receipt = batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
+        let receipt = batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         for (cpu, paused) in paused.into_iter().enumerate().filter(|_| stop) {
             self.mmu.pause(CpuId(cpu as u32), paused);
         }

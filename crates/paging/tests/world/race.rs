@@ -38,7 +38,7 @@ impl Shared<'_> {
     fn use_pages(&self, cpu: CpuId, stop: &AtomicBool) {
         let (world, space) = (self.0, &self.0.spaces[0]);
         world.mmu.as_cpu(cpu, |cx| {
-            space.tlb.switch_in(&world.tlbs, cx);
+            space.tlb.switch_in(&world.shootdown, cx);
             let mut page = u64::from(cpu.0);
             while !stop.load(Ordering::SeqCst) {
                 page = (page * 5 + 3) % PAGES;
@@ -46,10 +46,10 @@ impl Shared<'_> {
                 if page == 7 && world.is_hole(cpu, page) {
                     std::thread::yield_now();
                 }
-                world.tlbs.serve(cx);
+                world.shootdown.handle_ipi(cx);
             }
-            space.tlb.switch_out(&world.tlbs, cx);
-            world.tlbs.serve(cx);
+            space.tlb.switch_out(&world.shootdown, cx);
+            world.shootdown.handle_ipi(cx);
         });
     }
 
@@ -63,13 +63,13 @@ impl Shared<'_> {
                 let frames = std::iter::from_fn(|| world.pool.take());
                 space.table.shared(&world.pool).map(span, frames.take(PAGES as usize), how).expect("room");
                 for _ in 0..20 {
-                    space.table.shared(&world.pool).clear_young(span, |_| ()).expect("mapped");
+                    space.table.shared(&world.pool).test_and_clear_young(span, |_| ()).expect("mapped");
                     std::thread::yield_now();
                 }
                 let unhooked = space.table.exclusive(&world.pool).detach(span, Editing::LIVE).expect("mapped");
                 let mut batch = ShootdownBatch::new(&space.tlb);
                 let debt = batch.detached(unhooked).expect("its own").expect("mapped");
-                let receipt = batch.flush(&world.tlbs, cx, &ShootdownPolicy::BATCHED);
+                let receipt = batch.flush(&world.shootdown, cx, &ShootdownPolicy::BATCHED);
                 let detached = debt.release(&receipt).expect("paid");
                 let done = space.table.exclusive(&world.pool).harvest(detached, Flags::NONE, |run| {
                     for frame in (run.extent.base().number()..run.extent.end().number()).map(Pfn::new) {

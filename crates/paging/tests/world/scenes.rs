@@ -29,7 +29,7 @@ impl World {
     /// Maps a page in a space and has the other CPU, which has loaded it, use it.
     fn in_use(&self, space: usize, page: u64, frame: Extent) {
         self.spaces[space].table.shared(&self.pool).map(span(page, frame.pages()), [frame], SMALL).expect("free");
-        self.mmu.as_cpu(OTHER, |cx| self.spaces[space].tlb.switch_in(&self.tlbs, cx));
+        self.mmu.as_cpu(OTHER, |cx| self.spaces[space].tlb.switch_in(&self.shootdown, cx));
         (0..8).for_each(|_| self.mmu.store(OTHER, at(page), 7).expect("mapped"));
     }
 
@@ -38,7 +38,7 @@ impl World {
         let unhooked = this.table.exclusive(&self.pool).detach(span(page, 1), Editing::LIVE).expect("mapped");
         let mut batch = ShootdownBatch::new(&this.tlb);
         let debt = batch.detached(unhooked).expect("its own").expect("something");
-        let detached = debt.release(&batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED)).expect("paid");
+        let detached = debt.release(&batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED)).expect("paid");
         let give = |run: hugemm_paging::Run| self.pool.give(run.extent);
         this.table.exclusive(&self.pool).harvest(detached, Flags::NONE, give).expect("its own");
     }
@@ -49,9 +49,9 @@ impl World {
         self.mmu.as_cpu(OTHER, |cx| {
             self.mmu.pause(OTHER, true);
             // SAFETY: it is paused.
-            unsafe { self.spaces[0].tlb.enter_lazy(&self.tlbs, cx) };
-            self.spaces[1].tlb.switch_in(&self.tlbs, cx);
-            self.spaces[0].tlb.switch_in(&self.tlbs, cx);
+            unsafe { self.spaces[0].tlb.enter_lazy(&self.shootdown, cx) };
+            self.spaces[1].tlb.switch_in(&self.shootdown, cx);
+            self.spaces[0].tlb.switch_in(&self.shootdown, cx);
             self.mmu.pause(OTHER, false);
         });
         (0..8).for_each(|_| self.mmu.store(OTHER, at(5), 8).expect("mapped"));
@@ -78,7 +78,7 @@ impl World {
         self.mmu.as_cpu(OTHER, |cx| {
             self.mmu.pause(OTHER, true);
             // SAFETY: it is paused.
-            unsafe { self.spaces[0].tlb.enter_lazy(&self.tlbs, cx) };
+            unsafe { self.spaces[0].tlb.enter_lazy(&self.shootdown, cx) };
         });
         self.mmu.as_cpu(ME, |cx| self.collapse(cx, 0, 512));
         self.checked()
@@ -92,7 +92,7 @@ impl World {
         drop(table);
         let mut batch = ShootdownBatch::new(&this.tlb);
         batch.stale(stale);
-        batch.flush(&self.tlbs, cx, &ShootdownPolicy::BATCHED);
+        batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         // SAFETY: every CPU that could walk it has been flushed.
         unsafe { (&self.pool).free(old.expect("a table")) };
     }
@@ -113,20 +113,20 @@ impl World {
         // SAFETY: as above, and the kernel's table stays.
         let tables = [(); 2].map(|()| unsafe { PageTable::beside(&mut memory, lower, &kernel) }.expect("a root"));
         // SAFETY: each has a table of its own, which stays.
-        let half: TlbSpace<Kernel> = unsafe { TlbSpace::new(&self.tlbs, kernel.root().start()) }.expect("fits");
+        let half: TlbSpace<Kernel> = unsafe { TlbSpace::new(&self.shootdown, kernel.root().start()) }.expect("fits");
         let spaces = tables.each_ref().map(|table: &PageTable<X86_64>| {
             // SAFETY: as above.
-            let space: TlbSpace<User> = unsafe { TlbSpace::new(&self.tlbs, table.root().start()) }.expect("fits");
+            let space: TlbSpace<User> = unsafe { TlbSpace::new(&self.shootdown, table.root().start()) }.expect("fits");
             space
         });
         let walk = |cpu| (0..64).for_each(|page| _ = self.mmu.load(cpu, at(page * 8)));
-        self.mmu.as_cpu(ME, |cx| half.online(&self.tlbs, cx));
+        self.mmu.as_cpu(ME, |cx| half.online(&self.shootdown, cx));
         self.mmu.as_cpu(OTHER, |cx| {
-            half.online(&self.tlbs, cx);
-            spaces[0].switch_in(&self.tlbs, cx);
+            half.online(&self.shootdown, cx);
+            spaces[0].switch_in(&self.shootdown, cx);
             walk(OTHER);
-            spaces[1].switch_in(&self.tlbs, cx);
-            spaces[0].switch_out(&self.tlbs, cx);
+            spaces[1].switch_in(&self.shootdown, cx);
+            spaces[0].switch_out(&self.shootdown, cx);
             walk(OTHER);
         });
         let mut old: Option<Pfn> = None;
@@ -136,14 +136,14 @@ impl World {
         self.mmu.as_cpu(ME, |cx| {
             let mut batch = ShootdownBatch::new(&half);
             batch.stale(stale);
-            batch.flush(&self.tlbs, cx, &ShootdownPolicy { range_limit: u64::MAX, pages_per_batch: u64::MAX });
+            batch.flush(&self.shootdown, cx, &ShootdownPolicy { range_limit: u64::MAX, pages_per_batch: u64::MAX });
         });
         // SAFETY: every CPU that could walk it has been flushed.
         unsafe { (&self.pool).free(old.expect("a table")) };
         self.mmu.as_cpu(OTHER, |cx| {
             walk(OTHER);
-            spaces[0].switch_in(&self.tlbs, cx);
-            spaces[1].switch_out(&self.tlbs, cx);
+            spaces[0].switch_in(&self.shootdown, cx);
+            spaces[1].switch_out(&self.shootdown, cx);
             walk(OTHER);
         });
         self.checked()

@@ -9,7 +9,7 @@ use core::mem::{MaybeUninit, align_of, size_of};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, PhysMap, Window};
-use hugemm_frames::{AllocError, Env, Frames, Frozen, Mobility, Request};
+use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Frozen, Mobility};
 
 /// A block of frames, mapped in one piece.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ impl<C: Compressor> Scratch<C> {
         cx: &CpuCx<'_, P>,
         order: Option<Order>,
     ) -> Result<Mapped, AllocError> {
-        let block = frames.alloc(cx, Request::order(order.ok_or(AllocError::OutOfMemory)?))?;
+        let block = frames.alloc(cx, AllocRequest::order(order.ok_or(AllocError::OutOfMemory)?))?;
         match cx.platform().open(block.extent(), None) {
             Some(window) if window.pages >= block.order().pages() => Ok(Mapped { block, window }),
             other => {

@@ -1,6 +1,6 @@
 //! Folios that were taken off the LRU together, to be looked at without its lock.
 
-use super::policy::{Verdict, Was};
+use super::policy::{LruVerdict, Was};
 use hugemm_base::{Order, Pfn};
 
 /// Most folios in a batch: one lock round for so many, 768 bytes of stack.
@@ -16,7 +16,7 @@ pub struct Folio {
     /// What was known of it when it was taken off.
     pub was: Was,
     /// What becomes of it; rotation, unless somebody decides otherwise.
-    pub verdict: Verdict,
+    pub verdict: LruVerdict,
     /// Set by [`Lru::put_back`](super::Lru::put_back): it left the LRU by its verdict.
     pub(crate) released: bool,
     /// Set by [`Lru::put_back`](super::Lru::put_back): its owner took it off while it was in the batch, so it is not on
@@ -29,14 +29,14 @@ impl Folio {
         pfn: Pfn::new(0),
         order: Order::ZERO,
         was: Was { youngest: false, referenced: false },
-        verdict: Verdict::Rotate { referenced: false },
+        verdict: LruVerdict::Rotate { referenced: false },
         released: false,
         left: false,
     };
 
     /// Released, and to be put on again after all.
     pub(crate) fn returns(&self) -> bool {
-        self.released && !self.left && self.verdict != Verdict::Release
+        self.released && !self.left && self.verdict != LruVerdict::Release
     }
 }
 

@@ -4,26 +4,26 @@
 //! neighbour's (look-around). Eviction takes from the oldest generation only, and never from the two youngest, so that
 //! every folio has been given at least one whole period to be used. When only those two are left a new generation begins.
 
-use super::policy::Verdict;
+use super::policy::LruVerdict;
 use super::ring::Ring;
 
 /// Generations that eviction leaves alone.
 const PROTECTED: u64 = 2;
 
-pub(crate) const fn judge(young: bool) -> Verdict {
-    if young { Verdict::Activate } else { Verdict::Release }
+pub(crate) const fn judge(young: bool) -> LruVerdict {
+    if young { LruVerdict::Activate } else { LruVerdict::Release }
 }
 
 pub(crate) const fn entry(ring: Ring) -> u64 {
     ring.youngest
 }
 
-pub(crate) const fn place(ring: Ring, verdict: Verdict) -> Option<u64> {
+pub(crate) const fn place(ring: Ring, verdict: LruVerdict) -> Option<u64> {
     match verdict {
-        Verdict::Release => None,
-        Verdict::Activate => Some(ring.youngest),
+        LruVerdict::Release => None,
+        LruVerdict::Activate => Some(ring.youngest),
         // What could not be evicted is not tried again before the rest of its generation.
-        Verdict::Rotate { .. } | Verdict::Deactivate => Some(ring.oldest + 1),
+        LruVerdict::Rotate { .. } | LruVerdict::Deactivate => Some(ring.oldest + 1),
     }
 }
 
@@ -68,7 +68,7 @@ mod tests {
     #[test]
     fn what_resists_eviction_gets_a_generation_younger() {
         let ring = Ring { oldest: 5, youngest: 7 };
-        assert_eq!(place(ring, Verdict::Rotate { referenced: false }), Some(6));
+        assert_eq!(place(ring, LruVerdict::Rotate { referenced: false }), Some(6));
         assert_eq!(place(ring, judge(true)), Some(7));
         assert_eq!(place(ring, judge(false)), None);
     }

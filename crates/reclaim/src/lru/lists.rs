@@ -2,10 +2,10 @@
 
 use super::LruStats;
 use super::batch::{BATCH, Batch, Folio};
-use super::policy::{Policy, Verdict, Was};
+use super::policy::{LruPolicy, LruVerdict, Was};
 use super::ring::{LABELS, Ring, label};
 use super::state::{Standing, State};
-use super::{Removed, Source};
+use super::{LruEnd, LruRemoval};
 use crate::links::{List, Words};
 use crate::words::STATE;
 use hugemm_base::{Order, Pfn};
@@ -16,7 +16,7 @@ const MOST_LOOKS: u64 = 2 * BATCH as u64;
 /// Under the lock.
 #[derive(Debug)]
 pub(crate) struct Lists {
-    pub(crate) policy: Policy,
+    pub(crate) policy: LruPolicy,
     ring: Ring,
     lists: [List; LABELS],
     pages: [u64; LABELS],
@@ -28,7 +28,7 @@ fn state(words: &impl Words, pfn: Pfn) -> State {
 }
 
 impl Lists {
-    pub(crate) fn new(policy: Policy) -> Self {
+    pub(crate) fn new(policy: LruPolicy) -> Self {
         Lists { policy, ring: Ring::new(), lists: Default::default(), pages: [0; LABELS], stats: LruStats::default() }
     }
 
@@ -49,18 +49,18 @@ impl Lists {
         self.link(words, pfn, order, self.policy.entry(self.ring), false);
     }
 
-    pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) -> Removed {
+    pub(crate) fn remove(&mut self, words: &impl Words, pfn: Pfn) -> LruRemoval {
         let state = state(words, pfn);
         match state.standing {
-            Standing::Off | Standing::Isolated { left: true } => Removed::NotThere,
+            Standing::Off | Standing::Isolated { left: true } => LruRemoval::NotThere,
             Standing::On { label } => {
                 self.unlink(words, pfn, state.order, label);
                 words.set_word(pfn, STATE, 0);
-                Removed::Yes
+                LruRemoval::Yes
             }
             Standing::Isolated { left: false } => {
                 words.set_word(pfn, STATE, State { standing: Standing::Isolated { left: true }, ..state }.word());
-                Removed::Isolated
+                LruRemoval::Isolated
             }
         }
     }
@@ -78,14 +78,14 @@ impl Lists {
     pub(crate) fn isolate(
         &mut self,
         words: &impl Words,
-        source: Source,
+        source: LruEnd,
         most_pages: u64,
         batch: &mut Batch,
         mut hold: impl FnMut(Pfn) -> bool,
     ) {
         let age = match source {
-            Source::Youngest => self.ring.youngest,
-            Source::Oldest => {
+            LruEnd::Youngest => self.ring.youngest,
+            LruEnd::Oldest => {
                 let before = self.ring.youngest;
                 self.ring = self.policy.prepare(self.ring, |age| self.lists[label(age)].len() == 0);
                 self.stats.generations += self.ring.youngest - before;
@@ -112,7 +112,7 @@ impl Lists {
             );
             self.stats.scanned += order.pages();
             self.stats.isolated += order.pages();
-            let verdict = Verdict::Rotate { referenced };
+            let verdict = LruVerdict::Rotate { referenced };
             let was = self.was(from, referenced);
             batch.push(Folio { pfn, order, was, verdict, released: false, left: false });
         }
@@ -121,12 +121,12 @@ impl Lists {
     }
 
     /// Counts a verdict and returns the mark that goes with it.
-    fn count(&mut self, verdict: Verdict, pages: u64) -> bool {
+    fn count(&mut self, verdict: LruVerdict, pages: u64) -> bool {
         let (counter, referenced) = match verdict {
-            Verdict::Release => (&mut self.stats.released, false),
-            Verdict::Rotate { referenced } => (&mut self.stats.rotated, referenced),
-            Verdict::Activate => (&mut self.stats.activated, false),
-            Verdict::Deactivate => (&mut self.stats.deactivated, false),
+            LruVerdict::Release => (&mut self.stats.released, false),
+            LruVerdict::Rotate { referenced } => (&mut self.stats.rotated, referenced),
+            LruVerdict::Activate => (&mut self.stats.activated, false),
+            LruVerdict::Deactivate => (&mut self.stats.deactivated, false),
         };
         *counter += pages;
         referenced
@@ -143,7 +143,7 @@ impl Lists {
                 self.link(words, folio.pfn, folio.order, age, referenced);
             }
             None => {
-                self.count(Verdict::Release, pages);
+                self.count(LruVerdict::Release, pages);
                 words.set_word(folio.pfn, STATE, 0);
                 folio.released = true;
             }
@@ -170,7 +170,7 @@ impl Lists {
         let verdict = self.policy.judge(was, true);
         let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };
         self.stats.promoted += order.pages();
-        let referenced = matches!(verdict, Verdict::Rotate { referenced: true });
+        let referenced = matches!(verdict, LruVerdict::Rotate { referenced: true });
         // To the front even of the same list: its accessed bit is gone, so its own look must be a round away.
         self.unlink(words, pfn, order, from);
         self.link(words, pfn, order, age, referenced);

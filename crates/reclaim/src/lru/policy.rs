@@ -4,9 +4,9 @@
 use super::ring::Ring;
 use super::{generations, two_list};
 
-/// How recency is kept. A value that may be changed at run time (checklist D11).
+/// How recency is kept. A value that may be changed at run time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Policy {
+pub enum LruPolicy {
     /// An active and an inactive list; a second look before a folio becomes active.
     TwoList,
     /// Up to four generations; a folio found young joins the youngest at once.
@@ -14,15 +14,15 @@ pub enum Policy {
     Generations,
 }
 
-impl Policy {
+impl LruPolicy {
     /// Every policy.
-    pub const ALL: [Policy; 2] = [Policy::TwoList, Policy::Generations];
+    pub const ALL: [LruPolicy; 2] = [LruPolicy::TwoList, LruPolicy::Generations];
 
     /// As the command line spells it.
     pub const fn name(self) -> &'static str {
         match self {
-            Policy::TwoList => "classic",
-            Policy::Generations => "generations",
+            LruPolicy::TwoList => "classic",
+            LruPolicy::Generations => "generations",
         }
     }
 }
@@ -38,7 +38,7 @@ pub struct Was {
 
 /// What becomes of a folio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum LruVerdict {
     /// It leaves the LRU: to be evicted, or given up by its owner.
     Release,
     /// It stays as old as it is, behind the others; and whether it counts as found young once.
@@ -52,28 +52,28 @@ pub enum Verdict {
     Deactivate,
 }
 
-impl Policy {
+impl LruPolicy {
     /// Judges a folio by whether a mapping has used it since the last look.
-    pub const fn judge(self, was: Was, young: bool) -> Verdict {
+    pub const fn judge(self, was: Was, young: bool) -> LruVerdict {
         match self {
-            Policy::TwoList => two_list::judge(was, young),
-            Policy::Generations => generations::judge(young),
+            LruPolicy::TwoList => two_list::judge(was, young),
+            LruPolicy::Generations => generations::judge(young),
         }
     }
 
     /// The age at which a folio joins.
     pub(crate) const fn entry(self, ring: Ring) -> u64 {
         match self {
-            Policy::TwoList => two_list::entry(ring),
-            Policy::Generations => generations::entry(ring),
+            LruPolicy::TwoList => two_list::entry(ring),
+            LruPolicy::Generations => generations::entry(ring),
         }
     }
 
     /// The age that a judged folio gets; `None` if it leaves.
-    pub(crate) const fn place(self, ring: Ring, was: Was, verdict: Verdict) -> Option<u64> {
+    pub(crate) const fn place(self, ring: Ring, was: Was, verdict: LruVerdict) -> Option<u64> {
         match self {
-            Policy::TwoList => two_list::place(ring, was, verdict),
-            Policy::Generations => generations::place(ring, verdict),
+            LruPolicy::TwoList => two_list::place(ring, was, verdict),
+            LruPolicy::Generations => generations::place(ring, verdict),
         }
     }
 
@@ -81,16 +81,16 @@ impl Policy {
     /// taken.
     pub(crate) fn prepare(self, ring: Ring, is_empty: impl Fn(u64) -> bool) -> Ring {
         match self {
-            Policy::TwoList => two_list::prepare(ring, is_empty),
-            Policy::Generations => generations::prepare(ring, is_empty),
+            LruPolicy::TwoList => two_list::prepare(ring, is_empty),
+            LruPolicy::Generations => generations::prepare(ring, is_empty),
         }
     }
 
     /// Whether folios of the youngest list should be looked at, so that idle ones become candidates.
     pub(crate) fn ageing_due(self, candidates: u64, youngest: u64) -> bool {
         match self {
-            Policy::TwoList => two_list::ageing_due(candidates, youngest),
-            Policy::Generations => false,
+            LruPolicy::TwoList => two_list::ageing_due(candidates, youngest),
+            LruPolicy::Generations => false,
         }
     }
 }

@@ -30,9 +30,11 @@ struct Entry {
 
 /// Lists from the oldest on, each from its cold end.
 struct Model {
-    policy: Policy,
+    policy: LruPolicy,
     first: u64,
     lists: Vec<Vec<Entry>>,
+    /// What has happened.
+    seen: LruStats,
 }
 
 impl Model {
@@ -45,14 +47,14 @@ impl Model {
         let last = self.youngest();
         let to = match (self.policy, young) {
             // Could not be evicted.
-            (Policy::TwoList, None) => Some(if was_youngest { last } else { last - 1 }),
-            (Policy::Generations, None) => Some(1),
-            (Policy::Generations, Some(true)) => {
+            (LruPolicy::TwoList, None) => Some(if was_youngest { last } else { last - 1 }),
+            (LruPolicy::Generations, None) => Some(1),
+            (LruPolicy::Generations, Some(true)) => {
                 entry.referenced = false;
                 Some(last)
             }
-            (Policy::Generations, Some(false)) => None,
-            (Policy::TwoList, Some(young)) => {
+            (LruPolicy::Generations, Some(false)) => None,
+            (LruPolicy::TwoList, Some(young)) => {
                 let again = entry.referenced;
                 entry.referenced = young && !was_youngest && !again;
                 match (was_youngest, young) {
@@ -63,6 +65,17 @@ impl Model {
                 }
             }
         };
+        let pages = entry.order.pages();
+        // Who could not be evicted is as old as before, also in a generation of his own.
+        let counter = match to {
+            None => &mut self.seen.released,
+            Some(to) if young.is_some() && to == last && !(was_youngest && self.policy == LruPolicy::TwoList) => {
+                &mut self.seen.activated
+            }
+            Some(_) if was_youngest && young == Some(false) => &mut self.seen.deactivated,
+            Some(_) => &mut self.seen.rotated,
+        };
+        *counter += pages;
         if let Some(to) = to {
             self.lists[to].push(entry);
         }
@@ -71,16 +84,17 @@ impl Model {
     fn prepare(&mut self) {
         let all_empty = self.lists.iter().all(Vec::is_empty);
         match self.policy {
-            Policy::TwoList => {
+            LruPolicy::TwoList => {
                 while self.lists.len() > 2 && self.lists[0].is_empty() {
                     self.lists.remove(0);
                     self.first += 1;
                 }
             }
-            Policy::Generations if all_empty => {}
-            Policy::Generations => loop {
+            LruPolicy::Generations if all_empty => {}
+            LruPolicy::Generations => loop {
                 if self.lists.len() == 2 {
                     self.lists.push(Vec::new());
+                    self.seen.generations += 1;
                 } else if self.lists[0].is_empty() {
                     self.lists.remove(0);
                     self.first += 1;
@@ -102,10 +116,11 @@ proptest! {
         generations: bool,
         ops in proptest::collection::vec((0..12_u8, any::<u16>()), 0..if cfg!(miri) { 60 } else { 400 }),
     ) {
-        let policy = if generations { Policy::Generations } else { Policy::TwoList };
+        let policy = if generations { LruPolicy::Generations } else { LruPolicy::TwoList };
         let words = Map::default();
         let mut lists = Lists::new(policy);
-        let mut model = Model { policy, first: 0, lists: vec![Vec::new(), Vec::new()] };
+        let lists_of_none = vec![Vec::new(), Vec::new()];
+        let mut model = Model { policy, first: 0, lists: lists_of_none, seen: LruStats::default() };
         let mut next = 1_u64;
         for (op, pick) in ops {
             let on: Vec<u64> = model.lists.iter().flatten().map(|entry| entry.pfn).collect();
@@ -113,14 +128,15 @@ proptest! {
                 0..=3 => {
                     let order = Order::new(ORDERS[usize::from(pick) % 3]).expect("valid");
                     lists.insert(&words, Pfn::new(next), order);
-                    let to = if model.policy == Policy::TwoList { model.youngest() - 1 } else { model.youngest() };
+                    let to = if model.policy == LruPolicy::TwoList { model.youngest() - 1 } else { model.youngest() };
                     model.lists[to].push(Entry { pfn: next, order, referenced: false });
+                    model.seen.inserted += order.pages();
                     next += 1;
                 }
                 4 if !on.is_empty() => {
                     let pfn = on[usize::from(pick) % on.len()];
-                    prop_assert_eq!(lists.remove(&words, Pfn::new(pfn)), Removed::Yes);
-                    prop_assert_eq!(lists.remove(&words, Pfn::new(pfn)), Removed::NotThere);
+                    prop_assert_eq!(lists.remove(&words, Pfn::new(pfn)), LruRemoval::Yes);
+                    prop_assert_eq!(lists.remove(&words, Pfn::new(pfn)), LruRemoval::NotThere);
                     model.lists.iter_mut().for_each(|list| list.retain(|entry| entry.pfn != pfn));
                 }
                 5 if !on.is_empty() => {
@@ -130,27 +146,30 @@ proptest! {
                     let at = model.lists[from].iter().position(|entry| entry.pfn == pfn).expect("on");
                     let last = model.youngest();
                     let entry = model.lists[from].remove(at);
+                    let promoted = model.seen.promoted + entry.order.pages();
+                    let before = model.seen;
                     model.settle(entry, from == last, Some(true));
+                    model.seen = LruStats { promoted, ..before };
                 }
                 6 => {
-                    model.policy = Policy::ALL[usize::from(pick) % 2];
+                    model.policy = LruPolicy::ALL[usize::from(pick) % 2];
                     lists.policy = model.policy;
                 }
                 _ => {
-                    let source = if op == 7 { Source::Youngest } else { Source::Oldest };
+                    let source = if op == 7 { LruEnd::Youngest } else { LruEnd::Oldest };
                     let most = [1, 3, 600, u64::MAX][usize::from(pick) % 4];
                     // Every so manieth cannot be held.
                     let refuse = u64::from(pick >> 2) % 5;
                     let hold = |pfn: Pfn| refuse == 0 || !pfn.number().is_multiple_of(refuse + 1);
                     let mut batch = Batch::new();
                     lists.isolate(&words, source, most, &mut batch, hold);
-                    if source == Source::Oldest {
+                    if source == LruEnd::Oldest {
                         model.prepare();
                     }
-                    let from = if source == Source::Oldest { 0 } else { model.youngest() };
+                    let from = if source == LruEnd::Oldest { 0 } else { model.youngest() };
                     let was_youngest = from == model.youngest();
                     let mut taken = Vec::new();
-                    let mut pages = 0;
+                    let (mut pages, mut refused) = (0, 0);
                     for _ in 0..model.lists[from].len() {
                         if taken.len() == BATCH || pages >= most {
                             break;
@@ -160,12 +179,16 @@ proptest! {
                             pages += entry.order.pages();
                             taken.push(entry);
                         } else {
+                            model.seen.busy += 1;
+                            refused += entry.order.pages();
                             model.lists[from].push(entry);
                         }
                     }
                     let isolated: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.number()).collect();
                     prop_assert_eq!(isolated, taken.iter().map(|entry| entry.pfn).collect::<Vec<_>>());
                     prop_assert_eq!(lists.stats().isolated, pages);
+                    prop_assert_eq!((batch.pages(), batch.refused), (pages, refused));
+                    model.seen.scanned += pages;
                     for (index, (folio, entry)) in batch.folios_mut().iter_mut().zip(taken).enumerate() {
                         prop_assert_eq!(folio.was, Was { youngest: was_youngest, referenced: entry.referenced });
                         prop_assert_eq!(folio.order, entry.order);
@@ -175,9 +198,10 @@ proptest! {
                         }
                         // Some leave while they are looked at.
                         if (usize::from(pick) + index).is_multiple_of(7) {
-                            prop_assert_eq!(lists.remove(&words, folio.pfn), Removed::Isolated);
-                            prop_assert_eq!(lists.remove(&words, folio.pfn), Removed::NotThere);
+                            prop_assert_eq!(lists.remove(&words, folio.pfn), LruRemoval::Isolated);
+                            prop_assert_eq!(lists.remove(&words, folio.pfn), LruRemoval::NotThere);
                             prop_assert!(!lists.promote(&words, folio.pfn));
+                            model.seen.released += entry.order.pages();
                         } else {
                             model.settle(entry, was_youngest, young);
                         }
@@ -197,6 +221,8 @@ proptest! {
             prop_assert_eq!(stats.pages(), model.lists.iter().map(pages).sum::<u64>());
             prop_assert_eq!(stats.folios, model.lists.iter().map(Vec::len).sum::<usize>() as u64);
             prop_assert_eq!(stats.isolated, 0);
+            let LruStats { folios, candidates, youngest, .. } = stats;
+            prop_assert_eq!(stats, LruStats { folios, candidates, youngest, ..model.seen });
         }
     }
 }
@@ -204,7 +230,7 @@ proptest! {
 /// A folio that is used in every period is never offered for eviction before those that are not, under either policy.
 #[test]
 fn used_folios_outlive_idle_ones() {
-    for policy in Policy::ALL {
+    for policy in LruPolicy::ALL {
         let words = Map::default();
         let mut lists = Lists::new(policy);
         (1..=64).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
@@ -212,11 +238,11 @@ fn used_folios_outlive_idle_ones() {
         let mut evicted = Vec::new();
         while evicted.len() < 48 {
             let mut batch = Batch::new();
-            lists.isolate(&words, Source::Oldest, u64::MAX, &mut batch, |_| true);
+            lists.isolate(&words, LruEnd::Oldest, u64::MAX, &mut batch, |_| true);
             assert!(!batch.is_empty());
             for folio in batch.folios_mut() {
                 folio.verdict = policy.judge(folio.was, hot(folio.pfn));
-                if folio.verdict == Verdict::Release {
+                if folio.verdict == LruVerdict::Release {
                     evicted.push(folio.pfn);
                 }
                 lists.put_back(&words, folio);
@@ -231,7 +257,7 @@ fn used_folios_outlive_idle_ones() {
 fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
     // Whole rounds of looks.
     const FOLIOS: u64 = 1024;
-    for policy in Policy::ALL {
+    for policy in LruPolicy::ALL {
         let words = Map::default();
         let mut lists = Lists::new(policy);
         (1..=FOLIOS).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
@@ -239,7 +265,7 @@ fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
         while seen < FOLIOS {
             let mut batch = Batch::new();
             let before = seen;
-            lists.isolate(&words, Source::Oldest, u64::MAX, &mut batch, |pfn| {
+            lists.isolate(&words, LruEnd::Oldest, u64::MAX, &mut batch, |pfn| {
                 seen += 1;
                 assert_eq!(pfn.number(), seen, "each once a round");
                 false
@@ -248,5 +274,64 @@ fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
             assert!(batch.refused > 0 && batch.refused <= 2 * super::BATCH as u64);
         }
         assert_eq!((lists.stats().busy, lists.stats().folios), (FOLIOS, FOLIOS));
+    }
+}
+
+/// A batch and what is remembered of neighbours take as many as they have room for, and no more.
+#[test]
+fn batches_and_neighbours_have_room_for_so_many() {
+    let order = Order::new(9).expect("valid");
+    let was = Was { youngest: false, referenced: true };
+    let folio =
+        |pfn| Folio { pfn: Pfn::new(pfn), order, was, verdict: LruVerdict::Release, released: false, left: false };
+    let mut batch = Batch::new();
+    assert!(batch.is_empty());
+    for pfn in 0..BATCH as u64 + 2 {
+        assert_eq!(batch.is_full(), pfn >= BATCH as u64);
+        batch.push(folio(pfn));
+        assert!(!batch.is_empty());
+    }
+    let heads: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.number()).collect();
+    assert_eq!(heads, (0..BATCH as u64).collect::<Vec<_>>());
+    assert_eq!(batch.pages(), BATCH as u64 * 512);
+    let mut neighbours = Neighbours::new();
+    for pfn in 0..Neighbours::MOST as u64 {
+        assert!(neighbours.has_room() && neighbours.push(Pfn::new(pfn)));
+    }
+    assert!(!neighbours.has_room() && !neighbours.push(Pfn::new(1)));
+    let heads: Vec<u64> = neighbours.heads().iter().map(|head| head.number()).collect();
+    assert_eq!(heads, (0..Neighbours::MOST as u64).collect::<Vec<_>>());
+}
+
+/// Only what was released to be evicted, and whose owner still wants it, comes on again when it could not go.
+#[test]
+fn what_could_not_go_comes_on_again() {
+    for policy in LruPolicy::ALL {
+        let words = Map::default();
+        let mut lists = Lists::new(policy);
+        (1..=4).for_each(|pfn| lists.insert(&words, Pfn::new(pfn), Order::ZERO));
+        let mut batch = Batch::new();
+        lists.isolate(&words, LruEnd::Oldest, u64::MAX, &mut batch, |_| true);
+        assert_eq!(batch.folios().len(), 4);
+        assert_eq!(lists.remove(&words, Pfn::new(2)), LruRemoval::Isolated);
+        for folio in batch.folios_mut() {
+            folio.verdict = match folio.pfn.number() {
+                3 => LruVerdict::Rotate { referenced: false },
+                _ => LruVerdict::Release,
+            };
+            lists.put_back(&words, folio);
+        }
+        assert_eq!((lists.stats().released, lists.stats().rotated, lists.stats().folios), (3, 1, 1));
+        for folio in batch.folios_mut() {
+            // It could not be written; the last one was not tried.
+            if folio.pfn.number() != 4 {
+                folio.verdict = LruVerdict::Rotate { referenced: true };
+            }
+            lists.put_again(&words, folio);
+        }
+        let mut on: Vec<u64> = lists.order(&words).concat();
+        on.sort_unstable();
+        assert_eq!(on, [1, 3], "{policy:?}");
+        assert_eq!((lists.stats().released, lists.stats().rotated, lists.stats().folios), (2, 2, 2));
     }
 }

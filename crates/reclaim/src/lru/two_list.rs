@@ -5,16 +5,16 @@
 //! look becomes inactive. The inactive list is kept large enough for a second look to mean something, by looking at
 //! active folios while it is small.
 
-use super::policy::{Verdict, Was};
+use super::policy::{LruVerdict, Was};
 use super::ring::Ring;
 
-pub(crate) const fn judge(was: Was, young: bool) -> Verdict {
+pub(crate) const fn judge(was: Was, young: bool) -> LruVerdict {
     match (was.youngest, young, was.referenced) {
-        (true, true, _) => Verdict::Rotate { referenced: false },
-        (true, false, _) => Verdict::Deactivate,
-        (false, true, false) => Verdict::Rotate { referenced: true },
-        (false, true, true) => Verdict::Activate,
-        (false, false, _) => Verdict::Release,
+        (true, true, _) => LruVerdict::Rotate { referenced: false },
+        (true, false, _) => LruVerdict::Deactivate,
+        (false, true, false) => LruVerdict::Rotate { referenced: true },
+        (false, true, true) => LruVerdict::Activate,
+        (false, false, _) => LruVerdict::Release,
     }
 }
 
@@ -22,12 +22,12 @@ pub(crate) const fn entry(ring: Ring) -> u64 {
     ring.second()
 }
 
-pub(crate) const fn place(ring: Ring, was: Was, verdict: Verdict) -> Option<u64> {
+pub(crate) const fn place(ring: Ring, was: Was, verdict: LruVerdict) -> Option<u64> {
     match verdict {
-        Verdict::Release => None,
-        Verdict::Activate => Some(ring.youngest),
-        Verdict::Rotate { .. } if was.youngest => Some(ring.youngest),
-        Verdict::Rotate { .. } | Verdict::Deactivate => Some(ring.second()),
+        LruVerdict::Release => None,
+        LruVerdict::Activate => Some(ring.youngest),
+        LruVerdict::Rotate { .. } if was.youngest => Some(ring.youngest),
+        LruVerdict::Rotate { .. } | LruVerdict::Deactivate => Some(ring.second()),
     }
 }
 
@@ -54,14 +54,14 @@ mod tests {
     #[test]
     fn an_inactive_folio_needs_two_young_looks() {
         let mut was = Was { youngest: false, referenced: false };
-        assert_eq!(judge(was, false), Verdict::Release);
-        assert_eq!(judge(was, true), Verdict::Rotate { referenced: true });
+        assert_eq!(judge(was, false), LruVerdict::Release);
+        assert_eq!(judge(was, true), LruVerdict::Rotate { referenced: true });
         was.referenced = true;
-        assert_eq!(judge(was, true), Verdict::Activate);
-        assert_eq!(judge(was, false), Verdict::Release);
+        assert_eq!(judge(was, true), LruVerdict::Activate);
+        assert_eq!(judge(was, false), LruVerdict::Release);
         was.youngest = true;
-        assert_eq!(judge(was, false), Verdict::Deactivate);
-        assert_eq!(judge(was, true), Verdict::Rotate { referenced: false });
+        assert_eq!(judge(was, false), LruVerdict::Deactivate);
+        assert_eq!(judge(was, true), LruVerdict::Rotate { referenced: false });
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! Making a block of 2 MiB where memory is free, but in pieces.
 //!
 //! The blocks of pages that nobody has used for long are tried one after the other: the allocator keeps what is free there
-//! from being handed out ([`Frames::claim`](hugemm_frames::Frames::claim)), the pages move to other frames, a batch of
+//! from being handed out ([`Frames::alloc_contig_pages`](hugemm_frames::Frames::alloc_contig_pages)), the pages move to other frames, a batch of
 //! them per flush, and the block is free. A block with something that cannot move (a table, a pinned page, what swap keeps
 //! there) stays as it was, but for the pages that have moved.
 
 use super::side::{Side, Unhooked};
 use super::{Step, Steps};
-use crate::lru::{BATCH, Batch, Lru, Source};
+use crate::lru::{BATCH, Batch, Lru, LruEnd};
 use crate::reclaimer::Reclaimer;
 use crate::swap::Swap;
 use hugemm_base::lock::RawLock;
@@ -26,7 +26,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     /// tries others.
     pub(super) fn gather(&self, cx: &mut Cx<'_, S>, lru: &Lru<'_, '_, S::Env, L>, order: Order) -> bool {
         let (mut tried, mut tries) = ([None; TRIES], 0);
-        for source in [Source::Oldest, Source::Youngest] {
+        for source in [LruEnd::Oldest, LruEnd::Youngest] {
             for _ in 0..ROUNDS {
                 let mut batch = Batch::new();
                 let mut refused = None;
@@ -65,7 +65,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     fn empty(&self, cx: &mut Cx<'_, S>, block: Extent) -> bool {
         let frames = self.vm.frames();
         let mut out = |cx: &mut Cx<'_, S>, used: Extent| self.move_out(cx, used.base(), block);
-        let Ok(claimed) = frames.claim(cx, block, &mut out) else { return false };
+        let Ok(claimed) = frames.alloc_contig_pages(cx, block, &mut out) else { return false };
         frames.free_extent(cx, claimed);
         true
     }

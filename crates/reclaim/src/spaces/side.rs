@@ -7,9 +7,9 @@ use crate::swap::{StoreError, Swap};
 use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuLocal, Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_base::{Cpu, Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
 use hugemm_frames::{Env, FolioRef, FolioRun, Frames, RefError};
-use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, Tlbs};
+use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Pager, Recency, Setup, UnhookedPage, Vm, VmError};
 
@@ -30,9 +30,9 @@ pub(super) type Unhooked<'s, S> = UnhookedPage<'s, S, Masks>;
 /// # Safety
 ///
 /// As [`DeferredUnmap::with_masks`].
-pub(super) unsafe fn batch<H: TlbHw>(tlbs: &Tlbs<'_, H>) -> Option<Batch> {
+pub(super) unsafe fn batch<H: TlbHw>(shootdown: &TlbShootdown<'_, H>) -> Option<Batch> {
     // SAFETY: the caller's promise, passed on.
-    unsafe { DeferredUnmap::with_masks(tlbs, Keep, core::array::from_fn(|_| AtomicU64::new(0))) }.ok()
+    unsafe { DeferredUnmap::with_masks(shootdown, Keep, core::array::from_fn(|_| AtomicU64::new(0))) }.ok()
 }
 
 /// A reclaiming task's view of the spaces.
@@ -120,7 +120,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
                     let mut batch = ShootdownBatch::new(tlb);
                     let stride = if folio.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
                     batch.changed(page.range(), stride);
-                    let _ = batch.flush(self.vm.tlbs(), cx, &ShootdownPolicy::PER_PAGE);
+                    let _ = batch.flush(self.vm.shootdown(), cx, &ShootdownPolicy::PER_PAGE);
                     self.pager.steps.enter(Step::Age);
                 }
             });
@@ -171,13 +171,13 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         self.pager.steps.enter(Step::Age);
         self.pager.counts.aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
         // Whoever flushes because of ageing, on whatever path, is counted where flushes are started.
-        let (tlbs, cpu) = (self.vm.tlbs(), cx.platform().current());
-        let before = tlbs.counts_of(cpu);
+        let (shootdown, cpu) = (self.vm.shootdown(), cx.platform().current());
+        let before = shootdown.counts_of(cpu);
         match self.pager.ageing() {
             Ageing::Batch => self.age_runs(cx, folios, looks, neighbours),
             way => self.age_pages(cx, folios, looks, way),
         }
-        self.pager.counts.age_flushes.add(tlbs.counts_of(cpu).since(before).flushes());
+        self.pager.counts.age_flushes.add(shootdown.counts_of(cpu).since(before).flushes());
         self.pager.steps.enter(Step::Other);
     }
 
@@ -197,7 +197,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     fn flush(&self, cx: &mut Cx<'_, S>) -> Self::Flushed {
         self.pager.steps.enter(Step::UnmapFlush);
         self.pager.counts.unmap_flushes.add(1);
-        let receipt = self.deferred.flush(self.vm.tlbs(), cx);
+        let receipt = self.deferred.flush(self.vm.shootdown(), cx);
         self.pager.steps.enter(Step::Other);
         receipt
     }

@@ -2,17 +2,17 @@
 
 use crate::rig::{Cx, Handle, Rig, Size, bounds, no_faults, span, with_rig};
 use hugemm_base::{CpuId, PageSize, VirtAddr};
-use hugemm_reclaim::Policy;
-use hugemm_vm::{AreaKind, Backing};
+use hugemm_reclaim::LruPolicy;
+use hugemm_vm::{Backing, VmaKind};
 use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
 const PAGES: u64 = 64;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: Policy::Generations, nodes: 1 };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1 };
 
 fn space<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>) -> Handle<'v, 'h> {
     let space = rig.vm.create(cx, bounds()).expect("a space");
-    let kind = AreaKind::private(PageSize::Size4K);
+    let kind = VmaKind::private(PageSize::Size4K);
     rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Private).expect("an area");
     space
 }
@@ -33,7 +33,7 @@ fn wrong_on(size: Size, deaf: bool, act: impl Fn(&Rig<'_>, bool) -> u64) -> u64 
     wrong.get()
 }
 
-/// D13: written out while a CPU could still store into the page.
+/// Written out while a CPU could still store into the page.
 fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     let writer = CpuId(rig.cpus() - 1);
     let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
@@ -41,13 +41,13 @@ fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
         rig.enter(cx, &space);
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
     });
-    rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
+    rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
     rig.mmu.as_cpu(CpuId(0), |cx| (0..3).for_each(|_| _ = rig.evict_all(cx)));
     // Whoever has the translation uses it; whoever faults stores to the page that comes back.
     let through_stale = rig.mmu.as_cpu(writer, |_| {
         (0..PAGES).filter(|index| rig.mmu.store(writer, VirtAddr::new(at(*index)), 2).is_ok()).count()
     });
-    rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
+    rig.vm.shootdown().hw().deaf.store(false, Ordering::Relaxed);
     assert_eq!(through_stale > 0, deaf);
     rig.mmu.as_cpu(writer, |cx| {
         rig.leave(cx, &space);
@@ -66,16 +66,16 @@ fn evict_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     })
 }
 
-/// D14: write-protected by a fork while a CPU goes on storing.
+/// Write-protected by a fork while a CPU goes on storing.
 fn fork_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
     rig.mmu.as_cpu(CpuId(1), |cx| {
         rig.enter(cx, &space);
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
     });
-    rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
+    rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
     let child = rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.fork(cx, &space).expect("forked"));
-    rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
+    rig.vm.shootdown().hw().deaf.store(false, Ordering::Relaxed);
     rig.mmu.as_cpu(CpuId(1), |cx| {
         (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 2).expect("memory"));
         rig.leave(cx, &space);
@@ -90,7 +90,7 @@ fn fork_under_a_writer(rig: &Rig<'_>, deaf: bool) -> u64 {
     })
 }
 
-/// D12: unmapped by its owner while reclaim has unhooked it and not flushed.
+/// Unmapped by its owner while reclaim has unhooked it and not flushed.
 fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
     let space = rig.mmu.as_cpu(CpuId(0), |cx| space(rig, cx));
     rig.mmu.as_cpu(CpuId(1), |cx| {
@@ -99,7 +99,7 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
     });
     rig.mmu.as_cpu(CpuId(0), |cx| {
         // SAFETY: one machine.
-        let deferred = unsafe { hugemm_paging::DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+        let deferred = unsafe { hugemm_paging::DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
         let mut unhooked = Vec::new();
         for index in 0..PAGES {
             let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(index)));
@@ -110,10 +110,10 @@ fn unmap_under_a_reader(rig: &Rig<'_>, deaf: bool) -> u64 {
             assert_eq!(unhooked.len() as u64, index + 1);
         }
         assert!(space.tlb().is_unsettled());
-        rig.vm.tlbs().hw().deaf.store(deaf, Ordering::Relaxed);
+        rig.vm.shootdown().hw().deaf.store(deaf, Ordering::Relaxed);
         rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
         assert!(!space.tlb().is_unsettled());
-        rig.vm.tlbs().hw().deaf.store(false, Ordering::Relaxed);
+        rig.vm.shootdown().hw().deaf.store(false, Ordering::Relaxed);
         let used = (0..PAGES).filter(|index| rig.mmu.load(CpuId(1), VirtAddr::new(at(*index))).is_ok()).count();
         unhooked.into_iter().for_each(|page| rig.vm.put_back(cx, page));
         rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));

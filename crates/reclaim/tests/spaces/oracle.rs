@@ -1,11 +1,13 @@
 //! Everything at once on four CPUs, with less memory than is used, and devices that have some of it: every word read is the
-//! word written last, by whichever of them.
+//! word written last, by whichever of them. Some of their pages are poisoned meanwhile.
 
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::support::Rng;
-use hugemm_base::{Cancel, CancelFlag, CpuId, Never, PageSize};
-use hugemm_reclaim::{Ageing, Policy, Swap};
-use hugemm_vm::{AreaKind, Backing, Pinned, SharedRef, Space, VmError};
+use hugemm_base::{Cancel, CancelFlag, CpuId, Never, PageSize, Pfn, VirtAddr};
+use hugemm_frames::HwPoisoned;
+use hugemm_paging::Lookup;
+use hugemm_reclaim::{Ageing, LruPolicy, Swap};
+use hugemm_vm::{AddressSpace, Backing, Pinned, SharedRef, VmError, VmaKind};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Barrier;
@@ -28,6 +30,8 @@ struct Program<'r, 'h> {
     known: BTreeMap<u64, u64>,
     /// Private pages that devices have.
     devices: Vec<Device>,
+    /// Pages that it may still find poisoned.
+    poison: u64,
     value: u64,
 }
 
@@ -38,6 +42,21 @@ struct Device {
     mapped: bool,
     /// If not, what is in it, by the place.
     stored: BTreeMap<u64, u64>,
+}
+
+/// A request that may be refused: for want of memory, or because it would have to read what is poisoned.
+#[track_caller]
+fn refused(error: VmError) {
+    assert!(matches!(error, VmError::NoMemory | VmError::HwPoisoned { .. }), "{error}");
+}
+
+/// Pages of a program that are poisoned: each takes a page of memory for good.
+fn most_poisoned(page: PageSize, cpu: u32) -> u64 {
+    match page {
+        PageSize::Size4K => 16,
+        // One of all programs'.
+        _ => u64::from(cpu == 1),
+    }
 }
 
 /// Most pages that devices of a program have: most of memory stays reclaim's.
@@ -61,10 +80,10 @@ impl<'h> Program<'_, 'h> {
         base + self.rng.below(pages) * page.bytes() + within + u64::from(self.cpu) * 8
     }
 
-    fn check(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, expected: u64) {
+    fn check(&self, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h>>, at: u64, expected: u64) {
         match self.rig.get(cx, space, at) {
             Ok(found) => assert_eq!(found, expected, "CPU {} at {at:#x}", self.cpu),
-            Err(error) => assert_eq!(error, VmError::NoMemory),
+            Err(error) => refused(error),
         }
     }
 
@@ -73,7 +92,8 @@ impl<'h> Program<'_, 'h> {
             0 => self.fork(cx, space),
             1 => self.unmap(cx, space),
             2 | 3 => self.pin(cx, space),
-            4..=20 => self.device_acts(),
+            4 => self.poison(cx, space),
+            5..=20 => self.device_acts(),
             21..=90 => {
                 let at = self.any_at();
                 self.check(cx, space, at, self.known.get(&at).copied().unwrap_or(0));
@@ -86,8 +106,22 @@ impl<'h> Program<'_, 'h> {
                 }
             }
         }
-        self.rig.vm.tlbs().serve(cx);
+        self.rig.vm.shootdown().handle_ipi(cx);
         self.rig.vm.frames().serve(cx);
+    }
+
+    /// A page of the program's, or a part of one, is found to be bad.
+    fn poison(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
+        let at = self.any_at();
+        if self.poison == 0 {
+            return;
+        }
+        let Lookup::Mapped(leaf) = self.rig.vm.lookup(cx, space, VirtAddr::new(at)) else { return };
+        let size = if at < PRIVATE_AT { self.page } else { self.private_page };
+        // It may be gone by now: what is free, or somebody else's, is as good.
+        let frame = Pfn::new(leaf.frame.number() + self.rng.below(size.pages()));
+        let done = self.rig.vm.frames().hwpoison(cx, frame);
+        self.poison -= u64::from(matches!(done, HwPoisoned::Free | HwPoisoned::InUse));
     }
 
     /// A device gets a private page.
@@ -103,7 +137,8 @@ impl<'h> Program<'_, 'h> {
         let devices = &mut self.devices;
         let visit = |pinned| devices.push(Device { pinned, mapped: true, stored: BTreeMap::new() });
         if let Err(error) = self.rig.vm.pin(cx, space, span(at, page), None, &Never, visit) {
-            assert!(matches!(error.cause, VmError::NoMemory | VmError::InUse), "{error}");
+            let cause = error.cause;
+            assert!(matches!(cause, VmError::NoMemory | VmError::InUse | VmError::HwPoisoned { .. }), "{error}");
         }
     }
 
@@ -138,7 +173,7 @@ impl<'h> Program<'_, 'h> {
     fn fork(&mut self, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>) {
         let child = match self.rig.vm.fork(cx, space) {
             Ok(child) => child,
-            Err(error) => return assert_eq!(error, VmError::NoMemory),
+            Err(error) => return refused(error),
         };
         let then = self.known.clone();
         for _ in 0..10 {
@@ -148,13 +183,13 @@ impl<'h> Program<'_, 'h> {
                 self.known.insert(at, self.value);
             }
             self.device_acts();
-            self.rig.vm.tlbs().serve(cx);
+            self.rig.vm.shootdown().handle_ipi(cx);
         }
         self.rig.leave(cx, space);
         self.rig.enter(cx, &child);
         for (at, value) in then.iter().filter(|(at, _)| **at >= PRIVATE_AT) {
             self.check(cx, &child, *at, *value);
-            self.rig.vm.tlbs().serve(cx);
+            self.rig.vm.shootdown().handle_ipi(cx);
         }
         self.rig.leave(cx, &child);
         self.rig.vm.destroy(cx, child).expect("destroyed");
@@ -181,12 +216,12 @@ impl<'h> Program<'_, 'h> {
         }
         self.known.retain(|at, _| !(start..start + bytes).contains(at));
         loop {
-            match self.rig.vm.map(cx, space, span(start, bytes), AreaKind::private(self.private_page), Backing::Private)
+            match self.rig.vm.map(cx, space, span(start, bytes), VmaKind::private(self.private_page), Backing::Private)
             {
                 Ok(_) => return,
                 Err(error) => assert_eq!(error, VmError::NoMemory),
             }
-            self.rig.vm.tlbs().serve(cx);
+            self.rig.vm.shootdown().handle_ipi(cx);
         }
     }
 }
@@ -239,23 +274,23 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                         while !over.requested() {
                             let pager = rig.vm.pager();
                             pager.set_ageing(Ageing::ALL[turn % 4]);
-                            pager.lru(NODE).expect("one").set_policy(cx, Policy::ALL[turn / 4 % 2]);
+                            pager.lru(NODE).expect("one").set_policy(cx, LruPolicy::ALL[turn / 4 % 2]);
                             pager.balance(&rig.vm, cx, NODE, 512, over);
                             if page != private_page && turn % 16 == 0 {
                                 pager.gather(&rig.vm, cx, NODE);
                             }
                             turn += 1;
-                            rig.vm.tlbs().serve(cx);
+                            rig.vm.shootdown().handle_ipi(cx);
                             std::thread::yield_now();
                         }
                         return;
                     }
                     let space = rig.vm.create(cx, bounds()).expect("a space");
-                    let kind = AreaKind::private(page);
+                    let kind = VmaKind::private(page);
                     let shared = span(SHARED_AT, shared_pages * page.bytes());
                     rig.vm.map(cx, &space, shared, kind, Backing::Shared(object, 0)).expect("shared");
                     let private = span(PRIVATE_AT, private_pages * private_page.bytes());
-                    let kind = AreaKind::private(private_page);
+                    let kind = VmaKind::private(private_page);
                     rig.vm.map(cx, &space, private, kind, Backing::Private).expect("private");
                     rig.enter(cx, &space);
                     let (rng, known, devices) = (Rng(seed + u64::from(cpu) * 77), BTreeMap::new(), Vec::new());
@@ -269,6 +304,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                         rng,
                         known,
                         devices,
+                        poison: most_poisoned(private_page, cpu),
                         value: 0,
                     };
                     for _ in 0..steps {
@@ -277,13 +313,13 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
                     // Nobody's memory goes before everybody has his: one after the other they would have enough.
                     played.fetch_add(1, Ordering::SeqCst);
                     while played.load(Ordering::SeqCst) + 1 < CPUS {
-                        rig.vm.tlbs().serve(cx);
+                        rig.vm.shootdown().handle_ipi(cx);
                         rig.vm.frames().serve(cx);
                         std::thread::yield_now();
                     }
                     for (at, value) in program.known.clone() {
                         program.check(cx, &space, at, value);
-                        rig.vm.tlbs().serve(cx);
+                        rig.vm.shootdown().handle_ipi(cx);
                     }
                     while !program.devices.is_empty() {
                         program.unpin(cx, &space);
@@ -301,6 +337,7 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
         rig.vm.close(cx, object).expect("its own");
         let stats = rig.store.stats(cx);
         assert!(stats.stores > 0 && stats.loads > 0, "there was no pressure: {stats:?}");
+        assert!(rig.vm.frames().stats(cx).refused > 0, "nothing was poisoned");
     });
 }
 
@@ -308,7 +345,9 @@ fn run(rig: &Rig<'_>, [page, private_page]: [PageSize; 2], seed: u64, steps: u64
 fn every_word_is_the_word_written_last() {
     // Longer where somebody asks for it.
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(2500);
-    for (page, policy, mib) in [(PageSize::Size4K, Policy::Generations, 7), (PageSize::Size4K, Policy::TwoList, 8)] {
+    for (page, policy, mib) in
+        [(PageSize::Size4K, LruPolicy::Generations, 7), (PageSize::Size4K, LruPolicy::TwoList, 8)]
+    {
         let size = Size { mib, swap: 2500, cpus: CPUS, policy, nodes: 1 };
         with_rig(size, 31, &no_faults(), |rig| run(rig, [page; 2], 7, steps));
     }
@@ -317,7 +356,7 @@ fn every_word_is_the_word_written_last() {
 #[test]
 fn every_word_of_large_pages_is_the_word_written_last() {
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(600);
-    let size = Size { mib: 24, swap: 2500, cpus: CPUS, policy: Policy::Generations, nodes: 1 };
+    let size = Size { mib: 24, swap: 2500, cpus: CPUS, policy: LruPolicy::Generations, nodes: 1 };
     with_rig(size, 32, &no_faults(), |rig| run(rig, [PageSize::Size2M; 2], 8, steps));
 }
 
@@ -325,7 +364,7 @@ fn every_word_of_large_pages_is_the_word_written_last() {
 #[test]
 fn every_word_is_the_word_written_last_while_pages_move() {
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(800);
-    let size = Size { mib: 12, swap: 2500, cpus: CPUS, policy: Policy::TwoList, nodes: 1 };
+    let size = Size { mib: 12, swap: 2500, cpus: CPUS, policy: LruPolicy::TwoList, nodes: 1 };
     with_rig(size, 33, &no_faults(), |rig| {
         run(rig, [PageSize::Size2M, PageSize::Size4K], 9, steps);
         assert!(rig.vm.pager().counts().moved.get() > 0, "no page moved");

@@ -3,12 +3,12 @@
 use crate::rig::{Rig, Size, bounds, no_faults, span, with_rig};
 use hugemm_base::{CpuId, Order, PageSize, VirtAddr};
 use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_reclaim::Policy;
-use hugemm_vm::{AreaKind, Backing};
+use hugemm_reclaim::LruPolicy;
+use hugemm_vm::{Backing, VmaKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: Policy::Generations, nodes: 1 };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: LruPolicy::Generations, nodes: 1 };
 
 /// The place that a page number has among the claims of a space or an object.
 fn place(page: u64) -> u64 {
@@ -28,7 +28,7 @@ fn two_faults_at_a_page(rig: &Rig<'_>, shared: bool) {
         let space = rig.vm.create(cx, bounds()).expect("a space");
         let object = rig.vm.create_shared(cx, 64, page, false).expect("an object");
         let backing = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
-        rig.vm.map(cx, &space, span(AT, 64 << 12), AreaKind::private(page), backing).expect("an area");
+        rig.vm.map(cx, &space, span(AT, 64 << 12), VmaKind::private(page), backing).expect("an area");
         rig.enter(cx, &space);
         // Two different words: they take a place in the store each.
         for index in [0, other] {
@@ -75,7 +75,7 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
     let at = |index: u64| AT + (index << 12);
     let space = rig.mmu.as_cpu(CpuId(0), |cx| {
         let space = rig.vm.create(cx, bounds()).expect("a space");
-        let kind = AreaKind::private(PageSize::Size4K);
+        let kind = VmaKind::private(PageSize::Size4K);
         rig.vm.map(cx, &space, span(AT, 2 << 12), kind, Backing::Private).expect("an area");
         rig.enter(cx, &space);
         (0..2).for_each(|index| rig.put(cx, &space, at(index) + 8, index + 1).expect("memory"));
@@ -86,7 +86,7 @@ fn fork_beside_put_back(rig: &Rig<'_>) {
         space
     });
     // SAFETY: one machine.
-    let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
     let page = rig.mmu.as_cpu(CpuId(1), |cx| {
         let found = rig.vm.lookup(cx, &space, VirtAddr::new(at(1)));
         let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };

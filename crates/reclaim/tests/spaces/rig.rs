@@ -7,19 +7,18 @@ use crate::support::Runs;
 use crate::watched::{Stop, Watched};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{
-    CpuCx, CpuId, CpuLocal, Dirty, Extent, Invalidation, NoPressure, NodeId, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
+    Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, NoPressure, NodeId, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
 };
-use hugemm_clear::{Clearer, Features, Policy as ClearPolicy, Profile};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
-use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
-use hugemm_host::memory::{Backing, Region, RegionRequest};
+use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{Compressed, Lru, Policy, Reclaim, Swap, SwapStats, Watermarks};
-use hugemm_testing::Memory;
-use hugemm_vm::{Access, NoPool, Notifier, Parts, Setup, Space, SpaceRef, Vm, VmError};
+use hugemm_paging::{EditLock, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, SwapStats, Watermarks};
+use hugemm_threads::Memory;
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, NoPool, Notifier, Parts, Setup, Vm, VmError};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -29,7 +28,7 @@ pub type Cpus<'h> = Mmu<'h, 'h>;
 pub type Store<'h> = Watched<Compressed<'h, 'h, Plain<&'h FaultPlan>, Runs>>;
 pub type Pages<'h> = Reclaim<'h, 'h, Model<'h>, Store<'h>>;
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
-pub type Handle<'v, 'h> = SpaceRef<'v, Model<'h>>;
+pub type Handle<'v, 'h> = AddressSpaceRef<'v, Model<'h>>;
 
 pub struct Model<'h>(PhantomData<&'h ()>);
 
@@ -120,7 +119,7 @@ pub struct Size {
     /// Frames that swap may use.
     pub swap: u64,
     pub cpus: u32,
-    pub policy: Policy,
+    pub policy: LruPolicy,
     /// Each has as much memory and every so manieth CPU.
     pub nodes: u32,
 }
@@ -142,12 +141,11 @@ pub fn no_faults() -> FaultPlan {
 
 /// Runs `test` and checks afterwards that the model has seen nothing wrong and that every frame and slot is back.
 pub fn with_rig(size: Size, seed: u64, inject: &FaultPlan, test: impl for<'h> FnOnce(&Rig<'h>)) {
-    let request = RegionRequest { bytes: size.mib << 20, backing: Backing::Small, ..RegionRequest::default() };
-    let mut region = Region::allocate(&request).expect("memory");
+    let mut region = Mmap::anonymous((size.mib << 20) as usize).expect("memory");
     // What is not cleared is seen.
-    region.as_mut_slice().fill(0xa5);
-    let os_cpu = MachineTopology::read().expect("sysfs").cpus[0].id;
-    let host = Host::new(&[CpuPlace { os_cpu, node: NODE }], region.as_mut_slice()).expect("a machine");
+    region.bytes_mut().fill(0xa5);
+    let os_cpu = allowed_cpus().expect("a CPU")[0];
+    let host = Host::new(&[CpuPlace { os_cpu, node: NODE }], region.bytes_mut()).expect("a machine");
     let host: &Host<'_> = &host;
     let mmu = Mmu::new(host, size.cpus, 2, seed);
     run(&mmu, host.frames(), size, inject, test);
@@ -162,7 +160,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     };
     let arenas: Vec<ArenaSpec> = (0..size.nodes).map(arena).collect();
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
-    let config = Config { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
+    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, of this size, used once; one platform.
@@ -175,11 +173,11 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
         }
     });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
-    let words = Tlbs::<Deaf<'_>>::inbox_words(cpus as usize);
+    let words = TlbShootdown::<Deaf<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     let hardware = Deaf { mmu, deaf: AtomicBool::new(false), interrupts: AtomicU64::new(0), asking: Stop::default() };
     // SAFETY: the model's CPUs, and one view of the slices.
-    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, hardware) }.expect("enough words");
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, hardware) }.expect("enough words");
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
     let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
@@ -191,15 +189,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
     let store = ManuallyDrop::new(Watched::new(store));
     let marks = Watermarks::for_node(each);
-    let parts = Parts {
-        frames: &frames,
-        tlbs: &tlbs,
-        clearer,
-        shootdown: ShootdownPolicy::BATCHED,
-        pager: Reclaim::new(&lrus, &*store, marks, ()),
-        pressure: NoPressure,
-        pool: NoPool,
-    };
+    let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig = Rig { mmu, vm, store: &store, kept: AtomicU64::new(0), crew: Crew::default() };
@@ -231,28 +221,34 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
 
 impl<'h> Rig<'h> {
     /// Stores 8 bytes as a task does: faults are served until the store succeeds or its fault cannot be served.
-    pub fn put(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, value: u64) -> Result<(), VmError> {
-        let cpu = CpuLocal::current(cx.platform());
+    pub fn put(
+        &self,
+        cx: &mut Cx<'_, 'h>,
+        space: &AddressSpace<Model<'h>>,
+        at: u64,
+        value: u64,
+    ) -> Result<(), VmError> {
+        let cpu = Cpu::current(cx.platform());
         loop {
             match self.mmu.store(cpu, VirtAddr::new(at), value) {
                 Ok(()) => return Ok(()),
                 Err(Fault::NotPresent | Fault::Protection) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
-                    self.vm.tlbs().serve(cx);
+                    self.vm.shootdown().handle_ipi(cx);
                 }
             }
         }
     }
 
     /// Loads 8 bytes the same way.
-    pub fn get(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64) -> Result<u64, VmError> {
-        let cpu = CpuLocal::current(cx.platform());
+    pub fn get(&self, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h>>, at: u64) -> Result<u64, VmError> {
+        let cpu = Cpu::current(cx.platform());
         loop {
             match self.mmu.load(cpu, VirtAddr::new(at)) {
                 Ok(value) => return Ok(value),
                 Err(_) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
-                    self.vm.tlbs().serve(cx);
+                    self.vm.shootdown().handle_ipi(cx);
                 }
             }
         }
@@ -282,7 +278,7 @@ impl<'h> Rig<'h> {
         let serve = || {
             waits.store(true, Ordering::SeqCst);
             self.mmu.as_cpu(CpuId(cpu), |cx| {
-                self.vm.tlbs().serve(cx);
+                self.vm.shootdown().handle_ipi(cx);
                 self.vm.frames().serve(cx);
             });
         };
@@ -290,20 +286,20 @@ impl<'h> Rig<'h> {
     }
 
     pub fn cpus(&self) -> u32 {
-        hugemm_base::Topology::cpus(self.mmu)
+        hugemm_base::Cpu::cpus(self.mmu)
     }
 
-    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
-        space.tlb().switch_in(self.vm.tlbs(), cx);
+    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h>>) {
+        space.tlb().switch_in(self.vm.shootdown(), cx);
     }
 
-    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h>>) {
-        space.tlb().switch_out(self.vm.tlbs(), cx);
+    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h>>) {
+        space.tlb().switch_out(self.vm.shootdown(), cx);
     }
 
     /// Evicts what can be evicted, whatever it takes; how many pages became free.
     pub fn evict_all(&self, cx: &mut Cx<'_, 'h>) -> u64 {
-        let budget = hugemm_reclaim::Budget { free: u64::MAX, scan: 1 << 14 };
+        let budget = hugemm_reclaim::ShrinkBudget { free: u64::MAX, scan: 1 << 14 };
         self.vm.pager().shrink(&self.vm, cx, NODE, budget, &hugemm_base::Never).freed
     }
 }

@@ -2,22 +2,22 @@
 
 use crate::rig::{Follower, Handle, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, Never, NodeId, PageSize, VirtAddr, VirtRange};
-use hugemm_frames::From;
+use hugemm_base::{CpuId, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr, VirtRange};
+use hugemm_frames::{AllocRequest, HwPoisoned, Placement};
 use hugemm_paging::{Flags, Lookup, ShootdownBatch, ShootdownPolicy};
-use hugemm_reclaim::{Ageing, Budget, Policy, Swap, Turn};
-use hugemm_vm::{AreaKind, Backing, Notifier, VmError};
+use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget, Swap, Turn};
+use hugemm_vm::{Backing, Notifier, Pager, VmError, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: Policy::Generations, nodes: 1 };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1 };
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 fn filled<'v, 'h>(rig: &'v Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, page: PageSize, pages: u64) -> Handle<'v, 'h> {
     let space = rig.vm.create(cx, bounds()).expect("a space");
     let area = span(AT, pages * page.bytes());
-    rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+    rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
     rig.enter(cx, &space);
     for index in 0..pages {
         rig.put(cx, &space, AT + index * page.bytes() + 8, index + 1).expect("memory");
@@ -130,7 +130,7 @@ fn a_shared_page_is_stored_once_and_read_once() {
                         let space = rig.vm.create(cx, bounds()).expect("a space");
                         let from = Backing::Shared(&object, 0);
                         rig.vm
-                            .map(cx, &space, span(AT, 2 * page.bytes()), AreaKind::private(page), from)
+                            .map(cx, &space, span(AT, 2 * page.bytes()), VmaKind::private(page), from)
                             .expect("an area");
                         space
                     })
@@ -163,7 +163,7 @@ fn a_shared_page_is_stored_once_and_read_once() {
     }
 }
 
-/// D2, D3, D5, D10, D16: whatever the way, the same pages are found young; only the flushing ways flush.
+/// Whatever the way, the same pages are found young; only the flushing ways flush.
 #[test]
 fn ageing_flushes_nothing_at_any_leaf_size() {
     for (page, way) in SIZES.into_iter().flat_map(|page| Ageing::ALL.map(|way| (page, way))) {
@@ -175,7 +175,7 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
                         let space = rig.vm.create(cx, bounds()).expect("a space");
                         let from = Backing::Shared(&object, 0);
                         rig.vm
-                            .map(cx, &space, span(AT, 4 * page.bytes()), AreaKind::private(page), from)
+                            .map(cx, &space, span(AT, 4 * page.bytes()), VmaKind::private(page), from)
                             .expect("an area");
                         rig.enter(cx, &space);
                         for index in 0..4 {
@@ -187,8 +187,8 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
                     .collect();
                 let pager = rig.vm.pager();
                 pager.set_ageing(way);
-                let flushed = rig.vm.tlbs().counts();
-                let budget = Budget { free: u64::MAX, scan: 4 * page.pages() };
+                let flushed = rig.vm.shootdown().counts();
+                let budget = ShrinkBudget { free: u64::MAX, scan: 4 * page.pages() };
                 let progress = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
                 assert_eq!(progress.freed, 0, "all are young");
                 assert_eq!(pager.counts().young.get(), 12, "3 mappings of 4 pages");
@@ -198,7 +198,7 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
                     Ageing::NoFlush | Ageing::Batch => assert_eq!(flushes, 0),
                 }
                 if way != Ageing::Flush {
-                    assert_eq!(rig.vm.tlbs().counts(), flushed, "no TLB was touched");
+                    assert_eq!(rig.vm.shootdown().counts(), flushed, "no TLB was touched");
                 }
                 for space in spaces {
                     rig.vm.destroy(cx, space).expect("destroyed");
@@ -209,14 +209,14 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
     }
 }
 
-/// D10: neighbours are harvested once each, in all mappings.
+/// Neighbours are harvested once each, in all mappings.
 #[test]
 fn look_around_takes_a_page_with_all_its_mappings() {
     const PAGES: u64 = 64;
     with_rig(SIZE, 6, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             let spaces = [(); 3].map(|()| {
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let all = span(AT, PAGES << 12);
@@ -227,7 +227,8 @@ fn look_around_takes_a_page_with_all_its_mappings() {
                 space
             });
             let pager = rig.vm.pager();
-            let look = |cx: &mut _, scan| pager.shrink(&rig.vm, cx, NODE, Budget { free: u64::MAX, scan }, &Never);
+            let look =
+                |cx: &mut _, scan| pager.shrink(&rig.vm, cx, NODE, ShrinkBudget { free: u64::MAX, scan }, &Never);
             assert_eq!(look(cx, 32).freed, 0, "all are young");
             assert_eq!(pager.counts().young.get(), 3 * 32);
             assert_eq!(pager.counts().around.get(), 32, "the other half, once each");
@@ -246,10 +247,10 @@ fn look_around_takes_a_page_with_all_its_mappings() {
 fn forget<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_, 'h>) {
     let mut batch = ShootdownBatch::new(space.tlb());
     batch.changed(span(AT, 1 << 30).range(), PageSize::Size4K);
-    let _ = batch.flush(rig.vm.tlbs(), cx, &ShootdownPolicy::BATCHED);
+    let _ = batch.flush(rig.vm.shootdown(), cx, &ShootdownPolicy::BATCHED);
 }
 
-/// D17: others may take accessed bits too, and flush nothing. Speculation may set more than was used, never fewer.
+/// Others may take accessed bits too, and flush nothing. Speculation may set more than was used, never fewer.
 #[test]
 fn a_working_set_is_what_was_used_since_the_last_look() {
     for page in SIZES {
@@ -260,9 +261,10 @@ fn a_working_set_is_what_was_used_since_the_last_look() {
                 let all = span(AT, 4 * page.bytes());
                 let look = |cx: &mut _, range| {
                     let mut runs = Vec::new();
-                    let flushed = rig.vm.tlbs().counts();
-                    let pages = rig.vm.take_young(cx, &space, range, |run| runs.push(run)).expect("in the space");
-                    assert_eq!(rig.vm.tlbs().counts(), flushed, "no TLB was touched");
+                    let flushed = rig.vm.shootdown().counts();
+                    let pages =
+                        rig.vm.test_and_clear_young(cx, &space, range, |run| runs.push(run)).expect("in the space");
+                    assert_eq!(rig.vm.shootdown().counts(), flushed, "no TLB was touched");
                     assert_eq!(runs.iter().map(|run| run.pages()).sum::<u64>(), pages);
                     assert!(runs.is_sorted_by_key(|run| run.first()));
                     runs
@@ -279,7 +281,7 @@ fn a_working_set_is_what_was_used_since_the_last_look() {
                 forget(rig, cx, &space);
                 assert!(rig.get(cx, &space, at(1)).is_ok());
                 assert_eq!(look(cx, span(at(2) - 4096, 4096)), [span(at(2) - 4096, 4096)]);
-                assert!(rig.vm.take_young(cx, &space, span(0, 1 << 48), |_| ()).is_err());
+                assert!(rig.vm.test_and_clear_young(cx, &space, span(0, 1 << 48), |_| ()).is_err());
                 rig.leave(cx, &space);
                 rig.vm.destroy(cx, space).expect("destroyed");
             });
@@ -287,20 +289,21 @@ fn a_working_set_is_what_was_used_since_the_last_look() {
     }
 }
 
-/// D17: what somebody else found used is young for reclaim.
+/// What somebody else found used is young for reclaim.
 #[test]
 fn reclaim_is_told_of_bits_that_others_take() {
-    with_rig(Size { policy: Policy::Generations, ..SIZE }, 6, &no_faults(), |rig| {
+    with_rig(Size { policy: LruPolicy::Generations, ..SIZE }, 6, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = filled(rig, cx, PageSize::Size4K, 64);
-            let shrink =
-                |cx: &mut _, free, scan| rig.vm.pager().shrink(&rig.vm, cx, NODE, Budget { free, scan }, &Never).freed;
+            let shrink = |cx: &mut _, free, scan| {
+                rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget { free, scan }, &Never).freed
+            };
             assert_eq!(shrink(cx, u64::MAX, 32), 0, "all are young, half by look-around");
             forget(rig, cx, &space);
             // Those that reclaim would look at first.
             let used = 32..64;
             used.clone().for_each(|index| assert!(rig.get(cx, &space, AT + (index << 12)).is_ok()));
-            let taken = rig.vm.take_young(cx, &space, span(AT, 64 << 12), |_| ()).expect("in the space");
+            let taken = rig.vm.test_and_clear_young(cx, &space, span(AT, 64 << 12), |_| ()).expect("in the space");
             assert!((32..=48).contains(&taken), "{taken}");
             assert_eq!(shrink(cx, 16, 1 << 10), 16);
             for index in used {
@@ -313,17 +316,15 @@ fn reclaim_is_told_of_bits_that_others_take() {
     });
 }
 
-/// D6, D8: locked pages stay; areas without recency do not count.
+/// Locked pages stay; areas without recency do not count.
 #[test]
 fn areas_say_what_counts() {
     with_rig(SIZE, 6, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = AreaKind::private(PageSize::Size4K);
-            rig.vm
-                .map(cx, &space, span(AT, 8 << 12), AreaKind { locked: true, ..kind }, Backing::Private)
-                .expect("one");
-            let other = AreaKind { no_recency: true, ..kind };
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 8 << 12), VmaKind { locked: true, ..kind }, Backing::Private).expect("one");
+            let other = VmaKind { no_recency: true, ..kind };
             rig.vm.map(cx, &space, span(2 * AT, 8 << 12), other, Backing::Private).expect("two");
             rig.enter(cx, &space);
             for index in 0..8 {
@@ -368,7 +369,31 @@ fn pinned_pages_stay() {
     }
 }
 
-/// D9: a follower's accesses keep a page, and it is told before a page goes.
+/// What is poisoned is neither stored nor moved: both would read it. It goes with its space, and stays out of use.
+#[test]
+fn a_page_with_a_poisoned_frame_stays() {
+    for page in SIZES {
+        with_rig(SIZE, 7, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, page, 2);
+                let Lookup::Mapped(before) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
+                let last = Pfn::new(before.frame.number() + page.pages() - 1);
+                assert_eq!(rig.vm.frames().hwpoison(cx, last), HwPoisoned::InUse);
+                (0..4).for_each(|_| _ = rig.evict_all(cx));
+                rig.vm.pager().gather(&rig.vm, cx, NODE);
+                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("gone") };
+                assert_eq!(leaf.frame, before.frame);
+                expect(rig, true, rig.vm.lookup(cx, &space, VirtAddr::new(AT + page.bytes())));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+                rig.vm.frames().drain(cx);
+                assert_eq!(rig.vm.frames().stats(cx).refused, 1);
+            });
+        });
+    }
+}
+
+/// A follower's accesses keep a page, and it is told before a page goes.
 #[test]
 fn followers_are_asked_and_told() {
     #[derive(Default)]
@@ -397,7 +422,7 @@ fn followers_are_asked_and_told() {
             assert!(second.asked.load(Ordering::Relaxed) >= 16);
             assert_eq!(second.told.load(Ordering::Relaxed), 0);
             let mut runs = Vec::new();
-            let taken = rig.vm.take_young(cx, &space, span(AT, 4 << 12), |run| runs.push(run));
+            let taken = rig.vm.test_and_clear_young(cx, &space, span(AT, 4 << 12), |run| runs.push(run));
             assert_eq!((taken, runs), (Ok(4), vec![span(AT, 4 << 12)]), "what only a follower has used counts");
             second.uses.store(0, Ordering::Relaxed);
             assert_eq!((0..4).map(|_| rig.evict_all(cx)).sum::<u64>(), 4);
@@ -419,7 +444,7 @@ fn full_swap_keeps_pages() {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let pages = if page == PageSize::Size4K { 800 } else { 4 };
                 let space = rig.vm.create(cx, bounds()).expect("a space");
-                let kind = AreaKind::private(page);
+                let kind = VmaKind::private(page);
                 rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
                 rig.enter(cx, &space);
                 let mut rng = crate::support::Rng(5);
@@ -452,7 +477,7 @@ fn every_allocation_may_fail() {
             with_rig(SIZE, 10, plan, |rig| {
                 rig.mmu.as_cpu(CpuId(0), |cx| {
                     let Ok(space) = rig.vm.create(cx, bounds()) else { return };
-                    let kind = AreaKind::private(page);
+                    let kind = VmaKind::private(page);
                     let _ = rig.vm.map(cx, &space, span(AT, 2 * page.bytes()), kind, Backing::Private);
                     rig.enter(cx, &space);
                     let known: Vec<u64> =
@@ -480,7 +505,7 @@ fn every_allocation_may_fail() {
 /// More is written than there is memory: direct reclaim serves the faults.
 #[test]
 fn memory_may_be_overcommitted() {
-    for (page, policy) in SIZES.into_iter().flat_map(|page| Policy::ALL.map(|policy| (page, policy))) {
+    for (page, policy) in SIZES.into_iter().flat_map(|page| LruPolicy::ALL.map(|policy| (page, policy))) {
         with_rig(Size { policy, ..SIZE }, 11, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let pages = (24 << 20) / page.bytes();
@@ -498,7 +523,7 @@ fn memory_may_be_overcommitted() {
     }
 }
 
-/// D15, D20: a CPU that goes on using a page through its TLB hides that from ageing without flushes. That costs at most a
+/// A CPU that goes on using a page through its TLB hides that from ageing without flushes. That costs at most a
 /// refault for each round of looks, and with a flush nothing.
 #[test]
 fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
@@ -513,7 +538,7 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
                     rig.put(cx, &space, AT + 8, round).expect("memory");
                     assert_eq!(rig.get(cx, &space, AT + 8), Ok(round));
                     // One look; the others are soon gone.
-                    let budget = Budget { free: u64::MAX, scan: page.pages() };
+                    let budget = ShrinkBudget { free: u64::MAX, scan: page.pages() };
                     rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
                 }
                 let refaults = space.counters().refaulted.get();
@@ -529,7 +554,7 @@ fn a_page_hidden_by_the_tlb_costs_one_refault_a_round() {
     }
 }
 
-/// D20: two spaces take turns on a CPU that keeps translations of both. Each uses a page in each of its turns, and a round of
+/// Two spaces take turns on a CPU that keeps translations of both. Each uses a page in each of its turns, and a round of
 /// the lists lies between two of them: what is kept does not hide that.
 #[test]
 fn translations_kept_under_tags_do_not_hide_use_for_ever() {
@@ -548,7 +573,7 @@ fn translations_kept_under_tags_do_not_hide_use_for_ever() {
                     rig.put(cx, space, AT + 8, turn as u64).expect("memory");
                     if turn % 2 == 1 {
                         // One look at each of those that are used; the others are soon gone.
-                        let budget = Budget { free: u64::MAX, scan: 2 * page.pages() };
+                        let budget = ShrinkBudget { free: u64::MAX, scan: 2 * page.pages() };
                         rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
                     }
                 }
@@ -567,7 +592,7 @@ fn translations_kept_under_tags_do_not_hide_use_for_ever() {
 /// Memory is free, but in pieces: pages move, and a page of 2 MiB comes back whole. What cannot move stays.
 #[test]
 fn a_large_page_comes_back_where_memory_is_in_pieces() {
-    for (shared, policy) in [false, true].into_iter().zip(Policy::ALL) {
+    for (shared, policy) in [false, true].into_iter().zip(LruPolicy::ALL) {
         with_rig(Size { mib: 32, policy, ..SIZE }, 13, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let large = filled(rig, cx, PageSize::Size2M, 1);
@@ -581,7 +606,7 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
                 let [gone, small] = [false, shared].map(|shared| {
                     let space = rig.vm.create(cx, bounds()).expect("a space");
                     let from = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
-                    let kind = AreaKind::private(PageSize::Size4K);
+                    let kind = VmaKind::private(PageSize::Size4K);
                     rig.vm.map(cx, &space, span(AT, pages << 12), kind, from).expect("an area");
                     space
                 });
@@ -645,7 +670,7 @@ fn each_node_is_reclaimed_by_itself() {
             rig.enter(cx, &space);
             // Node 1 down to its low mark, node 0 less than half full.
             for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
-                let kind = AreaKind { from: From::Only(NodeId(node)), ..AreaKind::private(PageSize::Size4K) };
+                let kind = VmaKind { from: Placement::Only(NodeId(node)), ..VmaKind::private(PageSize::Size4K) };
                 rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
                 (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
             }
@@ -665,7 +690,7 @@ fn each_node_is_reclaimed_by_itself() {
             assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
             // A fault that finds its node empty takes from that node too, and no longer than it needs.
             let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
-            let kind = AreaKind { from: From::Only(NodeId(1)), ..AreaKind::private(PageSize::Size4K) };
+            let kind = VmaKind { from: Placement::Only(NodeId(1)), ..VmaKind::private(PageSize::Size4K) };
             rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
             for index in 0..pages {
                 // Where all are young, the first looks find nothing.
@@ -679,8 +704,8 @@ fn each_node_is_reclaimed_by_itself() {
             );
             // An object is filled where it is wanted, not where the worker is.
             let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
-            rig.vm.prefault_shared(&object, 0, 16).from(From::Only(NodeId(1))).work(cx, &Never).expect("memory");
-            let kind = AreaKind::private(PageSize::Size4K);
+            rig.vm.prefault_shared(&object, 0, 16).from(Placement::Only(NodeId(1))).work(cx, &Never).expect("memory");
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
             for index in 0..16 {
                 assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
@@ -689,6 +714,53 @@ fn each_node_is_reclaimed_by_itself() {
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
             rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// A page of 4 KiB may always be taken, a larger one only if enough stays free for storing two of 2 MiB.
+#[test]
+fn large_pages_leave_room_for_storing_them() {
+    with_rig(SIZE, 12, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            const RESERVE: u64 = 2 * 513;
+            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+            let mut taken = Vec::new();
+            for (order, room) in [(9, 512 + RESERVE), (3, 8 + RESERVE), (0, 0)] {
+                let order = Order::new(order).expect("valid");
+                for room in [room + 1, room, room.saturating_sub(1)] {
+                    while frames.stats(cx).available() > room {
+                        taken.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("there is some"));
+                    }
+                    let enough = order == Order::ZERO || frames.stats(cx).available() >= order.pages() + RESERVE;
+                    let may = Pager::<crate::rig::Model<'_>>::may_take(pager, frames, cx, order);
+                    assert_eq!(may, enough, "order {} with {room} free", order.get());
+                }
+            }
+            taken.into_iter().for_each(|block| frames.free(cx, block));
+        });
+    });
+}
+
+/// Direct reclaim of a task that may not sleep does nothing; of others it is counted, with what it freed; so is a worker's.
+#[test]
+fn what_is_reclaimed_is_counted() {
+    with_rig(SIZE, 13, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 200);
+            rig.leave(cx, &space);
+            let pager = rig.vm.pager();
+            let need = Shortfall { order: Order::ZERO, pages: 50, node: None, may_sleep: true };
+            assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { may_sleep: false, ..need }), 0);
+            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (0, 0));
+            assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { node: Some(NodeId(7)), ..need }), 0);
+            let freed = pager.relieve(&rig.vm, cx, need);
+            assert!((50..114).contains(&freed), "{freed}");
+            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (2, freed));
+            assert_eq!(pager.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
+            assert_eq!(pager.balance(&rig.vm, cx, NodeId(7), 1000, &Never).0, Turn::Hopeless, "no such node");
+            assert_eq!(pager.counts().worker_freed.get(), 0);
+            rig.vm.destroy(cx, space).expect("destroyed");
         });
     });
 }

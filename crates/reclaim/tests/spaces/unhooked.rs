@@ -6,24 +6,24 @@ use crate::watched::Stop;
 use hugemm_base::{CpuId, Extent, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{FolioRef, FolioRun, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
-use hugemm_reclaim::Policy;
-use hugemm_vm::{AreaKind, Backing, Pager, Pinned, Protection, Space, UnhookedPage, VmError};
+use hugemm_reclaim::LruPolicy;
+use hugemm_vm::{AddressSpace, Backing, Pager, Pinned, Protection, UnhookedPage, VmError, VmaKind};
 use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: Policy::Generations, nodes: 1 };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: LruPolicy::Generations, nodes: 1 };
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 fn filled<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>, page: PageSize, pages: u64) -> Handle<'v, 'h> {
     let space = rig.vm.create(cx, bounds()).expect("a space");
     let area = span(AT, pages * page.bytes());
-    rig.vm.map(cx, &space, area, AreaKind::private(page), Backing::Private).expect("an area");
+    rig.vm.map(cx, &space, area, VmaKind::private(page), Backing::Private).expect("an area");
     rig.enter(cx, &space);
     (0..pages).for_each(|index| rig.put(cx, &space, AT + index * page.bytes(), 1).expect("memory"));
     space
 }
 
-fn leaf<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64) -> Leaf {
+fn leaf<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h>>, at: u64) -> Leaf {
     match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
         Lookup::Mapped(leaf) => leaf,
         found => panic!("{found:?}"),
@@ -34,7 +34,7 @@ fn leaf<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u6
 fn unhook<'d, 'h>(
     rig: &'d Rig<'h>,
     cx: &mut Cx<'_, 'h>,
-    space: &Space<Model<'h>>,
+    space: &AddressSpace<Model<'h>>,
     at: u64,
     deferred: &'d DeferredUnmap,
 ) -> UnhookedPage<'d, Model<'h>> {
@@ -56,7 +56,7 @@ fn put<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, folio: FolioRef, order: Order) {
 }
 
 /// Pins one run of frames.
-fn pin<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h>>, at: u64, bytes: u64) -> Pinned {
+fn pin<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h>>, at: u64, bytes: u64) -> Pinned {
     let mut pins = Vec::new();
     rig.vm.pin(cx, space, span(at, bytes), None, &Never, |pin| pins.push(pin)).expect("pinned");
     assert_eq!(pins.len(), 1);
@@ -101,7 +101,7 @@ fn a_pin_that_comes_late_keeps_the_page() {
                 let space = filled(rig, cx, page, 1);
                 let before = leaf(rig, cx, &space, AT);
                 // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 for moves in [false, true].into_iter().take(if page == PageSize::Size4K { 2 } else { 1 }) {
                     let unhooked = unhook(rig, cx, &space, AT, &deferred);
                     let late = hold(rig, before.frame);
@@ -151,14 +151,14 @@ fn a_leaf_comes_back_as_it_was() {
                 let at = |index: u64| AT + index * page.bytes();
                 // Written; written and not used since; only read; of an area that may only be read.
                 let whole = span(at(1), page.bytes());
-                assert_eq!(rig.vm.take_young(cx, &space, whole, |_| ()), Ok(page.pages()));
+                assert_eq!(rig.vm.test_and_clear_young(cx, &space, whole, |_| ()), Ok(page.pages()));
                 rig.vm.unmap(cx, &space, span(at(2), 2 * page.bytes())).expect("unmapped");
-                for (index, kind) in [(2, AreaKind::private(page)), (3, read_only(page))] {
+                for (index, kind) in [(2, VmaKind::private(page)), (3, read_only(page))] {
                     rig.vm.map(cx, &space, span(at(index), page.bytes()), kind, Backing::Private).expect("an area");
                     assert_eq!(rig.get(cx, &space, at(index)), Ok(0));
                 }
                 // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let before = [0, 1, 2, 3].map(|index| leaf(rig, cx, &space, at(index)));
                 let bits = [Flags::HARDWARE, Flags::DIRTY, Flags::ACCESSED, Flags::ACCESSED];
                 for (index, (before, bits)) in (0..).zip(before.into_iter().zip(bits)) {
@@ -188,8 +188,8 @@ fn a_leaf_comes_back_as_it_was() {
     }
 }
 
-fn read_only(page: PageSize) -> AreaKind {
-    AreaKind::private(page).allowing(Protection::USER)
+fn read_only(page: PageSize) -> VmaKind {
+    VmaKind::private(page).allowing(Protection::USER)
 }
 
 /// CPU 1 has a page's translation, and may store through it. Another CPU takes the page away and puts it back, and stores to
@@ -205,11 +205,15 @@ fn stores_through_old_translations_are_not_lost() {
             });
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let unhooked = unhook(rig, cx, &space, AT, &deferred);
-                let asked = rig.vm.tlbs().hw().interrupts.load(Ordering::Relaxed);
+                let asked = rig.vm.shootdown().hw().interrupts.load(Ordering::Relaxed);
                 rig.vm.put_back(cx, unhooked);
-                assert_eq!(rig.vm.tlbs().hw().interrupts.load(Ordering::Relaxed), asked + 1, "the flush comes first");
+                assert_eq!(
+                    rig.vm.shootdown().hw().interrupts.load(Ordering::Relaxed),
+                    asked + 1,
+                    "the flush comes first"
+                );
                 let leaf = leaf(rig, cx, &space, AT);
                 let held = hold(rig, leaf.frame);
                 rig.put(cx, &space, AT + 16, 2).expect("memory");
@@ -243,7 +247,7 @@ fn stores_through_old_translations_do_not_reach_a_child() {
             });
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let unhooked = unhook(rig, cx, &space, AT, &deferred);
                 rig.vm.put_back(cx, unhooked);
                 rig.leave(cx, &space);
@@ -272,7 +276,7 @@ fn a_page_comes_back_only_where_it_is_still_wanted() {
                     let parent = filled(rig, cx, page, 1);
                     let child = rig.vm.fork(cx, &parent).expect("forked");
                     // SAFETY: one machine.
-                    let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+                    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                     let area = span(AT, page.bytes());
                     for unmapper in [&parent, &child] {
                         let unhooked = unhook(rig, cx, &child, AT, &deferred);
@@ -344,7 +348,7 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
         let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
-            let kind = AreaKind::private(PageSize::Size4K);
+            let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("an area");
             (space, object)
         });
@@ -353,7 +357,7 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
             (0..PAGES).for_each(|index| rig.put(cx, &space, at(index), 1).expect("memory"));
             (0..PAGES).map(|index| leaf(rig, cx, &space, at(index)).frame).collect()
         });
-        let asking: &Stop = &rig.vm.tlbs().hw().asking;
+        let asking: &Stop = &rig.vm.shootdown().hw().asking;
         asking.arm(0);
         let [before, after] = std::thread::scope(|scope| {
             scope.spawn(|| rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.unmap(cx, &space, area).expect("unmapped")));
@@ -365,7 +369,7 @@ fn a_shared_page_that_is_being_unmapped_is_not_stored_before_its_flush() {
             let through = rig.mmu.as_cpu(CpuId(2), |cx| {
                 let before = stores(2);
                 // SAFETY: one machine.
-                let deferred = unsafe { DeferredUnmap::new(rig.vm.tlbs()) }.expect("few CPUs");
+                let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
                 let mut refused = Vec::new();
                 for head in &heads {
                     let unhooked = rig.vm.unhook(cx, hold(rig, *head), Order::ZERO, &deferred);

@@ -6,10 +6,10 @@ pub mod ops;
 use hugemm_base::inject::Inject;
 use hugemm_base::platform::{PhysMap, Window};
 use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, Pfn, VirtAddr};
-use hugemm_frames::{ArenaSpec, Config, Frames, Frozen, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Frozen, Plain};
 use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
-use hugemm_testing::{Memory, Threads};
-pub use hugemm_testing::{Random as Rng, run_as};
+use hugemm_threads::{Memory, Threads};
+pub use hugemm_threads::{Random as Rng, run_as};
 use std::alloc::Layout;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -78,7 +78,7 @@ unsafe impl PhysMap for Bytes {
 /// A manager of all of a machine's frames, and the machine, for a test.
 pub fn with_frames<I: Inject, R>(machine: &Machine, inject: I, test: impl FnOnce(&Frames<'_, Plain<I>>) -> R) -> R {
     let arenas = [ArenaSpec { extent: machine.frames(), node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: CPUS, cpu_nodes: &[] };
     let memory = Memory::new(Frames::<Plain<I>>::required_bytes(&config).expect("valid"));
     // SAFETY: zeroed, of the size asked for, used for this manager only, whose contexts all come from `machine`.
     let frames = unsafe { Frames::new(&config, Plain(inject), memory.ptr(), memory.bytes()) }.expect("large enough");

@@ -4,7 +4,7 @@
 use super::{CPUS, Content, Machine, assert_nothing_lost, machine, run_as, with_frames};
 use hugemm_base::Order;
 use hugemm_base::inject::FaultPlan;
-use hugemm_frames::{Frozen, Request};
+use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_reclaim::{Compressed, Compressor, StoreError, Swap, SwapSlot};
 
 struct Bytes<'a>(std::slice::Iter<'a, u8>);
@@ -42,7 +42,7 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
         let (mut next_id, mut stores, mut loads) = (0, 0, 0);
         // A page that is always there to load into.
         let mut window = loop {
-            if let Ok(block) = frames.alloc(&cx, Request::order(Order::ZERO)) {
+            if let Ok(block) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) {
                 break block;
             }
         };
@@ -50,7 +50,7 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
             let pick = bytes.pair() as usize;
             match op % 10 {
                 0..=4 => {
-                    let Ok(mut page) = frames.alloc(&cx, Request::order(Order::ZERO)) else { continue };
+                    let Ok(mut page) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) else { continue };
                     let random = match op / 10 % 4 {
                         0 => 0,
                         1 => pick as u16 % 4097,
@@ -119,7 +119,7 @@ pub fn run<C: Compressor>(data: &[u8], compressor: C) {
                     // Memory comes and goes.
                     if op / 10 % 2 == 0 {
                         while hoard.len() < pick % 192 {
-                            let Ok(block) = frames.alloc(&cx, Request::order(Order::ZERO)) else { break };
+                            let Ok(block) = frames.alloc(&cx, AllocRequest::order(Order::ZERO)) else { break };
                             hoard.push(block);
                         }
                     } else {

@@ -2,20 +2,20 @@
 //! still is.
 
 use super::{PIECE, Prefault};
-use crate::area::AreaInfo;
 use crate::error::VmError;
 use crate::fault::{Access, Served, Site};
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::Space;
+use crate::space::AddressSpace;
 use crate::supply::Want;
 use crate::unmap::pages;
 use crate::vm::Vm;
+use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_clear::Request;
+use hugemm_clear::ClearRequest;
 use hugemm_paging::{Flags, Lookup};
 
 /// Pages that are entered at a time.
@@ -54,7 +54,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
     pub(super) fn fill_space(
         &self,
         cx: &mut Cx<'_, S>,
-        space: &Space<S>,
+        space: &AddressSpace<S>,
         from: u64,
         cancel: &impl Cancel,
         phases: &impl Phases,
@@ -62,7 +62,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let to = (from + PIECE).min(self.end);
         let mut at = from;
         while at < to {
-            let area = space.area_at(VirtAddr::new(at << PAGE_SHIFT))?;
+            let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
             let (begins, ends) = (area.span.first(), area.span.first() + area.span.pages());
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
@@ -78,7 +78,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 if filled == 0 {
                     // Somebody is at the same page, or has taken the area away.
                     self.vm.breathe(cx);
-                    let there = space.area_at(VirtAddr::new(next << PAGE_SHIFT))?;
+                    let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
@@ -114,7 +114,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 Ok(size)
             }
             Absent::Busy => Ok(0),
-            Absent::Away => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
+            Absent::SwapEntry => self.vm.fault(cx, space, at, Access::Read).map(|_| 0),
             Absent::Pages(_) if area.kind.shared => self.fill_shared(cx, site, from),
             Absent::Pages(absent) => self.fill_private(cx, site, from, from + absent, cancel),
         }
@@ -125,7 +125,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let Site { space, area, phases } = site;
         let size = area.kind.page.pages();
         let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.span.start() }) };
-        let Some(object) = self.vm.registry.shared().get(area.object) else {
+        let Some(object) = self.vm.registry().shared().get(area.object) else {
             return Err(VmError::NoArea { at: page.start() });
         };
         let want = self.want(area, page.start());
@@ -142,8 +142,8 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         filled
     }
 
-    fn want(&self, area: &AreaInfo, at: VirtAddr) -> Want {
-        Want::of(area, Request::bulk(self.total), at, None)
+    fn want(&self, area: &VmaInfo, at: VirtAddr) -> Want {
+        Want::of(area, ClearRequest::bulk(self.total), at, None)
     }
 
     /// A batch of pages for `from..end`, where nothing is mapped.
@@ -159,7 +159,6 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let size = area.kind.page;
         let mut batch = Batch::new();
         let mut lack = None;
-        let holding = space.claims.hold();
         phases.enter(Phase::Allocate);
         while batch.count < BATCH && from + batch.pages < end {
             let at = from + batch.pages;
@@ -171,7 +170,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let most = Order::largest_within(room).unwrap_or(Order::ZERO);
                 self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
             } else {
-                match self.vm.promised_page(cx, &holding, &want, owner, cancel, phases) {
+                match self.vm.new_page(cx, batch.count as u64, &want, owner, cancel, phases) {
                     Ok(Some(page)) => Ok(page),
                     Ok(None) if batch.count == 0 => return Ok(0),
                     Ok(None) => break,
@@ -201,14 +200,15 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             None => Err(VmError::NoArea { at: area.span.start() }),
         };
         phases.enter(Phase::Other);
+        let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
         if entered == Ok(Served::Mapped) {
+            self.vm.entered(cx, &want, batch.count as u64);
             return match lack {
                 // What could be had is mapped; the next round meets the lack again, or finds it gone.
                 Some(VmError::Cancelled) => Err(VmError::Cancelled),
                 _ => Ok(batch.pages),
             };
         }
-        let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
         for block in batch.blocks() {
             self.vm.return_pages(cx, *block, &want);
         }
@@ -224,14 +224,14 @@ enum Absent {
     /// A page that is being mapped or unmapped, or a fork that has the space to itself.
     Busy,
     /// A page that reclaim has taken away.
-    Away,
+    SwapEntry,
     /// Nothing, for so many 4 KiB pages.
     Pages(u64),
 }
 
 impl<S: Setup> Vm<'_, S> {
     /// Looks from page `from` on, whole pages of `size` 4 KiB pages. O(pages looked at) of them, at most a batch.
-    fn absent(&self, cx: &mut Cx<'_, S>, space: &Space<S>, from: u64, end: u64, size: u64) -> Absent {
+    fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: u64) -> Absent {
         if space.areas.shared().forking {
             return Absent::Busy;
         }
@@ -247,7 +247,7 @@ impl<S: Setup> Vm<'_, S> {
                 _ if found > 0 => break,
                 Lookup::Mapped(leaf) => return Absent::Mapped(leaf.flags),
                 Lookup::Busy => return Absent::Busy,
-                Lookup::Owner(_) => return Absent::Away,
+                Lookup::Owner(_) => return Absent::SwapEntry,
             }
             at += size;
         }

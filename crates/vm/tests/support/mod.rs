@@ -11,16 +11,15 @@ use hugemm_base::{
     CpuCx, CpuId, Dirty, Extent, Invalidation, NodeId, PageSize, PhysAddr, Pressure, Shortfall, TlbHw, TlbScope,
     VirtAddr, VirtRange,
 };
-use hugemm_clear::{Clearer, Content, Features, Policy, Profile};
-use hugemm_frames::{ArenaSpec, Config, Frames, From, Frozen, Mobility, Plain, Request};
-use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_clear::{ClearPolicy, Clearer, Content, Features, Profile};
+use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
+use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
-use hugemm_host::memory::{Backing as HostBacking, Region, RegionRequest};
+use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_host::topology::MachineTopology;
-use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, Tlbs};
-use hugemm_testing::Memory;
-use hugemm_vm::{Access, HugePool, Notifier, OutOfPool, Parts, Setup, Space, SpaceRef, Vm, VmError};
+use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, TlbShootdown};
+use hugemm_threads::Memory;
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, HugePool, Notifier, OutOfPool, Parts, Setup, Vm, VmError};
 pub use metered::Metered;
 pub use slots::Slots;
 use std::cell::Cell;
@@ -104,17 +103,28 @@ pub fn at_flush(then: &dyn Fn(), work: impl FnOnce()) {
     assert!(AT_FLUSH.take().is_none(), "nobody was interrupted");
 }
 
-/// Counts how often it is asked, and has nothing to give.
-#[derive(Default)]
-pub struct Relief {
-    pub asked: AtomicU64,
+thread_local! {
+    /// Whether this thread's relief says that it helped, and how often it was asked.
+    static RELIEF: Cell<(bool, u64)> = const { Cell::new((false, 0)) };
 }
+
+/// Has nothing to give; may say otherwise.
+#[derive(Default)]
+pub struct Relief;
 
 impl<P: Cpu> Pressure<P> for Relief {
     fn relieve(&self, _cx: &mut CpuCx<'_, P>, _need: Shortfall) -> u64 {
-        self.asked.fetch_add(1, Ordering::Relaxed);
-        0
+        let (helps, asked) = RELIEF.get();
+        RELIEF.set((helps, asked + 1));
+        u64::from(helps)
     }
+}
+
+/// How often `work` asks for relief, besides the pager's, on this thread; `helps`: whether it is told that it helped.
+pub fn relief_asked(helps: bool, work: impl FnOnce()) -> u64 {
+    RELIEF.set((helps, 0));
+    work();
+    RELIEF.replace((false, 0)).1
 }
 
 /// A pool of pages of any size that were taken from the allocator up front; tells the model's oracle when pages come and
@@ -130,7 +140,7 @@ pub struct TestPool<'h> {
 impl<'h> TestPool<'h> {
     pub fn fill(&self, cx: &mut CpuCx<'_, Cpus<'h>>, frames: &Frames<'_, Plain<&FaultPlan>>, size: PageSize, n: u64) {
         for _ in 0..n {
-            let block = frames.alloc(cx, Request::order(size.order()).movable()).expect("a page for the pool");
+            let block = frames.alloc(cx, AllocRequest::order(size.order()).movable()).expect("a page for the pool");
             self.mmu.freed(block.extent());
             self.free.lock().expect("pool").push(block.into_dirty());
         }
@@ -173,7 +183,7 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
         _cx: &CpuCx<'_, Cpus<'h>>,
         size: PageSize,
         reserved: bool,
-        _from: From,
+        _from: Placement,
     ) -> Result<Content, OutOfPool> {
         let mut free = self.free.lock().expect("pool");
         if !reserved && free.len() as i64 <= self.reserved.load(Ordering::SeqCst) {
@@ -217,7 +227,7 @@ pub struct Rig<'h, F: PageFormat = Metered, const AWAY: bool = false> {
 }
 
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
-pub type Handle<'v, 'h, F = Metered, const AWAY: bool = false> = SpaceRef<'v, Model<'h, F, AWAY>>;
+pub type Handle<'v, 'h, F = Metered, const AWAY: bool = false> = AddressSpaceRef<'v, Model<'h, F, AWAY>>;
 
 pub fn span(start: u64, bytes: u64) -> Span {
     Span::new(VirtAddr::new(start), bytes).expect("a span")
@@ -242,12 +252,11 @@ pub fn with_format<F: PageFormat, const AWAY: bool>(
     inject: &FaultPlan,
     test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
-    let request = RegionRequest { bytes: mib << 20, backing: HostBacking::Small, ..RegionRequest::default() };
-    let mut region = Region::allocate(&request).expect("memory");
+    let mut region = Mmap::anonymous((mib << 20) as usize).expect("memory");
     // What is not cleared is seen.
-    region.as_mut_slice().fill(0xa5);
-    let os_cpu = MachineTopology::read().expect("sysfs").cpus[0].id;
-    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.as_mut_slice()).expect("a machine");
+    region.bytes_mut().fill(0xa5);
+    let os_cpu = allowed_cpus().expect("a CPU")[0];
+    let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
     let host: &Host<'_> = &host;
     let mmu = Mmu::new(host, cpus, 2, seed);
     run(&mmu, host.frames(), cpus, inject, test);
@@ -256,23 +265,23 @@ pub fn with_format<F: PageFormat, const AWAY: bool>(
 /// What a manager over the model is made of.
 pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
     frames: &'m Frames<'m, Plain<&'h FaultPlan>>,
-    tlbs: &'m Tlbs<'m, Watched<'h>>,
+    shootdown: &'m TlbShootdown<'m, Watched<'h>>,
     mmu: &'h Cpus<'h>,
 ) -> Parts<'m, Model<'h, F, AWAY>> {
     // Stores of zeroes sit in a buffer until they are fenced.
     let features = Features::detect();
     let model = hugemm_clear::Primitive::Model;
-    let policy = Policy { force: Some(model), ..Policy::new(Profile::uncalibrated(&features, None)) };
+    let policy = ClearPolicy { force: Some(model), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
     Parts {
         frames,
-        tlbs,
+        shootdown,
         clearer,
-        shootdown: ShootdownPolicy::BATCHED,
+        shootdown_policy: ShootdownPolicy::BATCHED,
         pager: Slots::default(),
-        pressure: Relief::default(),
+        pressure: Relief,
         pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0), halves: AtomicBool::new(false) },
     }
 }
@@ -285,7 +294,7 @@ fn run<F: PageFormat, const AWAY: bool>(
     test: impl for<'h> FnOnce(&Rig<'h, F, AWAY>),
 ) {
     let arenas = [ArenaSpec { extent: memory, node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
     let metadata = Memory::new(layout);
     // SAFETY: zeroed, of this size, used once; one platform.
@@ -294,11 +303,11 @@ fn run<F: PageFormat, const AWAY: bool>(
     // SAFETY: the only owner of the host's frames, released once.
     mmu.as_cpu(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(memory)) });
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
-    let words = Tlbs::<Watched<'_>>::inbox_words(cpus as usize);
+    let words = TlbShootdown::<Watched<'_>>::inbox_words(cpus as usize);
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and one view of the slices.
-    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Watched(mmu)) }.expect("enough words");
-    let parts = parts(&frames, &tlbs, mmu);
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Watched(mmu)) }.expect("enough words");
+    let parts = parts(&frames, &shootdown, mmu);
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
     let rig = Rig { mmu, vm, kept: AtomicU64::new(0), crew: Crew::default() };
@@ -325,32 +334,32 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     pub fn store(
         &self,
         cx: &mut Cx<'_, 'h>,
-        space: &Space<Model<'h, F, AWAY>>,
+        space: &AddressSpace<Model<'h, F, AWAY>>,
         at: u64,
         value: u64,
     ) -> Result<(), VmError> {
-        let cpu = hugemm_base::CpuLocal::current(cx.platform());
+        let cpu = hugemm_base::Cpu::current(cx.platform());
         loop {
             match self.mmu.store(cpu, VirtAddr::new(at), value) {
                 Ok(()) => return Ok(()),
                 Err(Fault::NotPresent | Fault::Protection) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Write)?;
                     // Interrupts are on between two accesses: whoever keeps the entry busy may be waiting for this CPU.
-                    self.vm.tlbs().serve(cx);
+                    self.vm.shootdown().handle_ipi(cx);
                 }
             }
         }
     }
 
     /// Loads 8 bytes the same way.
-    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>, at: u64) -> Result<u64, VmError> {
-        let cpu = hugemm_base::CpuLocal::current(cx.platform());
+    pub fn load(&self, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h, F, AWAY>>, at: u64) -> Result<u64, VmError> {
+        let cpu = hugemm_base::Cpu::current(cx.platform());
         loop {
             match self.mmu.load(cpu, VirtAddr::new(at)) {
                 Ok(value) => return Ok(value),
                 Err(_) => {
                     self.vm.fault(cx, space, VirtAddr::new(at), Access::Read)?;
-                    self.vm.tlbs().serve(cx);
+                    self.vm.shootdown().handle_ipi(cx);
                 }
             }
         }
@@ -358,7 +367,7 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
 
     /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).
     pub fn beside_others<R>(&self, cpu: u32, f: impl FnOnce(&mut Cx<'_, 'h>) -> R) -> R {
-        let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.tlbs().serve(cx));
+        let serve = || self.mmu.as_cpu(CpuId(cpu), |cx| self.vm.shootdown().handle_ipi(cx));
         self.crew.work(&serve, || self.mmu.as_cpu(CpuId(cpu), f))
     }
 
@@ -368,19 +377,19 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
     }
 
     /// Makes the CPU use a space.
-    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>) {
-        space.tlb().switch_in(self.vm.tlbs(), cx);
+    pub fn enter(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h, F, AWAY>>) {
+        space.tlb().switch_in(self.vm.shootdown(), cx);
     }
 
     /// Ends that.
-    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>) {
-        space.tlb().switch_out(self.vm.tlbs(), cx);
+    pub fn leave(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h, F, AWAY>>) {
+        space.tlb().switch_out(self.vm.shootdown(), cx);
     }
 
     /// Makes the CPU promise to use none of the space's addresses, whose tables it keeps.
-    pub fn lazy(&self, cx: &Cx<'_, 'h>, space: &Space<Model<'h, F, AWAY>>) {
+    pub fn lazy(&self, cx: &Cx<'_, 'h>, space: &AddressSpace<Model<'h, F, AWAY>>) {
         // SAFETY: nothing is accessed there until the CPU enters or leaves it.
-        unsafe { space.tlb().enter_lazy(self.vm.tlbs(), cx) };
+        unsafe { space.tlb().enter_lazy(self.vm.shootdown(), cx) };
     }
 
     /// 4 KiB frames that are in use, cached ones not counted.

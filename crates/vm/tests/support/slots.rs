@@ -2,25 +2,35 @@
 
 use super::{Cx, Model};
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Extent, Instrumented, Order, PAGE_BYTES, Pfn, PhysMap, Shortfall};
+use hugemm_base::{Cpu, Extent, Order, PAGE_BYTES, Pfn, PhysMap, Shortfall};
 use hugemm_frames::{FolioRun, Frames, Frozen, Plain};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{LostPage, Pager, Vm};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 type Page = [u8; PAGE_BYTES as usize];
 
 /// Slots in memory, each with as many shares as are asked for. `AWAY`: whether there are any.
 #[derive(Default)]
-pub struct Slots<const AWAY: bool>(Mutex<State>);
+pub struct Slots<const AWAY: bool> {
+    state: Mutex<State>,
+    /// Whether it says that it helped when it was asked for relief, and how often it was.
+    pub helps: AtomicBool,
+    pub asked: AtomicU64,
+    /// What is free is needed for storing pages.
+    pub reserves: AtomicBool,
+}
 
 #[derive(Default)]
 struct State {
     /// What they hold, and how often each is held.
     slots: BTreeMap<u64, (Box<Page>, u64)>,
     next: u64,
+    /// Pages that it was told of as used.
+    used: Vec<Pfn>,
     /// Reschedule points when one was last given back, how many have been since, and the most that were between two.
     points: u64,
     since: u64,
@@ -33,12 +43,17 @@ fn bytes(platform: &Mmu<'_, '_>, frame: Pfn) -> *mut Page {
 
 impl<const AWAY: bool> Slots<AWAY> {
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.0.lock().expect("slots")
+        self.state.lock().expect("slots")
     }
 
     /// How many are held.
     pub fn used(&self) -> usize {
         self.state().slots.len()
+    }
+
+    /// The pages that it was told of as used, in that order, since somebody asked.
+    pub fn used_pages(&self) -> Vec<Pfn> {
+        std::mem::take(&mut self.state().used)
     }
 
     /// The most that were given back between two reschedule points since somebody asked.
@@ -64,12 +79,17 @@ impl<const AWAY: bool> Slots<AWAY> {
 impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AWAY> {
     const ACTIVE: bool = AWAY;
 
-    fn enlist(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
+    fn lru_add(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
 
     fn drop_references(&self, frames: &Frames<'_, Plain<&'h FaultPlan>>, cx: &Cx<'_, 'h>, mut pages: FolioRun) {
         while let Some(folio) = pages.pop() {
             let _ = frames.put(cx, folio);
         }
+    }
+
+    fn used(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, heads: &[Pfn]) {
+        assert!(!heads.is_empty(), "told of nothing");
+        self.state().used.extend(heads);
     }
 
     fn load(&self, cx: &Cx<'_, 'h>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
@@ -101,10 +121,11 @@ impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AW
     }
 
     fn may_take(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Order) -> bool {
-        true
+        !self.reserves.load(Ordering::Relaxed)
     }
 
     fn relieve(&self, _: &Vm<'_, Model<'h, F, AWAY>>, _: &mut Cx<'_, 'h>, _: Shortfall) -> u64 {
-        0
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        u64::from(self.helps.load(Ordering::Relaxed))
     }
 }

@@ -3,13 +3,15 @@
 use super::{Mmu, PLAYED, lock};
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
-    Clock, Counters, CpuId, CpuLocal, Extent, Instrumented, Invalidation, NodeId, PhysAddr, PhysMap, Preempt,
-    PreemptModel, StoreOrder, TlbHw, TlbScope, Topology, VectorUnit, VirtAddr, Window,
+    Clock, Counters, Cpu, CpuId, Extent, Invalidation, NodeId, PhysAddr, PhysMap, PreemptModel, TlbHw, TlbScope,
+    Topology, VirtAddr, Window,
 };
 use std::sync::atomic::Ordering;
 
-// SAFETY: a simulated CPU is played by one thread at a time, and tasks on it are nested calls.
-unsafe impl CpuLocal for Mmu<'_, '_> {
+// SAFETY: a simulated CPU is played by one thread at a time, and tasks on it are nested calls. The operating system
+// fences when it switches threads; each simulated CPU has a store buffer of its own, which a fence drains. A process's
+// registers are its own, and the operating system saves them.
+unsafe impl Cpu for Mmu<'_, '_> {
     fn current(&self) -> CpuId {
         let (model, cpu) = PLAYED.get();
         if model == self.identity() { cpu } else { CpuId(0) }
@@ -28,6 +30,35 @@ unsafe impl CpuLocal for Mmu<'_, '_> {
 
     fn interrupts_on(&self) -> bool {
         self.cpus[self.current().0 as usize].pins.load(Ordering::Relaxed) == 0
+    }
+
+    fn cpus(&self) -> u32 {
+        self.cpus.len() as u32
+    }
+
+    fn preempt_model(&self) -> PreemptModel {
+        self.host().preempt_model()
+    }
+
+    unsafe fn cond_resched(&self) {
+        self.meanwhile();
+    }
+
+    fn store_fence(&self) {
+        self.stores.drain(self.current());
+        hugemm_base::store_fence::hardware_store_fence();
+    }
+
+    fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
+        Some(self.stores.of(self.current()))
+    }
+
+    unsafe fn vector_begin(&self) -> bool {
+        true
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.cpus[self.current().0 as usize].counters
     }
 }
 
@@ -68,42 +99,6 @@ unsafe impl TlbHw for Mmu<'_, '_> {
     }
 }
 
-// SAFETY: the operating system fences when it switches threads.
-unsafe impl Preempt for Mmu<'_, '_> {
-    fn preempt_model(&self) -> PreemptModel {
-        self.host().preempt_model()
-    }
-
-    unsafe fn reschedule(&self) {
-        self.meanwhile();
-    }
-}
-
-// SAFETY: as for the host; each simulated CPU has a store buffer of its own.
-unsafe impl StoreOrder for Mmu<'_, '_> {
-    fn store_fence(&self) {
-        self.stores.drain(self.current());
-        hugemm_base::store_fence::hardware_store_fence();
-    }
-
-    fn store_buffer(&self) -> Option<&dyn StoreBuffer> {
-        Some(self.stores.of(self.current()))
-    }
-}
-
-// SAFETY: a process's registers are its own, and the operating system saves them.
-unsafe impl VectorUnit for Mmu<'_, '_> {
-    unsafe fn vector_begin(&self) -> bool {
-        true
-    }
-}
-
-impl Instrumented for Mmu<'_, '_> {
-    fn counters(&self) -> &Counters {
-        &self.cpus[self.current().0 as usize].counters
-    }
-}
-
 impl Clock for Mmu<'_, '_> {
     fn now_ns(&self) -> u64 {
         self.host().now_ns()
@@ -111,10 +106,6 @@ impl Clock for Mmu<'_, '_> {
 }
 
 impl Topology for Mmu<'_, '_> {
-    fn cpus(&self) -> u32 {
-        self.cpus.len() as u32
-    }
-
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
         NodeId(0)
     }

@@ -6,8 +6,8 @@
 
 use super::traps::vector;
 use super::{clock, layout, percpu};
+use crate::interrupt_command::{self, Registers};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use hugemm_kernel::interrupt_command::{self, Registers};
 use raw_cpuid::CpuId;
 use x86_64::instructions::port::Port;
 use x86_64::registers::model_specific::Msr;
@@ -18,14 +18,14 @@ const BASE_X2: u64 = 1 << 10;
 
 /// Offsets of registers.
 mod reg {
-    pub const ID: u32 = 0x20;
-    pub const TASK_PRIORITY: u32 = 0x80;
-    pub const END: u32 = 0xb0;
-    pub const SPURIOUS: u32 = 0xf0;
-    pub const TIMER: u32 = 0x320;
-    pub const TIMER_START: u32 = 0x380;
-    pub const TIMER_NOW: u32 = 0x390;
-    pub const TIMER_DIVIDE: u32 = 0x3e0;
+    pub(super) const ID: u32 = 0x20;
+    pub(super) const TASK_PRIORITY: u32 = 0x80;
+    pub(super) const END: u32 = 0xb0;
+    pub(super) const SPURIOUS: u32 = 0xf0;
+    pub(super) const TIMER: u32 = 0x320;
+    pub(super) const TIMER_START: u32 = 0x380;
+    pub(super) const TIMER_NOW: u32 = 0x390;
+    pub(super) const TIMER_DIVIDE: u32 = 0x3e0;
 }
 
 /// Command bits.
@@ -40,7 +40,7 @@ const PERIODIC: u32 = 1 << 17;
 const DIVIDE_BY_16: u32 = 3;
 
 /// Timer interrupts per second.
-pub const TIMER_HZ: u64 = 20;
+pub(super) const TIMER_HZ: u64 = 20;
 
 static X2: AtomicBool = AtomicBool::new(false);
 static READY: AtomicBool = AtomicBool::new(false);
@@ -73,7 +73,7 @@ fn write(register: u32, value: u32) {
 
 /// The calling CPU's number as CPUID says it, before anything is set up: all of it where there is x2APIC, whose numbers do
 /// not fit into the first leaf's 8 bits.
-pub fn boot_id() -> u32 {
+pub(super) fn boot_id() -> u32 {
     let cpuid = CpuId::new();
     let Some(info) = cpuid.get_feature_info() else { return 0 };
     let topology = || cpuid.get_extended_topology_info()?.next().map(|level| level.x2apic_id());
@@ -82,12 +82,12 @@ pub fn boot_id() -> u32 {
 }
 
 /// `x2APIC` or `xAPIC`.
-pub fn kind() -> &'static str {
+pub(super) fn kind() -> &'static str {
     if is_x2() { "x2APIC" } else { "xAPIC" }
 }
 
 /// Sets up the calling CPU's controller; the boot CPU's call decides how registers are reached.
-pub fn init() {
+pub(super) fn init() {
     if CpuId::new().get_feature_info().is_some_and(|info| info.has_x2apic()) {
         let mut base = APIC_BASE;
         // SAFETY: the CPU has x2APIC; it is switched on as the manual says: enabled first, then both bits.
@@ -117,7 +117,7 @@ fn mask_old_controllers() {
 }
 
 /// Says that an interrupt has been dealt with.
-pub fn end_of_interrupt() {
+pub(super) fn end_of_interrupt() {
     write(reg::END, 0);
 }
 
@@ -153,24 +153,24 @@ fn command(apic_id: u32, command: u32) {
 }
 
 /// Interrupts another CPU.
-pub fn send(cpu: u32, vector: u8) {
+pub(super) fn send(cpu: u32, vector: u8) {
     command(percpu::of(cpu).apic_id.load(Ordering::Relaxed), FIXED | ASSERT | u32::from(vector));
 }
 
 /// Interrupts another CPU even if it has interrupts off.
-pub fn send_nmi(cpu: u32) {
+pub(super) fn send_nmi(cpu: u32) {
     command(percpu::of(cpu).apic_id.load(Ordering::Relaxed), NMI | ASSERT);
 }
 
 /// Interrupts all others even if they have interrupts off.
-pub fn stop_others() {
+pub(super) fn stop_others() {
     if READY.load(Ordering::Acquire) && percpu::count() > 1 {
         command(0, NMI | ASSERT | OTHERS);
     }
 }
 
 /// Starts a CPU at the frame of `address`, below 1 MiB: an INIT, 10 ms, two start-ups 200 µs apart, as the manual says.
-pub fn start_cpu(apic_id: u32, address: u64) {
+pub(super) fn start_cpu(apic_id: u32, address: u64) {
     command(apic_id, INIT | ASSERT);
     clock::wait_ns(10_000_000);
     for _ in 0..2 {
@@ -180,7 +180,7 @@ pub fn start_cpu(apic_id: u32, address: u64) {
 }
 
 /// Starts the calling CPU's timer at [`TIMER_HZ`]; the boot CPU measures it against the clock first.
-pub fn start_timer() {
+pub(super) fn start_timer() {
     write(reg::TIMER_DIVIDE, DIVIDE_BY_16);
     if percpu::current() == 0 {
         const WAIT_MS: u64 = 10;

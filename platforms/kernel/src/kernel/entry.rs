@@ -6,7 +6,7 @@
 use core::arch::global_asm;
 
 /// Where the start-up code of the other CPUs is copied to: a frame below 1 MiB that the memory map never gives out.
-pub const TRAMPOLINE: u64 = 0x8000;
+pub(super) const TRAMPOLINE: u64 = 0x8000;
 
 global_asm!(
     r#"
@@ -178,13 +178,13 @@ unsafe extern "C" {
 }
 
 /// Goes on at `to` with other page tables and an empty stack.
-pub fn continue_on(root: u64, stack: u64, to: extern "C" fn() -> !) -> ! {
+pub(super) fn continue_on(root: u64, stack: u64, to: extern "C" fn() -> !) -> ! {
     // SAFETY: the tables map the image where it runs, and the stack; nothing on the old stack is used again.
     unsafe { continue_on_raw(root, stack, to) }
 }
 
 /// The start-up code of the other CPUs.
-pub fn trampoline() -> &'static [u8] {
+pub(super) fn trampoline() -> &'static [u8] {
     // SAFETY: two symbols around constant bytes of the image.
     unsafe {
         let bytes = (&raw const trampoline_end).offset_from(&raw const trampoline_start) as usize;

@@ -1,10 +1,11 @@
 //! The report when something is wrong: what, where, and the way there; then the machine ends with a failing exit code.
 //!
-//! Reports are text lines that begin with [`LAST_WORDS`](hugemm_kernel::report::LAST_WORDS). Addresses are numbers here;
+//! Reports are text lines that begin with [`LAST_WORDS`](crate::LAST_WORDS). Addresses are numbers here;
 //! the host has the image's symbols and names them.
 
 use super::traps::Frame;
-use super::{apic, exit, layout, output, percpu, watchdog};
+use super::{apic, console, exit, layout, percpu, watchdog};
+use crate::ExitCode;
 use core::arch::asm;
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +19,7 @@ static REPORTING: AtomicBool = AtomicBool::new(false);
 const DEPTH: usize = 24;
 
 /// Whether a report is under way.
-pub fn reporting() -> bool {
+pub(super) fn reporting() -> bool {
     REPORTING.load(Ordering::Acquire)
 }
 
@@ -33,12 +34,12 @@ fn begin() {
 
 fn end(rip: Option<u64>, rbp: u64) -> ! {
     if let Some(rip) = rip {
-        output::last_words(format_args!("  at {rip:#018x}"));
+        console::last_words(format_args!("  at {rip:#018x}"));
     }
     for address in (Callers { frame: rbp }).take(DEPTH) {
-        output::last_words(format_args!("  from {address:#018x}"));
+        console::last_words(format_args!("  from {address:#018x}"));
     }
-    exit::now(exit::Code::Broken)
+    exit::now(ExitCode::Broken)
 }
 
 /// Return addresses along the chain of frame pointers, as far as it stays on a stack of the kernel.
@@ -71,14 +72,14 @@ fn panic(info: &PanicInfo<'_>) -> ! {
     begin();
     let cpu = percpu::current();
     match info.location() {
-        Some(at) => output::last_words(format_args!("panic on cpu{cpu} at {at}: {}", info.message())),
-        None => output::last_words(format_args!("panic on cpu{cpu}: {}", info.message())),
+        Some(at) => console::last_words(format_args!("panic on cpu{cpu} at {at}: {}", info.message())),
+        None => console::last_words(format_args!("panic on cpu{cpu}: {}", info.message())),
     }
     end(None, rbp)
 }
 
 /// A page fault that nobody resolves.
-pub fn page_fault(frame: &Frame, address: u64) -> ! {
+pub(super) fn page_fault(frame: &Frame, address: u64) -> ! {
     begin();
     let cpu = percpu::current();
     let access = match (frame.error & 0x10 != 0, frame.error & 2 != 0) {
@@ -92,12 +93,12 @@ pub fn page_fault(frame: &Frame, address: u64) -> ! {
         (false, false) if address < PAGE_BYTES => "nothing is mapped there: a null pointer",
         (false, false) => "nothing is mapped there",
     };
-    output::last_words(format_args!("page fault on cpu{cpu}: {access} at {address:#x}: {cause}"));
+    console::last_words(format_args!("page fault on cpu{cpu}: {access} at {address:#x}: {cause}"));
     end(Some(frame.rip), frame.rbp)
 }
 
 /// Any other exception.
-pub fn exception(frame: &Frame) -> ! {
+pub(super) fn exception(frame: &Frame) -> ! {
     begin();
     let cpu = percpu::current();
     let name = match frame.vector {
@@ -114,12 +115,12 @@ pub fn exception(frame: &Frame) -> ! {
         _ => "exception",
     };
     let (vector, error) = (frame.vector, frame.error);
-    output::last_words(format_args!("{name} on cpu{cpu} (vector {vector}, error code {error:#x})"));
+    console::last_words(format_args!("{name} on cpu{cpu} (vector {vector}, error code {error:#x})"));
     // A double fault is mostly a page fault whose handler could not be entered: there was no stack.
     if vector == 8
         && let Some(of) = layout::overflown_stack(frame.rsp.saturating_sub(8)).or_else(overflow_at_fault)
     {
-        output::last_words(format_args!("the stack of cpu{of} ran over"));
+        console::last_words(format_args!("the stack of cpu{of} ran over"));
     }
     end(Some(frame.rip), frame.rbp)
 }
@@ -129,17 +130,17 @@ fn overflow_at_fault() -> Option<u32> {
 }
 
 /// A CPU that the watchdog found without timer interrupts.
-pub fn stuck(frame: &Frame) -> ! {
+pub(super) fn stuck(frame: &Frame) -> ! {
     begin();
     let (cpu, seconds) = (percpu::current(), watchdog::PATIENCE_SECONDS);
-    output::last_words(format_args!("cpu{cpu} has had interrupts off for more than {seconds} s"));
+    console::last_words(format_args!("cpu{cpu} has had interrupts off for more than {seconds} s"));
     end(Some(frame.rip), frame.rbp)
 }
 
 /// No CPU has made progress for too long; called by the watchdog on whichever CPU noticed, with what it was doing.
-pub fn hung(frame: &Frame) -> ! {
+pub(super) fn hung(frame: &Frame) -> ! {
     begin();
     let (cpu, seconds) = (percpu::current(), watchdog::PATIENCE_SECONDS);
-    output::last_words(format_args!("no progress for {seconds} s; cpu{cpu} is here"));
+    console::last_words(format_args!("no progress for {seconds} s; cpu{cpu} is here"));
     end(Some(frame.rip), frame.rbp)
 }

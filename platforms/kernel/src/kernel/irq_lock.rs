@@ -16,7 +16,7 @@ pub struct IrqLock {
 
 impl IrqLock {
     /// An unlocked lock, for statics.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         IrqLock { taken: AtomicBool::new(false), interrupts: AtomicBool::new(false) }
     }
 

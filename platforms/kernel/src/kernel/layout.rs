@@ -9,8 +9,8 @@
 //! | [`DEVICES`] | the interrupt controller's registers, uncached |
 //! | [`IMAGE`] | the image: code, constants and data by their rights |
 
+use crate::MAX_CPUS;
 use hugemm_base::{Extent, PAGE_BYTES, Pfn};
-use hugemm_kernel::MAX_CPUS;
 
 /// The direct map.
 pub const DIRECT: u64 = 0xffff_8000_0000_0000;

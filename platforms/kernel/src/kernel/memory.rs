@@ -5,18 +5,18 @@ use super::once::Once;
 use super::platform::Kernel;
 use super::tlb::{self, Hardware};
 use super::{layout, percpu, tables};
+use crate::memory_map::{MOST, MemoryMap};
 use acpi::{AcpiHandler, PhysicalMapping};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
-use hugemm_frames::{AllocError, ArenaSpec, Config, Env, Frames, Frozen, Request};
-use hugemm_kernel::memory_map::{MOST, MemoryMap};
-use hugemm_paging::{TlbCpu, Tlbs};
+use hugemm_frames::{AllocError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, Frozen};
+use hugemm_paging::{TlbCpu, TlbShootdown};
 
 /// ACPI's tables through the boot tables, which map the first 4 GiB one to one.
 #[derive(Clone, Copy)]
-pub struct OneToOne;
+pub(crate) struct OneToOne;
 
 impl AcpiHandler for OneToOne {
     unsafe fn map_physical_region<T>(&self, at: usize, size: usize) -> PhysicalMapping<Self, T> {
@@ -80,12 +80,12 @@ pub fn end() -> Pfn {
 }
 
 /// The pieces of the memory map that are arenas, in ascending order. Smaller ones than 2 MiB are left out.
-pub fn arenas(map: &MemoryMap) -> impl Iterator<Item = Extent> {
+pub(crate) fn arenas(map: &MemoryMap) -> impl Iterator<Item = Extent> {
     map.pieces().iter().copied().filter(|piece| piece.bytes() >= PageSize::Size2M.bytes())
 }
 
 /// Brings the allocator up on the memory of `map`, of which `free` is not yet in use. The boot CPU, once, alone.
-pub fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
+pub(crate) fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, cpus: u32) {
     let none = ArenaSpec { extent: Default::default(), node: NodeId(0), descriptors: None };
     let mut specs = [none; MOST];
     let mut count = 0;
@@ -97,7 +97,7 @@ pub fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, c
         count += 1;
         END.store(piece.end().number(), Ordering::Relaxed);
     }
-    let config = Config { arenas: &specs[..count], cpus, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &specs[..count], cpus, cpu_nodes: &[] };
     let need = KernelFrames::required_bytes(&config).unwrap_or_else(|error| panic!("{error}"));
     let pages = (need.size() as u64).div_ceil(PAGE_BYTES);
     let metadata = free.take(pages, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
@@ -107,7 +107,7 @@ pub fn init(cx: &CpuCx<'static, Kernel>, map: &MemoryMap, mut free: MemoryMap, c
     let frames = unsafe { KernelFrames::new(&config, KernelEnv, at, metadata.bytes() as usize) };
     let frames = frames.unwrap_or_else(|error| panic!("{error}"));
     tlb::init(carve(&mut free, cpus.into(), TlbCpu::default), {
-        let words = Tlbs::<Hardware>::inbox_words(cpus as usize);
+        let words = TlbShootdown::<Hardware>::inbox_words(cpus as usize);
         carve(&mut free, words as u64, AtomicU64::default)
     });
     for piece in free.pieces() {
@@ -150,7 +150,7 @@ impl<T> Scratch<T> {
         let bytes = (count * size_of::<T>()) as u64;
         let order = bytes.div_ceil(PAGE_BYTES).next_power_of_two().trailing_zeros();
         let order = Order::new(order).map_err(|_| AllocError::OutOfMemory)?;
-        let block = frames().alloc(cx, Request::order(order))?;
+        let block = frames().alloc(cx, AllocRequest::order(order))?;
         let first = layout::direct(block.extent().start().get()).cast::<T>();
         // SAFETY: the block is ours and large enough, page-aligned, and every value is written before the slice exists.
         let items = unsafe {

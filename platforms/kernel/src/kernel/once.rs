@@ -4,7 +4,7 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, Ordering};
 
 /// Such a value.
-pub struct Once<T> {
+pub(super) struct Once<T> {
     value: UnsafeCell<Option<T>>,
     set: AtomicBool,
 }
@@ -14,7 +14,7 @@ unsafe impl<T: Sync> Sync for Once<T> {}
 
 impl<T> Once<T> {
     /// Without a value.
-    pub const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Once { value: UnsafeCell::new(None), set: AtomicBool::new(false) }
     }
 
@@ -23,7 +23,7 @@ impl<T> Once<T> {
     /// # Safety
     ///
     /// Only the boot CPU runs, and nobody holds what [`get`](Once::get) returned.
-    pub unsafe fn set(&self, value: T) {
+    pub(super) unsafe fn set(&self, value: T) {
         // SAFETY: the caller is alone.
         unsafe { *self.value.get() = Some(value) };
         // Release pairs with the Acquire in `try_get`.
@@ -31,7 +31,7 @@ impl<T> Once<T> {
     }
 
     /// The value, if it has been set.
-    pub fn try_get(&self) -> Option<&T> {
+    pub(super) fn try_get(&self) -> Option<&T> {
         // Acquire pairs with the Release in `set`.
         if !self.set.load(Ordering::Acquire) {
             return None;
@@ -41,7 +41,7 @@ impl<T> Once<T> {
     }
 
     /// The value. Before it has been set, a panic: the order of starting up is wrong.
-    pub fn get(&self) -> &T {
+    pub(super) fn get(&self) -> &T {
         self.try_get().unwrap_or_else(|| panic!("used before it was set up"))
     }
 }

@@ -5,7 +5,7 @@
 
 use super::percpu;
 use super::platform::{KERNEL, Kernel};
-use super::tlb::tlbs;
+use super::tlb::shootdown;
 use super::traps::Frame;
 use core::arch::global_asm;
 use core::ptr;
@@ -18,7 +18,7 @@ use hugemm_vm::Access;
 pub type Serve<'a> = dyn Fn(&mut CpuCx<'static, Kernel>, VirtAddr, Access) -> bool + 'a;
 
 /// Who serves a CPU's faults.
-pub struct Server<'a>(&'a Serve<'a>);
+pub(crate) struct Server<'a>(&'a Serve<'a>);
 
 /// Runs `f` with an address space loaded on the calling CPU, whose faults `serve` serves meanwhile.
 pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
@@ -27,19 +27,19 @@ pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
     serve: &Serve<'_>,
     f: impl FnOnce(&mut CpuCx<'p, Kernel>) -> R,
 ) -> R {
-    space.switch_in(tlbs(), cx);
+    space.switch_in(shootdown(), cx);
     let server = Server(serve);
     let at: *const Server<'_> = &raw const server;
     // Relaxed: for this CPU's own faults.
     percpu::own().server.store(at.cast_mut().cast(), Ordering::Relaxed);
     let result = f(cx);
     percpu::own().server.store(ptr::null_mut(), Ordering::Relaxed);
-    space.switch_out(tlbs(), cx);
+    space.switch_out(shootdown(), cx);
     result
 }
 
 /// A fault at `at`, with interrupts as they were before it: whether the access can be tried again, or can fail.
-pub fn served(frame: &mut Frame, at: u64) -> bool {
+pub(crate) fn served(frame: &mut Frame, at: u64) -> bool {
     let server: *const Server<'_> = percpu::own().server.load(Ordering::Relaxed).cast();
     // SAFETY: `with` stores a server that lives until it has taken it back, on this CPU.
     let Some(server) = (unsafe { server.as_ref() }) else { return false };

@@ -1,10 +1,10 @@
 //! What each CPU has for itself, found through GS.
 
+use crate::MAX_CPUS;
 use core::arch::asm;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::Counters;
 use hugemm_base::inject::FaultPlan;
-use hugemm_kernel::MAX_CPUS;
 use x86_64::registers::model_specific::GsBase;
 
 /// One CPU's own data. Unless a field says otherwise its CPU writes and others may read.
@@ -13,23 +13,23 @@ pub struct PerCpu {
     /// The CPU's number. First, where `current` reads it.
     id: AtomicU32,
     /// Number of its interrupt controller. Written before it starts.
-    pub apic_id: AtomicU32,
+    pub(crate) apic_id: AtomicU32,
     /// How many locks it holds that it took with interrupts off.
-    pub irq_locks: AtomicU32,
+    pub(crate) irq_locks: AtomicU32,
     /// Whether it runs.
-    pub online: AtomicBool,
+    pub(crate) online: AtomicBool,
     /// Timer interrupts.
-    pub ticks: AtomicU64,
+    pub(crate) ticks: AtomicU64,
     /// Steps of work: whoever makes progress adds one.
-    pub beats: AtomicU64,
+    pub(crate) beats: AtomicU64,
     /// What it should run; null when it has nothing to do. Set by the CPU that gives it work.
-    pub work: AtomicPtr<super::smp::Work<'static>>,
+    pub(crate) work: AtomicPtr<super::smp::Work<'static>>,
     /// Who serves its page faults; null for nobody.
-    pub server: AtomicPtr<super::page_fault::Server<'static>>,
+    pub(crate) server: AtomicPtr<super::page_fault::Server<'static>>,
     /// What makes its allocations fail, for the self-test; null: nothing does. Set by the CPU itself.
     pub faults: AtomicPtr<FaultPlan>,
     /// A non-maskable interrupt that was sent by the watchdog: it should say where it is and end the machine.
-    pub asked: AtomicBool,
+    pub(crate) asked: AtomicBool,
     /// A planted bug: what it flushes, here and elsewhere, stays. Set by the CPU itself.
     pub unflushed: AtomicBool,
     /// Statistics.
@@ -66,7 +66,7 @@ static CPUS: [PerCpu; MAX_CPUS as usize] = [const { PerCpu::new() }; MAX_CPUS as
 static COUNT: AtomicU32 = AtomicU32::new(1);
 
 /// Makes the calling CPU number `cpu`, lets it set itself up, and then says that it runs.
-pub fn init(cpu: u32, set_up: impl FnOnce()) {
+pub(crate) fn init(cpu: u32, set_up: impl FnOnce()) {
     let own = of(cpu);
     own.id.store(cpu, Ordering::Relaxed);
     GsBase::write(x86_64::VirtAddr::from_ptr(own));
@@ -101,7 +101,7 @@ pub fn count() -> u32 {
 }
 
 /// Says how many CPUs run. The boot CPU only.
-pub fn set_count(count: u32) {
+pub(crate) fn set_count(count: u32) {
     COUNT.store(count, Ordering::Relaxed);
 }
 

@@ -2,10 +2,7 @@
 
 use super::{clock, layout, percpu};
 use core::sync::atomic::Ordering;
-use hugemm_base::{
-    Clock, Counters, CpuId, CpuLocal, Extent, Instrumented, NodeId, PhysMap, Preempt, PreemptModel, StoreOrder,
-    Topology, VectorUnit, VirtAddr, Window,
-};
+use hugemm_base::{Clock, Counters, Cpu, CpuId, Extent, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window};
 use x86_64::instructions::interrupts;
 
 /// The kernel as a platform: tasks run to completion on their CPU, interrupts only count and invalidate.
@@ -15,8 +12,8 @@ pub struct Kernel;
 /// The one.
 pub static KERNEL: Kernel = Kernel;
 
-// SAFETY: with interrupts off nothing else runs on the CPU; tasks never move; numbers are below `percpu::count`.
-unsafe impl CpuLocal for Kernel {
+// SAFETY: with interrupts off nothing else runs on the CPU; tasks never move; numbers are below `percpu::count`. The kernel is compiled without vector registers, saves none and grants none.
+unsafe impl Cpu for Kernel {
     #[inline]
     fn current(&self) -> CpuId {
         CpuId(percpu::current())
@@ -41,10 +38,11 @@ unsafe impl CpuLocal for Kernel {
     fn interrupts_on(&self) -> bool {
         interrupts::are_enabled() && percpu::own().irq_locks.load(Ordering::Relaxed) == 0
     }
-}
 
-// SAFETY: a task stays on its CPU.
-unsafe impl Preempt for Kernel {
+    fn cpus(&self) -> u32 {
+        percpu::count()
+    }
+
     fn preempt_model(&self) -> PreemptModel {
         PreemptModel::None
     }
@@ -54,22 +52,16 @@ unsafe impl Preempt for Kernel {
     }
 
     /// There is nothing else to run: the point is progress, and the watchdog may know.
-    unsafe fn reschedule(&self) {
+    unsafe fn cond_resched(&self) {
         percpu::beat();
+    }
+
+    fn counters(&self) -> &Counters {
+        &percpu::own().counters
     }
 }
 
-// SAFETY: the provided barriers are the hardware's.
-unsafe impl StoreOrder for Kernel {}
-
-// SAFETY: the kernel is compiled without vector registers, saves none and grants none.
-unsafe impl VectorUnit for Kernel {}
-
 impl Topology for Kernel {
-    fn cpus(&self) -> u32 {
-        percpu::count()
-    }
-
     fn node_of_cpu(&self, _cpu: CpuId) -> NodeId {
         NodeId(0)
     }
@@ -89,11 +81,5 @@ unsafe impl PhysMap for Kernel {
 impl Clock for Kernel {
     fn now_ns(&self) -> u64 {
         clock::now_ns()
-    }
-}
-
-impl Instrumented for Kernel {
-    fn counters(&self) -> &Counters {
-        &percpu::own().counters
     }
 }

@@ -1,8 +1,8 @@
 //! Segments and task states: one code and one data segment, and stacks for what must not use the running one.
 
 use super::percpu;
+use crate::MAX_CPUS;
 use core::cell::UnsafeCell;
-use hugemm_kernel::MAX_CPUS;
 use x86_64::VirtAddr;
 use x86_64::instructions::segmentation::{CS, DS, ES, SS, Segment};
 use x86_64::instructions::tables::load_tss;
@@ -13,11 +13,11 @@ use x86_64::structures::tss::TaskStateSegment;
 const STACK: usize = 16 << 10;
 
 /// Emergencies that have stacks of their own: index in the task state, and in the gates one more.
-pub const NMI: u16 = 0;
+pub(super) const NMI: u16 = 0;
 /// A double fault: mostly a stack that ran over.
-pub const DOUBLE_FAULT: u16 = 1;
+pub(super) const DOUBLE_FAULT: u16 = 1;
 /// A machine check.
-pub const MACHINE_CHECK: u16 = 2;
+pub(super) const MACHINE_CHECK: u16 = 2;
 
 #[repr(C, align(16))]
 struct Stack([u8; STACK]);
@@ -46,7 +46,7 @@ unsafe impl Sync for Stacks {}
 static STACKS: Stacks = Stacks(UnsafeCell::new([const { [const { Stack([0; STACK]) }; 3] }; MAX_CPUS as usize]));
 
 /// Loads the calling CPU's tables. Once per CPU.
-pub fn load(cpu: u32) {
+pub(super) fn load(cpu: u32) {
     // SAFETY: see `Slot`: this is the CPU's only call.
     let tables: &'static mut Tables = unsafe { &mut *SLOTS[cpu as usize].0.get() };
     let stacks = VirtAddr::from_ptr(STACKS.0.get().cast::<[Stack; 3]>().wrapping_add(cpu as usize));

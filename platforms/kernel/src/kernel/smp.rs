@@ -8,11 +8,11 @@ use hugemm_base::CpuCx;
 use x86_64::instructions::interrupts;
 
 /// What the starting CPU needs before it has anything: page tables, a stack, its number. One CPU starts at a time.
-pub static AP_ROOT: AtomicU64 = AtomicU64::new(0);
+pub(crate) static AP_ROOT: AtomicU64 = AtomicU64::new(0);
 /// Its stack.
-pub static AP_STACK: AtomicU64 = AtomicU64::new(0);
+pub(crate) static AP_STACK: AtomicU64 = AtomicU64::new(0);
 /// Its number.
-pub static AP_CPU: AtomicU64 = AtomicU64::new(0);
+pub(crate) static AP_CPU: AtomicU64 = AtomicU64::new(0);
 
 /// How long a CPU may take to start.
 const START_NS: u64 = 5_000_000_000;
@@ -20,12 +20,12 @@ const START_NS: u64 = 5_000_000_000;
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
 /// Whether the other CPUs have been started.
-pub fn is_running() -> bool {
+pub(crate) fn is_running() -> bool {
     RUNNING.load(Ordering::Relaxed)
 }
 
 /// Starts all CPUs but the calling one, which is the first of the list. A CPU that does not start is left out and said.
-pub fn start(apic_ids: &[u32]) {
+pub(crate) fn start(apic_ids: &[u32]) {
     let code = entry::trampoline();
     // SAFETY: the frame below 1 MiB is nobody's: the memory map never gives it out; the direct map reaches it.
     unsafe { core::ptr::copy_nonoverlapping(code.as_ptr(), layout::direct(entry::TRAMPOLINE), code.len()) };
@@ -50,7 +50,7 @@ pub fn start(apic_ids: &[u32]) {
 }
 
 /// First Rust code of the other CPUs.
-pub extern "C" fn ap_main(cpu: u64) -> ! {
+pub(crate) extern "C" fn ap_main(cpu: u64) -> ! {
     let cpu = cpu as u32;
     tables::set_control_bits();
     percpu::init(cpu, || {
@@ -60,7 +60,7 @@ pub extern "C" fn ap_main(cpu: u64) -> ! {
     });
     // SAFETY: this CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
-    tlb::kernel_half().online(tlb::tlbs(), &cx);
+    tlb::kernel_half().online(tlb::shootdown(), &cx);
     apic::start_timer();
     let own = percpu::own();
     loop {
@@ -85,7 +85,7 @@ pub extern "C" fn ap_main(cpu: u64) -> ! {
 }
 
 /// A function that several CPUs run.
-pub struct Work<'a> {
+pub(crate) struct Work<'a> {
     run: &'a (dyn Fn(&mut CpuCx<'static, Kernel>, u32) + Sync),
     /// CPUs that have not finished.
     left: AtomicU32,

@@ -5,9 +5,9 @@
 
 use super::layout;
 use super::once::Once;
+use crate::memory_map::MemoryMap;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr};
-use hugemm_kernel::memory_map::MemoryMap;
 use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, Span, TableContent, TableMemory, X86_64};
 use raw_cpuid::CpuId;
 use x86_64::registers::control::{Cr0, Cr0Flags, Cr4, Cr4Flags};
@@ -25,7 +25,7 @@ pub fn kernel() -> &'static PageTable<X86_64> {
 }
 
 /// Physical address of its root table.
-pub fn root() -> u64 {
+pub(crate) fn root() -> u64 {
     kernel().root().start().get()
 }
 
@@ -71,7 +71,7 @@ fn extent(start: u64, end: u64) -> Extent {
 
 /// Makes the kernel's half for the memory of `map`, on frames of `free`. Runs on the boot tables. `cpus` CPUs get stacks;
 /// `apic` is where the interrupt controller's registers are.
-pub fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) {
+pub(crate) fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) {
     set_control_bits();
     let upper = Span::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: every guard gets tables of the direct map's frames; what is taken away is flushed by `tlb::kernel_half`,
@@ -104,7 +104,7 @@ pub fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) {
 
 /// Maps the descriptors of an arena at their place, by 2 MiB leaves on blocks of `free`, as far as `from` says that they
 /// are not yet; returns where the next arena's begin. The boot CPU, on the kernel's tables, before other CPUs run.
-pub fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) -> u64 {
+pub(crate) fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) -> u64 {
     let huge = PageSize::Size2M;
     let at = |frame: u64| layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES;
     let start = (at(arena.base().number()) & !(huge.bytes() - 1)).max(from);
@@ -121,7 +121,7 @@ pub fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) -> u64 {
 }
 
 /// Control bits that every CPU has: write protection for the kernel too, global pages.
-pub fn set_control_bits() {
+pub(crate) fn set_control_bits() {
     // SAFETY: the boot tables are writable where the kernel writes, and have no global entries.
     unsafe {
         Cr0::update(|cr0| {

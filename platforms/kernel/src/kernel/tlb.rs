@@ -7,7 +7,7 @@ use super::{apic, percpu, tables};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope};
-use hugemm_paging::{Kernel as KernelHalf, TlbCpu, TlbSpace, Tlbs, invalidate};
+use hugemm_paging::{Kernel as KernelHalf, TlbCpu, TlbShootdown, TlbSpace, invalidate};
 
 /// Interrupts, INVLPG and CR3. No tags: they need PCID, which QEMU's emulation lacks, and nothing untested is switched on.
 #[derive(Clone, Copy, Debug)]
@@ -17,12 +17,20 @@ pub struct Hardware;
 static MISS_ONE: AtomicBool = AtomicBool::new(false);
 
 /// Plants that bug, or takes it back.
-pub fn miss_one(plant: bool) {
+///
+/// # Safety
+///
+/// Nobody relies on flushes while it is planted, but to find out that they are missing.
+pub unsafe fn miss_one(plant: bool) {
     MISS_ONE.store(plant, Ordering::Relaxed);
 }
 
 /// Plants the bug that the calling CPU's flushes reach nobody, not even itself, or takes it back.
-pub fn flush_nothing(plant: bool) {
+///
+/// # Safety
+///
+/// As [`miss_one`].
+pub unsafe fn flush_nothing(plant: bool) {
     // Relaxed: the CPU's own.
     percpu::own().unflushed.store(plant, Ordering::Relaxed);
 }
@@ -66,13 +74,13 @@ unsafe impl TlbHw for Hardware {
 }
 
 /// The TLBs of this machine.
-pub type KernelTlbs = Tlbs<'static, Hardware>;
+pub type KernelTlbs = TlbShootdown<'static, Hardware>;
 
 static TLBS: Once<KernelTlbs> = Once::new();
 static KERNEL_HALF: Once<TlbSpace<KernelHalf>> = Once::new();
 
 /// The TLBs of this machine.
-pub fn tlbs() -> &'static KernelTlbs {
+pub fn shootdown() -> &'static KernelTlbs {
     TLBS.get()
 }
 
@@ -82,21 +90,22 @@ pub fn kernel_half() -> &'static TlbSpace<KernelHalf> {
 }
 
 /// Sets up, with memory for as many CPUs as `cpus` has. The boot CPU, alone.
-pub fn init(cpus: &'static [TlbCpu], inboxes: &'static [AtomicU64]) {
+pub(crate) fn init(cpus: &'static [TlbCpu], inboxes: &'static [AtomicU64]) {
     // SAFETY: as many CPUs as the platform has, their hardware, and slices of their own.
-    let tlbs = unsafe { Tlbs::new(cpus, inboxes, Hardware) }.unwrap_or_else(|error| panic!("{error}"));
+    let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, Hardware) }.unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: the kernel's own tables, which stay; there is no other space with this root.
-    let half = unsafe { TlbSpace::new(&tlbs, PhysAddr::new(tables::root())) }.unwrap_or_else(|error| panic!("{error}"));
+    let half =
+        unsafe { TlbSpace::new(&shootdown, PhysAddr::new(tables::root())) }.unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: alone, and nobody has asked for either.
     unsafe {
-        TLBS.set(tlbs);
+        TLBS.set(shootdown);
         KERNEL_HALF.set(half);
     }
 }
 
 /// Does what other CPUs have asked: the interrupt handler.
-pub fn serve() {
+pub(crate) fn serve() {
     // SAFETY: an interrupt handler is a task of its own: it neither reschedules nor leaves debts behind.
     let cx = unsafe { CpuCx::new(&KERNEL) };
-    tlbs().serve(&cx);
+    shootdown().handle_ipi(&cx);
 }

@@ -7,15 +7,15 @@ use x86_64::instructions::interrupts;
 use x86_64::registers::control::Cr2;
 
 /// Vectors of this kernel's interrupts.
-pub mod vector {
+pub(super) mod vector {
     /// The timer of a CPU's interrupt controller.
-    pub const TIMER: u8 = 0x20;
+    pub(crate) const TIMER: u8 = 0x20;
     /// There is work: only there to end a halt.
-    pub const WAKE: u8 = 0x21;
+    pub(crate) const WAKE: u8 = 0x21;
     /// Another CPU wants something invalidated.
-    pub const SHOOTDOWN: u8 = 0x22;
+    pub(crate) const SHOOTDOWN: u8 = 0x22;
     /// What an interrupt controller sends when a request has vanished. Its low four bits are set, as old ones want it.
-    pub const SPURIOUS: u8 = 0xff;
+    pub(crate) const SPURIOUS: u8 = 0xff;
 }
 
 const NMI: u64 = 2;
@@ -26,7 +26,7 @@ const MACHINE_CHECK: u64 = 18;
 /// The registers at the moment of a trap, as `trap_common` pushes them.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Frame {
+pub(crate) struct Frame {
     /// r15, r14, r13, r12, r11, r10, r9, r8, rdi, rsi.
     pub r15_to_rsi: [u64; 10],
     /// Frame pointer.
@@ -144,7 +144,7 @@ unsafe impl Sync for Idt {}
 static IDT: Idt = Idt(UnsafeCell::new([Gate::EMPTY; 256]));
 
 /// Loads the gates on the calling CPU; the boot CPU fills them first.
-pub fn load() {
+pub(super) fn load() {
     let table = IDT.0.get();
     if super::percpu::current() == 0 {
         for vector in 0..256_u64 {

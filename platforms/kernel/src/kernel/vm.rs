@@ -3,14 +3,14 @@
 use super::irq_lock::IrqLock;
 use super::memory::{KernelEnv, frames};
 use super::platform::Kernel;
-use super::tlb::{Hardware, tlbs};
+use super::tlb::{Hardware, shootdown};
 use super::{page_fault, percpu, tables};
 use core::cell::Cell;
 use core::marker::PhantomData;
 use hugemm_base::{CpuCx, NoPressure, VirtAddr};
 use hugemm_clear::Clearer;
 use hugemm_paging::{EditLock, ShootdownPolicy, Span, X86_64};
-use hugemm_vm::{Access, NoPager, Pager, Parts, Phases, Pools, Setup, Space, Vm, VmError};
+use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
 
 /// The types of address spaces here. Whether pages may go away is whoever makes the manager's choice.
 pub struct OnKernel<'a, 'm, K = Resident>(PhantomData<(&'a (), &'m (), K)>);
@@ -45,18 +45,22 @@ impl<'a, 'm: 'a, K: Paging<'a, 'm>> Setup for OnKernel<'a, 'm, K> {
 pub type KernelVm<'a, 'm, K = Resident> = Vm<'static, OnKernel<'a, 'm, K>>;
 
 /// One of its address spaces.
-pub type KernelSpace<'a, 'm, K = Resident> = Space<OnKernel<'a, 'm, K>>;
+pub type KernelSpace<'a, 'm, K = Resident> = AddressSpace<OnKernel<'a, 'm, K>>;
 
-/// A manager that clears with `clearer`, flushes by `shootdown`, takes pages away by `pager`, and has these pools.
-pub fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
+/// A manager that clears with `clearer`, flushes by `shootdown_policy`, takes pages away by `pager`, and has these pools.
+///
+/// # Safety
+///
+/// `clearer` uses no vector registers: it is made from what [`Features::detect`](hugemm_clear::Features::detect) finds here.
+pub unsafe fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
     clearer: Clearer,
-    shootdown: ShootdownPolicy,
+    shootdown_policy: ShootdownPolicy,
     pager: K::Pager,
     pool: Pools<'a, 'm, IrqLock>,
 ) -> Result<KernelVm<'a, 'm, K>, VmError> {
-    let parts = Parts { frames: frames(), tlbs: tlbs(), clearer, shootdown, pager, pressure: NoPressure, pool };
+    let parts = Parts { shootdown_policy, pool, ..Parts::with_pager(frames(), shootdown(), clearer, pager) };
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
-    // are; clearers here are made from what `Features::detect` finds without vector registers. The kernel's half is in
+    // are; the caller's clearer uses no vector registers. The kernel's half is in
     // frames of the direct map, and edited through its own handle only.
     unsafe { Some(Vm::new(parts).ok_or(VmError::Unreachable)?.beside(tables::kernel())) }.ok_or(VmError::Unreachable)
 }

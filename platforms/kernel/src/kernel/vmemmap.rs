@@ -1,18 +1,20 @@
 //! The descriptor area as huge page pools see it: blocks of 2 MiB whose redundant frames can be given back.
 //!
-//! The area was mapped before there was an allocator. Here its frames become the allocator's, in use, so that economy can
+//! The area was mapped before there was an allocator. Here its frames become the allocator's, in use, so that the optimizer can
 //! free them to it and take others instead.
 
 use super::memory::{self, KernelEnv, frames};
 use super::once::Once;
 use super::platform::{KERNEL, Kernel};
-use super::tlb::{Hardware, kernel_half, tlbs};
+use super::tlb::{Hardware, kernel_half, shootdown};
 use super::{layout, tables};
+use crate::memory_map::{MOST, MemoryMap};
 use core::sync::atomic::Ordering;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, PageSize, Pfn, VirtAddr};
-use hugemm_hugetlb::{Area, DescriptorMap, ENTRIES, Economy, Leaf, Mapped, PagedMap, Policy, Tail};
-use hugemm_kernel::memory_map::{MOST, MemoryMap};
+use hugemm_hugetlb::{
+    DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
+};
 use hugemm_paging::{ShootdownPolicy, X86_64};
 
 /// What one entry maps.
@@ -21,35 +23,38 @@ const BLOCK: PageSize = PageSize::Size2M;
 /// The entries of the descriptor area.
 pub type KernelMap = PagedMap<'static, X86_64, Kernel, Hardware, [AtomicU64; 2]>;
 
-/// Descriptor economy in this kernel.
-pub type KernelEconomy = Economy<'static, KernelEnv, KernelMap>;
+/// Vmemmap optimization in this kernel.
+pub type KernelOptimizer = VmemmapOptimizer<'static, KernelEnv, KernelMap>;
 
 struct Vmemmap {
     map: KernelMap,
     /// One node's; what is published in it stays for ever.
     tails: [Tail; 1],
-    areas: [Area; MOST],
+    areas: [PoolArena; MOST],
     count: usize,
 }
 
 static VMEMMAP: Once<Vmemmap> = Once::new();
 
 /// The areas that pools may take pages from: the allocator's arenas.
-pub fn areas() -> ([Area; MOST], usize) {
+pub fn areas() -> ([PoolArena; MOST], usize) {
     let vmemmap = VMEMMAP.get();
     (vmemmap.areas, vmemmap.count)
 }
 
-/// An economy with this policy. One at a time edits the area.
-pub fn economy(policy: Policy) -> KernelEconomy {
+/// An optimizer with this policy.
+///
+/// # Safety
+///
+/// One at a time edits the area: the one before is gone, or is not used any more.
+pub unsafe fn optimizer(policy: OptimizerPolicy) -> KernelOptimizer {
     let vmemmap = VMEMMAP.get();
-    // SAFETY: `init` made the frames behind the descriptors the allocator's, in use; commands run one after the other and
-    // have one economy each.
-    unsafe { Economy::new(frames(), &vmemmap.map, &vmemmap.tails, policy) }
+    // SAFETY: `init` made the frames behind the descriptors the allocator's, in use; the caller has one optimizer at a time.
+    unsafe { VmemmapOptimizer::new(frames(), &vmemmap.map, &vmemmap.tails, policy) }
 }
 
 /// The blocks of the descriptors of areas in ascending order, each once.
-fn blocks(areas: &[Area]) -> impl Iterator<Item = VirtAddr> {
+fn blocks(areas: &[PoolArena]) -> impl Iterator<Item = VirtAddr> {
     let at = |frame: u64| layout::DESCRIPTORS + frame * layout::DESCRIPTOR_BYTES;
     let mut from = 0;
     areas.iter().flat_map(move |area| {
@@ -62,17 +67,17 @@ fn blocks(areas: &[Area]) -> impl Iterator<Item = VirtAddr> {
 
 /// Hands the frames behind the descriptors of `memory`'s arenas to the allocator, as frames in use. The boot CPU, once,
 /// alone, after [`memory::init`] with the same map.
-pub fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
+pub(crate) fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
     let policy = ShootdownPolicy::BATCHED;
     // SAFETY: `tables` made the kernel's half for all CPUs, with the tables above every 2 MiB entry of the area, which
     // are never freed; the area is mapped by 2 MiB leaves. The self-test divides and joins leaves while no pool is at
     // work. The platform's windows are the direct map. Space and TLBs are the kernel's.
-    let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), tlbs(), policy) };
-    let (mut areas, mut count) = ([Area::new(Extent::default(), NodeId(0)); MOST], 0);
+    let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), shootdown(), policy) };
+    let (mut areas, mut count) = ([PoolArena::new(Extent::default(), NodeId(0)); MOST], 0);
     for arena in memory::arenas(memory) {
         let first = layout::DESCRIPTORS + arena.base().number() * layout::DESCRIPTOR_BYTES;
         // SAFETY: the allocator's descriptors of its arenas are there, in the kernel's half.
-        areas[count] = unsafe { Area::new(arena, NodeId(0)).with_descriptors(VirtAddr::new(first)) };
+        areas[count] = unsafe { PoolArena::new(arena, NodeId(0)).with_descriptors(VirtAddr::new(first)) };
         count += 1;
     }
     for block in blocks(&areas[..count]) {
@@ -89,9 +94,9 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     // SAFETY: the memory map gave them to the descriptors alone; each block is released once, and claimed at once, before
     // anybody else allocates.
     unsafe { frames().release(cx, Dirty::assume_owned(block)) };
-    let claimed = frames().claim_exact(cx, block);
+    let claimed = frames().alloc_contig_range(cx, block);
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
-    // Theirs until economy frees them.
+    // Theirs until the optimizer frees them.
     let _ = claimed.into_extent();
 }
 
@@ -101,7 +106,7 @@ pub fn is_whole(block: VirtAddr) -> bool {
 }
 
 /// What the entries of a table map.
-fn leaves(map: &KernelMap, table: Pfn) -> impl Iterator<Item = Leaf> {
+fn leaves(map: &KernelMap, table: Pfn) -> impl Iterator<Item = DescriptorLeaf> {
     let words = map.table(table);
     (0..ENTRIES).filter_map(move |index| {
         // SAFETY: 4 KiB that are valid for atomic access, by `DescriptorMap`; the index is below 512.
@@ -123,8 +128,9 @@ pub struct Audit {
 /// Looks at every entry of the descriptor area.
 pub fn audit() -> Audit {
     let vmemmap = VMEMMAP.get();
-    let economy = economy(Policy::default());
-    let mut audit = Audit { frames: economy.shared_frames(), lean: None };
+    // SAFETY: it only counts; whoever audits has no optimizer at work.
+    let optimizer = unsafe { optimizer(OptimizerPolicy::default()) };
+    let mut audit = Audit { frames: optimizer.shared_frames(), lean: None };
     for block in blocks(&vmemmap.areas[..vmemmap.count]) {
         audit.frames += match vmemmap.map.mapped(block) {
             Mapped::Whole(_) => BLOCK.pages(),
@@ -134,7 +140,7 @@ pub fn audit() -> Audit {
                 if own < ENTRIES {
                     audit.lean.get_or_insert(block);
                 }
-                own as u64 + u64::from(!economy.shared().any(|shared| shared == table))
+                own as u64 + u64::from(!optimizer.shared().any(|shared| shared == table))
             }
         };
     }

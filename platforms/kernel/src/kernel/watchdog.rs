@@ -5,11 +5,11 @@
 //! * If no CPU takes timer interrupts at all, nothing inside can tell; the host's deadline ends that.
 
 use super::traps::Frame;
-use super::{apic, clock, exit, fault, output, percpu};
+use super::{apic, clock, console, exit, fault, percpu};
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// How long nothing may move. Long enough for emulated CPUs that share a few real ones.
-pub const PATIENCE_SECONDS: u64 = 15;
+pub(super) const PATIENCE_SECONDS: u64 = 15;
 /// How often the boot CPU says that it lives.
 const ALIVE_NS: u64 = 5_000_000_000;
 const PATIENCE_NS: u64 = PATIENCE_SECONDS * 1_000_000_000;
@@ -38,13 +38,13 @@ impl Seen {
 }
 
 static BEATS: Seen = Seen::new();
-static TICKS: [Seen; hugemm_kernel::MAX_CPUS as usize] = [const { Seen::new() }; hugemm_kernel::MAX_CPUS as usize];
+static TICKS: [Seen; crate::MAX_CPUS as usize] = [const { Seen::new() }; crate::MAX_CPUS as usize];
 
 /// When the boot CPU last said that it lives. Its own.
 static SAID: AtomicU64 = AtomicU64::new(0);
 
 /// A timer interrupt on the calling CPU.
-pub fn tick(frame: &Frame) {
+pub(super) fn tick(frame: &Frame) {
     let own = percpu::own();
     own.ticks.fetch_add(1, Ordering::Relaxed);
     if fault::reporting() {
@@ -70,11 +70,11 @@ pub fn tick(frame: &Frame) {
     let now = clock::now_ns();
     if own.id() == 0 && now.saturating_sub(SAID.load(Ordering::Relaxed)) >= ALIVE_NS {
         SAID.store(now, Ordering::Relaxed);
-        output::alive();
+        console::print(format_args!("alive"));
     }
 }
 
 /// Whether the calling CPU has been asked where it is.
-pub fn asked() -> bool {
+pub(super) fn asked() -> bool {
     percpu::own().asked.load(Ordering::Acquire)
 }

@@ -4,7 +4,7 @@ use crate::args::Common;
 use crate::size::Size;
 use clap::{Args, ValueEnum};
 use hugemm_base::PageSize;
-use hugemm_reclaim::{Ageing, Policy};
+use hugemm_reclaim::{Ageing, LruPolicy};
 
 /// How accessed bits are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -39,11 +39,11 @@ pub enum Lists {
     Generations,
 }
 
-impl From<Lists> for Policy {
+impl From<Lists> for LruPolicy {
     fn from(lists: Lists) -> Self {
         match lists {
-            Lists::Classic => Policy::TwoList,
-            Lists::Generations => Policy::Generations,
+            Lists::Classic => LruPolicy::TwoList,
+            Lists::Generations => LruPolicy::Generations,
         }
     }
 }

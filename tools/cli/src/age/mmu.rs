@@ -8,7 +8,7 @@
 use crate::age::run::is_ageing;
 use hugemm_base::{CpuId, Invalidation, PhysAddr, TlbHw, TlbScope, VirtAddr};
 use hugemm_host::cpu::Host;
-use hugemm_host::ipi::MembarrierIpi;
+use hugemm_inspect::ipi::MembarrierIpi;
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};

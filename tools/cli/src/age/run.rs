@@ -3,18 +3,18 @@
 use crate::age::mmu::SoftMmu;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{CpuCx, CpuId, CpuLocal, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
-use hugemm_clear::{Clearer, Policy as ClearPolicy, Profile};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_base::{Cpu, CpuCx, CpuId, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_clear::Clearer;
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::crew::{Crew, Serving};
-use hugemm_host::interrupt;
-use hugemm_host::ipi::MembarrierIpi;
+use hugemm_inspect::interrupt;
+use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{EditLock, ShootdownPolicy, Span, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{Ageing, BATCH, Budget, Compressed, Level, Lru, Policy, Reclaim, Step, Steps};
-use hugemm_vm::{AreaKind, Backing, Cx, NoPool, Parts, Setup, SpaceRef, Vm};
-use hugemm_workloads::age::{Figures, InPlace, Process, Random, Touch, marks};
+use hugemm_paging::{EditLock, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_reclaim::{Ageing, BATCH, Compressed, Level, Lru, LruPolicy, Reclaim, ShrinkBudget, Step, Steps};
+use hugemm_vm::{AddressSpaceRef, Backing, Cx, NoPool, Parts, Pinned, Setup, Vm, VmaKind};
+use hugemm_workloads::age::{AgeFigures, InPlace, Process, Random, Touch, marks};
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -25,6 +25,9 @@ use std::time::{Duration, Instant};
 /// Where the shared region begins in every space, and where a process's own memory does.
 const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
 const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
+
+/// One of so many forks ends a pin.
+const PIN_EACH: u64 = 16;
 
 const NODE: NodeId = NodeId(0);
 /// Windows that each process gets at least, however short the time.
@@ -103,7 +106,7 @@ impl<'h> Touch<OnHost<'h>> for Touches<'_, 'h> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RunConfig {
     pub page: PageSize,
-    pub policy: Policy,
+    pub policy: LruPolicy,
     pub ageing: Ageing,
     pub procs: u32,
     pub cpus: u32,
@@ -121,7 +124,7 @@ pub fn run(
     places: &[CpuPlace],
     interrupts: Option<&MembarrierIpi>,
     config: &RunConfig,
-) -> Result<Figures> {
+) -> Result<AgeFigures> {
     on_machine(machine, memory, places, interrupts, config, |rig| rig.processes(config))
 }
 
@@ -194,7 +197,7 @@ fn on_machine<R>(
     host.set_preempt_model(PreemptModel::Full);
     let mmu = SoftMmu::new(&host, config.cpus, interrupts);
     let arenas = [ArenaSpec { extent: host.frames(), node: NODE, descriptors: None }];
-    let layout = Config { arenas: &arenas, cpus: config.cpus, cpu_nodes: &[] };
+    let layout = FramesConfig { arenas: &arenas, cpus: config.cpus, cpu_nodes: &[] };
     let bytes = Frames::<Plain>::required_bytes(&layout)?.size() as u64;
     let mut metadata = machine.memory(bytes.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
     let metadata = metadata.as_mut_slice();
@@ -203,10 +206,10 @@ fn on_machine<R>(
     // SAFETY: the only owner of the host's frames, released once.
     host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
     let slots: Vec<TlbCpu> = (0..config.cpus).map(|_| TlbCpu::default()).collect();
-    let words = Tlbs::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
+    let words = TlbShootdown::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
     let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: this view only, of the host's CPUs.
-    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, &mmu) }?;
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, &mmu) }?;
     let lrus = [Lru::new(&frames, config.policy)];
     let store = host
         .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, Lz4, config.cpus, config.swap >> 12))?
@@ -214,16 +217,7 @@ fn on_machine<R>(
     let store = ManuallyDrop::new(store);
     let pager: Pages<'_> = Reclaim::new(&lrus, &*store, marks(host.frames().pages(), config.page), Clocked::default());
     pager.set_ageing(config.ageing);
-    let features = hugemm_clear::Features::detect();
-    let parts = Parts {
-        frames: &frames,
-        tlbs: &tlbs,
-        clearer: Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?,
-        shootdown: ShootdownPolicy::BATCHED,
-        pager,
-        pressure: NoPressure,
-        pool: NoPool,
-    };
+    let parts = Parts::with_pager(&frames, &shootdown, Clearer::uncalibrated(), pager);
     // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
     let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
     let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default() };
@@ -262,7 +256,7 @@ impl<'h> Rig<'_, 'h> {
             let cx = unsafe { CpuCx::new(self.host) };
             // What others want is none of what this thread is at.
             let step = STEP.replace((Step::Outside, None));
-            self.vm.tlbs().serve(&cx);
+            self.vm.shootdown().handle_ipi(&cx);
             STEP.set(step);
         };
         Ok(self.host.run_on(cpu, |cx| self.crew.work(&serve, || f(cx)))?)
@@ -272,13 +266,13 @@ impl<'h> Rig<'_, 'h> {
         &'v self,
         config: &RunConfig,
         own: u64,
-    ) -> Result<(hugemm_vm::SharedRef<'v, OnHost<'h>>, Vec<SpaceRef<'v, OnHost<'h>>>)> {
+    ) -> Result<(hugemm_vm::SharedRef<'v, OnHost<'h>>, Vec<AddressSpaceRef<'v, OnHost<'h>>>)> {
         self.as_cpu(CpuId(0), |cx| {
             let object = self.vm.create_shared(cx, config.shared >> 12, config.page, false)?;
             let mut spaces = Vec::new();
             for _ in 0..config.procs {
                 let space = self.vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47)?)?;
-                let kind = AreaKind::private(config.page);
+                let kind = VmaKind::private(config.page);
                 let span = Span::new(SHARED_AT, config.shared)?;
                 self.vm.map(cx, &space, span, kind, Backing::Shared(&object, 0))?;
                 if own > 0 {
@@ -293,7 +287,7 @@ impl<'h> Rig<'_, 'h> {
     fn end<'v>(
         &'v self,
         object: hugemm_vm::SharedRef<'v, OnHost<'h>>,
-        spaces: Vec<SpaceRef<'v, OnHost<'h>>>,
+        spaces: Vec<AddressSpaceRef<'v, OnHost<'h>>>,
     ) -> Result<()> {
         self.as_cpu(CpuId(0), |cx| {
             for space in spaces {
@@ -308,12 +302,12 @@ impl<'h> Rig<'_, 'h> {
         })?
     }
 
-    fn processes(&self, config: &RunConfig) -> Result<Figures> {
+    fn processes(&self, config: &RunConfig) -> Result<AgeFigures> {
         let own = if config.check { (config.shared / 16).next_multiple_of(config.page.bytes()) } else { 0 };
         let (object, spaces) = self.spaces(config, own)?;
         let start = Barrier::new(config.cpus as usize);
         let stop = AtomicBool::new(false);
-        let total: Mutex<Figures> = Mutex::default();
+        let total: Mutex<AgeFigures> = Mutex::default();
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
             let cpus: Vec<_> = (0..config.cpus)
                 .map(|cpu| {
@@ -336,13 +330,14 @@ impl<'h> Rig<'_, 'h> {
             cpus.into_iter().map(|cpu| cpu.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
         results.into_iter().collect::<Result<()>>()?;
-        let Figures { seconds, windows, touched, .. } = total.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let AgeFigures { seconds, windows, touched, .. } = total.into_inner().unwrap_or_else(PoisonError::into_inner);
         let pager = self.vm.pager();
-        let reclaimed = self
-            .as_cpu(CpuId(0), |cx| Figures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step)))?;
+        let reclaimed = self.as_cpu(CpuId(0), |cx| {
+            AgeFigures::of_reclaim(cx, pager, self.store, NODE, |step| pager.steps().of(step))
+        })?;
         let age_flush_ns = reclaimed.age_flush_ns + self.mmu.age_flush_ns();
-        let shootdowns = self.vm.tlbs().counts();
-        let figures = Figures { seconds, windows, touched, shootdowns, age_flush_ns, ..reclaimed };
+        let shootdowns = self.vm.shootdown().counts();
+        let figures = AgeFigures { seconds, windows, touched, shootdowns, age_flush_ns, ..reclaimed };
         self.end(object, spaces)?;
         Ok(figures)
     }
@@ -353,18 +348,19 @@ impl<'h> Rig<'_, 'h> {
         cx: &mut CpuCx<'_, Host<'h>>,
         config: &RunConfig,
         own: u64,
-        spaces: &[SpaceRef<'_, OnHost<'h>>],
+        spaces: &[AddressSpaceRef<'_, OnHost<'h>>],
         stop: &AtomicBool,
-    ) -> Result<Figures> {
+    ) -> Result<AgeFigures> {
         let cpu = cx.platform().current();
         let touches = Touches(self.mmu);
         let mine: Vec<u32> = (0..config.procs).filter(|process| process % config.cpus == cpu.0).collect();
         let mut wrote: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (config.shared >> 12) as usize]).collect();
         let mut private: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (own >> 12) as usize]).collect();
         let mut stores = vec![0; mine.len()];
+        let mut pins: Vec<Option<Pinned>> = mine.iter().map(|_| None).collect();
         let mut random = Random::new(u64::from(cpu.0) + 7);
         let (pager, free) = (self.vm.pager(), |cx: &CpuCx<'_, _>| self.vm.frames().stats(cx).available());
-        let mut done = Figures::default();
+        let mut done = AgeFigures::default();
         let begin = Instant::now();
         let mut turn = 0;
         // On a machine that is busy with other things, however little time they leave, memory runs short all the same.
@@ -375,13 +371,13 @@ impl<'h> Rig<'_, 'h> {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
             }
             if mine.is_empty() {
-                self.vm.tlbs().serve(cx);
+                self.vm.shootdown().handle_ipi(cx);
                 continue;
             }
             let which = turn % mine.len();
             turn += 1;
             let space = &spaces[mine[which] as usize];
-            space.tlb().switch_in(self.vm.tlbs(), cx);
+            space.tlb().switch_in(self.vm.shootdown(), cx);
             let regions = [(SHARED_AT, &mut wrote[which], false), (OWN_AT, &mut private[which], true)];
             let mut result = Ok(());
             for (at, wrote, alone) in regions {
@@ -393,7 +389,7 @@ impl<'h> Rig<'_, 'h> {
                 result = process.window(cx, self.vm, space, &touches, 0, &mut done.touched);
                 stores[which] = process.stores;
             }
-            space.tlb().switch_out(self.vm.tlbs(), cx);
+            space.tlb().switch_out(self.vm.shootdown(), cx);
             done.windows += 1;
             result?;
             if config.check && turn % 4 == 0 {
@@ -401,12 +397,32 @@ impl<'h> Rig<'_, 'h> {
                 let (number, random) = (mine[which], Random::new(random.below(u64::MAX)));
                 let (wrote, stores) = (&mut private[which], &mut stores[which]);
                 let mut process = Process { number, at: OWN_AT, wrote, alone: true, random, stores: *stores };
-                let touched = &mut done.touched;
-                process.fork_and_unmap(cx, self.vm, space, &touches, config.page, &mut spare, touched)?;
+                let (vm, touched) = (self.vm, &mut done.touched);
+                // A device has a page while others reclaim, and while the process touches, forks and unmaps.
+                if pins[which].is_none() {
+                    pins[which] = process.pin(cx, vm, space, config.page, touched)?;
+                }
+                let result = process.fork_and_unmap(cx, vm, space, &touches, config.page, &mut spare, touched);
+                let pinned = pins[which].as_ref();
+                let looked = pinned.map_or(Ok(false), |pinned| process.look_at_pinned(cx, vm, space, pinned))?;
+                if (!looked || process.random.below(PIN_EACH) == 0)
+                    && let Some(pinned) = pins[which].take()
+                    && vm.unpin(cx, space, pinned).is_err()
+                {
+                    bail!("a pin is another space's");
+                }
+                result?;
                 *stores = process.stores;
             }
         }
         done.seconds = begin.elapsed().as_secs_f64();
+        for (number, pinned) in mine.iter().zip(pins) {
+            if let Some(pinned) = pinned
+                && self.vm.unpin(cx, &spaces[*number as usize], pinned).is_err()
+            {
+                bail!("a pin is another space's");
+            }
+        }
         Ok(done)
     }
 
@@ -437,14 +453,14 @@ impl<'h> Rig<'_, 'h> {
     fn cost(
         &self,
         cx: &mut CpuCx<'_, Host<'h>>,
-        spaces: &[SpaceRef<'_, OnHost<'h>>],
+        spaces: &[AddressSpaceRef<'_, OnHost<'h>>],
         config: &RunConfig,
     ) -> Result<Option<Cost>> {
         let pages = config.shared >> 12;
         for space in spaces {
-            space.tlb().switch_in(self.vm.tlbs(), cx);
+            space.tlb().switch_in(self.vm.shootdown(), cx);
             self.touch_all(cx, space, 0..pages)?;
-            space.tlb().switch_out(self.vm.tlbs(), cx);
+            space.tlb().switch_out(self.vm.shootdown(), cx);
         }
         let before = self.seen();
         let mut evicted = 0;
@@ -462,21 +478,21 @@ impl<'h> Rig<'_, 'h> {
         let used = || (0..pages).filter(|page| (page + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 0);
         let (last, others) = spaces.split_last().context("a process")?;
         for space in others {
-            space.tlb().switch_in(self.vm.tlbs(), cx);
+            space.tlb().switch_in(self.vm.shootdown(), cx);
             self.touch_all(cx, space, used())?;
-            space.tlb().switch_out(self.vm.tlbs(), cx);
+            space.tlb().switch_out(self.vm.shootdown(), cx);
         }
-        last.tlb().switch_in(self.vm.tlbs(), cx);
+        last.tlb().switch_in(self.vm.shootdown(), cx);
         self.touch_all(cx, last, used())?;
         self.round(cx, config, pages, &mut evicted);
         let done = self.seen();
         // What comes back now had been used, and was taken for old.
         let (mut refaults, mut refault_ns) = self.touch_all(cx, last, used())?;
-        last.tlb().switch_out(self.vm.tlbs(), cx);
+        last.tlb().switch_out(self.vm.shootdown(), cx);
         for space in others {
-            space.tlb().switch_in(self.vm.tlbs(), cx);
+            space.tlb().switch_in(self.vm.shootdown(), cx);
             let (faults, nanos) = self.touch_all(cx, space, used())?;
-            space.tlb().switch_out(self.vm.tlbs(), cx);
+            space.tlb().switch_out(self.vm.shootdown(), cx);
             (refaults, refault_ns) = (refaults + faults, refault_ns + nanos);
         }
         Ok(Some(Cost {
@@ -493,7 +509,7 @@ impl<'h> Rig<'_, 'h> {
     fn touch_all(
         &self,
         cx: &mut CpuCx<'_, Host<'h>>,
-        space: &SpaceRef<'_, OnHost<'h>>,
+        space: &AddressSpaceRef<'_, OnHost<'h>>,
         pages: impl Iterator<Item = u64>,
     ) -> Result<(u64, u64)> {
         let touches = Touches(self.mmu);
@@ -513,7 +529,7 @@ impl<'h> Rig<'_, 'h> {
     fn round(&self, cx: &mut CpuCx<'_, Host<'h>>, config: &RunConfig, pages: u64, evicted: &mut u64) {
         let pager = self.vm.pager();
         let first = self.seen().pages;
-        let budget = Budget { free: u64::MAX, scan: config.page.pages() * BATCH as u64 };
+        let budget = ShrinkBudget { free: u64::MAX, scan: config.page.pages() * BATCH as u64 };
         while self.seen().pages - first < pages {
             let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
             *evicted += progress.freed;

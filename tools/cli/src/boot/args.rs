@@ -11,13 +11,13 @@ use anyhow::{Result, bail};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use hugemm_base::{Order, PageSize};
-use hugemm_kernel::request::{self, Crash, List, Part, Plant, Request};
+use hugemm_kernel_commands::request::{self, Crash, List, Part, Plant, Request};
 use std::path::PathBuf;
 
 /// What can be run.
 pub const BOOT_HELP: &str = "\
 COMMAND is one of
-  run              [-r RUNS]                       the day of 'hugemm run'
+  run              [-r RUNS]                       the phases of 'hugemm run'
   bench mem memset [-s SIZE] [-k CHUNK,…] [-l LOOPS]
   bench mem mmap   [-s SIZE] [-p 4KB|2MB|1GB] [-f demand,populate] [-l LOOPS]
   bench vm-create  [-s SIZE] [-p 4KB,2MB,1GB] [--how demand,prefault,pin] [--workers N,…]
@@ -70,7 +70,7 @@ struct KernelLine {
 
 #[derive(Debug, Subcommand)]
 enum KernelCommand {
-    /// A day in the life of a virtual machine host.
+    /// The work of a virtual machine host.
     Run {
         #[arg(short, long, default_value_t = 3, value_parser = runs())]
         runs: u32,

@@ -3,11 +3,12 @@
 use crate::document::Row;
 use crate::stats::Samples;
 use anyhow::{Context, Result, bail};
-use hugemm_kernel::report::LAST_WORDS;
+use hugemm_kernel::LAST_WORDS;
+use hugemm_workloads::record::Record;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// A line of the kernel, as `hugemm_kernel::report` documents it.
+/// A line of the kernel, as `hugemm_kernel_commands::report` documents it.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Line {
@@ -24,13 +25,13 @@ pub enum Line {
     },
     /// One run's value.
     Sample(Sample),
+    /// What a run counted.
+    Record(Counted),
     /// A remark.
     Note {
         /// The text.
         text: String,
     },
-    /// The kernel lives, and has nothing else to say.
-    Alive {},
     /// The command failed.
     Failed {
         /// Why.
@@ -60,6 +61,15 @@ pub struct Sample {
     labels: Map<String, Value>,
 }
 
+/// What a run counted: a record of the workloads, by its name.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Counted {
+    name: String,
+    labels: Map<String, Value>,
+    #[serde(flatten)]
+    fields: Map<String, Value>,
+}
+
 #[derive(Deserialize)]
 struct Numbered {
     seq: u64,
@@ -75,6 +85,8 @@ pub struct Transcript {
     pub boot: Option<Boot>,
     /// Results so far.
     rows: Vec<(Sample, Samples)>,
+    /// What runs counted, in order.
+    counted: Vec<Counted>,
     /// Remarks.
     pub notes: Vec<String>,
     /// The lines of a report of a panic, a fault or a hang.
@@ -93,7 +105,7 @@ impl Transcript {
             self.report.push(words.to_owned());
             return Ok(None);
         }
-        // The firmware talks too; its lines do not begin like this.
+        // The firmware talks too, and the kernel says that it lives; such lines do not begin like this.
         if !text.starts_with("{\"seq\":") {
             return Ok(None);
         }
@@ -107,8 +119,8 @@ impl Transcript {
             Line::Boot(boot) => self.boot = Some(boot),
             Line::Progress { done, of, what } => return Ok(Some((done, of, what))),
             Line::Sample(sample) => self.add(sample),
+            Line::Record(counted) => self.counted.push(counted),
             Line::Note { text } => self.notes.push(text),
-            Line::Alive {} => {}
             Line::Failed { text } => self.result = Some(Err(text)),
             Line::Done {} => self.result = Some(Ok(())),
         }
@@ -126,6 +138,17 @@ impl Transcript {
                 self.rows.push((sample, samples));
             }
         }
+    }
+
+    /// Every record of this kind with its labels. A field that this hugemm does not know is left out.
+    pub fn records<R: Record>(&self) -> impl Iterator<Item = (R, &Map<String, Value>)> {
+        self.counted.iter().filter(|counted| counted.name == R::NAME).map(|counted| {
+            let mut record = R::default();
+            for (field, value) in &counted.fields {
+                record.set(field, value.as_f64().unwrap_or(f64::NAN));
+            }
+            (record, &counted.labels)
+        })
     }
 
     /// Every metric with its labels and its runs.
@@ -171,6 +194,8 @@ impl Transcript {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_workloads::age::AgeFigures;
+    use hugemm_workloads::vm_host::PhaseFigures;
 
     fn sample(seq: u64, value: f64, order: u32) -> String {
         format!(
@@ -188,6 +213,17 @@ mod tests {
         let rows = transcript.rows();
         assert_eq!(rows.iter().map(Row::value).collect::<Vec<_>>(), [2.0, 5.0]);
         assert_eq!(transcript.tables().len(), 2, "three runs, one run");
+    }
+
+    #[test]
+    fn records_arrive_with_their_labels() {
+        let mut transcript = Transcript::default();
+        let line = r#"{"seq":0,"kind":"record","name":"run.phase","nanos":7.0,"saved":-4096.0,"reclaimed.stored":3.0,"new":1.0,"labels":{"side":"page"}}"#;
+        transcript.take(line).expect("valid");
+        let (figures, labels) = transcript.records::<PhaseFigures>().next().expect("one");
+        assert_eq!((figures.nanos, figures.saved, figures.reclaimed.stored), (7, -4096, 3));
+        assert_eq!(labels["side"], "page");
+        assert_eq!(transcript.records::<AgeFigures>().count(), 0);
     }
 
     #[test]
@@ -210,8 +246,8 @@ mod tests {
     #[test]
     fn the_end_is_known() {
         let mut transcript = Transcript::default();
-        transcript.take("{\"seq\":0,\"kind\":\"alive\"}").expect("valid");
-        transcript.take("{\"seq\":1,\"kind\":\"failed\",\"text\":\"why\"}").expect("valid");
+        transcript.take("alive").expect("no result");
+        transcript.take("{\"seq\":0,\"kind\":\"failed\",\"text\":\"why\"}").expect("valid");
         assert_eq!(transcript.result, Some(Err("why".to_owned())));
     }
 }

@@ -31,7 +31,7 @@ const FIELDS: [(&str, &str); 20] = [
     ("transparent huge pages", "/transparent_huge_pages/enabled"),
     ("their 2 MiB size", "/transparent_huge_pages/enabled_2m"),
     ("their defrag", "/transparent_huge_pages/defrag"),
-    ("descriptor economy", "/hugetlb_optimize_vmemmap"),
+    ("vmemmap optimization", "/hugetlb_optimize_vmemmap"),
     ("governor", "/frequency/governor"),
     ("boost", "/frequency/boost"),
     ("virtual machine", "/virtualization/hypervisor"),

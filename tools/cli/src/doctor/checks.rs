@@ -2,13 +2,13 @@
 
 use super::facts::Facts;
 use crate::size::Size;
-use hugemm_host::environment::PoolInfo;
-use hugemm_host::limits::Bound;
+use hugemm_inspect::environment::PoolInfo;
+use hugemm_inspect::limits::Bound;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// Memory that `make run` takes at once: the smallest day lives in 512 MiB, and this machine's kernel fills at most as much
+/// Memory that `make run` takes at once: the smallest run takes 512 MiB, and this machine's kernel fills at most as much
 /// beside it.
 const NEEDED: u64 = GIB;
 
@@ -381,8 +381,8 @@ fn kvm(facts: &Facts) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hugemm_host::cgroup::CgroupLimit;
-    use hugemm_host::environment::Environment;
+    use hugemm_inspect::cgroup::CgroupLimit;
+    use hugemm_inspect::environment::Environment;
 
     /// A machine on which nothing is wrong.
     fn sound() -> Facts {

@@ -2,11 +2,11 @@
 
 use crate::{image, qemu};
 use anyhow::Result;
-use hugemm_clear::{Class, Features};
-use hugemm_host::environment::Environment;
-use hugemm_host::limits::{Bound, Limits};
-use hugemm_host::roots::Roots;
-use hugemm_host::topology::ThpSettings;
+use hugemm_clear::{Features, PrimitiveClass};
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::limits::{Bound, Limits};
+use hugemm_inspect::roots::Roots;
+use hugemm_inspect::topology::ThpSettings;
 use rustix::fs::{Access, access};
 use std::path::PathBuf;
 use std::process::Command;
@@ -61,7 +61,7 @@ impl Facts {
             access(file, Access::WRITE_OK).is_ok()
         };
         let pools_writable = pools.filter(writable).collect();
-        let streaming = |class| class == Class::Streaming;
+        let streaming = |class| class == PrimitiveClass::Streaming;
         Ok(Facts {
             takeable: limits.takeable(),
             memlock: limits.memlock,

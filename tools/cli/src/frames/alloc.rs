@@ -11,7 +11,7 @@ use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Order};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent, pairs};
 

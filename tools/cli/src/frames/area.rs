@@ -11,10 +11,10 @@ use crate::size::Size;
 use crate::stats::Samples;
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_SHIFT, PageSize};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_host::interrupt;
-use hugemm_host::memory::Region;
+use hugemm_inspect::interrupt;
+use hugemm_inspect::memory::Region;
 use hugemm_workloads::alloc_free::{Source, Spent};
 use indicatif::ProgressBar;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -48,8 +48,8 @@ impl Plan {
         ArenaSpec { extent: self.extent, node: NodeId(0), descriptors: None }
     }
 
-    fn config<'a>(&self, arenas: &'a [ArenaSpec]) -> Config<'a> {
-        Config { arenas, cpus: self.cpus, cpu_nodes: &[] }
+    fn config<'a>(&self, arenas: &'a [ArenaSpec]) -> FramesConfig<'a> {
+        FramesConfig { arenas, cpus: self.cpus, cpu_nodes: &[] }
     }
 
     /// Memory for the allocator's own data.

@@ -1,5 +1,5 @@
-//! `hugemm bench free`: blocks split into pages and freed as a range or page by page (seed 002's loop), whole frozen
-//! blocks. What else it measures is in `frames_parts`.
+//! `hugemm bench free`: blocks split into pages and freed as a range or page by page (the loop of
+//! "Optimize free_contig_range()"), whole frozen blocks. What else it measures is in `frames_parts`.
 
 use super::parts;
 use crate::document::Row;
@@ -13,9 +13,9 @@ use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::ranges::{self, Trouble, Way};
+use hugemm_workloads::alloc_free::ranges::{self, FreeMethod, RangesError};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 
 const COUNTED: &str = "hugemm, counted";
@@ -156,7 +156,11 @@ impl<'a> Work<'a> for Blocks<'a> {
             let mut extents = vec![Extent::default(); held as usize];
             // Either way first, by turns.
             turn += 1;
-            let ways = if turn.is_multiple_of(2) { [Way::Range, Way::EachPage] } else { [Way::EachPage, Way::Range] };
+            let ways = if turn.is_multiple_of(2) {
+                [FreeMethod::Range, FreeMethod::EachPage]
+            } else {
+                [FreeMethod::EachPage, FreeMethod::Range]
+            };
             let mut taking = Spent::default();
             let (mut range, mut each, mut locks) = (None, None, None);
             for way in ways {
@@ -173,14 +177,14 @@ impl<'a> Work<'a> for Blocks<'a> {
                     })?;
                     match done {
                         Ok((took, gave)) => (taking, freeing) = (taking.plus(took), freeing.plus(gave)),
-                        Err(Trouble::Indivisible) => break,
-                        Err(trouble @ Trouble::Exhausted(_)) => return Err(trouble.into()),
+                        Err(RangesError::Indivisible) => break,
+                        Err(error @ RangesError::Exhausted(_)) => return Err(error.into()),
                     }
                     left -= now;
                 }
                 if freeing.operations > 0 {
                     let figure = Some(freeing.each());
-                    if way == Way::Range {
+                    if way == FreeMethod::Range {
                         range = figure;
                         locks = own.then_some((area.lock_rounds()? - before) as f64 / n as f64);
                     } else {

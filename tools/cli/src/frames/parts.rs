@@ -11,7 +11,7 @@ use crate::table;
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, Extent, Order, PAGE_SHIFT, Pfn};
 use hugemm_host::cpu::Host;
-use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, Way};
+use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, FreeMethod};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Unclaimed};
 use indicatif::ProgressBar;
 
@@ -42,9 +42,9 @@ pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressB
         let halves: Vec<Extent> = extents.iter().flat_map(|e| [e.slice(0, 256), e.slice(256, 512)]).collect();
         let spent = area.on_cpus(if matches!(parts, Parts::TwoCpus) { 2 } else { 1 }, &source, |cx, cpu| {
             Ok(match parts {
-                Parts::Whole => ranges::give(cx, &source, &extents, Way::Range),
-                Parts::Halves => ranges::give(cx, &source, &halves, Way::Range),
-                Parts::TwoCpus => ranges::part(cx, &source, &extents, Way::Range, cpu.into(), 2),
+                Parts::Whole => ranges::give(cx, &source, &extents, FreeMethod::Range),
+                Parts::Halves => ranges::give(cx, &source, &halves, FreeMethod::Range),
+                Parts::TwoCpus => ranges::part(cx, &source, &extents, FreeMethod::Range, cpu.into(), 2),
             })
         })?;
         let slowest = spent.iter().map(|spent| spent.nanos).max().unwrap_or(0);

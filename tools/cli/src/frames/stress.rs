@@ -1,5 +1,6 @@
 //! `hugemm bench stress`: all orders up to 10 from one shared area on several CPUs, with an ownership bitmap beside the
-//! allocator. Fails if a frame is ever handed out twice, is not taken back, or is lost.
+//! allocator. Meanwhile every CPU claims ranges of 2 MiB, which are isolated for as long, and frames are poisoned one after
+//! the other. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
 
 use crate::document::Row;
 use crate::frames::area::Plan;
@@ -8,14 +9,17 @@ use crate::machine::Machine;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{Clock, CpuId, Order};
-use hugemm_host::environment::Environment;
-use hugemm_host::interrupt;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
 use hugemm_workloads::alloc_free::random::Random;
 use hugemm_workloads::alloc_free::stress::{self, Ownership, Stressed};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Steps between looks at the clock.
-const STEPS: u64 = 65_536;
+/// Steps between looks at the clock, and between claims.
+const STEPS: u64 = 8192;
+
+/// One frame of so many is poisoned before the time is over.
+const PAGES_PER_POISON: u64 = 512;
 
 /// Places where CPUs hand blocks to each other.
 const PLACES: usize = 64;
@@ -34,6 +38,9 @@ pub fn run(args: &Stress) -> Result<()> {
     let Some(ownership) = Ownership::new(area.extent, &words) else {
         bail!("{} is no multiple of 256KB; give one that is", args.size)
     };
+    let places: Vec<AtomicU64> = (0..area.extent.pages() / PAGES_PER_POISON).map(|_| AtomicU64::new(0)).collect();
+    let ownership = ownership.with_poison(&places);
+    let claims = AtomicU64::new(0);
     let exchange: Vec<AtomicU64> = (0..PLACES).map(|_| AtomicU64::new(0)).collect();
     // So many in each hand that all of it is in use at times: a block is 186 pages on average, and half the hand full.
     let hand = (area.extent.pages() / 93 / u64::from(threads)).max(4);
@@ -47,18 +54,31 @@ pub fn run(args: &Stress) -> Result<()> {
         let from = area.host.now_ns();
         let mut sum = Stressed::default();
         while !stop.load(Ordering::Relaxed) && !interrupt::requested() {
-            let seconds = (area.host.now_ns() - from) / 1_000_000_000;
+            let nanos = area.host.now_ns() - from;
+            let (seconds, of) = (nanos / 1_000_000_000, u128::from(args.seconds) * 1_000_000_000);
             if seconds >= args.seconds {
                 break;
             }
             if cpu == 0 {
                 bar.set_position(seconds);
+                // The first at once, the last well before the end.
+                let due = u128::from(nanos) * 2 * places.len() as u128 / of + 1;
+                if (ownership.poisoned() as u128) < due {
+                    ownership.poison(cx, &area.frames, &mut random);
+                }
             }
             match stress::run(cx, &area.frames, &ownership, &exchange, &mut held, STEPS, &mut random) {
                 Ok(more) => {
                     sum.taken.iter_mut().zip(more.taken).for_each(|(sum, more)| *sum += more);
                     sum.failed += more.failed;
                 }
+                Err(broken) => {
+                    stop.store(true, Ordering::Relaxed);
+                    return Err(broken);
+                }
+            }
+            match stress::claim(cx, &area.frames, &ownership, &mut random) {
+                Ok(claimed) => _ = claims.fetch_add(claimed.into(), Ordering::Relaxed),
                 Err(broken) => {
                     stop.store(true, Ordering::Relaxed);
                     return Err(broken);
@@ -76,14 +96,39 @@ pub fn run(args: &Stress) -> Result<()> {
         stress::finish(cx, &area.frames, &ownership, &exchange, &mut Random::new(args.seed))
     })??;
     interrupt::check()?;
-    let left = area.host.run_on(CpuId(0), |cx| area.frames.stats(cx).available())?;
-    if left != area.extent.pages() {
-        bail!("{} frames of {} were lost or invented: free are {left}", area.extent.pages().abs_diff(left), args.size);
+    // A poisoned frame that is in a cache is found when it leaves that.
+    area.host.run_on_each((0..threads).map(CpuId), |cx| area.frames.drain(cx))?;
+    let (left, refused) = area.host.run_on(CpuId(0), |cx| {
+        let stats = area.frames.stats(cx);
+        (stats.available(), stats.refused)
+    })?;
+    let poisoned = ownership.poisoned() as u64;
+    if refused != poisoned {
+        bail!("{poisoned} frames were poisoned, and {refused} are out of use");
     }
-    report(args, &machine, environment, threads, &sums)
+    let sound = area.extent.pages() - poisoned;
+    if left != sound {
+        bail!("{} frames of {} were lost or invented: free are {left}", sound.abs_diff(left), args.size);
+    }
+    let hazards = Hazards { poisoned, claims: claims.into_inner() };
+    report(args, &machine, environment, threads, &sums, hazards)
 }
 
-fn report(args: &Stress, machine: &Machine, environment: Environment, threads: u32, sums: &[Stressed]) -> Result<()> {
+/// What happened meanwhile.
+struct Hazards {
+    poisoned: u64,
+    claims: u64,
+}
+
+fn report(
+    args: &Stress,
+    machine: &Machine,
+    environment: Environment,
+    threads: u32,
+    sums: &[Stressed],
+    hazards: Hazards,
+) -> Result<()> {
+    let Hazards { poisoned, claims } = hazards;
     let mut rows = Vec::new();
     let mut lines = table::new(["order", "taken"]);
     let mut all = 0;
@@ -97,12 +142,15 @@ fn report(args: &Stress, machine: &Machine, environment: Environment, threads: u
     }
     let failed: u64 = sums.iter().map(|sum| sum.failed).sum();
     rows.push(Row::single("bench.stress.failed", failed as f64, "count").label("cpus", threads));
+    rows.push(Row::single("bench.stress.hwpoisoned", poisoned as f64, "count").label("cpus", threads));
+    rows.push(Row::single("bench.stress.claimed", claims as f64, "ranges").label("cpus", threads));
     rows.push(Row::single("bench.stress.handed_out_twice", 0.0, "count").label("cpus", threads));
     if !machine.quiet() {
         environment_text::print(&environment);
         table::print(&format!("Blocks taken from {} by {threads} CPUs in {} s", args.size, args.seconds), &lines);
         println!(
-            "\n  {all} blocks, {failed} requests that found nothing; no frame was handed out twice, none was lost"
+            "\n  {all} blocks, {claims} claims of 2 MiB, {poisoned} frames poisoned, {failed} requests that found nothing; no \
+             frame was handed out twice or poisoned, none was lost"
         );
     }
     machine.report(&args.common, environment, rows)

@@ -1,6 +1,6 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
-use crate::args::Common;
+use crate::args::{Calibration, Common, Warmup};
 use crate::size::Size;
 use clap::{Args, Subcommand, ValueHint};
 use hugemm_lease::memory_file::Page;
@@ -37,6 +37,11 @@ pub struct Lease {
     /// The file with the secret of kept memory: made by the first lease, needed by later ones.
     #[arg(long, value_name = "FILE", requires = "keep", value_hint = ValueHint::FilePath)]
     pub secret: Option<PathBuf>,
+    /// Clear what was kept before the command gets it, past the caches.
+    #[arg(long, requires = "keep")]
+    pub scrub: bool,
+    #[command(flatten)]
+    pub calibration: Calibration,
     /// Fail where nothing can be leased, instead of running COMMAND without.
     #[arg(long)]
     pub require: bool,
@@ -94,9 +99,33 @@ pub struct Serve {
     /// Who may lease how much, a line each: `uid 1000 64G`, `gid 36 512G 0,1` [default: root and this user].
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub policy: Option<PathBuf>,
-    /// Where to listen.
+    /// Where to listen, unless a service manager passes a socket.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     pub socket: Option<PathBuf>,
+    /// Where OpenMetrics text is fetched: ADDRESS:PORT, or a path with a `/` for a Unix socket.
+    #[arg(long, value_name = "PLACE")]
+    pub metrics: Option<String>,
+}
+
+/// `hugemm bench lease`
+#[derive(Debug, Args)]
+pub struct BenchLease {
+    /// Sizes of the machines. Each takes three times as much of the kernel's pool, which is raised for it.
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_values = ["256MB", "1GB", "2GB"])]
+    pub sizes: Vec<Size>,
+    /// Threads of `prealloc=on` [default: as many as CPUs].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub threads: Option<u32>,
+    /// Measured runs.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    #[command(flatten)]
+    pub warmup: Warmup,
+    /// The QEMU to start.
+    #[arg(long, value_name = "PATH", default_value = "qemu-system-x86_64", value_hint = ValueHint::ExecutablePath)]
+    pub qemu: PathBuf,
+    #[command(flatten)]
+    pub common: Common,
 }
 
 /// Commands to a daemon.

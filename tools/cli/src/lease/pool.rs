@@ -5,18 +5,21 @@ use crate::size::Size;
 use crate::table;
 use anyhow::{Context, Result, bail};
 use comfy_table::CellAlignment;
-use hugemm_host::interrupt;
-use hugemm_host::pool::HugetlbPool;
+use hugemm_inspect::interrupt;
+use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::{Connection, default_socket};
-use hugemm_lease::daemon::{Config, Daemon};
+use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{Manners, fill};
-use hugemm_lease::policy::Policy;
+use hugemm_lease::metrics::{self, MetricsListener};
+use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::server::{Listener, serve as serve_socket};
+use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{Answer, Request};
 use std::fs;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
@@ -35,11 +38,11 @@ fn serve(args: &Serve) -> Result<()> {
     let shapes = Shapes::new(&shapes, args.size.0, args.page.bytes())?;
     let owner = rustix::process::geteuid().as_raw();
     let policy = match &args.policy {
-        None => Policy::closed(owner),
+        None => LendingPolicy::closed(owner),
         Some(path) => {
             let text = fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))?;
             let size = |text: &str| text.parse::<Size>().ok().map(|size| size.0);
-            Policy::read(owner, &text, size).with_context(|| path.display().to_string())?
+            LendingPolicy::read(owner, &text, size).with_context(|| path.display().to_string())?
         }
     };
     let pool = args.page.pool();
@@ -47,13 +50,24 @@ fn serve(args: &Serve) -> Result<()> {
         // Says what the kernel has not, before anybody waits for it.
         HugetlbPool::new().status(size, args.node)?;
     }
+    // SAFETY: this process's only call; the numbers are of descriptors that it was started with, so nothing else has them.
+    let inherited = unsafe { service::inherited() }.context("what the service manager passes cannot be read")?;
     let path = args.socket.clone().unwrap_or_else(default_socket);
-    if let Some(directory) = path.parent() {
-        fs::create_dir_all(directory).with_context(|| format!("{} cannot be made", directory.display()))?;
+    let listener = match inherited.listener {
+        Some(listener) => listener,
+        None => listen(&path, args.policy.is_some())?,
+    };
+    let metrics = args.metrics.as_ref().map(|place| -> Result<_> {
+        MetricsListener::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
+    });
+    let metrics = metrics.transpose()?;
+    let daemon = Arc::new(Daemon::new(PoolConfig { page: args.page, node: args.node, shapes, policy }));
+    daemon.adopt(inherited.files);
+    if let Some(metrics) = metrics {
+        let daemon = Arc::clone(&daemon);
+        // Ends with the process.
+        thread::spawn(move || metrics::serve(&daemon, &metrics));
     }
-    let listener = Listener::bind(&path, args.policy.is_some())
-        .with_context(|| format!("cannot listen at {}; choose another place with --socket", path.display()))?;
-    let daemon = Arc::new(Daemon::new(Config { page: args.page, node: args.node, shapes, policy }));
     let manners = Manners {
         cap: args.max_bandwidth.map(|size| size.0),
         cpus: args.cpus.as_ref().map_or(Vec::new(), |cpus| cpus.0.clone()),
@@ -65,6 +79,7 @@ fn serve(args: &Serve) -> Result<()> {
         while !interrupt::requested() {
             thread::sleep(std::time::Duration::from_millis(100));
         }
+        service::stopping();
         drop(told);
     });
     let node = args.node;
@@ -77,10 +92,19 @@ fn serve(args: &Serve) -> Result<()> {
             fill(&daemon, &manners, free);
         });
         println!("leases at {}", path.display());
+        service::ready();
         serve_socket(&daemon, &listener, stop.as_fd())
     })?;
     let _ = waiter.join();
     Ok(())
+}
+
+fn listen(path: &Path, open: bool) -> Result<Listener> {
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).with_context(|| format!("{} cannot be made", directory.display()))?;
+    }
+    Listener::bind(path, open)
+        .with_context(|| format!("cannot listen at {}; choose another place with --socket", path.display()))
 }
 
 fn ask(args: &Ask, request: &Request) -> Result<Answer> {

@@ -96,21 +96,21 @@ pub enum GuestMem {
     Mmap(GuestMmap),
 }
 
-/// Descriptor economy by name.
+/// Vmemmap optimization by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
-pub enum Economy {
+pub enum Hvo {
     /// Every huge page keeps all its descriptors.
     Off,
     /// Redundant descriptors are given back.
     On,
 }
 
-impl Economy {
+impl Hvo {
     /// Its name on the command line and in results.
     pub fn name(self) -> &'static str {
         match self {
-            Economy::Off => "off",
-            Economy::On => "on",
+            Hvo::Off => "off",
+            Hvo::On => "on",
         }
     }
 }
@@ -124,9 +124,9 @@ pub struct GuestPool {
     /// Their size.
     #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
     pub page: Page,
-    /// Descriptor economy.
+    /// Vmemmap optimization.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on")]
-    pub hvo: Vec<Economy>,
+    pub hvo: Vec<Hvo>,
 }
 
 /// `bench mem mmap`

@@ -14,7 +14,7 @@ use crate::stats::Samples;
 use crate::table;
 use anyhow::Result;
 use hugemm_base::PageSize;
-use hugemm_kernel::request::{List, Request, VmCreate};
+use hugemm_kernel_commands::request::{List, Request, VmCreate};
 use serde_json::{Value, json};
 
 /// The work.

@@ -10,8 +10,8 @@ use crate::qemu::Accel;
 use crate::stats::Samples;
 use crate::table;
 use anyhow::Result;
-use hugemm_host::interrupt;
-use hugemm_kernel::request::Request;
+use hugemm_inspect::interrupt;
+use hugemm_kernel_commands::request::Request;
 use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -57,23 +57,23 @@ impl<'w> Reference<'w> {
     }
 }
 
-/// hugemm with economy on against each Linux with economy off: a table, the goal, and their rows.
+/// hugemm with the optimization on against each Linux with the optimization off: a table, the goal, and their rows.
 pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
     let label = |row: &Row, name: &str| row.labels().get(name).cloned().unwrap_or_default();
     let mut lines = table::new(["Linux", "CPUs", "up", "down"]);
     let (mut ratios, mut worst) = (Vec::new(), f64::NEG_INFINITY);
-    for row in rows.iter().filter(|row| row.metric() == "linux.pool.up_ns" && label(row, "economy") == "off") {
+    for row in rows.iter().filter(|row| row.metric() == "linux.pool.up_ns" && label(row, "hvo") == "off") {
         let (kernel, cpus) = (label(row, "kernel"), label(row, "cpus"));
         if kernel == NAME {
             continue;
         }
         let ratio = |metric: &str| {
-            let value = |kernel: &Value, economy: &str| {
+            let value = |kernel: &Value, optimizer: &str| {
                 let is = |row: &&Row| {
                     row.metric() == metric
                         && label(row, "kernel") == *kernel
                         && label(row, "cpus") == cpus
-                        && label(row, "economy") == economy
+                        && label(row, "hvo") == optimizer
                 };
                 rows.iter().find(is).map(Row::value).filter(|value| *value > 0.0)
             };
@@ -95,7 +95,7 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
     samples.push(worst);
     goals.at_most("pool.on_vs_linux_off", &samples, "ratio", 1.0);
     if !quiet {
-        table::print("hugemm with descriptor economy / Linux without, time per page", &lines);
+        table::print("hugemm with vmemmap optimization / Linux without, time per page", &lines);
         goals.print();
     }
     ratios.extend(goals.into_rows());
@@ -106,17 +106,17 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
 mod tests {
     use super::*;
 
-    fn row(kernel: &str, economy: &str, direction: &str, value: f64) -> Row {
+    fn row(kernel: &str, optimizer: &str, direction: &str, value: f64) -> Row {
         let row = Row::single(format!("linux.pool.{direction}_ns"), value, "ns per page").label("kernel", kernel);
-        row.label("cpus", 2).label("economy", economy)
+        row.label("cpus", 2).label("hvo", optimizer)
     }
 
     fn table_of(down: f64) -> Vec<Row> {
         let mut rows = Vec::new();
-        for (kernel, economy, up, down) in
+        for (kernel, optimizer, up, down) in
             [("6.1", "off", 4.0, 2.0), ("6.1", "on", 8.0, 9.0), (NAME, "off", 1.0, 1.0), (NAME, "on", 2.0, down)]
         {
-            rows.extend([row(kernel, economy, "up", up), row(kernel, economy, "down", down)]);
+            rows.extend([row(kernel, optimizer, "up", up), row(kernel, optimizer, "down", down)]);
         }
         compare(&rows, true)
     }

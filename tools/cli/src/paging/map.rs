@@ -23,13 +23,13 @@ use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::Host;
-use hugemm_host::environment::Environment;
-use hugemm_host::flush_cost::{FlushCost, WORKING_SET, spin};
-use hugemm_host::memory::Region;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
+use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, Span, X86_64};
-use hugemm_workloads::mapping::{ByRange, Field, Times, Way, pass, pass_in_tables, pass_with_tables};
+use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in_tables, pass_with_tables};
 
 /// Where the range begins: a border of 512 GiB.
 const AT: VirtAddr = VirtAddr::new(2 << 40);
@@ -113,7 +113,7 @@ pub fn run(args: &Map) -> Result<()> {
     environment.note_region("tables", &memory);
     let extent = Host::new(&machine.places(1)?, memory.as_mut_slice())?.frames();
     let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-    let config = Config { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
     let bytes = Frames::<Plain>::required_bytes(&config)?.size() as u64;
     let mut metadata =
         machine.memory(bytes.next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, crate::args::Kind::Thp)?;
@@ -258,7 +258,7 @@ impl<'b> Bench<'b, '_> {
 }
 
 /// All that is measured of one way, in the order of [`whats`].
-fn measured<W: Way>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Vec<Option<f64>>> {
+fn measured<W: MapperLoop>(host: &Host<'_>, way: &mut W, field: Field, flush: &dyn Fn()) -> Result<Vec<Option<f64>>> {
     let Times { map, protect_settled, protect_live, protect_tables, rewritten, write_again, unmap } =
         pass(host, way, field, flush)?;
     let [one, ten, all] = rewritten;

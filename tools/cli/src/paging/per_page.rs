@@ -3,7 +3,7 @@
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, VirtAddr};
 use hugemm_frames::{Frames, Plain};
-use hugemm_workloads::mapping::{By, Field, State, Trouble, Way};
+use hugemm_workloads::mapping::{Field, MapLoopError, MapMethod, MapperLoop, State};
 use hugemm_x86_64::FrameSource;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -50,23 +50,28 @@ const UNDER: [u64; 3] = [1 << 9, 1 << 18, 1 << 27];
 const TABLE: PageTableFlags = PageTableFlags::PRESENT.union(PageTableFlags::WRITABLE);
 
 impl<P: Cpu> PerPage<'_, '_, '_, P> {
-    fn update(&mut self, field: Field, pages: impl Iterator<Item = u64>, flags: PageTableFlags) -> Result<(), Trouble> {
+    fn update(
+        &mut self,
+        field: Field,
+        pages: impl Iterator<Item = u64>,
+        flags: PageTableFlags,
+    ) -> Result<(), MapLoopError> {
         for index in pages {
             // SAFETY: nobody translates by this table.
             let done = unsafe { self.mapper.update_flags(page(field, index), flags) };
-            done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
+            done.map(MapperFlush::ignore).map_err(|_| MapLoopError::Page(index))?;
         }
         Ok(())
     }
 
     /// Sets the flags of the entries that refer to tables, of the highest level whose entries the field fills, and of the
     /// leaves that are left: by the crate's own functions for it.
-    fn update_tables(&mut self, field: Field, table: PageTableFlags, leaf: PageTableFlags) -> Result<(), Trouble> {
+    fn update_tables(&mut self, field: Field, table: PageTableFlags, leaf: PageTableFlags) -> Result<(), MapLoopError> {
         let mut index = 0;
         while index < field.pages {
             let (page, rest) = (page(field, index), field.pages - index);
             let all = |done: Result<MapperFlushAll, FlagUpdateError>| {
-                done.map(MapperFlushAll::ignore).map_err(|_| Trouble::Page(index))
+                done.map(MapperFlushAll::ignore).map_err(|_| MapLoopError::Page(index))
             };
             // SAFETY: nobody translates by this table.
             unsafe {
@@ -156,11 +161,11 @@ fn flags(state: State) -> PageTableFlags {
     flags
 }
 
-impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
+impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
     /// Whichever is faster for what is written afterwards, which its user would have to know before.
-    const LAZY: &'static [By] = &[By::Tables, By::Leaves];
+    const LAZY: &'static [MapMethod] = &[MapMethod::Tables, MapMethod::Leaves];
 
-    fn map(&mut self, field: Field) -> Result<(), Trouble> {
+    fn map(&mut self, field: Field) -> Result<(), MapLoopError> {
         let flags = flags(State { writable: true, settled: true });
         let mut index = 0;
         for run in field.runs() {
@@ -169,39 +174,41 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
                 let frame = PhysFrame::containing_address(at);
                 // SAFETY: nobody translates by this table.
                 let done = unsafe { self.mapper.map_to(page(field, index), frame, flags, &mut self.source) };
-                done.map(MapperFlush::ignore).map_err(|_| Trouble::Page(index))?;
+                done.map(MapperFlush::ignore).map_err(|_| MapLoopError::Page(index))?;
                 index += 1;
             }
         }
         Ok(())
     }
 
-    fn protect(&mut self, field: Field, by: By) -> Result<(), Trouble> {
+    fn protect(&mut self, field: Field, by: MapMethod) -> Result<(), MapLoopError> {
         let leaf = flags(State { writable: false, settled: true });
         match by {
-            By::Tables => self.update_tables(field, TABLE - PageTableFlags::WRITABLE, leaf),
-            By::Leaves => self.update(field, 0..field.pages, leaf),
+            MapMethod::Tables => self.update_tables(field, TABLE - PageTableFlags::WRITABLE, leaf),
+            MapMethod::Leaves => self.update(field, 0..field.pages, leaf),
         }
     }
 
-    fn write_again(&mut self, field: Field, page: u64, by: By) -> Result<(), Trouble> {
+    fn write_again(&mut self, field: Field, page: u64, by: MapMethod) -> Result<(), MapLoopError> {
         match by {
-            By::Tables => {
+            MapMethod::Tables => {
                 self.hand_down(field, page);
                 Ok(())
             }
-            By::Leaves => self.update(field, std::iter::once(page), flags(State { writable: true, settled: true })),
+            MapMethod::Leaves => {
+                self.update(field, std::iter::once(page), flags(State { writable: true, settled: true }))
+            }
         }
     }
 
-    fn is_writable(&mut self, field: Field, index: u64) -> Result<bool, Trouble> {
+    fn is_writable(&mut self, field: Field, index: u64) -> Result<bool, MapLoopError> {
         let way = self.way(page(field, index));
         // SAFETY: tables of this tree, which is borrowed.
         let mut all = way.iter().map(|(table, index)| unsafe { table.as_ref() }[*index].flags());
         Ok(all.all(|flags| flags.contains(PageTableFlags::WRITABLE | PageTableFlags::PRESENT)))
     }
 
-    fn change(&mut self, field: Field, to: State) -> Result<(), Trouble> {
+    fn change(&mut self, field: Field, to: State) -> Result<(), MapLoopError> {
         for index in (0..field.pages).step_by(UNDER[0] as usize) {
             for (mut table, index) in self.way(page(field, index)).into_iter().take(3) {
                 // SAFETY: tables of this tree, which is borrowed.
@@ -214,15 +221,15 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
 
     /// That crate's mapper stores what it has read and changed, which loses a bit that hardware has set in between: no way
     /// to edit what CPUs translate by. So the same walk, and a locked edit.
-    fn protect_live(&mut self, field: Field) -> Result<(), Trouble> {
+    fn protect_live(&mut self, field: Field) -> Result<(), MapLoopError> {
         for index in 0..field.pages {
-            let entry = self.entry(page(field, index)).ok_or(Trouble::Page(index))?;
+            let entry = self.entry(page(field, index)).ok_or(MapLoopError::Page(index))?;
             entry.fetch_and(!PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
         }
         Ok(())
     }
 
-    fn unmap(&mut self, field: Field) -> Result<u64, Trouble> {
+    fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError> {
         self.unmap_leaves(field)?;
         let range = Page::range_inclusive(page(field, 0), page(field, field.pages - 1));
         // SAFETY: nobody translates by the table, so its empty tables can be freed at once.
@@ -230,9 +237,9 @@ impl<P: Cpu> Way for PerPage<'_, '_, '_, P> {
         Ok(field.pages)
     }
 
-    fn unmap_leaves(&mut self, field: Field) -> Result<u64, Trouble> {
+    fn unmap_leaves(&mut self, field: Field) -> Result<u64, MapLoopError> {
         for index in 0..field.pages {
-            let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| Trouble::Page(index))?;
+            let (frame, flush) = self.mapper.unmap(page(field, index)).map_err(|_| MapLoopError::Page(index))?;
             flush.ignore();
             std::hint::black_box(frame);
         }

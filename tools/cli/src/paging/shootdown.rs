@@ -20,17 +20,17 @@ use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
     CpuCx, CpuId, Dirty, Invalidation, NodeId, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr,
 };
-use hugemm_frames::{ArenaSpec, Config, Frames, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_host::environment::Environment;
-use hugemm_host::flush_cost::{FlushCost, WORKING_SET, spin};
-use hugemm_host::interrupt;
-use hugemm_host::ipi::{MembarrierIpi, function_call_interrupts};
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
+use hugemm_inspect::interrupt;
+use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_paging::{
-    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, TlbSpace, Tlbs,
-    User, X86_64,
+    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, TlbShootdown,
+    TlbSpace, User, X86_64,
 };
-use hugemm_workloads::shootdown::{self, FromFrames, Operation, Setup, Shot};
+use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -190,7 +190,7 @@ fn on_machine<H: TlbHw + Sync>(
     let host = Host::new(places, memory.as_mut_slice())?;
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
     let nodes = vec![NodeId(0); places.len()];
-    let config = Config { arenas: &arenas, cpus: places.len() as u32, cpu_nodes: &nodes };
+    let config = FramesConfig { arenas: &arenas, cpus: places.len() as u32, cpu_nodes: &nodes };
     let bytes = (Frames::<Plain>::required_bytes(&config)?.size() as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(bytes, PageSize::Size2M, Kind::Thp)?;
     let metadata = metadata.as_mut_slice();
@@ -202,9 +202,9 @@ fn on_machine<H: TlbHw + Sync>(
 
     let tlb_cpus: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
-    let inboxes = words(Tlbs::<&H>::inbox_words(tlb_cpus.len()));
+    let inboxes = words(TlbShootdown::<&H>::inbox_words(tlb_cpus.len()));
     // SAFETY: the host's CPUs are the first of these; the slices are used for nothing else.
-    let tlbs = unsafe { Tlbs::new(&tlb_cpus, &inboxes, hw) }?;
+    let shootdown = unsafe { TlbShootdown::new(&tlb_cpus, &inboxes, hw) }?;
     let table: PageTable<X86_64, EditLock> = host
         .run_on(CpuId(0), |cx| {
             // SAFETY: the host's memory is a direct map.
@@ -216,11 +216,12 @@ fn on_machine<H: TlbHw + Sync>(
         .context("an empty page table")?;
     let space: TlbSpace<User, Keep, Vec<AtomicU64>> =
         // SAFETY: no CPU of these translates by anything, and there is no other space.
-        unsafe { TlbSpace::with_masks(&tlbs, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64))) }?;
+        unsafe { TlbSpace::with_masks(&shootdown, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64))) }?;
     // SAFETY: the host's memory is a direct map.
     let tables = unsafe { FromFrames::new(&frames) };
     let frame = host.frames().base();
-    let setup = Setup { tlbs: &tlbs, space: &space, table: &table, tables: &tables, frame, refill: &|| () };
+    let setup =
+        ShootdownRig { shootdown: &shootdown, space: &space, table: &table, tables: &tables, frame, refill: &|| () };
 
     // CPUs without a thread have the space loaded too; somebody else does their part.
     for cpu in places.len() as u32..cpus {
@@ -228,29 +229,29 @@ fn on_machine<H: TlbHw + Sync>(
         let standing_in = StandIn::new(&alone, CpuId(cpu));
         // SAFETY: the only context of this platform on this thread.
         let cx = unsafe { CpuCx::new(&standing_in) };
-        space.switch_in(&tlbs, &cx);
+        space.switch_in(&shootdown, &cx);
     }
     let (stop, ready) = (AtomicBool::new(false), AtomicU32::new(0));
     std::thread::scope(|scope| {
         let _stop = StopOnDrop(&stop);
         let peers: Vec<_> = (1..places.len() as u32)
             .map(|cpu| {
-                let (host, tlbs, space, stop, ready) = (&host, &tlbs, &space, &stop, &ready);
+                let (host, shootdown, space, stop, ready) = (&host, &shootdown, &space, &stop, &ready);
                 scope.spawn(move || {
                     host.run_on(CpuId(cpu), |cx| {
-                        space.switch_in(tlbs, cx);
+                        space.switch_in(shootdown, cx);
                         ready.fetch_add(1, Ordering::Release);
                         while !stop.load(Ordering::Relaxed) {
-                            tlbs.serve(cx);
+                            shootdown.handle_ipi(cx);
                             std::hint::spin_loop();
                         }
-                        space.switch_out(tlbs, cx);
+                        space.switch_out(shootdown, cx);
                     })
                 })
             })
             .collect();
         let measured = host.run_on(CpuId(0), |cx| {
-            space.switch_in(&tlbs, cx);
+            space.switch_in(&shootdown, cx);
             while ready.load(Ordering::Acquire) < places.len() as u32 - 1 {
                 if peers.iter().any(|peer| peer.is_finished()) {
                     return Err(anyhow!("a thread could not be bound to its CPU"));

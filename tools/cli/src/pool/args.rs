@@ -24,7 +24,7 @@ impl From<HugeSize> for PageSize {
     }
 }
 
-/// Descriptor economy by name.
+/// Vmemmap optimization by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Hvo {
     /// Redundant descriptors are given back, whole blocks of them by one store.
@@ -53,7 +53,7 @@ pub struct Pool {
     /// Page size.
     #[arg(short, long, value_enum, default_value_t = HugeSize::Size2M)]
     pub page: HugeSize,
-    /// Descriptor economy.
+    /// Vmemmap optimization.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on,in-place")]
     pub hvo: Vec<Hvo>,
     /// How flushes are shared.

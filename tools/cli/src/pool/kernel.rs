@@ -3,13 +3,13 @@
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::{Economy, GuestPool};
+use crate::linux::args::{GuestPool, Hvo};
 use crate::stats::Samples;
 use hugemm_base::PageSize;
-use hugemm_kernel::request::{List, Pool, TooMany};
+use hugemm_kernel_commands::request::{List, Pool, TooMany};
 use serde_json::{Map, Value, json};
 
-/// Whether a figure is one of this side: economy off, or on with whole blocks swapped and flushes per batch.
+/// Whether a figure is one of this side: optimization off, or on with whole blocks swapped and flushes per batch.
 fn is_side(labels: &Map<String, Value>, on: bool) -> bool {
     labels.get("hvo") == Some(&Value::Bool(on)) && (!on || labels.get("swap") == Some(&Value::Bool(true)))
 }
@@ -50,7 +50,7 @@ pub fn goals(rows: &[Row], emulated: bool) -> (Goals, Vec<Row>) {
 
 /// The request that is the same work as a Linux guest's.
 pub fn request(pool: &GuestPool, runs: u32) -> Result<Pool, TooMany> {
-    let (off, on) = (pool.hvo.contains(&Economy::Off), pool.hvo.contains(&Economy::On));
+    let (off, on) = (pool.hvo.contains(&Hvo::Off), pool.hvo.contains(&Hvo::On));
     let order = PageSize::from(pool.page).order().get();
     Ok(Pool { n: List::new([pool.n])?, order, off, on, in_place: false, per_page: false, runs })
 }
@@ -58,7 +58,7 @@ pub fn request(pool: &GuestPool, runs: u32) -> Result<Pool, TooMany> {
 /// The kernel's runs as a Linux guest reports its own.
 pub fn events(transcript: &Transcript) -> Vec<Value> {
     let mut events = Vec::new();
-    for (on, economy) in [(false, Economy::Off.name()), (true, Economy::On.name())] {
+    for (on, optimizer) in [(false, Hvo::Off.name()), (true, Hvo::On.name())] {
         let values = |what: &str| {
             let metric = format!("bench.pool.{what}");
             let found = transcript.samples().find(|(of, labels, _)| *of == metric && is_side(labels, on));
@@ -68,7 +68,7 @@ pub fn events(transcript: &Transcript) -> Vec<Value> {
         for (run, pages) in pages.iter().enumerate() {
             let value = |what| values(what).get(run).copied();
             events.push(json!({
-                "run": run + 1, "economy": economy, "pages": pages,
+                "run": run + 1, "hvo": optimizer, "pages": pages,
                 "up_ns": value("up_ns").map(|each| each * pages), "up_tlb": value("ipis_up"),
                 "down_ns": value("down_ns").map(|each| each * pages), "down_tlb": value("ipis_down"),
                 "up_function_calls": 0, "down_function_calls": 0,
@@ -107,7 +107,7 @@ mod tests {
         let events = events(&transcript());
         assert_eq!(events.len(), 4);
         let last = &events[3];
-        assert_eq!((&last["economy"], &last["run"]), (&json!("on"), &json!(2)));
+        assert_eq!((&last["hvo"], &last["run"]), (&json!("on"), &json!(2)));
         assert_eq!((&last["up_ns"], &last["up_tlb"]), (&json!(150.0 * 64.0), &json!(6.0)));
         assert_eq!(last["down_tlb"], Value::Null, "not measured");
     }

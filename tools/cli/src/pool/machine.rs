@@ -5,13 +5,14 @@ use anyhow::{Context, Result};
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{Dirty, Extent, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
-use hugemm_frames::{ArenaSpec, Config, Descriptor, Env, Frames};
+use hugemm_frames::{ArenaSpec, Descriptor, Env, Frames, FramesConfig};
 use hugemm_host::cpu::{BASE_FRAME, Host};
-use hugemm_host::memory::Region;
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
-    Area, Counts, DescriptorMap, Economy, FlatMemory, Group, HugePool, Mapped, Policy, SoftMap, Tail, WalkCache,
+    DescriptorMap, FlatMemory, Group, HugePageCounts, HugePool, Mapped, OptimizerPolicy, PoolArena, SoftMap, Tail,
+    VmemmapOptimizer, WalkCache,
 };
+use hugemm_inspect::memory::Region;
 use hugemm_paging::Keep;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -68,7 +69,7 @@ pub struct Ground<'m> {
     pub frames: &'m Frames<'m, Soft<'m>>,
     /// The tables.
     pub map: &'m Map<'m>,
-    areas: Vec<Area>,
+    areas: Vec<PoolArena>,
     tails: &'m [Tail],
 }
 
@@ -105,8 +106,8 @@ impl Plan {
         ArenaSpec { extent: self.all, node: NodeId(0), descriptors: NonNull::new(array) }
     }
 
-    fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> Config<'a> {
-        Config { arenas, cpus, cpu_nodes: &[] }
+    fn config<'a>(&self, arenas: &'a [ArenaSpec], cpus: u32) -> FramesConfig<'a> {
+        FramesConfig { arenas, cpus, cpu_nodes: &[] }
     }
 
     /// Builds the machine for `f`, in memory that takes room when it is touched.
@@ -155,12 +156,12 @@ impl Plan {
         let claimed = host.run_on(hugemm_base::CpuId(0), |cx| {
             // SAFETY: released once, here; the memory is the machine's.
             unsafe { frames.release(cx, Dirty::assume_owned(self.all)) };
-            frames.claim_exact(cx, descriptors)
+            frames.alloc_contig_range(cx, descriptors)
         })??;
-        // Theirs until economy frees them.
+        // Theirs until the optimizer frees them.
         let _ = claimed.into_extent();
         // SAFETY: `arena` tells the allocator that its descriptors are there, where the map has them.
-        let areas = vec![unsafe { Area::new(self.all, NodeId(0)).with_descriptors(self.first()) }];
+        let areas = vec![unsafe { PoolArena::new(self.all, NodeId(0)).with_descriptors(self.first()) }];
         let tails = [Tail::default()];
         f(&Ground { frames: &frames, map: &map, areas, tails: &tails })
     }
@@ -172,10 +173,10 @@ impl Plan {
 }
 
 impl<'m> Ground<'m> {
-    /// An economy with this policy.
-    pub fn economy(&self, policy: Policy) -> Economy<'m, Soft<'m>, Map<'m>> {
+    /// An optimizer with this policy.
+    pub fn optimizer(&self, policy: OptimizerPolicy) -> VmemmapOptimizer<'m, Soft<'m>, Map<'m>> {
         // SAFETY: the frames behind the descriptors were claimed for them by `build_in`; the bench has one at a time.
-        unsafe { Economy::new(self.frames, self.map, self.tails, policy) }
+        unsafe { VmemmapOptimizer::new(self.frames, self.map, self.tails, policy) }
     }
 
     /// An empty pool for `f`.
@@ -183,7 +184,7 @@ impl<'m> Ground<'m> {
         let mut areas = self.areas.clone();
         let mut groups: Vec<Group> =
             (0..HugePool::<SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
-        let mut nodes = [Counts::default()];
+        let mut nodes = [HugePageCounts::default()];
         let pool = HugePool::new(size, &mut areas, &mut groups, &mut nodes)?;
         f(&pool)
     }

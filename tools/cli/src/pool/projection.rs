@@ -4,13 +4,14 @@
 use crate::document::Row;
 use crate::table;
 
-/// A machine of seed 004: seconds that Linux took for `pages` pages of 2 MiB, before and after batching.
+/// A machine of "Batch hugetlb vmemmap modification operations": seconds that Linux took for `pages` pages of
+/// 2 MiB, before and after batching.
 struct Published {
     machine: &'static str,
     cpus: &'static str,
     direction: &'static str,
     pages: f64,
-    /// Economy off; on, with flushes per page; off and on in the batched kernel.
+    /// Optimization off; on, with flushes per page; off and on in the batched kernel.
     off: f64,
     on_page: f64,
     batched_off: f64,
@@ -63,7 +64,7 @@ const PUBLISHED: [Published; 4] = [
 /// What was counted and measured here for one direction.
 #[derive(Clone, Copy, Debug)]
 pub struct Here {
-    /// Nanoseconds per page beyond economy off, without what flushes cost.
+    /// Nanoseconds per page beyond optimization off, without what flushes cost.
     pub extra_ns: f64,
     /// Flushes of one batch.
     pub flushes: f64,
@@ -121,7 +122,7 @@ pub fn print(up: Here, down: Here, quiet: bool, rows: &mut Vec<Row>) {
         table::print("Calculated, not measured: 2 MiB pages on the machines of the published figures", &lines);
         println!(
             "\n  A flush's cost comes from the published figures of the other direction (unbatched minus batched, per \
-             page);\n  hugemm's time is Linux's without economy, plus the extra time per page measured here, plus its \
+             page);\n  hugemm's time is Linux's without the optimization, plus the extra time per page measured here, plus its \
              flushes."
         );
     }

@@ -4,10 +4,10 @@ use super::plan::Plan;
 use crate::stats::Samples;
 use anyhow::{Result, bail};
 use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, Pfn};
-use hugemm_frames::{ArenaSpec, Config, Frames, NodeStats, Plain};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, NodeStats, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_host::interrupt;
-use hugemm_workloads::replay::{self, Op, Slots, Tally};
+use hugemm_inspect::interrupt;
+use hugemm_workloads::replay::{self, Op, ReplayCounts, Slots};
 use std::time::Instant;
 
 /// The first managed frame: 1 GiB, so that alignment in the arena is alignment in memory.
@@ -32,7 +32,7 @@ impl Setup {
     /// Bytes of metadata that the allocator needs.
     pub fn metadata_bytes(&self) -> Result<usize> {
         let arenas = [self.arena()?];
-        let config = Config { arenas: &arenas, cpus: self.cpus, cpu_nodes: &[] };
+        let config = FramesConfig { arenas: &arenas, cpus: self.cpus, cpu_nodes: &[] };
         let layout = Frames::<Plain>::required_bytes(&config)?;
         Ok(layout.size() + layout.align())
     }
@@ -67,7 +67,7 @@ pub struct Outcome {
     /// Each kind of operation.
     pub kinds: Vec<Kind>,
     /// What came of the operations (the same in every run).
-    pub tally: Tally,
+    pub tally: ReplayCounts,
     /// Operations of `before` that failed.
     pub unfit: u64,
     /// The allocator when most was in use.
@@ -117,7 +117,7 @@ type Manager<'m> = Frames<'m, Plain>;
 impl<'h> Replayer<'_, 'h> {
     fn manager<'m>(&self, metadata: &'m mut [u8]) -> Result<Manager<'m>> {
         let arenas = [self.setup.arena()?];
-        let config = Config { arenas: &arenas, cpus: self.setup.cpus, cpu_nodes: &[] };
+        let config = FramesConfig { arenas: &arenas, cpus: self.setup.cpus, cpu_nodes: &[] };
         let align = Frames::<Plain>::required_bytes(&config)?.align();
         let offset = metadata.as_ptr().align_offset(align).min(metadata.len());
         let metadata = &mut metadata[offset..];
@@ -177,7 +177,7 @@ impl<'h> Replayer<'_, 'h> {
         let frames = self.manager(metadata)?;
         let mut slots = Slots::new(words);
         self.before(&frames, &mut slots)?;
-        let (mut nanos, mut tally) = (0, Tally::default());
+        let (mut nanos, mut tally) = (0, ReplayCounts::default());
         self.turns(|cx, ops| {
             let start = Instant::now();
             let part = replay::run(cx, &frames, ops, &mut slots);
@@ -191,8 +191,8 @@ impl<'h> Replayer<'_, 'h> {
         Ok(nanos)
     }
 
-    /// Checks the books: what the trace leaves in use is in use, and all of it can be freed.
-    fn settle(&self, frames: &Manager<'_>, slots: &mut Slots<'_>, tally: Tally) -> Result<(NodeStats, u64)> {
+    /// Checks the accounting: what the trace leaves in use is in use, and all of it can be freed.
+    fn settle(&self, frames: &Manager<'_>, slots: &mut Slots<'_>, tally: ReplayCounts) -> Result<(NodeStats, u64)> {
         if let Some(why) = tally.refused {
             bail!("the allocator refused a block that it had handed out: {why}; please report this with the trace");
         }
@@ -231,7 +231,7 @@ impl<'h> Replayer<'_, 'h> {
         for op in &self.plan.before {
             note_order(op, &mut orders);
         }
-        let (mut tally, mut done, mut at_peak) = (Tally::default(), 0, self.stats(&frames)?);
+        let (mut tally, mut done, mut at_peak) = (ReplayCounts::default(), 0, self.stats(&frames)?);
         let mut kinds = Kinds::default();
         self.turns(|cx, ops| {
             for op in ops {

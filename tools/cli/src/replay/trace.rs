@@ -3,7 +3,7 @@
 use super::parse::{Line, line};
 use super::plan::{Plan, Planner};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_host::interrupt;
+use hugemm_inspect::interrupt;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;

@@ -99,7 +99,7 @@ fn lost_events_are_added_up() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever happens to a recording, it is read or refused in one line, and what is read keeps its books.
+    /// Whatever happens to a recording, it is read or refused in one line, and what is read adds up.
     #[test]
     fn mutated_recordings_never_panic(
         cut in 0_usize..TRACE_CMD.len(),

@@ -6,7 +6,7 @@ use crate::document::Row;
 use crate::saved::{identity, plain};
 use crate::size::Size;
 use crate::units::better;
-use hugemm_clear::{Class, Primitive};
+use hugemm_clear::{Primitive, PrimitiveClass};
 use std::collections::HashMap;
 
 /// A row, and the document that it comes from where several have its metric.
@@ -89,7 +89,7 @@ fn telling<'a>(figures: &[Figure<'a>], used: &[&'a str]) -> Vec<&'a str> {
 
 /// Labels that name sides, the most telling first.
 const SIDES: [&str; 10] =
-    ["side", "subject", "function", "primitive", "way", "beside", "kernel", "economy", "flush", "preempt"];
+    ["side", "subject", "function", "primitive", "way", "beside", "kernel", "hvo", "flush", "preempt"];
 
 /// Labels that say how much was done: where another label tells figures apart as well, that one is more telling.
 const AMOUNTS: [&str; 4] = ["n", "pages", "size", "runs"];
@@ -225,14 +225,14 @@ fn one<'a>(
 /// Where writing past the cache overtakes the caches: the threshold that loses least over all sizes, as calibration
 /// chooses it, of the best of each class. None if it never pays.
 fn overtaking(plot: &Plot) -> Option<Mark> {
-    let best = |class: Class, x: f64| {
+    let best = |class: PrimitiveClass, x: f64| {
         let of_class = plot.series.iter().filter(|s| Primitive::from_name(&s.name).is_some_and(|p| p.class() == class));
         of_class.filter_map(|series| series.at(x)).map(|point| point.y).reduce(f64::max)
     };
     let places: Vec<(f64, f64, f64)> = plot
         .places()
         .into_iter()
-        .filter_map(|x| Some((x, best(Class::Cached, x)?, best(Class::Streaming, x)?)))
+        .filter_map(|x| Some((x, best(PrimitiveClass::Cached, x)?, best(PrimitiveClass::Streaming, x)?)))
         .collect();
     let loss = |from: usize| -> f64 {
         let lost = |(index, (_, cached, bulk)): (usize, &(f64, f64, f64))| {

@@ -5,7 +5,7 @@ use super::plot::number;
 use crate::document::Row;
 use crate::saved::{identity, plain};
 use crate::size::Size;
-use hugemm_host::environment::Environment;
+use hugemm_inspect::environment::Environment;
 use serde::Deserialize;
 use serde_json::Value;
 

@@ -47,7 +47,7 @@ const CPUS: Option<(&str, &str, Scale)> = Some(("cpus", "CPUs", Scale::Count));
 
 const PAGES: Option<(&str, &str, Scale)> = Some(("pages", "pages", Scale::Count));
 
-const DAY: &str = "A day of a virtual machine host";
+const HOST: &str = "A virtual machine host";
 const CLEARING: &str = "Clearing";
 const POPULATING: &str = "Populating";
 const ALLOCATING: &str = "Allocating and freeing";
@@ -59,31 +59,31 @@ const POOLS: &str = "Huge page pools";
 /// All views, in the order of the page.
 pub const VIEWS: [View; 43] = [
     View {
-        section: DAY,
-        title: "Time of each part of the day",
+        section: HOST,
+        title: "Time of each phase",
         metrics: &[("run.time", "")],
         groups: &["phase"],
-        note: "The kernel has as much of the day as a process can ask for: its destruction is that of less memory.",
+        note: "The kernel has as much of the run as a process can ask for: its destruction is that of less memory.",
         ..PLAIN
     },
-    View { section: DAY, title: "The whole day", metrics: &[("run.day", "")], ..PLAIN },
+    View { section: HOST, title: "The whole run", metrics: &[("run.total", "")], ..PLAIN },
     View {
-        section: DAY,
-        title: "TLB flushes in each part of the day",
+        section: HOST,
+        title: "TLB flushes in each phase",
         metrics: &[("run.flushes", "")],
         groups: &["phase"],
         ..PLAIN
     },
     View {
-        section: DAY,
-        title: "CPUs interrupted in each part of the day",
+        section: HOST,
+        title: "CPUs interrupted in each phase",
         metrics: &[("run.interrupts", "")],
         groups: &["phase"],
         note: "A process counts those that it would send, to CPUs that nobody plays; the reference kernel sends them.",
         ..PLAIN
     },
     View {
-        section: DAY,
+        section: HOST,
         title: "Bandwidth of the parts that fill memory",
         metrics: &[("run.bandwidth", "")],
         groups: &["phase"],
@@ -91,21 +91,21 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: DAY,
+        section: HOST,
         title: "Time per page of the parts that do not touch memory",
         metrics: &[("run.each", "")],
         groups: &["phase"],
         ..PLAIN
     },
     View {
-        section: DAY,
+        section: HOST,
         title: "Pages stored to swap under pressure, and loaded from it",
         metrics: &[("run.stored", "stored"), ("run.loaded", "loaded")],
         ..PLAIN
     },
-    View { section: DAY, title: "TLB flushes because of ageing", metrics: &[("run.age_flushes", "")], ..PLAIN },
+    View { section: HOST, title: "TLB flushes because of ageing", metrics: &[("run.age_flushes", "")], ..PLAIN },
     View {
-        section: DAY,
+        section: HOST,
         title: "Descriptor memory given back",
         metrics: &[("run.saved", "")],
         groups: &["phase"],
@@ -365,16 +365,16 @@ pub const VIEWS: [View; 43] = [
     },
     View {
         section: POOLS,
-        title: "What descriptor economy costs, on / off",
+        title: "What vmemmap optimization costs, on / off",
         metrics: &[("linux.pool.tax_up", "growing"), ("linux.pool.tax_down", "shrinking")],
         x: CPUS,
         note: "1 is free. Stock Linux guests, and hugemm's reference kernel, on the same virtual machine. The ratio is larger where \
-               resizing without economy takes next to nothing.",
+               resizing without the optimization takes next to nothing.",
         ..PLAIN
     },
     View {
         section: POOLS,
-        title: "hugemm with economy beside Linux without: time, as a ratio",
+        title: "hugemm with the optimization beside Linux without: time, as a ratio",
         metrics: &[("linux.pool.on_vs_off", "")],
         x: CPUS,
         note: "Below 1, hugemm is faster although it gives descriptors back and Linux does not.",

@@ -5,21 +5,21 @@ use crate::size::Size;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What the day consists of.
+/// What the run consists of.
 pub const RUN_HELP: &str = "\
-A day in the life of a virtual machine host, by hugemm on memory of this machine:
+The work of a virtual machine host, once through, by hugemm on memory of this machine:
   fill pool      5/8 of the memory, or all but 512 MiB, becomes a pool of 2 MiB pages; redundant descriptors are given back
   prefault VM    a machine of half the pool is created: allocated, cleared, mapped, by all CPUs
   pin VM         a machine of a quarter of the pool is created and pinned, as for a device
   4 KiB guests   four guests share memory and have their own; all of it is written to
   working sets   which pages guests have used, twice
   pressure       one more guest wants as much as there is: idle pages go to compressed swap, and come back when touched
-  mishaps        a machine too large for the pool, a guest that takes all there is, two frames that go bad
+  failures        a machine too large for the pool, a guest that takes all there is, two frames that go bad
   destroy        everything is unmapped and freed
   shrink pool    the pool is emptied and its descriptors restored
-Then the books are checked: every frame is back, and every counter adds up.
+Then the accounting are checked: every frame is back, and every counter adds up.
 
-The day is lived in three ways, which are values of the same policies. Page by page is what kernels that work by pages do: \
+It is run in three ways, which are values of the same policies. Page by page is what kernels that work by pages do: \
 4 KiB cleared at a time, a fault for each page, an unmap that gathers some thousand pages, flushes once for them and frees them, \
 descriptors edited one by one with one flush for a batch. By extent is the same by whole requests; first cleared through the \
 cache, then past it where the calibrated policy says so. This machine's kernel does what it can be asked to do. Where memory is \
@@ -41,7 +41,7 @@ pub struct Run {
     /// CPUs that each guest runs on, and that its flushes have to interrupt (counted, not sent).
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]
     pub vcpus: u32,
-    /// Days, after one that is not counted.
+    /// Runs, after one that is not counted.
     #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub runs: u32,
     /// Leave this machine's kernel out.

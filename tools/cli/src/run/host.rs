@@ -1,4 +1,4 @@
-//! The day on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
+//! The run on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
 use super::Side;
 use crate::pool::machine::{Ground, Plan, Soft};
@@ -7,30 +7,32 @@ use anyhow::{Context, Result, bail};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
-use hugemm_clear::{Clearer, Features, Policy};
+use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_host::cpu::Host;
-use hugemm_host::interrupt::UserStops;
-use hugemm_host::memory::Region;
-use hugemm_hugetlb::{Economy, FlushPolicy, Policy as EconomyPolicy};
+use hugemm_hugetlb::{FlushPolicy, OptimizerPolicy, VmemmapOptimizer};
+use hugemm_inspect::interrupt::UserStops;
+use hugemm_inspect::memory::Region;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{Counting, EditLock, ShootdownPolicy, TlbCpu, Tlbs, X86_64};
-use hugemm_reclaim::{Ageing, Compressed, Lru, Policy as LruPolicy, Reclaim, Swap, Watermarks};
-use hugemm_vm::{Cx, Parts, Pinned, Pools, Setup, SpaceRef, Vm, VmError};
-use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::{self, Barriers, By, Day, Figures, GUESTS, Phase, Reclaimed, Site};
+use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
+use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_vm::{AddressSpaceRef, Cx, Parts, Pinned, Pools, Setup, Vm, VmError};
 use hugemm_workloads::vm_create::{Creation, Split};
+use hugemm_workloads::vm_host::accounting::Accounting;
+use hugemm_workloads::vm_host::{
+    FlushCounts, GUESTS, Granularity, HostRun, HostSizes, PhaseFigures, ReclaimCounts, RunPhase, Site,
+};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Barrier;
 
-/// How a day is lived.
+/// How it is run.
 pub struct Setting {
-    /// In which way.
+    /// By whom.
     pub side: Side,
     /// How large everything is.
-    pub sizes: day::Plan,
+    pub sizes: HostSizes,
     /// The calibrated policy.
-    pub policy: Policy,
+    pub policy: ClearPolicy,
     /// This CPU's primitives.
     pub features: Features,
     /// CPUs that create machines.
@@ -60,19 +62,19 @@ impl<'h, 'e, 'p, 'g, 'r> Setup for OnHost<'h, 'e, 'p, 'g, 'r> {
     type Notifier = ();
 }
 
-/// Lives one day in the memory that begins at `start`.
+/// Runs once in the memory that begins at `start`.
 ///
 /// # Safety
 ///
 /// As [`Plan::build_in`]; the memory is `host`'s.
-pub unsafe fn live(
+pub unsafe fn run(
     setting: &Setting,
     plan: &Plan,
     start: NonNull<u8>,
     host: &Host<'_>,
     metadata: &mut Region,
-    tell: &mut impl FnMut(Phase, &Figures),
-) -> Result<Books> {
+    tell: &mut impl FnMut(RunPhase, &PhaseFigures),
+) -> Result<Accounting> {
     // SAFETY: the caller's promise.
     unsafe { plan.build_in(start, host, setting.workers, metadata, |ground| on_ground(setting, host, ground, tell)) }
 }
@@ -81,66 +83,64 @@ fn on_ground(
     setting: &Setting,
     host: &Host<'_>,
     ground: &Ground<'_>,
-    tell: &mut impl FnMut(Phase, &Figures),
-) -> Result<Books> {
-    let cached = Policy { threshold: Some(u64::MAX), ..setting.policy };
-    let (by, clear) = match setting.side {
-        Side::Page => (By::Page, Policy { unit: Some(4096), ..cached }),
-        Side::Cached => (By::Extent, cached),
-        Side::Extent | Side::Kernel => (By::Extent, setting.policy),
+    tell: &mut impl FnMut(RunPhase, &PhaseFigures),
+) -> Result<Accounting> {
+    let cached = ClearPolicy { threshold: Some(u64::MAX), ..setting.policy };
+    let (granularity, clear) = match setting.side {
+        Side::Page => (Granularity::Page, ClearPolicy { unit: Some(4096), ..cached }),
+        Side::Cached => (Granularity::Extent, cached),
+        Side::Extent | Side::Kernel => (Granularity::Extent, setting.policy),
     };
-    let (economy, ageing, model) = match by {
-        By::Extent => (EconomyPolicy::default(), Ageing::Batch, PreemptModel::Full),
+    let (optimizer, ageing, model) = match granularity {
+        Granularity::Extent => (OptimizerPolicy::default(), Ageing::Batch, PreemptModel::Full),
         // One flush for a batch of pages, and an entry at a time; accessed bits of one page at a time, without a flush.
-        By::Page => {
-            (EconomyPolicy { flush: FlushPolicy::Batch, swap: false, carve: true }, Ageing::NoFlush, PreemptModel::None)
-        }
+        Granularity::Page => (
+            OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: true },
+            Ageing::NoFlush,
+            PreemptModel::None,
+        ),
     };
     host.set_preempt_model(model);
-    let economy = ground.economy(economy);
+    let optimizer = ground.optimizer(optimizer);
     // The last of the guests is the greedy one.
     let cpus = setting.workers + (GUESTS as u32 + 1) * setting.vcpus;
     let slots: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
-    let inboxes: Vec<_> = (0..Tlbs::<Counting>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
+    let inboxes: Vec<_> = (0..TlbShootdown::<Counting>::inbox_words(slots.len())).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: this view only; no CPU translates by any of the tables.
-    let tlbs = unsafe { Tlbs::new(&slots, &inboxes, Counting) }?;
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
     let lrus = [Lru::new(ground.frames, LruPolicy::TwoList)];
     // What is stored compresses to about a tenth, so that this is enough for the pressure, and not for the greed after it.
     let limit = setting.sizes.greedy / 8;
     let store = host.run_on(CpuId(0), |cx| Compressed::new(ground.frames, cx, Lz4, setting.workers, limit))?;
     let store: Store<'_> = store.context("no memory for the compressor; use a larger --size")?;
-    let books = ground.with_pool(PageSize::Size2M, |pool| {
+    let accounting = ground.with_pool(PageSize::Size2M, |pool| {
         let marks = Watermarks::for_node(setting.sizes.greedy);
         let pager = Reclaim::new(&lrus, &store, marks, ());
         pager.set_ageing(ageing);
         let parts = Parts {
-            frames: ground.frames,
-            tlbs: &tlbs,
-            clearer: Clearer::new(setting.features, clear)?,
-            shootdown: ShootdownPolicy::BATCHED,
-            pressure: NoPressure,
-            pager,
             pool: Pools::default().with(pool),
+            ..Parts::with_pager(ground.frames, &shootdown, Clearer::new(setting.features, clear)?, pager)
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, '_, '_, '_>> =
             unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
-        let day = Day { vm: &vm, pool, economy: &economy, by, plan: setting.sizes };
+        let run = HostRun { vm: &vm, pool, optimizer: &optimizer, granularity, sizes: setting.sizes };
         let pins = Vec::new();
-        let mut site = ThisSite { vm: &vm, store: &store, host, tlbs: &tlbs, economy: &economy, setting, pins };
-        Ok(host.run_on(CpuId(0), |cx| day.live(cx, &mut site, tell))??)
+        let mut site =
+            ThisSite { vm: &vm, store: &store, host, shootdown: &shootdown, optimizer: &optimizer, setting, pins };
+        Ok(host.run_on(CpuId(0), |cx| run.run(cx, &mut site, tell))??)
     })?;
     let closed = host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
-    if closed { Ok(books) } else { bail!("pages were left in swap") }
+    if closed { Ok(accounting) } else { bail!("pages were left in swap") }
 }
 
-/// This machine, as the day sees it.
+/// This machine, as the run sees it.
 struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
     vm: &'a Vm<'m, OnHost<'h, 'e, 'p, 'g, 'r>>,
     store: &'a Store<'e>,
     host: &'a Host<'h>,
-    tlbs: &'a Tlbs<'a, Counting>,
-    economy: &'a Economy<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
+    shootdown: &'a TlbShootdown<'a, Counting>,
+    optimizer: &'a VmemmapOptimizer<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
     setting: &'a Setting,
     pins: Vec<Pinned>,
 }
@@ -195,7 +195,7 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
         &mut self,
         _cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
         guest: u32,
-        space: &SpaceRef<'_, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        space: &AddressSpaceRef<'_, OnHost<'h, 'e, 'p, 'g, 'r>>,
         on: bool,
     ) {
         let first = self.setting.workers + guest * self.setting.vcpus;
@@ -204,18 +204,18 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
             // SAFETY: the only context of this platform.
             let cx = unsafe { CpuCx::new(&stand_in) };
             match on {
-                true => space.tlb().switch_in(self.tlbs, &cx),
-                false => space.tlb().switch_out(self.tlbs, &cx),
+                true => space.tlb().switch_in(self.shootdown, &cx),
+                false => space.tlb().switch_out(self.shootdown, &cx),
             }
         }
     }
 
-    fn barriers(&self) -> Barriers {
-        let (counts, descriptors) = (self.tlbs.counts(), self.economy.flushes());
-        Barriers {
+    fn barriers(&self) -> FlushCounts {
+        let (counts, descriptors) = (self.shootdown.counts(), self.optimizer.flushes());
+        FlushCounts {
             flushes: counts.flushes_all + counts.flushes_range + descriptors,
             // A flush of the kernel's half concerns every CPU.
-            interrupts: counts.interrupts + descriptors * (self.tlbs.cpus() as u64 - 1),
+            interrupts: counts.interrupts + descriptors * (self.shootdown.cpus() as u64 - 1),
         }
     }
 
@@ -223,10 +223,10 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
         self.host.counters_sum()
     }
 
-    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<Reclaimed> {
+    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<ReclaimCounts> {
         let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
         let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        Some(Reclaimed { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+        Some(ReclaimCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
     }
 
     fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> u64 {

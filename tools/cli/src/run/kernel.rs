@@ -1,57 +1,62 @@
-//! What this machine's kernel can be asked to do of the day, from a process: fill a hugetlb pool, populate memory, unmap it.
+//! What this machine's kernel can be asked to do of the run, from a process: fill a hugetlb pool, populate memory, unmap it.
 
 use crate::args::Function;
 use crate::kernel_side::{self, Took};
 use anyhow::Result;
 use hugemm_base::PageSize;
-use hugemm_host::interrupt;
-use hugemm_host::memory::Backing;
-use hugemm_host::pool::HugetlbPool;
-use hugemm_workloads::day::{Figures, GUESTS, Phase, Plan};
+use hugemm_inspect::interrupt;
+use hugemm_inspect::memory::RegionBacking;
+use hugemm_inspect::pool::HugetlbPool;
+use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 use std::sync::Barrier;
 use std::time::Instant;
 
 /// Does it, and notes what could not be asked for.
-pub fn live(plan: &Plan, workers: u32, tell: &mut impl FnMut(Phase, &Figures), notes: &mut Vec<String>) -> Result<()> {
+pub fn run(
+    sizes: &HostSizes,
+    workers: u32,
+    tell: &mut impl FnMut(RunPhase, &PhaseFigures),
+    notes: &mut Vec<String>,
+) -> Result<()> {
     let huge = PageSize::Size2M.bytes();
     let start = Instant::now();
-    match HugetlbPool::new().ensure(PageSize::Size2M, plan.pool, None) {
+    match HugetlbPool::new().ensure(PageSize::Size2M, sizes.pool, None) {
         Ok(pool) => {
-            tell(Phase::Fill, &figures(start.elapsed().as_nanos() as u64, plan.pool, 0));
+            tell(RunPhase::Fill, &figures(start.elapsed().as_nanos() as u64, sizes.pool, 0));
             let start = Instant::now();
             drop(pool);
-            tell(Phase::Shrink, &figures(start.elapsed().as_nanos() as u64, plan.pool, 0));
+            tell(RunPhase::Shrink, &figures(start.elapsed().as_nanos() as u64, sizes.pool, 0));
         }
         Err(error) => notes.push(format!("this kernel's hugetlb pool was not asked: {error}")),
     }
     interrupt::check()?;
-    let bytes = plan.pool / 2 * huge;
-    let machine = touched(bytes, PageSize::Size2M, Backing::Thp, workers)?;
-    tell(Phase::Prefault, &figures(machine.populate, plan.pool / 2, 0));
+    let bytes = sizes.pool / 2 * huge;
+    let machine = touched(bytes, PageSize::Size2M, RegionBacking::Thp, workers)?;
+    tell(RunPhase::Prefault, &figures(machine.populate, sizes.pool / 2, 0));
     interrupt::check()?;
-    let small = plan.shared + GUESTS as u64 * plan.own;
-    let guests = touched(small << 12, PageSize::Size4K, Backing::Small, 1)?;
-    tell(Phase::Guests, &figures(guests.populate, 0, small));
-    tell(Phase::Destroy, &figures(machine.unmap + guests.unmap, plan.pool / 2, small));
+    let small = sizes.shared + GUESTS as u64 * sizes.own;
+    let guests = touched(small << 12, PageSize::Size4K, RegionBacking::Small, 1)?;
+    tell(RunPhase::Guests, &figures(guests.populate, 0, small));
+    tell(RunPhase::Destroy, &figures(machine.unmap + guests.unmap, sizes.pool / 2, small));
     Ok(())
 }
 
 /// So many pages of 2 MiB, and so many of 4 KiB.
-fn figures(nanos: u64, large: u64, small: u64) -> Figures {
+fn figures(nanos: u64, large: u64, small: u64) -> PhaseFigures {
     let bytes = large * PageSize::Size2M.bytes() + small * PageSize::Size4K.bytes();
-    Figures { nanos, bytes, pages: large + small, ..Figures::default() }
+    PhaseFigures { nanos, bytes, pages: large + small, ..PhaseFigures::default() }
 }
 
 /// The second of two passes. What came back last is handed out first, so it finds memory that has been touched before; what
 /// the pool gave back has not, and in a virtual machine its first touch is the hypervisor's work.
-fn touched(bytes: u64, page: PageSize, backing: Backing, threads: u32) -> Result<Took> {
+fn touched(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
     populate(bytes, page, backing, threads)?;
     interrupt::check()?;
     populate(bytes, page, backing, threads)
 }
 
 /// One request for each thread's share; the time of the slowest.
-fn populate(bytes: u64, page: PageSize, backing: Backing, threads: u32) -> Result<Took> {
+fn populate(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
     let (pages, threads) = (bytes / page.bytes(), u64::from(threads));
     let start = Barrier::new(threads as usize);
     std::thread::scope(|scope| {

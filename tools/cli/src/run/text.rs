@@ -1,15 +1,14 @@
-//! The day on a terminal: one table, the books, and a paragraph.
+//! The run on a terminal: one table, the accounting, and a paragraph.
 
-use super::{Log, Measured, Side};
+use super::{Log, Measured, Setting, Side};
 use crate::frames::area::figure;
-use crate::run::args::Run;
 use crate::size::Size;
 use crate::table;
-use hugemm_workloads::day::books::Books;
-use hugemm_workloads::day::{GUESTS, Phase};
+use hugemm_workloads::vm_host::RunPhase;
+use hugemm_workloads::vm_host::accounting::Accounting;
 
 /// Prints everything.
-pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sides: &[Side]) {
+pub fn print(log: &Log, accounting: &Accounting, setting: &Setting, sides: &[Side]) {
     let with_kernel = sides.contains(&Side::Kernel);
     let mut heads =
         vec!["", "memory", "page by page", "by extent, cached", "past the cache", "each", "flushes", "IPIs"];
@@ -18,7 +17,7 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
         heads.extend(["this kernel", "as fast"]);
     }
     let mut lines = table::new(heads);
-    for phase in Phase::ALL {
+    for phase in RunPhase::ALL {
         let of = |side| log.get(side, phase);
         let (Some(page), Some(cached), Some(ours)) = (of(Side::Page), of(Side::Cached), of(Side::Extent)) else {
             continue;
@@ -39,13 +38,13 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
         }
         lines.add_row(cells);
     }
-    let cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
+    let Setting { workers, flushed_cpus, .. } = setting;
     table::print(
         &format!(
-            "A day on {} of memory, median of {} runs (GB = 10^9). {workers} CPUs create machines; flushes are counted for \
-             {cpus} CPUs",
-            Size(bytes).rounded(),
-            args.runs
+            "{} of memory, median of {} runs (GB = 10^9). {workers} CPUs create machines; flushes are counted for \
+             {flushed_cpus} CPUs",
+            Size(setting.bytes).rounded(),
+            setting.runs
         ),
         &lines,
     );
@@ -54,12 +53,14 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
          touched\n  as fast: past the cache, of what the other side takes for as many bytes; flushes, IPIs: page by page → by \
          extent"
     );
-    if with_kernel && log.get(Side::Kernel, Phase::Destroy).is_some() {
+    if with_kernel && log.get(Side::Kernel, RunPhase::Destroy).is_some() {
         println!(
-            "  * this kernel has the prefaulted machine and the guests only: as much of the day as a process can ask for"
+            "  * this kernel has the prefaulted machine and the guests only: as much of the run as a process can ask for"
         );
     }
-    if let (Some(ours), Some(old)) = (log.get(Side::Extent, Phase::Pressure), log.get(Side::Page, Phase::Pressure)) {
+    if let (Some(ours), Some(old)) =
+        (log.get(Side::Extent, RunPhase::Pressure), log.get(Side::Page, RunPhase::Pressure))
+    {
         let (ours, old) = (&ours.figures.reclaimed, &old.figures.reclaimed);
         println!(
             "\nUnder pressure {} pages went to compressed swap and {} came back. {} looks at accessed bits caused {} flushes \
@@ -67,17 +68,17 @@ pub fn print(log: &Log, books: &Books, bytes: u64, workers: u32, args: &Run, sid
             ours.stored, ours.loaded, ours.aged, ours.age_flushes, old.aged, old.age_flushes
         );
     }
-    println!("\nThe books, after every day: {} checks, all of them right", books.checks);
+    println!("\nAccounting, after every run: {} checks, all of them right", accounting.checks);
     println!(
-        "  {} frames: all are back, but for {} that went bad and {} that descriptor economy keeps for the next time",
-        books.frames, books.poisoned, books.kept
+        "  {} frames: all are back, but for {} that went bad and {} that vmemmap optimization keeps for the next time",
+        accounting.frames, accounting.poisoned, accounting.kept
     );
     println!(
         "  {} of zeroed memory given out, {} of it cleared; {} accesses failed when memory was used up, {} machine refused",
-        Size(books.given).rounded(),
-        Size(books.cleared).rounded(),
-        books.failed_accesses,
-        books.refused_machines
+        Size(accounting.given).rounded(),
+        Size(accounting.cleared).rounded(),
+        accounting.failed_accesses,
+        accounting.refused_machines
     );
     println!("\n{}", wrap(&verdict(log)));
 }
@@ -87,7 +88,7 @@ fn millis(measured: &Measured) -> String {
 }
 
 /// What one byte or one page takes.
-fn each(phase: Phase, measured: &Measured) -> String {
+fn each(phase: RunPhase, measured: &Measured) -> String {
     let nanos = measured.millis.median().max(f64::MIN_POSITIVE) * 1e6;
     match phase.touches() {
         true => format!("{:.1} GB/s", measured.figures.bytes as f64 / nanos),
@@ -118,20 +119,20 @@ fn words(factor: f64) -> String {
 }
 
 /// What is done in each phase, what makes it faster by extent, and whether it clears large memory.
-const CAUSES: [(Phase, &str, &str, bool); 7] = [
-    (Phase::Fill, "filling the pool", "whole blocks of descriptors are swapped by one store each", false),
-    (Phase::Prefault, "creating a machine", "pages are cleared whole, not 4 KiB at a time", true),
-    (Phase::Guests, "filling guests", "one request takes the place of a fault for each page", false),
-    (Phase::WorkingSets, "finding working sets", "one walk covers an area and not one page table", false),
-    (Phase::Pressure, "running out of memory", "accessed bits are read by runs of pages", false),
-    (Phase::Destroy, "destroying everything", "frames that were taken together go by runs", false),
-    (Phase::Shrink, "emptying the pool", "whole blocks of descriptors are swapped back", false),
+const CAUSES: [(RunPhase, &str, &str, bool); 7] = [
+    (RunPhase::Fill, "filling the pool", "whole blocks of descriptors are swapped by one store each", false),
+    (RunPhase::Prefault, "creating a machine", "pages are cleared whole, not 4 KiB at a time", true),
+    (RunPhase::Guests, "filling guests", "one request takes the place of a fault for each page", false),
+    (RunPhase::WorkingSets, "finding working sets", "one walk covers an area and not one page table", false),
+    (RunPhase::Pressure, "running out of memory", "accessed bits are read by runs of pages", false),
+    (RunPhase::Destroy, "destroying everything", "frames that were taken together go by runs", false),
+    (RunPhase::Shrink, "emptying the pool", "whole blocks of descriptors are swapped back", false),
 ];
 
 /// What it comes to, in plain words: of each part how much was gained, and by what.
 fn verdict(log: &Log) -> String {
     let mut said = format!(
-        "Verdict: the day took {:.2} s page by page, {:.2} s by extent, and {:.2} s past the cache.",
+        "Verdict: the run took {:.2} s page by page, {:.2} s by extent, and {:.2} s past the cache.",
         log.whole(Side::Page) / 1e3,
         log.whole(Side::Cached) / 1e3,
         log.whole(Side::Extent) / 1e3
@@ -152,7 +153,8 @@ fn verdict(log: &Log) -> String {
         }
         said += ".";
     }
-    if let (Some(page), Some(ours)) = (log.get(Side::Page, Phase::Destroy), log.get(Side::Extent, Phase::Destroy)) {
+    if let (Some(page), Some(ours)) = (log.get(Side::Page, RunPhase::Destroy), log.get(Side::Extent, RunPhase::Destroy))
+    {
         let (ours, page) = (ours.figures.interrupts, page.figures.interrupts);
         said += &match ours < page {
             true => format!(" To destroy everything, {ours} CPUs are interrupted instead of {page}."),
@@ -161,7 +163,8 @@ fn verdict(log: &Log) -> String {
             }
         };
     }
-    if let (Some(ours), Some(kernel)) = (log.get(Side::Extent, Phase::Prefault), log.get(Side::Kernel, Phase::Prefault))
+    if let (Some(ours), Some(kernel)) =
+        (log.get(Side::Extent, RunPhase::Prefault), log.get(Side::Kernel, RunPhase::Prefault))
     {
         let factor = factor(ours, kernel);
         said += &match factor >= 1.0 {
@@ -191,12 +194,13 @@ fn wrap(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hugemm_workloads::day::Figures;
+    use hugemm_workloads::vm_host::PhaseFigures;
 
-    fn log(phase: Phase, millis: [u64; 3]) -> Log {
+    fn log(phase: RunPhase, millis: [u64; 3]) -> Log {
         let mut log = Log::default();
         for (side, millis) in [Side::Page, Side::Cached, Side::Extent].into_iter().zip(millis) {
-            let figures = Figures { nanos: millis * 1_000_000, bytes: 1 << 30, pages: 512, ..Figures::default() };
+            let figures =
+                PhaseFigures { nanos: millis * 1_000_000, bytes: 1 << 30, pages: 512, ..PhaseFigures::default() };
             log.push(side, phase, &figures);
         }
         log
@@ -205,18 +209,18 @@ mod tests {
     /// What is gained is said with its cause, and what is not gained is said to be none, or a loss.
     #[test]
     fn the_verdict_follows_the_figures() {
-        let said = verdict(&log(Phase::Prefault, [60, 30, 10]));
+        let said = verdict(&log(RunPhase::Prefault, [60, 30, 10]));
         assert!(said.contains("creating a machine is 2.0 times as fast, because pages are cleared whole"), "{said}");
         assert!(
             said.contains("past the cache instead of through it is 3.0 times as fast (6.0 times as fast in all)"),
             "{said}"
         );
-        let said = verdict(&log(Phase::Prefault, [31, 30, 30]));
+        let said = verdict(&log(RunPhase::Prefault, [31, 30, 30]));
         assert!(
             said.contains("is no faster (1.03×), although") && said.contains("through it is no faster (1.00×)"),
             "{said}"
         );
-        let said = verdict(&log(Phase::Destroy, [20, 30, 30]));
+        let said = verdict(&log(RunPhase::Destroy, [20, 30, 30]));
         assert!(
             said.contains("destroying everything is slower: it takes 1.5 times as long, although frames"),
             "{said}"
@@ -226,11 +230,11 @@ mod tests {
     /// No bandwidth of memory that nobody touches.
     #[test]
     fn what_is_not_touched_has_a_time_per_page() {
-        let log = log(Phase::Destroy, [20, 30, 512]);
-        let ours = log.get(Side::Extent, Phase::Destroy).expect("logged");
-        assert_eq!(each(Phase::Destroy, ours), "1000000 ns");
-        assert_eq!(each(Phase::Prefault, ours), "2.1 GB/s");
-        for phase in [Phase::Fill, Phase::WorkingSets, Phase::Destroy, Phase::Shrink] {
+        let log = log(RunPhase::Destroy, [20, 30, 512]);
+        let ours = log.get(Side::Extent, RunPhase::Destroy).expect("logged");
+        assert_eq!(each(RunPhase::Destroy, ours), "1000000 ns");
+        assert_eq!(each(RunPhase::Prefault, ours), "2.1 GB/s");
+        for phase in [RunPhase::Fill, RunPhase::WorkingSets, RunPhase::Destroy, RunPhase::Shrink] {
             assert!(each(phase, ours).ends_with(" ns"), "{phase:?}");
         }
     }

@@ -16,12 +16,12 @@ pub enum How {
     Pin,
 }
 
-impl From<How> for vm_create::How {
+impl From<How> for vm_create::CreateMethod {
     fn from(how: How) -> Self {
         match how {
-            How::Demand => vm_create::How::Demand,
-            How::Prefault => vm_create::How::Prefault,
-            How::Pin => vm_create::How::Pin,
+            How::Demand => vm_create::CreateMethod::Demand,
+            How::Prefault => vm_create::CreateMethod::Prefault,
+            How::Pin => vm_create::CreateMethod::Pin,
         }
     }
 }

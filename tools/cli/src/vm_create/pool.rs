@@ -1,11 +1,14 @@
 //! A pool of huge pages on the host's frames, for virtual machines. Their descriptors are ordinary memory of this process,
-//! so there is no economy.
+//! so there is no optimizer.
 
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
-use hugemm_hugetlb::{Area, Counts, Economy, FlatMemory, Group, HugePool, Nodes, Policy, SoftMap, WalkCache};
+use hugemm_hugetlb::{
+    FlatMemory, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, SoftMap, VmemmapOptimizer,
+    WalkCache,
+};
 use hugemm_paging::Keep;
 use std::ptr::NonNull;
 
@@ -33,14 +36,14 @@ pub fn with_pool<R>(
     let memory = unsafe { FlatMemory::new(start, all) };
     let map = SoftMap::new(VirtAddr::new(0), &mut [], memory, Nothing, Keep);
     // SAFETY: nothing is mapped by it.
-    let economy = unsafe { Economy::new(frames, &map, &[], Policy::default()) };
-    economy.set_enabled(false);
-    let mut areas = [Area::new(all, NodeId(0))];
+    let optimizer = unsafe { VmemmapOptimizer::new(frames, &map, &[], OptimizerPolicy::default()) };
+    optimizer.set_enabled(false);
+    let mut areas = [PoolArena::new(all, NodeId(0))];
     let mut groups: Vec<Group> =
         (0..HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, size)).map(|_| Group::default()).collect();
-    let mut nodes = [Counts::default()];
+    let mut nodes = [HugePageCounts::default()];
     let pool = HugePool::new(size, &mut areas, &mut groups, &mut nodes)?;
-    let resize = |pages| host.run_on(CpuId(0), |cx| pool.set_size(cx, &economy, pages, Nodes::All, &Never));
+    let resize = |pages| host.run_on(CpuId(0), |cx| pool.set_size(cx, &optimizer, pages, Nodes::All, &Never));
     let entered = resize(pages)??.entered;
     let result = if entered < pages {
         Err(anyhow!("only {entered} of {pages} pages of {size} fit; use a smaller --size"))

@@ -1,6 +1,7 @@
 //! What came of a run.
 
 use crate::age::Touched;
+use crate::record::{Better, Metric, record};
 use hugemm_base::NodeId;
 use hugemm_base::lock::RawLock;
 use hugemm_paging::ShootdownCounts;
@@ -9,7 +10,7 @@ use hugemm_vm::{Cx, Setup};
 
 /// What the processes did, and reclaim meanwhile.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Figures {
+pub struct AgeFigures {
     /// How long they ran.
     pub seconds: f64,
     /// Windows touched.
@@ -44,7 +45,7 @@ pub struct Figures {
     pub reclaim_ns: u64,
 }
 
-impl Figures {
+impl AgeFigures {
     /// What a pager has done in memory of `node`, and the back end that it stores to; nothing of what the processes did.
     /// `nanos` is how long all CPUs together were at a step. Context: any.
     pub fn of_reclaim<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps>(
@@ -53,10 +54,10 @@ impl Figures {
         swap: &W,
         node: NodeId,
         nanos: impl Fn(Step) -> u64,
-    ) -> Figures {
+    ) -> AgeFigures {
         let counts = pager.counts();
         let steps = [Step::Age, Step::AgeFlush, Step::Around, Step::Unmap, Step::UnmapFlush, Step::Write, Step::Other];
-        Figures {
+        AgeFigures {
             lru: pager.lru(node).map(|lru| lru.stats(cx)).unwrap_or_default(),
             swap: swap.stats(cx),
             aged: counts.aged.get(),
@@ -69,7 +70,7 @@ impl Figures {
             age_flush_ns: nanos(Step::AgeFlush),
             unmap_flush_ns: nanos(Step::UnmapFlush),
             reclaim_ns: steps.into_iter().map(nanos).sum(),
-            ..Figures::default()
+            ..AgeFigures::default()
         }
     }
 
@@ -96,28 +97,60 @@ impl Figures {
     fn share(&self, nanos: u64) -> f64 {
         100.0 * nanos as f64 / self.reclaim_ns.max(1) as f64
     }
+}
 
-    /// All figures of `hugemm bench age`: metric, value, unit.
-    pub fn metrics(&self) -> [(&'static str, f64, &'static str); 17] {
-        let count = |metric, value: u64| (metric, value as f64, "count");
-        [
-            ("bench.age.loops", self.loops(), "1/s"),
-            count("bench.age.touched", self.touched.pages),
-            count("bench.age.faults", self.touched.faults),
-            count("bench.age.refused", self.touched.refused),
-            count("bench.age.scanned", self.lru.scanned),
-            count("bench.age.rotated", self.lru.rotated),
-            count("bench.age.activated", self.lru.activated),
-            count("bench.age.stolen", self.stolen),
-            count("bench.age.refaults", self.swap.loads),
-            ("bench.age.refaults_per_loop", self.swap.loads as f64 / self.windows.max(1) as f64, "count"),
-            count("bench.age.young_mappings", self.young),
-            count("bench.age.flushes_by_ageing", self.age_flushes),
-            count("bench.age.flushes_by_unmapping", self.unmap_flushes),
-            count("bench.age.ipis", self.shootdowns.interrupts),
-            ("bench.age.ageing_flush_share", self.age_flush_share(), "percent"),
-            ("bench.age.unmap_flush_share", self.unmap_flush_share(), "percent"),
-            ("bench.age.aged_per_us", self.aged_per_us(), "1/us"),
-        ]
+record! {
+    AgeFigures = "age" {
+        seconds: f64,
+        windows: u64,
+        touched.pages: u64,
+        touched.faults: u64,
+        touched.refused: u64,
+        lru.scanned: u64,
+        lru.rotated: u64,
+        lru.activated: u64,
+        swap.loads: u64,
+        shootdowns.interrupts: u64,
+        aged: u64,
+        around: u64,
+        young: u64,
+        age_flushes: u64,
+        unmap_flushes: u64,
+        stolen: u64,
+        age_ns: u64,
+        age_flush_ns: u64,
+        unmap_flush_ns: u64,
+        reclaim_ns: u64,
     }
 }
+
+/// A count of events.
+const fn count(name: &'static str, of: fn(&AgeFigures) -> f64) -> Metric<AgeFigures> {
+    Metric::new(name, "count", of)
+}
+
+/// All metrics of `hugemm bench age`.
+pub const METRICS: [Metric<AgeFigures>; 17] = [
+    Metric::new("bench.age.loops", "1/s", AgeFigures::loops).column("loops/s").better(Better::Higher),
+    count("bench.age.touched", |it| it.touched.pages as f64),
+    count("bench.age.faults", |it| it.touched.faults as f64),
+    count("bench.age.refused", |it| it.touched.refused as f64),
+    count("bench.age.scanned", |it| it.lru.scanned as f64).column("scanned"),
+    count("bench.age.rotated", |it| it.lru.rotated as f64),
+    count("bench.age.activated", |it| it.lru.activated as f64),
+    count("bench.age.stolen", |it| it.stolen as f64).column("stolen"),
+    count("bench.age.refaults", |it| it.swap.loads as f64).column("refaults"),
+    count("bench.age.refaults_per_loop", |it| it.swap.loads as f64 / it.windows.max(1) as f64),
+    count("bench.age.young_mappings", |it| it.young as f64),
+    count("bench.age.flushes_by_ageing", |it| it.age_flushes as f64).column("flush: age").at_most("age.flushes", 0.0),
+    count("bench.age.flushes_by_unmapping", |it| it.unmap_flushes as f64).column("unmap"),
+    count("bench.age.ipis", |it| it.shootdowns.interrupts as f64).column("IPIs"),
+    Metric::new("bench.age.ageing_flush_share", "percent", AgeFigures::age_flush_share)
+        .column("age flush")
+        .better(Better::Lower)
+        .at_most("age.flush_share_pct", 0.0),
+    Metric::new("bench.age.unmap_flush_share", "percent", AgeFigures::unmap_flush_share)
+        .column("unmap flush")
+        .better(Better::Lower),
+    Metric::new("bench.age.aged_per_us", "1/us", AgeFigures::aged_per_us).column("aged/µs").better(Better::Higher),
+];

@@ -1,15 +1,16 @@
-//! Blocks divided into single pages and freed again: seed 002's loop, its parts by several CPUs, arrays, claims.
+//! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()", its
+//! parts by several CPUs, arrays, claims.
 
 use super::random::Random;
 use super::{Exhausted, Source, Spent, Unclaimed, timed};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
-use hugemm_frames::{Env, FolioRef, Frames, Request};
+use hugemm_frames::{AllocRequest, Env, FolioRef, Frames};
 
 /// How divided blocks are freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum FreeMethod {
     /// One call for all pages of a block.
     Range,
     /// A call for each page.
@@ -18,23 +19,23 @@ pub enum Way {
 
 /// Why a loop over divided blocks ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
+pub enum RangesError {
     /// Nothing left.
     Exhausted(Exhausted),
     /// The allocator cannot divide blocks.
     Indivisible,
 }
 
-impl core::fmt::Display for Trouble {
+impl core::fmt::Display for RangesError {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
-            Trouble::Exhausted(exhausted) => exhausted.fmt(f),
-            Trouble::Indivisible => f.write_str("this allocator cannot free parts of a block"),
+            RangesError::Exhausted(exhausted) => exhausted.fmt(f),
+            RangesError::Indivisible => f.write_str("this allocator cannot free parts of a block"),
         }
     }
 }
 
-impl core::error::Error for Trouble {}
+impl core::error::Error for RangesError {}
 
 /// Takes a block of `order` for each place of `held` and divides it into pages; an operation is one block.
 #[inline(never)]
@@ -43,28 +44,33 @@ pub fn take<P: Cpu + Clock, S: Source<P>>(
     source: &S,
     order: Order,
     held: &mut [Extent],
-) -> Result<Spent, Trouble> {
+) -> Result<Spent, RangesError> {
     let mut got = 0;
     let (result, spent) = timed(cx, held.len() as u64, |cx| {
         for place in held.iter_mut() {
-            let block = source.alloc(cx, order).ok_or(Trouble::Exhausted(Exhausted(order)))?;
+            let block = source.alloc(cx, order).ok_or(RangesError::Exhausted(Exhausted(order)))?;
             *place = source.divide(block, order).map_err(|block| {
                 source.free(cx, block, order);
-                Trouble::Indivisible
+                RangesError::Indivisible
             })?;
             got += 1;
         }
         Ok(())
     });
     if result.is_err() {
-        give(cx, source, &held[..got], Way::Range);
+        give(cx, source, &held[..got], FreeMethod::Range);
     }
     result.map(|()| spent)
 }
 
 /// Frees divided blocks; an operation is one extent of `held`.
 #[inline(never)]
-pub fn give<P: Cpu + Clock, S: Source<P>>(cx: &mut CpuCx<'_, P>, source: &S, held: &[Extent], way: Way) -> Spent {
+pub fn give<P: Cpu + Clock, S: Source<P>>(
+    cx: &mut CpuCx<'_, P>,
+    source: &S,
+    held: &[Extent],
+    way: FreeMethod,
+) -> Spent {
     part(cx, source, held, way, 0, 1)
 }
 
@@ -75,7 +81,7 @@ pub fn part<P: Cpu + Clock, S: Source<P>>(
     cx: &mut CpuCx<'_, P>,
     source: &S,
     held: &[Extent],
-    way: Way,
+    way: FreeMethod,
     index: u64,
     of: u64,
 ) -> Spent {
@@ -83,8 +89,8 @@ pub fn part<P: Cpu + Clock, S: Source<P>>(
         for whole in held {
             let extent = whole.slice(whole.pages() * index / of, whole.pages() * (index + 1) / of);
             match way {
-                Way::Range => source.free_pages(cx, extent),
-                Way::EachPage => {
+                FreeMethod::Range => source.free_pages(cx, extent),
+                FreeMethod::EachPage => {
                     for page in extent.base().number()..extent.end().number() {
                         source.free_page(cx, Pfn::new(page));
                     }
@@ -117,7 +123,7 @@ pub fn array<P: Cpu + Clock, E: Env>(
     way: ArrayWay,
 ) -> Result<Spent, Exhausted> {
     for index in 0..pages.len() {
-        let block = frames.alloc(cx, Request::order(Order::ZERO)).ok();
+        let block = frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok();
         match block.and_then(|block| frames.count(block).ok()) {
             Some(page) => pages[index] = page.into_pfn(),
             None => {

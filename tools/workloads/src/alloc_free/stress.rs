@@ -1,13 +1,13 @@
 //! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
-//! another CPU than the one that took them.
+//! another CPU than the one that took them. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed.
 
 use super::random::Random;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 
-use hugemm_frames::{Env, FolioRef, FolioRun, Frames, Put, Request};
+use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, HwPoisoned, NoMigration, Put};
 
 /// Largest order that is asked for.
 pub const LARGEST: u32 = 10;
@@ -16,6 +16,8 @@ pub const LARGEST: u32 = 10;
 pub struct Ownership<'a> {
     area: Extent,
     words: &'a [AtomicU64],
+    /// Frames that have been poisoned, + 1; 0 behind the last.
+    poisoned: &'a [AtomicU64],
 }
 
 /// A frame that was handed out while somebody else owned it, or freed while nobody did.
@@ -30,6 +32,8 @@ pub enum Broken {
     },
     /// Handed out although it is not in the area.
     Outside(Pfn),
+    /// Handed out although it had been poisoned before.
+    HwPoisoned(Pfn),
     /// The allocator did not take back what it had handed out.
     NotFreed(Extent),
 }
@@ -41,6 +45,7 @@ impl core::fmt::Display for Broken {
                 write!(f, "frame {frame} was handed out twice, the second time in a block of order {order}")
             }
             Broken::Outside(frame) => write!(f, "frame {frame} was handed out and is not in the area"),
+            Broken::HwPoisoned(frame) => write!(f, "frame {frame} was handed out although it is poisoned"),
             Broken::NotFreed(extent) => write!(f, "the frames from {} on were not taken back", extent.base()),
         }
     }
@@ -52,7 +57,52 @@ impl<'a> Ownership<'a> {
     /// Nobody owns anything. `words` are zero, and one for each 64 frames of the area, whose number of frames is a
     /// multiple of 64.
     pub fn new(area: Extent, words: &'a [AtomicU64]) -> Option<Self> {
-        (words.len() as u64 * 64 == area.pages()).then_some(Ownership { area, words })
+        (words.len() as u64 * 64 == area.pages()).then_some(Ownership { area, words, poisoned: &[] })
+    }
+
+    /// The same with room for frames that are [poisoned](Self::poison) meanwhile: one for each of `places`, which are zero.
+    pub fn with_poison(self, places: &'a [AtomicU64]) -> Self {
+        Ownership { poisoned: places, ..self }
+    }
+
+    /// Poisons a frame: one that the calling CPU's cache has got a moment ago, or a random one of the area's last quarter, so
+    /// that large blocks stay possible elsewhere. False if there is no room for more, or it is poisoned already.
+    pub fn poison<P: Cpu, E: Env>(&self, cx: &CpuCx<'_, P>, frames: &Frames<'_, E>, random: &mut Random) -> bool {
+        if self.poisoned() == self.poisoned.len() {
+            return false;
+        }
+        let some = self.area.end().number() - 1 - random.below((self.area.pages() / 4).max(1));
+        let mut frame = Pfn::new(some);
+        if random.below(2) == 0
+            && let Ok(page) = frames.alloc(cx, AllocRequest::order(Order::ZERO))
+        {
+            frame = page.pfn();
+            frames.free(cx, page);
+        }
+        match frames.hwpoison(cx, frame) {
+            HwPoisoned::Free | HwPoisoned::InUse => {}
+            HwPoisoned::Already | HwPoisoned::NotManaged => return false,
+        }
+        // Release pairs with the Acquire in `poisoned`: whoever sees the frame here allocates after it was poisoned.
+        let note = |place: &&AtomicU64| {
+            place.compare_exchange(0, frame.number() + 1, Ordering::Release, Ordering::Relaxed).is_ok()
+        };
+        self.poisoned.iter().find(note).is_some()
+    }
+
+    /// How many frames have been poisoned.
+    pub fn poisoned(&self) -> usize {
+        self.poisoned.iter().take_while(|place| place.load(Ordering::Acquire) != 0).count()
+    }
+
+    /// Looks that a block holds none of the frames that were the first `known` to be poisoned before it was allocated.
+    fn check_sound(&self, extent: Extent, known: usize) -> Result<(), Broken> {
+        // Relaxed: they were seen when they were counted.
+        let frames = self.poisoned.iter().take(known).map(|place| Pfn::new(place.load(Ordering::Relaxed) - 1));
+        match frames.into_iter().find(|frame| extent.contains(*frame)) {
+            Some(frame) => Err(Broken::HwPoisoned(frame)),
+            None => Ok(()),
+        }
     }
 
     /// The words and masks of an extent.
@@ -125,11 +175,14 @@ pub fn run<P: Cpu, E: Env>(
         let Some(place) = held.get_mut(index) else { break };
         if *place == 0 {
             let order = Order::new(random.below(u64::from(LARGEST) + 1) as u32).unwrap_or(Order::ZERO);
-            let counted = frames.alloc(cx, Request::order(order)).ok().and_then(|block| frames.count(block).ok());
+            let poisoned = ownership.poisoned();
+            let counted = frames.alloc(cx, AllocRequest::order(order)).ok().and_then(|block| frames.count(block).ok());
             match counted {
                 Some(folio) => {
                     let head = folio.into_pfn();
-                    ownership.take(Extent::block(head, order), order)?;
+                    let extent = Extent::block(head, order);
+                    ownership.check_sound(extent, poisoned)?;
+                    ownership.take(extent, order)?;
                     done.taken[order.get() as usize] += 1;
                     *place = (head.number() + 1) << 8 | u64::from(order.get());
                 }
@@ -152,6 +205,30 @@ pub fn run<P: Cpu, E: Env>(
         release(cx, frames, ownership, core::mem::take(place), random)?;
     }
     Ok(done)
+}
+
+/// Claims a random 2 MiB range of the area, which isolates it meanwhile, and frees it; whether it was to be had. Waits for other
+/// CPUs.
+pub fn claim<P: Cpu, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    ownership: &Ownership<'_>,
+    random: &mut Random,
+) -> Result<bool, Broken> {
+    let size = Order::new(9).unwrap_or(Order::ZERO);
+    let first = ownership.area.base().number().next_multiple_of(size.pages());
+    let count = ownership.area.end().number().saturating_sub(first) / size.pages();
+    let extent = Extent::block(Pfn::new(first + random.below(count.max(1)) * size.pages()), size);
+    let poisoned = ownership.poisoned();
+    let Ok(claimed) = frames.alloc_contig_pages(cx, extent, &mut NoMigration) else { return Ok(false) };
+    ownership.check_sound(extent, poisoned)?;
+    ownership.take(extent, size)?;
+    ownership.give(extent);
+    // What was poisoned since is not free again.
+    match frames.free_extent(cx, claimed) {
+        pages if pages == size.pages() => Ok(true),
+        _ => Err(Broken::NotFreed(extent)),
+    }
 }
 
 /// Frees what is on its way between CPUs. When no CPU is in [`run`].
@@ -191,7 +268,8 @@ fn release<P: Cpu, E: Env>(
     let (first, mut second) = pages.split_at(random.below(whole.pages() + 1));
     let free = |cx: &mut CpuCx<'_, P>, run: FolioRun| {
         let extent = run.extent();
-        if frames.free_range(cx, run).freed == extent.pages() { Ok(()) } else { Err(Broken::NotFreed(extent)) }
+        let done = frames.free_range(cx, run);
+        if done.freed + done.refused == extent.pages() { Ok(()) } else { Err(Broken::NotFreed(extent)) }
     };
     ownership.give(first.extent());
     free(cx, first)?;

@@ -1,0 +1,11 @@
+//! A CPU that cannot be asked.
+
+use super::Features;
+
+pub(super) fn detect() -> Features {
+    Features::none()
+}
+
+pub(super) fn llc_bytes() -> Option<u64> {
+    None
+}

@@ -1,0 +1,354 @@
+//! Particular frames, not just any: a *claim* is such a call while it is at work.
+//!
+//! * [`alloc_contig_range`](Frames::alloc_contig_range) takes an extent, aligned or not, if all of it is free in the buddy system right
+//!   now. One lock round.
+//! * [`alloc_contig_pages`](Frames::alloc_contig_pages) empties a 2 MiB-aligned range and takes it, in four steps:
+//!   1. **Isolate.** Under the lock every 2 MiB block of the range is marked; its free blocks leave the free lists but
+//!      stay free. From here on nothing is allocated from the range.
+//!   2. **Drain.** Every CPU is asked for its cache; this one's is drained at once. A free that **races** with this
+//!      lands in the buddy system in any case: one that began before its CPU served the request is in the cache that is
+//!      then drained; one that begins after it sees the mark and bypasses the cache. It is re-checked under the lock, so
+//!      it becomes an isolated free block, which the claim finds.
+//!   3. **Migrate.** Each block of the range that is in use is offered to the caller's `migrate`, with nothing locked.
+//!      What it empties comes back as in step 2.
+//!   4. **Take or roll back.** If everything is free it is taken, otherwise the marks go and the free blocks return to
+//!      the lists: nothing is lost, and the next free or allocation sees ordinary blocks.
+//!
+//! Two claims never overlap: the second finds the marks and fails.
+
+use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
+use crate::blockmap::SPAN;
+use crate::frames::{Env, Frames};
+use crate::free2m::{pages, take_word};
+use crate::freelist::{FreeLists, Known, List};
+use core::fmt;
+use hugemm_base::inject::FaultPoint;
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
+
+/// Where every claim can be made to fail.
+pub const FAULT_CLAIM: FaultPoint = FaultPoint("frames.claim");
+
+/// Why a range could not be claimed. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AllocContigError {
+    /// Empty, or not in one arena.
+    NotManaged,
+    /// Not aligned to 2 MiB.
+    Misaligned,
+    /// Another claim is at work in the range.
+    Contended,
+    /// This frame is in use (or cached by a CPU that did not answer, reserved, or poisoned) and was not migrated.
+    InUse(Pfn),
+}
+
+impl fmt::Display for AllocContigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AllocContigError::NotManaged => f.write_str("the range is empty or not inside one arena"),
+            AllocContigError::Misaligned => {
+                f.write_str("the range is not aligned to 2 MiB; align it or use alloc_contig_range")
+            }
+            AllocContigError::Contended => f.write_str("another claim is at work in the range; try again later"),
+            AllocContigError::InUse(pfn) => write!(f, "frame {pfn} is in use and was not migrated"),
+        }
+    }
+}
+
+impl core::error::Error for AllocContigError {}
+
+/// Moves the content of frames elsewhere and lets go of them.
+pub trait Migrate<P: Cpu> {
+    /// Tries to empty the block; true if it may have become free. Called with nothing locked, unpinned; may sleep if the
+    /// claimer may.
+    fn migrate(&mut self, cx: &mut CpuCx<'_, P>, block: Extent) -> bool;
+}
+
+/// Moves nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoMigration;
+
+impl<P: Cpu> Migrate<P> for NoMigration {
+    fn migrate(&mut self, _cx: &mut CpuCx<'_, P>, _block: Extent) -> bool {
+        false
+    }
+}
+
+impl<P: Cpu, F: FnMut(&mut CpuCx<'_, P>, Extent) -> bool> Migrate<P> for F {
+    fn migrate(&mut self, cx: &mut CpuCx<'_, P>, block: Extent) -> bool {
+        self(cx, block)
+    }
+}
+
+/// How often a claim looks at a block that does not become free before it gives up.
+const ATTEMPTS: u32 = 8;
+
+/// How often a claim looks whether another CPU has served its request, before it goes on without.
+const PATIENCE: u32 = 10_000;
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// The arena that holds all of an extent.
+    fn arena_of(&self, extent: Extent) -> Result<&'m Arena<'m>, AllocContigError> {
+        let arena = self.arena(extent.base()).filter(|_| !extent.is_empty());
+        arena.filter(|arena| arena.extent.covers(extent)).ok_or(AllocContigError::NotManaged)
+    }
+
+    /// Takes exactly these frames if all of them are free in the buddy system. One lock round, O(blocks in the range).
+    /// Frames in CPUs' caches count as in use: [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
+    ///
+    /// # Errors
+    ///
+    /// [`InUse`](AllocContigError::InUse) names the first frame that is not free,
+    /// [`NotManaged`](AllocContigError::NotManaged) is a range that is empty or not in one arena,
+    /// [`Contended`](AllocContigError::Contended) one in which another call is at work. Nothing has changed.
+    pub fn alloc_contig_range<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Dirty, AllocContigError> {
+        let arena = self.arena_of(extent)?;
+        if self.env.fault(FAULT_CLAIM) {
+            return Err(AllocContigError::InUse(extent.base()));
+        }
+        let result = cx.pinned(|pin| {
+            self.with_node(pin, arena.node, |lists| {
+                self.all_free(arena, extent)?;
+                if self.any_isolated(arena, extent) {
+                    return Err(AllocContigError::Contended);
+                }
+                self.take_free(lists, arena, extent);
+                Ok(())
+            })
+        });
+        result.unwrap_or(Err(AllocContigError::NotManaged))?;
+        // SAFETY: the frames were free and have just been taken out, so they are the caller's.
+        Ok(unsafe { Dirty::assume_owned(extent) })
+    }
+
+    /// The first block of the extent that is not free.
+    fn all_free(&self, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
+        if in_block(extent.base()) == 0
+            && extent.pages().is_multiple_of(SPAN as u64)
+            && arena.words_2m(extent).all(|(region, _, at, bits)| region.free.load(at) & bits == bits)
+        {
+            return Ok(());
+        }
+        match self.blocks(arena, extent).find(|(pfn, order)| !self.is_free(arena, *pfn, *order)) {
+            None => Ok(()),
+            Some((pfn, _)) => Err(AllocContigError::InUse(pfn.max(extent.base()))),
+        }
+    }
+
+    /// The blocks that an extent touches.
+    fn blocks<'a>(&'a self, arena: &'a Arena<'m>, extent: Extent) -> impl Iterator<Item = (Pfn, u32)> + 'a {
+        let mut at = extent.base().number();
+        core::iter::from_fn(move || {
+            if at >= extent.end().number() {
+                return None;
+            }
+            let (head, order) = arena.block_of(Pfn::new(at));
+            at = head.number() + (1 << order);
+            Some((head, order))
+        })
+    }
+
+    fn any_isolated(&self, arena: &Arena<'m>, extent: Extent) -> bool {
+        self.blocks_2m(extent).any(|pfn| arena.region(pfn).isolated.get(in_region(pfn)))
+    }
+
+    /// The first frames of the 2 MiB blocks that an extent touches.
+    fn blocks_2m(&self, extent: Extent) -> impl Iterator<Item = Pfn> + use<E> {
+        let first = extent.base().number() >> BLOCK_ORDER << BLOCK_ORDER;
+        (first..extent.end().number()).step_by(SPAN).map(Pfn::new)
+    }
+
+    /// Takes an extent that is free throughout; what its first and last blocks have beyond it goes back.
+    fn take_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent) {
+        let whole = arena.words_2m(extent).fold(0, |sum, (region, _, at, bits)| {
+            let free = region.free.load(at) & bits;
+            take_word(lists, region, at, free, true);
+            sum + pages(free)
+        });
+        lists.pages -= whole;
+        if whole == extent.pages() {
+            return;
+        }
+        let (mut at, end) = (extent.base().number(), extent.end().number());
+        while at < end {
+            let (head, order) = arena.block_of(Pfn::new(at));
+            let Ok(size) = Order::new(order) else { return };
+            // Not free: taken above.
+            if self.is_free(arena, head, order) {
+                let content = self.remove_block(lists, arena, head, order);
+                let whole = Extent::block(head, size);
+                let inside = whole.intersection(extent);
+                if inside != whole {
+                    self.cut_ends(arena, inside);
+                    let before = inside.base().number() - head.number();
+                    for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
+                        self.free_chunks(lists, arena, part, content);
+                    }
+                }
+            }
+            at = head.number() + size.pages();
+        }
+    }
+
+    /// Empties a 2 MiB-aligned range of one arena, with the help of `migrate`, and takes it. Needs a context that may
+    /// sleep if it is to wait for other CPUs; without, it takes what it finds. The other CPUs must run, or
+    /// [`serve`](Frames::serve), for their caches to be had.
+    ///
+    /// # Errors
+    ///
+    /// As [`alloc_contig_range`](Frames::alloc_contig_range), and [`Misaligned`](AllocContigError::Misaligned). What
+    /// was free is free again; what was migrated stays where it is now.
+    pub fn alloc_contig_pages<P: Cpu>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        extent: Extent,
+        migrate: &mut impl Migrate<P>,
+    ) -> Result<Dirty, AllocContigError> {
+        let arena = self.arena_of(extent)?;
+        let aligned = |number: u64| number.is_multiple_of(SPAN as u64);
+        if !aligned(extent.base().number()) || !aligned(extent.pages()) {
+            return Err(AllocContigError::Misaligned);
+        }
+        if self.env.fault(FAULT_CLAIM) {
+            return Err(AllocContigError::InUse(extent.base()));
+        }
+        self.isolate(cx, arena, extent)?;
+        self.drain_everywhere(cx);
+        let result = self.empty(cx, arena, extent, migrate);
+        let taken = cx.pinned(|pin| {
+            self.with_node(pin, arena.node, |lists| {
+                let result = result.and_then(|()| self.all_free(arena, extent));
+                if result.is_ok() {
+                    self.take_free(lists, arena, extent);
+                }
+                self.mark(lists, arena, extent, false);
+                result
+            })
+        });
+        taken.unwrap_or(Err(AllocContigError::NotManaged))?;
+        // SAFETY: as in `alloc_contig_range`.
+        Ok(unsafe { Dirty::assume_owned(extent) })
+    }
+
+    /// Step 1.
+    fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
+        let result = cx.pinned(|pin| {
+            self.with_node(pin, arena.node, |lists| {
+                if arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
+                    return Err(AllocContigError::Contended);
+                }
+                self.mark(lists, arena, extent, true);
+                Ok(())
+            })
+        });
+        result.unwrap_or(Err(AllocContigError::NotManaged))
+    }
+
+    /// Marks the 2 MiB blocks of an aligned extent, or takes the marks off. What is free of them stays free.
+    fn mark(&self, lists: &mut FreeLists, arena: &Arena<'m>, extent: Extent, isolated: bool) {
+        for (region, first, at, bits) in arena.words_2m(extent) {
+            let mut groups = region.split.load(at) & bits;
+            let changed = u64::from((bits & !groups).count_ones());
+            region.isolated.set_locked(at, bits & !groups, isolated);
+            let free = pages(region.free.load(at) & bits);
+            // Relaxed: see `is_isolating`.
+            if isolated {
+                lists.isolated += free;
+                self.isolated.fetch_add(changed, Ordering::Relaxed);
+            } else {
+                lists.isolated -= free;
+                self.isolated.fetch_sub(changed, Ordering::Relaxed);
+                self.hint_all(arena, first.max(extent.base()));
+            }
+            while groups != 0 {
+                let group = first.number() + (u64::from(groups.trailing_zeros()) << BLOCK_ORDER);
+                self.mark_group(lists, arena, Extent::block(Pfn::new(group), BLOCK), isolated);
+                groups &= groups - 1;
+            }
+        }
+    }
+
+    /// The same for a group of small blocks: its free blocks become blocks of another kind.
+    fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, group: Extent, isolated: bool) {
+        let free = |(pfn, order): &(Pfn, u32)| self.is_free(arena, *pfn, *order);
+        for (pfn, order) in self.blocks(arena, group).filter(free) {
+            lists.remove(arena, pfn, order);
+        }
+        arena.region(group.base()).isolated.put_locked(in_region(group.base()), isolated);
+        // Relaxed: as above.
+        match isolated {
+            true => self.isolated.fetch_add(1, Ordering::Relaxed),
+            false => self.isolated.fetch_sub(1, Ordering::Relaxed),
+        };
+        for (pfn, order) in self.blocks(arena, group).filter(free) {
+            let mobility = arena.block(pfn).mobility();
+            // What was known is forgotten while a block is isolated.
+            let list = if isolated { List::Isolated } else { List::Small(mobility, Known::Dirty) };
+            lists.push(arena, pfn, order, list);
+        }
+    }
+
+    /// Step 2. Waits for the others within reason: a CPU that is idle and never serves keeps what it has.
+    fn drain_everywhere<P: Cpu>(&self, cx: &mut CpuCx<'_, P>) {
+        for cpu in self.cpus {
+            cpu.mailbox.post();
+        }
+        for _ in 0..PATIENCE {
+            // Again and again: two claimers wait for each other's caches.
+            self.serve(cx);
+            // An empty cache has nothing to give, even if its owner has not answered; what its owner frees from now on
+            // may still go there, which is why steps 3 and 4 look at the blocks and not at the answers.
+            if self.cpus.iter().all(|cpu| !cpu.mailbox.pending() || cpu.pages() == 0) {
+                return;
+            }
+            if cx.platform().may_sleep() {
+                cx.cond_resched();
+            } else {
+                hugemm_base::sync::spin_loop();
+            }
+        }
+    }
+
+    /// Step 3.
+    fn empty<P: Cpu>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        arena: &Arena<'m>,
+        extent: Extent,
+        migrate: &mut impl Migrate<P>,
+    ) -> Result<(), AllocContigError> {
+        let mut at = extent.base().number();
+        let (mut attempts, mut drained) = (0, true);
+        while at < extent.end().number() {
+            // A look without the lock, at blocks that may be changing: only a hint of what to migrate. Step 4 decides.
+            let rest = extent.slice(at - extent.base().number(), extent.pages());
+            let used =
+                cx.pinned(|pin| self.with_node(pin, arena.node, |_| self.all_free(arena, rest)).unwrap_or(Ok(())));
+            let Err(AllocContigError::InUse(used)) = used else { return Ok(()) };
+            if used.number() != at {
+                (at, attempts, drained) = (used.number(), 0, true);
+            }
+            if !drained {
+                // What was let go of may be in a cache that was filled before its CPU saw the marks.
+                self.drain_everywhere(cx);
+                drained = true;
+                continue;
+            }
+            let (head, order) = arena.block_of(used);
+            let Ok(whole) = Order::new(order).map(|order| Extent::block(head, order)) else { break };
+            if self.next_refused(arena, whole).is_some() && attempts != 0 {
+                return Err(AllocContigError::InUse(head));
+            }
+            attempts += 1;
+            if attempts > ATTEMPTS || !migrate.migrate(cx, whole) {
+                return Err(AllocContigError::InUse(head));
+            }
+            drained = false;
+            if cx.platform().may_sleep() {
+                cx.cond_resched();
+            }
+        }
+        Ok(())
+    }
+}

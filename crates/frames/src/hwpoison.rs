@@ -1,0 +1,354 @@
+//! Frames that must not be handed out: poisoned ones for good, isolated ones for a while.
+//!
+//! # Poison
+//!
+//! [`hwpoison`](Frames::hwpoison) marks a frame; the mark is never taken back. A free frame is taken out at once; one in use
+//! is taken out when it is freed, whoever frees it and as part of whatever. A frame in
+//! a CPU's cache is found when it is allocated from or drained. The mark is in the block map and not in a descriptor,
+//! so that a tail with a read-only descriptor can be marked.
+//!
+//! # Cost
+//!
+//! Nothing while nothing is poisoned or isolated, and next to nothing otherwise: a free asks one word of its CPU whether its
+//! fast path is open *for this block*. The word has 64 bits, and a block has one of them. While something is isolated all are
+//! set, and allocations leave their fast paths too. For a poisoned frame that is in use those bits are set that blocks of the
+//! cached orders have which hold it: they, and one block in 64 for each bit, are looked at when they are freed, one bit per
+//! 2 MiB and per frame only where that is set, and cached if nothing is found. When the frame has been taken out nobody looks
+//! for it any more.
+//!
+//! Blocks of other orders are looked at under the node's lock, as is everything that goes there.
+
+use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
+use crate::blockmap::SPAN;
+use crate::buddy::Content;
+use crate::frames::{Env, Frames};
+use crate::freelist::FreeLists;
+use crate::frozen::Frozen;
+use crate::mobility::Mobility;
+use crate::pcp::{self, Watch};
+use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{CpuPin, Extent, Order, Pfn};
+
+/// Where a poisoned frame was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HwPoisoned {
+    /// Free; it has been taken out.
+    Free,
+    /// In use, cached or reserved; it will be taken out when it is freed.
+    InUse,
+    /// Poisoned before; nothing has changed.
+    Already,
+    /// In no arena.
+    NotManaged,
+}
+
+/// Refused frames that are in use, by the places of the blocks that may be freed with them in it.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    frames: AtomicU64,
+    /// For each place, frames that have it.
+    counts: [AtomicU64; 64],
+}
+
+// Relaxed throughout: a cache's owner reads this when it serves the request that was posted after an addition, and acquires
+// what came before it; and under a node's lock everything is known of that node's frames.
+impl Watched {
+    pub(crate) fn new() -> Self {
+        Watched { frames: AtomicU64::new(0), counts: core::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+
+    /// Whether there are any.
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.frames.load(Ordering::Relaxed) != 0
+    }
+
+    /// The places, as bits.
+    fn places(&self) -> u64 {
+        if !self.any() {
+            return 0;
+        }
+        let bit = |(place, count): (usize, &AtomicU64)| u64::from(count.load(Ordering::Relaxed) != 0) << place;
+        self.counts.iter().enumerate().map(bit).sum()
+    }
+
+    /// The places of blocks that hold a frame and are allocated from caches, as bits.
+    fn places_of(pfn: Pfn) -> u64 {
+        let stocked =
+            (0..=BLOCK_ORDER).filter(|order| pcp::is_stocked(*order)).filter_map(|order| Order::new(order).ok());
+        stocked.fold(0, |bits, order| {
+            bits | 1 << Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Unmovable, false).place()
+        })
+    }
+
+    fn change(&self, pfn: Pfn, by: u64) {
+        self.frames.fetch_add(by, Ordering::Relaxed);
+        let places = Self::places_of(pfn);
+        for (_, count) in self.counts.iter().enumerate().filter(|(place, _)| places >> place & 1 != 0) {
+            count.fetch_add(by, Ordering::Relaxed);
+        }
+    }
+
+    fn add(&self, pfn: Pfn) {
+        self.change(pfn, 1);
+    }
+
+    fn remove(&self, pfn: Pfn) {
+        self.change(pfn, 1_u64.wrapping_neg());
+    }
+}
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Marks a frame as one that must never be handed out again. One lock round. Any context but NMI.
+    pub fn hwpoison<P: hugemm_base::platform::Cpu>(&self, cx: &hugemm_base::CpuCx<'_, P>, pfn: Pfn) -> HwPoisoned {
+        cx.pinned(|pin| {
+            let Some(arena) = self.arena(pfn) else { return HwPoisoned::NotManaged };
+            let outcome = self.with_node(pin, arena.node, |lists| {
+                let block = arena.block(pfn);
+                if block.refused.get(in_block(pfn)) {
+                    return HwPoisoned::Already;
+                }
+                block.refused.put_locked(in_block(pfn), true);
+                arena.region(pfn).refused.put_locked(in_region(pfn), true);
+                let (head, order) = arena.block_of(pfn);
+                if !self.is_free(arena, head, order) {
+                    // Before any cache is asked: what is freed after that is looked at.
+                    self.watched.add(pfn);
+                    return HwPoisoned::InUse;
+                }
+                let content = self.remove_block(lists, arena, head, order);
+                lists.refused += 1;
+                let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
+                let whole = Extent::block(head, order);
+                arena.map_cut(pfn);
+                if arena.extent.contains(Pfn::new(pfn.number() + 1)) && whole.contains(Pfn::new(pfn.number() + 1)) {
+                    arena.map_cut(Pfn::new(pfn.number() + 1));
+                }
+                let at = pfn.number() - head.number();
+                for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {
+                    self.free_chunks(lists, arena, part, content);
+                }
+                HwPoisoned::Free
+            });
+            if outcome == Some(HwPoisoned::InUse) {
+                // A cache may have it already.
+                for cpu in self.cpus {
+                    cpu.mailbox.post();
+                }
+            }
+            outcome.unwrap_or(HwPoisoned::NotManaged)
+        })
+    }
+
+    /// Whether a frame is poisoned.
+    pub fn is_hwpoisoned(&self, pfn: Pfn) -> bool {
+        self.arena(pfn).is_some_and(|arena| arena.block(pfn).refused.get(in_block(pfn)))
+    }
+
+    /// The first poisoned frame of an extent, whoever has it. A word per 64 blocks of 2 MiB, and a bit per frame of those
+    /// with poison in them. Any context.
+    pub fn first_hwpoisoned(&self, extent: Extent) -> Option<Pfn> {
+        self.parts(extent).find_map(|(arena, part)| self.next_refused(arena, part))
+    }
+
+    /// Takes a refused frame, which the caller owns, out for good.
+    pub(crate) fn retire(&self, pin: CpuPin<'_>, arena: &Arena<'m>, pfn: Pfn) {
+        self.with_node(pin, arena.node, |lists| self.note_retired(lists, pfn));
+    }
+
+    /// A refused frame was given back: it is out for good, and nobody has to look for it any more.
+    fn note_retired(&self, lists: &mut FreeLists, pfn: Pfn) {
+        lists.refused += 1;
+        self.watched.remove(pfn);
+    }
+
+    /// What keeps caches off their fast paths, for [`Mailbox::serve`](crate::pcp::Mailbox::serve).
+    pub(crate) fn watch(&self) -> Watch {
+        if self.is_isolating() { Watch::Everything } else { Watch::Places(self.watched.places()) }
+    }
+
+    /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
+    pub(crate) fn admit(&self, pin: CpuPin<'_>, block: Frozen) -> Option<Frozen> {
+        let arena = self.arena(block.pfn())?;
+        let extent = block.extent();
+        let isolated = arena.region(block.pfn()).isolated.get(in_region(block.pfn()));
+        if !isolated && self.next_refused(arena, extent).is_none() {
+            return Some(block);
+        }
+        self.free_careful(pin, arena, extent, Content::of(block.is_zero()));
+        None
+    }
+
+    /// Whether a block has refused frames, or is isolated, and must not be cached. One line of its region, and one of its
+    /// 2 MiB if something there is refused. Blocks that are never cached are looked at under the lock.
+    pub(crate) fn is_suspect(&self, arena: &Arena<'m>, block: &Frozen) -> bool {
+        let (region, index) = (arena.region(block.pfn()), in_region(block.pfn()));
+        let refused = || region.refused.get(index) && self.next_refused(arena, block.extent()).is_some();
+        block.log() > BLOCK_ORDER || region.isolated.get(index) || refused()
+    }
+
+    /// The first refused frame of an extent of one arena. O(pages / 2^15) where there is none.
+    pub(crate) fn next_refused(&self, arena: &Arena<'m>, extent: Extent) -> Option<Pfn> {
+        let (mut at, end) = (extent.base().number(), extent.end().number());
+        while at < end {
+            let pfn = Pfn::new(at);
+            let region = arena.region(pfn);
+            // One word of region bits at a time.
+            let word = region.refused.snapshot()[in_region(pfn) / 64] >> (in_region(pfn) % 64);
+            if word == 0 {
+                at = ((at >> (BLOCK_ORDER + 6)) + 1) << (BLOCK_ORDER + 6);
+                continue;
+            }
+            let skip = u64::from(word.trailing_zeros());
+            if skip != 0 {
+                at = ((at >> BLOCK_ORDER) + skip) << BLOCK_ORDER;
+                continue;
+            }
+            let upto = ((at | (SPAN as u64 - 1)) + 1).min(end);
+            let refused = &arena.block(pfn).refused;
+            if let Some(found) = (at..upto).map(Pfn::new).find(|pfn| refused.get(in_block(*pfn))) {
+                return Some(found);
+            }
+            at = upto;
+        }
+        None
+    }
+
+    /// How many frames of an extent are refused.
+    pub(crate) fn refused_in(&self, extent: Extent) -> u64 {
+        let mut count = 0;
+        for (arena, part) in self.parts(extent).filter(|_| self.is_careful()) {
+            let mut rest = part;
+            while let Some(pfn) = self.next_refused(arena, rest) {
+                rest = rest.slice(pfn.number() + 1 - rest.base().number(), rest.pages());
+                count += 1;
+            }
+        }
+        count
+    }
+
+    /// Frees an extent of one arena that may hold refused frames or isolated blocks: around the former, past the caches
+    /// for all. The ends are block borders in the map.
+    pub(crate) fn free_careful(&self, pin: CpuPin<'_>, arena: &Arena<'m>, extent: Extent, content: Content) {
+        self.with_node(pin, arena.node, |lists| self.free_careful_locked(lists, arena, extent, content));
+    }
+
+    pub(crate) fn free_careful_locked(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        extent: Extent,
+        content: Content,
+    ) {
+        let mut rest = extent;
+        while !rest.is_empty() {
+            let refused = self.next_refused(arena, rest);
+            let upto = refused.map_or(rest.pages(), |pfn| pfn.number() - rest.base().number());
+            if let Some(pfn) = refused {
+                arena.map_cut(pfn);
+                let next = Pfn::new(pfn.number() + 1);
+                if rest.contains(next) {
+                    arena.map_cut(next);
+                }
+                self.note_retired(lists, pfn);
+            }
+            self.free_admitted(lists, arena, rest.slice(0, upto), content);
+            rest = rest.slice(upto + 1, rest.pages());
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::arena::{ArenaSpec, BLOCK};
+    use crate::frames::Plain;
+    use crate::layout::FramesConfig;
+    use crate::page_alloc::AllocRequest;
+    use hugemm_base::{CpuCx, Dirty, NodeId};
+    use hugemm_threads::{Memory, Threads, run_as};
+
+    const PAGES: u64 = 1 << 16;
+
+    /// A manager with room for caches of every order, and CPU 0's cache.
+    fn with_cache(test: impl FnOnce(&Frames<'_>, &CpuCx<'_, Threads>, &crate::pcp::PerCpu<'_>)) {
+        let extent = Extent::new(Pfn::new(0), PAGES).expect("in range");
+        let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let memory = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+        // SAFETY: zeroed, as large and aligned as asked for, used once, and with one platform.
+        let frames = unsafe { Frames::new(&config, Plain::default(), memory.ptr(), memory.bytes()) }.expect("enough");
+        let threads: Threads = Threads::new(());
+        run_as(0);
+        let cx = threads.cx();
+        // SAFETY: once; there is no memory behind the numbers.
+        unsafe { frames.release(&cx, Dirty::assume_owned(extent)) };
+        test(&frames, &cx, &frames.cpus[0]);
+    }
+
+    /// One poisoned frame closes the fast path for itself, and for none of its neighbours; and when it is out, for nobody.
+    #[test]
+    fn a_poisoned_frame_in_use_closes_its_own_path_only() {
+        with_cache(|frames, cx, own| {
+            let request = |order| AllocRequest::order(Order::new(order).expect("valid"));
+            let bad = frames.alloc(cx, request(0)).expect("memory");
+            let others: Vec<Frozen> =
+                [0, 0, 1, 3, 9].iter().map(|o| frames.alloc(cx, request(*o)).expect("memory")).collect();
+            assert_eq!(frames.hwpoison(cx, bad.pfn()), HwPoisoned::InUse);
+            assert!(
+                !own.mailbox.is_quiet() && !others.iter().any(|block| own.mailbox.admits(block)),
+                "a drain is asked for"
+            );
+            frames.serve(cx);
+            assert!(own.mailbox.is_quiet() && !own.mailbox.admits(&bad));
+            assert!(others.iter().all(|block| own.mailbox.admits(block)), "{:#x}", frames.watched.places());
+            // Nearly everywhere else, too.
+            let closed = frames.watched.places().count_ones();
+            assert!((1..=5).contains(&closed), "{closed} places of 64");
+            frames.free(cx, bad);
+            assert!(!frames.is_careful() && frames.watched.places() == 0);
+            for block in others {
+                frames.free(cx, block);
+            }
+            assert!(own.mailbox.admits_place(0) || own.mailbox.wants_service(false));
+            frames.serve(cx);
+            assert!((0..64).all(|place| own.mailbox.admits_place(place)) && !own.mailbox.wants_service(false));
+        });
+    }
+
+    /// A block that is cached on its own path is on that of no poisoned frame that it holds.
+    #[test]
+    fn every_cached_block_that_holds_a_frame_has_one_of_its_places() {
+        for pfn in [0, 1, 0x1ff, 0x200, 0xdead_beef, 0x1234_5677] {
+            let pfn = Pfn::new(pfn);
+            let places = Watched::places_of(pfn);
+            for order in [0, 1, 2, 3, BLOCK_ORDER].map(|order| Order::new(order).expect("valid")) {
+                let block = Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Movable, true);
+                assert_eq!(places >> block.place() & 1, 1, "{block:?}");
+            }
+        }
+    }
+
+    /// Isolation closes both paths, for as long as it lasts and not longer.
+    #[test]
+    fn isolation_closes_every_path_while_it_lasts() {
+        with_cache(|frames, cx, own| {
+            let held = frames.alloc(cx, AllocRequest::order(BLOCK)).expect("memory");
+            let range = held.extent();
+            let mut held = Some(held);
+            let threads = cx.platform();
+            let taken =
+                frames.alloc_contig_pages(&mut threads.cx(), range, &mut |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+                    assert!(!own.mailbox.is_quiet() && (0..64).all(|place| !own.mailbox.admits_place(place)));
+                    held.take().is_some_and(|block| {
+                        frames.free(cx, block);
+                        true
+                    })
+                });
+            frames.free_extent(cx, taken.expect("emptied"));
+            assert!(!frames.is_careful());
+            frames.serve(cx);
+            assert!(own.mailbox.is_quiet() && (0..64).all(|place| own.mailbox.admits_place(place)));
+        });
+    }
+}

@@ -1,0 +1,350 @@
+//! Allocating and freeing single blocks: the hot paths, and what they fall back to.
+//!
+//! | path | atomics | locks | lines |
+//! |---|---|---|---|
+//! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
+//! | refill or drain | 1 per 4 to 64 blocks | 1 round for all | |
+//! | other orders | 1 (the lock) | 1 round | 5 to 7, however much splits or merges |
+//!
+//! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
+//!
+//! Everything here may run in an interrupt: it pins, so the CPU's cache and the node's lock are never interrupted half
+//! way, and it never sleeps. What may not even wait for a lock is in [`nowait`](crate::nowait).
+//!
+//! # Known-zero memory
+//!
+//! What is known to be zero is remembered per free block, and above 2 MiB per 2 MiB of it, so that a zero extent that
+//! merges with a dirty one is found again. A block inside 2 MiB is zero only if every part of it was freed as zero; a
+//! dirty part makes the whole dirty, and nothing becomes zero by merging. Whoever wants zeroes asks for such memory
+//! first, with [`AllocRequest::prefer_zeroed`], and clears what turns out to be dirty: the allocator clears nothing.
+
+use crate::arena::BLOCK_ORDER;
+use crate::buddy::{Content, Taken};
+use crate::class::Class;
+use crate::frames::{Env, Frames};
+use crate::frozen::Frozen;
+use crate::mobility::Mobility;
+use crate::pcp::PerCpu;
+use core::fmt;
+use hugemm_base::inject::FaultPoint;
+use hugemm_base::platform::Cpu;
+use hugemm_base::sync::Ordering;
+use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize, Pressure, Shortfall};
+
+/// Where every allocation can be made to fail.
+pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
+
+/// Which node to allocate from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Placement {
+    /// The calling CPU's, then the others.
+    #[default]
+    Local,
+    /// This one, then the others in ascending order, starting over at the first.
+    Prefer(NodeId),
+    /// This one or none.
+    Only(NodeId),
+}
+
+/// What to allocate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AllocRequest {
+    /// Size.
+    pub order: Order,
+    /// Grouping.
+    pub mobility: Mobility,
+    /// Node.
+    pub from: Placement,
+    /// Known-zero memory first, dirty memory otherwise: [`Frozen::is_zero`] says which it was. Whoever does not ask gets
+    /// dirty memory first.
+    pub prefer_zeroed: bool,
+}
+
+impl AllocRequest {
+    /// An unmovable block from the local node.
+    #[inline]
+    pub const fn order(order: Order) -> Self {
+        AllocRequest { order, mobility: Mobility::Unmovable, from: Placement::Local, prefer_zeroed: false }
+    }
+
+    /// The same, movable.
+    #[inline]
+    pub const fn movable(self) -> Self {
+        AllocRequest { mobility: Mobility::Movable, ..self }
+    }
+
+    /// The same, from elsewhere.
+    #[inline]
+    pub const fn from(self, from: Placement) -> Self {
+        AllocRequest { from, ..self }
+    }
+
+    /// The same, from known-zero memory if there is any.
+    #[inline]
+    pub const fn prefer_zeroed(self) -> Self {
+        AllocRequest { prefer_zeroed: true, ..self }
+    }
+}
+
+impl From<Order> for AllocRequest {
+    #[inline]
+    fn from(order: Order) -> Self {
+        AllocRequest::order(order)
+    }
+}
+
+impl From<PageSize> for AllocRequest {
+    #[inline]
+    fn from(size: PageSize) -> Self {
+        AllocRequest::order(size.order())
+    }
+}
+
+/// Why an allocation failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AllocError {
+    /// No block of that order is free, where it was asked for.
+    OutOfMemory,
+    /// There is no such node.
+    NoSuchNode,
+    /// It would have had to wait.
+    WouldWait,
+}
+
+impl fmt::Display for AllocError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            AllocError::OutOfMemory => "no free block of that order; free memory or ask for smaller blocks",
+            AllocError::NoSuchNode => "no such NUMA node",
+            AllocError::WouldWait => "the allocation would have had to wait for a lock",
+        })
+    }
+}
+
+impl core::error::Error for AllocError {}
+
+/// How often exhaustion asks for pressure relief before it is final.
+const RELIEF_ROUNDS: u32 = 3;
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Allocates one block. Its bytes are anything unless [`Frozen::is_zero`] says that they are zero, and its
+    /// descriptor's words are anything. Any context but NMI.
+    ///
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines.
+    ///
+    /// # Errors
+    ///
+    /// [`OutOfMemory`](AllocError::OutOfMemory) if nothing of that order is free where it was asked for: free some,
+    /// or ask for a smaller order. [`NoSuchNode`](AllocError::NoSuchNode).
+    #[inline]
+    pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: impl Into<AllocRequest>) -> Result<Frozen, AllocError> {
+        if self.env.fault(FAULT_ALLOC) {
+            return Err(AllocError::OutOfMemory);
+        }
+        let request = request.into();
+        cx.pinned(|pin| {
+            let own = self.own(pin);
+            let AllocRequest { order, mobility, from, prefer_zeroed } = request;
+            if let Some(own) = own
+                && own.mailbox.is_quiet()
+                && from == Placement::Local
+                && let Some(class) = own.stock(order.get(), mobility)
+                && (!prefer_zeroed || class.next_is_zero())
+                && let Some(block) = class.pop()
+            {
+                return Ok(block);
+            }
+            self.alloc_slow(pin, order, mobility, from, prefer_zeroed)
+        })
+    }
+
+    /// The same, but calls `pressure` when memory is short, with nothing locked and unpinned, and tries again while it
+    /// helps.
+    ///
+    /// # Errors
+    ///
+    /// As [`alloc`](Frames::alloc), once `pressure` frees nothing more.
+    pub fn alloc_or_relieve<P: Cpu>(
+        &self,
+        cx: &mut CpuCx<'_, P>,
+        request: AllocRequest,
+        pressure: &impl Pressure<P>,
+    ) -> Result<Frozen, AllocError> {
+        let node = match request.from {
+            Placement::Only(node) => Some(node),
+            Placement::Local | Placement::Prefer(_) => None,
+        };
+        let may_sleep = cx.platform().may_sleep();
+        for _ in 0..RELIEF_ROUNDS {
+            match self.alloc(cx, request) {
+                Err(AllocError::OutOfMemory) => {}
+                decided => return decided,
+            }
+            let need = Shortfall { order: request.order, pages: request.order.pages(), node, may_sleep };
+            if pressure.relieve(cx, need) == 0 {
+                break;
+            }
+        }
+        self.alloc(cx, request)
+    }
+
+    /// The node of a request, and whether others will do.
+    fn choose(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Result<(u32, bool), AllocError> {
+        let local = || own.map_or_else(|| self.arenas.first().map_or(0, |arena| arena.node), |own| own.node.0);
+        let (node, fallback) = match from {
+            Placement::Local => (local(), true),
+            Placement::Prefer(node) => (node.0, true),
+            Placement::Only(node) => (node.0, false),
+        };
+        if (node as usize) < self.nodes.len() { Ok((node, fallback)) } else { Err(AllocError::NoSuchNode) }
+    }
+
+    /// The parts of a request, so that they travel in registers.
+    #[cold]
+    #[inline(never)]
+    fn alloc_slow(
+        &self,
+        pin: CpuPin<'_>,
+        order: Order,
+        mobility: Mobility,
+        from: Placement,
+        prefer_zeroed: bool,
+    ) -> Result<Frozen, AllocError> {
+        // Relaxed: a hint that saves a lock round where nothing is known to be zero.
+        let want_zero = prefer_zeroed && self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
+        let own = self.own(pin);
+        let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
+        if let Some(own) = own {
+            self.serve_own(pin, own);
+            self.return_leavers(pin, own);
+        }
+        let (first, fallback) = self.choose(own, from)?;
+        let near = own.filter(|own| own.node.0 == first && !want_zero);
+        let class =
+            near.and_then(|own| Some((own, own.stock(order.get(), mobility)?))).filter(|(_, class)| class.enabled());
+        // 2 MiB are of no mobility until they are divided: what was freed as the other will do.
+        let other =
+            near.filter(|_| order.get() == BLOCK_ORDER).and_then(|own| own.class(order.get(), mobility.other()));
+        for last_try in [false, true] {
+            if let Some((own, class)) = class {
+                loop {
+                    if class.len() == 0
+                        && let Some(block) = other.and_then(|other| other.pop())
+                    {
+                        let _ = class.push(block.with_mobility(mobility));
+                    } else if class.len() == 0 {
+                        self.refill(pin, own, class, first, order, mobility);
+                    }
+                    let Some(block) = class.pop() else { break };
+                    // Frames can become refused while they are cached.
+                    if !self.is_careful() {
+                        return Ok(block);
+                    }
+                    if let Some(block) = self.admit(pin, block) {
+                        return Ok(block);
+                    }
+                }
+            }
+            let count = if fallback { self.nodes.len() as u32 } else { 1 };
+            for step in 0..count {
+                let node = (first + step) % self.nodes.len() as u32;
+                let taken = self.with_node(pin, node, |lists| self.take_block(lists, order.get(), mobility, want_zero));
+                if let Some(taken) = taken.flatten() {
+                    return Ok(frozen(taken));
+                }
+            }
+            if last_try {
+                break;
+            }
+            // What this CPU caches may make larger blocks; what others cache can be had the next time.
+            if let Some(own) = own {
+                self.drain_cache(pin, own);
+            }
+            self.request_drains(own);
+        }
+        Err(AllocError::OutOfMemory)
+    }
+
+    /// Frees one block, as dirty. Any context but NMI.
+    ///
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
+    #[inline]
+    pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        let missed = cx.pinned(|pin| {
+            let own = self.own(pin);
+            let block = block.soiled();
+            if let Some(own) = own
+                && own.mailbox.admits(&block)
+                && let Some(class) = own.class_of(&block)
+                && own.is_near(class, block.pfn())
+            {
+                return class.push(block).err();
+            }
+            Some(block)
+        });
+        if let Some(block) = missed {
+            self.free_again(cx, block);
+        }
+    }
+
+    /// [`free_missed`](Frames::free_missed) with a pin of its own, so that what a pin consists of is in nobody's way on a hit.
+    #[cold]
+    #[inline(never)]
+    fn free_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
+        cx.pinned(|pin| self.free_missed(pin, block));
+    }
+
+    /// Frees a block that the cache has no room for, or that may not go there. One lock round, or none after a drain.
+    #[cold]
+    #[inline(never)]
+    fn free_missed(&self, pin: CpuPin<'_>, block: Frozen) {
+        let own = self.own(pin);
+        if let Some(own) = own {
+            self.serve_own(pin, own);
+        }
+        let Some(arena) = self.arena(block.pfn()) else { return };
+        let content = Content::of(block.is_zero());
+        if self.is_careful() && self.is_suspect(arena, &block) {
+            return self.free_careful(pin, arena, block.extent(), content);
+        }
+        let mut block = block;
+        let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
+        if let Some(class) = class.filter(|class| class.enabled()) {
+            let far = own.is_some_and(|own| own.is_far(class, &block));
+            for _ in 0..if far { 2 } else { 0 } {
+                match class.push_leaver(block) {
+                    Ok(()) => return,
+                    Err(back) => block = back,
+                }
+                self.drain_leavers(pin, class, block.log(), arena.node);
+            }
+            for _ in 0..2 {
+                match class.push(block) {
+                    Ok(()) => return,
+                    Err(back) => block = back,
+                }
+                self.drain_class(pin, class, block.log(), arena.node, class.excess());
+            }
+        }
+        self.with_node(pin, arena.node, |lists| self.free_handle(lists, arena, block));
+    }
+
+    /// Frees an extent whose ends are block borders in the map and that lies in one arena: one lock round, or none if it
+    /// is one block of a cached order.
+    pub(crate) fn free_slow(&self, pin: CpuPin<'_>, extent: Extent, content: Content) {
+        let own = self.own(pin);
+        if let Some(own) = own {
+            self.serve_own(pin, own);
+        }
+        let Some(arena) = self.arena(extent.base()) else { return };
+        if let (Some(own), Some(order)) = (own, extent.as_block())
+            && let mobility = arena.block(extent.base()).mobility()
+            && own.class(order.get(), mobility).is_some_and(Class::enabled)
+        {
+            arena.map_merge(extent.base(), order.get());
+            let block = Frozen::make(extent.base(), order, mobility, content == Content::Zero);
+            return self.free_missed(pin, block);
+        }
+        self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, extent, content));
+    }
+}

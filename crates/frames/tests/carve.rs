@@ -1,0 +1,179 @@
+//! A manager carved out of the memory it manages: nothing is lost, nothing is handed out twice, metadata never.
+#![cfg(not(loom))]
+
+use hugemm_base::platform::{Cpu, LinearMap, PhysMap, Window};
+use hugemm_base::{CpuCx, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn, Ram, SingleCpu, VirtAddr};
+use hugemm_frames::{AllocError, ArenaSpec, CarveReason, Carved, Frames, FramesConfig, FramesConfigError, Frozen};
+use hugemm_threads::{Memory, Threads};
+use std::alloc::Layout;
+
+/// Where the memory lies in the numbers of frames.
+const FIRST: u64 = 3;
+
+fn memory(pages: u64) -> Memory {
+    Memory::new(Layout::from_size_align((pages * PAGE_BYTES) as usize, PAGE_BYTES as usize).expect("a layout"))
+}
+
+fn extent(base: u64, pages: u64) -> Extent {
+    Extent::new(Pfn::new(base), pages).expect("in range")
+}
+
+fn start(memory: &Memory, base: u64) -> (CpuCx<'_, SingleCpu>, Ram) {
+    let ram = extent(base, memory.bytes() as u64 / PAGE_BYTES);
+    // SAFETY: nobody else uses the memory, which is zeroed and there as long as it is borrowed; its numbers are used by one
+    // test at a time, whose managers never meet another's.
+    unsafe { SingleCpu::start(ram, memory.ptr()) }
+}
+
+/// Every block of the order that there is.
+fn drain<P: Cpu>(frames: &Frames<'_, Carved>, cx: &CpuCx<'_, P>, order: Order, blocks: &mut Vec<Frozen>) {
+    loop {
+        match frames.alloc(cx, order) {
+            Ok(block) => blocks.push(block),
+            Err(error) => return assert_eq!(error, AllocError::OutOfMemory),
+        }
+    }
+}
+
+/// Carves `pages` frames from `base` on, takes all that there is in blocks of `first` and smaller ones, writes to all of it,
+/// and gives it back.
+fn exhaust(base: u64, pages: u64, orders: &[u32]) {
+    let memory = memory(pages);
+    let (cx, ram) = start(&memory, base);
+    let all = ram.extent();
+    assert_eq!(all, extent(base + 1, pages - 1), "one frame is the platform's");
+    let frames = Frames::carve(&cx, ram).expect("enough");
+    let managed = frames.managed();
+    let metadata = pages - 1 - managed;
+    let arenas = [ArenaSpec { extent: extent(base + 1, managed), node: NodeId(0), descriptors: None }];
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let need = (Frames::<Carved>::required_bytes(&config).expect("valid").size() as u64).div_ceil(PAGE_BYTES);
+    assert!((need..=need + 1).contains(&metadata), "{metadata} frames of metadata, of which {need} are needed");
+    let mut blocks = Vec::new();
+    orders.iter().for_each(|order| drain(&frames, &cx, Order::new(*order).expect("valid"), &mut blocks));
+    let mut extents: Vec<Extent> = blocks.iter().map(Frozen::extent).collect();
+    extents.sort_unstable_by_key(|extent| extent.base());
+    let mut next = all.base();
+    for extent in &extents {
+        assert_eq!(extent.base(), next, "handed out twice, or not at all");
+        next = extent.end();
+        let window = cx.platform().open(*extent, None).expect("mapped");
+        // SAFETY: the block is the test's. Whatever of the metadata was in it is overwritten.
+        unsafe { window.ptr.write_bytes(0xa5, extent.bytes() as usize) };
+    }
+    assert_eq!(next.number() - all.base().number(), managed, "all but the metadata, which is at the end");
+    blocks.into_iter().for_each(|block| frames.free(&cx, block));
+    frames.drain(&cx);
+    assert_eq!(frames.stats(&cx).available(), managed);
+}
+
+#[test]
+fn every_other_frame_is_allocated_once() {
+    let sizes: &[u64] = if cfg!(miri) { &[97] } else { &[512, 513, 1023, 1024, 5000, 16 << 8, (64 << 8) + 77] };
+    for pages in sizes {
+        for base in if cfg!(miri) { &[511][..] } else { &[0, FIRST, 511, (1 << 18) - 100] } {
+            let base = *base;
+            exhaust(base, *pages, &[0]);
+            exhaust(base, *pages, &[9, 3, 0]);
+        }
+    }
+}
+
+#[test]
+#[cfg(not(miri))]
+fn up_to_a_gigabyte() {
+    for pages in [(256 << 8) - 1, 1 << 18, (1 << 18) + 513] {
+        exhaust(FIRST, pages, &[10, 9, 4, 0]);
+    }
+}
+
+#[test]
+fn what_is_too_small_comes_back() {
+    for pages in 2..40 {
+        let memory = memory(pages);
+        let (cx, ram) = start(&memory, 0);
+        let all = ram.extent();
+        match Frames::carve(&cx, ram) {
+            Ok(frames) => {
+                assert!((1..pages - 1).contains(&frames.managed()), "{pages} pages");
+                return assert!(pages > 2);
+            }
+            Err(error) => {
+                assert!(matches!(error.reason, CarveReason::Size(FramesConfigError::Memory { .. })), "{error}");
+                assert_eq!(error.ram.extent(), all);
+            }
+        }
+    }
+    panic!("40 pages are enough");
+}
+
+#[test]
+fn nothing_is_carved_from_nothing() {
+    let memory = memory(1);
+    let (cx, ram) = start(&memory, 7);
+    let error = Frames::carve(&cx, ram).expect_err("there is no frame");
+    assert_eq!((error.reason, error.ram.extent().pages()), (CarveReason::Size(FramesConfigError::Empty), 0));
+}
+
+/// Memory of which only the first frames are mapped.
+struct Partly(Memory, u64);
+
+// SAFETY: the memory's own windows, cut off.
+unsafe impl PhysMap for Partly {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        let window = self.0.open(extent, user)?;
+        let before = extent.base().number() - self.0.frames().base().number();
+        let pages = window.pages.min(self.1.saturating_sub(before));
+        (pages > 0).then_some(Window { pages, ..window })
+    }
+}
+
+// SAFETY: as the memory's.
+unsafe impl LinearMap for Partly {}
+
+#[test]
+fn metadata_that_is_not_mapped_is_refused() {
+    for (reach, mapped) in [(0, false), (900, false), (1023, false), (1024, true)] {
+        let threads = Threads::new(Partly(memory(1024), reach));
+        let all = threads.0.frames();
+        // SAFETY: the memory has just been made, and its numbers are nobody else's.
+        let ram = unsafe { Ram::assume_unmanaged(all) };
+        match Frames::carve(&threads.cx(), ram) {
+            Ok(frames) => assert!(mapped && frames.managed() > 900),
+            Err(error) => {
+                assert!(!mapped && error.ram.extent() == all);
+                let CarveReason::NotMapped(metadata) = error.reason else { panic!("{error}") };
+                assert!(metadata.pages() > 8 && metadata.end() == all.end());
+            }
+        }
+    }
+}
+
+/// The same CPU number on another platform is another CPU: it gets no cache of this manager's.
+#[test]
+fn a_context_of_another_platform_has_no_cache() {
+    let (here, there) = (memory(1024), memory(16));
+    let ((cx, ram), (stranger, _)) = (start(&here, 0), start(&there, 1 << 20));
+    let frames = Frames::carve(&cx, ram).expect("enough");
+    let cached = |frames: &Frames<'_, Carved>| frames.stats(&cx).cached;
+    let page = frames.alloc(&stranger, Order::ZERO).expect("a page");
+    frames.free(&stranger, page);
+    assert_eq!(cached(&frames), 0, "the stranger filled the cache of a CPU that is not its own");
+    let page = frames.alloc(&cx, Order::ZERO).expect("a page");
+    let before = cached(&frames);
+    assert!(before > 0);
+    let others: Vec<_> = (0..8).map(|_| frames.alloc(&stranger, Order::ZERO).expect("a page")).collect();
+    others.into_iter().for_each(|page| frames.free(&stranger, page));
+    assert_eq!(cached(&frames), before, "it took from the cache, or freed into it");
+    frames.free(&cx, page);
+}
+
+#[test]
+fn sizes_are_requests() {
+    let memory = memory(2048);
+    let (cx, ram) = start(&memory, 511);
+    let frames = Frames::carve(&cx, ram).expect("enough");
+    let page = frames.alloc(&cx, PageSize::Size2M).expect("a block of 2 MiB");
+    assert_eq!((page.extent().bytes(), page.pfn()), (2 << 20, Pfn::new(512)));
+    frames.free(&cx, page);
+}

@@ -1,0 +1,389 @@
+//! What growing and shrinking do to descriptors, counted.
+
+mod support;
+
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_frames::AllocRequest;
+use hugemm_hugetlb::{DescriptorMap, FlushPolicy, Mapped, Nodes, OptimizerPolicy};
+use support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine};
+
+const OLD_WAY: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false };
+
+/// Every frame is free, a descriptor's, or shared; `used` are somewhere else.
+fn assert_nothing_is_lost(m: &Machine<'_, NoFaults>, used: u64) {
+    let sum = m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames() + used;
+    assert_eq!(sum, m.all.pages());
+}
+
+/// Takes what is free of the span that holds the descriptors, so that pools begin at the next.
+fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
+    let rest = extent(m.descriptors.end().number(), SPAN - m.descriptors.pages());
+    let _ = m.frames.alloc_contig_range(&m.threads.cx(), rest).expect("free").into_extent();
+    rest.pages()
+}
+
+#[test]
+fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
+    machine(&Shape::spans(6), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let used = occupy_the_first_span(m);
+        let before = m.free_frames();
+        let up = pool.set_size(&mut cx, &m.optimizer, 256, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes, up.batches), (256, 256, 1, 1));
+        assert_eq!((up.freed_frames, up.taken_frames), (4 * 512, 4 * 65));
+        assert_eq!(before - m.free_frames(), 256 * 512 - 4 * (512 - 65) + 1);
+        assert_eq!(pool.lean_pages(), 256);
+        assert_nothing_is_lost(m, used + 256 * 512);
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.flushes, down.batches, down.lent), (256, 1, 1, 0));
+        assert_eq!(m.free_frames(), before - 1, "all but the shared page");
+        assert!(pool.is_consistent(&cx));
+        assert_eq!(m.map.hw().flushes.load(std::sync::atomic::Ordering::Relaxed), 2);
+    });
+}
+
+/// 1 of 8 descriptor pages is kept, 28 KiB are gained.
+#[test]
+fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let used = occupy_the_first_span(m);
+        let up = pool.set_size(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes, up.batches), (40, 40, 2, 1));
+        assert_eq!((up.freed_frames, up.taken_frames), (40 * 8, 1 + 40));
+        // The same block again: its table is there.
+        let more = pool.set_size(&mut cx, &m.optimizer, 60, Nodes::All, &Never).expect("idle");
+        assert_eq!((more.entered, more.lean, more.flushes, more.taken_frames), (20, 20, 1, 20));
+        assert_nothing_is_lost(m, used + 60 * 512);
+        let down = pool.set_size(&mut cx, &m.optimizer, 1, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.flushes), (59, 1));
+        assert_eq!(down.taken_frames, 59 * 7);
+        assert_nothing_is_lost(m, used + 512);
+    });
+}
+
+/// 1 of 4096, and one table.
+#[test]
+fn a_1_gib_page_keeps_one_head_and_one_table() {
+    machine(&Shape::spans(24), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size1G);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let before = m.free_frames();
+        let up = pool.set_size(&mut cx, &m.optimizer, 2, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes), (2, 2, 1));
+        assert_eq!((up.freed_frames, up.taken_frames), (2 * 4096, 2 * 2));
+        assert_eq!(m.optimizer.shared_frames(), 2, "a page and a table of it");
+        assert_nothing_is_lost(m, 2 << 18);
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.flushes, down.taken_frames), (2, 1, 2 * 4096));
+        assert_eq!(m.free_frames(), before - 2);
+    });
+}
+
+#[test]
+fn flushes_do_not_grow_with_the_number_of_pages_and_the_old_way_s_do() {
+    for policy in [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }] {
+        for pages in [1, 7, 64, 100, 300] {
+            machine(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m| {
+                let mut memory = m.pool_memory(PageSize::Size2M);
+                let (pool, mut cx) = (memory.pool(), m.threads.cx());
+                let up = pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
+                assert!(up.entered == pages && up.batches == 1 && up.flushes <= 2, "{up:?}");
+                let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+                assert!(down.left == pages && down.batches == 1 && down.flushes == 1, "{down:?}");
+            });
+        }
+    }
+    machine(&Shape { policy: OLD_WAY, ..Shape::spans(4) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let used = occupy_the_first_span(m);
+        let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes), (100, 100, 100 + 2), "one each, and one for each split");
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.flushes), (100, 100));
+        assert_nothing_is_lost(m, used);
+    });
+}
+
+#[test]
+fn the_optimization_can_be_switched_while_pages_are_in_the_pool() {
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let used = occupy_the_first_span(m);
+        m.optimizer.set_enabled(false);
+        let up = pool.set_size(&mut cx, &m.optimizer, 30, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (30, 0, 0, 0));
+        m.optimizer.set_enabled(true);
+        let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes), (70, 70, 2));
+        m.optimizer.set_enabled(false);
+        assert_eq!(pool.lean_pages(), 70);
+        assert_eq!(pool.pages().filter(|(_, lean)| *lean).count(), 70);
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.flushes), (100, 1));
+        assert_nothing_is_lost(m, used);
+    });
+}
+
+#[test]
+fn a_block_is_whole_again_after_all_of_it_has_left() {
+    machine(&Shape::spans(4), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        occupy_the_first_span(m);
+        let block = VirtAddr::new(ORIGIN + (BASE + SPAN) * 64);
+        let before = m.map.mapped(block);
+        assert!(matches!(before, Mapped::Whole(_)));
+        pool.set_size(&mut cx, &m.optimizer, 128, Nodes::All, &Never).expect("idle");
+        assert!(matches!(m.map.mapped(block), Mapped::Table(_)));
+        pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert!(matches!(m.map.mapped(block), Mapped::Whole(_)));
+        // Heads can be written again, each of them.
+        for frame in (BASE + SPAN..BASE + 2 * SPAN).step_by(512) {
+            // SAFETY: the words of free blocks' heads, which no queue holds.
+            unsafe { m.frames.descriptor_at(Pfn::new(frame)) }.expect("managed").store(0, frame);
+        }
+    });
+}
+
+#[test]
+fn self_hosted_descriptors_are_left_alone() {
+    machine(&Shape::spans(2), NoFaults, |m| {
+        let mut areas: Vec<_> = m.areas.iter().map(|area| area.self_hosted()).collect();
+        let groups = hugemm_hugetlb::HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, PageSize::Size2M);
+        let mut groups: Vec<_> = (0..groups).map(|_| hugemm_hugetlb::Group::default()).collect();
+        let mut nodes = [hugemm_hugetlb::HugePageCounts::default()];
+        let pool: hugemm_hugetlb::HugePool<'_> =
+            hugemm_hugetlb::HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
+        let mut cx = m.threads.cx();
+        let up = pool.set_size(&mut cx, &m.optimizer, 70, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes, up.freed_frames), (70, 0, 0, 0));
+        assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 70);
+    });
+}
+
+/// 128 MiB of a boot pool cost 65 frames of descriptors, and never cost 512.
+#[test]
+fn a_pool_made_at_boot_never_has_tails() {
+    for (size, pages, frames) in [(PageSize::Size2M, 8 * 64, 8 * 65), (PageSize::Size1G, 1, 2)] {
+        machine(&Shape { absent: 8, ..Shape::spans(16) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let (before, described) = (m.free_frames(), m.descriptor_frames());
+            let boot = extent(BASE + 8 * SPAN, 8 * SPAN);
+            let up = pool.fill_at_boot(&mut cx, &m.optimizer, boot).expect("idle");
+            assert_eq!((up.entered, up.lean, up.freed_frames, up.taken_frames), (pages, pages, 0, frames));
+            assert_eq!(m.descriptor_frames() - described, frames);
+            assert_eq!(before - m.free_frames(), 8 * SPAN + frames + m.optimizer.shared_frames());
+            // They can leave like any other, and their heads can be written.
+            let page = pool.take(&cx, Nodes::All, false).expect("free");
+            // SAFETY: the head of a page in hand.
+            unsafe { m.frames.descriptor_at(page.extent().base()) }.expect("managed").store(3, 7);
+            pool.put(&cx, page, false).expect("its own");
+            let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            assert_eq!((down.left, down.flushes), (pages, 1));
+            assert!(pool.is_consistent(&cx));
+        });
+    }
+}
+
+/// What is not a whole group, or a whole page of 1 GiB, is left out at boot.
+#[test]
+fn a_boot_pool_is_of_whole_groups() {
+    for (size, skip, pages) in [(PageSize::Size2M, 512, 2 * 64), (PageSize::Size1G, SPAN, 1)] {
+        machine(&Shape { absent: 16, ..Shape::spans(24) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let whole = pages * size.pages();
+            // From a bit behind one boundary to a bit before another.
+            let (step, from) = (if size == PageSize::Size2M { SPAN } else { size.pages() }, BASE + 8 * SPAN);
+            assert!(from.is_multiple_of(step));
+            let odd = extent(from - step + skip, step - skip + whole + step - skip);
+            let odd = odd.slice(0, odd.pages().min(m.all.end().number() - odd.base().number()));
+            let up = pool.fill_at_boot(&mut cx, &m.optimizer, odd).expect("idle");
+            assert_eq!((up.entered, up.lean), (pages, pages));
+            assert_eq!(pool.pages().map(|(pfn, _)| pfn.number()).min(), Some(from));
+            assert!(pool.is_consistent(&cx));
+            // To the last frame, and no further.
+            let rest = extent(from + whole, m.all.end().number() - from - whole);
+            let up = pool.fill_at_boot(&mut cx, &m.optimizer, rest).expect("idle");
+            assert_eq!(up.entered, rest.pages() / size.pages());
+        });
+    }
+}
+
+/// Fat, the pages and their descriptors do not fit; lean, they do.
+#[test]
+fn a_request_that_fits_only_with_the_savings_succeeds() {
+    let spans = 40;
+    let fat = machine(&Shape::spans(spans), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        m.optimizer.set_enabled(false);
+        pool.set_size(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle").entered
+    });
+    machine(&Shape::spans(spans), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let up = pool.set_size(&mut cx, &m.optimizer, fat + 30, Nodes::All, &Never).expect("idle");
+        assert_eq!(up.entered, fat + 30, "{up:?}");
+        assert!(pool.is_consistent(&cx));
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!(down.left, fat + 30, "{down:?}");
+        assert_nothing_is_lost(m, 0);
+    });
+}
+
+/// Restoring takes its memory from what is being freed when there is no other.
+#[test]
+fn shrinking_never_fails() {
+    for (size, spans) in [(PageSize::Size2M, 6), (PageSize::Size1G, 20)] {
+        machine(&Shape { stale: spans == 6, ..Shape::spans(spans) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let up = pool.set_size(&mut cx, &m.optimizer, u64::MAX >> 20, Nodes::All, &Never).expect("idle");
+            let mut used = Vec::new();
+            for order in (0..=18).rev() {
+                while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
+                    used.push(block);
+                }
+            }
+            assert_eq!(m.free_frames(), 0);
+            let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            assert_eq!((down.left, down.lent), (up.entered, 0), "{down:?}");
+            assert!(down.carved >= 1 && down.flushes <= 1 + 2 * down.carved, "{down:?}");
+            for block in used {
+                m.frames.free(&cx, block);
+            }
+            assert_nothing_is_lost(m, 0);
+            // What was carved is given back when the optimizer comes again.
+            let again = pool.set_size(&mut cx, &m.optimizer, up.entered / 2, Nodes::All, &Never).expect("idle");
+            assert_eq!(again.entered, up.entered / 2);
+            assert!(pool.is_consistent(&cx));
+        });
+    }
+}
+
+/// The documented way: what cannot be restored becomes surplus, and goes when memory has come back.
+#[test]
+fn without_carving_pages_that_cannot_be_restored_become_surplus() {
+    let policy = OptimizerPolicy { carve: false, ..OptimizerPolicy::default() };
+    machine(&Shape { policy, ..Shape::spans(7) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        occupy_the_first_span(m);
+        let up = pool.set_size(&mut cx, &m.optimizer, 320, Nodes::All, &Never).expect("idle");
+        let mut used = Vec::new();
+        for order in (0..=9).rev() {
+            while let Ok(block) = m.frames.alloc(&cx, AllocRequest::order(Order::new(order).expect("valid"))) {
+                used.push(block);
+            }
+        }
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.lent), (0, up.entered));
+        let counts = pool.counts(&cx).counts;
+        assert_eq!((counts.total, counts.surplus, counts.free), (up.entered, up.entered, up.entered));
+        // A little memory is enough for all of them, one after the other.
+        m.frames.free(&cx, used.swap_remove(0));
+        let tidied = pool.tidy(&mut cx, &m.optimizer).expect("idle");
+        assert_eq!(tidied.left, up.entered);
+        assert!(tidied.flushes == tidied.batches, "{tidied:?}");
+        for block in used {
+            m.frames.free(&cx, block);
+        }
+    });
+}
+
+#[test]
+fn a_cancelled_resize_keeps_what_it_has() {
+    machine(&Shape::spans(6), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let flag = CancelFlag::new();
+        flag.raise();
+        let up = pool.set_size(&mut cx, &m.optimizer, 100, Nodes::All, &flag).expect("idle");
+        assert!(up.cancelled && up.entered == 0);
+        // Asked to stop after the first unit.
+        struct After(std::cell::Cell<u32>);
+        impl hugemm_base::Cancel for After {
+            fn requested(&self) -> bool {
+                self.0.set(self.0.get().saturating_sub(1));
+                self.0.get() == 0
+            }
+        }
+        let up = pool.set_size(&mut cx, &m.optimizer, 300, Nodes::All, &After(90.into())).expect("idle");
+        assert!(up.cancelled && up.entered > 0 && up.entered < 300, "{up:?}");
+        assert_eq!(up.lean, up.entered, "prepared wholly");
+        assert!(pool.is_consistent(&cx));
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &flag).expect("idle");
+        assert!(down.cancelled && down.left == 0);
+        assert_eq!(pool.counts(&cx).counts.persistent(), up.entered);
+        assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, up.entered);
+    });
+}
+
+/// A stray store into a tail traps; the report names the tail and its page.
+#[test]
+fn a_tail_is_read_only_and_explained() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        occupy_the_first_span(m);
+        pool.set_size(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
+        let head = pool.pages().next().expect("64").0;
+        let at = |frame: u64| VirtAddr::new(ORIGIN + frame * 64);
+        assert_eq!(m.optimizer.explain(at(0), at(head.number())), None, "heads are writable");
+        for tail in [64, 100, 511] {
+            let leaf = m.map.walk(at(head.number() + tail)).expect("mapped");
+            assert!(!leaf.writable);
+            let explained = m.optimizer.explain(at(0), at(head.number() + tail)).expect("a tail");
+            assert_eq!(explained, (Pfn::new(head.number() + tail), head));
+        }
+    });
+}
+
+#[test]
+fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
+    machine(&Shape { nodes: vec![4, 4], ..Shape::spans(0) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let up = pool.set_size(&mut cx, &m.optimizer, 201, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean), (201, 201));
+        let on = |cx: &_, node| pool.node_counts(cx, NodeId(node)).total;
+        assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 100));
+        assert_eq!(m.optimizer.shared_frames(), 2);
+        // Only one node's part.
+        pool.set_size(&mut cx, &m.optimizer, 20, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 20));
+        pool.set_size(&mut cx, &m.optimizer, 150, Nodes::Only(NodeId(1)), &Never).expect("idle");
+        assert_eq!((on(&cx, 0), on(&cx, 1)), (101, 150));
+        // A node that runs dry does not stop the other.
+        let more = pool.set_size(&mut cx, &m.optimizer, 450, Nodes::All, &Never).expect("idle");
+        assert!(more.entered == 199 && on(&cx, 1) > 200, "{more:?} {} {}", on(&cx, 0), on(&cx, 1));
+        assert!(pool.is_consistent(&cx));
+        assert_eq!(pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle").left, 450);
+        assert_nothing_is_lost(m, 0);
+    });
+}
+
+/// Where live entries may not change, pools made at boot are lean and stay; others stay fat.
+#[test]
+fn without_live_edits_only_boot_pools_are_lean() {
+    machine(&Shape { absent: 4, edit_live: false, ..Shape::spans(8) }, NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let boot = extent(BASE + 4 * SPAN, 4 * SPAN);
+        let up = pool.fill_at_boot(&mut cx, &m.optimizer, boot).expect("idle");
+        assert_eq!((up.entered, up.lean), (256, 256));
+        let up = pool.set_size(&mut cx, &m.optimizer, 300, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes), (44, 0, 0));
+        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+        assert_eq!((down.left, down.lent, down.flushes), (44, 256, 0));
+        assert!(pool.is_consistent(&cx));
+    });
+}

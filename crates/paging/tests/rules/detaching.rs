@@ -1,0 +1,256 @@
+//! Detaching, harvesting, and what the owner of a table keeps in it.
+
+use crate::support::{Heap, access, at, extent, lower, span};
+use crate::{DATA, GIB, SMALL, runs, table, unmap};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{PageSize, Pfn};
+use hugemm_paging::{
+    Change, Editing, Flags, Leaf, Lookup, NoTable, PageTable, PagingError, Run, Span, TableContent, TableMemory, X86_64,
+};
+
+/// Where nothing is mapped nothing is detached: it is neither blocked nor has anybody to harvest it.
+#[test]
+fn an_empty_range_is_not_blocked() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(100, 1), [extent(1, 1)], SMALL).expect("mapped");
+    let nothing = table.exclusive(&heap).detach(span(0, 100), Editing::LIVE).expect("in bounds");
+    assert_eq!((nothing.flush(), nothing.entries(), nothing.tables()), (None, 0, false));
+    drop(nothing);
+    table.exclusive(&heap).map(span(0, 3), [extent(7, 3)], SMALL).expect("nothing is in the way");
+    let unhooked = table.exclusive(&heap).detach(span(0, 100), Editing::LIVE).expect("nothing is outstanding");
+    assert_eq!((unhooked.flush(), unhooked.entries(), unhooked.tables()), (Some(span(0, 100).range()), 3, false));
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { unhooked.assume_flushed() };
+    assert_eq!(detached.span(), span(0, 100));
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    assert_eq!((harvest.pages, harvest.tables), (3, 0));
+}
+
+/// Everything below an entry goes by one store, and what hardware writes into the unhooked tables is harvested.
+#[test]
+fn whole_tables_are_unhooked_by_one_store() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 3 * GIB), [extent(0, 3 * GIB)], SMALL).expect("mapped");
+    let tables = heap.live();
+    let unhooked = table.exclusive(&heap).detach(span(GIB, GIB), Editing::LIVE).expect("detached");
+    assert_eq!((unhooked.entries(), unhooked.tables()), (1, true));
+    assert_eq!(access::<X86_64, _>(&heap, table.root(), at(GIB), false), None, "hidden from walks");
+    assert_eq!(table.shared(&heap).lookup(at(GIB + 7)), Lookup::Busy);
+    let again = table.exclusive(&heap).detach(span(GIB + 5, 1), Editing::LIVE).err();
+    assert_eq!(again, Some(PagingError::Busy { at: at(GIB + 5) }), "not twice");
+    let mapped = table.exclusive(&heap).map(span(GIB + 5, 1), [extent(1, 1)], SMALL);
+    assert!(matches!(mapped, Err(PagingError::Busy { .. })), "not over it");
+    assert_eq!(heap.live(), tables, "nothing is freed before the flush");
+    // SAFETY: `access` caches nothing.
+    let detached = unsafe { unhooked.assume_flushed() };
+    let mut seen = Vec::new();
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |run| seen.push(run)).expect("its own");
+    assert_eq!((harvest.pages, harvest.tables), (GIB, 513));
+    assert_eq!((seen.len(), seen[0].extent), (1, extent(GIB, GIB)));
+    assert_eq!(heap.live(), tables - 513);
+    assert_eq!(unmap(&table, &heap, span(GIB, GIB)), [], "gone");
+}
+
+#[test]
+fn holes_of_a_detached_range_can_be_mapped_but_not_detached_again_before_the_harvest() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 4), [extent(0, 4)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(6, 4), [extent(6, 4)], SMALL).expect("mapped");
+    let first = table.exclusive(&heap).detach(span(0, 10), Editing::LIVE).expect("detached");
+    table.exclusive(&heap).map(span(4, 2), [extent(100, 2)], SMALL).expect("the hole is free");
+    let early = table.exclusive(&heap).detach(span(4, 2), Editing::LIVE).err();
+    assert_eq!(early, Some(PagingError::Busy { at: at(4) }), "the first harvest would take it unflushed");
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { first.assume_flushed() };
+    let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+    assert_eq!(harvest.pages, 8, "not the two that came later");
+    assert_eq!(unmap(&table, &heap, span(4, 2)).len(), 1);
+}
+
+/// A table that was hidden by one store is read off in bounded parts; between them others may map what is free, and nobody
+/// may detach; every page comes once, and every table goes.
+#[test]
+fn a_harvest_may_come_in_parts() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let all = span(0, 512 * GIB);
+    // 4 KiB pages at both ends of the first 1 GiB, 2 MiB pages in the next, a 1 GiB page far behind, a page at the end.
+    let pieces = [(0, 600), (GIB - 3, 3), (GIB, 1024), (100 * GIB, GIB), (512 * GIB - 1, 1)];
+    let mut mapped = 0;
+    for (first, pages) in pieces {
+        table.exclusive(&heap).map(span(first, pages), [extent(first, pages)], DATA).expect("mapped");
+        mapped += pages;
+    }
+    let whole = table.exclusive(&heap).detach(all, Editing::LIVE).expect("detached");
+    assert_eq!(whole.entries(), 1, "one store hides the table");
+    // SAFETY: nothing is cached anywhere.
+    let mut rest = Some(unsafe { whole.assume_flushed() });
+    let (mut parts, mut pages, mut tables, mut last) = (0, 0, 0, None);
+    while let Some(detached) = rest {
+        let seen = |run: Run| {
+            let from = run.at.get() >> 12;
+            assert!(last.is_none_or(|last| last <= from), "pages come in ascending order, each once");
+            assert_eq!(run.extent.base().number(), from, "its own frames");
+            last = Some(from + run.extent.pages());
+        };
+        let (harvest, left) =
+            table.exclusive(&heap).harvest_some(detached, 1, Flags::NONE, seen, |_, _, _| ()).expect("its own");
+        (parts, pages, tables) = (parts + 1, pages + harvest.pages, tables + harvest.tables);
+        rest = left;
+        if rest.is_some() {
+            let early = table.exclusive(&heap).detach(all, Editing::LIVE).err();
+            assert!(matches!(early, Some(PagingError::Busy { .. })), "{early:?}");
+            let busy = table.shared(&heap).map(span(50 * GIB, 1), [extent(0, 1)], SMALL).err();
+            assert!(matches!(busy, Some(PagingError::Busy { .. })), "what is left is still hidden: {busy:?}");
+        }
+    }
+    assert_eq!(pages, mapped);
+    assert!(parts > 3, "{parts} parts");
+    // One of level 2; of level 1 for the first, the second and the last GiB; of level 0 where they have 4 KiB pages.
+    assert_eq!(tables, 1 + 3 + 3);
+    table.exclusive(&heap).map(span(0, 1), [extent(0, 1)], SMALL).expect("all of it is free");
+}
+
+/// A span that may not be detached keeps what its owner has there, and nobody hears of it: whoever did would give it up.
+/// One that is detached shows each entry once: of tables that stay now, of others at the harvest.
+#[test]
+fn what_the_owner_has_goes_with_the_span_or_not_at_all() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    // At the end of one table and in the whole of the next, one of 2 MiB behind it, and one in the last table.
+    let owned = [(500, PageSize::Size4K), (600, PageSize::Size4K), (1024, PageSize::Size2M), (1540, PageSize::Size4K)];
+    for (page, size) in owned {
+        table.shared(&heap).enter_owner(at(page), size, page).expect("nothing there");
+    }
+    table.exclusive(&heap).map(span(490, 2), [extent(490, 2)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(2048, 512), [extent(2048, 512)], DATA).expect("mapped");
+    let waiting = table.exclusive(&heap).detach(span(490, 1), Editing::LIVE).expect("detached");
+    for (wrong, name) in
+        [(span(490, 1100), "busy"), (span(491, 1600), "half of a leaf"), (span(499, 1 << 40), "outside")]
+    {
+        let refused = table.exclusive(&heap).detach_owned(wrong, Editing::LIVE, |_, _, _| panic!("{name}"));
+        assert!(refused.is_err(), "{name}");
+    }
+    let mut left = Vec::new();
+    table.shared(&heap).walk_owners(span(0, GIB), |at, size, _| left.push((at.get() >> 12, size))).expect("in bounds");
+    assert_eq!(left, owned);
+    let seen = std::cell::RefCell::new(Vec::new());
+    let owner = |at: hugemm_base::VirtAddr, size, word| {
+        assert_eq!(word, at.get() >> 12, "its own word");
+        seen.borrow_mut().push((word, size));
+    };
+    let unhooked = table.exclusive(&heap).detach_owned(span(500, 1041), Editing::LIVE, owner).expect("detached");
+    assert_eq!(seen.take(), [owned[0], owned[2], owned[3]]);
+    for unhooked in [unhooked, waiting] {
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let harvested = table.exclusive(&heap).harvest_some(detached, u64::MAX, Flags::NONE, |_| (), owner);
+        assert!(harvested.expect("its own").1.is_none());
+    }
+    assert_eq!(seen.take(), [owned[1]]);
+    unmap(&table, &heap, span(0, GIB));
+}
+
+/// What a visitor was shown before it unwound is not shown again, nor its tables given back twice.
+#[test]
+fn a_visitor_may_unwind() {
+    for pages in [20, 3 * GIB] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        // Every second frame, so that there are many runs.
+        let frames = (0..2048).map(|i| extent(i * 2, 1));
+        table.exclusive(&heap).map(span(0, pages.min(2048)), frames, SMALL).expect("mapped");
+        let unhooked = table.exclusive(&heap).detach(span(0, pages), Editing::LIVE).expect("detached");
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let mut seen = Vec::new();
+        let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            table.exclusive(&heap).harvest(detached, Flags::NONE, |run| {
+                seen.push(run.extent.base());
+                assert!(seen.len() < 15, "the visitor's own mistake");
+            })
+        }));
+        assert!(unwound.is_err());
+        // SAFETY: nothing is cached anywhere, and no token is left.
+        unsafe { table.retire(&mut &heap, |run| assert!(!seen.contains(&run.extent.base()), "shown twice")) };
+    }
+}
+
+/// Tables, of which one may not be looked at.
+struct Watched<'a> {
+    heap: &'a Heap,
+    forbidden: Pfn,
+}
+
+// SAFETY: passes everything on.
+unsafe impl TableMemory for Watched<'_> {
+    fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        let mut heap = self.heap;
+        heap.alloc(content)
+    }
+
+    unsafe fn free(&mut self, table: Pfn) {
+        let mut heap = self.heap;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { heap.free(table) }
+    }
+
+    fn reach(&self, table: Pfn) -> std::ptr::NonNull<u8> {
+        assert_ne!(table, self.forbidden, "another table's tables, under this one's lock");
+        self.heap.reach(table)
+    }
+}
+
+/// A range that ends where the other half begins, or the address space ends, is edited without a look beyond.
+#[test]
+fn nothing_is_looked_at_behind_the_last_address() {
+    let heap = Heap::new(NoFaults);
+    let upper = Span::new(hugemm_base::VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
+    // SAFETY: as in `table`.
+    let kernel = unsafe { PageTable::<X86_64>::with_fixed_top(&mut &heap, upper) }.expect("tables");
+    // SAFETY: as in `table`.
+    let user = unsafe { PageTable::<X86_64>::beside(&mut &heap, lower::<X86_64>(), &kernel) }.expect("a root");
+    let memory = &heap;
+    // SAFETY: the kernel's root has 512 words.
+    let entry = unsafe { memory.reach(kernel.root()).cast::<u64>().add(256).read() };
+    let watched = || Watched { heap: &heap, forbidden: Pfn::new((entry & 0x000f_ffff_ffff_f000) >> 12) };
+    let last = span((1 << 35) - 3, 3);
+    user.shared(watched()).map(last, [extent(0, 3)], SMALL).expect("mapped");
+    let change = Change { set: Flags::NONE, clear: Flags::WRITE };
+    assert_eq!(user.shared(watched()).protect(last, change).map(|stale| stale.entries()), Ok(3));
+    assert_eq!(user.exclusive(watched()).detach(last, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
+    let top = Span::new(hugemm_base::VirtAddr::new(0xffff_ffff_ffff_d000), 3 << 12).expect("the end");
+    kernel.exclusive(&heap).map(top, [extent(0, 3)], SMALL).expect("mapped");
+    assert_eq!(kernel.exclusive(&heap).detach(top, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
+}
+
+#[test]
+fn a_block_is_replaced_by_one_store_and_put_back() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 1024), [extent(0, 1024)], DATA).expect("mapped");
+    // Every seventh page keeps its frame, the others share one: what a vmemmap optimization does.
+    let shared = Leaf { frame: Pfn::new(7777), size: PageSize::Size4K, flags: Flags::NONE };
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| if (at.get() >> 12).is_multiple_of(7) { leaf } else { shared };
+    let stale = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
+    assert_eq!(stale.flush(), Some(span(512, 512).range()));
+    let guard = table.shared(&heap);
+    assert_eq!(guard.translate(at(514)).map(|phys| phys.get() >> 12), Some(7777));
+    assert_eq!(guard.translate(at(518)).map(|phys| phys.get() >> 12), Some(518));
+    drop(guard);
+    let mut old = None;
+    let error = table.exclusive(&heap).collapse(at(512), PageSize::Size2M, None, |_| ()).err();
+    assert_eq!(error, Some(PagingError::NotUniform { at: at(513) }));
+    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+    let stale = table.exclusive(&heap).protect(span(512, 512), change, Editing::LIVE).expect("in bounds");
+    assert_eq!(stale.entries(), 512 - 73, "those that kept their frames are writable already");
+    let target = Some(Pfn::new(4096));
+    let done = table.exclusive(&heap).collapse(at(512), PageSize::Size2M, target, |table| old = Some(table));
+    assert_eq!(done.map(|stale| stale.entries()), Ok(1));
+    assert_eq!(runs(&table, &heap, span(512, 512)), [(512, extent(4096, 512), PageSize::Size2M)]);
+    // SAFETY: nothing walks it any more.
+    unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
+}

@@ -1,0 +1,38 @@
+//! The rules one by one.
+
+mod detaching;
+mod mapping;
+mod races;
+mod refusals;
+mod rights;
+#[path = "../support/mod.rs"]
+mod support;
+
+use hugemm_base::{Extent, PageSize};
+use hugemm_paging::{EditLock, Editing, Flags, Mapping, PageFormat, PageTable, Run, Span};
+use support::{Heap, lower};
+
+const DATA: Mapping = Mapping { flags: Flags::WRITE, largest: PageSize::Size1G };
+const SMALL: Mapping = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+const GIB: u64 = 1 << 18;
+
+fn table<F: PageFormat, I: hugemm_base::inject::Inject>(heap: &Heap<I>) -> PageTable<F, EditLock> {
+    // SAFETY: one heap; whatever translates by the table in these tests caches nothing, unless it says so.
+    unsafe { PageTable::new(&mut &*heap, lower::<F>()) }.expect("a root")
+}
+
+fn runs<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: Span) -> Vec<(u64, Extent, PageSize)> {
+    let mut runs = Vec::new();
+    let guard = table.shared(heap);
+    guard.walk(span, Flags::NONE, |run| runs.push((run.at.get() >> 12, run.extent, run.size))).expect("in bounds");
+    runs
+}
+
+fn unmap<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: Span) -> Vec<Run> {
+    let unhooked = table.exclusive(heap).detach(span, Editing::LIVE).expect("detached");
+    // SAFETY: nothing is cached anywhere.
+    let detached = unsafe { unhooked.assume_flushed() };
+    let mut runs = Vec::new();
+    table.exclusive(heap).harvest(detached, Flags::NONE, |run| runs.push(run)).expect("its own");
+    runs
+}

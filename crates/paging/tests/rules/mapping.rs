@@ -1,0 +1,89 @@
+//! What is mapped how, and what several tables have in common.
+
+use crate::support::{Heap, access, at, extent, lower, span};
+use crate::{DATA, GIB, SMALL, runs, table, unmap};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{PageSize, Pfn};
+use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, Span, X86_64};
+
+#[test]
+fn the_largest_leaf_that_fits_is_used() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    // From 512 pages below a border of 1 GiB to 3 pages past the next: 2 MiB, 1 GiB, three single pages.
+    let (first, pages) = (8 * GIB - 512, 512 + GIB + 3);
+    table.exclusive(&heap).map(span(first, pages), [extent(16 * GIB - 512, pages)], DATA).expect("mapped");
+    assert_eq!(
+        runs(&table, &heap, lower::<X86_64>()),
+        [
+            (first, extent(16 * GIB - 512, 512), PageSize::Size2M),
+            (first + 512, extent(16 * GIB, GIB), PageSize::Size1G),
+            (9 * GIB, extent(17 * GIB, 3), PageSize::Size4K),
+        ]
+    );
+    // Frames that are aligned otherwise take small leaves, and a cap is a cap.
+    table.exclusive(&heap).map(span(0, 1024), [extent(1, 1024)], DATA).expect("mapped");
+    assert_eq!(runs(&table, &heap, span(0, 1024)), [(0, extent(1, 1024), PageSize::Size4K)]);
+    let capped = Mapping { largest: PageSize::Size2M, ..DATA };
+    table.exclusive(&heap).map(span(GIB, GIB), [extent(GIB, GIB)], capped).expect("mapped");
+    assert_eq!(runs(&table, &heap, span(GIB, GIB)), [(GIB, extent(GIB, GIB), PageSize::Size2M)]);
+    let guard = table.shared(&heap);
+    assert_eq!(guard.translate(at(8 * GIB + 5)).map(|phys| phys.get()), Some((16 * GIB + 5) << 12));
+    assert!(matches!(guard.lookup(at(9 * GIB)), Lookup::Mapped(Leaf { size: PageSize::Size4K, .. })));
+}
+
+/// A user space beside the kernel's half sees what the kernel maps later, and takes nothing of it away.
+#[test]
+fn address_spaces_share_the_kernels_half() {
+    let heap = Heap::new(NoFaults);
+    let upper = Span::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 1 << 40).expect("two slots");
+    // SAFETY: as in `table`.
+    let kernel = unsafe { PageTable::<X86_64>::with_fixed_top(&mut &heap, upper) }.expect("tables");
+    // SAFETY: as in `table`.
+    let user = unsafe { PageTable::<X86_64>::beside(&mut &heap, lower::<X86_64>(), &kernel) }.expect("a root");
+    let tables = heap.live();
+    kernel.exclusive(&heap).map(upper, [extent(0, 1 << 28)], DATA).expect("mapped");
+    let seen = |at| access::<X86_64, _>(&heap, user.root(), at, false);
+    assert_eq!(seen(upper.start()), Some(Pfn::new(0)));
+    assert!(user.shared(&heap).translate(upper.start()).is_none(), "not its business");
+    assert_eq!(unmap(&kernel, &heap, upper).iter().map(|run| run.extent.pages()).sum::<u64>(), 1 << 28);
+    assert_eq!(seen(upper.start()), None);
+    assert_eq!(heap.live(), tables, "the tables at the top stay");
+    let clash = Span::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 4096).expect("a span");
+    // SAFETY: as in `table`.
+    let error = unsafe { PageTable::<X86_64>::beside(&mut &heap, clash, &kernel) }.err();
+    assert!(matches!(error, Some(PagingError::Overlap { .. })));
+    // SAFETY: nobody translates by them; the user's first.
+    unsafe {
+        user.retire(&mut &heap, |_| ());
+        kernel.retire(&mut &heap, |_| ());
+    }
+    assert_eq!(heap.live(), 0);
+}
+
+/// A run has been used or written if one of its pages has, wherever that is: in a whole cache line of entries, before or after.
+#[test]
+fn a_run_says_what_any_of_its_pages_says() {
+    fn of<F: PageFormat>() {
+        for used in [None, Some(0), Some(4), Some(8), Some(21), Some(31), Some(37)] {
+            for flags in [Flags::ACCESSED, Flags::HARDWARE] {
+                let heap = Heap::new(NoFaults);
+                let table = table::<F, _>(&heap);
+                for page in 0..40 {
+                    let more = if used == Some(page) { flags } else { Flags::NONE };
+                    let how = Mapping { flags: Flags::WRITE | more, ..SMALL };
+                    table.exclusive(&heap).map(span(3 + page, 1), [extent(100 + page, 1)], how).expect("mapped");
+                }
+                let expected = Flags::WRITE | if used.is_some() { flags } else { Flags::NONE };
+                let mut runs = Vec::new();
+                let show = |run: Run| runs.push((run.extent, run.flags));
+                table.shared(&heap).walk(span(0, 512), Flags::HARDWARE, show).expect("in bounds");
+                assert_eq!(runs, [(extent(100, 40), expected)], "{}: page {used:?}", F::NAME);
+                let runs: Vec<_> = unmap(&table, &heap, span(0, 40)).iter().map(|run| run.flags).collect();
+                assert!(runs.iter().all(|flags| flags.contains(Flags::WRITE)) && !runs.is_empty());
+            }
+        }
+    }
+    of::<X86_64>();
+    of::<Aarch64>();
+}

@@ -1,0 +1,215 @@
+//! Edits beside other CPUs' edits and accesses.
+
+use crate::support::{Heap, access, at, extent, span};
+use crate::{DATA, GIB, SMALL, runs, table, unmap};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{PageSize, Pfn};
+use hugemm_paging::{Aarch64, Change, Editing, Flags, Leaf, Lookup, NoTable, TableContent, TableMemory, X86_64};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A page is written between the moment at which an edit has read its entry and the one at which it stores another: the
+/// written page is known as written, whatever takes its place. `choose` is asked in between.
+#[test]
+fn a_write_amid_an_edit_is_not_lost() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let write = |page| assert!(access::<X86_64, _>(&heap, table.root(), at(page), true).is_some());
+    let flags = |page| match table.shared(&heap).lookup(at(page)) {
+        Lookup::Mapped(leaf) => leaf.flags & Flags::HARDWARE,
+        other => panic!("{other:?}"),
+    };
+    table.exclusive(&heap).map(span(0, 4), [extent(0, 4)], SMALL).expect("mapped");
+    let remapped = table.exclusive(&heap).remap(span(0, 4), Editing::LIVE, |at, leaf| {
+        if at.get() >> 12 == 2 {
+            write(2);
+        }
+        Some(Leaf { frame: Pfn::new(leaf.frame.number() + 100), ..leaf })
+    });
+    assert_eq!(remapped.map(|stale| stale.entries()), Ok(4));
+    assert_eq!([flags(1), flags(2)], [Flags::NONE, Flags::HARDWARE]);
+    assert_eq!(table.shared(&heap).translate(at(2)).map(|phys| phys.get() >> 12), Some(102));
+
+    table.exclusive(&heap).map(span(512, 512), [extent(512, 512)], DATA).expect("mapped");
+    let split = table.exclusive(&heap).split_with(at(512), Editing::LIVE, |at, leaf| {
+        if at.get() >> 12 == 700 {
+            write(700);
+        }
+        leaf
+    });
+    assert_eq!(split.map(|stale| stale.entries()), Ok(1));
+    assert_eq!([flags(512), flags(1023)], [Flags::HARDWARE; 2], "one bit spoke for all of it");
+}
+
+/// Frames for tables; the second look at the newest, when it leaves the stock for which it was allocated, is the moment at
+/// which a CPU writes to a page.
+struct Meanwhile<'a, F> {
+    heap: &'a Heap,
+    new: std::cell::Cell<Option<Pfn>>,
+    looks: std::cell::Cell<u32>,
+    write: F,
+}
+
+// SAFETY: passes everything on.
+unsafe impl<F: Fn()> TableMemory for Meanwhile<'_, F> {
+    fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
+        let mut heap = self.heap;
+        let table = heap.alloc(content)?;
+        self.new.set(Some(table));
+        self.looks.set(0);
+        Ok(table)
+    }
+
+    unsafe fn free(&mut self, table: Pfn) {
+        let mut heap = self.heap;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { heap.free(table) }
+    }
+
+    fn reach(&self, table: Pfn) -> std::ptr::NonNull<u8> {
+        if self.new.get() == Some(table) {
+            self.looks.set(self.looks.get() + 1);
+            if self.looks.get() == 2 {
+                (self.write)();
+            }
+        }
+        self.heap.reach(table)
+    }
+}
+
+/// The same for a split, in which nobody is asked: the page is written when the new table is looked at.
+#[test]
+fn a_write_amid_a_split_is_not_lost() {
+    for from in [PageSize::Size2M, PageSize::Size1G] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        let pages = from.pages();
+        table.exclusive(&heap).map(span(pages, pages), [extent(pages, pages)], DATA).expect("mapped");
+        let write = || assert!(access::<X86_64, _>(&heap, table.root(), at(pages + 7), true).is_some());
+        let memory = Meanwhile { heap: &heap, new: std::cell::Cell::new(None), looks: std::cell::Cell::new(0), write };
+        let split = table.exclusive(memory).split(span(pages + 7, 1), PageSize::Size4K, Editing::LIVE);
+        assert!(split.expect("room").entries() >= 1);
+        let Lookup::Mapped(leaf) = table.shared(&heap).lookup(at(pages + 7)) else { panic!("unmapped") };
+        assert_eq!((leaf.size, leaf.flags & Flags::HARDWARE), (PageSize::Size4K, Flags::HARDWARE));
+    }
+}
+
+/// Several CPUs make pages below one read-only table writable, each its own: none loses what it was given.
+#[test]
+fn concurrent_writers_hand_a_table_down_once() {
+    const THREADS: u64 = 4;
+    for _ in 0..if cfg!(miri) { 1 } else { 200 } {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], SMALL).expect("mapped");
+        // The entry of 512 GiB.
+        let all = span(0, 1 << 27);
+        assert_eq!(table.exclusive(&heap).write_protect(all).map(|stale| stale.entries()), Ok(1));
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (heap, table) = (&heap, &table);
+                scope.spawn(move || {
+                    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+                    for page in [thread, 100 + thread] {
+                        let _ = table.shared(heap).protect(span(page, 1), change).expect("in bounds");
+                        assert!(access::<X86_64, _>(heap, table.root(), at(page), true).is_some());
+                    }
+                });
+            }
+        });
+        let writable = (0..512).filter(|page| access::<X86_64, _>(&heap, table.root(), at(*page), true).is_some());
+        assert_eq!(writable.collect::<Vec<_>>(), [0, 1, 2, 3, 100, 101, 102, 103]);
+    }
+}
+
+/// Several CPUs map neighbouring pages under tables that none of them has made yet.
+#[test]
+fn concurrent_mappers_share_tables() {
+    const THREADS: u64 = 4;
+    let rounds = if cfg!(miri) { 2 } else { 40 };
+    let pages = if cfg!(miri) { 20 } else { 700 };
+    for round in 0..rounds {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (heap, table) = (&heap, &table);
+                scope.spawn(move || {
+                    for i in 0..pages {
+                        // Interleaved single pages, and now and then a range of its own.
+                        let page = (1 << 27) - pages * THREADS / 2 + i * THREADS + thread;
+                        table.shared(heap).map(span(page, 1), [extent(page, 1)], DATA).expect("nobody else's");
+                        if i.is_multiple_of(64) {
+                            let range = span((thread + 1) * 64 * GIB + i * 1000, 900);
+                            table.shared(heap).map(range, [extent(i, 900)], DATA).expect("nobody else's");
+                        }
+                    }
+                });
+            }
+        });
+        let first = (1 << 27) - pages * THREADS / 2;
+        assert_eq!(
+            runs(&table, &heap, span(first, pages * THREADS)),
+            [(first, extent(first, pages * THREADS), PageSize::Size4K)],
+            "round {round}"
+        );
+        // SAFETY: nobody translates by it.
+        unsafe { table.retire(&mut &heap, |_| ()) };
+        assert_eq!(heap.live(), 0, "tables of losers were given back");
+    }
+}
+
+/// All CPUs want the same pages: each goes to one of them, and the others are told.
+#[test]
+fn of_several_mappers_of_one_page_one_wins() {
+    let pages = if cfg!(miri) { 10 } else { 2000 };
+    let heap = Heap::new(NoFaults);
+    let table = table::<Aarch64, _>(&heap);
+    let won: u64 = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3_u64)
+            .map(|thread| {
+                let (heap, table) = (&heap, &table);
+                scope.spawn(move || {
+                    let map = |page| table.shared(heap).map(span(page, 1), [extent(thread * 100_000 + page, 1)], DATA);
+                    (0..pages).filter(|page| map(*page).is_ok()).count() as u64
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("a mapper")).sum()
+    });
+    assert_eq!(won, pages);
+}
+
+/// No dirty bit is lost however a write falls between edits: each page is written once while its flags are changed over
+/// and over, and is dirty in the end if and only if that write went through.
+#[test]
+fn hardware_bits_survive_edits_of_live_entries() {
+    const PAGES: u64 = 256;
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    for _ in 0..if cfg!(miri) { 1 } else { 200 } {
+        table.exclusive(&heap).map(span(0, PAGES), [extent(0, PAGES)], SMALL).expect("mapped");
+        let done = AtomicBool::new(false);
+        let written = std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+                let written: Vec<bool> = (0..PAGES).map(write).collect();
+                done.store(true, Ordering::Relaxed);
+                written
+            });
+            while !done.load(Ordering::Relaxed) {
+                for (set, clear) in [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)] {
+                    let change = Change { set, clear };
+                    let stale = table.exclusive(&heap).protect(span(0, PAGES), change, Editing::LIVE);
+                    assert!(stale.expect("in bounds").entries() <= PAGES);
+                    table.shared(&heap).test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
+                }
+            }
+            writer.join().expect("the writer")
+        });
+        for run in unmap(&table, &heap, span(0, PAGES)) {
+            for page in run.extent.base().number()..run.extent.end().number() {
+                assert_eq!(run.flags.contains(Flags::DIRTY), written[page as usize], "page {page}");
+            }
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Rights and accessed bits: changed where it was asked for, and stale where they were changed.
+
+use crate::support::{Heap, access, at, extent, span};
+use crate::{DATA, GIB, SMALL, table, unmap};
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{PageSize, Pfn};
+use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, Run, X86_64};
+
+/// Leaves that differ in their flags are changed each as it has to be, also where their frames are the same, and where
+/// whole cache lines are changed by plain stores; what is not there stays so.
+#[test]
+fn leaves_are_changed_each_as_it_has_to_be() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let read = Mapping { flags: Flags::NONE, ..SMALL };
+    let settled = Mapping { flags: Flags::WRITE | Flags::HARDWARE, ..SMALL };
+    let used = Mapping { flags: Flags::ACCESSED, ..SMALL };
+    let map = |page, frame, how| table.exclusive(&heap).map(span(page, 1), [extent(frame, 1)], how).expect("mapped");
+    let writable = |pages: std::ops::Range<u64>| {
+        let is = |page: &u64| match table.shared(&heap).lookup(at(*page)) {
+            Lookup::Mapped(leaf) => leaf.flags.contains(Flags::WRITE),
+            other => panic!("{other:?}"),
+        };
+        pages.filter(is).collect::<Vec<_>>()
+    };
+    let protect = |first, pages, set, clear, editing| {
+        let stale = table.exclusive(&heap).protect(span(first, pages), Change { set, clear }, editing);
+        stale.expect("in bounds").entries()
+    };
+    // One frame; live, and then by plain stores. Then frame 0.
+    for (first, frame, how) in [(1, 5, SMALL), (65, 5, settled), (129, 0, SMALL)] {
+        (first..first + 4).for_each(|page| map(page, frame, if page % 2 == 0 { how } else { read }));
+        assert_eq!(writable(first..first + 4), [first + 1, first + 3]);
+        assert_eq!(protect(first, 4, Flags::NONE, Flags::WRITE, Editing::LIVE), 2);
+        assert_eq!(writable(first..first + 4), []);
+    }
+    // A line in which some are read-only already.
+    (512..520).for_each(|page| map(page, page, if page == 515 || page == 517 { used } else { settled }));
+    assert_eq!(protect(512, 8, Flags::NONE, Flags::WRITE, Editing::LIVE), 6);
+    assert_eq!(writable(512..520), []);
+    // A line of nothing, in a table that no CPU uses.
+    // SAFETY: no CPU translates by it.
+    let quiet = unsafe { Editing::quiet() };
+    assert_eq!(protect(520, 16, Flags::WRITE, Flags::NONE, quiet), 0);
+    assert_eq!(table.shared(&heap).lookup(at(523)), Lookup::Absent);
+    // The same to both sides of a line's borders, and not one more.
+    (1024..1048).for_each(|page| map(page, page, settled));
+    assert_eq!(protect(1030, 12, Flags::NONE, Flags::WRITE, Editing::LIVE), 12);
+    assert_eq!(writable(1024..1048), (1024..1030).chain(1042..1048).collect::<Vec<_>>());
+}
+
+/// What is stale says itself how far apart the pages are that have to be invalidated: the smallest leaf that was edited.
+#[test]
+fn what_is_stale_knows_its_page_size() {
+    use PageSize::{Size1G, Size2M, Size4K};
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    // A leaf of 1 GiB, one of 2 MiB, eleven of 4 KiB.
+    table.exclusive(&heap).map(span(0, GIB + 512 + 11), [extent(0, GIB + 512 + 11)], DATA).expect("mapped");
+    let parts =
+        [(0, GIB + 512 + 11, 13, Size4K), (0, GIB + 512, 2, Size2M), (0, GIB, 1, Size1G), (GIB + 515, 3, 3, Size4K)];
+    for (first, pages, entries, stride) in parts {
+        let span = span(first, pages);
+        let both = [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)];
+        let [on, off] = both.map(|(set, clear)| {
+            table.exclusive(&heap).protect(span, Change { set, clear }, Editing::LIVE).expect("in bounds")
+        });
+        let same = table.exclusive(&heap).remap(span, Editing::LIVE, |_, leaf| Some(leaf)).expect("in bounds");
+        for stale in [on, off, same] {
+            assert_eq!((stale.entries(), stale.stride(), stale.tables()), (entries, stride, false));
+        }
+    }
+    // Settled leaves are changed by whole cache lines.
+    (GIB + 512..GIB + 523).for_each(|page| _ = access::<X86_64, _>(&heap, table.root(), at(page), true));
+    let change = Change { set: Flags::OWNER0, clear: Flags::NONE };
+    let stale = table.exclusive(&heap).protect(span(GIB, 512 + 8), change, Editing::LIVE).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride()), (9, Size4K));
+    let stale = table.exclusive(&heap).protect(span(GIB, 512 + 8), change, Editing::LIVE).expect("in bounds");
+    assert_eq!((stale.entries(), stale.flush()), (0, None));
+    // An answer that does not fit: what was replaced before it counts.
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
+        let size = if at.get() >> 12 == GIB + 512 { Size2M } else { leaf.size };
+        Some(Leaf { size, ..leaf })
+    };
+    let (_, stale) = table.exclusive(&heap).remap(span(0, GIB + 513), Editing::LIVE, choose).expect_err("another size");
+    assert_eq!((stale.entries(), stale.stride()), (2, Size2M));
+    // Single leaves lose the right to be written as what they are; below a table may be anything.
+    let stale = table.exclusive(&heap).write_protect(span(GIB, 512)).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
+    let stale = table.exclusive(&heap).write_protect(span(0, 2 * GIB)).expect("in bounds");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (2, Size4K, true));
+    // The smaller of what was there and of what is.
+    let stale = table.exclusive(&heap).split(span(GIB, 1), Size4K, Editing::LIVE).expect("memory");
+    assert_eq!((stale.entries(), stale.stride()), (1, Size4K));
+    let stale = table.exclusive(&heap).split_with(at(0), Editing::LIVE, |_, leaf| leaf).expect("a leaf");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
+    let mut old = Vec::new();
+    let stale = table.exclusive(&heap).collapse(at(0), Size1G, None, |table| old.push(table)).expect("uniform");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, true));
+    let stale = table.exclusive(&heap).collapse(at(GIB), Size2M, None, |table| old.push(table)).expect("uniform");
+    assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size4K, true));
+    // SAFETY: nothing walks them any more.
+    old.into_iter().for_each(|table| unsafe { hugemm_paging::TableMemory::free(&mut &heap, table) });
+}
+
+/// Only what is wanted is made old, and only of what has been accessed it is asked whether it is.
+#[test]
+fn ageing_takes_the_bits_that_are_wanted() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 8), [extent(100, 8)], SMALL).expect("mapped");
+    for page in [1, 2, 5] {
+        assert!(access::<X86_64, _>(&heap, table.root(), at(page), false).is_some());
+    }
+    let (mut asked, mut seen) = (Vec::new(), Vec::new());
+    let young = table.shared(&heap).test_and_clear_young_of(
+        span(0, 8),
+        |page, frame| {
+            asked.push((page, frame.number()));
+            page != 2
+        },
+        |run| seen.push(run.extent),
+    );
+    let young = young.expect("in bounds");
+    assert_eq!((young.leaves, young.young, young.pages), (8, 2, 2));
+    assert_eq!((asked, seen), (vec![(1, 101), (2, 102), (5, 105)], vec![extent(101, 1), extent(105, 1)]));
+    let again = table.shared(&heap).test_and_clear_young(span(0, 8), |_| ()).expect("in bounds");
+    assert_eq!(again.young, 1, "what was not wanted is as young as it was");
+}
+
+#[test]
+fn ageing_clears_and_reports_once_at_every_leaf_size() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let pages = GIB + 512 + 3;
+    table.exclusive(&heap).map(span(0, pages), [extent(0, pages)], DATA).expect("mapped");
+    for (page, write) in [(7, false), (GIB + 100, true), (GIB + 512, false), (GIB + 513, true)] {
+        assert_eq!(access::<X86_64, _>(&heap, table.root(), at(page), write), Some(Pfn::new(page)));
+    }
+    let mut seen = Vec::new();
+    let young =
+        table.shared(&heap).test_and_clear_young(span(0, pages), |run| seen.push(run.extent)).expect("in bounds");
+    assert_eq!((young.leaves, young.young, young.pages), (5, 4, GIB + 512 + 2));
+    assert_eq!(seen, [extent(0, GIB), extent(GIB, 512), extent(GIB + 512, 2)], "dirty and clean are equally young");
+    let young = table.shared(&heap).test_and_clear_young(span(0, pages), |_| ()).expect("in bounds");
+    assert_eq!((young.leaves, young.young), (5, 0));
+    let mut dirty = 0;
+    let guard = table.shared(&heap);
+    let count = |run: Run| dirty += if run.flags.contains(Flags::DIRTY) { run.extent.pages() } else { 0 };
+    guard.walk(span(0, pages), Flags::NONE, count).expect("in bounds");
+    assert_eq!(dirty, 512 + 1, "what was written stays known");
+}
+
+/// One store per table that the range covers; what somebody wants to write again is paid for where that is.
+#[test]
+fn write_protection_is_one_store_per_table() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let (first, pages) = (8 * GIB - 3, 2 * GIB + 3);
+    let mapped = [first, 8 * GIB, 8 * GIB + 1, 8 * GIB + 512, 9 * GIB + 5];
+    for page in mapped {
+        table.exclusive(&heap).map(span(page, 1), [extent(page, 1)], SMALL).expect("mapped");
+    }
+    let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+    let read = |page| access::<X86_64, _>(&heap, table.root(), at(page), false).is_some();
+    let writable = |page| match table.shared(&heap).lookup(at(page)) {
+        Lookup::Mapped(leaf) => leaf.flags.contains(Flags::WRITE),
+        other => panic!("{other:?}"),
+    };
+    assert!(write(8 * GIB + 1));
+    let stale = table.exclusive(&heap).write_protect(span(first, pages)).expect("in bounds");
+    assert_eq!((stale.entries(), stale.tables()), (1 + 2, true), "a page, and two entries of 1 GiB");
+    let again = table.exclusive(&heap).write_protect(span(first, pages)).expect("in bounds");
+    assert_eq!((again.flush(), again.tables()), (None, false));
+    for page in mapped {
+        assert!(read(page) && !write(page) && !writable(page));
+    }
+    let guard = table.shared(&heap);
+    let mut runs = Vec::new();
+    guard.walk(span(8 * GIB, 4), Flags::NONE, |run| runs.push(run.flags)).expect("in bounds");
+    assert_eq!(runs, [Flags::ACCESSED, Flags::HARDWARE], "what was written stays known, the right to write is gone");
+    drop(guard);
+    // One page becomes writable again, by what many may do at once; a mapping beside it is what it says.
+    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+    let _ = table.shared(&heap).protect(span(8 * GIB, 1), change).expect("in bounds");
+    table.shared(&heap).map(span(8 * GIB + 2, 1), [extent(77, 1)], SMALL).expect("mapped");
+    assert!(write(8 * GIB) && write(8 * GIB + 2));
+    for page in [first, 8 * GIB + 1, 8 * GIB + 512, 9 * GIB + 5] {
+        assert!(read(page) && !write(page) && !writable(page));
+    }
+    // A read-only table that is taken away shows what its leaves were allowed; so does one in which a page is replaced.
+    let shown = unmap(&table, &heap, span(9 * GIB, GIB));
+    assert_eq!(shown.iter().map(|run| run.flags).collect::<Vec<_>>(), [Flags::ACCESSED]);
+    let same = |_, leaf: Leaf| Some(Leaf { flags: leaf.flags | Flags::WRITE, ..leaf });
+    let _ = table.exclusive(&heap).remap(span(8 * GIB + 512, 1), Editing::LIVE, same).expect("in bounds");
+    assert!(write(8 * GIB + 512) && !write(8 * GIB + 1));
+}
+
+/// What is put in the place of a read-only table, or below one, gets no right that it did not have.
+#[test]
+fn a_read_only_table_is_joined_and_divided_as_it_was() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 512), [extent(512, 512)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(512, 512), [extent(1024, 512)], DATA).expect("a leaf of 2 MiB");
+    let stale = table.exclusive(&heap).write_protect(span(0, GIB)).expect("in bounds");
+    assert_eq!(stale.entries(), 1);
+    let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+    let mut old = None;
+    let _ = table.exclusive(&heap).collapse(at(0), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+    assert!(!write(5));
+    // SAFETY: nothing walks it any more.
+    unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
+    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
+        assert!(!leaf.flags.contains(Flags::WRITE));
+        let flags = if at.get() >> 12 == 600 { leaf.flags | Flags::WRITE } else { leaf.flags };
+        Leaf { flags, ..leaf }
+    };
+    let _ = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
+    assert!(write(600) && !write(601) && !write(5));
+}
+
+/// What is detached and not harvested yet loses its right to be written too when that is handed down to it, and is shown like
+/// that: a leaf, a table, and a table that had lost it before.
+#[test]
+fn what_is_detached_below_a_read_only_table_is_shown_without_rights() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 4 * 512), [extent(0, 4 * 512)], SMALL).expect("mapped");
+    let _ = table.exclusive(&heap).write_protect(span(2 * 512, 512)).expect("in bounds");
+    let detached = [span(5, 1), span(512, 512), span(2 * 512, 512)].map(|span| {
+        let unhooked = table.exclusive(&heap).detach(span, Editing::LIVE).expect("detached");
+        // SAFETY: nothing is cached anywhere.
+        unsafe { unhooked.assume_flushed() }
+    });
+    let stale = table.exclusive(&heap).write_protect(span(0, GIB)).expect("in bounds");
+    assert_eq!(stale.entries(), 1, "one entry for all of it");
+    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+    let _ = table.shared(&heap).protect(span(6, 1), change).expect("in bounds");
+    let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+    assert!(write(6) && !write(4) && !write(7) && !write(3 * 512));
+    for (detached, (first, pages)) in detached.into_iter().zip([(5, 1), (512, 512), (2 * 512, 512)]) {
+        let mut runs = Vec::new();
+        let show = |run: Run| runs.push((run.extent, run.flags));
+        let _ = table.exclusive(&heap).harvest(detached, Flags::HARDWARE, show).expect("its own");
+        assert_eq!(runs, [(extent(first, pages), Flags::NONE)]);
+    }
+}

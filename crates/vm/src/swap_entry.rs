@@ -1,0 +1,163 @@
+//! What a page table says of a page that is not there.
+//!
+//! | word | the page | the entry holds |
+//! |---|---|---|
+//! | moving | [unhooked](crate::unhook), and what its leaf was | nothing: who unhooked it has the reference |
+//! | slot | 4 KiB, in a slot | the slot |
+//! | slots | 2 MiB, in 512 slots that stand in a frame of their own | a reference to that frame |
+//!
+//! A word is the kind in two bits and a number of 50; a frame's has 40 of them. A page of 2 MiB goes away and comes back as a whole.
+
+use crate::error::VmError;
+use crate::pager::{Pager, SLOT_BITS};
+use crate::setup::{Cx, Setup};
+use crate::vm::Vm;
+use core::ptr::NonNull;
+use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysMap};
+use hugemm_frames::{FolioRef, Frozen};
+use hugemm_paging::Flags;
+
+/// Pages in a 2 MiB page, hence slots in a frame.
+pub(crate) const SLOTS: u64 = 512;
+
+/// Places at which one stored page may be missing: more than that many slots cannot be shared out for certain.
+pub(crate) const MOST_PLACES: u64 = 1 << 12;
+
+/// References that a frame can have without counters of their own: see [`RefError::Saturated`](hugemm_frames::RefError).
+pub(crate) const FEW_REFERENCES: u64 = 15;
+
+/// Bits of a frame's number: physical addresses have 52.
+const FRAME_BITS: u32 = 40;
+
+/// What is kept of a leaf, in the bits above the frame.
+const KEPT: [Flags; 3] = [Flags::WRITE, Flags::ACCESSED, Flags::DIRTY];
+
+/// A word, decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SwapEntry {
+    Moving { head: Pfn, was: Flags },
+    Slot(u64),
+    Slots(Pfn),
+}
+
+impl SwapEntry {
+    pub(crate) fn word(self) -> u64 {
+        match self {
+            SwapEntry::Moving { head, was } => {
+                let kept = (FRAME_BITS..).zip(KEPT).filter(|(_, flag)| was.contains(*flag));
+                kept.fold(head.number(), |number, (bit, _)| number | 1 << bit) << 2
+            }
+            SwapEntry::Slot(slot) => slot << 2 | 1,
+            SwapEntry::Slots(frame) => frame.number() << 2 | 2,
+        }
+    }
+
+    pub(crate) fn of(word: u64) -> Self {
+        let number = word >> 2 & ((1 << SLOT_BITS) - 1);
+        match word & 3 {
+            0 => {
+                let kept = (FRAME_BITS..).zip(KEPT).filter(|(bit, _)| number >> bit & 1 != 0);
+                let was = kept.fold(Flags::NONE, |was, (_, flag)| was | flag);
+                SwapEntry::Moving { head: Pfn::new(number & ((1 << FRAME_BITS) - 1)), was }
+            }
+            1 => SwapEntry::Slot(number),
+            _ => SwapEntry::Slots(Pfn::new(number)),
+        }
+    }
+}
+
+impl<S: Setup> Vm<'_, S> {
+    /// Another holder's word; for whoever keeps the word from being dropped meanwhile.
+    pub(crate) fn share_away(&self, cx: &mut Cx<'_, S>, word: u64) -> Result<u64, VmError> {
+        match SwapEntry::of(word) {
+            SwapEntry::Moving { .. } => Err(VmError::InUse),
+            SwapEntry::Slot(slot) => {
+                self.pager().share(cx, slot).map(|slot| SwapEntry::Slot(slot).word()).ok_or(VmError::NoMemory)
+            }
+            SwapEntry::Slots(frame) => self.get_page(cx, frame).map(|()| word),
+        }
+    }
+
+    /// Gives up what an entry held.
+    pub(crate) fn drop_away(&self, cx: &Cx<'_, S>, word: u64) {
+        match SwapEntry::of(word) {
+            SwapEntry::Moving { .. } => {}
+            SwapEntry::Slot(slot) => self.pager().free(cx, slot),
+            SwapEntry::Slots(frame) => {
+                // SAFETY: the entry's word was a reference to the frame of slots, and the entry is gone.
+                if let Ok(Some(block)) = self.frames().put_frozen(unsafe { FolioRef::from_pfn(frame) }) {
+                    for page in 0..SLOTS {
+                        if let Some(slot) = self.slot(cx, frame, page) {
+                            self.pager().free(cx, slot);
+                        }
+                    }
+                    self.frames().free(cx, block);
+                }
+            }
+        }
+    }
+
+    /// Loads what a word stands for, which the caller holds, into a block of as many pages.
+    pub(crate) fn load_away(&self, cx: &Cx<'_, S>, word: u64, into: &mut Frozen) -> Result<(), VmError> {
+        let lost = |_| VmError::Lost;
+        match SwapEntry::of(word) {
+            SwapEntry::Moving { .. } => Err(VmError::InUse),
+            SwapEntry::Slot(slot) => self.pager().load(cx, slot, into, 0).map_err(lost),
+            SwapEntry::Slots(frame) => (0..SLOTS).try_for_each(|page| {
+                let slot = self.slot(cx, frame, page).ok_or(VmError::Unreachable)?;
+                self.pager().load(cx, slot, into, page).map_err(lost)
+            }),
+        }
+    }
+
+    fn slots(&self, cx: &Cx<'_, S>, frame: Pfn) -> Option<NonNull<u64>> {
+        // The direct map's windows stay valid without being closed.
+        let window = cx.platform().open(Extent::new(frame, 1).ok()?, None)?;
+        NonNull::new(window.ptr.cast())
+    }
+
+    fn slot(&self, cx: &Cx<'_, S>, frame: Pfn, page: u64) -> Option<u64> {
+        // SAFETY: a frame that was filled with 512 slots before anybody could see it and has not changed since; whoever
+        // asks has a reference to it, or just dropped the last.
+        self.slots(cx, frame).map(|slots| unsafe { slots.add(page as usize).read() })
+    }
+
+    /// Writes a slot into a frame that nobody else knows yet; false if it cannot be reached.
+    pub(crate) fn set_slot(&self, cx: &Cx<'_, S>, frame: &Frozen, page: u64, slot: u64) -> bool {
+        let Some(slots) = self.slots(cx, frame.pfn()).filter(|_| page < SLOTS) else { return false };
+        // SAFETY: within the frame, which the caller owns.
+        unsafe { slots.add(page as usize).write(slot) };
+        true
+    }
+
+    /// The slot that [`set_slot`](Vm::set_slot) wrote.
+    pub(crate) fn get_slot(&self, cx: &Cx<'_, S>, frame: &Frozen, page: u64) -> Option<u64> {
+        self.slot(cx, frame.pfn(), page)
+    }
+}
+
+const _: () = assert!(SLOTS * 8 == 1 << PAGE_SHIFT);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_keep_what_is_put_in() {
+        let same = |away: SwapEntry| {
+            assert_eq!(SwapEntry::of(away.word()), away);
+            assert!(away.word() < 1 << hugemm_paging::OWNER_BITS);
+        };
+        for number in [0, 1, 512, (1 << SLOT_BITS) - 1] {
+            same(SwapEntry::Slot(number));
+            same(SwapEntry::Slots(Pfn::new(number)));
+        }
+        for head in [0, 1, 512, (1 << FRAME_BITS) - 1].map(Pfn::new) {
+            for kept in 0..8 {
+                let has = |(bit, flag): (usize, Flags)| if kept >> bit & 1 != 0 { flag } else { Flags::NONE };
+                let was = KEPT.into_iter().enumerate().map(has).fold(Flags::NONE, Flags::with);
+                same(SwapEntry::Moving { head, was });
+            }
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Areas: what an address space promises about a range of addresses.
+//!
+//! An area never changes. Taking a part out of one replaces it by what remains, so whoever has found an area may read it
+//! without a lock for as long as it exists. It exists from its insertion until it has been taken out of both its lists:
+//! the space's ordered tree, under the space's lock, and its object's list of areas, under the object's lock.
+
+use crate::object::Object;
+use crate::protection::Protection;
+use crate::setup::Setup;
+use crate::space::AddressSpace;
+use core::ptr::NonNull;
+use hugemm_base::sync::AtomicU64;
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_frames::Placement;
+use hugemm_paging::{Flags, Span};
+use intrusive_collections::{
+    Bound, KeyAdapter, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
+};
+
+/// What an area is, wherever it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VmaKind {
+    /// Size of its pages; its addresses are aligned to it.
+    pub page: PageSize,
+    /// What its mappings allow.
+    pub protection: Protection,
+    /// Writes are seen through every area of the same object; otherwise only here, and fork copies on write.
+    pub shared: bool,
+    /// Pages come from the huge page pool and go back there.
+    pub pooled: bool,
+    /// Every page was reserved in the pool when the area was made.
+    pub reserved: bool,
+    /// Which node its pages come from.
+    pub from: Placement,
+    /// Its pages are not to be reclaimed.
+    pub locked: bool,
+    /// Its pages' accessed bits say nothing about their use: read once, in order.
+    pub no_recency: bool,
+}
+
+impl VmaKind {
+    /// Private, readable and writable user data of this page size, from frames.
+    pub const fn private(page: PageSize) -> Self {
+        VmaKind {
+            page,
+            protection: Protection::WRITE.with(Protection::USER),
+            shared: false,
+            pooled: false,
+            reserved: false,
+            from: Placement::Local,
+            locked: false,
+            no_recency: false,
+        }
+    }
+
+    /// The same, from the pool.
+    pub const fn pooled(self) -> Self {
+        VmaKind { pooled: true, reserved: true, ..self }
+    }
+
+    /// The same, from other nodes than that of whoever fills it.
+    pub const fn from(self, from: Placement) -> Self {
+        VmaKind { from, ..self }
+    }
+
+    /// The same, allowing this.
+    pub const fn allowing(self, protection: Protection) -> Self {
+        VmaKind { protection, ..self }
+    }
+
+    /// What its mappings allow, in the page tables' words.
+    pub const fn flags(&self) -> Flags {
+        self.protection.flags()
+    }
+}
+
+/// An area as it was when it was looked up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VmaInfo {
+    /// Its addresses.
+    pub span: Span,
+    /// What it is.
+    pub kind: VmaKind,
+    /// The object's number: see [`object`](crate::object).
+    pub object: u64,
+    /// Which page of the object its first one is, in 4 KiB pages.
+    pub offset: u64,
+}
+
+impl VmaInfo {
+    /// The object's page at an address of the area.
+    pub(crate) fn offset_of(&self, page: u64) -> u64 {
+        self.offset + (page - self.span.first())
+    }
+
+    /// The area's page that holds an address.
+    pub(crate) fn page_at(&self, at: VirtAddr) -> Span {
+        let bytes = self.kind.page.bytes();
+        // An area is aligned to its pages, so the page lies in it.
+        Span::new(at.align_down(bytes), bytes).unwrap_or(self.span)
+    }
+
+    /// Whether the area promises the same about a page as `other` does.
+    pub(crate) fn same_at(&self, other: &VmaInfo, page: u64) -> bool {
+        self.kind == other.kind && self.object == other.object && self.offset_of(page) == other.offset_of(page)
+    }
+}
+
+/// One area.
+pub(crate) struct Vma<S: Setup> {
+    tree: RBTreeAtomicLink,
+    peer: LinkedListAtomicLink,
+    pub(crate) space: NonNull<AddressSpace<S>>,
+    pub(crate) object: NonNull<Object<S>>,
+    pub(crate) info: VmaInfo,
+    /// 4 KiB pages that were found mapped when the area was unmapped. Only whoever unmaps it looks.
+    pub(crate) harvested: AtomicU64,
+}
+
+// SAFETY: the pointers are to a space that outlives its areas and to an object that the area holds a reference to; the
+// links are changed under the locks of their lists.
+unsafe impl<S: Setup> Send for Vma<S> {}
+// SAFETY: as above; everything else is constant.
+unsafe impl<S: Setup> Sync for Vma<S> {}
+
+impl<S: Setup> Vma<S> {
+    pub(crate) fn new(space: NonNull<AddressSpace<S>>, object: NonNull<Object<S>>, info: VmaInfo) -> Self {
+        let (tree, peer) = (RBTreeAtomicLink::new(), LinkedListAtomicLink::new());
+        Vma { tree, peer, space, object, info, harvested: AtomicU64::new(0) }
+    }
+
+    /// The address at which the area shows a page of its object, if it does.
+    pub(crate) fn address_of(&self, offset: u64) -> Option<VirtAddr> {
+        let into = offset.checked_sub(self.info.offset)?;
+        (into < self.info.span.pages()).then(|| VirtAddr::new((self.info.span.first() + into) << PAGE_SHIFT))
+    }
+}
+
+intrusive_adapter!(pub(crate) ByAddress<S> = UnsafeRef<Vma<S>>: Vma<S> { tree => RBTreeAtomicLink } where S: Setup);
+intrusive_adapter!(pub(crate) Peers<S> = UnsafeRef<Vma<S>>: Vma<S> { peer => LinkedListAtomicLink } where S: Setup);
+
+impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
+    type Key = u64;
+
+    fn get_key(&self, area: &'a Vma<S>) -> u64 {
+        area.info.span.first()
+    }
+}
+
+/// The areas of a space, by address.
+pub(crate) struct Areas<S: Setup> {
+    tree: RBTree<ByAddress<S>>,
+    /// A fork has the space to itself, across reschedule points: until it has finished, areas neither come nor go, nothing
+    /// is entered in them and nothing copied. Changed and relied on under the list's lock.
+    pub(crate) forking: bool,
+}
+
+// SAFETY: the tree refers to areas, which may be sent and shared.
+unsafe impl<S: Setup> Send for Areas<S> {}
+// SAFETY: as above; links are changed through `&mut` only.
+unsafe impl<S: Setup> Sync for Areas<S> {}
+
+impl<S: Setup> Areas<S> {
+    pub(crate) fn new() -> Self {
+        Areas { tree: RBTree::new(ByAddress::NEW), forking: false }
+    }
+
+    /// The area that holds a page. O(log areas).
+    pub(crate) fn find(&self, page: u64) -> Option<&Vma<S>> {
+        let area = self.tree.upper_bound(Bound::Included(&page)).get()?;
+        (page - area.info.span.first() < area.info.span.pages()).then_some(area)
+    }
+
+    /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
+    /// now promises the same. True for as long as the list stays locked.
+    pub(crate) fn admit(&self, area: &VmaInfo, span: Span) -> bool {
+        !self.forking
+            && self.find(span.first()).is_some_and(|there| {
+                let there = &there.info;
+                there.same_at(area, span.first())
+                    && span.first() + span.pages() <= there.span.first() + there.span.pages()
+            })
+    }
+
+    /// The first area that ends after `page`.
+    pub(crate) fn first_after(&self, page: u64) -> Option<&Vma<S>> {
+        self.find(page).or_else(|| self.tree.lower_bound(Bound::Included(&page)).get())
+    }
+
+    /// Areas that meet a range of pages, in ascending order.
+    pub(crate) fn meeting(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
+        let mut next = first;
+        core::iter::from_fn(move || {
+            let area = self.first_after(next).filter(|area| next < end && area.info.span.first() < end)?;
+            next = area.info.span.first() + area.info.span.pages();
+            Some(area)
+        })
+    }
+
+    /// Adds an area that meets none of the others.
+    pub(crate) fn insert(&mut self, area: UnsafeRef<Vma<S>>) {
+        self.tree.insert(area);
+    }
+
+    /// Takes the first area that ends after `page` and begins before `end` out.
+    pub(crate) fn take(&mut self, page: u64, end: u64) -> Option<UnsafeRef<Vma<S>>> {
+        let first = self.first_after(page).filter(|area| area.info.span.first() < end)?.info.span.first();
+        self.tree.find_mut(&first).remove()
+    }
+}

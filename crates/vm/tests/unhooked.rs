@@ -1,0 +1,563 @@
+//! Pages that are taken out of their page tables: they come back as they were, move, or go away, and nobody loses a store.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_frames::{AllocRequest, FolioRef, Frozen};
+use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
+use hugemm_vm::{AddressSpace, Backing, Protection, UnhookedPage, VmError, VmaKind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use support::{Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_format};
+
+const AT: u64 = 0x4000_0000;
+const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
+
+type Away<'h> = Rig<'h, Metered, true>;
+type Process<'h> = AddressSpace<Model<'h, Metered, true>>;
+type Page<'d, 'h> = UnhookedPage<'d, Model<'h, Metered, true>>;
+
+fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
+    with_format(mib, 2, seed, &no_faults(), test);
+}
+
+/// A space in use with so many pages at `AT`, all of them written.
+fn filled<'v, 'h>(rig: &'v Away<'h>, cx: &mut Cx<'_, 'h>, size: PageSize, pages: u64) -> Handle<'v, 'h, Metered, true> {
+    let space = rig.vm.create(cx, bounds()).expect("a space");
+    let area = span(AT, pages * size.bytes());
+    rig.vm.map(cx, &space, area, VmaKind::private(size), Backing::Private).expect("an area");
+    rig.enter(cx, &space);
+    (0..pages).for_each(|page| rig.store(cx, &space, AT + page * size.bytes(), page + 1).expect("memory"));
+    space
+}
+
+fn leaf<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, at: u64) -> Leaf {
+    match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
+        Lookup::Mapped(leaf) => leaf,
+        found => panic!("{found:?}"),
+    }
+}
+
+fn hold(rig: &Away<'_>, head: Pfn) -> FolioRef {
+    // SAFETY: the tests' pages are mapped or unhooked, and nobody else is there to let them go.
+    unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
+}
+
+fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
+    let _ = rig.vm.frames().put(cx, folio);
+}
+
+/// One machine, one manager: whatever is unhooked is flushed by its TLBs.
+fn deferred(rig: &Away<'_>) -> DeferredUnmap {
+    // SAFETY: used with this manager's TLBs only.
+    unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs")
+}
+
+fn unhook<'d, 'h>(
+    rig: &'d Away<'h>,
+    cx: &mut Cx<'_, 'h>,
+    space: &Process<'h>,
+    at: u64,
+    deferred: &'d DeferredUnmap,
+) -> Page<'d, 'h> {
+    let leaf = leaf(rig, cx, space, at);
+    let page = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), deferred).expect("nobody else has it");
+    assert_eq!((page.head(), page.order()), (leaf.frame, leaf.size.order()));
+    page
+}
+
+/// Stores a page until there have been so many.
+#[allow(clippy::result_large_err, reason = "the page comes back")]
+fn page_out<'d, 'h>(
+    rig: &Away<'h>,
+    cx: &mut Cx<'_, 'h>,
+    page: Page<'d, 'h>,
+    room: u64,
+) -> Result<u64, (VmError, Page<'d, 'h>)> {
+    let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
+    rig.vm.page_out(
+        cx,
+        page,
+        |cx: &Cx<'_, 'h>, block| match room {
+            0 => Err((VmError::NoMemory, block)),
+            _ => Ok((store(cx, &block, 0), Some(block))),
+        },
+        |cx: &Cx<'_, 'h>, block: &Frozen, page| {
+            if page < room { Ok(store(cx, block, page)) } else { Err(VmError::NoMemory) }
+        },
+    )
+}
+
+/// What a leaf allowed and what was known of its use comes back with it, whether it was put back, could not be stored, or
+/// moved; and so does its content.
+#[test]
+fn a_leaf_comes_back_as_it_was() {
+    for size in SIZES {
+        with_rig(32, 91, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, size, 4);
+                let at = |index: u64| AT + index * size.bytes();
+                // Written; written and not used since; only read; of an area that may only be read.
+                rig.vm.unmap(cx, &space, span(at(2), 2 * size.bytes())).expect("unmapped");
+                let read_only = VmaKind::private(size).allowing(Protection::USER);
+                for (index, kind) in [(2, VmaKind::private(size)), (3, read_only)] {
+                    rig.vm.map(cx, &space, span(at(index), size.bytes()), kind, Backing::Private).expect("an area");
+                    assert_eq!(rig.load(cx, &space, at(index)), Ok(0));
+                }
+                // From here on no CPU looks at any of them.
+                rig.leave(cx, &space);
+                assert_eq!(
+                    rig.vm.test_and_clear_young(cx, &space, span(at(1), size.bytes()), |_| ()),
+                    Ok(size.pages())
+                );
+                let deferred = deferred(rig);
+                let bits = [Flags::HARDWARE, Flags::DIRTY, Flags::ACCESSED, Flags::ACCESSED];
+                for (index, bits) in (0..).zip(bits) {
+                    let before = leaf(rig, cx, &space, at(index));
+                    assert_eq!(before.flags & Flags::HARDWARE, bits);
+                    assert_eq!(before.flags.contains(Flags::WRITE), index < 3);
+                    let page = unhook(rig, cx, &space, at(index), &deferred);
+                    assert!(matches!(rig.vm.lookup(cx, &space, VirtAddr::new(at(index))), Lookup::Owner(_)));
+                    rig.vm.put_back(cx, page);
+                    assert_eq!(leaf(rig, cx, &space, at(index)), before);
+                    // Also when there is no room for it, or for the last of it.
+                    for room in [0, size.pages() - 1] {
+                        let page = unhook(rig, cx, &space, at(index), &deferred);
+                        let (error, page) = page_out(rig, cx, page, room).expect_err("no room");
+                        assert_eq!(error, VmError::NoMemory);
+                        assert_eq!(rig.vm.pager().used(), 0, "what was stored of it is given up");
+                        rig.vm.put_back(cx, page);
+                        assert_eq!(leaf(rig, cx, &space, at(index)), before);
+                    }
+                    if size == PageSize::Size4K {
+                        let page = unhook(rig, cx, &space, at(index), &deferred);
+                        assert!(rig.vm.move_page(cx, page));
+                        let moved = leaf(rig, cx, &space, at(index));
+                        assert_ne!(moved.frame, before.frame);
+                        assert_eq!(Leaf { frame: before.frame, ..moved }, before);
+                        assert_eq!(rig.vm.frames().references(before.frame), 0, "the old frame is free");
+                    }
+                    let now = leaf(rig, cx, &space, at(index));
+                    assert_eq!(rig.vm.frames().references(now.frame), 1);
+                }
+                rig.enter(cx, &space);
+                for index in 0..4 {
+                    let expected = if index < 2 { index + 1 } else { 0 };
+                    assert_eq!(rig.load(cx, &space, at(index)), Ok(expected));
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+                assert_eq!(rig.vm.pages_lost(), 0);
+            });
+        });
+    }
+}
+
+/// A page of several processes leaves all of them and comes back to all, read-only as it was; whoever has unmapped it
+/// meanwhile does not get it, and nobody's references are left over.
+#[test]
+fn a_page_comes_back_where_it_is_still_wanted() {
+    for size in SIZES {
+        for moves in [false, true].into_iter().take(if size == PageSize::Size4K { 2 } else { 1 }) {
+            with_rig(32, 92, |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let parent = filled(rig, cx, size, 1);
+                    let children = [0, 1].map(|_| rig.vm.fork(cx, &parent).expect("forked"));
+                    let deferred = deferred(rig);
+                    let spaces = [&children[0], &children[1], &parent];
+                    for gone in 0..=3 {
+                        let still = &spaces[gone.min(2)..];
+                        let page = unhook(rig, cx, still[0], AT, &deferred);
+                        let old = page.head();
+                        for space in still {
+                            assert!(matches!(rig.vm.lookup(cx, space, VirtAddr::new(AT)), Lookup::Owner(_)));
+                        }
+                        if gone < 3 {
+                            rig.vm.unmap(cx, spaces[gone], span(AT, size.bytes())).expect("unmapped");
+                        }
+                        if moves {
+                            assert!(rig.vm.move_page(cx, page));
+                            assert_eq!(rig.vm.frames().references(old), 0);
+                        } else {
+                            rig.vm.put_back(cx, page);
+                        }
+                        let left = &spaces[(gone + 1).min(3)..];
+                        for space in left {
+                            let leaf = leaf(rig, cx, space, AT);
+                            assert_eq!(rig.vm.frames().references(leaf.frame), left.len() as u64);
+                            assert!(!leaf.flags.contains(Flags::WRITE), "it was shared");
+                        }
+                        if left.is_empty() {
+                            assert_eq!(rig.vm.frames().references(old), 0, "nobody wants it");
+                            break;
+                        }
+                    }
+                    rig.leave(cx, &parent);
+                    for space in [parent].into_iter().chain(children) {
+                        rig.vm.destroy(cx, space).expect("destroyed");
+                    }
+                });
+            });
+        }
+    }
+}
+
+/// A page to which somebody else has a reference stays where it is: nothing is taken if that is known before, and it comes
+/// back as it was if it is found out after the flush.
+#[test]
+fn a_page_that_somebody_holds_stays() {
+    for size in SIZES {
+        with_rig(32, 93, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, size, 1);
+                let deferred = deferred(rig);
+                let object = rig.vm.create_shared(cx, size.pages(), size, false).expect("an object");
+                let shared = span(AT << 1, size.bytes());
+                rig.vm.map(cx, &space, shared, VmaKind::private(size), Backing::Shared(&object, 0)).expect("an area");
+                rig.store(cx, &space, AT << 1, 1).expect("memory");
+                for at in [AT, AT << 1] {
+                    let before = leaf(rig, cx, &space, at);
+                    let order = size.order();
+                    let late = {
+                        let page = unhook(rig, cx, &space, at, &deferred);
+                        let late = hold(rig, before.frame);
+                        if size == PageSize::Size4K {
+                            assert!(!rig.vm.move_page(cx, page), "somebody came late");
+                        } else {
+                            let (error, page) = page_out(rig, cx, page, size.pages()).expect_err("somebody came late");
+                            assert_eq!(error, VmError::InUse);
+                            rig.vm.put_back(cx, page);
+                        }
+                        late
+                    };
+                    if at == AT {
+                        assert_eq!(leaf(rig, cx, &space, at), before);
+                    }
+                    let refused = rig.vm.unhook(cx, hold(rig, before.frame), order, &deferred).expect_err("held");
+                    assert_eq!(refused.pfn(), before.frame);
+                    let_go(rig, cx, refused);
+                    let_go(rig, cx, late);
+                    rig.store(cx, &space, at, 9).expect("it is there");
+                    assert_eq!(leaf(rig, cx, &space, at).frame, before.frame);
+                    let page = unhook(rig, cx, &space, at, &deferred);
+                    rig.vm.put_back(cx, page);
+                    assert_eq!(rig.load(cx, &space, at), Ok(9));
+                }
+                assert_eq!(space.counters().copied.get(), 0);
+                // What no object has is nobody's to take away.
+                let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
+                let own = rig.vm.frames().count(block).expect("a page");
+                let own = rig.vm.unhook(cx, own, Order::ZERO, &deferred).expect_err("of no object");
+                let_go(rig, cx, own);
+                rig.vm.close(cx, object).expect("its own");
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// A shared object's page leaves every space that shows it, is stored once, and comes back once, wherever it is touched
+/// first: by a fault, by filling the object, or by filling one of its areas.
+#[test]
+fn a_shared_page_goes_away_once() {
+    for (way, size) in (0..3).flat_map(|way| SIZES.map(|size| (way, size))) {
+        with_rig(32, 94, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let object = rig.vm.create_shared(cx, 2 * size.pages(), size, false).expect("an object");
+                let spaces = [0, 1].map(|_| rig.vm.create(cx, bounds()).expect("a space"));
+                let area = span(AT, 2 * size.bytes());
+                for space in &spaces {
+                    rig.vm.map(cx, space, area, VmaKind::private(size), Backing::Shared(&object, 0)).expect("an area");
+                    rig.enter(cx, space);
+                    for index in 0..2 {
+                        rig.store(cx, space, AT + index * size.bytes(), index + 7).expect("memory");
+                    }
+                    rig.leave(cx, space);
+                }
+                let second = AT + size.bytes();
+                let deferred = deferred(rig);
+                let page = unhook(rig, cx, &spaces[0], second, &deferred);
+                for space in &spaces {
+                    assert_eq!(rig.vm.lookup(cx, space, VirtAddr::new(second)), Lookup::Absent);
+                }
+                assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
+                assert_eq!(rig.vm.pager().used() as u64, size.pages());
+                match way {
+                    0 => {
+                        rig.enter(cx, &spaces[1]);
+                        assert_eq!(rig.load(cx, &spaces[1], second), Ok(8));
+                        rig.leave(cx, &spaces[1]);
+                    }
+                    1 => {
+                        let filling = rig.vm.prefault_shared(&object, 0, 2 * size.pages());
+                        filling.work(cx, &hugemm_base::Never).expect("memory");
+                        assert_eq!(filling.done(), 2 * size.pages());
+                    }
+                    _ => rig.vm.prefault(&spaces[1], area, None).work(cx, &hugemm_base::Never).expect("memory"),
+                }
+                assert_eq!(rig.vm.pager().used(), 0, "it is back");
+                rig.enter(cx, &spaces[0]);
+                for index in 0..2 {
+                    assert_eq!(rig.load(cx, &spaces[0], AT + index * size.bytes()), Ok(index + 7));
+                }
+                rig.leave(cx, &spaces[0]);
+                for space in spaces {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                rig.vm.close(cx, object).expect("its own");
+            });
+        });
+    }
+}
+
+/// Pages that are away are shared by a fork as those in memory are: each process gets its own when it touches it, and what is
+/// stored goes with the last. So many processes as references fit without counters, and more.
+#[test]
+fn pages_that_are_away_are_inherited() {
+    for (size, children) in SIZES.into_iter().flat_map(|size| [1, 14, 15, 20].map(|children| (size, children))) {
+        for pinned in [false, true] {
+            with_rig(64, 95, |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let parent = filled(rig, cx, size, 2);
+                    let deferred = deferred(rig);
+                    let page = unhook(rig, cx, &parent, AT, &deferred);
+                    assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
+                    let mut pins = Vec::new();
+                    if pinned {
+                        let second = span(AT + size.bytes(), size.bytes());
+                        rig.vm
+                            .pin(cx, &parent, second, None, &hugemm_base::Never, |pin| pins.push(pin))
+                            .expect("there");
+                    }
+                    rig.leave(cx, &parent);
+                    let mut spaces: Vec<_> = (0..children).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
+                    assert_eq!(rig.vm.pager().used() as u64, size.pages(), "one copy for all of them");
+                    // Frames for counters stay: of the second page, unless each has its own, and of the frame of slots, to
+                    // which whoever brings the page back takes a reference more.
+                    let of_slots = size == PageSize::Size2M && children + 1 >= 15;
+                    rig.keep(u64::from(children >= 15 && !pinned) + u64::from(of_slots));
+                    spaces.push(parent);
+                    for space in [&spaces[0], &spaces[children - 1], &spaces[children]] {
+                        rig.enter(cx, space);
+                        assert_eq!(rig.load(cx, space, AT), Ok(1));
+                        assert_eq!(rig.load(cx, space, AT + size.bytes()), Ok(2));
+                        assert_eq!(space.counters().refaulted.get(), 1);
+                        rig.leave(cx, space);
+                    }
+                    let parent = spaces.pop().expect("the parent");
+                    for pin in pins {
+                        rig.vm.unpin(cx, &parent, pin).expect("its own");
+                    }
+                    for space in spaces.into_iter().chain([parent]) {
+                        rig.vm.destroy(cx, space).expect("destroyed");
+                    }
+                });
+            });
+        }
+    }
+}
+
+/// Pages of as many processes as references fit without counters, and of more, go away and come back. What their 512 slots
+/// stand in takes a frame for counters only if it has to.
+#[test]
+fn pages_of_many_processes_go_away() {
+    for (size, places) in SIZES.into_iter().flat_map(|size| [14, 15, 16, 20].map(|places| (size, places))) {
+        with_rig(32, 96, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let parent = filled(rig, cx, size, 1);
+                rig.leave(cx, &parent);
+                let mut spaces: Vec<_> = (1..places).map(|_| rig.vm.fork(cx, &parent).expect("forked")).collect();
+                spaces.push(parent);
+                let head = leaf(rig, cx, &spaces[0], AT).frame;
+                assert_eq!(rig.vm.frames().references(head), places);
+                rig.vm.widen(cx, head).expect("memory");
+                let used = rig.used(cx);
+                let deferred = deferred(rig);
+                let page = unhook(rig, cx, &spaces[0], AT, &deferred);
+                assert_eq!(page_out(rig, cx, page, size.pages()).ok(), Some(size.pages()));
+                assert_eq!(rig.vm.pager().used() as u64, size.pages());
+                let slots = u64::from(size == PageSize::Size2M);
+                let counters = if places > 15 { slots } else { 0 };
+                assert_eq!(rig.used(cx), used - size.pages() + slots + counters, "{places} places");
+                // Whoever brings the page back takes one reference more.
+                rig.keep(1 + if places >= 15 { slots } else { 0 });
+                for space in [&spaces[0], spaces.last().expect("the parent")] {
+                    rig.enter(cx, space);
+                    assert_eq!(rig.load(cx, space, AT), Ok(1));
+                    rig.store(cx, space, AT, 2).expect("its own");
+                    rig.leave(cx, space);
+                }
+                for space in spaces {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+            });
+        });
+    }
+}
+
+/// A fork waits for a page that is moving, and then the child has it too: whether its pages are shared by parts or, because
+/// something is pinned, one by one.
+#[test]
+fn a_fork_waits_for_a_page_that_is_moving() {
+    for (size, pinned) in SIZES.into_iter().flat_map(|size| [false, true].map(|pinned| (size, pinned))) {
+        with_rig(48, 97, |rig| {
+            let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
+            let (space, pins) = rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, size, 3);
+                let mut pins = Vec::new();
+                if pinned {
+                    let last = span(AT + 2 * size.bytes(), size.bytes());
+                    rig.vm.pin(cx, &space, last, None, &hugemm_base::Never, |pin| pins.push(pin)).expect("there");
+                }
+                (space, pins)
+            });
+            std::thread::scope(|scope| {
+                let (space, away, forks) = (&space, &away, &forks);
+                scope.spawn(move || {
+                    rig.beside_others(0, |cx| {
+                        let deferred = deferred(rig);
+                        let page = unhook(rig, cx, space, AT + size.bytes(), &deferred);
+                        away.store(true, Ordering::SeqCst);
+                        while !forks.load(Ordering::SeqCst) {
+                            rig.vm.shootdown().handle_ipi(cx);
+                        }
+                        // Enough for a fork that does not wait to be over.
+                        for _ in 0..100 {
+                            rig.vm.shootdown().handle_ipi(cx);
+                            std::thread::yield_now();
+                        }
+                        rig.vm.put_back(cx, page);
+                    });
+                });
+                scope.spawn(move || {
+                    rig.beside_others(1, |cx| {
+                        while !away.load(Ordering::SeqCst) {
+                            rig.vm.shootdown().handle_ipi(cx);
+                        }
+                        forks.store(true, Ordering::SeqCst);
+                        let child = rig.vm.fork(cx, space).expect("forked");
+                        rig.enter(cx, &child);
+                        for index in 0..3 {
+                            assert_eq!(rig.load(cx, &child, AT + index * size.bytes()), Ok(index + 1));
+                        }
+                        rig.leave(cx, &child);
+                        rig.vm.destroy(cx, child).expect("destroyed");
+                    });
+                });
+            });
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// A frame that may be anything is held only if it is a small page of some object, mapped where its descriptor says.
+#[test]
+fn only_mapped_pages_are_held_for_moving() {
+    with_rig(32, 98, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 1);
+            let space = filled(rig, cx, PageSize::Size4K, 4);
+            let at = |index: u64| AT + (index << 12);
+            let head = leaf(rig, cx, &space, at(1)).frame;
+            let held = rig.vm.hold_mapped(cx, head).expect("a page");
+            assert_eq!((held.pfn(), rig.vm.frames().references(head)), (head, 2));
+            let_go(rig, cx, held);
+            // Its descriptor still names its owner, which has another page there or none.
+            let other = leaf(rig, cx, &space, at(2)).frame;
+            rig.vm.unmap(cx, &space, span(at(1), 0x1000)).expect("unmapped");
+            assert_eq!(rig.vm.hold_mapped(cx, head).map(|held| held.pfn()), None);
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            rig.store(cx, &space, at(2), 9).expect("a copy");
+            let copy = leaf(rig, cx, &space, at(2)).frame;
+            for (page, space) in [(copy, &space), (other, &child)] {
+                let held = rig.vm.hold_mapped(cx, page).expect("either's own");
+                assert_eq!(leaf(rig, cx, space, at(2)).frame, held.pfn());
+                let_go(rig, cx, held);
+            }
+            // Large pages, pages of the pool, and what is no page at all.
+            let large = VmaKind::private(PageSize::Size2M);
+            rig.vm.map(cx, &space, span(2 * AT, 2 << 20), large, Backing::Private).expect("an area");
+            rig.vm.map(cx, &space, span(3 * AT, 2 << 20), large.pooled(), Backing::Private).expect("an area");
+            for at in [2 * AT, 3 * AT] {
+                rig.store(cx, &space, at, 1).expect("memory");
+                let head = leaf(rig, cx, &space, at).frame;
+                assert_eq!(rig.vm.hold_mapped(cx, head).map(|held| held.pfn()), None);
+                assert_eq!(rig.vm.frames().references(head), 1);
+            }
+            assert_eq!(rig.vm.hold_mapped(cx, Pfn::new(1 << 40)).map(|held| held.pfn()), None);
+            // A shared object's, as long as the object has it.
+            let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
+            let small = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(4 * AT, 0x4000), small, Backing::Shared(&object, 0)).expect("an area");
+            rig.store(cx, &space, 4 * AT + 0x2000, 1).expect("memory");
+            let shared = leaf(rig, cx, &space, 4 * AT + 0x2000).frame;
+            let held = rig.vm.hold_mapped(cx, shared).expect("the object's");
+            assert_eq!(held.pfn(), shared);
+            let_go(rig, cx, held);
+            rig.vm.close(cx, object).expect("its own");
+            rig.leave(cx, &space);
+            for space in [space, child] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            assert_eq!(rig.vm.hold_mapped(cx, shared).map(|held| held.pfn()), None, "its object is gone");
+        });
+    });
+}
+
+/// A page that cannot move, because no frame is free or its memory is bad, is where it was.
+#[test]
+fn a_page_that_cannot_move_stays() {
+    with_rig(8, 99, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 2);
+            let before = leaf(rig, cx, &space, AT);
+            let deferred = deferred(rig);
+            let mut taken = Vec::new();
+            while let Ok(block) = rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)) {
+                taken.push(block);
+            }
+            let page = unhook(rig, cx, &space, AT, &deferred);
+            assert!(!rig.vm.move_page(cx, page), "there is no frame");
+            assert_eq!(leaf(rig, cx, &space, AT), before);
+            taken.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            let page = unhook(rig, cx, &space, AT, &deferred);
+            let _ = rig.vm.frames().hwpoison(cx, before.frame);
+            assert!(!rig.vm.move_page(cx, page), "its content has gone bad");
+            assert_eq!(leaf(rig, cx, &space, AT), before);
+            // From then on nobody begins.
+            let refused = rig.vm.unhook(cx, hold(rig, before.frame), Order::ZERO, &deferred);
+            let Err(folio) = refused else { panic!("its content is bad") };
+            let_go(rig, cx, folio);
+            assert_eq!(leaf(rig, cx, &space, AT), before);
+            assert_eq!(rig.vm.frames().references(before.frame), 1);
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// An unhooked page that is dropped, which is a mistake, is counted; its process can go away all the same.
+#[test]
+fn lost_pages_are_counted() {
+    with_rig(8, 100, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 2);
+            let deferred = deferred(rig);
+            for lost in 1..=2 {
+                drop(unhook(rig, cx, &space, AT + ((lost - 1) << 12), &deferred));
+                assert_eq!(rig.vm.pages_lost(), lost);
+            }
+            deferred.flush(rig.vm.shootdown(), cx);
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            // The pages, and the frame with their object.
+            rig.keep(3);
+        });
+    });
+}

@@ -1,0 +1,63 @@
+//! Threads as CPUs: a platform for tests and small programs, on the standard library alone.
+//!
+//! Nothing is asked of the system, so Miri can interpret it: threads are not bound to real CPUs, and there are as many CPUs
+//! as [`CPUS`], whatever the machine has. `hugemm-host` is the platform that measures; it binds threads and verifies memory.
+//!
+//! ```
+//! use hugemm_base::PageSize;
+//! use hugemm_frames::Frames;
+//! use hugemm_threads::{Threads, run_as};
+//!
+//! let (threads, ram) = Threads::with_memory(8 << 20);
+//! let frames = Frames::carve(&threads.cx(), ram)?;
+//! std::thread::scope(|scope| {
+//!     for cpu in 0..4 {
+//!         let (threads, frames) = (&threads, &frames);
+//!         scope.spawn(move || {
+//!             run_as(cpu);
+//!             let cx = threads.cx();
+//!             let page = frames.alloc(&cx, PageSize::Size4K).expect("enough for four");
+//!             frames.free(&cx, page);
+//!         });
+//!     }
+//! });
+//! # Ok::<(), hugemm_frames::CarveError>(())
+//! ```
+//!
+//! A CPU is a number that a thread says it is ([`run_as`]; 0 before). Threads with one number are tasks of one CPU: while one
+//! of them is pinned or stays, the others wait at their own pins.
+//!
+//! # Interrupts
+//!
+//! The pin is real. A test may give its thread an interrupt handler ([`Threads::interrupted`]), which then runs wherever an
+//! interrupt could come and be noticed: before and after every call of the platform, before and after every change of a
+//! [`TestLock`], and where the test says so ([`interrupt_point`]); never while the CPU is pinned, hence never in a handler.
+//! A handler that allocates and frees finds the places that forgot their pin: they find their data changed, or the handler
+//! wants the lock that they hold, and says so.
+//!
+//! | file | the rule it owns |
+//! |---|---|
+//! | `cpu.rs` | one task at a time on a CPU that is pinned; an interrupt wherever one could come |
+//! | `lock.rs` | a lock that finds who would wait for itself |
+//! | `memory.rs` | memory as frames whose numbers nobody else has |
+#![warn(missing_debug_implementations)]
+
+mod cpu;
+mod lock;
+mod memory;
+
+pub use cpu::{CPUS, Threads, interrupt_point, run_as, this_cpu};
+pub use lock::TestLock;
+pub use memory::Memory;
+
+/// A small generator of random numbers; the same ones for the same seed.
+#[derive(Clone, Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number below `limit`, which is below 2^31.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}

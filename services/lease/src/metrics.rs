@@ -1,0 +1,248 @@
+//! A daemon's figures as OpenMetrics text, and a small HTTP server for them.
+//!
+//! Source of the format: OpenMetrics 1.0.
+
+use crate::daemon::Daemon;
+use crate::status::{LeaseTimes, Status};
+use std::fmt::Write as _;
+use std::io::{self, Read, Write};
+use std::net::TcpListener;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+/// The type of the text, for whoever fetches it.
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The figures as text.
+pub fn text(status: &Status) -> String {
+    let mut out = Text(String::new());
+    let node = status.node.map_or("any".to_owned(), |node| node.to_string());
+    let page = status.page;
+    let of = |size: u64| format!("node=\"{node}\",page=\"{page}\",size=\"{size}\"");
+    let mut sizes = status.wanted.clone();
+    sizes.extend(&status.ready);
+    sizes.sort_unstable();
+    sizes.dedup();
+    let number = |all: &[u64], size: u64| all.iter().filter(|&&bytes| bytes == size).count() as f64;
+    out.family("hugemm_lease_files_ready", "gauge", "Files that are filled and nobody's.");
+    sizes.iter().for_each(|&size| out.sample("hugemm_lease_files_ready", &of(size), number(&status.ready, size)));
+    out.family("hugemm_lease_files_wanted", "gauge", "Files that should be.");
+    sizes.iter().for_each(|&size| out.sample("hugemm_lease_files_wanted", &of(size), number(&status.wanted, size)));
+    let leased: u64 = status.leases.iter().map(|lease| lease.bytes).sum();
+    let kept: u64 = status.kept.iter().map(|kept| kept.bytes).sum();
+    let counts = &status.counts;
+    let seconds = |ns: u64| ns as f64 / 1e9;
+    for (name, help, value) in [
+        ("hugemm_lease_leased_bytes", "Memory that is lent.", leased as f64),
+        ("hugemm_lease_leases", "Leases.", status.leases.len() as f64),
+        ("hugemm_lease_kept_bytes", "Memory that is kept for programs that come back, lent or not.", kept as f64),
+        ("hugemm_lease_drained", "1 if the daemon was told to fill nothing.", f64::from(u8::from(status.drained))),
+        (
+            "hugemm_lease_waiting",
+            "1 if something is missing and cannot be filled at present.",
+            f64::from(u8::from(status.waiting.is_some())),
+        ),
+    ] {
+        out.family(name, "gauge", help);
+        out.sample(name, "", value);
+    }
+    out.family("hugemm_lease_requests", "counter", "Requests for memory, by what came of them.");
+    for (result, count) in
+        [("hit", counts.hits), ("grown", counts.grown), ("miss", counts.misses), ("refused", counts.refused)]
+    {
+        out.sample("hugemm_lease_requests_total", &format!("result=\"{result}\""), count as f64);
+    }
+    out.family("hugemm_lease_programs", "counter", "Leases by what their programs did with them.");
+    for (what, count) in [("placed", counts.placed), ("private", counts.private), ("unused", counts.unused)] {
+        out.sample("hugemm_lease_programs_total", &format!("memory=\"{what}\""), count as f64);
+    }
+    for (name, help, value) in [
+        ("hugemm_lease_filled_bytes", "Memory filled ahead.", counts.filled_bytes as f64),
+        ("hugemm_lease_fill_seconds", "Time spent on that, pauses left out.", seconds(counts.fill_ns)),
+        ("hugemm_lease_fill_cpu_seconds", "CPU time spent on that.", seconds(counts.fill_cpu_ns)),
+        ("hugemm_lease_filled_late_bytes", "Memory filled while clients waited.", counts.filled_late_bytes as f64),
+        ("hugemm_lease_poisoned_files", "Files given up because of broken pages.", counts.poisoned as f64),
+    ] {
+        out.family(name, "counter", help);
+        out.sample(&format!("{name}_total"), "", value);
+    }
+    out.family(
+        "hugemm_lease_time_seconds",
+        "histogram",
+        "From the request to the descriptor, of leases that were given.",
+    );
+    let mut sum = 0;
+    for (index, count) in status.times.counts.iter().enumerate() {
+        sum += count;
+        let bound = LeaseTimes::BOUNDS_MS.get(index).map_or("+Inf".to_owned(), |&ms| (ms as f64 / 1e3).to_string());
+        out.sample("hugemm_lease_time_seconds_bucket", &format!("le=\"{bound}\""), sum as f64);
+    }
+    out.sample("hugemm_lease_time_seconds_count", "", sum as f64);
+    out.sample("hugemm_lease_time_seconds_sum", "", seconds(status.times.sum_ns));
+    out.0.push_str("# EOF\n");
+    out.0
+}
+
+struct Text(String);
+
+impl Text {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        // Writing to a string does not fail.
+        let _ = writeln!(self.0, "# TYPE {name} {kind}\n# HELP {name} {help}");
+    }
+
+    fn sample(&mut self, name: &str, labels: &str, value: f64) {
+        let _ = match labels {
+            "" => writeln!(self.0, "{name} {value}"),
+            _ => writeln!(self.0, "{name}{{{labels}}} {value}"),
+        };
+    }
+}
+
+/// Where figures are fetched.
+#[derive(Debug)]
+pub enum MetricsListener {
+    /// At a port.
+    Tcp(TcpListener),
+    /// At a socket.
+    Unix(UnixListener),
+}
+
+impl MetricsListener {
+    /// `ADDRESS:PORT`, or the path of a socket, which is made; what a daemon that is gone has left there is removed.
+    ///
+    /// # Errors
+    ///
+    /// The system's.
+    pub fn bind(place: &str) -> io::Result<Self> {
+        if !place.contains('/') {
+            return TcpListener::bind(place).map(MetricsListener::Tcp);
+        }
+        let is_left = std::fs::symlink_metadata(place).is_ok_and(|meta| meta.file_type().is_socket())
+            && UnixStream::connect(place).is_err();
+        if is_left {
+            std::fs::remove_file(place)?;
+        }
+        UnixListener::bind(place).map(MetricsListener::Unix)
+    }
+}
+
+/// Longest request that is read, and how long one may take.
+const MOST: usize = 8 << 10;
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Answers one fetch after the other, for ever: for a thread of its own. What goes wrong with one is that one's end.
+pub fn serve(daemon: &Daemon, listener: &MetricsListener) {
+    loop {
+        let _ = match listener {
+            MetricsListener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
+                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_write_timeout(Some(PATIENCE))?;
+                answer(daemon, stream)
+            }),
+            MetricsListener::Unix(listener) => listener.accept().and_then(|(stream, _)| {
+                stream.set_read_timeout(Some(PATIENCE))?;
+                stream.set_write_timeout(Some(PATIENCE))?;
+                answer(daemon, stream)
+            }),
+        };
+    }
+}
+
+fn answer(daemon: &Daemon, mut stream: impl Read + Write) -> io::Result<()> {
+    let mut request = Vec::new();
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        let mut part = [0; 1024];
+        match stream.read(&mut part)? {
+            0 => return Ok(()),
+            got => request.extend(&part[..got]),
+        }
+        if request.len() > MOST {
+            return Ok(());
+        }
+    }
+    let (result, body) = match request.strip_prefix(b"GET ") {
+        Some(path) if path.starts_with(b"/metrics ") || path.starts_with(b"/ ") => ("200 OK", text(&daemon.status())),
+        Some(_) => ("404 Not Found", String::new()),
+        None => ("405 Method Not Allowed", String::new()),
+    };
+    let length = body.len();
+    write!(
+        stream,
+        "HTTP/1.1 {result}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory_file::Page;
+    use crate::status::{Counts, Lent};
+
+    fn status() -> Status {
+        let mut times = LeaseTimes::default();
+        [2_500_000, 700_000_000, 20_000_000_000].into_iter().map(Duration::from_nanos).for_each(|time| times.add(time));
+        Status {
+            page: Page::Huge2M,
+            node: Some(1),
+            wanted: vec![8 << 20, 8 << 20, 4 << 20],
+            ready: vec![8 << 20, 6 << 20],
+            filling: None,
+            waiting: None,
+            drained: false,
+            leases: vec![Lent { lease: 1, uid: 0, pid: 1, bytes: 4 << 20, seconds: 1 }],
+            kept: Vec::new(),
+            counts: Counts { hits: 3, misses: 1, fill_cpu_ns: 1_500_000_000, ..Counts::default() },
+            times,
+        }
+    }
+
+    #[test]
+    fn figures_are_where_a_scraper_looks_for_them() {
+        let text = text(&status());
+        for line in [
+            "hugemm_lease_files_ready{node=\"1\",page=\"2M\",size=\"8388608\"} 1",
+            "hugemm_lease_files_ready{node=\"1\",page=\"2M\",size=\"6291456\"} 1",
+            "hugemm_lease_files_wanted{node=\"1\",page=\"2M\",size=\"8388608\"} 2",
+            "hugemm_lease_files_wanted{node=\"1\",page=\"2M\",size=\"6291456\"} 0",
+            "hugemm_lease_leased_bytes 4194304",
+            "hugemm_lease_requests_total{result=\"hit\"} 3",
+            "hugemm_lease_fill_cpu_seconds_total 1.5",
+            "hugemm_lease_time_seconds_bucket{le=\"0.001\"} 0",
+            "hugemm_lease_time_seconds_bucket{le=\"0.003\"} 1",
+            "hugemm_lease_time_seconds_bucket{le=\"1\"} 2",
+            "hugemm_lease_time_seconds_bucket{le=\"+Inf\"} 3",
+            "hugemm_lease_time_seconds_count 3",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+    }
+
+    /// As the format wants it: each sample is of the family that was named last, each family is named once, the end is marked.
+    #[test]
+    fn the_text_is_well_formed() {
+        let text = text(&status());
+        assert!(text.ends_with("\n# EOF\n"));
+        let (mut families, mut family, mut kind) = (Vec::new(), "", "");
+        for line in text.lines().take_while(|line| *line != "# EOF") {
+            if let Some(rest) = line.strip_prefix("# TYPE ") {
+                (family, kind) = rest.split_once(' ').expect("a name and a type");
+                assert!(!families.contains(&family), "{family} twice");
+                families.push(family);
+            } else if let Some(rest) = line.strip_prefix("# HELP ") {
+                assert!(rest.starts_with(family) && rest.ends_with('.'), "{line}");
+            } else {
+                let (name, value) = line.rsplit_once(' ').expect("a value");
+                let suffix = name.split('{').next().and_then(|name| name.strip_prefix(family)).expect(line);
+                let suffixes: &[&str] = match kind {
+                    "counter" => &["_total"],
+                    "histogram" => &["_bucket", "_count", "_sum"],
+                    _ => &[""],
+                };
+                assert!(suffixes.contains(&suffix), "{line}");
+                value.parse::<f64>().expect(line);
+            }
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! What a service manager and the daemon tell each other: sockets and files that the manager holds, that the daemon serves, that it
+//! stops (sd_notify(3), sd_listen_fds(3)). Without a manager nothing is said.
+
+use crate::memory_file::MemoryFile;
+use crate::server::Listener;
+use rustix::net::sockopt::socket_acceptconn;
+use sd_notify::NotifyState;
+use std::io;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+
+/// What the manager had for this process.
+#[derive(Debug, Default)]
+pub struct Inherited {
+    /// A socket that listens already.
+    pub listener: Option<Listener>,
+    /// Files that a predecessor had filled, and nobody has had.
+    pub files: Vec<MemoryFile>,
+}
+
+/// Takes what the manager has passed. Files that have been lent are given up, here and in the manager's store.
+///
+/// # Errors
+///
+/// The manager's variables make no sense.
+///
+/// # Safety
+///
+/// Once per process, and before anything else has made descriptors of the numbers that the manager names.
+pub unsafe fn inherited() -> io::Result<Inherited> {
+    let mut inherited = Inherited::default();
+    for fd in sd_notify::listen_fds()? {
+        // SAFETY: passed to this process, and nobody else takes it, by the contract.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        if socket_acceptconn(&fd) == Ok(true) {
+            inherited.listener = Some(Listener::inherited(fd));
+            continue;
+        }
+        let name = rustix::fs::fstat(&fd).ok().map(|stat| name(stat.st_ino));
+        match MemoryFile::adopt(fd) {
+            Some(file) => inherited.files.push(file),
+            None => name.into_iter().for_each(|name| give_up(&name)),
+        }
+    }
+    Ok(inherited)
+}
+
+/// The daemon answers at its socket.
+pub fn ready() {
+    tell(&[NotifyState::Ready]);
+}
+
+/// The daemon ends.
+pub fn stopping() {
+    tell(&[NotifyState::Stopping]);
+}
+
+/// Has the manager hold a file that is ready, for the next daemon.
+pub(crate) fn store(file: &MemoryFile) {
+    let Some(name) = name_of(file) else { return };
+    // Without it the file is lost with this process, and nothing else.
+    let _ = sd_notify::notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(&name)], &[file.as_fd()]);
+}
+
+/// Has the manager let go of a file. It does so when it gets to it; until then the file's own mode says whose it is.
+pub(crate) fn let_go(file: &MemoryFile) {
+    name_of(file).into_iter().for_each(|name| give_up(&name));
+}
+
+fn give_up(name: &str) {
+    tell(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
+}
+
+fn tell(what: &[NotifyState<'_>]) {
+    // A manager that does not listen is none.
+    let _ = sd_notify::notify(what);
+}
+
+/// A file's name in the store: no two files have one at the same time.
+fn name(inode: u64) -> String {
+    format!("memory-{inode}")
+}
+
+fn name_of(file: &MemoryFile) -> Option<String> {
+    rustix::fs::fstat(file).ok().map(|stat| name(stat.st_ino))
+}

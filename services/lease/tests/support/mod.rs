@@ -1,0 +1,57 @@
+//! The kernel's pool of huge pages, as the tests take from it.
+
+#![allow(dead_code, reason = "each test program uses its part")]
+
+use std::fs::{self, File};
+use std::time::{Duration, Instant};
+
+/// One huge page.
+pub(crate) const PAGE: u64 = 2 << 20;
+
+/// The pool, for one test at a time. What is taken from it must be back when this is dropped.
+pub(crate) struct Pool {
+    _one_at_a_time: File,
+    before: u64,
+}
+
+impl Pool {
+    /// `None`, and a line that says why, where the kernel has not that many free pages.
+    pub(crate) fn with_free(pages: u64) -> Option<Self> {
+        let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
+        let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
+        lock.lock().expect("locked");
+        let before = free();
+        if before < pages {
+            eprintln!(
+                "skipped: {pages} free huge pages are needed, {before} are there; as root: \
+                 echo {pages} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
+            );
+            return None;
+        }
+        Some(Pool { _one_at_a_time: lock, before })
+    }
+
+    /// Waits until all but `pages` of what was free is free.
+    #[track_caller]
+    pub(crate) fn wait_until_lacks(&self, pages: u64) {
+        wait_for("pages are back", || free() == self.before - pages);
+    }
+}
+
+fn free() -> u64 {
+    let read = |name: &str| {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
+        fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok()).unwrap_or(0)
+    };
+    read("free_hugepages").saturating_sub(read("resv_hugepages"))
+}
+
+/// Waits until something is so.
+#[track_caller]
+pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < end, "never: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}

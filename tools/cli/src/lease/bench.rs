@@ -1,0 +1,319 @@
+//! `hugemm bench lease`: how long stock QEMU takes from exec until its machine is there, with memory that it makes itself and
+//! with memory that is leased.
+
+use super::args::BenchLease;
+use crate::document::Row;
+use crate::goals::Goals;
+use crate::machine::Machine;
+use crate::measure::Repeat;
+use crate::stats::Samples;
+use crate::{environment_text, progress, table};
+use anyhow::{Context, Result, bail};
+use hugemm_base::PageSize;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
+use hugemm_inspect::pool::HugetlbPool;
+use hugemm_lease::client::Connection;
+use hugemm_lease::status::{Counts, Status};
+use hugemm_lease::wire::{Answer, Request};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How QEMU gets its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Its own, filled when the guest touches it: what nothing that fills can beat.
+    Off,
+    /// Its own, filled by one thread before the machine starts.
+    OneThread,
+    /// The same by several.
+    Threads,
+    /// Leased; QEMU is told nothing, and replaced its file is.
+    Wrapper,
+    /// Leased; QEMU is given a path of a process that holds it.
+    Path,
+    /// Leased; QEMU inherits the descriptor.
+    Descriptor,
+    /// Kept from the start before.
+    Kept,
+}
+
+const WAYS: [Way; 7] = [Way::Off, Way::OneThread, Way::Threads, Way::Wrapper, Way::Path, Way::Descriptor, Way::Kept];
+
+impl Way {
+    /// In the table and the JSON.
+    fn name(self) -> &'static str {
+        match self {
+            Way::Off => "prealloc=off",
+            Way::OneThread => "prealloc=on, 1 thread",
+            Way::Threads => "prealloc=on, threads",
+            Way::Wrapper => "leased, wrapper",
+            Way::Path => "leased, path",
+            Way::Descriptor => "leased, descriptor",
+            Way::Kept => "kept, second start",
+        }
+    }
+
+    /// The goal of a way that has one: at most so many times as long as without filling.
+    fn goal(self) -> Option<&'static str> {
+        match self {
+            Way::Wrapper => Some("lease.wrapper_vs_prealloc_off"),
+            Way::Path => Some("lease.path_vs_prealloc_off"),
+            Way::Descriptor => Some("lease.descriptor_vs_prealloc_off"),
+            _ => None,
+        }
+    }
+}
+
+/// Times without filling, at most.
+const GOAL: f64 = 1.2;
+
+/// Runs the command.
+pub fn run(args: &BenchLease) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);
+    let environment = Environment::read()?;
+    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());
+    let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
+    let (mut rows, mut goals, mut filled) = (Vec::new(), Goals::new(), Counts::default());
+    let mut ratios = vec![Samples::default(); WAYS.len()];
+    for size in &args.sizes {
+        let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
+        // The machine's, the next lease's, and what is kept.
+        let _pool = match HugetlbPool::new().ensure(PageSize::Size2M, 3 * bytes / PageSize::Size2M.bytes(), None) {
+            Ok(guard) => guard,
+            Err(error) => {
+                eprintln!("skipped: {size}, which takes three times as much of the kernel's pool: {error}");
+                continue;
+            }
+        };
+        let bench = Bench::start(args, bytes, threads)?;
+        // The first lease of what is kept.
+        bench.once(Way::Kept)?;
+        let mut times = vec![Samples::default(); WAYS.len()];
+        for run in 0..repeat.all() {
+            for i in 0..WAYS.len() {
+                interrupt::check()?;
+                let index = (i + run) % WAYS.len();
+                bar.set_message(format!("{size}, {}", WAYS[index].name()));
+                let time = bench.once(WAYS[index])?;
+                if repeat.is_measured(run) {
+                    times[index].push(time.as_secs_f64() * 1e3);
+                }
+                bar.inc(1);
+            }
+        }
+        for (index, (way, times_of)) in WAYS.iter().zip(&times).enumerate() {
+            let ratio = times_of.per_run_ratio(&times[0]);
+            ratios[index].push(ratio.median());
+            lines.add_row([
+                if index == 0 { size.to_string() } else { String::new() },
+                way.name().to_owned(),
+                format!("{:.1}", times_of.median()),
+                format!("{:.1}%", times_of.stdev_percent()),
+                format!("{:.2} ×", ratio.median()),
+            ]);
+            let row = Row::median("bench.lease.exec_to_ready", times_of, "ms");
+            let row = row.label("size", bytes).label("memory", way.name());
+            rows.push(if *way == Way::Threads { row.label("threads", threads) } else { row });
+        }
+        let counts = bench.status()?.counts;
+        filled.filled_bytes += counts.filled_bytes;
+        filled.fill_ns += counts.fill_ns;
+        filled.fill_cpu_ns += counts.fill_cpu_ns;
+    }
+    bar.finish_and_clear();
+    if filled.filled_bytes == 0 {
+        bail!("no size fits; name smaller ones with --sizes, or free memory");
+    }
+    for (way, ratios) in WAYS.iter().zip(&ratios) {
+        if let Some(goal) = way.goal() {
+            goals.at_most_everywhere(goal, ratios, GOAL);
+        }
+    }
+    let gib = filled.filled_bytes as f64 / (1u64 << 30) as f64;
+    let (cpu, bandwidth) =
+        (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
+    rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
+    rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
+        table::print(&title, &lines);
+        println!(
+            "\n  filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
+        );
+        goals.print();
+    }
+    rows.extend(goals.into_rows());
+    machine.report(&args.common, environment, rows)
+}
+
+/// A daemon of its own, with one file of the size ready whenever a machine starts.
+struct Bench<'a> {
+    args: &'a BenchLease,
+    bytes: u64,
+    threads: usize,
+    daemon: Child,
+    dir: PathBuf,
+}
+
+impl<'a> Bench<'a> {
+    fn start(args: &'a BenchLease, bytes: u64, threads: usize) -> Result<Self> {
+        let dir = std::env::temp_dir().join(format!("hugemm-bench-lease-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
+        let size = format!("{bytes}");
+        let daemon = Command::new(std::env::current_exe()?)
+            .args(["pool", "serve", "--page", "2M", "--size", &size, "--shape", &size, "--socket"])
+            .arg(dir.join("socket"))
+            .stdout(Stdio::null())
+            .spawn()
+            .context("the lease daemon cannot be started")?;
+        Ok(Bench { args, bytes, threads, daemon, dir })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.join("socket")
+    }
+
+    fn status(&self) -> Result<Status> {
+        match Connection::open(&self.socket())?.ask(&Request::Status {})? {
+            (Answer::Status(status), _) => Ok(*status),
+            _ => bail!("the lease daemon answered something else"),
+        }
+    }
+
+    /// Waits until a file is ready and nothing is lent.
+    fn wait_until_ready(&self) -> Result<Status> {
+        let end = Instant::now() + Duration::from_secs(600);
+        loop {
+            interrupt::check()?;
+            let status = self.status();
+            match status {
+                Ok(status) if !status.ready.is_empty() && status.leases.is_empty() => return Ok(status),
+                Ok(status) if Instant::now() > end => {
+                    bail!("nothing is ready: {}", status.waiting.unwrap_or_else(|| "filling takes too long".into()))
+                }
+                Err(error) if Instant::now() > end => return Err(error),
+                _ => thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+
+    fn lease(&self, options: &[&str]) -> Result<Command> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["lease", &self.bytes.to_string(), "--page", "2M", "--require", "--socket"]).arg(self.socket());
+        command.args(options);
+        Ok(command)
+    }
+
+    /// QEMU's words for a machine on this memory.
+    fn qemu(&self, command: &mut Command, backend: &str) {
+        let memory = format!("{backend},id=m,size={},share=on", self.bytes);
+        let words = ["-M", "q35,memory-backend=m", "-accel", "tcg", "-nodefaults", "-display", "none", "-S"];
+        command.args(words).args(["-m", &format!("{}M", self.bytes >> 20), "-qmp", "stdio", "-object", &memory]);
+    }
+
+    /// One start.
+    fn once(&self, way: Way) -> Result<Duration> {
+        const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
+        let before = self.wait_until_ready()?;
+        let qemu = &self.args.qemu;
+        let secret = self.dir.join("secret");
+        let from = Instant::now();
+        let mut holder = None;
+        let mut command;
+        match way {
+            Way::Off | Way::OneThread | Way::Threads => {
+                command = Command::new(qemu);
+                let prealloc = match way {
+                    Way::Off => "prealloc=off".to_owned(),
+                    Way::OneThread => "prealloc=on,prealloc-threads=1".to_owned(),
+                    _ => format!("prealloc=on,prealloc-threads={}", self.threads),
+                };
+                self.qemu(&mut command, &format!("{OWN},{prealloc}"));
+            }
+            Way::Wrapper => {
+                command = self.lease(&["--"])?;
+                self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
+            }
+            Way::Kept => {
+                command = self.lease(&["--keep", "bench", "--secret"])?;
+                command.arg(&secret).arg("--").arg(qemu);
+                // A file can be sealed once.
+                self.qemu(&mut command, &format!("{OWN},prealloc=on,seal=off"));
+            }
+            Way::Descriptor => {
+                command = self.lease(&["--"])?;
+                self.qemu(command.arg(qemu), "memory-backend-file,mem-path=@LEASE@,prealloc=on");
+            }
+            Way::Path => {
+                let output = self.lease(&["--json"])?.output().context("no path is had")?;
+                let about: serde_json::Value =
+                    serde_json::from_slice(&output.stdout).context("`hugemm lease --json` says nothing")?;
+                let path = about["path"].as_str().context("`hugemm lease --json` names no path")?;
+                holder = about["holder"].as_i64();
+                command = Command::new(qemu);
+                self.qemu(&mut command, &format!("memory-backend-file,mem-path={path},prealloc=on"));
+            }
+        }
+        let time = until_ready(&mut command, from);
+        if let Some(pid) = holder.and_then(|pid| rustix::process::Pid::from_raw(pid as i32)) {
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
+        }
+        let time = time.with_context(|| format!("{} does not start", way.name()))?;
+        if matches!(way, Way::Wrapper | Way::Kept) {
+            self.check_placed(&before)?;
+        }
+        Ok(time)
+    }
+
+    /// That the machine had the leased memory, not its own: the supervisor says so in its own time.
+    fn check_placed(&self, before: &Status) -> Result<()> {
+        let end = Instant::now() + Duration::from_secs(10);
+        while self.status()?.counts.placed <= before.counts.placed {
+            if Instant::now() > end {
+                bail!("QEMU did not get the leased memory; this measures nothing");
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Bench<'_> {
+    fn drop(&mut self) {
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+        let _ = std::fs::remove_dir_all::<&Path>(&self.dir);
+    }
+}
+
+/// Starts a machine, and ends it when it answers. The time since `from`.
+fn until_ready(command: &mut Command, from: Instant) -> Result<Duration> {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+    let answered = ask(&mut child).map(|()| from.elapsed());
+    // Whatever it answered; dropping its input is not enough for a machine that did not.
+    let _ = child.stdin.take().map(|mut input| input.write_all(b"{\"execute\":\"quit\"}\n"));
+    if answered.is_err() {
+        let _ = child.kill();
+    }
+    child.wait()?;
+    answered
+}
+
+/// The greeting comes before the memory; an answer comes from a machine that is there.
+fn ask(child: &mut Child) -> Result<()> {
+    let (Some(input), Some(output)) = (child.stdin.as_mut(), child.stdout.take()) else { bail!("no pipes") };
+    input.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"query-status\"}\n")?;
+    for line in BufReader::new(output).lines() {
+        if line?.contains("\"running\"") {
+            return Ok(());
+        }
+    }
+    bail!("QEMU ended before it answered")
+}

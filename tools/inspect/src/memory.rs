@@ -1,0 +1,396 @@
+//! Regions of real memory whose pages are what they are said to be.
+//!
+//! A measurement of huge pages on memory that the kernel quietly gave in 4 KiB pages is worthless, and nothing in the
+//! program would show it. So a [`Region`] is populated and then *verified* from the kernel's own report
+//! (`/proc/self/smaps`): where fewer huge pages came than were required, everything is given back and the error names
+//! the cause and the way out.
+//!
+//! ```no_run
+//! use hugemm_inspect::memory::{RegionBacking, Region, RegionRequest};
+//!
+//! let region = Region::allocate(&RegionRequest { bytes: 4 << 30, backing: RegionBacking::Thp, ..Default::default() })?;
+//! println!("{} at {:p}: {}", region.len(), region.as_ptr(), region.verified());
+//! # Ok::<(), hugemm_inspect::memory::MemoryError>(())
+//! ```
+//!
+//! Nothing is taken that the machine, a cgroup or the process cannot spare ([`Limits`]), and that is checked again
+//! between chunks of 64 MiB, which are also the points where Ctrl-C ([`crate::interrupt`]) and the caller's progress
+//! function can stop it.
+
+mod error;
+mod plan;
+mod smaps;
+
+pub use error::MemoryError;
+
+use crate::cgroup::MIN_CGROUP_RESERVE;
+use crate::interrupt;
+use crate::limits::{Limits, OverLimit};
+use crate::pool::PoolGuard;
+use crate::roots::{Human, Roots};
+use error::{call_error, shortage_cause};
+use hugemm_base::PageSize;
+use hugemm_host::mmap::{Kind, Mmap};
+use plan::{Plan, bind_to, map_hugetlb};
+use rustix::io::Errno;
+use smaps::Seen;
+use std::fmt;
+use std::ops::{ControlFlow, Range};
+use std::ptr::NonNull;
+
+/// How much is populated between two cancellation points, in bytes (one page, if that is larger).
+pub const CHUNK: u64 = 64 << 20;
+
+/// The share of transparent huge pages that is required unless the caller says otherwise.
+pub const REQUIRED_THP_SHARE: f64 = 0.95;
+
+/// What pages a region is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RegionBacking {
+    /// Transparent huge pages of private anonymous memory: no privilege and no pool needed. 2 MiB on x86-64.
+    #[default]
+    Thp,
+    /// Pages of a hugetlb pool: [`PageSize::Size2M`] or [`PageSize::Size1G`].
+    Hugetlb(PageSize),
+    /// Base pages only, whatever the system's setting of transparent huge pages: for comparisons.
+    Small,
+}
+
+/// What to allocate. `RegionRequest { bytes, ..Default::default() }` asks for populated transparent huge pages.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RegionRequest {
+    /// The size, a multiple of the page size.
+    pub bytes: u64,
+    /// What pages to use.
+    pub backing: RegionBacking,
+    /// Populate and verify now (the default). Otherwise pages come on first touch, and nothing is known of them until
+    /// [`Region::populate`] or [`Region::verify`].
+    pub populate: bool,
+    /// Take memory from this NUMA node only.
+    pub node: Option<u32>,
+    /// The share of huge pages, 0 to 1, below which allocation fails. By default 1 for hugetlb and
+    /// [`REQUIRED_THP_SHARE`] for transparent huge pages; of no effect for [`RegionBacking::Small`].
+    pub required_share: Option<f64>,
+    /// Whether the hugetlb pool may be raised for this region. It is put back when the region is dropped.
+    pub raise_pool: bool,
+}
+
+impl Default for RegionRequest {
+    fn default() -> Self {
+        Self {
+            bytes: 0,
+            backing: RegionBacking::Thp,
+            populate: true,
+            node: None,
+            required_share: None,
+            raise_pool: false,
+        }
+    }
+}
+
+/// How far populating has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PopulateProgress {
+    /// Bytes populated so far.
+    pub done: u64,
+    /// Bytes to populate in all.
+    pub total: u64,
+}
+
+/// What the kernel reports of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verified {
+    /// Bytes held in pages of `page_size`. For [`RegionBacking::Small`]: in huge pages, which is 0.
+    pub huge_bytes: u64,
+    /// Bytes that have memory at all.
+    pub resident_bytes: u64,
+    /// The region's size.
+    pub total_bytes: u64,
+    /// The page size that was asked for, in bytes.
+    pub page_size: u64,
+}
+
+impl Verified {
+    /// The share of the region in huge pages, 0 to 1.
+    pub fn huge_share(&self) -> f64 {
+        if self.total_bytes == 0 { 0.0 } else { self.huge_bytes as f64 / self.total_bytes as f64 }
+    }
+}
+
+impl fmt::Display for Verified {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} of {} resident, {} in huge pages ({}), page size {}",
+            Human(self.resident_bytes),
+            Human(self.total_bytes),
+            Human(self.huge_bytes),
+            Percent(self.huge_share()),
+            Human(self.page_size)
+        )
+    }
+}
+
+/// A share for people, rounded down so that 99.99 % never reads as 100 %.
+struct Percent(f64);
+
+impl fmt::Display for Percent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} %", (self.0 * 1000.0).floor() / 10.0)
+    }
+}
+
+/// A region of private, readable and writable memory, given back on drop.
+///
+/// It starts at a multiple of 1 GiB if it is that large, else of 2 MiB (or the page size, if larger). A page that
+/// faults on access lies on either side. The region is not inherited by child processes and is left out of core dumps.
+///
+/// The region may be shared between threads: its bytes are reached through raw pointers, under the caller's rules.
+#[derive(Debug)]
+pub struct Region {
+    // Dropped in this order: first the memory, then the pool that it came from is put back.
+    mapping: Mmap,
+    pool: Option<PoolGuard>,
+    plan: Plan,
+    verified: Verified,
+    roots: Roots,
+}
+
+impl Region {
+    /// Allocates, populates and verifies a region. Ctrl-C stops it ([`crate::interrupt`]).
+    ///
+    /// Populating costs what the kernel's clearing costs: about 0.1 s per GiB where memory was touched before, and up
+    /// to 3 s per GiB on the first touch inside a virtual machine.
+    ///
+    /// # Errors
+    /// [`MemoryError`]; everything taken has been given back by then.
+    pub fn allocate(request: &RegionRequest) -> Result<Self, MemoryError> {
+        Self::allocate_with(request, |_| ControlFlow::Continue(()))
+    }
+
+    /// As [`allocate`](Self::allocate), telling `on_progress` before each chunk of [`CHUNK`] bytes and at the end; it
+    /// stops the allocation by returning `Break`.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate), and [`MemoryError::Cancelled`].
+    pub fn allocate_with(
+        request: &RegionRequest,
+        on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
+    ) -> Result<Self, MemoryError> {
+        Self::allocate_on(&Roots::default(), request, on_progress)
+    }
+
+    /// As [`allocate_with`](Self::allocate_with), with settings, limits and pools read from the given roots. The memory
+    /// itself, and the report by which it is verified, are always the running process's own.
+    ///
+    /// # Errors
+    /// As [`allocate_with`](Self::allocate_with).
+    pub fn allocate_on(
+        roots: &Roots,
+        request: &RegionRequest,
+        mut on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
+    ) -> Result<Self, MemoryError> {
+        let plan = Plan::check(roots, request)?;
+        let bind = bind_to(roots, request.node)?;
+        let (pool, mapping) = match plan.backing {
+            RegionBacking::Hugetlb(size) => map_hugetlb(roots, &plan, size, request)?,
+            RegionBacking::Thp | RegionBacking::Small => {
+                Limits::read_from(roots)?.check(plan.bytes)?;
+                let mapping = plan.map(Kind::Anonymous).map_err(|e| call_error(e, plan.bytes))?;
+                mapping
+                    .transparent_huge(plan.backing == RegionBacking::Thp)
+                    // A kernel without transparent huge pages does not know the call; small pages are then certain.
+                    .or_else(|e| {
+                        if plan.backing == RegionBacking::Small { Ok(()) } else { Err(call_error(e, plan.bytes)) }
+                    })?;
+                (None, mapping)
+            }
+        };
+        if let Some(node) = bind {
+            mapping.bind(node).map_err(|e| call_error(e, plan.bytes))?;
+        }
+        let verified = Verified { huge_bytes: 0, resident_bytes: 0, total_bytes: plan.bytes, page_size: plan.page };
+        let mut region = Self { mapping, pool, plan, verified, roots: roots.clone() };
+        if request.populate {
+            region.populate_from(true, &mut on_progress)?;
+        }
+        Ok(region)
+    }
+
+    /// Populates what is not yet populated, then verifies. Contents are kept.
+    ///
+    /// # Errors
+    /// As [`allocate_with`](Self::allocate_with). The region stays as it is then, in part populated. Before Linux 5.14
+    /// the system call for it is missing, which is an error.
+    pub fn populate(
+        &mut self,
+        mut on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
+    ) -> Result<(), MemoryError> {
+        self.populate_from(false, &mut on_progress)
+    }
+
+    fn populate_from(
+        &mut self,
+        fresh: bool,
+        on_progress: &mut dyn FnMut(PopulateProgress) -> ControlFlow<()>,
+    ) -> Result<(), MemoryError> {
+        let total = self.plan.bytes;
+        let chunk = CHUNK.max(self.plan.page);
+        let mut done = 0;
+        while done < total {
+            interrupt::check()?;
+            if on_progress(PopulateProgress { done, total }).is_break() {
+                return Err(MemoryError::Cancelled { done, total });
+            }
+            let next = total.min(done + chunk);
+            if !matches!(self.plan.backing, RegionBacking::Hugetlb(_)) {
+                still_room(&Limits::read_from(&self.roots)?, next - done).map_err(|source| MemoryError::RanShort {
+                    done,
+                    total,
+                    source,
+                })?;
+            }
+            let page = match self.plan.backing {
+                RegionBacking::Hugetlb(_) => self.plan.page as usize,
+                RegionBacking::Thp | RegionBacking::Small => rustix::param::page_size(),
+            };
+            self.mapping.populate(done as usize..next as usize, page, fresh).map_err(|e| {
+                match (self.plan.backing, e.errno) {
+                    (RegionBacking::Hugetlb(size), Errno::FAULT | Errno::NOMEM) => {
+                        MemoryError::PoolRanOut { size, done, total }
+                    }
+                    _ => call_error(e, next - done),
+                }
+            })?;
+            done = next;
+        }
+        // The end is reported, but no longer a point to stop at.
+        let _ = on_progress(PopulateProgress { done, total });
+        self.require_share()
+    }
+
+    /// Verifies; where transparent huge pages are short, has the kernel collapse small pages once, and fails if that
+    /// was not enough.
+    fn require_share(&mut self) -> Result<(), MemoryError> {
+        let mut verified = self.verify()?;
+        let required = self.plan.required;
+        if verified.huge_share() < required && self.plan.backing == RegionBacking::Thp {
+            let total = self.plan.bytes as usize;
+            for start in (0..total).step_by(CHUNK.max(self.plan.page) as usize) {
+                interrupt::check()?;
+                // It is a second try; what it could not do shows in the report.
+                let _ = self.mapping.collapse(start..total.min(start + CHUNK.max(self.plan.page) as usize));
+            }
+            verified = self.verify()?;
+        }
+        if verified.huge_share() < required {
+            let cause = shortage_cause(&self.roots, self.plan.backing);
+            return Err(MemoryError::TooFewHuge { verified, required, cause });
+        }
+        if verified.resident_bytes < verified.total_bytes {
+            return Err(MemoryError::NotResident { verified });
+        }
+        Ok(())
+    }
+
+    /// Reads the kernel's report of this region anew. Takes time in proportion to the memory that the whole process has
+    /// in small pages.
+    ///
+    /// # Errors
+    /// [`MemoryError::Unverifiable`] if the report cannot be read.
+    pub fn verify(&mut self) -> Result<Verified, MemoryError> {
+        let report = std::fs::read_to_string("/proc/self/smaps")
+            .map_err(|e| MemoryError::Unverifiable { reason: format!("/proc/self/smaps cannot be read: {e}") })?;
+        let start = self.mapping.start().as_ptr() as u64;
+        let seen = Seen::read(&report, start, start + self.plan.bytes)
+            .map_err(|reason| MemoryError::Unverifiable { reason })?;
+        self.verified = Verified {
+            huge_bytes: match self.plan.backing {
+                RegionBacking::Hugetlb(_) if seen.page == self.plan.page => seen.hugetlb,
+                RegionBacking::Hugetlb(_) => 0,
+                RegionBacking::Thp | RegionBacking::Small => seen.transparent,
+            },
+            resident_bytes: seen.resident + seen.hugetlb,
+            total_bytes: self.plan.bytes,
+            page_size: self.plan.page,
+        };
+        Ok(self.verified)
+    }
+
+    /// The first byte. Valid for reads and writes of [`len`](Self::len) bytes until the region is dropped.
+    pub fn as_ptr(&self) -> NonNull<u8> {
+        self.mapping.start()
+    }
+
+    /// The size in bytes; never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.mapping.len()
+    }
+
+    /// The bytes, zero at first.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        self.mapping.bytes_mut()
+    }
+
+    /// The page size that was asked for, in bytes. [`verified`](Self::verified) says how much of the region has it.
+    pub fn page_size(&self) -> u64 {
+        self.plan.page
+    }
+
+    /// What backs the region.
+    pub fn backing(&self) -> RegionBacking {
+        self.plan.backing
+    }
+
+    /// What the kernel reported when it was asked last; nothing resident if the region was never populated.
+    pub fn verified(&self) -> Verified {
+        self.verified
+    }
+
+    /// How many pages the hugetlb pool was raised by for this region.
+    pub fn pool_pages_added(&self) -> u64 {
+        self.pool.as_ref().map_or(0, PoolGuard::added)
+    }
+
+    /// Gives the pages of a range back to the kernel; the range reads as zeros afterwards, in new pages. The range
+    /// consists of whole pages.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfRange`], [`MemoryError::Misaligned`]; [`MemoryError::Call`] for hugetlb pages before
+    /// Linux 5.18.
+    pub fn discard(&mut self, range: Range<usize>) -> Result<(), MemoryError> {
+        let page_size = self.plan.page;
+        if range.start > range.end || range.end > self.len() {
+            return Err(MemoryError::OutOfRange { range, len: self.len() });
+        }
+        for bytes in [range.start as u64, range.end as u64] {
+            if bytes % page_size != 0 {
+                return Err(MemoryError::Misaligned { bytes, page_size });
+            }
+        }
+        let bytes = range.len() as u64;
+        self.mapping.discard(range).map_err(|e| call_error(e, bytes))
+    }
+}
+
+/// While populating, half of each reserve may go: estimates move, and the request as a whole was checked before.
+fn still_room(limits: &Limits, chunk: u64) -> Result<(), OverLimit> {
+    if limits.available < chunk.saturating_add(limits.reserve / 2) {
+        return Err(OverLimit::Machine {
+            requested: chunk,
+            takeable: limits.available.saturating_sub(limits.reserve / 2),
+            available: limits.available,
+            reserve: limits.reserve / 2,
+        });
+    }
+    match limits.cgroups.iter().min_by_key(|limit| limit.left()) {
+        Some(limit) if limit.left() < chunk.saturating_add(MIN_CGROUP_RESERVE / 2) => {
+            Err(OverLimit::Cgroup { requested: chunk, limit: limit.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,448 @@
+//! The machine's shape as this process sees it: CPUs it may run on, cores, NUMA nodes, caches and page sizes.
+//!
+//! Everything is read from sysfs by hand; there is little of it and it has been stable for a decade. A file that is
+//! missing gives the plain answer (one node, no cache known), never an error, except for the list of CPUs.
+
+use crate::roots::{Roots, chosen, field, field_kib, number, text};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+/// The machine's shape cannot be known.
+#[derive(Debug, thiserror::Error)]
+pub enum TopologyError {
+    /// No CPU is both online and allowed.
+    #[error("no CPU found that is online ({}) and that this process may run on ({}); mount proc and sysfs",
+        .online.display(), .allowed.display())]
+    NoCpus {
+        /// The file that lists CPUs that are online.
+        online: PathBuf,
+        /// The file that lists CPUs that are allowed.
+        allowed: PathBuf,
+    },
+    /// A list of CPUs or nodes is not of the form `0-3,8`.
+    #[error("`{text}` is not a list of CPUs such as 0-3,8")]
+    BadList {
+        /// The text.
+        text: String,
+    },
+}
+
+/// One CPU (a hardware thread).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostCpu {
+    /// The kernel's number of the CPU.
+    pub id: u32,
+    /// Its NUMA node.
+    pub node: u32,
+    /// The first CPU of its core: CPUs with equal values are hyperthreads of one core.
+    pub core: u32,
+    /// Its socket.
+    pub package: u32,
+}
+
+/// One NUMA node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostNode {
+    /// The kernel's number of the node.
+    pub id: u32,
+    /// All CPUs of the node, allowed or not.
+    pub cpus: Vec<u32>,
+    /// Its memory in bytes; 0 for a node of CPUs only.
+    pub memory_total: u64,
+    /// Its free memory in bytes, at the time of reading.
+    pub memory_free: u64,
+    /// Relative distances to all nodes in the order of their ids; 10 is local.
+    pub distances: Vec<u32>,
+}
+
+/// One cache as sysfs describes it. Virtual machines often describe caches that they do not have the use of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cache {
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Its line size in bytes, if stated.
+    pub line_bytes: Option<u64>,
+    /// The CPUs that share it.
+    pub shared_cpus: Vec<u32>,
+}
+
+/// The caches of one CPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Caches {
+    /// First-level data cache.
+    pub l1d: Option<Cache>,
+    /// First-level instruction cache.
+    pub l1i: Option<Cache>,
+    /// Second-level cache.
+    pub l2: Option<Cache>,
+    /// Third-level cache.
+    pub l3: Option<Cache>,
+}
+
+impl Caches {
+    /// The caches of CPU `cpu`.
+    pub fn of(roots: &Roots, cpu: u32) -> Self {
+        let mut caches = Self::default();
+        let dir = roots.sys.join(format!("devices/system/cpu/cpu{cpu}/cache"));
+        for index in 0..16 {
+            let dir = dir.join(format!("index{index}"));
+            let Some(bytes) = text(dir.join("size")).and_then(|t| parse_size(&t)) else { continue };
+            let cache = Cache {
+                bytes,
+                line_bytes: number(dir.join("coherency_line_size")),
+                shared_cpus: text(dir.join("shared_cpu_list")).and_then(|t| parse_list(&t).ok()).unwrap_or_default(),
+            };
+            let kind = text(dir.join("type")).unwrap_or_default();
+            let slot = match (number(dir.join("level")), kind.as_str()) {
+                (Some(1), "Data" | "Unified") => &mut caches.l1d,
+                (Some(1), "Instruction") => &mut caches.l1i,
+                (Some(2), _) => &mut caches.l2,
+                (Some(3), _) => &mut caches.l3,
+                _ => continue,
+            };
+            *slot = Some(cache);
+        }
+        caches
+    }
+
+    /// The last-level cache: the largest level that is known.
+    pub fn last_level(&self) -> Option<&Cache> {
+        self.l3.as_ref().or(self.l2.as_ref()).or(self.l1d.as_ref())
+    }
+}
+
+/// Page sizes that the kernel offers, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageSizes {
+    /// The base page.
+    pub base: u64,
+    /// The transparent huge page that one entry of the page middle directory maps; `None` without THP support.
+    pub transparent: Option<u64>,
+    /// Sizes for which the kernel has a hugetlb pool, ascending.
+    pub hugetlb: Vec<u64>,
+}
+
+impl PageSizes {
+    /// Reads them. The base size always belongs to the running kernel.
+    pub fn read(roots: &Roots) -> Self {
+        let mut hugetlb: Vec<u64> = std::fs::read_dir(roots.sys.join("kernel/mm/hugepages"))
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| {
+                let name = entry.ok()?.file_name().into_string().ok()?;
+                name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse::<u64>().ok()?.checked_mul(1024)
+            })
+            .collect();
+        hugetlb.sort_unstable();
+        Self {
+            base: rustix::param::page_size() as u64,
+            transparent: number(roots.sys.join("kernel/mm/transparent_hugepage/hpage_pmd_size")),
+            hugetlb,
+        }
+    }
+}
+
+/// Settings of transparent huge pages, as sysfs words them; `None` where the kernel has no such file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ThpSettings {
+    /// `always`, `madvise` or `never`.
+    pub enabled: Option<String>,
+    /// The setting of the 2 MiB size alone (Linux 6.8 and later): `inherit` or one of the above.
+    pub enabled_2m: Option<String>,
+    /// Who compacts memory on a fault: `always`, `defer`, `defer+madvise`, `madvise` or `never`.
+    pub defrag: Option<String>,
+    /// This process is exempt from transparent huge pages (`prctl(PR_SET_THP_DISABLE)`, often set by a parent).
+    pub off_for_process: bool,
+}
+
+impl ThpSettings {
+    /// Reads them.
+    pub fn read(roots: &Roots) -> Self {
+        let get = |file: &str| {
+            let selector = text(roots.sys.join("kernel/mm/transparent_hugepage").join(file))?;
+            Some(chosen(&selector)?.to_owned())
+        };
+        let status = text(roots.proc.join("self/status")).unwrap_or_default();
+        Self {
+            enabled: get("enabled"),
+            enabled_2m: get("hugepages-2048kB/enabled"),
+            defrag: get("defrag"),
+            off_for_process: field(&status, "THP_enabled") == Some("0"),
+        }
+    }
+
+    /// The setting that decides for 2 MiB pages, and the file below `kernel/mm/transparent_hugepage` that holds it.
+    /// `None` if the kernel has no transparent huge pages.
+    pub fn deciding(&self) -> Option<(&str, &'static str)> {
+        match self.enabled_2m.as_deref() {
+            Some(own) if own != "inherit" => Some((own, "hugepages-2048kB/enabled")),
+            _ => Some((self.enabled.as_deref()?, "enabled")),
+        }
+    }
+}
+
+/// The machine's shape, read once.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineTopology {
+    /// CPUs that are online and allowed to this process, ascending. Never empty.
+    pub cpus: Vec<HostCpu>,
+    /// How many CPUs are online, allowed or not.
+    pub online: usize,
+    /// NUMA nodes that are online, ascending; one made-up node 0 where the kernel reports none.
+    pub nodes: Vec<HostNode>,
+    /// Caches of the first allowed CPU.
+    pub caches: Caches,
+    /// Page sizes on offer.
+    pub page_sizes: PageSizes,
+}
+
+impl MachineTopology {
+    /// Reads the running machine's shape. Allowed CPUs are those of the process's first thread: read this before that
+    /// thread is pinned. Reads a few files for each CPU and node.
+    ///
+    /// # Errors
+    /// [`TopologyError`] if the CPUs cannot be known.
+    pub fn read() -> Result<Self, TopologyError> {
+        Self::read_from(&Roots::default())
+    }
+
+    /// As [`read`](Self::read), from the given roots.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_from(roots: &Roots) -> Result<Self, TopologyError> {
+        let online_file = roots.sys.join("devices/system/cpu/online");
+        let allowed_file = roots.proc.join("self/status");
+        let online = text(&online_file).map(|t| parse_list(&t)).transpose()?;
+        let status = text(&allowed_file).unwrap_or_default();
+        let allowed = field(&status, "Cpus_allowed_list").map(parse_list).transpose()?;
+        // Either file may be missing in a sandbox; the other one then stands alone.
+        let ids = match (&online, allowed) {
+            (Some(online), Some(mut allowed)) => {
+                allowed.retain(|cpu| online.binary_search(cpu).is_ok());
+                allowed
+            }
+            (Some(list), None) => list.clone(),
+            (None, Some(list)) => list,
+            (None, None) => Vec::new(),
+        };
+        if ids.is_empty() {
+            return Err(TopologyError::NoCpus { online: online_file, allowed: allowed_file });
+        }
+        let nodes = read_nodes(roots, online.as_deref().unwrap_or(&ids));
+        let cpus: Vec<HostCpu> = ids.iter().map(|&id| read_cpu(roots, id, &nodes)).collect();
+        Ok(Self {
+            online: online.map_or(cpus.len(), |list| list.len()),
+            caches: Caches::of(roots, ids[0]),
+            page_sizes: PageSizes::read(roots),
+            cpus,
+            nodes,
+        })
+    }
+
+    /// How many cores the allowed CPUs belong to. With hyperthreads this is less than `cpus.len()`.
+    pub fn cores(&self) -> usize {
+        self.cpus.iter().map(|cpu| cpu.core).collect::<BTreeSet<_>>().len()
+    }
+
+    /// How many sockets the allowed CPUs belong to.
+    pub fn packages(&self) -> usize {
+        self.cpus.iter().map(|cpu| cpu.package).collect::<BTreeSet<_>>().len()
+    }
+
+    /// The node with the given id.
+    pub fn node(&self, id: u32) -> Option<&HostNode> {
+        self.nodes.iter().find(|node| node.id == id)
+    }
+}
+
+fn read_nodes(roots: &Roots, all_cpus: &[u32]) -> Vec<HostNode> {
+    let ids = node_ids(roots);
+    if ids.is_empty() {
+        let meminfo = text(roots.proc.join("meminfo")).unwrap_or_default();
+        return vec![HostNode {
+            id: 0,
+            cpus: all_cpus.to_vec(),
+            memory_total: field_kib(&meminfo, "MemTotal").unwrap_or(0),
+            memory_free: field_kib(&meminfo, "MemFree").unwrap_or(0),
+            distances: vec![10],
+        }];
+    }
+    ids.into_iter()
+        .map(|id| {
+            let dir = roots.sys.join(format!("devices/system/node/node{id}"));
+            let meminfo = text(dir.join("meminfo")).unwrap_or_default();
+            let memory = |key: &str| field_kib(&meminfo, &format!("Node {id} {key}")).unwrap_or(0);
+            HostNode {
+                id,
+                cpus: text(dir.join("cpulist")).and_then(|t| parse_list(&t).ok()).unwrap_or_default(),
+                memory_total: memory("MemTotal"),
+                memory_free: memory("MemFree"),
+                distances: text(dir.join("distance"))
+                    .map(|t| t.split_whitespace().filter_map(|d| d.parse().ok()).collect())
+                    .unwrap_or_default(),
+            }
+        })
+        .collect()
+}
+
+fn read_cpu(roots: &Roots, id: u32, nodes: &[HostNode]) -> HostCpu {
+    let dir = roots.sys.join(format!("devices/system/cpu/cpu{id}/topology"));
+    let siblings = text(dir.join("thread_siblings_list")).and_then(|t| parse_list(&t).ok());
+    HostCpu {
+        id,
+        node: nodes.iter().find(|node| node.cpus.contains(&id)).map_or(0, |node| node.id),
+        core: siblings.and_then(|list| list.first().copied()).unwrap_or(id),
+        package: number(dir.join("physical_package_id")).and_then(|n| u32::try_from(n).ok()).unwrap_or(0),
+    }
+}
+
+/// Ids of the NUMA nodes that are online, ascending; empty where the kernel reports none.
+pub fn node_ids(roots: &Roots) -> Vec<u32> {
+    text(roots.sys.join("devices/system/node/online")).and_then(|t| parse_list(&t).ok()).unwrap_or_default()
+}
+
+/// Parses the kernel's lists of CPUs or nodes: `0-3,8` gives 0, 1, 2, 3, 8; an empty text gives none. Ascending,
+/// without duplicates. Strided groups (`0-7:1/2`) are understood.
+///
+/// # Errors
+/// [`TopologyError::BadList`] for anything else, and for a list of more than a million.
+pub fn parse_list(list: &str) -> Result<Vec<u32>, TopologyError> {
+    const MOST: usize = 1 << 20;
+    let bad = || TopologyError::BadList { text: list.to_owned() };
+    let num = |t: &str| t.parse::<u32>().map_err(|_| bad());
+    let mut out = Vec::new();
+    for part in list.trim().split(',').map(str::trim).filter(|p| !p.is_empty()) {
+        let (range, group) = match part.split_once(':') {
+            Some((range, group)) => {
+                let (used, size) = group.split_once('/').ok_or_else(bad)?;
+                let (used, size) = (num(used)?, num(size)?);
+                if used == 0 || used > size {
+                    return Err(bad());
+                }
+                (range, Some((used, size)))
+            }
+            None => (part, None),
+        };
+        let (first, last) = match range.split_once('-') {
+            Some((first, last)) => (num(first)?, num(last)?),
+            None => (num(range)?, num(range)?),
+        };
+        if first > last || (last - first) as usize >= MOST - out.len().min(MOST) {
+            return Err(bad());
+        }
+        out.extend((first..=last).filter(|cpu| group.is_none_or(|(used, size)| (cpu - first) % size < used)));
+    }
+    out.sort_unstable();
+    out.dedup();
+    Ok(out)
+}
+
+/// Parses the kernel's cache sizes: `32K`, `1M`, `512`.
+fn parse_size(size: &str) -> Option<u64> {
+    let (digits, shift) = match size.as_bytes().last()? {
+        b'K' => (&size[..size.len() - 1], 10),
+        b'M' => (&size[..size.len() - 1], 20),
+        b'G' => (&size[..size.len() - 1], 30),
+        _ => (size, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::roots::testing::FakeMachine;
+
+    #[test]
+    fn lists_are_parsed() {
+        assert_eq!(parse_list("0-3,8\n").unwrap(), [0, 1, 2, 3, 8]);
+        assert_eq!(parse_list("").unwrap(), Vec::<u32>::new());
+        assert_eq!(parse_list("5,1,1").unwrap(), [1, 5]);
+        assert_eq!(parse_list("0-7:1/2").unwrap(), [0, 2, 4, 6]);
+        for bad in ["a", "3-1", "1-", "-1", "0-4294967295", "0-7:3/2", "0-7:1", "0-7:0/0"] {
+            assert!(parse_list(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn cache_sizes_are_parsed() {
+        assert_eq!(parse_size("32K"), Some(32 << 10));
+        assert_eq!(parse_size("1M"), Some(1 << 20));
+        assert_eq!(parse_size("512"), Some(512));
+        assert_eq!(parse_size(""), None);
+        assert_eq!(parse_size("K"), None);
+    }
+
+    #[test]
+    fn a_two_socket_machine_with_hyperthreads() {
+        let m = FakeMachine::new();
+        m.file("sys/devices/system/cpu/online", "0-7\n")
+            .file("proc/self/status", "Name:\tx\nCpus_allowed_list:\t1-5,9\n")
+            .file("sys/devices/system/node/online", "0-1\n")
+            .file("sys/devices/system/node/node0/cpulist", "0-1,4-5\n")
+            .file("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:   1024 kB\nNode 0 MemFree:  512 kB\n")
+            .file("sys/devices/system/node/node0/distance", "10 21\n")
+            .file("sys/devices/system/node/node1/cpulist", "2-3,6-7\n")
+            .file("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "0\n")
+            .file("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "0\n")
+            .file("sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "2097152\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index0/level", "1\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index0/type", "Data\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index0/size", "48K\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index3/level", "3\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index3/type", "Unified\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index3/size", "32M\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index3/coherency_line_size", "64\n")
+            .file("sys/devices/system/cpu/cpu1/cache/index3/shared_cpu_list", "0-1,4-5\n");
+        for cpu in 0..8u32 {
+            let (core, package) = (cpu % 4, cpu % 4 / 2);
+            let dir = format!("sys/devices/system/cpu/cpu{cpu}/topology");
+            m.file(&format!("{dir}/thread_siblings_list"), &format!("{core},{}\n", core + 4))
+                .file(&format!("{dir}/physical_package_id"), &format!("{package}\n"));
+        }
+        let t = MachineTopology::read_from(&m.roots()).unwrap();
+        assert_eq!(t.online, 8);
+        assert_eq!(t.cpus.iter().map(|c| c.id).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+        assert_eq!(t.cpus[1], HostCpu { id: 2, node: 1, core: 2, package: 1 });
+        assert_eq!((t.cores(), t.packages()), (4, 2));
+        assert_eq!(t.node(0).unwrap().memory_free, 512 << 10);
+        assert_eq!(t.node(0).unwrap().distances, [10, 21]);
+        assert_eq!(t.node(1).unwrap().memory_total, 0);
+        assert!(t.node(2).is_none());
+        assert_eq!(t.caches.l1d.as_ref().unwrap().bytes, 48 << 10);
+        assert_eq!(t.caches.last_level().unwrap().shared_cpus, [0, 1, 4, 5]);
+        assert_eq!(t.caches.l2, None);
+        assert_eq!(t.page_sizes.hugetlb, [2 << 20, 1 << 30]);
+        assert_eq!(t.page_sizes.transparent, Some(2 << 20));
+    }
+
+    #[test]
+    fn a_bare_sandbox_still_has_a_shape() {
+        let m = FakeMachine::new();
+        assert!(matches!(MachineTopology::read_from(&m.roots()), Err(TopologyError::NoCpus { .. })));
+        m.file("proc/self/status", "Cpus_allowed_list:\t0-1\n").file("proc/meminfo", "MemTotal: 4 kB\n");
+        let t = MachineTopology::read_from(&m.roots()).unwrap();
+        assert_eq!((t.online, t.cores(), t.nodes.len()), (2, 2, 1));
+        assert_eq!(t.nodes[0].cpus, [0, 1]);
+        assert_eq!(t.caches, Caches::default());
+    }
+
+    #[test]
+    fn the_size_of_its_own_decides_before_the_general_setting() {
+        let m = FakeMachine::new();
+        assert_eq!(ThpSettings::read(&m.roots()).deciding(), None);
+        m.file("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n");
+        assert_eq!(ThpSettings::read(&m.roots()).deciding(), Some(("never", "enabled")));
+        m.file("sys/kernel/mm/transparent_hugepage/hugepages-2048kB/enabled", "always inherit [madvise] never\n");
+        assert_eq!(ThpSettings::read(&m.roots()).deciding(), Some(("madvise", "hugepages-2048kB/enabled")));
+    }
+
+    #[test]
+    fn the_running_machine_has_a_shape() {
+        let t = MachineTopology::read().unwrap();
+        assert!(!t.cpus.is_empty() && t.cores() <= t.cpus.len() && t.online >= t.cpus.len());
+        assert!(t.cpus.iter().all(|cpu| t.node(cpu.node).is_some()));
+        assert!(t.page_sizes.base.is_power_of_two());
+    }
+}

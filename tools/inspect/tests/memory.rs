@@ -1,0 +1,165 @@
+//! Real memory of the running machine, at most 256 MiB at a time. Where the machine has no huge pages to give, the
+//! error is what is tested.
+
+use hugemm_base::PageSize;
+use hugemm_inspect::memory::{MemoryError, Region, RegionBacking, RegionRequest};
+use hugemm_inspect::pool::{HugetlbError, HugetlbPool};
+use std::ops::ControlFlow;
+
+const MIB: u64 = 1 << 20;
+
+fn request(bytes: u64, backing: RegionBacking) -> RegionRequest {
+    RegionRequest { bytes, backing, ..Default::default() }
+}
+
+/// Transparent huge pages can be off or short on the machine that runs the tests.
+fn thp(bytes: u64) -> Option<Region> {
+    match Region::allocate(&request(bytes, RegionBacking::Thp)) {
+        Ok(region) => Some(region),
+        Err(
+            e @ (MemoryError::NoThp { .. }
+            | MemoryError::ThpNever { .. }
+            | MemoryError::ThpOffForProcess
+            | MemoryError::TooFewHuge { .. }),
+        ) => {
+            assert!(e.to_string().contains("huge pages"), "{e}");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn transparent_huge_pages_are_verified() {
+    let Some(mut region) = thp(128 * MIB) else { return };
+    let verified = region.verified();
+    assert_eq!((verified.total_bytes, verified.resident_bytes), (128 * MIB, 128 * MIB));
+    assert!(verified.huge_share() >= 0.95, "{verified}");
+    assert_eq!(region.as_ptr().as_ptr() as usize % (2 << 20), 0);
+    assert_eq!((region.len() as u64, region.page_size()), (128 * MIB, 2 * MIB));
+    assert!(region.as_mut_slice().iter().step_by(4096).all(|&b| b == 0));
+}
+
+#[test]
+fn neighbours_are_told_apart() {
+    let Some(a) = thp(4 * MIB) else { return };
+    let Some(mut b) = thp(4 * MIB) else { return };
+    let Some(c) = thp(4 * MIB) else { return };
+    drop(a);
+    drop(c);
+    assert_eq!(b.verify().unwrap().total_bytes, 4 * MIB);
+}
+
+#[test]
+fn a_gibibyte_is_aligned_to_itself_and_populated_on_demand() {
+    let unpopulated = RegionRequest { populate: false, ..request(1 << 30, RegionBacking::Small) };
+    let mut region = match Region::allocate(&unpopulated) {
+        Err(MemoryError::OverLimit(e)) => return println!("not enough memory here: {e}"),
+        other => other.unwrap(),
+    };
+    assert_eq!(region.as_ptr().as_ptr() as usize % (1 << 30), 0);
+    assert_eq!(region.verified().resident_bytes, 0);
+    region.as_mut_slice()[4096 * 5] = 1;
+    assert_eq!(region.verify().unwrap().resident_bytes, 4096);
+}
+
+#[test]
+fn small_means_small() {
+    let region = Region::allocate(&request(8 * MIB, RegionBacking::Small)).unwrap();
+    assert_eq!(region.verified().huge_bytes, 0);
+    assert_eq!(region.verified().resident_bytes, 8 * MIB);
+}
+
+#[test]
+fn discarded_memory_reads_as_zero_and_comes_back() {
+    let Some(mut region) = thp(8 * MIB) else { return };
+    region.as_mut_slice().fill(0xa5);
+    let page = region.page_size() as usize;
+    region.discard(page..2 * page).unwrap();
+    assert!(region.verify().unwrap().resident_bytes < 8 * MIB);
+    let bytes = region.as_mut_slice();
+    assert_eq!((bytes[page - 1], bytes[2 * page]), (0xa5, 0xa5));
+    assert!(matches!(region.discard(1..page), Err(MemoryError::Misaligned { .. })));
+    assert!(matches!(region.discard(0..9 * MIB as usize), Err(MemoryError::OutOfRange { .. })));
+    match region.populate(|_| ControlFlow::Continue(())) {
+        Ok(()) => assert_eq!(region.verified().resident_bytes, 8 * MIB),
+        Err(e) => assert!(e.to_string().contains("Linux 5.14") || e.to_string().contains("required"), "{e}"),
+    }
+    assert_eq!(region.as_mut_slice()[page], 0);
+}
+
+#[test]
+fn a_node_that_exists_is_fine() {
+    let on_node = RegionRequest { node: Some(0), ..request(2 * MIB, RegionBacking::Small) };
+    match Region::allocate(&on_node) {
+        Ok(region) => assert_eq!(region.verified().resident_bytes, 2 * MIB),
+        // Node 0 can be missing, out of bounds or not to be chosen.
+        Err(MemoryError::NoSuchNode { .. } | MemoryError::Call { call: "mbind", .. }) => {}
+        Err(e) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn more_than_the_machine_has_is_refused() {
+    let err = Region::allocate(&request(1 << 50, RegionBacking::Small)).unwrap_err();
+    assert!(matches!(err, MemoryError::OverLimit(_)), "{err}");
+    assert!(err.to_string().contains("ask for less"), "{err}");
+}
+
+/// The numbers of a pool are the whole machine's: tests that change or compare them take turns.
+static POOL: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+fn hugetlb(size: PageSize, bytes: u64) {
+    let _turn = POOL.lock().unwrap_or_else(|e| e.into_inner());
+    let pool = HugetlbPool::new();
+    let raised = RegionRequest { raise_pool: true, ..request(bytes, RegionBacking::Hugetlb(size)) };
+    match Region::allocate(&raised) {
+        Ok(mut region) => {
+            let verified = region.verified();
+            assert_eq!((verified.huge_bytes, verified.page_size), (bytes, size.bytes()));
+            assert_eq!(region.as_ptr().as_ptr() as u64 % size.bytes(), 0);
+            region.as_mut_slice()[bytes as usize - 1] = 1;
+            let added = region.pool_pages_added();
+            let during = pool.status(size, None).unwrap();
+            drop(region);
+            let after = pool.status(size, None).unwrap();
+            // Others may use the pool at the same time; without them these are equal.
+            assert!(after.total + added <= during.total || added == 0, "{during:?} {after:?} {added}");
+        }
+        Err(MemoryError::Pool(e @ HugetlbError::NoPermission { .. })) => {
+            assert!(e.to_string().contains("sudo tee"), "{e}");
+        }
+        Err(MemoryError::Pool(
+            HugetlbError::Unsupported { .. } | HugetlbError::Short { .. } | HugetlbError::TooLarge { .. },
+        )) => {}
+        Err(e) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn hugetlb_pages_of_2_mib() {
+    hugetlb(PageSize::Size2M, 16 * MIB);
+}
+
+#[test]
+#[ignore = "one first touch of 1 GiB takes seconds in a virtual machine"]
+fn hugetlb_pages_of_1_gib() {
+    hugetlb(PageSize::Size1G, 1 << 30);
+}
+
+#[test]
+fn without_leave_to_raise_the_pool_the_command_is_named() {
+    let _turn = POOL.lock().unwrap_or_else(|e| e.into_inner());
+    let Ok(status) = HugetlbPool::new().status(PageSize::Size2M, None) else { return };
+    let bytes = (status.unreserved() + status.overcommit + 1) * 2 * MIB;
+    match Region::allocate(&RegionRequest {
+        populate: false,
+        ..request(bytes, RegionBacking::Hugetlb(PageSize::Size2M))
+    }) {
+        Err(e @ MemoryError::PoolShort { .. }) => {
+            assert!(e.to_string().contains("hugepages-2048kB/nr_hugepages"), "{e}");
+        }
+        Err(MemoryError::OverLimit(_)) => {}
+        other => panic!("{other:?}"),
+    }
+}

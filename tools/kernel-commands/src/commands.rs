@@ -1,0 +1,154 @@
+//! What can be run. A command gets the boot CPU's context and reports samples; it fails with a reason.
+
+mod age;
+mod alloc;
+mod crash;
+mod free;
+mod memset;
+mod mmap;
+mod pool;
+mod populate;
+mod processes;
+mod run;
+mod selftest;
+mod shootdown;
+mod swapped;
+mod trial;
+mod vm_create;
+
+use crate::output;
+use core::fmt;
+use hugemm_base::PageSize;
+use hugemm_clear::{CalibrateError, ProfileError};
+use hugemm_frames::AllocError;
+use hugemm_hugetlb::PoolError;
+use hugemm_kernel::{BootInfo, Cx, ExitCode};
+use hugemm_kernel_commands::request::{Request, RequestError};
+use hugemm_paging::PagingError;
+use hugemm_vm::VmError;
+use hugemm_workloads::Reason;
+use hugemm_workloads::alloc_free::Exhausted;
+use hugemm_workloads::alloc_free::ranges::RangesError;
+
+macro_rules! failures {
+    ($($(#[$doc:meta])* $variant:ident($type:ty),)+) => {
+        /// Why a command failed.
+        #[derive(Debug)]
+        pub enum Failure {
+            /// Memory for what is measured is not there.
+            Memory,
+            $($(#[$doc])* $variant($type),)+
+        }
+
+        $(impl From<$type> for Failure {
+            fn from(error: $type) -> Self {
+                Failure::$variant(error)
+            }
+        })+
+
+        impl fmt::Display for Failure {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self {
+                    Failure::Memory => {
+                        f.write_str("the guest has too little memory for this; use a larger --memory or a smaller size")
+                    }
+                    $(Failure::$variant(error) => error.fmt(f),)+
+                }
+            }
+        }
+    };
+}
+
+failures! {
+    /// The line could not be read.
+    Request(RequestError),
+    /// A loop found no memory.
+    Exhausted(Exhausted),
+    /// Blocks could not be divided, or there were none.
+    Ranges(RangesError),
+    /// Clearing stopped.
+    Clear(Reason),
+    /// The machine could not be measured.
+    Calibrate(CalibrateError),
+    /// The measured policy does not fit the CPU.
+    Policy(ProfileError),
+    /// A page table refused what a command asked of it.
+    Paging(PagingError),
+    /// A huge page pool refused what a command asked of it.
+    Pool(PoolError),
+    /// An address space could not be filled.
+    Vm(VmError),
+    /// A host run ended early.
+    HostRun(hugemm_workloads::vm_host::HostRunError),
+    /// Processes did not find what they had written.
+    Age(hugemm_workloads::age::Failed),
+    /// The self-test found something.
+    Found(selftest::Finding),
+}
+
+impl From<AllocError> for Failure {
+    fn from(_: AllocError) -> Self {
+        Failure::Memory
+    }
+}
+
+/// What the kernel calls: runs the command that its command line asks for.
+pub fn main(cx: Cx<'_>, boot: &BootInfo) -> ExitCode {
+    output::boot(boot);
+    match boot.command_line.parse().map_err(Failure::Request).and_then(|request| run(cx, &request)) {
+        Ok(()) => {
+            output::line("done", &[]);
+            ExitCode::Done
+        }
+        Err(failure) => {
+            output::line("failed", &[("text", (&failure).into())]);
+            ExitCode::Failed
+        }
+    }
+}
+
+/// Runs a command.
+fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
+    match request {
+        Request::Memset(args) => memset::run(cx, args),
+        Request::Mmap(args) => mmap::run(cx, args),
+        Request::VmCreate(args) => vm_create::run(cx, args),
+        Request::Free(args) => free::run(cx, args),
+        Request::Alloc(args) => alloc::run(cx, args),
+        Request::Shootdown(args) => shootdown::run(cx, args),
+        Request::Pool(args) => pool::run(cx, args),
+        Request::Age(args) => age::run(cx, args),
+        Request::Run(args) => run::run(cx, args),
+        Request::Trial(args) => trial::run(cx, args),
+        Request::Selftest(args) => selftest::run(cx, args),
+        Request::CrashTest(args) => crash::run(cx, args.how),
+    }
+}
+
+/// The size of a page of this order.
+fn page_size(order: u32) -> PageSize {
+    match order {
+        0 => PageSize::Size4K,
+        9 => PageSize::Size2M,
+        _ => PageSize::Size1G,
+    }
+}
+
+/// 1, 2, 4, … and all CPUs.
+fn cpu_counts(cpus: u32) -> impl Iterator<Item = u32> {
+    let mut next = Some(1);
+    core::iter::from_fn(move || {
+        let now = next?;
+        next = (now < cpus).then(|| (now * 2).min(cpus));
+        Some(now)
+    })
+}
+
+/// Takes about `bytes` of memory in a row, in whole 2 MiB: as much as the largest free block has, at most.
+fn region(cx: Cx<'_>, bytes: u64) -> Result<hugemm_frames::Frozen, AllocError> {
+    use hugemm_base::Order;
+    use hugemm_frames::AllocRequest;
+    let pages = (bytes / hugemm_base::PAGE_BYTES).max(512);
+    let order = Order::largest_within(pages).unwrap_or(Order::ZERO);
+    hugemm_kernel::memory::frames().alloc(cx, AllocRequest::order(order))
+}

@@ -1,0 +1,62 @@
+//! Failures on purpose, to show what is reported.
+
+use super::{Cx, Failure};
+use hugemm_kernel::{percpu, smp};
+use hugemm_kernel_commands::request::Crash;
+use x86_64::instructions::interrupts;
+
+/// An address in the upper half where nothing is ever mapped.
+const NOWHERE: *const u64 = 0xffff_c000_dead_b000 as *const u64;
+
+/// Fails.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
+    match how {
+        Crash::Panic => panic!("asked to"),
+        Crash::Fault => {
+            // SAFETY: none is needed: the read faults, which is what is asked for.
+            unsafe { NOWHERE.read_volatile() };
+        }
+        Crash::Stack => {
+            core::hint::black_box(deep(core::hint::black_box(u64::MAX)));
+        }
+        Crash::Hang => smp::on_cpus(cx, percpu::count(), &|_, _| spin()),
+        Crash::Deaf => smp::on_cpus(cx, percpu::count(), &|_, cpu| {
+            if cpu + 1 == percpu::count() {
+                interrupts::disable();
+                spin()
+            }
+        }),
+        Crash::Dead => smp::on_cpus(cx, percpu::count(), &|_, _| {
+            interrupts::disable();
+            spin()
+        }),
+        Crash::Reset => reset(),
+    }
+    Ok(())
+}
+
+#[inline(never)]
+fn spin() {
+    while core::hint::black_box(true) {
+        core::hint::spin_loop();
+    }
+}
+
+/// Recursion that never comes back.
+#[inline(never)]
+#[allow(unconditional_recursion, reason = "running off the stack is the point")]
+fn deep(n: u64) -> u64 {
+    let frame = core::hint::black_box([n; 64]);
+    deep(n.wrapping_sub(1)).wrapping_add(frame[63])
+}
+
+/// A triple fault: no interrupt table, and an interrupt.
+fn reset() {
+    let none = x86_64::structures::DescriptorTablePointer { limit: 0, base: x86_64::VirtAddr::zero() };
+    // SAFETY: none is needed: the machine is meant to reset.
+    unsafe {
+        x86_64::instructions::tables::lidt(&none);
+        core::arch::asm!("int3");
+    }
+}

@@ -1,0 +1,43 @@
+//! Memory cleared chunk by chunk with every primitive that the kernel can use: the table of "huge page
+//! clearing optimizations".
+
+use super::{Cx, Failure, region};
+use crate::output::{progress, sample};
+use hugemm_clear::Features;
+use hugemm_kernel::memory::frames;
+use hugemm_kernel_commands::request::Memset;
+use hugemm_workloads::sweep::{self, ClearWith};
+
+/// perf's gigabyte.
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// Runs the command.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
+    let features = Features::detect();
+    let usable = || features.iter().filter(|primitive| !primitive.needs_vector());
+    let mut memory = region(cx, args.size)?.into_dirty();
+    let bytes = memory.extent().bytes();
+    // Once untimed: the hypervisor gives memory when it is touched first.
+    let first = ClearWith::Primitive { primitive: hugemm_clear::Primitive::Portable, features: &features };
+    (memory, _) = sweep::pass(cx, first, memory, 4096, false).map_err(|stopped| stopped.reason)?;
+    let of = u64::from(args.runs) * args.chunk.items().len() as u64 * usable().count() as u64;
+    let mut done = 0;
+    for chunk in args.chunk.items().iter().copied().filter(|chunk| *chunk <= bytes) {
+        for _ in 0..args.runs {
+            for primitive in usable() {
+                let name = primitive.name();
+                progress(done, of, name);
+                done += 1;
+                let how = ClearWith::Primitive { primitive, features: &features };
+                let pass;
+                (memory, pass) = sweep::pass(cx, how, memory, chunk, false).map_err(|stopped| stopped.reason)?;
+                let rate = pass.bytes as f64 / GIB / (pass.nanos.max(1) as f64 / 1e9);
+                let labels = [("chunk", chunk.into()), ("function", (&name).into()), ("size", bytes.into())];
+                sample("bench.mem.memset", rate, "GiB/s", &labels);
+            }
+        }
+    }
+    frames().free_extent(cx, memory);
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! A huge page pool grown from nothing and shrunk to nothing, over the kernel's own descriptors and with real flushes.
+//!
+//! The boot CPU works; the others are idle, and every flush has to reach them.
+
+use super::{Cx, Failure};
+use crate::output::{note, progress, sample};
+use hugemm_base::PageSize;
+use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy, PoolError};
+use hugemm_kernel::irq_lock::IrqLock;
+use hugemm_kernel::memory::Scratch;
+use hugemm_kernel::vmemmap::{self, KernelOptimizer};
+use hugemm_kernel::{percpu, tlb};
+use hugemm_kernel_commands::request::Pool;
+use hugemm_workloads::pool::{Timed, resize};
+
+/// One way to resize.
+#[derive(Clone, Copy)]
+struct Side {
+    hvo: bool,
+    policy: OptimizerPolicy,
+}
+
+const BATCHED: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true };
+
+/// Every way, in the order of the request's switches.
+const SIDES: [Side; 4] = [
+    Side { hvo: false, policy: BATCHED },
+    Side { hvo: true, policy: BATCHED },
+    Side { hvo: true, policy: OptimizerPolicy { swap: false, ..BATCHED } },
+    Side { hvo: true, policy: OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true } },
+];
+
+/// A resize, and the CPUs that it interrupted.
+#[derive(Clone, Copy)]
+struct Step {
+    timed: Timed,
+    ipis: u64,
+}
+
+/// Runs the command.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, args: &Pool) -> Result<(), Failure> {
+    let size = if args.order == PageSize::Size1G.order().get() { PageSize::Size1G } else { PageSize::Size2M };
+    with_empty(cx, size, |cx, pool| all_sides(cx, args, pool))
+}
+
+/// Runs `f` with an empty pool, which is empty again when it ends.
+pub fn with_empty<T>(
+    cx: Cx<'_>,
+    size: PageSize,
+    f: impl FnOnce(Cx<'_>, &HugePool<'_, IrqLock>) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let (mut areas, count) = vmemmap::areas();
+    let areas = &mut areas[..count];
+    let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, size), Group::default)?;
+    let mut nodes = [HugePageCounts::default()];
+    let result = {
+        let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut *groups.items, &mut nodes)?;
+        f(cx, &pool)
+    };
+    groups.free(cx);
+    result
+}
+
+fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<(), Failure> {
+    let asked = [args.off, args.on, args.in_place, args.per_page];
+    let sides = || SIDES.into_iter().zip(asked).filter(|(_, asked)| *asked).map(|(side, _)| side);
+    let of = args.n.items().len() as u64 * u64::from(args.runs);
+    let mut done = 0;
+    for n in args.n.items() {
+        for _ in 0..args.runs {
+            progress(done, of, "pool");
+            done += 1;
+            for side in sides() {
+                // SAFETY: commands run one after the other and have one optimizer each.
+                let optimizer = unsafe { vmemmap::optimizer(side.policy) };
+                optimizer.set_enabled(side.hvo);
+                // The first cycle finds the tables as another side has left them.
+                cycle(cx, pool, &optimizer, *n)?;
+                let [up, down] = cycle(cx, pool, &optimizer, *n)?;
+                if up.timed.report.entered < *n && done == 1 {
+                    note(format_args!(
+                        "{} of {n} pages were had; times are per page that was had; use a larger --memory",
+                        up.timed.report.entered
+                    ));
+                }
+                report(pool.size(), side, *n, up, down);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Up and down.
+fn cycle(
+    cx: Cx<'_>,
+    pool: &HugePool<'_, IrqLock>,
+    optimizer: &KernelOptimizer,
+    pages: u64,
+) -> Result<[Step; 2], PoolError> {
+    let mut step = |pages| {
+        let before = tlb::shootdown().counts();
+        let timed = resize(cx, pool, optimizer, pages)?;
+        Ok(Step { timed, ipis: tlb::shootdown().counts().since(before).interrupts })
+    };
+    Ok([step(pages)?, step(0)?])
+}
+
+fn report(size: PageSize, side: Side, n: u64, up: Step, down: Step) {
+    let flush = if side.policy.flush == FlushPolicy::Batch { "batch" } else { "page" };
+    let labels = [
+        ("hvo", side.hvo.into()),
+        ("swap", (side.hvo && side.policy.swap).into()),
+        ("flush", (&flush).into()),
+        ("page", (&size).into()),
+        ("n", n.into()),
+        ("threads", 1_u32.into()),
+        ("cpus", percpu::count().into()),
+    ];
+    let tell = |metric: &str, value: f64, unit: &str| sample(metric, value, unit, &labels);
+    tell("bench.pool.up_ns", up.timed.each(), "ns per page");
+    tell("bench.pool.down_ns", down.timed.each(), "ns per page");
+    tell("bench.pool.pages", up.timed.report.entered as f64, "pages");
+    tell("bench.pool.saved_kib", up.timed.saved_kib(), "KiB per page");
+    tell("bench.pool.flushes_up", up.timed.report.flushes as f64, "flushes");
+    tell("bench.pool.flushes_down", down.timed.report.flushes as f64, "flushes");
+    tell("bench.pool.batches_up", up.timed.report.batches as f64, "batches");
+    tell("bench.pool.batches_down", down.timed.report.batches as f64, "batches");
+    tell("bench.pool.ipis_up", up.ipis as f64, "IPIs");
+    tell("bench.pool.ipis_down", down.ipis as f64, "IPIs");
+}

@@ -1,0 +1,171 @@
+//! What `bench mem mmap` and `bench vm-create` have in common: an address space with one area that is filled once, by any
+//! number of CPUs, through the page fault path or by requests. As in other kernels, each page that is not from a pool goes on an
+//! LRU, from which reclaim could take it.
+
+use super::selftest::Finding;
+use super::swapped::{Clocked, Store, Swapped};
+use super::{Cx, Failure, pool, region};
+use crate::output::note;
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Never, PageSize, VirtAddr};
+use hugemm_clear::{Clearer, Features, Profile, calibrate};
+use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
+use hugemm_kernel::irq_lock::IrqLock;
+use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::{layout, percpu, smp, vm, vmemmap};
+use hugemm_lz4::Lz4;
+use hugemm_paging::{ShootdownPolicy, Span};
+use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_vm::{Backing, Pinned, Pools, VmError, VmaKind};
+use hugemm_workloads::vm_create::{CreateMethod, Creation, Split};
+
+/// Bytes that the machine is measured in.
+const SCRATCH: u64 = 64 << 20;
+
+/// Pages that swap may take. If anything goes there, the machine is too small for what was asked.
+const SWAP: u64 = 1024;
+
+/// Where the area begins.
+const AT: VirtAddr = VirtAddr::new(1 << 40);
+
+/// Measures the machine's ways to clear memory, and says which are the fastest.
+pub fn calibrated(cx: Cx<'_>, features: &Features) -> Result<Profile, Failure> {
+    let scratch = region(cx, SCRATCH)?;
+    let extent = scratch.extent();
+    let first = layout::direct(extent.start().get());
+    // SAFETY: the block is ours; its bytes are whatever they are.
+    let bytes = unsafe { core::slice::from_raw_parts_mut(first, extent.bytes() as usize) };
+    let profile = calibrate(cx, features, bytes);
+    frames().free(cx, scratch);
+    let profile = profile?;
+    note(format_args!(
+        "calibrated: {} cached, {} past the cache",
+        profile.cached.any.name(),
+        profile.bulk.map_or("nothing", |bulk| bulk.any.name())
+    ));
+    Ok(profile)
+}
+
+/// Runs `f` with a pool of so many huge pages, vmemmap optimization on.
+pub fn with_pool<T>(
+    cx: Cx<'_>,
+    size: PageSize,
+    pages: u64,
+    f: impl FnOnce(Cx<'_>, &HugePool<'_, IrqLock>) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    pool::with_empty(cx, size, |cx, pool| {
+        // SAFETY: commands run one after the other and have one optimizer each.
+        let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy::default()) };
+        optimizer.set_enabled(true);
+        let filled = pool.set_size(cx, &optimizer, pages, Nodes::All, &Never)?;
+        let result = if filled.entered < pages { Err(Failure::Memory) } else { f(cx, pool) };
+        pool.set_size(cx, &optimizer, 0, Nodes::All, &Never)?;
+        result
+    })
+}
+
+/// What is filled, and how.
+#[derive(Clone, Copy)]
+pub struct Fill {
+    /// A multiple of the page size.
+    pub bytes: u64,
+    /// Page size.
+    pub page: PageSize,
+    /// By whom.
+    pub how: CreateMethod,
+    /// CPUs.
+    pub workers: u32,
+    /// Pages come from the pool.
+    pub pooled: bool,
+}
+
+/// What a fill took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Took {
+    /// The worker that took longest.
+    pub slowest: Split,
+    /// All workers.
+    pub all: Split,
+}
+
+/// Makes an address space with one area, fills it, and ends it; how long filling took.
+pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
+    let store = Store::new(frames(), cx, Lz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
+    let lrus = [Lru::new(frames(), LruPolicy::Generations)];
+    let marks = Watermarks::for_node(frames().stats(cx).available());
+    let pager = Reclaim::new(&lrus, &store, marks, Clocked::default());
+    // SAFETY: the clearer is made from what `Features::detect` finds.
+    let manager = unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, pools) }?;
+    let took = filled(cx, &manager, fill);
+    drop(manager);
+    let stored = store.stats(cx).stores;
+    match store.close(cx) {
+        // What was filled did not fit: its time would be that of making room.
+        Ok(()) if stored > 0 => took.and(Err(VmError::NoMemory.into())),
+        Ok(()) => took,
+        Err(store) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+    }
+}
+
+fn filled<'a, 'm: 'a>(cx: Cx<'_>, manager: &vm::KernelVm<'a, 'm, Swapped>, fill: &Fill) -> Result<Took, Failure> {
+    let space = manager.create(cx, vm::lower_half()?)?;
+    let kind = VmaKind::private(fill.page);
+    let kind = if fill.pooled { kind.pooled() } else { kind };
+    let span = Span::new(AT, fill.bytes).map_err(|_| VmError::OutOfBounds { at: AT })?;
+    let took = match manager.map(cx, &space, span, kind, Backing::Private) {
+        Ok(area) => {
+            let creation = Creation::new(manager, &space, area, fill.how, fill.workers.into());
+            run(cx, manager, &space, &creation, fill)
+        }
+        Err(error) => Err(error.into()),
+    };
+    if let Err((error, _)) = manager.destroy(cx, space) {
+        return Err(error.into());
+    }
+    manager.trim(cx);
+    took
+}
+
+fn run<'a, 'm: 'a>(
+    cx: Cx<'_>,
+    manager: &vm::KernelVm<'a, 'm, Swapped>,
+    space: &vm::KernelSpace<'a, 'm, Swapped>,
+    creation: &Creation<'_, '_, '_, vm::OnKernel<'a, 'm, Swapped>>,
+    fill: &Fill,
+) -> Result<Took, Failure> {
+    let workers = fill.workers.min(percpu::count()).max(1);
+    // Each worker's pins; none is more than one page.
+    let each = (fill.bytes / fill.page.bytes()).div_ceil(workers.into()) as usize;
+    let each = if fill.how == CreateMethod::Pin { each } else { 1 };
+    let pins = Scratch::new(cx, each * workers as usize, || None::<Pinned>)?;
+    let (took, start) = (Lock::<SpinLock, _>::new(Ok(Took::default())), smp::Barrier::new(workers));
+    let lists: Lock<SpinLock, _> = Lock::new(pins.items.chunks_mut(each));
+    smp::on_cpus(cx, workers, &|cx, cpu| {
+        let mut places = lists.lock().next().unwrap_or_default().iter_mut();
+        start.wait();
+        let split = creation.work(
+            cx,
+            cpu.into(),
+            &Never,
+            |run| *places.next().unwrap_or_else(|| panic!("more pinned runs than pages")) = Some(run),
+            |cx, addresses, watch| vm::touch(cx, manager, space, addresses, watch),
+        );
+        let mut took = took.lock();
+        match (&mut *took, split) {
+            (Ok(took), Ok(split)) => {
+                took.all = took.all.plus(split);
+                if split.total() > took.slowest.total() {
+                    took.slowest = split;
+                }
+            }
+            (took, Err(error)) => *took = Err(error),
+            (Err(_), Ok(_)) => {}
+        }
+    });
+    for run in pins.items.iter_mut().filter_map(Option::take) {
+        manager.unpin(cx, space, run).map_err(|(error, _)| error)?;
+    }
+    pins.free(cx);
+    let took = *took.lock();
+    Ok(took?)
+}

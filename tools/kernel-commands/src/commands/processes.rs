@@ -1,0 +1,376 @@
+//! Processes that share more memory than there is: reclaim on this machine's page tables, accessed bits and interrupts.
+//!
+//! Each CPU plays its processes in turn, a window of pages each; the boot CPU is the worker of the node besides. All
+//! accesses are loads and stores by the MMU; what they find is checked.
+
+use super::swapped::{self, OurSpaces, Store, SwapVm, Terms};
+use super::{Cx, Failure};
+use core::cell::Cell;
+use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::page_fault;
+use hugemm_kernel::platform::Kernel;
+use hugemm_kernel::tlb::shootdown;
+use hugemm_kernel::{percpu, smp, vm};
+use hugemm_kernel_commands::patience::Patience;
+use hugemm_paging::Span;
+use hugemm_reclaim::{Ageing, Level, LruPolicy, Swap};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Pinned, SharedRef, Vm, VmError, VmaKind};
+use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
+use x86_64::instructions::hlt;
+
+/// Where the shared region begins in every space, and where a process's own memory does.
+const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
+const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
+
+const NODE: NodeId = NodeId(0);
+
+/// Processes at most.
+const MOST: usize = MOST_PROCESSES as usize;
+
+/// Pages that have not come back when the time is over are waited for as long as reclaim works: until it has looked at
+/// no page for so many nanoseconds,
+const IDLE: u64 = 60_000_000_000;
+
+/// or at so many for each frame, an order of magnitude more than it takes.
+const LOOKS: u64 = 64;
+
+/// One of so many forks ends a pin.
+const PIN_EACH: u64 = 16;
+
+/// A CPU forks after so many windows.
+const FORK_EACH: usize = 4;
+
+/// What is run.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// Size of all pages: 4 KiB or 2 MiB.
+    pub page: PageSize,
+    /// Which pages are old.
+    pub policy: LruPolicy,
+    /// How accessed bits are read.
+    pub ageing: Ageing,
+    /// Processes, [`MOST_PROCESSES`] at most.
+    pub procs: u32,
+    /// Frames that there are.
+    pub frames: u64,
+    /// Frames of them that compressed pages may take.
+    pub swap: u64,
+    /// Bytes of the region that the processes share: whole pages.
+    pub shared: u64,
+    /// Nanoseconds.
+    pub time: u64,
+    /// Pages that come back from swap, at least, if reclaim makes them.
+    pub least: u64,
+    /// Pages of a window that are touched again and again during it, and pages that are read from end to end after it.
+    pub hot: u64,
+    /// The processes also have memory of their own, fork, and unmap and map anew.
+    pub forks: bool,
+    /// A planted bug: pages go to swap without a flush.
+    pub unflushed: bool,
+    /// What is chosen.
+    pub seed: u64,
+}
+
+/// Runs processes on all CPUs.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<AgeFigures, Failure> {
+    let own =
+        if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
+    let record = (plan.shared + 2 * own) / PAGE_BYTES;
+    let records = Scratch::new(cx, (record * u64::from(plan.procs)) as usize, || 0_u32)?;
+    let terms = Terms {
+        frames: plan.frames,
+        swap: plan.swap,
+        marks: marks(plan.frames, plan.page),
+        policy: plan.policy,
+        ageing: plan.ageing,
+        unflushed: plan.unflushed,
+    };
+    let before = shootdown().counts();
+    let result = swapped::with(cx, &terms, |cx, vm, store| {
+        let mut figures = run_processes(cx, vm, store, plan, own, records.items)?;
+        figures.shootdowns = shootdown().counts().since(before);
+        Ok(figures)
+    });
+    records.free(cx);
+    result
+}
+
+/// From the first space to the last one's end.
+fn run_processes<'a>(
+    cx: Cx<'_>,
+    vm: &SwapVm<'a>,
+    store: &Store,
+    plan: &Plan,
+    own: u64,
+    records: &mut [u32],
+) -> Result<AgeFigures, Failure> {
+    let object = vm.create_shared(cx, plan.shared / PAGE_BYTES, plan.page, false)?;
+    let mut spaces: [Option<AddressSpaceRef<'_, OurSpaces<'a>>>; MOST] = [const { None }; MOST];
+    let made = spaces.iter_mut().take(plan.procs as usize).try_for_each(|place| {
+        let space = place.insert(vm.create(cx, vm::lower_half()?)?);
+        set_up(cx, vm, space, &object, plan, own)
+    });
+    let result = made.map_err(Failure::from).and_then(|()| play_all(cx, vm, store, plan, own, &spaces, records));
+    for space in spaces.iter_mut().filter_map(Option::take) {
+        vm.destroy(cx, space).map_err(|(error, _)| error)?;
+    }
+    vm.close(cx, object).map_err(|(error, _)| error)?;
+    result
+}
+
+fn set_up<'a>(
+    cx: Cx<'_>,
+    vm: &SwapVm<'a>,
+    space: &AddressSpace<OurSpaces<'a>>,
+    object: &SharedRef<'_, OurSpaces<'a>>,
+    plan: &Plan,
+    own: u64,
+) -> Result<(), VmError> {
+    let kind = VmaKind::private(plan.page);
+    let span = |at, bytes| Span::new(at, bytes).map_err(|_| VmError::OutOfBounds { at });
+    vm.map(cx, space, span(SHARED_AT, plan.shared)?, kind, Backing::Shared(object, 0))?;
+    if own > 0 {
+        vm.map(cx, space, span(OWN_AT, own)?, kind, Backing::Private)?;
+    }
+    Ok(())
+}
+
+/// What a process knows: what it wrote last into each page that it shares, and of its own; a child's.
+struct Part<'b> {
+    number: u32,
+    shared: &'b mut [u32],
+    own: &'b mut [u32],
+    spare: &'b mut [u32],
+    stores: u32,
+    /// A page of its own that a device has.
+    pinned: Option<Pinned>,
+}
+
+impl Part<'_> {
+    fn unpin<'a>(&mut self, cx: Cx<'_>, vm: &SwapVm<'a>, space: &AddressSpace<OurSpaces<'a>>) {
+        if let Some(pinned) = self.pinned.take() {
+            // Its own: it cannot be refused.
+            let _ = vm.unpin(cx, space, pinned);
+        }
+    }
+}
+
+fn play_all<'a>(
+    cx: Cx<'_>,
+    vm: &SwapVm<'a>,
+    store: &Store,
+    plan: &Plan,
+    own: u64,
+    spaces: &[Option<AddressSpaceRef<'_, OurSpaces<'a>>>],
+    records: &mut [u32],
+) -> Result<AgeFigures, Failure> {
+    let (shared, own) = ((plan.shared / PAGE_BYTES) as usize, (own / PAGE_BYTES) as usize);
+    let cpus = percpu::count();
+    let records: Lock<SpinLock, _> = Lock::new(records.chunks_exact_mut(shared + 2 * own).enumerate());
+    let next_part = || {
+        let (number, record) = records.lock().next()?;
+        let (shared, rest) = record.split_at_mut(shared);
+        let (own, spare) = rest.split_at_mut(own);
+        Some(Part { number: number as u32, shared, own, spare, stores: 0, pinned: None })
+    };
+    let (stop, start) = (AtomicBool::new(false), smp::Barrier::new(cpus));
+    let total: Lock<SpinLock, Result<AgeFigures, Failure>> = Lock::new(Ok(AgeFigures::default()));
+    let begin = cx.platform().now_ns();
+    smp::on_cpus(cx, cpus, &|cx, cpu| {
+        let mine = (0..plan.procs).filter(|process| process % cpus == cpu).count();
+        let mut parts: [Option<Part<'_>>; MOST] =
+            core::array::from_fn(|index| if index < mine { next_part() } else { None });
+        start.wait();
+        let random = Random::new(plan.seed ^ u64::from(cpu + 7) << 32);
+        let mut task = Task {
+            vm,
+            store,
+            plan,
+            spaces,
+            stop: &stop,
+            until: begin + plan.time,
+            random,
+            touched: Touched::default(),
+        };
+        let windows = task.play(cx, cpu == 0, &mut parts[..mine]);
+        for part in parts.iter_mut().flatten() {
+            if let Some(space) = spaces.get(part.number as usize).and_then(Option::as_ref) {
+                part.unpin(cx, vm, space);
+            }
+        }
+        let mut total = total.lock();
+        match (&mut *total, windows) {
+            (Ok(total), Ok(windows)) => {
+                total.windows += windows;
+                total.touched = total.touched.plus(task.touched);
+            }
+            (Ok(_), Err(failed)) => {
+                // Relaxed: only to end the others.
+                stop.store(true, Ordering::Relaxed);
+                *total = Err(failed.into());
+            }
+            (Err(_), _) => {}
+        }
+    });
+    let AgeFigures { windows, touched, .. } = core::mem::replace(&mut *total.lock(), Ok(AgeFigures::default()))?;
+    let seconds = (cx.platform().now_ns() - begin) as f64 / 1e9;
+    let pager = vm.pager();
+    let reclaimed = AgeFigures::of_reclaim(cx, pager, store, NODE, |step| pager.steps().of(step));
+    Ok(AgeFigures { seconds, windows, touched, ..reclaimed })
+}
+
+/// What one CPU does.
+struct Task<'t, 'v, 'a> {
+    vm: &'t SwapVm<'a>,
+    store: &'t Store,
+    plan: &'t Plan,
+    spaces: &'t [Option<AddressSpaceRef<'v, OurSpaces<'a>>>],
+    stop: &'t AtomicBool,
+    until: u64,
+    random: Random,
+    touched: Touched,
+}
+
+impl Task<'_, '_, '_> {
+    /// Plays until the time is over; how many windows were touched.
+    fn play(&mut self, cx: Cx<'_>, is_worker: bool, parts: &mut [Option<Part<'_>>]) -> Result<u64, Failed> {
+        let (pager, mut turn) = (self.vm.pager(), 0);
+        let (until, store, least) = (self.until, self.store, self.plan.least);
+        let mut patience = Patience::new(IDLE, LOOKS * self.plan.frames, until);
+        let mut goes_on = |cx: &CpuCx<'_, Kernel>| {
+            let (now, looked) = (cx.platform().now_ns(), pager.counts().aged.get());
+            let waits = patience.lasts(now, looked);
+            now < until || waits && store.stats(cx).loads < least
+        };
+        // Relaxed: only to end.
+        while !self.stop.load(Ordering::Relaxed) && goes_on(cx) {
+            percpu::beat();
+            if is_worker && pager.marks().level(frames().stats(cx).available()) <= Level::Short {
+                pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
+            }
+            if parts.is_empty() {
+                // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
+                frames().serve(cx);
+                hlt();
+                continue;
+            }
+            let number = turn % parts.len();
+            turn += 1;
+            let Some(part) = &mut parts[number] else { continue };
+            self.turn(cx, part, turn % FORK_EACH == 0)?;
+        }
+        Ok(turn as u64)
+    }
+
+    fn turn(&mut self, cx: Cx<'_>, part: &mut Part<'_>, forks: bool) -> Result<(), Failed> {
+        let Some(space) = self.spaces.get(part.number as usize).and_then(Option::as_ref) else { return Ok(()) };
+        let touch = ByHardware::default();
+        let regions = [(SHARED_AT, &mut *part.shared, false), (OWN_AT, &mut *part.own, true)];
+        for (at, wrote, alone) in regions {
+            if wrote.is_empty() {
+                continue;
+            }
+            let random = Random::new(self.random.below(u64::MAX));
+            let mut process = Process { number: part.number, at, wrote, alone, random, stores: part.stores };
+            let (vm, hot, touched, mut result) = (self.vm, self.plan.hot, &mut self.touched, Ok(()));
+            touch.with(cx, vm, space, &mut |cx| {
+                result = process
+                    .window(cx, vm, space, &touch, hot, touched)
+                    .and_then(|()| process.read_whole(cx, vm, space, &touch, hot, touched));
+            });
+            part.stores = process.stores;
+            touch.refusal().and(result)?;
+        }
+        if self.plan.forks && forks {
+            let random = Random::new(self.random.below(u64::MAX));
+            let (number, at, wrote, stores) = (part.number, OWN_AT, &mut *part.own, part.stores);
+            let mut process = Process { number, at, wrote, alone: true, random, stores };
+            let (vm, touched) = (self.vm, &mut self.touched);
+            let (page, spare) = (self.plan.page, &mut *part.spare);
+            // A device has a page while others reclaim, and while the process touches, forks and unmaps.
+            if part.pinned.is_none() {
+                part.pinned = process.pin(cx, vm, space, page, touched)?;
+            }
+            let result = process.fork_and_unmap(cx, vm, space, &touch, page, spare, touched);
+            let looked = part.pinned.as_ref().map_or(Ok(false), |pinned| process.look_at_pinned(cx, vm, space, pinned));
+            let ends = looked != Ok(true) || process.random.below(PIN_EACH) == 0;
+            let result = looked.map(|_| ()).and(result);
+            part.stores = process.stores;
+            if ends {
+                part.unpin(cx, vm, space);
+            }
+            touch.refusal().and(result)?;
+        }
+        self.touched.faults += touch.faults.get();
+        Ok(())
+    }
+}
+
+/// Accesses by the MMU; faults are served where they happen.
+#[derive(Default)]
+struct ByHardware {
+    faults: Cell<u64>,
+    /// Why a fault was refused, if not for lack of memory.
+    refused: Cell<Option<VmError>>,
+}
+
+impl ByHardware {
+    fn refusal(&self) -> Result<(), Failed> {
+        self.refused.take().map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
+/// A page in the loaded space.
+struct Here(VirtAddr);
+
+impl Here {
+    fn at(&self, index: usize) -> VirtAddr {
+        VirtAddr::new(self.0.get() + 8 * index as u64)
+    }
+}
+
+impl Words for Here {
+    fn word(&self, index: usize) -> Option<u64> {
+        // SAFETY: a word of the process's own area, which only tasks in it access.
+        unsafe { page_fault::load(self.at(index)) }
+    }
+
+    fn set_word(&self, index: usize, value: u64) -> bool {
+        // SAFETY: a page of a process's regions, in a space that is for this.
+        unsafe { page_fault::store(self.at(index), value) }
+    }
+}
+
+impl<'a> Touch<OurSpaces<'a>> for ByHardware {
+    type Page = Here;
+
+    fn reach(&self, _cx: &CpuCx<'_, Kernel>, at: VirtAddr, _write: bool) -> Option<Here> {
+        percpu::beat();
+        Some(Here(at))
+    }
+
+    fn with(
+        &self,
+        cx: &mut CpuCx<'_, Kernel>,
+        vm: &Vm<'_, OurSpaces<'a>>,
+        space: &AddressSpace<OurSpaces<'a>>,
+        f: &mut dyn FnMut(&mut CpuCx<'_, Kernel>),
+    ) {
+        let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| {
+            self.faults.set(self.faults.get() + 1);
+            let error = match vm.fault(cx, space, at, access) {
+                Ok(_) => return true,
+                Err(error) => error,
+            };
+            if error != VmError::NoMemory {
+                self.refused.set(Some(error));
+            }
+            false
+        };
+        page_fault::with(cx, space.tlb(), &serve, |cx| f(cx));
+    }
+}

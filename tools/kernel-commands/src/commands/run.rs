@@ -1,0 +1,218 @@
+//! The work of a virtual machine host, on real page tables, with real flushes and interrupts.
+//!
+//! Guests' accesses are walks in software, as on the host: the course is the same, and idle pages go to compressed swap.
+
+use super::populate::calibrated;
+use super::selftest::Finding;
+use super::swapped::{Clocked, Store, Swapped};
+use super::{Cx, Failure};
+use crate::output::{progress, record};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
+use hugemm_clear::{ClearPolicy, Clearer, Features};
+use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy};
+use hugemm_kernel::irq_lock::IrqLock;
+use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::platform::Kernel;
+use hugemm_kernel::tlb::shootdown;
+use hugemm_kernel::vm::{KernelVm, OnKernel};
+use hugemm_kernel::{percpu, smp, vm, vmemmap};
+use hugemm_kernel_commands::request::Run;
+use hugemm_lz4::Lz4;
+use hugemm_paging::ShootdownPolicy;
+use hugemm_reclaim::{Ageing, Lru, LruPolicy, Reclaim, Swap, Watermarks};
+use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
+use hugemm_workloads::vm_create::Creation;
+use hugemm_workloads::vm_host::{
+    FlushCounts, Granularity, HostRun, HostSizes, PhaseFigures, ReclaimCounts, RunPhase, Site,
+};
+
+/// Frames that the run's own arrays may take.
+const OWN: u64 = 4096;
+
+/// Runs the command.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
+    let features = Features::detect();
+    let policy = ClearPolicy::new(calibrated(cx, &features)?);
+    let cached = ClearPolicy { threshold: Some(u64::MAX), ..policy };
+    let page_at_a_time = ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached };
+    let by_extent = Ways {
+        name: "extent",
+        granularity: Granularity::Extent,
+        clearer: Clearer::new(features, policy)?,
+        optimizer: OptimizerPolicy::default(),
+        ageing: Ageing::Batch,
+    };
+    // Each differs from the one before by one thing; see `hugemm run`.
+    let sides = [
+        Ways {
+            name: "page",
+            granularity: Granularity::Page,
+            clearer: Clearer::new(features, page_at_a_time)?,
+            optimizer: OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: true },
+            ageing: Ageing::NoFlush,
+        },
+        Ways { name: "cached", clearer: Clearer::new(features, cached)?, ..by_extent },
+        by_extent,
+    ];
+    let of = u64::from(args.runs) + 1;
+    for run in 0..of {
+        for ways in sides {
+            progress(run, of, "run");
+            once(cx, &ways, &mut |phase, figures| {
+                percpu::beat();
+                // The first run touches memory that may be new to the machine below.
+                if run > 0 {
+                    report(ways.name, phase, figures);
+                }
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// How work is done: a page at a time, by the extent in the cache, or past it.
+#[derive(Clone, Copy)]
+struct Ways {
+    name: &'static str,
+    granularity: Granularity,
+    clearer: Clearer,
+    optimizer: OptimizerPolicy,
+    ageing: Ageing,
+}
+
+fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures)) -> Result<(), Failure> {
+    let Ways { name, granularity, clearer, optimizer, ageing } = *ways;
+    let (mut areas, count) = vmemmap::areas();
+    let areas = &mut areas[..count];
+    let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
+    let sizes = HostSizes::of(frames().stats(cx).available().saturating_sub(OWN)).ok_or(Failure::Memory)?;
+    let pins = Scratch::new(cx, sizes.pool as usize, || None::<Pinned>)?;
+    let mut nodes = [HugePageCounts::default()];
+    let result = {
+        let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut *groups.items, &mut nodes)?;
+        // SAFETY: commands run one after the other and have one optimizer each.
+        let optimizer = unsafe { vmemmap::optimizer(optimizer) };
+        optimizer.set_enabled(true);
+        // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
+        let store = Store::new(frames(), cx, Lz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
+        let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
+        let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::default());
+        pager.set_ageing(ageing);
+        // SAFETY: the clearer is made from what `Features::detect` finds.
+        let vm =
+            unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool)) }?;
+        let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
+        let mut site = Here { vm: &vm, store: &store, pins: &mut *pins.items, kept: 0 };
+        let done = run.run(cx, &mut site, tell).map_err(Failure::from);
+        drop(vm);
+        match (store.close(cx), done) {
+            (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+            (_, done) => done,
+        }
+    };
+    pins.free(cx);
+    groups.free(cx);
+    let accounting = result?;
+    if name == "extent" {
+        record(&accounting, &[]);
+    }
+    Ok(())
+}
+
+/// This machine, as the run sees it.
+struct Here<'b, 'a, 'm: 'a> {
+    vm: &'b KernelVm<'a, 'm, Swapped>,
+    store: &'b Store,
+    pins: &'b mut [Option<Pinned>],
+    /// How many are kept.
+    kept: usize,
+}
+
+/// The types of the run's address spaces.
+type OurSpaces<'a, 'm> = OnKernel<'a, 'm, Swapped>;
+
+impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> {
+    fn create(
+        &mut self,
+        cx: &mut CpuCx<'static, Kernel>,
+        creation: &Creation<'_, '_, 'static, OurSpaces<'a, 'm>>,
+    ) -> Result<u64, VmError> {
+        let workers = percpu::count();
+        let (took, start) = (Lock::<SpinLock, _>::new(Ok(0)), smp::Barrier::new(workers));
+        smp::on_cpus(cx, workers, &|cx, cpu| {
+            start.wait();
+            let split = creation.work(cx, cpu.into(), &Never, |_| (), |_, _, _| Ok(()));
+            let mut took = took.lock();
+            *took = match (*took, split) {
+                (Ok(longest), Ok(split)) => Ok(split.total().max(longest)),
+                (Err(error), _) | (_, Err(error)) => Err(error),
+            };
+        });
+        *took.lock()
+    }
+
+    fn workers(&self) -> u64 {
+        percpu::count().into()
+    }
+
+    fn keep(&mut self, run: Pinned) {
+        // There is a place for each page.
+        if let Some(place) = self.pins.get_mut(self.kept) {
+            *place = Some(run);
+            self.kept += 1;
+        }
+    }
+
+    fn pinned(&mut self) -> Option<Pinned> {
+        self.kept = self.kept.checked_sub(1)?;
+        self.pins[self.kept].take()
+    }
+
+    /// Each guest gets a CPU of its own, as long as there are any besides this one; a CPU that idles has it loaded.
+    fn load(
+        &mut self,
+        cx: &mut CpuCx<'static, Kernel>,
+        guest: u32,
+        space: &AddressSpaceRef<'_, OurSpaces<'a, 'm>>,
+        on: bool,
+    ) {
+        let cpu = 1 + guest;
+        if cpu >= percpu::count() {
+            return;
+        }
+        smp::on_cpus(cx, percpu::count(), &|cx, here| {
+            if here == cpu && on {
+                space.tlb().switch_in(shootdown(), cx);
+            } else if here == cpu {
+                space.tlb().switch_out(shootdown(), cx);
+            }
+        });
+    }
+
+    fn barriers(&self) -> FlushCounts {
+        let counts = shootdown().counts();
+        FlushCounts { flushes: counts.flushes_all + counts.flushes_range, interrupts: counts.interrupts }
+    }
+
+    fn counters(&self) -> CounterSnapshot {
+        let each = (0..percpu::count()).map(|cpu| percpu::of(cpu).counters.snapshot());
+        each.fold(CounterSnapshot::default(), CounterSnapshot::plus)
+    }
+
+    fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<ReclaimCounts> {
+        let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
+        let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
+        Some(ReclaimCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+    }
+
+    fn swap_frames(&self, cx: &CpuCx<'static, Kernel>) -> u64 {
+        self.store.stats(cx).frames
+    }
+}
+
+fn report(side: &'static str, phase: RunPhase, figures: &PhaseFigures) {
+    let name = phase.name();
+    record(figures, &[("side", (&side).into()), ("phase", (&name).into())]);
+}

@@ -1,0 +1,224 @@
+//! Every system's stress on the real machine. It runs for a time and fails at the first thing that is wrong; bugs planted
+//! on purpose show that it would.
+
+mod address_spaces;
+mod convoy;
+mod descriptors;
+mod frames_stress;
+mod pools;
+mod pressure;
+mod rights;
+mod translations;
+
+use super::{Cx, Failure};
+use crate::output::{progress, sample};
+use core::fmt;
+use hugemm_base::{Clock, PageSize};
+use hugemm_kernel::{tlb, vmemmap};
+use hugemm_kernel_commands::request::{Part, Plant, Selftest};
+use hugemm_reclaim::Ageing;
+use hugemm_workloads::alloc_free::stress::Broken;
+
+/// Nanoseconds of each part of a round.
+const SLICE_LEAST: u64 = 100_000_000;
+const SLICE_MOST: u64 = 2_000_000_000;
+
+/// How many parts there are.
+const PARTS: u64 = 8;
+
+/// What the self-test found.
+#[derive(Debug)]
+pub enum Finding {
+    /// The allocator broke a rule.
+    Frames(Broken),
+    /// A translation was used after its flush.
+    Translations(translations::Stale),
+    /// A space does not contain what was stored in it.
+    Content {
+        /// Where.
+        at: u64,
+        /// What was stored.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Who looked.
+        cpu: u32,
+    },
+    /// A store went through that should not have, or was forgotten.
+    Rights(rights::Broken),
+    /// The convoy's lock did not exclude.
+    Convoy {
+        /// How often it was taken.
+        expected: u64,
+        /// How often it was counted.
+        found: u64,
+    },
+    /// A descriptor does not contain what its owner wrote.
+    Descriptor {
+        /// Whose.
+        frame: u64,
+        /// What is there.
+        found: u64,
+        /// Who looked.
+        cpu: u32,
+    },
+    /// No page is in a pool, and yet not every descriptor has a frame of its own.
+    Lean {
+        /// The block of descriptors.
+        at: u64,
+    },
+    /// Swap holds pages whose spaces have ended.
+    InSwap {
+        /// How many.
+        pages: u64,
+    },
+    /// Memory was to be short and was not, or nothing came back from swap.
+    NoPressure {
+        /// Size of the pages.
+        page: PageSize,
+        /// How they were aged.
+        ageing: Ageing,
+        /// How many should have come back.
+        least: u64,
+        /// Pages that came back.
+        back: u64,
+        /// Pages that were stored.
+        stored: u64,
+        /// Pages that reclaim looked at.
+        looked: u64,
+        /// Flushes for that.
+        flushes: u64,
+        /// Pages that were touched.
+        touched: u64,
+        /// How long it took.
+        seconds: f64,
+    },
+    /// Frames are missing at the end.
+    Lost {
+        /// How many there should be.
+        expected: u64,
+        /// How many there are.
+        found: u64,
+    },
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Finding::Frames(broken) => write!(f, "self-test, frames: {broken}"),
+            Finding::Translations(stale) => {
+                let translations::Stale { at, expected, found, written, cpu } = stale;
+                let what = if *written { "was written to after its flush" } else { "was read through what is gone" };
+                write!(
+                    f,
+                    "self-test, translations: {at:#x} {what}: {found:#x} instead of {expected:#x}, seen by cpu{cpu}"
+                )
+            }
+            Finding::Content { at, expected, found, cpu } => {
+                write!(f, "self-test, address spaces: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
+            }
+            Finding::Rights(broken) => write!(f, "self-test, rights: {broken}"),
+            Finding::Convoy { expected, found } => {
+                write!(f, "self-test, locks: {found} turns were counted under a lock that was taken {expected} times")
+            }
+            Finding::Descriptor { frame, found, cpu } => {
+                write!(
+                    f,
+                    "self-test, descriptors: cpu{cpu} found {found:#x} in that of frame {frame:#x}, not what was written"
+                )
+            }
+            Finding::Lean { at } => {
+                write!(f, "self-test, pools: descriptors at {at:#x} have no frames of their own with all pools empty")
+            }
+            Finding::InSwap { pages } => {
+                write!(f, "{pages} pages are in swap though all address spaces have ended")
+            }
+            Finding::NoPressure { page, ageing, least, back, stored, looked, flushes, touched, seconds } => {
+                write!(
+                    f,
+                    "self-test, pressure: {back} pages came back from swap, not {least}: nothing was shown (pages of \
+                     {page}, ageing {}: {touched} touched, {looked} looked at, {flushes} flushes for that, {stored} \
+                     stored in {seconds:.0} s)",
+                    ageing.name()
+                )
+            }
+            Finding::Lost { expected, found } => {
+                write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")
+            }
+        }
+    }
+}
+
+impl core::error::Error for Finding {}
+
+/// Runs the command.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
+    let start = cx.platform().now_ns();
+    let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
+    let (mut rounds, mut seed) = (0_u64, 1_u64);
+    let (mut unmaps, mut seals, mut pooled, mut steps) = (0, 0, pools::Tally::default(), 0);
+    let mut pressed = pressure::Tally::default();
+    let before = tlb::shootdown().counts();
+    // A planted bug has the time to itself.
+    let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
+    let runs = |part| only == Part::All || only == part;
+    let most = if only == Part::All { SLICE_MOST } else { SLICE_MOST * PARTS };
+    loop {
+        let spent = cx.platform().now_ns() - start;
+        progress((spent / 1_000_000_000).min(of / 1_000_000_000), of / 1_000_000_000, "selftest");
+        // On a busy host the time may be over before anything has been unmapped; nothing would have been shown.
+        if rounds > 0 && spent >= of && (unmaps > 0 || only != Part::All) {
+            break;
+        }
+        let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
+        let slice = ((of - spent.min(of)) / PARTS).clamp(SLICE_LEAST, most);
+        let clock = cx.platform();
+        if runs(Part::Frames) {
+            frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Rights) {
+            seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Translations) {
+            unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Descriptors) {
+            descriptors::round(cx, seed, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Convoy) {
+            convoy::round(cx, clock.now_ns() + slice)?;
+        }
+        if runs(Part::AddressSpaces) {
+            steps += address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+        }
+        if runs(Part::Pressure) {
+            pressed = pressed.plus(pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?);
+        }
+        if runs(Part::Pools) {
+            let least = args.resizes.saturating_sub(pooled.resizes);
+            pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
+        }
+        // Blocks of descriptors that pools have left divided keep a table each.
+        let found = frames_stress::free_pages(cx) + vmemmap::audit().frames;
+        if found != free {
+            return Err(Finding::Lost { expected: free, found }.into());
+        }
+        (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
+    }
+    sample("selftest.rounds", rounds as f64, "rounds", &[]);
+    sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
+    sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
+    sample("selftest.checked", pressed.checked as f64, "pages", &[]);
+    sample("selftest.stored", pressed.stored as f64, "pages", &[]);
+    sample("selftest.refaults", pressed.back as f64, "pages", &[]);
+    sample("selftest.refused", pressed.refused as f64, "touches, forks and unmaps", &[]);
+    sample("selftest.seals", seals as f64, "ranges", &[]);
+    sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
+    sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);
+    sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
+    for (name, count) in tlb::shootdown().counts().since(before).iter() {
+        sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
+    }
+    Ok(())
+}

@@ -1,0 +1,290 @@
+//! Address spaces keep what is stored in them: all CPUs fault, prefault, unmap, fork and write in one space at once.
+//!
+//! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and
+//! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
+//! own in every page. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
+
+use super::{Cx, Failure, Finding};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
+use hugemm_kernel::memory::Scratch;
+use hugemm_kernel::page_fault::{load, store};
+use hugemm_kernel::vm::{self, OnKernel};
+use hugemm_kernel::{percpu, smp};
+use hugemm_paging::{ShootdownPolicy, Span};
+use hugemm_vm::{AddressSpace, Backing, NoPager, Pools, SharedRef, Vm, VmError, VmaKind};
+use hugemm_workloads::alloc_free::random::Random;
+
+/// Where the plots are.
+const PLOTS: u64 = 0x20_0000_0000;
+/// From one plot to the next.
+const STRIDE: u64 = 1 << 30;
+/// Where a plot's huge pages are.
+const HUGE: u64 = 512 << 20;
+/// Small pages of a plot, and of the common area.
+const SMALL_PAGES: u64 = 256;
+/// Huge pages of a plot.
+const HUGE_PAGES: u64 = 2;
+/// Where the common area is.
+const COMMON: u64 = 0x10_0000_0000;
+/// Steps of each CPU in a round, at most.
+const STEPS: u64 = 300;
+/// Accesses of a step.
+const ACCESSES: u64 = 32;
+/// Forks at a time: pages with more references than sixteen take a frame for a counter, for ever.
+const FORKS: u32 = 4;
+
+type Own = OnKernel<'static, 'static>;
+type Manager = Vm<'static, Own>;
+
+/// What a CPU knows of its pages: the word that it stored last, 0 for none.
+struct Known {
+    small: [u64; SMALL_PAGES as usize],
+    huge: [u64; HUGE_PAGES as usize],
+    common: [u64; SMALL_PAGES as usize],
+}
+
+/// What all CPUs share in a round.
+struct Round<'v> {
+    vm: &'v Manager,
+    space: &'v AddressSpace<Own>,
+    until: u64,
+    stop: AtomicBool,
+    found: Lock<SpinLock, Option<Failure>>,
+    forks: AtomicU32,
+    steps: AtomicU64,
+}
+
+/// One CPU's part.
+struct Task<'r> {
+    round: &'r Round<'r>,
+    cpu: u32,
+    known: &'r mut Known,
+    random: Random,
+}
+
+/// One round on all CPUs, until `until` at the latest; returns how many steps were taken.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
+    let features = Features::detect();
+    let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
+    let cpus = percpu::count();
+    let known = Scratch::new(cx, cpus as usize, || Known {
+        small: [0; SMALL_PAGES as usize],
+        huge: [0; HUGE_PAGES as usize],
+        common: [0; SMALL_PAGES as usize],
+    })?;
+    // SAFETY: the clearer is made from what `Features::detect` finds.
+    let manager = unsafe { vm::manager(clearer, ShootdownPolicy::BATCHED, NoPager, Pools::default()) }?;
+    let space = manager.create(cx, vm::lower_half()?)?;
+    let result = match set_up(cx, &manager, &space, cpus) {
+        Ok(common) => {
+            let round = Round {
+                vm: &manager,
+                space: &space,
+                until,
+                stop: AtomicBool::new(false),
+                found: Lock::new(None),
+                forks: AtomicU32::new(0),
+                steps: AtomicU64::new(0),
+            };
+            let parts: Lock<SpinLock, _> = Lock::new(known.items.iter_mut());
+            smp::on_cpus(cx, cpus, &|cx, cpu| {
+                let Some(known) = parts.lock().next() else { return };
+                let random = Random::new(seed ^ u64::from(cpu) << 40);
+                let mut task = Task { round: &round, cpu, known, random };
+                if let Err(failure) = task.run(cx) {
+                    // Relaxed: only to end the others.
+                    round.stop.store(true, Ordering::Relaxed);
+                    round.found.lock().get_or_insert(failure);
+                }
+            });
+            manager.close(cx, common).map_err(|(error, _)| error)?;
+            let found = round.found.lock().take();
+            found.map_or(Ok(round.steps.load(Ordering::Relaxed)), Err)
+        }
+        Err(error) => Err(error.into()),
+    };
+    manager.destroy(cx, space).map_err(|(error, _)| error)?;
+    manager.trim(cx);
+    known.free(cx);
+    result
+}
+
+/// Every CPU's plot, and the common area.
+fn set_up<'v>(
+    cx: Cx<'_>,
+    manager: &'v Manager,
+    space: &AddressSpace<Own>,
+    cpus: u32,
+) -> Result<SharedRef<'v, Own>, VmError> {
+    for cpu in 0..cpus {
+        for (part, kind) in [plot(cpu), huge_plot(cpu)] {
+            manager.map(cx, space, part, kind, Backing::Private)?;
+        }
+    }
+    let common = manager.create_shared(cx, SMALL_PAGES, PageSize::Size4K, false)?;
+    let span = span(COMMON, SMALL_PAGES);
+    match manager.map(cx, space, span, VmaKind::private(PageSize::Size4K), Backing::Shared(&common, 0)) {
+        Ok(_) => Ok(common),
+        Err(error) => {
+            manager.close(cx, common).map_err(|(error, _)| error)?;
+            Err(error)
+        }
+    }
+}
+
+/// A CPU's area of small pages.
+fn plot(cpu: u32) -> (Span, VmaKind) {
+    (span(PLOTS + u64::from(cpu) * STRIDE, SMALL_PAGES), VmaKind::private(PageSize::Size4K))
+}
+
+/// A CPU's area of huge pages.
+fn huge_plot(cpu: u32) -> (Span, VmaKind) {
+    let pages = HUGE_PAGES * PageSize::Size2M.pages();
+    (span(PLOTS + u64::from(cpu) * STRIDE + HUGE, pages), VmaKind::private(PageSize::Size2M))
+}
+
+fn span(start: u64, pages: u64) -> Span {
+    Span::new(VirtAddr::new(start), pages * PAGE_BYTES).unwrap_or_else(|error| panic!("{error}"))
+}
+
+impl Task<'_> {
+    fn run(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        for step in 0..STEPS {
+            // Relaxed: only to end.
+            if self.round.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= self.round.until {
+                return Ok(());
+            }
+            percpu::beat();
+            match self.random.below(16) {
+                0 => self.fork(cx)?,
+                1..=3 => self.renew(cx)?,
+                4..=5 => self.prefault(cx)?,
+                _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
+            }
+            self.round.steps.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Any page of the plot or of the common area: where this CPU's word of it is, and what is known of it.
+    fn any_page(&mut self) -> (VirtAddr, &mut u64) {
+        let (small, huge) = (plot(self.cpu).0.start().get(), huge_plot(self.cpu).0.start().get());
+        // One of a page's 512 words for each CPU; there are 64 CPUs at most.
+        let own = u64::from(self.cpu) * 8;
+        let page = self.random.below(SMALL_PAGES);
+        let index = page as usize;
+        match self.random.below(3) {
+            0 => (VirtAddr::new(small + page * PAGE_BYTES + own), &mut self.known.small[index]),
+            1 => (VirtAddr::new(COMMON + page * PAGE_BYTES + own), &mut self.known.common[index]),
+            _ => {
+                let page = page % HUGE_PAGES;
+                let at = VirtAddr::new(huge + page * PageSize::Size2M.bytes() + own);
+                (at, &mut self.known.huge[page as usize])
+            }
+        }
+    }
+
+    /// Stores and loads; what cannot be served for lack of memory has changed nothing.
+    fn access(&mut self, word: u64) -> Result<(), Failure> {
+        for _ in 0..ACCESSES {
+            let (cpu, writes) = (self.cpu, self.random.below(2) == 0);
+            let (at, known) = self.any_page();
+            check(cpu, at, *known)?;
+            // SAFETY: the word is this CPU's, in a space that is for this.
+            if writes && unsafe { store(at, word) } {
+                *known = word;
+                check(cpu, at, word)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Unmaps a part of the plot, and makes it anew: it is zero then.
+    fn renew(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let huge = self.random.below(4) == 0;
+        let ((area, kind), known) = match huge {
+            true => (huge_plot(self.cpu), &mut self.known.huge[..]),
+            false => (plot(self.cpu), &mut self.known.small[..]),
+        };
+        let (first, pages) = (self.random.below(known.len() as u64), self.random.below(known.len() as u64) + 1);
+        let known = &mut known[first as usize..];
+        let pages = pages.min(known.len() as u64);
+        let (bytes, start) = (kind.page.bytes(), area.start().get());
+        let part = span(start + first * bytes, pages * kind.page.pages());
+        match self.round.vm.unmap(cx, self.round.space, part) {
+            Ok(_) => {}
+            // It had to be cut; nothing has changed.
+            Err(VmError::NoMemory) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+        known[..pages as usize].fill(0);
+        while let Err(error) = self.round.vm.map(cx, self.round.space, part, kind, Backing::Private) {
+            if error != VmError::NoMemory {
+                return Err(error.into());
+            }
+            // Others give memory back: forks end.
+            percpu::beat();
+        }
+        Ok(())
+    }
+
+    fn prefault(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let (area, _) = if self.random.below(2) == 0 { plot(self.cpu) } else { huge_plot(self.cpu) };
+        match self.round.vm.prefault(self.round.space, area, None).work(cx, &Never) {
+            Ok(()) | Err(VmError::NoMemory) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// A child shows the plot as it is, and keeps what it stores to itself.
+    fn fork(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        let round = self.round;
+        // Relaxed: only the number counts.
+        if round.forks.fetch_add(1, Ordering::Relaxed) < FORKS {
+            match round.vm.fork(cx, round.space) {
+                Ok(child) => {
+                    let result = vm::with(cx, round.vm, &child, |_| self.look_at_child());
+                    round.vm.destroy(cx, child).map_err(|(error, _)| error)?;
+                    result?;
+                }
+                Err(VmError::NoMemory) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        round.forks.fetch_sub(1, Ordering::Relaxed);
+        vm::with(cx, round.vm, round.space, |_| self.access(u64::MAX))
+    }
+
+    fn look_at_child(&mut self) -> Result<(), Failure> {
+        for _ in 0..ACCESSES {
+            let cpu = self.cpu;
+            let (at, known) = self.any_page();
+            // The common area is the parent's too.
+            if at.get() < PLOTS {
+                continue;
+            }
+            let known = *known;
+            check(cpu, at, known)?;
+            // SAFETY: a space that is for this; put back, so that it can be looked at again.
+            if unsafe { store(at, !known) } {
+                check(cpu, at, !known)?;
+                // SAFETY: as above.
+                let _ = unsafe { store(at, known) };
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A word has to be there; nothing is said if it cannot be loaded for lack of memory.
+fn check(cpu: u32, at: VirtAddr, expected: u64) -> Result<(), Failure> {
+    // SAFETY: a word of the loaded space, which this part's tasks alone access.
+    match unsafe { load(at) } {
+        Some(found) if found != expected => Err(Finding::Content { at: at.get(), expected, found, cpu }.into()),
+        // A page whose content is known to be something is there, or can be read from where it was taken to.
+        _ => Ok(()),
+    }
+}

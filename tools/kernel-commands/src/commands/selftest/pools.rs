@@ -1,0 +1,182 @@
+//! Huge page pools grow, shrink and are demoted at random, beyond what memory has and with allocations that fail, while the
+//! other CPUs look at descriptors of frames that are not theirs, and write into those of frames that are.
+//!
+//! After each step every descriptor that somebody owns keeps what is written into it, as every CPU sees it, and no frame is
+//! missing. In the end the pools are empty and every descriptor has a frame of its own again. A store into a shared tail
+//! would be a page fault.
+
+mod intact;
+
+use super::descriptors::stamp;
+use super::{Cx, Failure, Finding};
+use core::hint::black_box;
+use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::inject::FaultPlan;
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Clock, Never, PageSize, Pfn};
+use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
+use hugemm_kernel::irq_lock::IrqLock;
+use hugemm_kernel::memory::{self, Scratch, frames};
+use hugemm_kernel::vmemmap::{self, KernelOptimizer};
+use hugemm_kernel::{percpu, smp};
+use hugemm_workloads::alloc_free::random::Random;
+use intact::Intact;
+
+/// Steps in a round, at most, unless more are asked for.
+const STEPS: u64 = 100;
+/// Descriptors that a walker looks at between two stamps.
+const LOOKS: u64 = 1000;
+
+type Pool<'m> = HugePool<'m, IrqLock>;
+
+/// What a round did.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tally {
+    /// Steps: pools resized, or a page demoted.
+    pub resizes: u64,
+    /// Pages of 1 GiB that became pages of 2 MiB.
+    pub demoted: u64,
+    /// Allocations that were made to fail.
+    pub faults: u64,
+}
+
+impl Tally {
+    /// The sum.
+    pub fn plus(self, other: Tally) -> Tally {
+        Tally {
+            resizes: self.resizes + other.resizes,
+            demoted: self.demoted + other.demoted,
+            faults: self.faults + other.faults,
+        }
+    }
+}
+
+/// One round on all CPUs, until `until` at the latest, but of `least` steps.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Failure> {
+    let ((mut areas, count), (mut gigantic_areas, _)) = (vmemmap::areas(), vmemmap::areas());
+    let (areas, gigantic_areas) = (&mut areas[..count], &mut gigantic_areas[..count]);
+    let groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size2M), Group::default)?;
+    let gigantic_groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size1G), Group::default)?;
+    let (mut counts, mut gigantic_counts) = ([HugePageCounts::default()], [HugePageCounts::default()]);
+    let huge = Pool::new(PageSize::Size2M, areas, &mut *groups.items, &mut counts)?;
+    let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut *gigantic_groups.items, &mut gigantic_counts)?;
+    let mut intact = Intact::new(cx)?;
+    let mut random = Random::new(seed);
+    let mut tally = Tally::default();
+    while tally.resizes < least || (tally.resizes < STEPS && cx.platform().now_ns() < until) {
+        let step = beside_walkers(cx, &intact, random.word(), |cx, random| step(cx, &huge, &gigantic, random))?;
+        tally = tally.plus(step);
+        intact.check(cx, [&huge, &gigantic])?;
+    }
+    let optimizer = any_optimizer(&mut random);
+    for pool in [&gigantic, &huge] {
+        pool.set_size(cx, &optimizer, 0, Nodes::All, &Never)?;
+    }
+    intact.check(cx, [&huge, &gigantic])?;
+    intact.free(cx);
+    groups.free(cx);
+    gigantic_groups.free(cx);
+    match vmemmap::audit().lean {
+        Some(at) => Err(Finding::Lean { at: at.get() }.into()),
+        None => Ok(tally),
+    }
+}
+
+/// Runs `step` on this CPU while the others walk.
+fn beside_walkers(
+    cx: Cx<'_>,
+    intact: &Intact,
+    seed: u64,
+    step: impl Fn(Cx<'_>, &mut Random) -> Result<Tally, PoolError> + Sync,
+) -> Result<Tally, Failure> {
+    let stop = AtomicBool::new(false);
+    let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
+    let done: Lock<SpinLock, _> = Lock::new(Ok(Tally::default()));
+    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+        let mut random = Random::new(seed ^ u64::from(cpu) << 40);
+        if cpu == 0 {
+            let result = step(cx, &mut random);
+            *done.lock() = result;
+            // Relaxed: only to end the others.
+            stop.store(true, Ordering::Relaxed);
+            return;
+        }
+        let mut turn = 0;
+        while !stop.load(Ordering::Relaxed) {
+            look(&mut random);
+            let found = intact.look(cpu, &mut random).and_then(|()| stamp(cx, cpu, turn, &mut random));
+            if let Err(finding) = found {
+                *wrong.lock() = Some(finding);
+                return;
+            }
+            turn += 1;
+        }
+    });
+    match wrong.lock().take() {
+        Some(finding) => Err(finding.into()),
+        None => Ok((*done.lock())?),
+    }
+}
+
+/// Loads words of any frames' descriptors, as a walker by frame number does.
+fn look(random: &mut Random) {
+    percpu::beat();
+    for _ in 0..LOOKS {
+        let frame = Pfn::new(random.below(memory::end().number()));
+        if let Some(descriptor) = frames().descriptor(frame) {
+            black_box(descriptor.load(random.below(8) as usize));
+            black_box(frames().head_of(frame));
+        }
+    }
+}
+
+/// What a step does.
+#[derive(Clone, Copy)]
+enum Step {
+    Huge(u64),
+    Gigantic(u64),
+    Demote,
+}
+
+/// One random step, some of whose allocations fail.
+fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Random) -> Result<Tally, PoolError> {
+    percpu::beat();
+    let optimizer = any_optimizer(random);
+    // More than there are, so that memory also runs out by itself now and then; mostly fewer.
+    let most = memory::managed_bytes() / PageSize::Size2M.bytes() + 16;
+    let step = match random.below(5) {
+        0 => Step::Gigantic(random.below(4)),
+        1 => Step::Demote,
+        _ => Step::Huge(random.below(most) >> random.below(5)),
+    };
+    let share = [0, 16, 128, 224, u8::MAX][random.below(5) as usize];
+    match step {
+        // With heads' frames out of the way there are whole blocks to be swapped.
+        Step::Huge(_) if random.below(4) == 0 => _ = huge.set_size(cx, &optimizer, 0, Nodes::All, &Never)?,
+        Step::Demote => _ = gigantic.set_size(cx, &optimizer, 1, Nodes::All, &Never)?,
+        Step::Huge(_) | Step::Gigantic(_) => {}
+    }
+    // From the start, or when the pages have been had and their descriptors' turn has come: one fails, or some, or all.
+    let more = if let Step::Huge(pages) = step { pages.saturating_sub(huge.counts(cx).counts.total) } else { 0 };
+    let first = random.below(2) * more + random.below(64 + more / 16);
+    let plan = FaultPlan::random(first, share, random.word());
+    let demoted = memory::with_faults(&plan, || match step {
+        Step::Huge(pages) => huge.set_size(cx, &optimizer, pages, Nodes::All, &Never).map(|_| 0),
+        Step::Gigantic(pages) => gigantic.set_size(cx, &optimizer, pages, Nodes::All, &Never).map(|_| 0),
+        Step::Demote => match gigantic.demote(cx, &optimizer, huge, Nodes::All, 1) {
+            Ok(report) => Ok(report.left),
+            Err(PoolError::NothingToDemote) => Ok(0),
+            Err(error) => Err(error),
+        },
+    })?;
+    Ok(Tally { resizes: 1, demoted, faults: plan.failed() })
+}
+
+/// Optimization on, in one of its ways, or now and then off.
+fn any_optimizer(random: &mut Random) -> KernelOptimizer {
+    let flush = if random.below(8) == 0 { FlushPolicy::Page } else { FlushPolicy::Batch };
+    // SAFETY: commands run one after the other and have one optimizer each.
+    let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy { flush, swap: random.below(3) != 0, carve: true }) };
+    optimizer.set_enabled(random.below(8) != 0);
+    optimizer
+}

@@ -1,0 +1,141 @@
+//! Whether every descriptor that somebody owns is memory of its own, on every CPU, and no frame is missing.
+
+use super::{Cx, Failure, Finding, Pool};
+use crate::commands::selftest::descriptors::WORD;
+use crate::commands::selftest::frames_stress::free_pages;
+use core::ops::Range;
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Order, PageSize, Pfn};
+use hugemm_frames::{AllocError, AllocRequest, Frozen};
+use hugemm_kernel::memory::{self, Scratch, frames};
+use hugemm_kernel::{percpu, smp, vmemmap};
+use hugemm_workloads::alloc_free::random::Random;
+
+/// Blocks of other owners, which stay through a round.
+const OTHERS: usize = 32;
+/// Single frames that are taken at most, when no 2 MiB are free any more.
+const SINGLES: usize = 4096;
+/// What the others' descriptors have marks in: everything.
+const ALL: Range<usize> = 0..8;
+/// What those of free memory and of pools have theirs in: the word that is the owner's whoever it is.
+const ONE: Range<usize> = WORD..WORD + 1;
+
+/// What is looked at.
+pub struct Intact {
+    /// Blocks of others: what is in their descriptors was written once.
+    others: Scratch<Option<Frozen>>,
+    /// Places for all free memory.
+    free: Scratch<Option<Frozen>>,
+    /// Frames that are free, or descriptors', with the pools empty.
+    frames: u64,
+}
+
+/// What is written into a descriptor.
+fn mark(frame: u64, word: usize) -> u64 {
+    !(frame << 8 | word as u64)
+}
+
+fn write(frame: u64, words: Range<usize>) {
+    // SAFETY: the first frame of a block that the guard holds, frozen or from a pool.
+    if let Some(descriptor) = unsafe { frames().descriptor_at(Pfn::new(frame)) } {
+        words.for_each(|word| descriptor.store(word, mark(frame, word)));
+    }
+}
+
+/// Looks for the marks.
+fn read(cpu: u32, frame: u64, mut words: Range<usize>) -> Result<(), Finding> {
+    let Some(descriptor) = frames().descriptor(Pfn::new(frame)) else { return Ok(()) };
+    let wrong = words.find_map(|word| Some(descriptor.load(word)).filter(|found| *found != mark(frame, word)));
+    wrong.map_or(Ok(()), |found| Err(Finding::Descriptor { frame, found, cpu }))
+}
+
+fn huge_order() -> Order {
+    Order::new(PageSize::Size2M.order().get()).unwrap_or(Order::ZERO)
+}
+
+impl Intact {
+    /// With blocks of several orders in use, scattered; the pools are empty.
+    pub fn new(cx: Cx<'_>) -> Result<Intact, AllocError> {
+        let most = memory::managed_bytes() / PageSize::Size2M.bytes();
+        let free = Scratch::new(cx, most as usize + SINGLES, || None)?;
+        let others = Scratch::new(cx, OTHERS, || None)?;
+        for (index, place) in others.items.iter_mut().enumerate() {
+            let order = Order::new([0, 9, 3, 0, 5, 1, 9, 2][index % 8]).unwrap_or(Order::ZERO);
+            let block = frames().alloc(cx, AllocRequest::order(order))?;
+            // Another one between this and the next.
+            let gap = frames().alloc(cx, AllocRequest::order(order))?;
+            write(block.pfn().number(), ALL);
+            *place = Some(block);
+            frames().free(cx, gap);
+        }
+        let frames = free_pages(cx) + vmemmap::audit().frames;
+        Ok(Intact { others, free, frames })
+    }
+
+    /// Looks at one of the others' descriptors, as `cpu`, at any time.
+    pub fn look(&self, cpu: u32, random: &mut Random) -> Result<(), Finding> {
+        match &self.others.items[random.below(OTHERS as u64) as usize] {
+            Some(block) => read(cpu, block.pfn().number(), ALL),
+            None => Ok(()),
+        }
+    }
+
+    /// Looks at everything, while nobody resizes.
+    pub fn check<'m>(&mut self, cx: Cx<'_>, pools: [&Pool<'m>; 2]) -> Result<(), Failure> {
+        let pooled: u64 = pools.iter().map(|pool| pool.counts(cx).counts.total * pool.size().pages()).sum();
+        let found = free_pages(cx) + vmemmap::audit().frames + pooled;
+        if found != self.frames {
+            return Err(Finding::Lost { expected: self.frames, found }.into());
+        }
+        let mut order = huge_order();
+        for place in &mut *self.free.items {
+            let mut block = frames().alloc(cx, AllocRequest::order(order));
+            if block.is_err() {
+                order = Order::ZERO;
+                block = frames().alloc(cx, AllocRequest::order(order));
+            }
+            *place = block.ok();
+            percpu::beat();
+        }
+        let owned = |each: &mut dyn FnMut(u64) -> Result<(), Finding>| {
+            let pages = pools.into_iter().flat_map(|pool| {
+                // Of a lean page the head's is all that anybody owns.
+                pool.pages().map(|(pfn, lean)| (pfn, if lean { 1 } else { pool.size().pages() }))
+            });
+            let free = self.free.items.iter().flatten().map(|block| (block.pfn(), block.extent().pages()));
+            for (base, pages) in pages.chain(free) {
+                percpu::beat();
+                (base.number()..base.number() + pages).try_for_each(&mut *each)?;
+            }
+            Ok(())
+        };
+        owned(&mut |frame| {
+            write(frame, ONE);
+            Ok(())
+        })?;
+        let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
+        let others = &*self.others.items;
+        // By every CPU: one that missed a flush finds something else.
+        smp::on_cpus(cx, percpu::count(), &|_, cpu| {
+            let mut others = others.iter().flatten();
+            let found = others.try_for_each(|block| read(cpu, block.pfn().number(), ALL));
+            if let Err(finding) = found.and_then(|()| owned(&mut |frame| read(cpu, frame, ONE))) {
+                *wrong.lock() = Some(finding);
+            }
+        });
+        self.free.free_blocks(cx);
+        // Whatever is left in caches, out of the middle of free memory, would keep pages of 1 GiB from being had.
+        frames().drain(cx);
+        match wrong.lock().take() {
+            Some(finding) => Err(finding.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives everything back.
+    pub fn free(mut self, cx: Cx<'_>) {
+        self.others.free_blocks(cx);
+        self.others.free(cx);
+        self.free.free(cx);
+    }
+}

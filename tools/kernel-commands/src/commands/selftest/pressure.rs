@@ -1,0 +1,132 @@
+//! Nothing is lost when memory is short: on all CPUs, processes share more memory than there is, have some of their own,
+//! fork, and unmap and map anew, while pages go to compressed swap and come back. Every touch checks what is in the page.
+
+use super::super::processes::{self, Plan};
+use super::{Cx, Failure, Finding};
+use hugemm_base::{Clock, Order, PAGE_BYTES, PageSize};
+use hugemm_frames::{AllocError, AllocRequest, Frozen};
+use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::percpu;
+use hugemm_kernel_commands::request::Plant;
+use hugemm_reclaim::{Ageing, LruPolicy};
+
+/// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
+const FRAMES: u64 = 2048;
+const FRAMES_PER_CPU: u64 = 256;
+const HUGE: u64 = 6;
+
+/// Pages that come back in a round at each page size, at least: otherwise nothing would have been shown.
+const LEAST: u64 = 1024;
+
+/// Where each mapping of 4 KiB that is found young is flushed, there are fewer processes, on as many CPUs. Such a flush waits
+/// for a CPU, which takes tens of milliseconds where the host runs it seldom: with eight processes, a page has eight
+/// mappings, and the first pages came back after minutes.
+const FLUSHED_PROCESSES: u32 = 2;
+
+/// Pages of a window that its process uses all the time.
+const HOT: u64 = 8;
+
+/// Order of the pieces that memory may be in.
+const PIECE: u32 = 3;
+
+/// Processes: one for each CPU, as far as pages do not get more than sixteen references, which take a frame for a counter,
+/// for ever.
+const PROCESSES: core::ops::RangeInclusive<u32> = 6..=12;
+
+/// What rounds have done, in 4 KiB pages.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Tally {
+    /// Touched, and what was in them checked.
+    pub checked: u64,
+    /// Stored in swap.
+    pub stored: u64,
+    /// Brought back from it.
+    pub back: u64,
+    /// Touches, forks and unmaps for which there was no memory.
+    pub refused: u64,
+}
+
+impl Tally {
+    /// The sum.
+    pub fn plus(self, more: Tally) -> Tally {
+        Tally {
+            checked: self.checked + more.checked,
+            stored: self.stored + more.stored,
+            back: self.back + more.back,
+            refused: self.refused + more.refused,
+        }
+    }
+}
+
+/// A round at each page size, until `until` at the latest. `plant` is the bug of a flush that is not made.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
+    let mut tally = Tally::default();
+    for (index, page) in [PageSize::Size4K, PageSize::Size2M].into_iter().enumerate() {
+        let left = until.saturating_sub(cx.platform().now_ns());
+        let each = if page == PageSize::Size4K { 1 } else { HUGE };
+        // All ways of choosing and of looking get their turn.
+        let policy = if seed >> 1 & 1 == 0 { LruPolicy::Generations } else { LruPolicy::TwoList };
+        let ageing = if seed.is_multiple_of(5) { Ageing::Flush } else { Ageing::Batch };
+        let flushes = page == PageSize::Size4K && ageing == Ageing::Flush;
+        let most = if flushes { FLUSHED_PROCESSES } else { *PROCESSES.end() };
+        let procs = percpu::count().clamp(*PROCESSES.start(), *PROCESSES.end()).min(most);
+        let wanted = each * (FRAMES + FRAMES_PER_CPU * u64::from(percpu::count().min(most)));
+        let frames = wanted.min(frames().stats(cx).available() / 4 * 3);
+        let shared = (frames * PAGE_BYTES / 4 * 5).next_multiple_of(page.bytes());
+        let (swap, time) = (frames / 2, left / (2 - index as u64));
+        let (forks, unflushed) = (true, plant == Plant::UnflushedSwap);
+        let (least, hot) = (LEAST, HOT);
+        let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
+        // Every other round of small pages begins with more memory in pieces than they may have.
+        let pieces = (page == PageSize::Size4K && seed & 1 == 1).then(|| Pieces::make(cx, 4 * frames)).transpose()?;
+        let figures = processes::run(cx, &plan);
+        if let Some(pieces) = pieces {
+            pieces.free(cx);
+        }
+        let figures = figures?;
+        if figures.swap.loads < least {
+            return Err(Finding::NoPressure {
+                page,
+                ageing,
+                least,
+                back: figures.swap.loads,
+                stored: figures.swap.stores,
+                looked: figures.aged,
+                flushes: figures.age_flushes,
+                touched: figures.touched.pages,
+                seconds: figures.seconds,
+            }
+            .into());
+        }
+        tally.checked += figures.touched.pages;
+        tally.stored += figures.swap.stores;
+        tally.back += figures.swap.loads;
+        tally.refused += figures.touched.refused;
+    }
+    Ok(tally)
+}
+
+/// Memory of which every other block of 32 KiB is free.
+struct Pieces(Scratch<Option<Frozen>>);
+
+impl Pieces {
+    /// Of so many frames, or of half of those that are free.
+    fn make(cx: Cx<'_>, pages: u64) -> Result<Pieces, AllocError> {
+        let Ok(order) = Order::new(PIECE) else { return Err(AllocError::OutOfMemory) };
+        let count = pages.min(frames().stats(cx).available() / 2) / order.pages();
+        let held = Scratch::new(cx, count as usize, || None)?;
+        for place in held.items.iter_mut() {
+            percpu::beat();
+            *place = frames().alloc(cx, AllocRequest::order(order)).ok();
+        }
+        for block in held.items.iter_mut().step_by(2).filter_map(Option::take) {
+            frames().free(cx, block);
+        }
+        Ok(Pieces(held))
+    }
+
+    fn free(mut self, cx: Cx<'_>) {
+        self.0.free_blocks(cx);
+        self.0.free(cx);
+    }
+}

@@ -1,0 +1,273 @@
+//! No CPU ever uses a translation that is gone: all CPUs touch pages of one address space, which come by page faults, and
+//! all unmap ranges of it at the same time.
+//!
+//! The oracle is in the pages. Every word of a page is computed from the page's address, and is checked whenever it is
+//! read. As soon as a range has been unmapped and flushed, its frames are overwritten with a pattern, which must still be
+//! there when it is looked at again; then they are freed and come back under other addresses. So a read through a
+//! translation that is gone finds the wrong words, and a write through one breaks the pattern.
+
+use super::{Cx, Failure, Finding};
+use crate::space::{BareSpace, Pages};
+use core::cell::RefCell;
+use core::ptr;
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
+use hugemm_kernel_commands::request::Plant;
+use hugemm_paging::{PagingError, Run, Span};
+use hugemm_workloads::alloc_free::random::Random;
+
+/// Where the pages are.
+const START: u64 = 0x10_0000_0000;
+/// Pieces of 2 MiB: the even ones are mapped by one leaf each, the odd ones by 4 KiB leaves.
+const PIECES: u64 = 4;
+/// Steps of each CPU in a round, at most.
+const STEPS: u64 = 400;
+/// Words of a page that are read and written in a step.
+const TOUCHES: u64 = 32;
+/// Turns that a lazy CPU waits, at most.
+const LAZY: u64 = 20_000;
+/// The word that is written, always to what it is.
+const WRITTEN: u64 = 510;
+const WORDS: u64 = PAGE_BYTES / 8;
+/// Pages of a piece: the most runs that an unmap can find.
+const RUNS: usize = 512;
+
+/// Word `index` of the page at `page`.
+fn word(page: u64, index: u64) -> u64 {
+    (page ^ 0x5bd1_e995).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(index)
+}
+
+/// What a frame is overwritten with.
+fn pattern(frame: u64) -> u64 {
+    !frame.wrapping_mul(0xd6e8_feb8_6659_fd93)
+}
+
+/// A word that should not be there.
+#[derive(Clone, Copy, Debug)]
+pub struct Stale {
+    /// Where it was read: an address, or a frame's address in the direct map.
+    pub at: u64,
+    /// What should be there.
+    pub expected: u64,
+    /// What was.
+    pub found: u64,
+    /// Whether somebody wrote to a frame after its flush; otherwise somebody read through what was gone.
+    pub written: bool,
+    /// Which CPU noticed.
+    pub cpu: u32,
+}
+
+/// The pages of the stressed space.
+struct Checked;
+
+impl Pages for Checked {
+    fn size(&self, at: VirtAddr) -> Option<PageSize> {
+        let piece = at.get().checked_sub(START)? / PageSize::Size2M.bytes();
+        (piece < PIECES).then_some(if piece.is_multiple_of(2) { PageSize::Size2M } else { PageSize::Size4K })
+    }
+
+    fn fill(&self, at: VirtAddr, bytes: &mut [u8]) {
+        for (offset, part) in (0..).step_by(8).zip(bytes.chunks_exact_mut(8)) {
+            let page = at.get() + offset / PAGE_BYTES * PAGE_BYTES;
+            part.copy_from_slice(&word(page, offset % PAGE_BYTES / 8).to_ne_bytes());
+        }
+    }
+}
+
+/// What all CPUs share in a round.
+struct Round<'a> {
+    space: BareSpace<'a>,
+    plant: Plant,
+    until: u64,
+    stop: AtomicBool,
+    found: Lock<SpinLock, Option<Stale>>,
+    unmaps: AtomicU64,
+}
+
+impl Round<'_> {
+    fn report(&self, stale: Stale) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.found.lock().get_or_insert(stale);
+    }
+}
+
+/// One round on all CPUs, until `until` at the latest; returns how many ranges were unmapped.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
+    let cpus = percpu::count();
+    let runs = Scratch::new(cx, RUNS * cpus as usize, Extent::default)?;
+    let round = Round {
+        space: BareSpace::new(cx, Some(&Checked))?,
+        plant,
+        until,
+        stop: AtomicBool::new(false),
+        found: Lock::new(None),
+        unmaps: AtomicU64::new(0),
+    };
+    // Each CPU gets its part of the list.
+    let lists: Lock<SpinLock, _> = Lock::new(runs.items.chunks_exact_mut(RUNS));
+    // SAFETY: none: this is the planted bug, which the self-test must find.
+    unsafe { tlb::miss_one(plant == Plant::MissedCpu) };
+    smp::on_cpus(cx, cpus, &|cx, cpu| {
+        let Some(list) = lists.lock().next() else { return };
+        let list = RefCell::new(List { runs: list, count: 0 });
+        round.space.with(cx, |cx| stress(cx, &round, &list, &mut Random::new(seed ^ u64::from(cpu) << 40)));
+    });
+    // SAFETY: none: this is the planted bug, which the self-test must find.
+    unsafe { tlb::miss_one(false) };
+    let Round { space, found, unmaps, .. } = round;
+    if let Some(stale) = found.lock().take() {
+        return Err(Finding::Translations(stale).into());
+    }
+    let flushes = space.flushes();
+    debug_assert!(flushes > 0);
+    let list = RefCell::new(List { runs: &mut runs.items[..], count: 0 });
+    for piece in 0..PIECES {
+        let span = span(START + piece * PageSize::Size2M.bytes(), PageSize::Size2M.bytes());
+        space.unmap(cx, span, |run| list.borrow_mut().push(run))?;
+        list.borrow_mut().give_back(cx);
+    }
+    space.free(cx, |_| ());
+    runs.free(cx);
+    Ok(unmaps.load(Ordering::Relaxed))
+}
+
+fn span(start: u64, bytes: u64) -> Span {
+    Span::new(VirtAddr::new(start), bytes).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Runs that have been unmapped and not yet been freed.
+struct List<'a> {
+    runs: &'a mut [Extent],
+    count: usize,
+}
+
+impl List<'_> {
+    fn push(&mut self, run: Run) {
+        // As many places as a piece has pages.
+        self.runs[self.count] = run.extent;
+        self.count += 1;
+    }
+
+    fn frames(&self) -> impl Iterator<Item = u64> {
+        self.runs[..self.count].iter().flat_map(|run| run.base().number()..run.end().number())
+    }
+
+    /// Overwrites every frame.
+    fn overwrite(&self) {
+        for frame in self.frames() {
+            let words = layout::direct(frame * PAGE_BYTES).cast::<u64>();
+            for index in 0..WORDS as usize {
+                // SAFETY: a frame in the direct map that is this list's alone.
+                unsafe { words.add(index).write_volatile(pattern(frame)) };
+            }
+        }
+    }
+
+    /// Looks at the word that CPUs write to, and at one more of every frame.
+    fn check(&self, cpu: u32, random: &mut Random) -> Option<Stale> {
+        self.frames().find_map(|frame| {
+            [WRITTEN, random.below(WORDS)].into_iter().find_map(|index| {
+                let at = layout::direct(frame * PAGE_BYTES).cast::<u64>().wrapping_add(index as usize);
+                // SAFETY: as in `overwrite`.
+                let found = unsafe { at.read_volatile() };
+                let stale = Stale { at: at as u64, expected: pattern(frame), found, written: true, cpu };
+                (found != stale.expected).then_some(stale)
+            })
+        })
+    }
+
+    /// Frees everything.
+    fn give_back(&mut self, cx: &mut CpuCx<'static, Kernel>) {
+        for run in &self.runs[..self.count] {
+            // SAFETY: the harvest handed the frames over, each once.
+            frames().free_extent(cx, unsafe { Dirty::assume_owned(*run) });
+        }
+        self.count = 0;
+    }
+}
+
+/// One CPU's part, with the space loaded.
+fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut Random) {
+    let cpu = percpu::current();
+    for _ in 0..STEPS {
+        // Relaxed: only to end sooner.
+        if round.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= round.until {
+            return;
+        }
+        percpu::beat();
+        if random.below(8) == 0 {
+            // Left out of flushes for a while, except of those that free tables.
+            match round.plant {
+                Plant::LazyCpu => round.space.lazily_for_ever(cx),
+                // SAFETY: spinning uses no address.
+                _ => unsafe {
+                    round.space.lazily(cx, || (0..random.below(LAZY)).for_each(|_| core::hint::spin_loop()));
+                },
+            }
+        }
+        if random.below(4) != 0 {
+            if let Some(stale) = touch(cpu, random) {
+                return round.report(stale);
+            }
+            continue;
+        }
+        // Mostly small ranges of 4 KiB leaves: their flushes leave the rest of a TLB, and what is wrong in it, alone.
+        let number = if random.below(4) == 0 { random.below(PIECES) } else { random.below(PIECES) | 1 };
+        let piece = START + number * PageSize::Size2M.bytes();
+        // A whole piece of 4 KiB leaves is unhooked with its table.
+        let whole = Checked.size(VirtAddr::new(piece)) == Some(PageSize::Size2M) || random.below(8) == 0;
+        let pages = if whole { 512 } else { 1 + random.below(32) };
+        let first = if whole { 0 } else { random.below(512 - pages) };
+        let range = span(piece + first * PAGE_BYTES, pages * PAGE_BYTES);
+        let visit = |run| list.borrow_mut().push(run);
+        let result = if round.plant == Plant::FreeBeforeFlush {
+            round.space.unmap_before_flush(cx, range, PageSize::Size4K, visit, |cx| {
+                let mut list = list.borrow_mut();
+                list.overwrite();
+                // Long enough for somebody to notice.
+                for _ in 0..64 {
+                    if let Some(stale) = touch(cpu, random) {
+                        round.report(stale);
+                    }
+                }
+                list.give_back(cx);
+            })
+        } else {
+            round.space.unmap(cx, range, visit)
+        };
+        match result {
+            Ok(_) => {}
+            // Somebody else is unmapping there, or a huge leaf stands where none was left for a small range.
+            Err(PagingError::Busy { .. } | PagingError::NeedsSplit { .. }) => continue,
+            Err(error) => panic!("the self-test's own unmap was refused: {error}"),
+        }
+        round.unmaps.fetch_add(1, Ordering::Relaxed);
+        let mut list = list.borrow_mut();
+        list.overwrite();
+        for _ in 0..2 {
+            if let Some(stale) = list.check(cpu, random) {
+                return round.report(stale);
+            }
+        }
+        list.give_back(cx);
+    }
+}
+
+/// Reads and writes words of pages of the space; pages that are not there come.
+fn touch(cpu: u32, random: &mut Random) -> Option<Stale> {
+    (0..TOUCHES).find_map(|_| {
+        let page = START + random.below(PIECES * 512) * PAGE_BYTES;
+        let index = random.below(WORDS);
+        let at = |index: u64| ptr::without_provenance_mut::<u64>((page + 8 * index) as usize);
+        // SAFETY: the loaded space's pages; the fault handler maps them. Writes are to what is there.
+        let found = unsafe {
+            at(WRITTEN).write_volatile(word(page, WRITTEN));
+            at(index).read_volatile()
+        };
+        let stale = Stale { at: page + 8 * index, expected: word(page, index), found, written: false, cpu };
+        (found != stale.expected).then_some(stale)
+    })
+}

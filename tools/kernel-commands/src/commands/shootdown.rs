@@ -1,0 +1,125 @@
+//! What it costs to take ranges of 4 KiB pages away from all CPUs: unmap and write-protect, as one batch and page by page.
+//!
+//! The boot CPU works; the others have the space loaded and stand in it, so that each flush has to reach every one of them.
+//! The working CPU uses 512 other pages before and after: translating them anew is what a flush of everything costs besides.
+
+use super::{Cx, Failure, cpu_counts, region};
+use crate::output::{progress, sample};
+use crate::space::BareSpace;
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr};
+use hugemm_kernel::memory::frames;
+use hugemm_kernel::{percpu, smp};
+use hugemm_kernel_commands::request::Shootdown;
+use hugemm_paging::{PagingError, ShootdownPolicy, Span};
+use hugemm_workloads::shootdown::{Operation, Shot};
+
+/// Where ranges are mapped.
+const START: u64 = 0x20_0000_0000;
+
+/// Where the working set is, and how many pages it has.
+const WORKING_SET: u64 = 0x10_0000_0000;
+const WORKING_PAGES: u64 = 512;
+
+/// From one range to the next larger one.
+const STEP: u64 = 8;
+
+const POLICIES: [(&str, ShootdownPolicy); 2] =
+    [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
+
+/// One measurement.
+#[derive(Clone, Copy)]
+struct Cell {
+    cpus: u32,
+    pages: u64,
+    operation: Operation,
+    name: &'static str,
+    policy: ShootdownPolicy,
+}
+
+/// Runs the command.
+#[inline(never)]
+pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
+    let block = region(cx, PAGE_BYTES)?;
+    let space = BareSpace::new(cx, None)?;
+    let working = Span::new(VirtAddr::new(WORKING_SET), WORKING_PAGES * PAGE_BYTES)
+        .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(WORKING_SET) })?;
+    let one = (0..WORKING_PAGES).filter_map(|_| Extent::new(block.pfn(), 1).ok());
+    space.map(cx, working, one, PageSize::Size4K)?;
+    let sizes = || core::iter::successors(Some(1), |pages| Some(pages * STEP)).take_while(|pages| *pages <= args.pages);
+    let of = (sizes().count() * cpu_counts(percpu::count()).count()) as u64;
+    let mut done = 0;
+    for cpus in cpu_counts(percpu::count()) {
+        for pages in sizes() {
+            progress(done, of, "shootdown");
+            done += 1;
+            for _ in 0..args.runs {
+                for (name, policy) in POLICIES.into_iter().filter(|(_, p)| pages <= args.each || p.pages_per_batch > 1)
+                {
+                    for operation in Operation::ALL {
+                        let cell = Cell { cpus, pages, operation, name, policy };
+                        report(cell, measure(cx, &space, block.pfn(), cell)?);
+                    }
+                }
+            }
+        }
+    }
+    space.free(cx, |_| ());
+    frames().free(cx, block);
+    Ok(())
+}
+
+fn measure(cx: Cx<'_>, space: &BareSpace<'_>, frame: Pfn, cell: Cell) -> Result<Shot, PagingError> {
+    let at = VirtAddr::new(START);
+    let span = Span::new(at, cell.pages * PAGE_BYTES).map_err(|_| PagingError::OutOfBounds { at })?;
+    let (ready, stop) = (AtomicU32::new(0), AtomicBool::new(false));
+    let result: Lock<SpinLock, _> = Lock::new(Err(PagingError::NotMapped { at }));
+    smp::on_cpus(cx, cell.cpus, &|cx, cpu| {
+        space.with(cx, |cx| {
+            if cpu != 0 {
+                // Release and Acquire: the space is loaded before it counts.
+                ready.fetch_add(1, Ordering::Release);
+                while !stop.load(Ordering::Acquire) {
+                    core::hint::spin_loop();
+                }
+                return;
+            }
+            while ready.load(Ordering::Acquire) + 1 < cell.cpus {
+                core::hint::spin_loop();
+            }
+            let shot = space.shootdown(cx, frame, span, cell.operation, &cell.policy, &use_working_set);
+            *result.lock() = shot;
+            stop.store(true, Ordering::Release);
+        });
+    });
+    *result.lock()
+}
+
+/// Reads a word of each page, of the same frame but in different lines of it.
+fn use_working_set() {
+    for page in 0..WORKING_PAGES {
+        let at = WORKING_SET + page * PAGE_BYTES + page % 64 * 64;
+        // SAFETY: mapped in the space that this CPU has loaded; nobody writes there.
+        unsafe { core::ptr::with_exposed_provenance::<u64>(at as usize).read_volatile() };
+    }
+}
+
+fn report(cell: Cell, shot: Shot) {
+    let operation = cell.operation.name();
+    let labels = [
+        ("operation", (&operation).into()),
+        ("pages", cell.pages.into()),
+        ("cpus", cell.cpus.into()),
+        ("policy", (&cell.name).into()),
+    ];
+    sample("bench.shootdown.time", shot.nanos as f64, "ns", &labels);
+    let counts = [
+        ("bench.shootdown.flushes", shot.counts.flushes_all + shot.counts.flushes_range),
+        ("bench.shootdown.targets", shot.counts.targets),
+        ("bench.shootdown.ipis", shot.counts.interrupts),
+    ];
+    for (metric, count) in counts {
+        sample(metric, count as f64, "count", &labels);
+    }
+}

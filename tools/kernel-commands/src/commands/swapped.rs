@@ -1,0 +1,169 @@
+//! Address spaces whose idle pages go to compressed swap, on as much of this machine's memory as is left to them.
+
+use super::selftest::Finding;
+use super::{Cx, Failure};
+use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::lock::SpinLock;
+use hugemm_base::{Order, PageSize};
+use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
+use hugemm_frames::{AllocError, AllocRequest, Frozen};
+use hugemm_kernel::memory::{KernelEnv, Scratch, frames};
+use hugemm_kernel::vm::{self, KernelVm, OnKernel, Paging};
+use hugemm_kernel::{clock, percpu, smp, tlb};
+use hugemm_lz4::Lz4;
+use hugemm_paging::ShootdownPolicy;
+use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Step, Steps, Swap, Watermarks};
+use hugemm_vm::Pools;
+
+/// Pages that nobody uses go to [`Store`].
+#[derive(Clone, Copy, Debug)]
+pub struct Swapped;
+
+impl<'a, 'm: 'a> Paging<'a, 'm> for Swapped {
+    type Pager = Reclaim<'a, 'static, OnKernel<'a, 'm, Swapped>, Store, SpinLock, Clocked<'a>>;
+}
+
+/// Swap in memory.
+pub type Store = Compressed<'static, 'static, KernelEnv, Lz4>;
+
+/// The types of such address spaces.
+pub type OurSpaces<'a> = OnKernel<'a, 'static, Swapped>;
+
+/// Their manager.
+pub type SwapVm<'a> = KernelVm<'a, 'static, Swapped>;
+
+/// What one CPU does for reclaim, since when, and what it has spent on what. Its CPU writes.
+#[derive(Debug, Default)]
+pub struct CpuClock {
+    step: AtomicU64,
+    since: AtomicU64,
+    nanos: [AtomicU64; STEPS],
+}
+
+/// Values of [`Step`].
+const STEPS: usize = Step::Outside as usize + 1;
+
+/// Adds up what reclaim spends its time on, on each CPU; the default one nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Clocked<'a> {
+    cpus: &'a [CpuClock],
+    /// A planted bug: the flushes after unmapping are not made.
+    unflushed: bool,
+}
+
+impl Steps for Clocked<'_> {
+    fn enter(&self, step: Step) {
+        if self.unflushed {
+            // SAFETY: none: this is the planted bug, which the self-test must find.
+            unsafe { tlb::flush_nothing(step == Step::UnmapFlush) };
+        }
+        let Some(own) = self.cpus.get(percpu::current() as usize) else { return };
+        let now = clock::now_ns();
+        // Relaxed: this CPU's own, and tasks stay on theirs.
+        let before = own.step.swap(step as u64, Ordering::Relaxed) as usize;
+        let since = own.since.swap(now, Ordering::Relaxed);
+        // At first a CPU is at a step that it has not begun.
+        if since != 0 && before < STEPS {
+            own.nanos[before].fetch_add(now - since, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Clocked<'_> {
+    /// Nanoseconds of all CPUs in one step.
+    pub fn of(&self, step: Step) -> u64 {
+        self.cpus.iter().map(|cpu| cpu.nanos[step as usize].load(Ordering::Relaxed)).sum()
+    }
+}
+
+/// On what terms pages come and go.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// Frames that there are, those of compressed pages included; all others are held back.
+    pub frames: u64,
+    /// Frames that compressed pages may take.
+    pub swap: u64,
+    /// When pages go.
+    pub marks: Watermarks,
+    /// Which pages are old.
+    pub policy: LruPolicy,
+    /// How accessed bits are read.
+    pub ageing: Ageing,
+    /// A planted bug: pages are written out and freed without a flush.
+    pub unflushed: bool,
+}
+
+/// Runs `f` with a manager on these terms. Whatever it makes it ends.
+pub fn with<R>(
+    cx: Cx<'_>,
+    terms: &Terms,
+    f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
+    let rest = Rest::hold(cx, terms.frames)?;
+    let result = on_ration(cx, terms, clocks.items, f);
+    rest.free(cx);
+    clocks.free(cx);
+    result
+}
+
+#[inline(never)]
+fn on_ration<R>(
+    cx: Cx<'_>,
+    terms: &Terms,
+    clocks: &[CpuClock],
+    f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
+) -> Result<R, Failure> {
+    let features = Features::detect();
+    let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
+    let store = Store::new(frames(), cx, Lz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
+    let lrus = [Lru::new(frames(), terms.policy)];
+    let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
+    pager.set_ageing(terms.ageing);
+    // SAFETY: the clearer is made from what `Features::detect` finds.
+    let vm = unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default()) }?;
+    let result = f(cx, &vm, &store);
+    vm.trim(cx);
+    drop(vm);
+    match (store.close(cx), result) {
+        (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+        (_, result) => result,
+    }
+}
+
+/// The memory that others may not have.
+struct Rest(Scratch<Option<Frozen>>);
+
+impl Rest {
+    /// Holds back what is free except `leave` frames: blocks of 2 MiB first, then smaller ones, because after a long time
+    /// much may be free in pieces, and who had those would never be short.
+    fn hold(cx: Cx<'_>, leave: u64) -> Result<Rest, AllocError> {
+        smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
+        let largest = PageSize::Size2M.order();
+        let free = frames().stats(cx);
+        let pieces: u64 = free.blocks.iter().take(largest.get() as usize).sum();
+        // One more of each order, for a block that has to be divided.
+        let most = free.available() / largest.pages() + pieces + u64::from(largest.get()) + 1;
+        let held = Scratch::new(cx, most as usize, || None)?;
+        let mut places = held.items.iter_mut();
+        for order in (0..=largest.get()).rev().filter_map(|order| Order::new(order).ok()) {
+            while frames().stats(cx).available() >= leave + order.pages() {
+                percpu::beat();
+                let Ok(block) = frames().alloc(cx, AllocRequest::order(order)) else { break };
+                match places.next() {
+                    Some(place) => *place = Some(block),
+                    None => {
+                        frames().free(cx, block);
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(Rest(held))
+    }
+
+    fn free(mut self, cx: Cx<'_>) {
+        self.0.free_blocks(cx);
+        self.0.free(cx);
+    }
+}

@@ -1,0 +1,69 @@
+//! Results and progress as JSON lines: whole lines, numbered, one CPU at a time.
+
+use core::fmt;
+use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_kernel::{BootInfo, clock, console, memory, percpu};
+use hugemm_kernel_commands::report::{self, Fields, Value};
+use hugemm_workloads::record::Record;
+
+/// The number of the next line. Written with the console's lock held.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// Most fields that a record has, and one for its name.
+const MOST_FIELDS: usize = 32;
+
+fn write(kind: &str, fields: Fields<'_>, labels: Option<Fields<'_>>) {
+    percpu::beat();
+    console::with(|mut out| {
+        // Relaxed: the console's lock orders the lines.
+        let seq = NEXT.fetch_add(1, Ordering::Relaxed);
+        // The port takes everything.
+        let _ = report::line(&mut out, seq, kind, fields, labels);
+    });
+}
+
+/// A line without labels.
+pub fn line(kind: &str, fields: Fields<'_>) {
+    write(kind, fields, None);
+}
+
+/// One run's value of a metric, and what tells it from others.
+pub fn sample(metric: &str, value: f64, unit: &str, labels: Fields<'_>) {
+    write("sample", &[("metric", (&metric).into()), ("value", value.into()), ("unit", (&unit).into())], Some(labels));
+}
+
+/// What a run counted, and what tells it from others.
+pub fn record<R: Record>(record: &R, labels: Fields<'_>) {
+    let name = R::NAME;
+    let mut fields = [("name", Value::Text(&name)); MOST_FIELDS];
+    let mut count = 1;
+    record.each(&mut |field, value| {
+        fields[count] = (field, value.into());
+        count += 1;
+    });
+    write("record", &fields[..count], Some(labels));
+}
+
+/// How far a command is.
+pub fn progress(done: u64, of: u64, what: &str) {
+    line("progress", &[("done", done.into()), ("of", of.into()), ("what", (&what).into())]);
+}
+
+/// A remark for the user.
+pub fn note(text: fmt::Arguments<'_>) {
+    line("note", &[("text", (&text).into())]);
+}
+
+/// The first line: what the machine is.
+pub fn boot(boot: &BootInfo) {
+    line(
+        "boot",
+        &[
+            ("cpus", percpu::count().into()),
+            ("cpus_present", boot.cpus_present.into()),
+            ("memory", memory::managed_bytes().into()),
+            ("tsc_khz", clock::tsc_khz().into()),
+            ("apic", (&boot.apic).into()),
+        ],
+    );
+}

@@ -1,0 +1,156 @@
+//! Whether everything adds up at the end of the run.
+
+use super::guest::Guest;
+use super::{HostRun, Site};
+use crate::record::record;
+use core::fmt;
+use hugemm_base::lock::RawLock;
+use hugemm_base::{Clock, CounterSnapshot, PAGE_SHIFT};
+use hugemm_hugetlb::{DescriptorMap, ResizeReport};
+use hugemm_paging::X86_64;
+use hugemm_vm::{AddressSpace, Cx, Setup};
+
+/// Something is not what it should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// What was counted or read.
+    pub what: &'static str,
+    /// What it should be.
+    pub expected: u64,
+    /// What it is.
+    pub found: u64,
+}
+
+impl Mismatch {
+    pub(crate) const fn new(what: &'static str, expected: u64, found: u64) -> Self {
+        Mismatch { what, expected, found }
+    }
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the accounting do not add up: {}: {} expected, {} found", self.what, self.expected, self.found)
+    }
+}
+
+impl core::error::Error for Mismatch {}
+
+/// What was counted over the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Accounting {
+    /// Frames that were free at the beginning.
+    pub frames: u64,
+    /// Frames that went bad and are out for good.
+    pub poisoned: u64,
+    /// Frames that vmemmap optimization keeps: shared tail pages, and, by its own reports, tables of blocks of descriptors that
+    /// have been divided.
+    pub kept: i64,
+    /// Bytes of zeroed memory that were given to somebody.
+    pub given: u64,
+    /// Bytes that were cleared.
+    pub cleared: u64,
+    /// Accesses that failed for want of memory.
+    pub failed_accesses: u64,
+    /// Machines that were refused for want of pool.
+    pub refused_machines: u64,
+    /// Checks that were made.
+    pub checks: u64,
+    /// Frames that had gone bad before.
+    refused: u64,
+    /// By all spaces' own counts.
+    failed: u64,
+    wasted: u64,
+    counters: CounterSnapshot,
+}
+
+record! {
+    Accounting = "run.accounting" {
+        frames: u64,
+        poisoned: u64,
+        kept: i64,
+        given: u64,
+        cleared: u64,
+        failed_accesses: u64,
+        refused_machines: u64,
+        checks: u64,
+    }
+}
+
+impl Accounting {
+    pub(crate) fn open<'c, 'm, S, L, V>(
+        cx: &mut Cx<'c, S>,
+        run: &HostRun<'_, 'm, '_, '_, S, L, V>,
+        site: &impl Site<'c, 'm, S>,
+    ) -> Self
+    where
+        S: Setup<Format = X86_64>,
+        L: RawLock,
+        V: DescriptorMap,
+    {
+        let stats = run.vm.frames().stats(cx);
+        let (frames, refused) = (stats.available() + site.swap_frames(cx), stats.refused);
+        // Shared frames stay for ever: what an earlier run has made is not this one's.
+        let kept = -(run.optimizer.shared_frames() as i64);
+        Accounting { frames, refused, kept, counters: site.counters(), ..Accounting::default() }
+    }
+
+    /// Adds a resize; returns the bytes of descriptors that it gave back, less those that it took.
+    pub(crate) fn descriptors(&mut self, report: &ResizeReport) -> i64 {
+        let frames = report.freed_frames as i64 - report.taken_frames as i64;
+        self.kept -= frames;
+        frames << PAGE_SHIFT
+    }
+
+    /// Adds a space that is about to end.
+    pub(crate) fn end_space<S: Setup>(&mut self, space: &AddressSpace<S>) {
+        self.failed += space.counters().failed.get();
+        self.wasted += space.counters().wasted.get();
+    }
+
+    /// The same for a guest's.
+    pub(crate) fn end_guest<S: Setup<Format = X86_64>>(&mut self, guest: &Guest<'_, S>)
+    where
+        S::Platform: Clock,
+    {
+        self.end_space(&guest.space);
+    }
+
+    /// Every machine is gone and the pool empty.
+    pub(crate) fn close<'c, 'm, S, L, V>(
+        &mut self,
+        cx: &mut Cx<'c, S>,
+        run: &HostRun<'_, 'm, '_, '_, S, L, V>,
+        site: &impl Site<'c, 'm, S>,
+    ) -> Result<(), Mismatch>
+    where
+        S: Setup<Format = X86_64>,
+        L: RawLock,
+        V: DescriptorMap,
+    {
+        run.vm.trim(cx);
+        let (frames, pool) = (run.vm.frames().stats(cx), run.pool.counts(cx));
+        let counters = site.counters().since(self.counters);
+        self.cleared = counters.bytes_cached + counters.bytes_bulk;
+        self.kept += run.optimizer.shared_frames() as i64;
+        let page = |count: u64| count << PAGE_SHIFT;
+        self.check("pages left in the pool", 0, pool.counts.total)?;
+        self.check("pages promised by the pool", 0, pool.reserved)?;
+        self.check("pools whose bits and counts agree", 1, u64::from(run.pool.is_consistent(cx)))?;
+        self.check("pages whose descriptors are not restored", 0, run.pool.lean_pages())?;
+        let bad = frames.refused - self.refused;
+        self.check("frames that are out for good", self.poisoned, bad)?;
+        let back = frames.available() + bad + site.swap_frames(cx);
+        self.check("frames, free or bad or kept by optimizer", self.frames, back.saturating_add_signed(self.kept))?;
+        self.check("accesses that spaces count as failed", self.failed_accesses, self.failed)?;
+        // Known-zero pages are not cleared again, and those that were cleared in vain are counted.
+        let least = self.given.saturating_sub(page(counters.clears_skipped * 512));
+        self.check("bytes given that were not cleared", 0, least.saturating_sub(self.cleared))?;
+        self.check("bytes cleared in vain", 0, self.cleared.saturating_sub(self.given + page(self.wasted * 512)))?;
+        self.check("store fences that were forgotten", 0, counters.fences_on_drop)
+    }
+
+    pub(crate) fn check(&mut self, what: &'static str, expected: u64, found: u64) -> Result<(), Mismatch> {
+        self.checks += 1;
+        if expected == found { Ok(()) } else { Err(Mismatch::new(what, expected, found)) }
+    }
+}
