@@ -82,6 +82,7 @@ pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<AgeFigures, Failure> {
     let record = (plan.shared + 2 * own) / PAGE_BYTES;
     let records = Scratch::new(cx, (record * u64::from(plan.procs)) as usize, || 0_u32)?;
     let terms = Terms {
+        page: plan.page,
         frames: plan.frames,
         swap: plan.swap,
         marks: marks(plan.frames, plan.page),

@@ -90,6 +90,8 @@ pub enum Finding {
         flushes: u64,
         /// Pages that were touched.
         touched: u64,
+        /// Of those, touches, forks and unmaps for which there was no memory.
+        refused: u64,
         /// How long it took.
         seconds: f64,
     },
@@ -133,12 +135,12 @@ impl fmt::Display for Finding {
             Finding::InSwap { pages } => {
                 write!(f, "{pages} pages are in swap though all address spaces have ended")
             }
-            Finding::NoPressure { page, ageing, least, back, stored, looked, flushes, touched, seconds } => {
+            Finding::NoPressure { page, ageing, least, back, stored, looked, flushes, touched, refused, seconds } => {
                 write!(
                     f,
                     "self-test, pressure: {back} pages came back from swap, not {least}: nothing was shown (pages of \
-                     {page}, ageing {}: {touched} touched, {looked} looked at, {flushes} flushes for that, {stored} \
-                     stored in {seconds:.0} s)",
+                     {page}, ageing {}: {touched} touched, {refused} of them without memory, {looked} looked at, {flushes} \
+                     flushes for that, {stored} stored in {seconds:.0} s)",
                     ageing.name()
                 )
             }

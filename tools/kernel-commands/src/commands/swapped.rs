@@ -79,6 +79,8 @@ impl Clocked<'_> {
 /// On what terms pages come and go.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
+    /// Size of the pages.
+    pub page: PageSize,
     /// Frames that there are, those of compressed pages included; all others are held back.
     pub frames: u64,
     /// Frames that compressed pages may take.
@@ -100,7 +102,7 @@ pub fn with<R>(
     f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
     let clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
-    let rest = Rest::hold(cx, terms.frames)?;
+    let rest = Rest::hold(cx, terms)?;
     let result = on_ration(cx, terms, clocks.items, f);
     rest.free(cx);
     clocks.free(cx);
@@ -135,9 +137,10 @@ fn on_ration<R>(
 struct Rest(Scratch<Option<Frozen>>);
 
 impl Rest {
-    /// Holds back what is free except `leave` frames: blocks of 2 MiB first, then smaller ones, because after a long time
-    /// much may be free in pieces, and who had those would never be short.
-    fn hold(cx: Cx<'_>, leave: u64) -> Result<Rest, AllocError> {
+    /// Holds back what is free except the frames that pages may have. For pages of 4 KiB, blocks of 2 MiB first, then
+    /// smaller ones, because after a long time much may be free in pieces, and who had those would never be short. For
+    /// larger pages, the pieces first: with nothing but pieces no page would ever be had, and nothing be short either.
+    fn hold(cx: Cx<'_>, terms: &Terms) -> Result<Rest, AllocError> {
         smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
         let largest = PageSize::Size2M.order();
         let free = frames().stats(cx);
@@ -146,8 +149,11 @@ impl Rest {
         let most = free.available() / largest.pages() + pieces + u64::from(largest.get()) + 1;
         let held = Scratch::new(cx, most as usize, || None)?;
         let mut places = held.items.iter_mut();
-        for order in (0..=largest.get()).rev().filter_map(|order| Order::new(order).ok()) {
-            while frames().stats(cx).available() >= leave + order.pages() {
+        let mut hold = |order: Order, most: u64| {
+            for _ in 0..most {
+                if frames().stats(cx).available() < terms.frames + order.pages() {
+                    break;
+                }
                 percpu::beat();
                 let Ok(block) = frames().alloc(cx, AllocRequest::order(order)) else { break };
                 match places.next() {
@@ -158,7 +164,12 @@ impl Rest {
                     }
                 }
             }
+        };
+        let orders = || (0..=largest.get()).rev().filter_map(|order| Order::new(order).ok());
+        if terms.page != PageSize::Size4K {
+            orders().skip(1).for_each(|order| hold(order, free.blocks[order.get() as usize]));
         }
+        orders().for_each(|order| hold(order, u64::MAX));
         Ok(Rest(held))
     }
 

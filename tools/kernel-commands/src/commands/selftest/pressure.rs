@@ -94,6 +94,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
                 looked: figures.aged,
                 flushes: figures.age_flushes,
                 touched: figures.touched.pages,
+                refused: figures.touched.refused,
                 seconds: figures.seconds,
             }
             .into());
