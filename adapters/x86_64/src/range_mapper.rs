@@ -3,10 +3,10 @@
 use core::fmt;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, PhysAddr};
+use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, PhysAddr, VirtRange, VirtRangeError};
 use hugemm_paging::{
-    Change, Detached, EditLock, Editing, Flags, Mapping, NoTable, PageFormat, PageTable, PagingError, Run, Span,
-    SpanError, Stale, TableContent, TableMemory, Unhooked, X86_64,
+    Change, Detached, EditLock, Editing, Flags, Mapping, NoTable, PageFormat, PageTable, PagingError, Run, Stale,
+    TableContent, TableMemory, Unhooked, X86_64,
 };
 use x86_64::VirtAddr;
 use x86_64::structures::paging::frame::PhysFrameRange;
@@ -17,7 +17,7 @@ use x86_64::structures::paging::{FrameAllocator, FrameDeallocator, PageTableFlag
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeError {
     /// The range of pages is empty.
-    Range(SpanError),
+    Range(VirtRangeError),
     /// A flag that hugemm's entries have no place for.
     Flags(PageTableFlags),
     /// A table above the page forbids execution of everything below it: make it allow that, or leave it to `NO_EXECUTE`.
@@ -41,8 +41,8 @@ impl fmt::Display for RangeError {
 
 impl core::error::Error for RangeError {}
 
-impl From<SpanError> for RangeError {
-    fn from(error: SpanError) -> Self {
+impl From<VirtRangeError> for RangeError {
+    fn from(error: VirtRangeError) -> Self {
         RangeError::Range(error)
     }
 }
@@ -81,7 +81,7 @@ impl RangeMapper {
     pub unsafe fn new(root: PhysFrame, offset: VirtAddr, half: VirtAddr) -> Result<Self, RangeError> {
         const HALF: u64 = 1 << 47;
         let start = if half.as_u64() < HALF { 0 } else { HALF.wrapping_neg() };
-        let bounds = Span::new(hugemm_base::VirtAddr::new(start), HALF)?;
+        let bounds = VirtRange::new(hugemm_base::VirtAddr::new(start), HALF)?;
         // SAFETY: the caller's promises, passed on.
         let table = unsafe { PageTable::adopt(Pfn::containing(physical(root)), bounds) }?;
         Ok(RangeMapper { table, offset })
@@ -113,7 +113,7 @@ impl RangeMapper {
     }
 
     /// Whether the tables above the span let through what is to be executed there.
-    fn check_executable(&self, span: Span, flags: Flags) -> Result<(), RangeError> {
+    fn check_executable(&self, span: VirtRange, flags: Flags) -> Result<(), RangeError> {
         let mut found = Ok(());
         if flags.contains(Flags::EXEC) {
             self.parents(span, &mut |entry, page| {
@@ -126,7 +126,7 @@ impl RangeMapper {
     }
 
     /// Lets user mode through the tables above the span. A CPU that has them otherwise faults, and finds them so.
-    fn open_to_users(&self, span: Span, flags: Flags) {
+    fn open_to_users(&self, span: VirtRange, flags: Flags) {
         if flags.contains(Flags::USER) {
             self.parents(span, &mut |entry, _| {
                 // Relaxed: it publishes nothing.
@@ -136,10 +136,10 @@ impl RangeMapper {
     }
 
     /// Shows every entry above the span that refers to a table, with the first page of the span below it.
-    fn parents(&self, span: Span, visit: &mut dyn FnMut(&AtomicU64, u64)) {
+    fn parents(&self, span: VirtRange, visit: &mut dyn FnMut(&AtomicU64, u64)) {
         let bounds = self.table.bounds();
-        let (first, end) = (span.first(), span.first() + span.pages());
-        if first >= bounds.first() && end <= bounds.first() + bounds.pages() {
+        let (first, end) = (span.first_page(), span.end_page());
+        if first >= bounds.first_page() && end <= bounds.end_page() {
             self.parents_below(self.table.root(), X86_64::LEVELS - 1, first, end, visit);
         }
     }
@@ -255,9 +255,9 @@ fn physical(frame: PhysFrame) -> PhysAddr {
     PhysAddr::new(frame.start_address().as_u64())
 }
 
-fn span(pages: PageRange<Size4KiB>) -> Result<Span, SpanError> {
+fn span(pages: PageRange<Size4KiB>) -> Result<VirtRange, VirtRangeError> {
     let (start, end) = (pages.start.start_address().as_u64(), pages.end.start_address().as_u64());
-    Span::new(hugemm_base::VirtAddr::new(start), end.saturating_sub(start))
+    VirtRange::new(hugemm_base::VirtAddr::new(start), end.saturating_sub(start))
 }
 
 /// That crate's flags as hugemm's; an error if any would be lost.

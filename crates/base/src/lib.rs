@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`addr`] | [`Pfn`], [`PhysAddr`], [`VirtAddr`]: three kinds of number that must not be mixed |
 //! | [`size`] | [`PageSize`], [`Order`] |
+//! | [`virt_range`] | [`VirtRange`]: page-aligned ranges of virtual addresses |
 //! | [`extent`] | [`Extent`] and its canonical decomposition into aligned power-of-two chunks |
 //! | [`chain`] | lists of extents threaded through storage that the extents themselves pay for |
 //! | [`content`] | what is known of an extent's bytes: [`Dirty`], [`Clearing`], [`Zeroed`]; memory without a manager: [`Ram`] |
@@ -47,6 +48,7 @@ pub mod store_fence;
 pub mod sync;
 pub mod tlb_flush;
 pub mod tlb_ranges;
+pub mod virt_range;
 
 pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 pub use cancel::{Cancel, CancelFlag, Never};
@@ -62,4 +64,5 @@ pub use single_cpu::SingleCpu;
 pub use size::{Order, PageSize, SizeError};
 pub use store_fence::{Owed, StoreFence, Unfenced};
 pub use tlb_flush::{FlushDomain, Flushed, Quarantine, TlbFlush};
-pub use tlb_ranges::{Invalidation, RangeSet, VirtRange, X86Flush};
+pub use tlb_ranges::{Invalidation, RangeSet, X86Flush};
+pub use virt_range::{VirtRange, VirtRangeError};

@@ -57,7 +57,8 @@ use crate::chain::{ExtentChain, ExtentLinks};
 use crate::counters::Counter;
 use crate::pending::{Barrier, Pending};
 use crate::sync::{AtomicU64, AtomicWord, FencePoint, Ordering, full_fence};
-use crate::tlb_ranges::{RangeSet, VirtRange};
+use crate::tlb_ranges::RangeSet;
+use crate::virt_range::VirtRange;
 use core::fmt;
 use core::marker::PhantomData;
 
@@ -349,7 +350,7 @@ mod tests {
         let debt = domain.unhooked(7_u64, range(0x1000, 0x2000));
         let debt = debt.release(&early).expect_err("started before the change");
         let debt = debt.release(&flush(&other, VirtRange::ALL)).expect_err("another domain");
-        let debt = debt.release(&flush(&domain, range(0x1000, 0x1fff))).expect_err("one byte short");
+        let debt = debt.release(&flush(&domain, range(0x1000, 0x1000))).expect_err("one page short");
         assert_eq!(debt.release(&flush(&domain, range(0x1000, 0x2000))).expect("paid"), 7);
         assert!(domain.quarantine().0.borrow().is_empty());
     }

@@ -3,77 +3,8 @@
 use crate::addr::VirtAddr;
 use crate::platform::TlbScope;
 use crate::size::PageSize;
+use crate::virt_range::VirtRange;
 use core::fmt;
-
-/// A range of virtual addresses, by its first and last byte, so that the whole space can be said.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct VirtRange {
-    first: VirtAddr,
-    last: VirtAddr,
-}
-
-impl VirtRange {
-    /// Every address.
-    pub const ALL: VirtRange = VirtRange { first: VirtAddr::new(0), last: VirtAddr::new(u64::MAX) };
-
-    /// `bytes` bytes from `start` on; `None` if that is none or wraps.
-    pub const fn new(start: VirtAddr, bytes: u64) -> Option<Self> {
-        match bytes.checked_sub(1) {
-            Some(more) => match start.checked_add(more) {
-                Some(last) => Some(VirtRange { first: start, last }),
-                None => None,
-            },
-            None => None,
-        }
-    }
-
-    /// From `first` to `last`, both included; `None` if they are in the wrong order.
-    pub const fn inclusive(first: VirtAddr, last: VirtAddr) -> Option<Self> {
-        if first.get() <= last.get() { Some(VirtRange { first, last }) } else { None }
-    }
-
-    /// First address.
-    pub const fn first(self) -> VirtAddr {
-        self.first
-    }
-
-    /// Last address.
-    pub const fn last(self) -> VirtAddr {
-        self.last
-    }
-
-    /// Whether all of `other` is in it.
-    pub const fn covers(self, other: VirtRange) -> bool {
-        self.first.get() <= other.first.get() && other.last.get() <= self.last.get()
-    }
-
-    /// The smallest range that covers both.
-    pub fn hull(self, other: VirtRange) -> VirtRange {
-        VirtRange { first: self.first.min(other.first), last: self.last.max(other.last) }
-    }
-
-    /// How many naturally aligned pages of `size` it touches.
-    pub const fn pages(self, size: PageSize) -> u64 {
-        let shift = size.order().get() + crate::addr::PAGE_SHIFT;
-        (self.last.get() >> shift) - (self.first.get() >> shift) + 1
-    }
-
-    /// Whether the two overlap or adjoin, so that their hull has no gap.
-    const fn touches(self, other: VirtRange) -> bool {
-        let (a, b) = (self.first.get(), other.first.get());
-        a <= other.last.get().saturating_add(1) && b <= self.last.get().saturating_add(1)
-    }
-
-    fn bytes(self) -> u64 {
-        (self.last.get() - self.first.get()).saturating_add(1)
-    }
-}
-
-impl fmt::Debug for VirtRange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "[{}, {}]", self.first, self.last)
-    }
-}
 
 /// A few disjoint ranges that do not adjoin. Adding never fails: what no longer fits is joined with the nearest range,
 /// gap and all, so the set covers at least what was added.
@@ -113,7 +44,7 @@ impl RangeSet {
                 self.len += 1;
                 return;
             }
-            let gap = |kept: &VirtRange| kept.hull(range).bytes() - kept.bytes();
+            let gap = |kept: &VirtRange| kept.hull(range).pages() - kept.pages();
             let nearest = (0..self.len).min_by_key(|&at| gap(&self.ranges[at])).unwrap_or(0);
             range = range.hull(self.take(nearest));
         }
@@ -147,8 +78,8 @@ impl RangeSet {
     }
 
     /// How many pages of `size` it touches.
-    pub fn pages(&self, size: PageSize) -> u64 {
-        self.as_slice().iter().fold(0, |sum, range| sum.saturating_add(range.pages(size)))
+    pub fn touched(&self, size: PageSize) -> u64 {
+        self.as_slice().iter().fold(0, |sum, range| sum.saturating_add(range.touched(size)))
     }
 }
 
@@ -203,8 +134,8 @@ impl Invalidation {
         let (ranges, stride) = (if whole.is_some() { RangeSet::EMPTY } else { self.ranges }, self.stride);
         let pages = (0..ranges.len).flat_map(move |at| {
             let range = ranges.ranges[at];
-            let first = range.first().align_down(stride.bytes()).get();
-            (0..range.pages(stride)).map(move |page| X86Flush::Page(VirtAddr::new(first + page * stride.bytes())))
+            let first = range.start().align_down(stride.bytes()).get();
+            (0..range.touched(stride)).map(move |page| X86Flush::Page(VirtAddr::new(first + page * stride.bytes())))
         });
         whole.into_iter().chain(pages)
     }
@@ -252,30 +183,6 @@ mod tests {
     }
 
     #[test]
-    fn ranges() {
-        assert_eq!(VirtRange::new(VirtAddr::new(1), 0), None);
-        assert_eq!(VirtRange::new(VirtAddr::new(2), u64::MAX), None);
-        assert_eq!(VirtRange::new(VirtAddr::new(1), u64::MAX).expect("to the end").last(), VirtAddr::new(u64::MAX));
-        assert_eq!(VirtRange::inclusive(VirtAddr::new(2), VirtAddr::new(1)), None);
-        let (one, two) = (VirtAddr::new(1), VirtAddr::new(2));
-        assert_eq!(VirtRange::inclusive(one, two), VirtRange::new(one, 2));
-        assert_eq!(VirtRange::inclusive(two, two), VirtRange::new(two, 1));
-        assert_eq!((range(5, 5).first(), range(5, 5).last()), (VirtAddr::new(5), VirtAddr::new(9)));
-        assert!(range(5, 5).covers(range(5, 5)) && range(5, 5).covers(range(6, 3)));
-        for other in [range(4, 2), range(4, 6), range(5, 6), range(9, 2), range(10, 1)] {
-            assert!(!range(5, 5).covers(other), "{other:?}");
-        }
-        assert_eq!(
-            (range(0x5000, 0x3001).pages(PageSize::Size4K), range(0x1f_f000, 0x1001).pages(PageSize::Size2M)),
-            (4, 2)
-        );
-        assert!(VirtRange::ALL.covers(range(5, 5)) && !range(5, 5).covers(VirtRange::ALL));
-        assert_eq!(range(5, 5).hull(range(20, 1)), range(5, 16));
-        assert_eq!((range(0xfff, 2).pages(PageSize::Size4K), range(0x1000, 0x1000).pages(PageSize::Size2M)), (2, 1));
-        assert_eq!(VirtRange::ALL.pages(PageSize::Size4K), 1 << 52);
-    }
-
-    #[test]
     fn neighbours_become_one_and_the_ninth_joins_the_nearest() {
         let mut set = RangeSet::EMPTY;
         for page in 0..1000 {
@@ -288,7 +195,7 @@ mod tests {
         assert_eq!(set.as_slice().len(), RangeSet::CAPACITY);
         set.add(range((3 << 32) + 0x5000, 4096));
         assert!(set.covers(range(3 << 32, 0x6000)) && set.as_slice().len() == RangeSet::CAPACITY);
-        assert_eq!(set.pages(PageSize::Size4K), 1000 + 6 + 6);
+        assert_eq!(set.touched(PageSize::Size4K), 1000 + 6 + 6);
         set.add(VirtRange::ALL);
         assert!(set.is_all() && set == RangeSet::ALL);
     }
@@ -323,8 +230,8 @@ mod tests {
         }
         assert!(of(&[]).is_empty() && !of(&[1]).is_empty() && !of(&[1, 2]).is_empty());
         assert!(RangeSet::ALL.is_all() && !of(&[1]).is_all() && !of(&[]).is_all());
-        assert!(of(&[1, 2]).covers(range(1 << 20, 0x1000)) && !of(&[1, 2]).covers(range(1 << 20, 0x1001)));
-        assert_eq!((of(&[]).pages(PageSize::Size4K), of(&[1, 2, 3]).pages(PageSize::Size4K)), (0, 3));
+        assert!(of(&[1, 2]).covers(range(1 << 20, 0x1000)) && !of(&[1, 2]).covers(range(1 << 20, 0x2000)));
+        assert_eq!((of(&[]).touched(PageSize::Size4K), of(&[1, 2, 3]).touched(PageSize::Size4K)), (0, 3));
     }
 
     proptest! {
@@ -332,24 +239,24 @@ mod tests {
         /// else is in.
         #[test]
         fn a_set_covers_what_was_added(added in proptest::collection::vec((0u64..512, 1u64..20), 1..40)) {
-            let (mut set, mut bytes) = (RangeSet::EMPTY, [false; 600]);
+            let (mut set, mut pages) = (RangeSet::EMPTY, [false; 600]);
             for &(start, len) in &added {
-                set.add(range(start, len));
-                bytes[start as usize..(start + len) as usize].fill(true);
-                prop_assert!(added.iter().take_while(|a| **a != (start, len)).all(|&(s, l)| set.covers(range(s, l))));
+                set.add(range(start << 12, len << 12));
+                pages[start as usize..(start + len) as usize].fill(true);
+                prop_assert!(added.iter().take_while(|a| **a != (start, len)).all(|&(s, l)| set.covers(range(s << 12, l << 12))));
             }
             for &(start, len) in &added {
-                prop_assert!(set.covers(range(start, len)));
+                prop_assert!(set.covers(range(start << 12, len << 12)));
             }
             let members = set.as_slice();
             for (i, a) in members.iter().enumerate() {
                 prop_assert!(members.iter().skip(i + 1).all(|b| !a.touches(*b)));
             }
-            let runs = (0..600).filter(|&i| bytes[i] && (i == 0 || !bytes[i - 1])).count();
+            let runs = (0..600).filter(|&i| pages[i] && (i == 0 || !pages[i - 1])).count();
             if added.len() <= RangeSet::CAPACITY {
                 prop_assert_eq!(members.len(), runs);
-                let sum: u64 = members.iter().map(|m| m.bytes()).sum();
-                prop_assert_eq!(sum, bytes.iter().filter(|b| **b).count() as u64);
+                let sum: u64 = members.iter().map(|m| m.pages()).sum();
+                prop_assert_eq!(sum, pages.iter().filter(|b| **b).count() as u64);
             }
         }
     }

@@ -37,8 +37,8 @@
 //! // SAFETY: all memory is mapped as one; all contexts are this platform's.
 //! let vm: Vm<'_, DefaultSetup<SingleCpu>> = unsafe { Vm::new(parts) }.ok_or("a lock too large for a slab")?;
 //!
-//! let space = vm.create(&mut cx, Span::new(VirtAddr::new(0), 1 << 47)?)?;
-//! let stack = Span::new(VirtAddr::new(0x7000_0000), 16 * 4096)?;
+//! let space = vm.create(&mut cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
+//! let stack = VirtRange::new(VirtAddr::new(0x7000_0000), 16 * 4096)?;
 //! vm.map(&mut cx, &space, stack, VmaKind::private(PageSize::Size4K), Backing::Private)?;
 //! vm.fault(&mut cx, &space, stack.start(), Access::Write)?; // a page is taken, cleared and mapped
 //! assert_eq!(space.counters().mapped.get(), 1);
@@ -90,7 +90,7 @@ pub mod prelude {
     };
     pub use hugemm_base::{
         Cancel, Counters, CpuCx, Dirty, Extent, Never, NoPressure, Order, PageSize, Pfn, PhysAddr, Pressure, Ram,
-        SingleCpu, VirtAddr, Zeroed,
+        SingleCpu, VirtAddr, VirtRange, Zeroed,
     };
     #[cfg(feature = "clear")]
     pub use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile, calibrate};
@@ -100,7 +100,7 @@ pub mod prelude {
     pub use hugemm_hugetlb::{HugePool, VmemmapOptimizer};
     #[cfg(feature = "paging")]
     pub use hugemm_paging::{
-        Counting, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, Span, TlbCpu, TlbShootdown, TlbSpace, X86_64,
+        Counting, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64,
     };
     #[cfg(feature = "reclaim")]
     pub use hugemm_reclaim::{Compressed, Lru, Watermarks};

@@ -376,6 +376,6 @@ mod tests {
     fn a_block_is_2_mib_of_descriptors() {
         let block = VirtAddr::new(0x7000_0020_0000);
         let work = Work { block, node: NodeId(0), mask: 1, heads: 1, frozen: 1 };
-        assert_eq!((work.range().first(), work.range().last()), (block, VirtAddr::new(0x7000_003f_ffff)));
+        assert_eq!((work.range().start(), work.range().last()), (block, VirtAddr::new(0x7000_003f_ffff)));
     }
 }

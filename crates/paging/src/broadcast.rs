@@ -68,7 +68,8 @@ impl Broadcast {
         let global = if scope == TlbScope::Kernel { INCLUDE_GLOBAL } else { 0 };
         let upper = if what.tables { 0 } else { FINAL_ONLY };
         // The instruction has no stride of 1 GiB: a shorter one invalidates the same and more often.
-        let (shift, stride) = if what.stride == PageSize::Size4K { (12, 0) } else { (21, STRIDE_2M) };
+        let small = what.stride == PageSize::Size4K;
+        let (size, shift, stride) = if small { (PageSize::Size4K, 12, 0) } else { (PageSize::Size2M, 21, STRIDE_2M) };
         let most = u64::from(self.more) + 1;
         let (ranges, all) = (what.ranges, what.ranges.is_all());
         let mut members = 0..if all { 1 } else { ranges.as_slice().len() };
@@ -81,8 +82,7 @@ impl Broadcast {
                 Some(left) => left,
                 None => {
                     let range: VirtRange = ranges.as_slice()[members.next()?];
-                    let first = range.first().get() >> shift;
-                    (first, (range.last().get() >> shift) - first + 1)
+                    (range.start().get() >> shift, range.touched(size))
                 }
             };
             let now = pages.min(most);
@@ -169,7 +169,7 @@ mod tests {
             }
             named.sort_unstable();
             let mut expected: Vec<u64> =
-                ranges.as_slice().iter().flat_map(|r| r.first().get() >> 12..=r.last().get() >> 12).collect();
+                ranges.as_slice().iter().flat_map(|r| r.first_page()..r.end_page()).collect();
             expected.sort_unstable();
             prop_assert_eq!(named, expected);
         }

@@ -31,7 +31,6 @@ use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Tree};
 use crate::run::{OwnerVisit, Run, Runs};
-use crate::span::Span;
 use crate::table::Table;
 use core::marker::PhantomData;
 use hugemm_base::{FlushDomain, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtAddr, VirtRange};
@@ -50,7 +49,7 @@ pub struct Unhooked {
 impl Unhooked {
     /// What to flush; `None` if nothing was mapped there, in which case there is nothing to harvest either.
     pub fn flush(&self) -> Option<VirtRange> {
-        (self.leaves + self.tables > 0).then(|| self.detached.span.range())
+        (self.leaves + self.tables > 0).then_some(self.detached.span)
     }
 
     /// Whether tables were unhooked: then CPUs that are lazily in the address space have to be flushed too, because they
@@ -80,7 +79,7 @@ impl Unhooked {
         self,
         domain: &FlushDomain<K, Q>,
     ) -> Pending<Detached, TlbFlush<'_, K, Q>> {
-        let range = self.detached.span.range();
+        let range = self.detached.span;
         if self.tables > 0 {
             domain.unhooked_tables(self.detached, range)
         } else {
@@ -103,7 +102,7 @@ impl Unhooked {
 #[derive(Debug)]
 #[must_use = "the frames stay in use and the addresses blocked until this is harvested"]
 pub struct Detached {
-    span: Span,
+    span: VirtRange,
     root: Pfn,
     /// Whether anything was.
     any: bool,
@@ -113,7 +112,7 @@ pub struct Detached {
 
 impl Detached {
     /// Which addresses.
-    pub fn span(&self) -> Span {
+    pub fn span(&self) -> VirtRange {
         self.span
     }
 }
@@ -137,7 +136,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
     /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Busy`](PagingError::Busy) if
     /// it meets a range that is not harvested yet. Nothing has changed.
-    pub fn detach(&mut self, span: Span, editing: Editing) -> Result<Unhooked, PagingError> {
+    pub fn detach(&mut self, span: VirtRange, editing: Editing) -> Result<Unhooked, PagingError> {
         self.detach_owned(span, editing, |_, _, _| ())
     }
 
@@ -150,7 +149,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// As [`detach`](Exclusive::detach).
     pub fn detach_owned(
         &mut self,
-        span: Span,
+        span: VirtRange,
         editing: Editing,
         mut owners: impl FnMut(VirtAddr, PageSize, u64),
     ) -> Result<Unhooked, PagingError> {
@@ -214,7 +213,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             return Err((PagingError::Foreign, detached));
         }
         let Detached { span, any: true, next, .. } = detached else { return Ok((Harvest::default(), None)) };
-        let end = span.first() + span.pages();
+        let end = span.end_page();
         let mut harvest = Harvest::default();
         let mut count = |run: Run| {
             harvest.pages += run.extent.pages();

@@ -1,7 +1,6 @@
 //! What a page table entry is: the one trait behind which architectures differ.
 
 use crate::flags::Flags;
-use crate::span::Span;
 use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, Pfn, VirtAddr};
 
 /// An entry format with a 4 KiB granule and 512 entries of 8 bytes per table.
@@ -146,12 +145,4 @@ pub(crate) fn undetached<F: PageFormat>(entry: u64) -> u64 {
 pub(crate) const fn in_one_half(first: VirtAddr, last: VirtAddr, half: u32) -> bool {
     let (first, last) = (first.get() >> half, last.get() >> half);
     first == last && (first == 0 || first == u64::MAX >> half)
-}
-
-impl Span {
-    /// First and last address.
-    pub(crate) fn ends(self) -> (VirtAddr, VirtAddr) {
-        let range = self.range();
-        (range.first(), range.last())
-    }
 }

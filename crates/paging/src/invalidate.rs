@@ -113,8 +113,8 @@ pub(crate) unsafe fn inner_shareable(what: &Invalidation) {
 fn each_page(what: &Invalidation, f: impl Fn(u64)) {
     let bytes = what.stride.bytes();
     for range in what.ranges.as_slice() {
-        let first = range.first().align_down(bytes).get();
-        for page in 0..range.pages(what.stride) {
+        let first = range.start().align_down(bytes).get();
+        for page in 0..range.touched(what.stride) {
             f((first + page * bytes) >> 12 & ((1 << 44) - 1));
         }
     }

@@ -13,7 +13,7 @@
 //! Each acknowledgement is for one bit that was taken once, so a count can neither be missed nor counted twice.
 
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Invalidation, PageSize, RangeSet, TlbScope, VirtAddr, VirtRange};
+use hugemm_base::{Invalidation, PageSize, RangeSet, TlbScope, VirtRange};
 
 /// What the targets are asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,8 +68,8 @@ impl Slot {
         self.generation.store(request.generation, relaxed);
         let members = request.what.ranges.as_slice();
         for (slot, range) in self.ranges.iter().zip(members) {
-            slot[0].store(range.first().get(), relaxed);
-            slot[1].store(range.last().get(), relaxed);
+            slot[0].store(range.first_page(), relaxed);
+            slot[1].store(range.pages(), relaxed);
         }
         let stride = PageSize::ALL.iter().position(|size| *size == request.what.stride).unwrap_or(0);
         let flag = |set: bool, flag: u64| if set { flag } else { 0 };
@@ -87,8 +87,8 @@ impl Slot {
         let shape = self.shape.load(relaxed);
         let mut ranges = RangeSet::EMPTY;
         for slot in self.ranges.iter().take((shape & 15) as usize) {
-            let (first, last) = (VirtAddr::new(slot[0].load(relaxed)), VirtAddr::new(slot[1].load(relaxed)));
-            ranges.add(VirtRange::inclusive(first, last).unwrap_or(VirtRange::ALL));
+            let (first, pages) = (slot[0].load(relaxed), slot[1].load(relaxed));
+            ranges.add(VirtRange::from_pages(first, pages).unwrap_or(VirtRange::ALL));
         }
         let stride = PageSize::ALL.get((shape >> 4 & 3) as usize).copied().unwrap_or(PageSize::Size4K);
         Request {
@@ -150,7 +150,7 @@ mod tests {
         let slot = Slot::new();
         let mut ranges = RangeSet::EMPTY;
         for i in 0..8 {
-            ranges.add(VirtRange::new(VirtAddr::new(i << 30), 4096 << i).expect("a range"));
+            ranges.add(VirtRange::new(hugemm_base::VirtAddr::new(i << 30), 4096 << i).expect("a range"));
             for (stride, tables) in [(PageSize::Size4K, false), (PageSize::Size2M, true), (PageSize::Size1G, false)] {
                 let what = Invalidation { ranges, stride, tables };
                 let scope = if tables { TlbScope::Kernel } else { TlbScope::Space };

@@ -1,9 +1,9 @@
 //! Page tables edited by the range, and shootdown batches that pay one TLB flush for all of it.
 //!
 //! ```
-//! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr};
+//! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr, VirtRange};
 //! use hugemm_frames::Frames;
-//! use hugemm_paging::{EditLock, Flags, FrameTables, Mapping, PageTable, Span, X86_64};
+//! use hugemm_paging::{EditLock, Flags, FrameTables, Mapping, PageTable, X86_64};
 //!
 //! # let layout = std::alloc::Layout::from_size_align(4 << 20, 2 << 20)?;
 //! # let (ram, base) = (Extent::new(Pfn::new(0), 1024)?, unsafe { std::alloc::alloc_zeroed(layout) });
@@ -12,12 +12,12 @@
 //! let frames = Frames::carve(&cx, ram)?;
 //! // SAFETY: the platform's map is linear, and reaches every frame of the manager.
 //! let mut tables = unsafe { FrameTables::new(&frames, &mut cx) };
-//! let user = Span::new(VirtAddr::new(0), 1 << 47)?;
+//! let user = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
 //! // SAFETY: one memory for tables; no CPU translates by them yet.
 //! let table = unsafe { PageTable::<X86_64, EditLock>::new(&mut tables, user) }?;
 //!
 //! // 1 GiB of frames from 4 GiB on, mapped by one entry at 1 TiB.
-//! let span = Span::new(VirtAddr::new(1 << 40), 1 << 30)?;
+//! let span = VirtRange::new(VirtAddr::new(1 << 40), 1 << 30)?;
 //! let how = Mapping { flags: Flags::WRITE, largest: PageSize::Size1G };
 //! table.shared(&mut tables).map(span, [Extent::new(Pfn::new(1 << 20), 1 << 18)?], how)?;
 //! let at = table.shared(&mut tables).translate(VirtAddr::new((1 << 40) + 0x1234));
@@ -27,7 +27,6 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
-//! | [`span`] | page-aligned ranges of virtual addresses |
 //! | [`flags`] | what a mapping allows, in the same words everywhere |
 //! | [`format`] | what an entry is: the one trait behind which architectures differ |
 //! | [`x86_64`], [`aarch64`] | their entries, bit by bit |
@@ -85,7 +84,6 @@ pub mod run;
 pub mod shootdown;
 mod shootdown_counters;
 mod source;
-pub mod span;
 pub mod split;
 pub mod stale;
 mod table;
@@ -115,7 +113,6 @@ pub use protect::Change;
 pub use run::{Leaf, Run};
 pub use shootdown::{ShootdownBatch, ShootdownPolicy};
 pub use shootdown_counters::ShootdownCounts;
-pub use span::{Span, SpanError};
 pub use stale::Stale;
 pub use table::publish_if_empty;
 pub use tlb_shootdown::{TlbCpu, TlbShootdown, TlbShootdownError};

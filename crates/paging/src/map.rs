@@ -17,10 +17,9 @@ use crate::level::{self, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::page_table::{Exclusive, Shared, Tree};
 use crate::source::Source;
-use crate::span::Span;
 use crate::table::{Table, ready_to_commit};
 use crate::walker;
-use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn};
+use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtRange};
 
 /// How to map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +45,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// [`NoTable`](PagingError::NoTable) is memory for tables that ran out, [`OutOfFrames`](PagingError::OutOfFrames)
     /// and [`BadFrame`](PagingError::BadFrame) are the runs', [`OutOfBounds`](PagingError::OutOfBounds) and
     /// [`Global`](PagingError::Global) the caller's mistakes.
-    pub fn map(&mut self, span: Span, runs: impl IntoIterator<Item = Extent>, how: Mapping) -> Result<(), PagingError> {
+    pub fn map(
+        &mut self,
+        span: VirtRange,
+        runs: impl IntoIterator<Item = Extent>,
+        how: Mapping,
+    ) -> Result<(), PagingError> {
         self.tree.map::<true>(span, runs, how)
     }
 }
@@ -57,7 +61,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// As [`Shared::map`].
-    pub fn map(&mut self, span: Span, runs: impl IntoIterator<Item = Extent>, how: Mapping) -> Result<(), PagingError> {
+    pub fn map(
+        &mut self,
+        span: VirtRange,
+        runs: impl IntoIterator<Item = Extent>,
+        how: Mapping,
+    ) -> Result<(), PagingError> {
         self.tree.map::<false>(span, runs, how)
     }
 }
@@ -142,7 +151,7 @@ impl<I: Iterator<Item = Extent>> Job<I> {
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn map<const SHARED: bool>(
         &mut self,
-        span: Span,
+        span: VirtRange,
         runs: impl IntoIterator<Item = Extent>,
         how: Mapping,
     ) -> Result<(), PagingError> {

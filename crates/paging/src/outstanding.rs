@@ -4,7 +4,7 @@
 //! would be taken before their own flush. A few intervals remember where; adjacent ones are one, and when there are more
 //! than fit, the two nearest become one with the gap between them. So the answer is exact or too cautious, never wrong.
 
-use crate::span::Span;
+use hugemm_base::VirtRange;
 
 /// How many intervals are kept apart.
 const INTERVALS: usize = 8;
@@ -29,15 +29,15 @@ impl Outstanding {
     }
 
     /// The first page of the span, if any, that may still be waiting for a harvest.
-    pub(crate) fn meets(&self, span: Span) -> Option<u64> {
-        let (first, end) = (span.first(), span.first() + span.pages());
+    pub(crate) fn meets(&self, span: VirtRange) -> Option<u64> {
+        let (first, end) = (span.first_page(), span.end_page());
         let used = self.intervals.iter().take(self.used);
         used.filter(|known| known.first < end && first < known.end).map(|known| known.first.max(first)).next()
     }
 
     /// Remembers a span that [meets](Outstanding::meets) nothing.
-    pub(crate) fn add(&mut self, span: Span) {
-        let new = Interval { first: span.first(), end: span.first() + span.pages(), ranges: 1 };
+    pub(crate) fn add(&mut self, span: VirtRange) {
+        let new = Interval { first: span.first_page(), end: span.end_page(), ranges: 1 };
         let at = self.intervals.iter().take(self.used).take_while(|known| known.first < new.first).count();
         if at > 0 && self.intervals[at - 1].end == new.first {
             self.absorb(at - 1, new);
@@ -54,8 +54,8 @@ impl Outstanding {
     }
 
     /// Forgets one span that was added.
-    pub(crate) fn remove(&mut self, span: Span) {
-        let found = self.intervals.iter().take(self.used).position(|known| known.end > span.first());
+    pub(crate) fn remove(&mut self, span: VirtRange) {
+        let found = self.intervals.iter().take(self.used).position(|known| known.end > span.first_page());
         let Some(at) = found else { return };
         self.intervals[at].ranges -= 1;
         if self.intervals[at].ranges == 0 {
@@ -110,8 +110,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    fn span(first: u64, pages: u64) -> Span {
-        Span::pages_from(first, pages).expect("valid")
+    fn span(first: u64, pages: u64) -> VirtRange {
+        VirtRange::from_pages(first, pages).expect("valid")
     }
 
     #[test]

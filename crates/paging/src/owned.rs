@@ -13,11 +13,10 @@ use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::remap::check_leaf;
 use crate::run::{Leaf, OwnerVisit};
-use crate::span::Span;
 use crate::table::Table;
 use crate::walk::{Lookup, found};
 use crate::walker;
-use hugemm_base::{PAGE_BYTES, PageSize, Pfn, VirtAddr};
+use hugemm_base::{PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 
 /// What takes an owner entry's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +69,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// [`OutOfBounds`](PagingError::OutOfBounds).
     pub fn enter_owner(&mut self, at: VirtAddr, size: PageSize, word: u64) -> Result<(), PagingError> {
         debug_assert!(word >> OWNER_BITS == 0);
-        let (first, _) = self.tree.check(Span::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
+        let (first, _) =
+            self.tree.check(VirtRange::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
         loop {
             let (entry, level, table) = self.tree.descend_to(first, level::of(size));
             let index = level::index(first, level);
@@ -98,7 +98,7 @@ macro_rules! looking {
             /// been shown.
             pub fn walk_owners(
                 &self,
-                span: Span,
+                span: VirtRange,
                 mut visit: impl FnMut(VirtAddr, PageSize, u64),
             ) -> Result<(), PagingError> {
                 self.tree.owners(span, &mut visit)
@@ -142,7 +142,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// The number of the page at an address, if the table translates it.
     fn page_of(&self, at: VirtAddr) -> Option<u64> {
-        let page = Span::new(at.align_down(PAGE_BYTES), PAGE_BYTES).ok()?;
+        let page = VirtRange::new(at.align_down(PAGE_BYTES), PAGE_BYTES).ok()?;
         self.check(page).ok().map(|(first, _)| first)
     }
 
@@ -159,7 +159,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         }
     }
 
-    fn owners(&self, span: Span, visit: &mut OwnerVisit<'_>) -> Result<(), PagingError> {
+    fn owners(&self, span: VirtRange, visit: &mut OwnerVisit<'_>) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
         self.owners_below(self.table(self.root), Self::ROOT, first, end, visit);
         Ok(())

@@ -8,12 +8,11 @@ use crate::level::{self, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
 use crate::run::{Run, Runs};
-use crate::span::Span;
 use crate::table::Table;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::marker::PhantomData;
-use hugemm_base::{Pfn, VirtAddr};
+use hugemm_base::{Pfn, VirtAddr, VirtRange};
 
 /// The tables that translate one range of addresses (an address space, or the kernel's half).
 ///
@@ -21,7 +20,7 @@ use hugemm_base::{Pfn, VirtAddr};
 /// [`exclusive`](PageTable::exclusive) for what takes entries away. Where tables come from is said with each guard.
 pub struct PageTable<F, L = EditLock> {
     root: Pfn,
-    bounds: Span,
+    bounds: VirtRange,
     /// Other roots refer to the same tables, so the root's entries never change.
     fixed_top: bool,
     /// Its leaves may be [global](Flags::GLOBAL).
@@ -53,7 +52,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// * Every memory that is given to a guard of this table is over the same frames as `memory`.
     /// * Whoever lets CPUs translate by it sees to it that what [`detach`](Exclusive::detach) and
     ///   [`collapse`](Exclusive::collapse) take away is flushed from all of them: see there.
-    pub unsafe fn new(memory: &mut impl TableMemory, bounds: Span) -> Result<Self, PagingError> {
+    pub unsafe fn new(memory: &mut impl TableMemory, bounds: VirtRange) -> Result<Self, PagingError> {
         let root = memory.alloc(TableContent::Zero)?;
         // SAFETY: an empty table; the rest is the caller's promise.
         let new = unsafe { PageTable::adopt(root, bounds) };
@@ -76,7 +75,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// # Safety
     ///
     /// As [`new`](PageTable::new).
-    pub unsafe fn with_fixed_top(memory: &mut impl TableMemory, bounds: Span) -> Result<Self, PagingError> {
+    pub unsafe fn with_fixed_top(memory: &mut impl TableMemory, bounds: VirtRange) -> Result<Self, PagingError> {
         // SAFETY: the caller's promise, passed on.
         let mut new: Self = unsafe { PageTable::new(memory, bounds) }?;
         new.fixed_top = true;
@@ -103,12 +102,12 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// # Safety
     ///
     /// As [`new`](PageTable::new); `memory` is over the same frames as `common`'s.
-    pub unsafe fn beside(memory: &mut impl TableMemory, bounds: Span, common: &Self) -> Result<Self, PagingError> {
+    pub unsafe fn beside(memory: &mut impl TableMemory, bounds: VirtRange, common: &Self) -> Result<Self, PagingError> {
         // SAFETY: the caller's promise, passed on.
         let new: Self = unsafe { PageTable::new(memory, bounds) }?;
         let theirs = common.tree(&mut *memory);
         let (from, to) = (theirs.table(common.root), theirs.table(new.root));
-        let taken = |span: Span| slots(span.first(), span.first() + span.pages(), F::LEVELS - 1).map(|slot| slot.index);
+        let taken = |span: VirtRange| slots(span.first_page(), span.end_page(), F::LEVELS - 1).map(|slot| slot.index);
         let clash = !common.fixed_top || taken(bounds).any(|index| from.get(index) != 0);
         if clash {
             // SAFETY: no CPU has seen it.
@@ -131,8 +130,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// every table is one that the memories given to this handle can reach and take back; while the handle is used,
     /// nobody edits the entries for `bounds` in another way, and root entries outside of `bounds` stay as they are; whoever
     /// maps what is [global](Flags::GLOBAL) in it flushes that with what is.
-    pub unsafe fn adopt(root: Pfn, bounds: Span) -> Result<Self, PagingError> {
-        let (first, last) = bounds.ends();
+    pub unsafe fn adopt(root: Pfn, bounds: VirtRange) -> Result<Self, PagingError> {
+        let (first, last) = (bounds.start(), bounds.last());
         if !F::one_root(first, last) {
             return Err(PagingError::OutOfBounds { at: first });
         }
@@ -150,7 +149,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
         let mut tree = self.tree(memory);
         let mut runs = Runs::new(Flags::HARDWARE, &mut visit);
         let root = tree.table(self.root);
-        let (first, end) = (self.bounds.first(), self.bounds.first() + self.bounds.pages());
+        let (first, end) = (self.bounds.first_page(), self.bounds.end_page());
         // SAFETY: no CPU walks it, and this handle was the only one.
         unsafe { tree.undetach(root, F::LEVELS - 1, first, end) };
         for slot in slots(first, end, F::LEVELS - 1) {
@@ -168,7 +167,7 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     }
 
     /// Which addresses it translates.
-    pub fn bounds(&self) -> Span {
+    pub fn bounds(&self) -> VirtRange {
         self.bounds
     }
 
@@ -265,7 +264,7 @@ impl Editing {
 /// The tables below a guard, with what it takes to walk and grow them.
 pub(crate) struct Tree<F, M> {
     pub(crate) root: Pfn,
-    bounds: Span,
+    bounds: VirtRange,
     fixed_top: bool,
     global: bool,
     pub(crate) memory: M,
@@ -309,9 +308,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 
     /// First page and the page after the last, if the table translates all of the span.
-    pub(crate) fn check(&self, span: Span) -> Result<(u64, u64), PagingError> {
-        let (first, end) = (span.first(), span.first() + span.pages());
-        if first < self.bounds.first() || end > self.bounds.first() + self.bounds.pages() {
+    pub(crate) fn check(&self, span: VirtRange) -> Result<(u64, u64), PagingError> {
+        let (first, end) = (span.first_page(), span.end_page());
+        if first < self.bounds.first_page() || end > self.bounds.end_page() {
             return Err(PagingError::OutOfBounds { at: span.start() });
         }
         Ok((first, end))
@@ -332,7 +331,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// Gives every entry of the root within the bounds a table.
     fn fill_top(&mut self) -> Result<(), PagingError> {
         let root = self.table(self.root);
-        for slot in slots(self.bounds.first(), self.bounds.first() + self.bounds.pages(), Self::ROOT) {
+        for slot in slots(self.bounds.first_page(), self.bounds.end_page(), Self::ROOT) {
             let below = self.memory.alloc(TableContent::Zero)?;
             root.publish(slot.index, F::table(below));
         }
@@ -344,7 +343,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         for page in [first, end] {
             // What lies behind the last address is not this table's to look at: it has no page, or its tables are edited, and
             // given back, under another lock.
-            if page == self.bounds.first() + self.bounds.pages() {
+            if page == self.bounds.end_page() {
                 continue;
             }
             let End { entry, level, .. } = self.descend(page);

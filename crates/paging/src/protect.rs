@@ -7,9 +7,9 @@ use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Shared, Tree};
-use crate::span::Span;
 use crate::stale::Stale;
 use crate::table::{LINE, Table};
+use hugemm_base::VirtRange;
 
 /// Which flags to change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
     /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Global`](PagingError::Global).
     /// Nothing has changed.
-    pub fn protect(&mut self, span: Span, change: Change) -> Result<Stale, PagingError> {
+    pub fn protect(&mut self, span: VirtRange, change: Change) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Atomic)
     }
 }
@@ -53,13 +53,13 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// As [`Shared::protect`].
-    pub fn protect(&mut self, span: Span, change: Change, editing: Editing) -> Result<Stale, PagingError> {
+    pub fn protect(&mut self, span: VirtRange, change: Change, editing: Editing) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Alone(editing))
     }
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    fn protect(&mut self, span: Span, change: Change, way: Way) -> Result<Stale, PagingError> {
+    fn protect(&mut self, span: VirtRange, change: Change, way: Way) -> Result<Stale, PagingError> {
         let (first, end) = self.check(span)?;
         self.check_flags(change.set, span.start())?;
         self.check_ends(first, end)?;
@@ -124,7 +124,7 @@ impl Edit {
     }
 
     /// What became different, all of it in the span.
-    pub(crate) fn stale(&self, span: Span) -> Stale {
+    pub(crate) fn stale(&self, span: VirtRange) -> Stale {
         Stale::new(span).leaves(self.changed, self.smallest)
     }
 

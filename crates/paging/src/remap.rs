@@ -8,11 +8,10 @@ use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Tree};
 use crate::run::Leaf;
-use crate::span::Span;
 use crate::stale::Stale;
 use crate::table::Table;
 use crate::walk::leaf;
-use hugemm_base::{PAGE_SHIFT, VirtAddr};
+use hugemm_base::{PAGE_SHIFT, VirtAddr, VirtRange};
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Shows every leaf of the span to `choose`, in ascending order, and replaces it by what that returns, if anything:
@@ -33,7 +32,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// [`NeedsSplit`](PagingError::NeedsSplit), with which nothing has changed.
     pub fn remap(
         &mut self,
-        span: Span,
+        span: VirtRange,
         editing: Editing,
         mut choose: impl FnMut(VirtAddr, Leaf) -> Option<Leaf>,
     ) -> Result<Stale, (PagingError, Stale)> {

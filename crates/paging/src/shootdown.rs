@@ -48,9 +48,7 @@ use crate::tlb_shootdown::TlbShootdown;
 use crate::tlb_space::{SpaceKind, TlbSpace};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{
-    CpuCx, Flushed, Invalidation, PageSize, Pending, Quarantine, RangeSet, TlbFlush, TlbHw, VirtAddr, VirtRange,
-};
+use hugemm_base::{CpuCx, Flushed, Invalidation, PageSize, Pending, Quarantine, RangeSet, TlbFlush, TlbHw, VirtRange};
 
 /// What was detached, behind the flush of its space.
 pub type DetachedBehind<'s, K, Q> = Pending<Detached, TlbFlush<'s, K, Q>>;
@@ -74,15 +72,12 @@ impl ShootdownPolicy {
 
     /// A range of pages of `size` cut into the parts that make a batch each.
     pub fn batches(&self, range: VirtRange, size: PageSize) -> impl Iterator<Item = VirtRange> + use<> {
-        let bytes = self.pages_per_batch.max(1).saturating_mul(size.bytes());
-        let mut rest = Some(range);
+        let most = self.pages_per_batch.max(1).saturating_mul(size.pages());
+        let mut from = range.first_page();
         core::iter::from_fn(move || {
-            let part = rest?;
-            let first = part.first().get();
-            // The last byte of this batch, unless the range ends before.
-            let last = first.checked_add(bytes - 1).map_or(part.last(), VirtAddr::new).min(part.last());
-            rest = last.checked_add(1).and_then(|next| VirtRange::inclusive(next, part.last()));
-            VirtRange::inclusive(part.first(), last)
+            let part = VirtRange::from_pages(from, most.min(range.end_page() - from)).ok()?;
+            from = part.end_page();
+            Some(part)
         })
     }
 }
@@ -194,7 +189,7 @@ impl<'s, K: SpaceKind, Q, M: AsRef<[AtomicU64]>> ShootdownBatch<'s, K, Q, M> {
             }
             return latest;
         }
-        if what.ranges.pages(what.stride) > policy.range_limit {
+        if what.ranges.touched(what.stride) > policy.range_limit {
             what.ranges = RangeSet::ALL;
         }
         let invalidate = |generation| {
@@ -213,7 +208,7 @@ mod tests {
     use super::*;
 
     fn range(start: u64, bytes: u64) -> VirtRange {
-        VirtRange::new(VirtAddr::new(start), bytes).expect("a range")
+        VirtRange::new(hugemm_base::VirtAddr::new(start), bytes).expect("a range")
     }
 
     #[test]

@@ -14,11 +14,10 @@ use crate::memory::{TableContent, TableMemory};
 use crate::page_table::{Editing, Exclusive, Tree};
 use crate::remap::check_leaf;
 use crate::run::Leaf;
-use crate::span::Span;
 use crate::stale::Stale;
 use crate::table::Table;
 use crate::walk::leaf;
-use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Splits every leaf of the span (also one that only begins or ends in it) that is larger than `to`. What is mapped,
@@ -30,7 +29,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
     /// [`NoTable`](PagingError::NoTable) when memory for tables runs out. Nothing has changed.
-    pub fn split(&mut self, span: Span, to: PageSize, editing: Editing) -> Result<Stale, PagingError> {
+    pub fn split(&mut self, span: VirtRange, to: PageSize, editing: Editing) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
         let root = self.tree.table(self.tree.root);
         let to = level::of(to);
@@ -81,7 +80,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
                 below.set(index, F::change(below.get(index), late(current), Flags::NONE));
             }
         });
-        let block = Span::pages_from(page, level::pages(level)).map_err(|_| PagingError::OutOfBounds { at })?;
+        let block = VirtRange::from_pages(page, level::pages(level)).map_err(|_| PagingError::OutOfBounds { at })?;
         Ok(Stale::new(block).leaves(1, level - 1))
     }
 
@@ -106,7 +105,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         old_table: impl FnOnce(Pfn),
     ) -> Result<Stale, PagingError> {
         let level = level::of(size);
-        let block = Span::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?;
+        let block = VirtRange::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?;
         let (page, _) = self.tree.check(block)?;
         if level == 0 || page & (level::pages(level) - 1) != 0 {
             return Err(PagingError::NotMapped { at });
@@ -210,7 +209,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// whether stores are allowed.
     fn entry_at(&self, at: VirtAddr, lowest: u32) -> Result<(u64, u64, u32, Table), PagingError> {
         let page = at.get() >> PAGE_SHIFT;
-        let span = Span::pages_from(page, 1).map_err(|_| PagingError::OutOfBounds { at })?;
+        let span = VirtRange::from_pages(page, 1).map_err(|_| PagingError::OutOfBounds { at })?;
         self.check(span)?;
         let (mut table, mut level) = (self.table(self.root), Self::ROOT);
         loop {

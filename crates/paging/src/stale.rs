@@ -1,7 +1,6 @@
 //! What CPUs may still believe after entries have been changed.
 
 use crate::level;
-use crate::span::Span;
 use hugemm_base::{PageSize, VirtRange};
 
 /// Entries were changed that CPUs may have cached. Nothing is to be freed, so nothing is unsafe, but until the range has
@@ -18,8 +17,8 @@ pub struct Stale {
 
 impl Stale {
     /// Nothing in the span yet.
-    pub(crate) fn new(span: Span) -> Self {
-        Stale { range: span.range(), entries: 0, smallest: level::of(PageSize::Size1G), tables: false }
+    pub(crate) fn new(span: VirtRange) -> Self {
+        Stale { range: span, entries: 0, smallest: level::of(PageSize::Size1G), tables: false }
     }
 
     /// With `entries` leaves of `level` or larger.

@@ -284,7 +284,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 own.counters.flushes_all.add(1);
             } else {
                 own.counters.flushes_range.add(1);
-                own.counters.pages.add(request.what.ranges.pages(request.what.stride));
+                own.counters.pages.add(request.what.ranges.touched(request.what.stride));
             }
             if !request.unload && self.hw.broadcast(me, request.scope, &request.what) {
                 own.counters.broadcasts.add(1);

@@ -8,9 +8,8 @@ use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
 use crate::run::{Leaf, Run, Runs};
-use crate::span::Span;
 use crate::table::Table;
-use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PhysAddr, VirtAddr};
+use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PhysAddr, VirtAddr, VirtRange};
 
 /// What there is at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +51,7 @@ macro_rules! looking {
             ///
             /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
             /// been shown.
-            pub fn walk(&self, span: Span, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
+            pub fn walk(&self, span: VirtRange, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
                 self.tree.walk(span, differ, &mut visit)
             }
         }
@@ -66,14 +65,14 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     #[inline]
     fn lookup(&self, at: VirtAddr) -> Lookup {
         let page = at.get() >> PAGE_SHIFT;
-        let within = Span::new(at.align_down(PAGE_BYTES), PAGE_BYTES).is_ok_and(|span| self.check(span).is_ok());
+        let within = VirtRange::new(at.align_down(PAGE_BYTES), PAGE_BYTES).is_ok_and(|span| self.check(span).is_ok());
         if !within {
             return Lookup::Absent;
         }
         found::<F>(&self.descend(page))
     }
 
-    fn walk(&self, span: Span, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
+    fn walk(&self, span: VirtRange, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
         let mut runs = Runs::<F>::new(differ, visit);
         self.walk_table(self.table(self.root), Self::ROOT, first, end, &mut runs);

@@ -21,9 +21,9 @@ use crate::level::{ENTRIES, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Exclusive, Tree};
 use crate::protect::{Change, Edit};
-use crate::span::Span;
 use crate::stale::Stale;
 use crate::table::Table;
+use hugemm_base::VirtRange;
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Takes the right to store away from the whole span, as [`protect`](Exclusive::protect) does leaf by leaf, by one
@@ -37,7 +37,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
     /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end. Nothing has changed.
-    pub fn write_protect(&mut self, span: Span) -> Result<Stale, PagingError> {
+    pub fn write_protect(&mut self, span: VirtRange) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
         self.tree.check_ends(first, end)?;
         let root = self.tree.table(self.tree.root);

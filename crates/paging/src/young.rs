@@ -12,9 +12,8 @@ use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Exclusive, Shared, Tree};
 use crate::run::{Run, Runs};
-use crate::span::Span;
 use crate::table::Table;
-use hugemm_base::{PAGE_SHIFT, Pfn};
+use hugemm_base::{PAGE_SHIFT, Pfn, VirtRange};
 
 /// What was looked at and what of it had been accessed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,7 +38,7 @@ macro_rules! ageing {
             /// changed.
             pub fn test_and_clear_young(
                 &mut self,
-                span: Span,
+                span: VirtRange,
                 mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
                 self.tree.test_and_clear_young(span, |_, _| true, &mut visit)
@@ -53,7 +52,7 @@ macro_rules! ageing {
             /// As [`test_and_clear_young`](Self::test_and_clear_young).
             pub fn test_and_clear_young_of(
                 &mut self,
-                span: Span,
+                span: VirtRange,
                 choose: impl FnMut(u64, Pfn) -> bool,
                 mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
@@ -69,7 +68,7 @@ ageing!(Exclusive);
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn test_and_clear_young(
         &mut self,
-        span: Span,
+        span: VirtRange,
         mut choose: impl FnMut(u64, Pfn) -> bool,
         visit: &mut dyn FnMut(Run),
     ) -> Result<Young, PagingError> {

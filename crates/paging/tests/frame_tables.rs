@@ -4,10 +4,10 @@
 #![cfg(not(miri))] // The whole manager, 46 times: hours.
 
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Dirty, Extent, NodeId, PAGE_BYTES, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuId, Dirty, Extent, NodeId, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
-use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, PagingError, Span, X86_64};
+use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, PagingError, X86_64};
 
 /// A frame.
 #[repr(align(4096))]
@@ -19,8 +19,8 @@ struct Aligned {
 /// Frames of the machine: more than the tables of a range across a border of 512 GiB.
 const FRAMES: usize = 64;
 
-fn span(first: u64, pages: u64) -> Span {
-    Span::new(VirtAddr::new(first * PAGE_BYTES), pages * PAGE_BYTES).expect("a span")
+fn span(first: u64, pages: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(first * PAGE_BYTES), pages * PAGE_BYTES).expect("a span")
 }
 
 /// Maps a range that needs tables at every level, looks, unmaps it. Everything is as before, wherever memory ends.

@@ -507,7 +507,7 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
     let detached = pending.release(&receipt).expect("paid");
     let (error, detached) = other.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another table's");
     assert_eq!(error, PagingError::Foreign);
-    let upper = hugemm_paging::Span::new(VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
+    let upper = hugemm_base::VirtRange::new(VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
     // SAFETY: it edits another half of the same tables.
     let half = unsafe { PageTable::<X86_64>::adopt(table.root(), upper) }.expect("a half");
     let (error, detached) = half.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect_err("another half's");

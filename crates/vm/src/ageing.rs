@@ -9,8 +9,7 @@ use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::Vma;
 use core::cell::RefCell;
-use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr};
-use hugemm_paging::Span;
+use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
 
 /// 4 KiB pages that one look-around reaches over, itself included: the entries of 8 cache lines.
 pub const AROUND: u64 = 64;
@@ -91,7 +90,7 @@ impl<S: Setup> Vm<'_, S> {
                     _ => None,
                 }
                 .unwrap_or((first, last));
-                let start = area.info.span.first() + (first - area.info.offset);
+                let start = area.info.span.first_page() + (first - area.info.offset);
                 let Some(span) = crate::unmap::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table.shared(self.tables(&task));
@@ -127,9 +126,9 @@ impl<S: Setup> Vm<'_, S> {
                     for ((offset, _), page) in
                         run.pages.iter().zip(&mut *found).filter(|((offset, _), _)| here(*offset))
                     {
-                        let at = VirtAddr::new((area.info.span.first() + (offset - area.info.offset)) << PAGE_SHIFT);
-                        let young =
-                            Span::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span.range()));
+                        let at =
+                            VirtAddr::new((area.info.span.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
+                        let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
                         page.young |= young;
                         page.users += u32::from(young);
                     }
@@ -150,7 +149,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         head: Pfn,
         order: Order,
-        mut stale: impl FnMut(&mut Cx<'_, S>, &SpaceTlb, Span),
+        mut stale: impl FnMut(&mut Cx<'_, S>, &SpaceTlb, VirtRange),
     ) -> Recency {
         let mut found = Recency::default();
         let (mut mapped, mut going) = (false, false);
@@ -161,7 +160,7 @@ impl<S: Setup> Vm<'_, S> {
             let areas = unsafe { object.as_ref() }.areas.shared();
             for area in areas.iter() {
                 let Some(at) = area.address_of(owner.offset) else { continue };
-                let Ok(span) = Span::new(at, order.bytes()) else { continue };
+                let Ok(span) = VirtRange::new(at, order.bytes()) else { continue };
                 if area.info.kind.locked {
                     found.keep = true;
                     continue;
@@ -185,7 +184,7 @@ impl<S: Setup> Vm<'_, S> {
                 if young {
                     stale(cx, space.tlb(), span);
                 }
-                let young = young | (space.is_followed() && space.followers_age(span.range()));
+                let young = young | (space.is_followed() && space.followers_age(span));
                 found.young |= young;
                 found.users += u32::from(young);
             }

@@ -13,9 +13,9 @@ use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
 use core::cell::RefCell;
-use hugemm_base::{Extent, VirtAddr};
+use hugemm_base::{Extent, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
-use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch, Span};
+use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
 impl<S: Setup> Vm<'_, S> {
     /// Serves a store to a page that is mapped read-only in an area that allows stores.
@@ -27,7 +27,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        let Some(_claim) = space.inflight.claim(page.first(), || self.breathe(cx)) else {
+        let Some(_claim) = space.inflight.claim(page.first_page(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
@@ -74,10 +74,10 @@ impl<S: Setup> Vm<'_, S> {
         let page = area.page_at(at);
         let kind = area.kind;
         let want = Want { reserved: false, ..Want::of(area, ClearRequest::fault(kind.page.bytes()), at, Some(at)) };
-        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
         let copy = self.copy_of(cx, from, &want, owner, false)?;
         // Followers are told before the lock is taken: they may have to wait for their own CPUs.
-        let served = space.changing(cx, page.range(), |cx| self.replace(cx, space, area, page, from, copy));
+        let served = space.changing(cx, page, |cx| self.replace(cx, space, area, page, from, copy));
         if served != Ok(Served::Copied) {
             self.drop_pages(cx, copy, kind.page, kind.pooled);
         }
@@ -121,7 +121,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        page: Span,
+        page: VirtRange,
         from: Extent,
         copy: Extent,
     ) -> Result<Served, VmError> {

@@ -23,8 +23,8 @@ use crate::vm::Vm;
 use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr};
-use hugemm_paging::{Flags, Lookup, Mapping, PagingError, Span};
+use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr, VirtRange};
+use hugemm_paging::{Flags, Lookup, Mapping, PagingError};
 
 /// What the access was that faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,11 +205,11 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
-        let Some(_claim) = space.inflight.claim(page.first(), || self.breathe(cx)) else {
+        let Some(_claim) = space.inflight.claim(page.first_page(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let want = Want::of_fault(area, at);
-        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
         let extent = match self.new_page(cx, 0, &want, owner, &Never, phases) {
             Ok(Some(extent)) => extent,
             Ok(None) => return Ok(Served::Meanwhile),
@@ -238,7 +238,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        span: Span,
+        span: VirtRange,
         frames: I,
         flags: Flags,
     ) -> Result<Served, VmError>
@@ -291,7 +291,7 @@ impl<S: Setup> Vm<'_, S> {
             if let Some(served) = self.enter_from_index(cx, space, area, page, object, fresh_flags(area, access))? {
                 return Ok(served);
             }
-            self.supply_index(cx, object, area.offset_of(page.first()), &want, phases)?;
+            self.supply_index(cx, object, area.offset_of(page.first_page()), &want, phases)?;
         }
         Ok(Served::Meanwhile)
     }
@@ -326,7 +326,7 @@ impl<S: Setup> Vm<'_, S> {
         phases: &impl Phases,
     ) -> Result<bool, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
-        let Ok(place) = Span::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
+        let Ok(place) = VirtRange::new(VirtAddr::new(offset << PAGE_SHIFT), want.page.bytes()) else {
             return Err(VmError::OtherKind);
         };
         let Some(_claim) = index.inflight.claim(offset, || self.breathe(cx)) else { return Ok(false) };
@@ -368,12 +368,12 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        page: Span,
+        page: VirtRange,
         object: &Object<S>,
         flags: Flags,
     ) -> Result<Option<Served>, VmError> {
         let Some(index) = &object.index else { return Err(VmError::OtherKind) };
-        let at = VirtAddr::new(area.offset_of(page.first()) << PAGE_SHIFT);
+        let at = VirtAddr::new(area.offset_of(page.first_page()) << PAGE_SHIFT);
         let mut there = true;
         let served = self.try_map(cx, |task| {
             let busy = Err(PagingError::Busy { at: page.start() });

@@ -23,9 +23,9 @@ use crate::vm::Vm;
 use crate::vma::{Vma, VmaInfo, VmaKind};
 use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
-use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Span, Stale};
+use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Stale};
 use intrusive_collections::UnsafeRef;
 
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
@@ -47,7 +47,7 @@ impl<S: Setup> Vm<'_, S> {
         self.check_own(parent)?;
         for round in 0.. {
             let child = self.create(cx, parent.bounds())?;
-            let whole = parent.bounds().range();
+            let whole = parent.bounds();
             let done = parent.changing(cx, whole, |cx| self.fork_into(cx, parent, &child));
             let Err(error) = done else { return Ok(child) };
             if let Err((_, child)) = self.destroy(cx, child) {
@@ -102,7 +102,7 @@ impl<S: Setup> Vm<'_, S> {
                     self.share_pages(cx, parent, child, &area, &mut changed)?;
                 }
             }
-            next = area.span.first() + area.span.pages();
+            next = area.span.end_page();
             self.breathe(cx);
         }
         Ok(())
@@ -138,7 +138,7 @@ impl<S: Setup> Vm<'_, S> {
         area: &VmaInfo,
         changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
-        let (mut from, end) = (area.span.first(), area.span.first() + area.span.pages());
+        let (mut from, end) = (area.span.first_page(), area.span.end_page());
         let part = PART * area.kind.page.pages();
         while from < end {
             // Parts end at multiples of their size, so that they are whole tables where the area is.
@@ -273,7 +273,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
-        let (mut page, end) = (area.span.first(), area.span.first() + area.span.pages());
+        let (mut page, end) = (area.span.first_page(), area.span.end_page());
         while page < end {
             if page.is_multiple_of(PART * size) {
                 self.breathe(cx);
@@ -306,7 +306,7 @@ impl<S: Setup> Vm<'_, S> {
         parent: &AddressSpace<S>,
         child: &AddressSpace<S>,
         area: &VmaInfo,
-        span: Span,
+        span: VirtRange,
         changed: &mut impl FnMut(Stale),
     ) -> Result<One, VmError> {
         let mut table = parent.table.exclusive(self.tables(task));
@@ -328,7 +328,7 @@ impl<S: Setup> Vm<'_, S> {
         let change = Change { set: Flags::NONE, clear: Flags::WRITE };
         let stale = table.protect(span, change, Editing::LIVE).map_err(VmError::Paging)?;
         changed(stale);
-        self.share_run(task, child, area, span.first(), extent, leaf.flags)?;
+        self.share_run(task, child, area, span.first_page(), extent, leaf.flags)?;
         Ok(One::Shared)
     }
 
@@ -338,16 +338,16 @@ impl<S: Setup> Vm<'_, S> {
         task: &Task<'_, '_, S>,
         child: &AddressSpace<S>,
         area: &VmaInfo,
-        span: Span,
+        span: VirtRange,
         from: Extent,
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let request = ClearRequest::fault(kind.page.bytes());
         let want = Want { reserved: false, ..Want::of(area, request, span.start(), None) };
-        let owner = Owner { object: area.object, offset: area.offset_of(span.first()) };
+        let owner = Owner { object: area.object, offset: area.offset_of(span.first_page()) };
         let copy = self.copy_of(&mut task.borrow_mut(), from, &want, owner, true)?;
         let how = Mapping { flags: kind.flags(), largest: kind.page };
-        let entered = self.enter_in_child(task, child, span.first(), copy, how);
+        let entered = self.enter_in_child(task, child, span.first_page(), copy, how);
         if entered.is_err() {
             self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
         }

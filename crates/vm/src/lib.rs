@@ -7,10 +7,10 @@
 //!
 //! ```
 //! use hugemm_base::sync::AtomicU64;
-//! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr};
+//! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr, VirtRange};
 //! use hugemm_clear::Clearer;
 //! use hugemm_frames::Frames;
-//! use hugemm_paging::{Counting, Span, TlbCpu, TlbShootdown};
+//! use hugemm_paging::{Counting, TlbCpu, TlbShootdown};
 //! use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Served, Vm, VmaKind};
 //!
 //! # let layout = std::alloc::Layout::from_size_align(16 << 20, 2 << 20)?;
@@ -25,9 +25,9 @@
 //! // SAFETY: `SingleCpu` is a direct map; there is no other platform.
 //! let vm: Vm<'_, DefaultSetup<SingleCpu>> = unsafe { Vm::new(parts) }.expect("small objects fit in a frame");
 //!
-//! let space = vm.create(&mut cx, Span::new(VirtAddr::new(0), 1 << 47)?)?;
+//! let space = vm.create(&mut cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
 //! let at = VirtAddr::new(0x40_0000);
-//! vm.map(&mut cx, &space, Span::new(at, 2 << 20)?, VmaKind::private(PageSize::Size2M), Backing::Private)?;
+//! vm.map(&mut cx, &space, VirtRange::new(at, 2 << 20)?, VmaKind::private(PageSize::Size2M), Backing::Private)?;
 //! // What a page fault handler calls: one page of 2 MiB, cleared around the touch, and mapped.
 //! assert_eq!(vm.fault(&mut cx, &space, at, Access::Write)?, Served::Mapped);
 //! # vm.destroy(&mut cx, space).map_err(|(error, _)| error)?;

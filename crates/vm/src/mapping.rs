@@ -12,8 +12,8 @@ use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
 use core::ptr::NonNull;
-use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_paging::{Editing, Flags, PagingError, Span};
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
+use hugemm_paging::{Editing, Flags, PagingError};
 use intrusive_collections::UnsafeRef;
 
 /// A shared object: memory that can be mapped in several places, and filled without being mapped anywhere. It lives until
@@ -77,7 +77,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !pages.is_multiple_of(page.pages()) {
             return Err(misaligned);
         }
-        let bounds = Span::new(VirtAddr::new(0), pages << PAGE_SHIFT).map_err(|_| misaligned)?;
+        let bounds = VirtRange::new(VirtAddr::new(0), pages << PAGE_SHIFT).map_err(|_| misaligned)?;
         if pooled {
             self.pool().reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
         }
@@ -128,7 +128,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
-        span: Span,
+        span: VirtRange,
         kind: VmaKind,
         backing: Backing<'_, '_, S>,
     ) -> Result<VmaInfo, VmError> {
@@ -195,7 +195,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             {
                 let task = RefCell::new(&mut *cx);
                 let mut areas = space.areas.exclusive();
-                let met = areas.meeting(span.first(), span.first() + span.pages()).next();
+                let met = areas.meeting(span.first_page(), span.end_page()).next();
                 if let Some(met) = met {
                     return Err(VmError::Overlap { at: met.info.span.start() });
                 }

@@ -15,8 +15,8 @@ use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Cancel, Extent, PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_paging::{Flags, Run, Span};
+use hugemm_base::{Cancel, Extent, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
+use hugemm_paging::{Flags, Run};
 
 /// Pages that are pinned under one look at the page table.
 const BATCH: usize = 64;
@@ -114,12 +114,12 @@ impl<S: Setup> Vm<'_, S> {
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
-        span: Span,
+        span: VirtRange,
         total: Option<u64>,
         cancel: &impl Cancel,
         mut visit: impl FnMut(Pinned),
     ) -> Result<u64, PinError> {
-        let (first, end) = (span.first(), span.first() + span.pages());
+        let (first, end) = (span.first_page(), span.end_page());
         let total = Some(total.unwrap_or(span.bytes()).max(span.bytes()));
         let mut next = first;
         while next < end {
@@ -128,7 +128,7 @@ impl<S: Setup> Vm<'_, S> {
             let at = VirtAddr::new(next << PAGE_SHIFT);
             let area = space.find_vma(at).map_err(stopped)?;
             let size = area.kind.page.pages();
-            let ends = (area.span.first() + area.span.pages()).min(end);
+            let ends = area.span.end_page().min(end);
             if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {
                 return Err(stopped(VmError::Misaligned { at }));
             }
@@ -146,7 +146,7 @@ impl<S: Setup> Vm<'_, S> {
         &self,
         cx: &mut Cx<'_, S>,
         site: Site<'_, S, ()>,
-        span: Span,
+        span: VirtRange,
         total: Option<u64>,
         cancel: &impl Cancel,
         visit: &mut impl FnMut(Pinned),
@@ -186,7 +186,7 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         area: &VmaInfo,
-        span: Span,
+        span: VirtRange,
     ) -> (Found, Option<VmError>) {
         let mut found = Found { runs: [None; BATCH], count: 0, pages: 0 };
         let mut error = None;

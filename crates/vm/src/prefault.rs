@@ -19,10 +19,10 @@ use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Cancel, PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_base::{Cancel, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
 use hugemm_frames::Placement;
-use hugemm_paging::{Lookup, Span};
+use hugemm_paging::Lookup;
 
 /// 4 KiB pages that a worker takes at a time, at least one page of the area: 16 MiB.
 const PIECE: u64 = 1 << 12;
@@ -65,10 +65,10 @@ impl<'m, S: Setup> Vm<'m, S> {
     pub fn prefault<'a, 'v>(
         &'v self,
         space: &'a AddressSpace<S>,
-        span: Span,
+        span: VirtRange,
         total: Option<u64>,
     ) -> Prefault<'a, 'v, 'm, S> {
-        self.filling(Target::AddressSpace(space), span.first(), span.first() + span.pages(), total)
+        self.filling(Target::AddressSpace(space), span.first_page(), span.end_page(), total)
     }
 
     /// A request to make pages `from` to `to` (in 4 KiB pages, aligned to the object's) of a shared object exist, mapped or

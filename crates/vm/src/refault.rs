@@ -30,11 +30,11 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, .. } = site;
         let page = area.page_at(at);
         let want = &Want::of_fault(area, at);
-        let Some(_claim) = space.inflight.claim(page.first(), || self.breathe(cx)) else {
+        let Some(_claim) = space.inflight.claim(page.first_page(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let Some(held) = self.hold_away(cx, &space.table, page.start(), word)? else { return Ok(Served::Meanwhile) };
-        let owner = Owner { object: area.object, offset: area.offset_of(page.first()) };
+        let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
         let brought = self.page_from(cx, held, want, owner);
         let entered = brought.map(|extent| {
             let areas = space.areas.shared();

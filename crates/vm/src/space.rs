@@ -18,13 +18,13 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::sync::{AtomicBool, Ordering};
-use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
-use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, Span, TableMemory, TlbSpace};
+use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, VirtAddr, VirtRange};
+use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, TableMemory, TlbSpace};
 
 /// One address space. Reached through its [`AddressSpaceRef`].
 pub struct AddressSpace<S: Setup> {
     identity: SpaceId,
-    bounds: Span,
+    bounds: VirtRange,
     pub(crate) table: PageTable<S::Format, S::Lock>,
     tlb: SpaceTlb,
     pub(crate) areas: Guarded<S::Lock, Areas<S>>,
@@ -97,7 +97,7 @@ impl<S: Setup> AddressSpace<S> {
     }
 
     /// The addresses that it may have.
-    pub(crate) fn bounds(&self) -> Span {
+    pub(crate) fn bounds(&self) -> VirtRange {
         self.bounds
     }
 
@@ -108,9 +108,9 @@ impl<S: Setup> AddressSpace<S> {
     }
 
     /// Whether all of a range is within the space.
-    pub(crate) fn covers(&self, span: Span) -> bool {
-        let (first, end) = (self.bounds.first(), self.bounds.first() + self.bounds.pages());
-        first <= span.first() && span.first() + span.pages() <= end
+    pub(crate) fn covers(&self, span: VirtRange) -> bool {
+        let (first, end) = (self.bounds.first_page(), self.bounds.end_page());
+        first <= span.first_page() && span.end_page() <= end
     }
 
     /// Where its tables begin.
@@ -171,7 +171,7 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// [`NoMemory`](VmError::NoMemory); [`OutOfBounds`](VmError::OutOfBounds) if the format does not translate all of
     /// `bounds`.
-    pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: Span) -> Result<AddressSpaceRef<'v, S>, VmError> {
+    pub fn create<'v>(&'v self, cx: &mut Cx<'_, S>, bounds: VirtRange) -> Result<AddressSpaceRef<'v, S>, VmError> {
         let table = self.new_table(cx, bounds, self.common())?;
         let root = table.root();
         let memory = match self.memory_for::<AddressSpace<S>>(cx) {
@@ -270,11 +270,11 @@ impl<'m, S: Setup> Vm<'m, S> {
     pub(crate) fn new_table(
         &self,
         cx: &mut Cx<'_, S>,
-        span: Span,
+        span: VirtRange,
         beside: Option<&PageTable<S::Format, S::Lock>>,
     ) -> Result<PageTable<S::Format, S::Lock>, VmError> {
         let entry = 1_u64 << (9 * (S::Format::LEVELS - 1));
-        let (first, end) = (span.first() / entry * entry, (span.first() + span.pages()).next_multiple_of(entry));
+        let (first, end) = (span.first_page() / entry * entry, span.end_page().next_multiple_of(entry));
         let bounds = pages(first, end).ok_or(VmError::OutOfBounds { at: span.start() })?;
         for round in 0.. {
             let task: Task<'_, '_, S> = RefCell::new(cx);

@@ -30,9 +30,9 @@ use core::mem::ManuallyDrop;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::sync::{AtomicU64, spin_loop};
-use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, Pending, Pfn, TlbFlush, VirtAddr};
+use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange};
 use hugemm_frames::{FolioRef, Frozen, RefError};
-use hugemm_paging::{Deferred, DeferredUnmap, Flags, Keep, Leaf, Lookup, OwnerNext, PageTable, Span};
+use hugemm_paging::{Deferred, DeferredUnmap, Flags, Keep, Leaf, Lookup, OwnerNext, PageTable};
 
 /// A page that has been taken out of every page table, and a reference to it. See the [module](self).
 #[must_use = "dropping this loses the page for whoever uses it: put it back"]
@@ -211,14 +211,14 @@ impl<S: Setup> Vm<'_, S> {
         word: impl Fn(Leaf) -> Option<u64>,
         owes: impl FnOnce(&Result<Leaf, Lookup>) -> bool,
     ) -> Result<Leaf, Lookup> {
-        let span = Span::new(place.at, page.order.bytes()).map_err(|_| Lookup::Absent)?;
-        place.space.changing(cx, span.range(), |cx| {
+        let span = VirtRange::new(place.at, page.order.bytes()).map_err(|_| Lookup::Absent)?;
+        place.space.changing(cx, span, |cx| {
             let task = RefCell::new(&mut *cx);
             let mut table = place.space.table.exclusive(self.tables(&task));
             let found = table.take_leaf(place.at, page.head, word);
             if owes(&found) {
                 // Under the lock under which the entry was changed.
-                let more = page.deferred.unmapped(place.space.tlb(), (), span.range());
+                let more = page.deferred.unmapped(place.space.tlb(), (), span);
                 page.debt = match page.debt.take() {
                     None => Some(more),
                     // They are of one domain.

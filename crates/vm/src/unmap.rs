@@ -12,10 +12,10 @@ use crate::vm::Vm;
 use crate::vma::{Areas, Vma, VmaInfo};
 use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::VirtAddr;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
-use hugemm_paging::{Detached, Editing, Flags, PageTable, PagingError, Run, ShootdownBatch, Span, Unhooked};
+use hugemm_base::{VirtAddr, VirtRange};
+use hugemm_paging::{Detached, Editing, Flags, PageTable, PagingError, Run, ShootdownBatch, Unhooked};
 use intrusive_collections::UnsafeRef;
 
 /// Entries that are read off between two reschedule points, and their pages dropped: 8 GiB of 4 KiB pages, 64 GiB of
@@ -61,7 +61,7 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// [`Misaligned`](VmError::Misaligned) if an end lies within a page of an area, [`NoMemory`](VmError::NoMemory)
     /// if one has to be cut, [`Foreign`](VmError::Foreign). Nothing has changed.
-    pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: Span) -> Result<Unmapped, VmError> {
+    pub fn unmap(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, span: VirtRange) -> Result<Unmapped, VmError> {
         self.check_own(space)?;
         let mut spare = Spare([None, None]);
         let result = self.unmap_with(cx, space, span, &mut spare);
@@ -76,12 +76,12 @@ impl<S: Setup> Vm<'_, S> {
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
-        span: Span,
+        span: VirtRange,
         spare: &mut Spare<S>,
     ) -> Result<Unmapped, VmError> {
-        let (first, end) = (span.first(), span.first() + span.pages());
+        let (first, end) = (span.first_page(), span.end_page());
         let mut removed = Areas::new();
-        let flushed = space.changing(cx, span.range(), |cx| {
+        let flushed = space.changing(cx, span, |cx| {
             let unhooked = self.take_out(cx, space, span, &mut removed, spare)?;
             Ok(self.flush_unhooked(cx, space, unhooked))
         })?;
@@ -116,11 +116,11 @@ impl<S: Setup> Vm<'_, S> {
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
-        span: Span,
+        span: VirtRange,
         removed: &mut Areas<S>,
         spare: &mut Spare<S>,
     ) -> Result<Unhooked, VmError> {
-        let (first, end) = (span.first(), span.first() + span.pages());
+        let (first, end) = (span.first_page(), span.end_page());
         loop {
             let busy = {
                 let task = RefCell::new(&mut *cx);
@@ -200,7 +200,7 @@ impl<S: Setup> Vm<'_, S> {
             let mut rest = run.extent;
             // A run of frames may go on across the border of two areas.
             while let Some(area) = removed.find(at).filter(|_| !rest.is_empty()) {
-                let ends = area.info.span.first() + area.info.span.pages();
+                let ends = area.info.span.end_page();
                 let (mine, others) = rest.split_at(ends - at);
                 // Relaxed: read by this task only.
                 area.harvested.fetch_add(mine.pages(), Ordering::Relaxed);
@@ -247,7 +247,7 @@ impl<S: Setup> Vm<'_, S> {
     fn cut(&self, areas: &mut Areas<S>, first: u64, end: u64, removed: &mut Areas<S>, spare: &mut Spare<S>) {
         while let Some(old) = areas.take(first, end) {
             let info = old.info;
-            let (begins, ends) = (info.span.first(), info.span.first() + info.span.pages());
+            let (begins, ends) = (info.span.first_page(), info.span.end_page());
             for (from, to) in [(begins, first.max(begins)), (end.min(ends), ends)] {
                 if from >= to {
                     continue;
@@ -274,7 +274,7 @@ impl<S: Setup> Vm<'_, S> {
 fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmError> {
     let mut cuts = 0;
     for at in [first, end] {
-        let Some(area) = areas.find(at).filter(|area| area.info.span.first() != at) else { continue };
+        let Some(area) = areas.find(at).filter(|area| area.info.span.first_page() != at) else { continue };
         if !at.is_multiple_of(area.info.kind.page.pages()) {
             return Err(VmError::Misaligned { at: VirtAddr::new(at << hugemm_base::PAGE_SHIFT) });
         }
@@ -285,11 +285,11 @@ fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmErr
 
 /// The part of an area that lies in a range.
 fn part(area: &VmaInfo, first: u64, end: u64) -> (u64, u64) {
-    let (begins, ends) = (area.span.first(), area.span.first() + area.span.pages());
+    let (begins, ends) = (area.span.first_page(), area.span.end_page());
     (begins.max(first), ends.min(end))
 }
 
 /// The span from page `from` to page `to`.
-pub(crate) fn pages(from: u64, to: u64) -> Option<Span> {
-    Span::new(VirtAddr::new(from << hugemm_base::PAGE_SHIFT), (to - from) << hugemm_base::PAGE_SHIFT).ok()
+pub(crate) fn pages(from: u64, to: u64) -> Option<VirtRange> {
+    VirtRange::new(VirtAddr::new(from << hugemm_base::PAGE_SHIFT), (to - from) << hugemm_base::PAGE_SHIFT).ok()
 }

@@ -10,9 +10,9 @@ use crate::setup::Setup;
 use crate::space::AddressSpace;
 use core::ptr::NonNull;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr};
+use hugemm_base::{PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::Placement;
-use hugemm_paging::{Flags, Span};
+use hugemm_paging::Flags;
 use intrusive_collections::{
     Bound, KeyAdapter, LinkedListAtomicLink, RBTree, RBTreeAtomicLink, UnsafeRef, intrusive_adapter,
 };
@@ -78,7 +78,7 @@ impl VmaKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmaInfo {
     /// Its addresses.
-    pub span: Span,
+    pub span: VirtRange,
     /// What it is.
     pub kind: VmaKind,
     /// The object's number: see [`object`](crate::object).
@@ -90,14 +90,14 @@ pub struct VmaInfo {
 impl VmaInfo {
     /// The object's page at an address of the area.
     pub(crate) fn offset_of(&self, page: u64) -> u64 {
-        self.offset + (page - self.span.first())
+        self.offset + (page - self.span.first_page())
     }
 
     /// The area's page that holds an address.
-    pub(crate) fn page_at(&self, at: VirtAddr) -> Span {
+    pub(crate) fn page_at(&self, at: VirtAddr) -> VirtRange {
         let bytes = self.kind.page.bytes();
         // An area is aligned to its pages, so the page lies in it.
-        Span::new(at.align_down(bytes), bytes).unwrap_or(self.span)
+        VirtRange::new(at.align_down(bytes), bytes).unwrap_or(self.span)
     }
 
     /// Whether the area promises the same about a page as `other` does.
@@ -132,7 +132,7 @@ impl<S: Setup> Vma<S> {
     /// The address at which the area shows a page of its object, if it does.
     pub(crate) fn address_of(&self, offset: u64) -> Option<VirtAddr> {
         let into = offset.checked_sub(self.info.offset)?;
-        (into < self.info.span.pages()).then(|| VirtAddr::new((self.info.span.first() + into) << PAGE_SHIFT))
+        (into < self.info.span.pages()).then(|| VirtAddr::new((self.info.span.first_page() + into) << PAGE_SHIFT))
     }
 }
 
@@ -143,7 +143,7 @@ impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
     type Key = u64;
 
     fn get_key(&self, area: &'a Vma<S>) -> u64 {
-        area.info.span.first()
+        area.info.span.first_page()
     }
 }
 
@@ -168,17 +168,16 @@ impl<S: Setup> Areas<S> {
     /// The area that holds a page. O(log areas).
     pub(crate) fn find(&self, page: u64) -> Option<&Vma<S>> {
         let area = self.tree.upper_bound(Bound::Included(&page)).get()?;
-        (page - area.info.span.first() < area.info.span.pages()).then_some(area)
+        (page - area.info.span.first_page() < area.info.span.pages()).then_some(area)
     }
 
     /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
     /// now promises the same. True for as long as the list stays locked.
-    pub(crate) fn admit(&self, area: &VmaInfo, span: Span) -> bool {
+    pub(crate) fn admit(&self, area: &VmaInfo, span: VirtRange) -> bool {
         !self.forking
-            && self.find(span.first()).is_some_and(|there| {
+            && self.find(span.first_page()).is_some_and(|there| {
                 let there = &there.info;
-                there.same_at(area, span.first())
-                    && span.first() + span.pages() <= there.span.first() + there.span.pages()
+                there.same_at(area, span.first_page()) && span.end_page() <= there.span.end_page()
             })
     }
 
@@ -191,8 +190,8 @@ impl<S: Setup> Areas<S> {
     pub(crate) fn meeting(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
         let mut next = first;
         core::iter::from_fn(move || {
-            let area = self.first_after(next).filter(|area| next < end && area.info.span.first() < end)?;
-            next = area.info.span.first() + area.info.span.pages();
+            let area = self.first_after(next).filter(|area| next < end && area.info.span.first_page() < end)?;
+            next = area.info.span.end_page();
             Some(area)
         })
     }
@@ -204,7 +203,7 @@ impl<S: Setup> Areas<S> {
 
     /// Takes the first area that ends after `page` and begins before `end` out.
     pub(crate) fn take(&mut self, page: u64, end: u64) -> Option<UnsafeRef<Vma<S>>> {
-        let first = self.first_after(page).filter(|area| area.info.span.first() < end)?.info.span.first();
+        let first = self.first_after(page).filter(|area| area.info.span.first_page() < end)?.info.span.first_page();
         self.tree.find_mut(&first).remove()
     }
 }

@@ -11,8 +11,8 @@ use crate::space::AddressSpace;
 use crate::unmap::pages;
 use crate::vm::Vm;
 use core::cell::RefCell;
-use hugemm_base::{Extent, Pfn};
-use hugemm_paging::{Lookup, Span};
+use hugemm_base::{Extent, Pfn, VirtRange};
+use hugemm_paging::Lookup;
 
 /// Pages that are looked at under one lock round of the page table: the bits of a word.
 const WINDOW: u64 = 64;
@@ -33,11 +33,11 @@ impl<S: Setup> Vm<'_, S> {
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
-        span: Span,
-        mut visit: impl FnMut(Span),
+        span: VirtRange,
+        mut visit: impl FnMut(VirtRange),
     ) -> Result<u64, VmError> {
         self.check_own(space)?;
-        let (mut from, end) = (span.first(), span.first() + span.pages());
+        let (mut from, end) = (span.first_page(), span.end_page());
         if !space.covers(span) {
             return Err(VmError::OutOfBounds { at: span.start() });
         }
@@ -73,14 +73,14 @@ impl<S: Setup> Vm<'_, S> {
         // What is pooled is not reclaim's, and what the area says of that is so while the list is locked.
         let area = areas.meeting(from, end).next()?.info;
         let size = area.kind.page;
-        let (page, from) = (size.pages(), from.max(area.span.first()));
+        let (page, from) = (size.pages(), from.max(area.span.first_page()));
         let base = from - from % page;
-        let to = end.min(area.span.first() + area.span.pages()).min(base + WINDOW * page);
+        let to = end.min(area.span.end_page()).min(base + WINDOW * page);
         let place = |number: u64| pages(base + number * page, base + (number + 1) * page);
         let mut followed = 0_u64;
         if space.is_followed() {
             for number in 0..(to - base).div_ceil(page) {
-                let young = place(number).is_some_and(|span| space.followers_age(span.range()));
+                let young = place(number).is_some_and(|span| space.followers_age(span));
                 followed |= u64::from(young) << number;
             }
         }

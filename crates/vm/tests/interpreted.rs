@@ -1,10 +1,10 @@
 //! What Miri can interpret: one thread, one allocation, and every operation on a few small pages.
 
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, Extent, Never, Order, PageSize, Pfn, PhysMap, Shortfall, SingleCpu, VirtAddr};
+use hugemm_base::{CpuCx, Extent, Never, Order, PageSize, Pfn, PhysMap, Shortfall, SingleCpu, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocRequest, FolioRun, Frames, Placement};
-use hugemm_paging::{Counting, Lookup, Span, TlbCpu, TlbShootdown};
+use hugemm_paging::{Counting, Lookup, TlbCpu, TlbShootdown};
 use hugemm_vm::{
     Access, AddressSpace, Backing, DefaultSetup, HugePool, LostPage, OutOfPool, Pager, Parts, Vm, VmError, VmaKind,
 };
@@ -18,8 +18,8 @@ type Single = DefaultSetup<SingleCpu>;
 
 type Cx<'p> = CpuCx<'p, SingleCpu>;
 
-fn span(start: u64, pages: u64) -> Span {
-    Span::new(VirtAddr::new(start), pages * PAGE).expect("a span")
+fn span(start: u64, pages: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), pages * PAGE).expect("a span")
 }
 
 /// The word at an address, as a task that faults reaches it.
@@ -90,7 +90,7 @@ fn every_operation_is_sound() {
     let vm: Vm<'_, Single> =
         unsafe { Vm::new(Parts::new(&frames, &shootdown, Clearer::uncalibrated())) }.expect("small objects");
 
-    let half = Span::new(VirtAddr::new(0), 1 << 47).expect("half of the addresses");
+    let half = VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half of the addresses");
     let space = vm.create(cx, half).expect("a space");
     let kind = VmaKind::private(PageSize::Size4K);
     vm.map(cx, &space, span(AT, 16), kind, Backing::Private).expect("an area");

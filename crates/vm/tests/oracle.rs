@@ -113,7 +113,7 @@ impl<'r, 'h> World<'r, 'h> {
                 match done {
                     Ok(_) => {
                         let known = &mut self.known[space];
-                        known.pages.retain(|page, _| *page < range.first() || *page >= range.first() + range.pages());
+                        known.pages.retain(|page, _| *page < range.first_page() || *page >= range.end_page());
                         let (from, to) = (range.start().get(), range.start().get() + range.bytes());
                         known.words.retain(|at, _| *at < from || *at >= to);
                     }
@@ -224,12 +224,12 @@ impl<'r, 'h> World<'r, 'h> {
         let backing = if shared && !huge { Backing::Shared(&self.object, at) } else { Backing::Private };
         let shared = matches!(backing, Backing::Shared(..));
         let done = self.rig.mmu.as_cpu(CpuId(0), |cx| self.rig.vm.map(cx, self.space(space), range, kind, backing));
-        let pages = range.first()..range.first() + range.pages();
+        let pages = range.first_page()..range.end_page();
         match done {
             Ok(area) => {
                 assert_eq!(self.known[space].pages.range(pages.clone()).count(), 0);
                 for page in pages {
-                    let offset = shared.then(|| at + page - range.first());
+                    let offset = shared.then(|| at + page - range.first_page());
                     self.known[space].pages.insert(page, offset);
                 }
                 assert_eq!(area.span, range);

@@ -12,7 +12,7 @@ use hugemm_host::mmap::Mmap;
 use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
-use hugemm_paging::{Counting, EditLock, Keep, Lookup, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_paging::{Counting, EditLock, Keep, Lookup, TlbCpu, TlbShootdown, X86_64};
 use hugemm_vm::{Backing, NoPager, Parts, Pools, Setup, Vm, VmError, VmaKind};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -42,8 +42,8 @@ unsafe impl WalkCache for Nothing {
 const SIZE: PageSize = PageSize::Size2M;
 const AT: u64 = 0x4000_0000;
 
-fn span(start: u64, pages: u64) -> Span {
-    Span::new(VirtAddr::new(start), pages * SIZE.bytes()).expect("a span")
+fn span(start: u64, pages: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), pages * SIZE.bytes()).expect("a span")
 }
 
 /// Two nodes with 16 MiB each.
@@ -90,15 +90,20 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let tested = host.run_on(CpuId(0), |cx| {
         let grown = pool.set_size(cx, &optimizer, 6, Nodes::All, &Never).expect("nobody else resizes");
         assert_eq!(grown.entered, 6, "three of each node");
-        let space = vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
+        let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let node = |found| match found {
             Lookup::Mapped(leaf) => u32::from(!lower.contains(leaf.frame)),
             other => panic!("{other:?}"),
         };
         let kind = VmaKind::private(SIZE).pooled();
         let gigantic = VmaKind::private(PageSize::Size1G).pooled();
-        let none =
-            vm.map(cx, &space, Span::new(VirtAddr::new(1 << 30), 1 << 30).expect("a GiB"), gigantic, Backing::Private);
+        let none = vm.map(
+            cx,
+            &space,
+            VirtRange::new(VirtAddr::new(1 << 30), 1 << 30).expect("a GiB"),
+            gigantic,
+            Backing::Private,
+        );
         assert_eq!(none, Err(VmError::NoPool), "there is no such pool");
         vm.map(cx, &space, span(AT, 2), kind.from(Placement::Only(NodeId(1))), Backing::Private).expect("two of six");
         vm.map(cx, &space, span(2 * AT, 2), kind.from(Placement::Prefer(NodeId(1))), Backing::Private)
@@ -122,11 +127,11 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
         assert!(pool.is_consistent(cx) && !vm.pool().take_untidy());
         // Frames as on demand.
-        let space = vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
+        let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId(1)));
-        vm.map(cx, &space, Span::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), kind, Backing::Private)
+        vm.map(cx, &space, VirtRange::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), kind, Backing::Private)
             .expect("an area");
-        vm.prefault(&space, Span::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), None)
+        vm.prefault(&space, VirtRange::new(VirtAddr::new(AT), 1 << 20).expect("a MiB"), None)
             .work(cx, &Never)
             .expect("memory");
         for page in 0..256 {

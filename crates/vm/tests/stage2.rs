@@ -8,7 +8,7 @@ mod support;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Extent, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{Frames, Plain};
-use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, PageTable, Span, X86_64};
+use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Lookup, Mapping, PageTable, X86_64};
 use hugemm_vm::{Access, Backing, Following, Notifier, VmError, VmaKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ struct Stage2<'h> {
     frames: &'h Frames<'h, Plain<&'h hugemm_base::inject::FaultPlan>>,
     table: PageTable<X86_64, EditLock>,
     following: Following,
-    guest: Span,
+    guest: VirtRange,
     invalidated: AtomicU64,
 }
 
@@ -31,7 +31,7 @@ impl<'h> Notifier<Cpus<'h>> for Stage2<'h> {
         let mut table = self.table.exclusive(unsafe { FrameTables::new(self.frames, cx) });
         self.following.begin();
         // The part of the range that the guest sees.
-        let (first, last) = (range.first().get().max(AT), range.last().get().min(AT + self.guest.bytes() - 1));
+        let (first, last) = (range.start().get().max(AT), range.last().get().min(AT + self.guest.bytes() - 1));
         if first > last {
             return;
         }
@@ -201,7 +201,7 @@ impl<'h> Notifier<Cpus<'h>> for Told {
 
     fn young(&self, range: VirtRange) -> bool {
         self.0.lock().expect("told").push(("young", range));
-        range.first().get() == AT
+        range.start().get() == AT
     }
 }
 
@@ -219,7 +219,7 @@ fn a_reference_follows_too() {
     with_rig(8, 1, 32, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let told = Told::default();
-            let [first, second] = [AT, 2 * AT].map(|at| span(at, 0x2000).range());
+            let [first, second] = [AT, 2 * AT].map(|at| span(at, 0x2000));
             fn through<'h>(by: impl Notifier<Cpus<'h>>, cx: &mut Cx<'_, 'h>, ranges: [VirtRange; 2]) -> [bool; 2] {
                 by.begin(cx, ranges[0]);
                 let young = ranges.map(|range| by.young(range));
@@ -259,7 +259,7 @@ fn followers_are_told_of_every_change() {
             rig.vm.unmap(cx, &space, span(AT, 0x1000)).expect("nobody is told");
             let expected: Vec<_> = [bounds(), span(AT, 0x1000), hole]
                 .into_iter()
-                .flat_map(|changed| ["begin", "end"].map(|what| (what, changed.range())))
+                .flat_map(|changed| ["begin", "end"].map(|what| (what, changed)))
                 .collect();
             for told in told {
                 assert_eq!(*told.0.lock().expect("told"), expected);

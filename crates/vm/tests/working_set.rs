@@ -7,7 +7,7 @@ mod support;
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_paging::{Lookup, Span};
+use hugemm_paging::Lookup;
 use hugemm_vm::{AddressSpace, Backing, Notifier, VmError, VmaKind};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -36,7 +36,7 @@ fn use_pages<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, size:
 fn look<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, range: Range<u64>) -> Vec<Range<u64>> {
     let asked = span(AT + (range.start << 12), (range.end - range.start) << 12);
     let mut runs: Vec<Range<u64>> = Vec::new();
-    let show = |run: Span| runs.push(run.first() - FIRST..run.first() - FIRST + run.pages());
+    let show = |run: VirtRange| runs.push(run.first_page() - FIRST..run.first_page() - FIRST + run.pages());
     let pages = rig.vm.test_and_clear_young(cx, space, asked, show).expect("in the space");
     assert_eq!(runs.iter().map(|run| run.end - run.start).sum::<u64>(), pages);
     runs
@@ -111,8 +111,8 @@ impl<P: Cpu> Notifier<P> for Device {
     fn begin(&self, _cx: &mut CpuCx<'_, P>, _range: VirtRange) {}
     fn end(&self, _cx: &mut CpuCx<'_, P>, _range: VirtRange) {}
     fn young(&self, range: VirtRange) -> bool {
-        assert_eq!(range.last().get() - range.first().get() + 1, self.0.bytes(), "page by page");
-        self.1.lock().expect("pages").remove(&((range.first().get() - AT) / self.0.bytes()))
+        assert_eq!(range.last().get() - range.start().get() + 1, self.0.bytes(), "page by page");
+        self.1.lock().expect("pages").remove(&((range.start().get() - AT) / self.0.bytes()))
     }
 }
 

@@ -19,7 +19,7 @@ use crate::vm_create::args::{Clearing, How, Source, VmCreate};
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{Cpu, CpuId, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_base::{Cpu, CpuId, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::Host;
@@ -29,7 +29,7 @@ use hugemm_inspect::interrupt::{self, UserStops};
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{Counting, EditLock, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
 use hugemm_workloads::vm_create::{Creation, Split, software_faults};
@@ -282,8 +282,8 @@ impl<'m> Side<'_, '_, 'm> {
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
         let vm: Vm<'_, OnHost<'_, '_, 'm, '_, '_>> =
             unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
-        let lower = Span::new(VirtAddr::new(0), 1 << 47)?;
-        let span = Span::new(AT, self.bytes)?;
+        let lower = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
+        let span = VirtRange::new(AT, self.bytes)?;
         let (space, area) = self.host.run_on(CpuId(0), |cx| {
             let space = vm.create(cx, lower)?;
             let kind = VmaKind::private(self.page);

@@ -3,7 +3,7 @@
 
 pub mod rights;
 
-use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
 use hugemm_kernel::memory::{KernelEnv, KernelFrames, frames};
 use hugemm_kernel::platform::Kernel;
@@ -11,7 +11,7 @@ use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{layout, page_fault, tables};
 use hugemm_paging::{
     Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
-    ShootdownPolicy, Span, TlbSpace, User, X86_64,
+    ShootdownPolicy, TlbSpace, User, X86_64,
 };
 use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
@@ -42,7 +42,7 @@ pub fn memory<'a>(cx: &'a mut CpuCx<'static, Kernel>) -> FrameTables<'a, 'static
 impl<'a> BareSpace<'a> {
     /// An empty space. Touched addresses get `pages`; without any they fault.
     pub fn new(cx: &mut CpuCx<'static, Kernel>, pages: Option<&'a dyn Pages>) -> Result<Self, PagingError> {
-        let lower = Span::new(VirtAddr::new(0), 1 << 47).map_err(|_| PagingError::NoTable)?;
+        let lower = VirtRange::new(VirtAddr::new(0), 1 << 47).map_err(|_| PagingError::NoTable)?;
         // SAFETY: every guard gets `memory`; what is detached is flushed through `tlb`, which every CPU that loads the
         // table joins first.
         let table = unsafe { PageTable::beside(&mut memory(cx), lower, tables::kernel()) }?;
@@ -80,7 +80,7 @@ impl<'a> BareSpace<'a> {
     pub fn map(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
-        span: Span,
+        span: VirtRange,
         runs: impl IntoIterator<Item = hugemm_base::Extent>,
         largest: PageSize,
     ) -> Result<(), PagingError> {
@@ -91,7 +91,7 @@ impl<'a> BareSpace<'a> {
     pub fn unmap(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
-        span: Span,
+        span: VirtRange,
         visit: impl FnMut(Run),
     ) -> Result<Harvest, PagingError> {
         let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
@@ -108,7 +108,7 @@ impl<'a> BareSpace<'a> {
     pub fn unmap_before_flush(
         &self,
         cx: &mut CpuCx<'static, Kernel>,
-        span: Span,
+        span: VirtRange,
         stride: PageSize,
         visit: impl FnMut(Run),
         reuse: impl FnOnce(&mut CpuCx<'static, Kernel>),
@@ -128,7 +128,7 @@ impl<'a> BareSpace<'a> {
         &self,
         cx: &mut CpuCx<'static, Kernel>,
         frame: Pfn,
-        span: Span,
+        span: VirtRange,
         operation: Operation,
         policy: &ShootdownPolicy,
         refill: &dyn Fn(),
@@ -146,9 +146,9 @@ impl<'a> BareSpace<'a> {
     }
 
     /// Flushes a span on all CPUs that have the space loaded.
-    pub fn flush(&self, cx: &mut CpuCx<'static, Kernel>, span: Span, stride: PageSize) {
+    pub fn flush(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange, stride: PageSize) {
         let mut batch = ShootdownBatch::new(&self.tlb);
-        batch.changed(span.range(), stride);
+        batch.changed(span, stride);
         let _receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
     }
 
@@ -209,7 +209,7 @@ impl<'a> BareSpace<'a> {
         pages.fill(start, unsafe { core::slice::from_raw_parts_mut(first, size.bytes() as usize) });
         // Before the entry that publishes it.
         hugemm_base::store_fence::hardware_publish_barrier();
-        let span = Span::new(start, size.bytes()).map_err(|_| no_frames)?;
+        let span = VirtRange::new(start, size.bytes()).map_err(|_| no_frames)?;
         let mapped = self.map(cx, span, [block.extent()], size);
         match mapped {
             // The table holds the frames now; `unmap` hands them out again by their numbers.

@@ -12,8 +12,8 @@ pub use figures::{AgeFigures, METRICS};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Extent, Never, Order, PAGE_BYTES, PageSize, Pfn, PhysMap, VirtAddr};
-use hugemm_paging::{Lookup, Span};
+use hugemm_base::{Extent, Never, Order, PAGE_BYTES, PageSize, Pfn, PhysMap, VirtAddr, VirtRange};
+use hugemm_paging::Lookup;
 use hugemm_reclaim::Watermarks;
 use hugemm_vm::{Access, AddressSpace, Backing, Cx, Pinned, Setup, Vm, VmError, VmaKind};
 
@@ -425,7 +425,7 @@ impl Process<'_> {
     ) -> Result<Option<Pinned>, Failed> {
         let first = self.random.below(self.wrote.len() as u64 / page.pages()) * page.pages();
         let at = VirtAddr::new(self.at.get() + first * PAGE_BYTES);
-        let span = Span::new(at, page.bytes()).map_err(|_| VmError::OutOfBounds { at })?;
+        let span = VirtRange::new(at, page.bytes()).map_err(|_| VmError::OutOfBounds { at })?;
         let mut pinned = None;
         match vm.pin(cx, space, span, None, &Never, |page| pinned = Some(page)) {
             Ok(_) => {}
@@ -510,7 +510,7 @@ impl Process<'_> {
         let some = (1 + self.random.below(4)) * size;
         let end = (first + some.max(64 / size * size)).min(pages);
         let at = VirtAddr::new(self.at.get() + first * PAGE_BYTES);
-        let span = Span::new(at, (end - first) * PAGE_BYTES).map_err(|_| VmError::OutOfBounds { at })?;
+        let span = VirtRange::new(at, (end - first) * PAGE_BYTES).map_err(|_| VmError::OutOfBounds { at })?;
         match vm.unmap(cx, space, span) {
             Ok(_) => {}
             // It had to be cut; nothing has changed.

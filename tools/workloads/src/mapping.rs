@@ -6,9 +6,9 @@
 use crate::alloc_free::Spent;
 use crate::timed;
 use core::fmt;
-use hugemm_base::{Clock, Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Clock, Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange, VirtRangeError};
 use hugemm_paging::{
-    Change, EditLock, Editing, Flags, Lookup, Mapping, PageFormat, PageTable, PagingError, Span, SpanError, TableMemory,
+    Change, EditLock, Editing, Flags, Lookup, Mapping, PageFormat, PageTable, PagingError, TableMemory,
 };
 
 /// Which addresses are mapped to which frames.
@@ -86,7 +86,7 @@ pub enum MapLoopError {
     /// A range operation was refused.
     Paging(PagingError),
     /// The addresses are no range.
-    Span(SpanError),
+    Range(VirtRangeError),
     /// A page operation was refused, at this page of the range.
     Page(u64),
     /// Not all pages were there in the end.
@@ -109,7 +109,7 @@ impl fmt::Display for MapLoopError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             MapLoopError::Paging(error) => error.fmt(f),
-            MapLoopError::Span(error) => error.fmt(f),
+            MapLoopError::Range(error) => error.fmt(f),
             MapLoopError::Page(page) => write!(f, "the per-page mapper refused page {page}"),
             MapLoopError::Lost { wanted, found } => write!(f, "{wanted} pages were mapped and {found} unmapped"),
             MapLoopError::Rights { page, writable: true } => {
@@ -299,8 +299,8 @@ impl<'t, F: PageFormat, M: TableMemory> ByRange<'t, F, M> {
     }
 }
 
-fn span(field: Field) -> Result<Span, MapLoopError> {
-    Span::new(field.at, field.pages << PAGE_SHIFT).map_err(MapLoopError::Span)
+fn span(field: Field) -> Result<VirtRange, MapLoopError> {
+    VirtRange::new(field.at, field.pages << PAGE_SHIFT).map_err(MapLoopError::Range)
 }
 
 fn address(field: Field, page: u64) -> VirtAddr {

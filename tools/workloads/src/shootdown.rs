@@ -6,11 +6,11 @@
 
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw};
+use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw, VirtRange};
 use hugemm_frames::{Env, Frames};
 use hugemm_paging::{
     Change, Editing, Flags, FrameTables, Keep, Mapping, PageFormat, PageTable, PagingError, RawEditLock,
-    ShootdownBatch, ShootdownCounts, ShootdownPolicy, Span, TableMemory, TlbShootdown, TlbSpace, User,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, TableMemory, TlbShootdown, TlbSpace, User,
 };
 
 /// Where tables come from, for the time of one operation.
@@ -77,7 +77,7 @@ pub struct ShootdownRig<'a, H, F, L, T, M> {
 pub fn run<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
     setup: &ShootdownRig<'_, H, F, L, T, M>,
-    span: Span,
+    span: VirtRange,
     operation: Operation,
     policy: &ShootdownPolicy,
 ) -> Result<Shot, PagingError>
@@ -108,7 +108,7 @@ where
 fn change<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
     setup: &ShootdownRig<'_, H, F, L, T, M>,
-    span: Span,
+    span: VirtRange,
     operation: Operation,
     policy: &ShootdownPolicy,
 ) -> Result<(), PagingError>
@@ -153,7 +153,7 @@ where
 fn each_part<P, H, F, L, T, M>(
     cx: &mut CpuCx<'_, P>,
     setup: &ShootdownRig<'_, H, F, L, T, M>,
-    span: Span,
+    span: VirtRange,
     policy: &ShootdownPolicy,
     tables: bool,
 ) where
@@ -161,7 +161,7 @@ fn each_part<P, H, F, L, T, M>(
     H: TlbHw,
     M: AsRef<[AtomicU64]>,
 {
-    for part in policy.batches(span.range(), PageSize::Size4K) {
+    for part in policy.batches(span, PageSize::Size4K) {
         let mut batch = ShootdownBatch::new(setup.space);
         if tables {
             let debt = batch.unhooked((), part, PageSize::Size4K, true);

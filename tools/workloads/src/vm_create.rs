@@ -142,7 +142,7 @@ where
     /// The pages that are one worker's, where each has its own.
     fn share(&self, worker: u64) -> (u64, u64) {
         let size = self.area.kind.page.pages();
-        let (first, pages) = (self.area.span.first(), self.area.span.pages() / size);
+        let (first, pages) = (self.area.span.first_page(), self.area.span.pages() / size);
         (first + pages * worker / self.workers * size, first + pages * (worker + 1) / self.workers * size)
     }
 }
@@ -161,7 +161,7 @@ pub fn software_faults<S: Setup>(
     }
 }
 
-fn span(from: u64, to: u64) -> Result<hugemm_paging::Span, hugemm_paging::SpanError> {
+fn span(from: u64, to: u64) -> Result<hugemm_base::VirtRange, hugemm_base::VirtRangeError> {
     let at = VirtAddr::new(from << PAGE_SHIFT);
-    hugemm_paging::Span::new(at, to.saturating_sub(from) << PAGE_SHIFT)
+    hugemm_base::VirtRange::new(at, to.saturating_sub(from) << PAGE_SHIFT)
 }

@@ -15,11 +15,11 @@ use crate::vm_create::{CreateMethod, Creation};
 use accounting::{Accounting, Mismatch};
 use core::fmt;
 use guest::{Guest, Spread};
-use hugemm_base::lock::RawLock;
 use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{VirtRange, VirtRangeError, lock::RawLock};
 use hugemm_frames::HwPoisoned;
 use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer};
-use hugemm_paging::{Lookup, Span, SpanError, X86_64};
+use hugemm_paging::{Lookup, X86_64};
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Small guests.
@@ -262,7 +262,7 @@ pub enum HostRunError {
     /// The pool refused something.
     Pool(PoolError),
     /// The sizes make no addresses.
-    Span(SpanError),
+    Range(VirtRangeError),
     /// Something is not what it should be.
     Mismatch(Mismatch),
     /// The pool got fewer pages than planned.
@@ -277,7 +277,7 @@ impl fmt::Display for HostRunError {
         match self {
             HostRunError::Vm(error) => error.fmt(f),
             HostRunError::Pool(error) => error.fmt(f),
-            HostRunError::Span(error) => error.fmt(f),
+            HostRunError::Range(error) => error.fmt(f),
             HostRunError::Mismatch(wrong) => wrong.fmt(f),
             HostRunError::Short { got } => write!(f, "the pool got only {got} pages; use a larger size"),
         }
@@ -299,7 +299,7 @@ macro_rules! host_run_error {
 host_run_error! {
     VmError => Vm,
     PoolError => Pool,
-    SpanError => Span,
+    VirtRangeError => Range,
     Mismatch => Mismatch,
 }
 
@@ -425,7 +425,7 @@ where
         self.phase(cx, site, phase, tell, |cx, site, figures| {
             figures.large(pages);
             let space = self.vm.create(cx, guest::lower()?)?;
-            let span = Span::new(VirtAddr::new(AT), figures.bytes)?;
+            let span = VirtRange::new(VirtAddr::new(AT), figures.bytes)?;
             let kind = VmaKind::private(PageSize::Size2M).pooled();
             let area = self.vm.map(cx, &space, span, kind, Backing::Private)?;
             let creation = Creation::new(self.vm, &space, area, CreateMethod::Prefault, site.workers());
@@ -527,7 +527,7 @@ where
         // A machine larger than what is left of the pool is refused whole, before it has anything.
         let free = self.pool.counts(cx).counts.free;
         let space = self.vm.create(cx, guest::lower()?)?;
-        let span = Span::new(VirtAddr::new(AT), (free + 1) * PageSize::Size2M.bytes())?;
+        let span = VirtRange::new(VirtAddr::new(AT), (free + 1) * PageSize::Size2M.bytes())?;
         let kind = VmaKind::private(PageSize::Size2M).pooled();
         match self.vm.map(cx, &space, span, kind, Backing::Private) {
             Err(VmError::NoPool) => accounting.refused_machines += 1,

@@ -110,7 +110,7 @@ unsafe impl WalkCache for ModelTlbs {
         let delay = *self.delay.lock().unwrap();
         std::thread::sleep(delay);
         for slot in &self.cpus {
-            slot.lock().unwrap().flush(range.first().get(), range.last().get());
+            slot.lock().unwrap().flush(range.start().get(), range.last().get());
         }
     }
 

@@ -3,9 +3,9 @@
 use crate::support::{Heap, access, at, extent, lower, span};
 use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{PageSize, Pfn};
+use hugemm_base::{PageSize, Pfn, VirtRange};
 use hugemm_paging::{
-    Change, Editing, Flags, Leaf, Lookup, NoTable, PageTable, PagingError, Run, Span, TableContent, TableMemory, X86_64,
+    Change, Editing, Flags, Leaf, Lookup, NoTable, PageTable, PagingError, Run, TableContent, TableMemory, X86_64,
 };
 
 /// Where nothing is mapped nothing is detached: it is neither blocked nor has anybody to harvest it.
@@ -19,7 +19,7 @@ fn an_empty_range_is_not_blocked() {
     drop(nothing);
     table.exclusive(&heap).map(span(0, 3), [extent(7, 3)], SMALL).expect("nothing is in the way");
     let unhooked = table.exclusive(&heap).detach(span(0, 100), Editing::LIVE).expect("nothing is outstanding");
-    assert_eq!((unhooked.flush(), unhooked.entries(), unhooked.tables()), (Some(span(0, 100).range()), 3, false));
+    assert_eq!((unhooked.flush(), unhooked.entries(), unhooked.tables()), (Some(span(0, 100)), 3, false));
     // SAFETY: nothing is cached anywhere.
     let detached = unsafe { unhooked.assume_flushed() };
     assert_eq!(detached.span(), span(0, 100));
@@ -208,7 +208,7 @@ unsafe impl TableMemory for Watched<'_> {
 #[test]
 fn nothing_is_looked_at_behind_the_last_address() {
     let heap = Heap::new(NoFaults);
-    let upper = Span::new(hugemm_base::VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
+    let upper = VirtRange::new(hugemm_base::VirtAddr::new(0xffff_8000_0000_0000), 1 << 47).expect("a half");
     // SAFETY: as in `table`.
     let kernel = unsafe { PageTable::<X86_64>::with_fixed_top(&mut &heap, upper) }.expect("tables");
     // SAFETY: as in `table`.
@@ -222,7 +222,7 @@ fn nothing_is_looked_at_behind_the_last_address() {
     let change = Change { set: Flags::NONE, clear: Flags::WRITE };
     assert_eq!(user.shared(watched()).protect(last, change).map(|stale| stale.entries()), Ok(3));
     assert_eq!(user.exclusive(watched()).detach(last, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
-    let top = Span::new(hugemm_base::VirtAddr::new(0xffff_ffff_ffff_d000), 3 << 12).expect("the end");
+    let top = VirtRange::new(hugemm_base::VirtAddr::new(0xffff_ffff_ffff_d000), 3 << 12).expect("the end");
     kernel.exclusive(&heap).map(top, [extent(0, 3)], SMALL).expect("mapped");
     assert_eq!(kernel.exclusive(&heap).detach(top, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
 }
@@ -236,7 +236,7 @@ fn a_block_is_replaced_by_one_store_and_put_back() {
     let shared = Leaf { frame: Pfn::new(7777), size: PageSize::Size4K, flags: Flags::NONE };
     let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| if (at.get() >> 12).is_multiple_of(7) { leaf } else { shared };
     let stale = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
-    assert_eq!(stale.flush(), Some(span(512, 512).range()));
+    assert_eq!(stale.flush(), Some(span(512, 512)));
     let guard = table.shared(&heap);
     assert_eq!(guard.translate(at(514)).map(|phys| phys.get() >> 12), Some(7777));
     assert_eq!(guard.translate(at(518)).map(|phys| phys.get() >> 12), Some(518));

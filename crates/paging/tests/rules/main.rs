@@ -8,8 +8,8 @@ mod rights;
 #[path = "../support/mod.rs"]
 mod support;
 
-use hugemm_base::{Extent, PageSize};
-use hugemm_paging::{EditLock, Editing, Flags, Mapping, PageFormat, PageTable, Run, Span};
+use hugemm_base::{Extent, PageSize, VirtRange};
+use hugemm_paging::{EditLock, Editing, Flags, Mapping, PageFormat, PageTable, Run};
 use support::{Heap, lower};
 
 const DATA: Mapping = Mapping { flags: Flags::WRITE, largest: PageSize::Size1G };
@@ -21,14 +21,14 @@ fn table<F: PageFormat, I: hugemm_base::inject::Inject>(heap: &Heap<I>) -> PageT
     unsafe { PageTable::new(&mut &*heap, lower::<F>()) }.expect("a root")
 }
 
-fn runs<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: Span) -> Vec<(u64, Extent, PageSize)> {
+fn runs<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: VirtRange) -> Vec<(u64, Extent, PageSize)> {
     let mut runs = Vec::new();
     let guard = table.shared(heap);
     guard.walk(span, Flags::NONE, |run| runs.push((run.at.get() >> 12, run.extent, run.size))).expect("in bounds");
     runs
 }
 
-fn unmap<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: Span) -> Vec<Run> {
+fn unmap<F: PageFormat>(table: &PageTable<F>, heap: &Heap, span: VirtRange) -> Vec<Run> {
     let unhooked = table.exclusive(heap).detach(span, Editing::LIVE).expect("detached");
     // SAFETY: nothing is cached anywhere.
     let detached = unsafe { unhooked.assume_flushed() };

@@ -3,8 +3,8 @@
 use crate::support::{Heap, access, at, extent, lower, span};
 use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, Span, X86_64};
+use hugemm_base::{PageSize, Pfn, VirtRange};
+use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, X86_64};
 
 #[test]
 fn the_largest_leaf_that_fits_is_used() {
@@ -36,7 +36,7 @@ fn the_largest_leaf_that_fits_is_used() {
 #[test]
 fn address_spaces_share_the_kernels_half() {
     let heap = Heap::new(NoFaults);
-    let upper = Span::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 1 << 40).expect("two slots");
+    let upper = VirtRange::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 1 << 40).expect("two slots");
     // SAFETY: as in `table`.
     let kernel = unsafe { PageTable::<X86_64>::with_fixed_top(&mut &heap, upper) }.expect("tables");
     // SAFETY: as in `table`.
@@ -49,7 +49,7 @@ fn address_spaces_share_the_kernels_half() {
     assert_eq!(unmap(&kernel, &heap, upper).iter().map(|run| run.extent.pages()).sum::<u64>(), 1 << 28);
     assert_eq!(seen(upper.start()), None);
     assert_eq!(heap.live(), tables, "the tables at the top stay");
-    let clash = Span::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 4096).expect("a span");
+    let clash = VirtRange::new(hugemm_base::VirtAddr::new(0xffff_ff00_0000_0000), 4096).expect("a span");
     // SAFETY: as in `table`.
     let error = unsafe { PageTable::<X86_64>::beside(&mut &heap, clash, &kernel) }.err();
     assert!(matches!(error, Some(PagingError::Overlap { .. })));

@@ -4,8 +4,8 @@
 pub mod ops;
 
 use hugemm_base::inject::{Inject, NoFaults};
-use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr};
-use hugemm_paging::{FAULT_TABLE, NoTable, PageFormat, Span, TableContent, TableMemory};
+use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
+use hugemm_paging::{FAULT_TABLE, NoTable, PageFormat, TableContent, TableMemory};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
@@ -143,11 +143,11 @@ pub fn at(page: u64) -> VirtAddr {
     VirtAddr::new(page << PAGE_SHIFT)
 }
 
-pub fn span(first: u64, pages: u64) -> Span {
-    Span::new(at(first), pages << PAGE_SHIFT).expect("a span")
+pub fn span(first: u64, pages: u64) -> VirtRange {
+    VirtRange::new(at(first), pages << PAGE_SHIFT).expect("a span")
 }
 
 /// All of the lower half (of what x86-64 has with as many levels).
-pub fn lower<F: PageFormat>() -> Span {
+pub fn lower<F: PageFormat>() -> VirtRange {
     span(0, 1 << (9 * F::LEVELS - 1))
 }

@@ -190,7 +190,7 @@ impl<F: PageFormat> State<'_, F> {
     fn is_blocked(&self, page: u64) -> bool {
         self.waiting.iter().any(|waiting| {
             let span = waiting.detached.span();
-            (span.first()..span.first() + span.pages()).contains(&page)
+            (span.first_page()..span.end_page()).contains(&page)
         })
     }
 

@@ -13,12 +13,12 @@ pub use frames::with_memory;
 use frames::{Aligned, Pool};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
-    Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr,
+    Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_host::cpu::Host;
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
-    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, Span, TlbCpu, TlbShootdown, TlbSpace, User, X86_64,
+    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, TlbCpu, TlbShootdown, TlbSpace, User, X86_64,
 };
 use std::cell::{Cell, RefCell};
 
@@ -109,7 +109,7 @@ impl World {
         let shootdown = unsafe { TlbShootdown::new(cpus, inboxes, Hw { mmu, deaf }) }.expect("fits");
         let pool = Pool::new(mmu);
         let spaces = (0..SPACES).map(|_| {
-            let bounds = Span::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
+            let bounds = VirtRange::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
             // SAFETY: one pool; every detach below is behind the space's flush domain.
             let table: PageTable<X86_64, EditLock> = unsafe { PageTable::new(&mut &pool, bounds) }.expect("a root");
             // SAFETY: each has a table of its own, which stays.

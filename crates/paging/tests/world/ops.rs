@@ -2,14 +2,14 @@
 
 use super::{PAGES, Plant, SPACES, World, at, number};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{Cpu, CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Cpu, CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_paging::{Change, Detached, Editing, Flags, Leaf, Mapping, ShootdownBatch, ShootdownPolicy, Span};
+use hugemm_paging::{Change, Detached, Editing, Flags, Leaf, Mapping, ShootdownBatch, ShootdownPolicy};
 
 type Cx<'a, 'p> = CpuCx<'p, Mmu<'a, 'a>>;
 
-fn span(first: u64, pages: u64) -> Span {
-    Span::new(at(first), pages * PAGE_BYTES).expect("a span")
+fn span(first: u64, pages: u64) -> VirtRange {
+    VirtRange::new(at(first), pages * PAGE_BYTES).expect("a span")
 }
 
 impl World {
@@ -210,7 +210,7 @@ impl World {
         batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         for cpu in 0..self.shootdown.cpus() {
             if self.state.borrow()[cpu] == (Some(space), false) {
-                for page in (part.first()..part.first() + part.pages()).step_by(if by_table { 3 } else { 1 }) {
+                for page in (part.first_page()..part.end_page()).step_by(if by_table { 3 } else { 1 }) {
                     if self.mmu.store(CpuId(cpu as u32), at(page), 7).is_ok() {
                         return Err(format!("cpu{cpu} stored to a read-only page"));
                     }

@@ -2,8 +2,8 @@
 
 use super::{World, at};
 use hugemm_base::platform::CpuId;
-use hugemm_base::{PAGE_BYTES, PageSize, Pfn};
-use hugemm_paging::{Editing, Flags, Mapping, ShootdownBatch, ShootdownPolicy, Span};
+use hugemm_base::{PAGE_BYTES, PageSize, Pfn, VirtRange};
+use hugemm_paging::{Editing, Flags, Mapping, ShootdownBatch, ShootdownPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Rounds of mapping, ageing and unmapping.
@@ -55,7 +55,7 @@ impl Shared<'_> {
 
     fn manage(&self, cpu: CpuId) {
         let (world, space) = (self.0, &self.0.spaces[0]);
-        let span = Span::new(at(0), PAGES * PAGE_BYTES).expect("a span");
+        let span = VirtRange::new(at(0), PAGES * PAGE_BYTES).expect("a span");
         let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
         let mut written = 0;
         world.mmu.as_cpu(cpu, |cx| {

@@ -1,11 +1,10 @@
 //! Short scenes with an outcome, on the same machine.
 
 use super::{World, at};
-use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
-    Editing, Flags, Kernel, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, Span, TableMemory, TlbSpace, User,
-    X86_64,
+    Editing, Flags, Kernel, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory, TlbSpace, User, X86_64,
 };
 
 const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest: PageSize::Size4K };
@@ -16,8 +15,8 @@ type Cx<'p> = CpuCx<'p, Mmu<'static, 'static>>;
 const ME: CpuId = CpuId(0);
 const OTHER: CpuId = CpuId(1);
 
-fn span(first: u64, pages: u64) -> Span {
-    Span::new(at(first), pages << 12).expect("a span")
+fn span(first: u64, pages: u64) -> VirtRange {
+    VirtRange::new(at(first), pages << 12).expect("a span")
 }
 
 impl World {
@@ -100,15 +99,15 @@ impl World {
     /// The other CPU walks a table of the kernel's half under the tags of two spaces. It gives way to a larger page by a
     /// flush page by page, and is freed, while the CPU has the one loaded; then it goes back to the other.
     pub fn collapse_in_the_kernels_half(&self) -> Result<(), String> {
-        let upper = Span::new(VirtAddr::new(0xffff_8000_0000_0000), 1 << 39).expect("a slot");
-        let lower = Span::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
+        let upper = VirtRange::new(VirtAddr::new(0xffff_8000_0000_0000), 1 << 39).expect("a slot");
+        let lower = VirtRange::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
         let mut memory = &self.pool;
         // SAFETY: one pool; what goes is behind the kernel's flush domain.
         let kernel: PageTable<X86_64> = unsafe { PageTable::with_fixed_top(&mut memory, upper) }.expect("tables");
         let block = self.block();
         let small = Mapping { flags: Flags::WRITE | Flags::GLOBAL, largest: PageSize::Size4K };
         let at = |page: u64| VirtAddr::new(upper.start().get() + (page << 12));
-        let range = Span::new(upper.start(), PageSize::Size2M.bytes()).expect("a block");
+        let range = VirtRange::new(upper.start(), PageSize::Size2M.bytes()).expect("a block");
         kernel.shared(&self.pool).map(range, [block], small).expect("free");
         // SAFETY: as above, and the kernel's table stays.
         let tables = [(); 2].map(|()| unsafe { PageTable::beside(&mut memory, lower, &kernel) }.expect("a root"));

@@ -119,7 +119,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
                     self.pager.steps.enter(Step::AgeFlush);
                     let mut batch = ShootdownBatch::new(tlb);
                     let stride = if folio.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
-                    batch.changed(page.range(), stride);
+                    batch.changed(page, stride);
                     let _ = batch.flush(self.vm.shootdown(), cx, &ShootdownPolicy::PER_PAGE);
                     self.pager.steps.enter(Step::Age);
                 }

@@ -8,6 +8,7 @@ use crate::watched::{Stop, Watched};
 use hugemm_base::inject::FaultPlan;
 use hugemm_base::{
     Cpu, CpuCx, CpuId, Dirty, Extent, Invalidation, NoPressure, NodeId, Pfn, PhysAddr, TlbHw, TlbScope, VirtAddr,
+    VirtRange,
 };
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
@@ -15,7 +16,7 @@ use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_paging::{EditLock, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, SwapStats, Watermarks};
 use hugemm_threads::Memory;
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, NoPool, Notifier, Parts, Setup, Vm, VmError};
@@ -126,12 +127,12 @@ pub struct Size {
 
 pub const NODE: NodeId = NodeId(0);
 
-pub fn span(start: u64, bytes: u64) -> Span {
-    Span::new(VirtAddr::new(start), bytes).expect("a span")
+pub fn span(start: u64, bytes: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), bytes).expect("a span")
 }
 
 /// The lower half.
-pub fn bounds() -> Span {
+pub fn bounds() -> VirtRange {
     span(0, 1 << 47)
 }
 

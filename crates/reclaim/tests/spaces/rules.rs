@@ -246,7 +246,7 @@ fn look_around_takes_a_page_with_all_its_mappings() {
 /// Makes the CPU forget the space's translations: what is used from then on shows in the tables.
 fn forget<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_, 'h>) {
     let mut batch = ShootdownBatch::new(space.tlb());
-    batch.changed(span(AT, 1 << 30).range(), PageSize::Size4K);
+    batch.changed(span(AT, 1 << 30), PageSize::Size4K);
     let _ = batch.flush(rig.vm.shootdown(), cx, &ShootdownPolicy::BATCHED);
 }
 
@@ -266,7 +266,7 @@ fn a_working_set_is_what_was_used_since_the_last_look() {
                         rig.vm.test_and_clear_young(cx, &space, range, |run| runs.push(run)).expect("in the space");
                     assert_eq!(rig.vm.shootdown().counts(), flushed, "no TLB was touched");
                     assert_eq!(runs.iter().map(|run| run.pages()).sum::<u64>(), pages);
-                    assert!(runs.is_sorted_by_key(|run| run.first()));
+                    assert!(runs.is_sorted_by_key(|run| run.first_page()));
                     runs
                 };
                 assert_eq!(look(cx, all), [all]);
@@ -275,7 +275,7 @@ fn a_working_set_is_what_was_used_since_the_last_look() {
                     assert!(rig.get(cx, &space, at(index)).is_ok());
                 }
                 let runs = look(cx, all);
-                let shown = |page: u64| runs.iter().any(|run| (run.first()..run.first() + run.pages()).contains(&page));
+                let shown = |page: u64| runs.iter().any(|run| (run.first_page()..run.end_page()).contains(&page));
                 assert!([0, 2, 3].into_iter().all(|index| shown(at(index) >> 12)), "{runs:?}");
                 // A part of a page is used as far as it was asked for.
                 forget(rig, cx, &space);

@@ -64,7 +64,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         while at < to {
             let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
-            let (begins, ends) = (area.span.first(), area.span.first() + area.span.pages());
+            let (begins, ends) = (area.span.first_page(), area.span.end_page());
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = begins.max(self.first / size.pages() * size.pages());
             let last = ends.min(self.end.next_multiple_of(size.pages()));

@@ -17,7 +17,7 @@ use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, Span, TlbCpu, TlbShootdown};
+use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
 use hugemm_threads::Memory;
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, HugePool, Notifier, OutOfPool, Parts, Setup, Vm, VmError};
 pub use metered::Metered;
@@ -229,12 +229,12 @@ pub struct Rig<'h, F: PageFormat = Metered, const AWAY: bool = false> {
 pub type Cx<'p, 'h> = CpuCx<'p, Cpus<'h>>;
 pub type Handle<'v, 'h, F = Metered, const AWAY: bool = false> = AddressSpaceRef<'v, Model<'h, F, AWAY>>;
 
-pub fn span(start: u64, bytes: u64) -> Span {
-    Span::new(VirtAddr::new(start), bytes).expect("a span")
+pub fn span(start: u64, bytes: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), bytes).expect("a span")
 }
 
 /// The lower half.
-pub fn bounds() -> Span {
+pub fn bounds() -> VirtRange {
     span(0, 1 << 47)
 }
 

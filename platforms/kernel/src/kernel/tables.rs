@@ -7,8 +7,8 @@ use super::layout;
 use super::once::Once;
 use crate::memory_map::MemoryMap;
 use core::ptr::NonNull;
-use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr};
-use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, Span, TableContent, TableMemory, X86_64};
+use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory, X86_64};
 use raw_cpuid::CpuId;
 use x86_64::registers::control::{Cr0, Cr0Flags, Cr4, Cr4Flags};
 
@@ -58,7 +58,7 @@ unsafe impl TableMemory for BootTables<'_> {
 fn map(table: &PageTable<X86_64>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags) {
     let gib = CpuId::new().get_extended_processor_and_feature_identifiers().is_some_and(|info| info.has_1gib_pages());
     let largest = if gib { PageSize::Size1G } else { PageSize::Size2M };
-    let mapped = Span::new(VirtAddr::new(at), extent.bytes())
+    let mapped = VirtRange::new(VirtAddr::new(at), extent.bytes())
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(at) })
         .and_then(|span| table.shared(BootTables(free)).map(span, [extent], Mapping { flags, largest }));
     mapped.unwrap_or_else(|error| panic!("the kernel cannot be mapped: {error}; use a larger --memory"));
@@ -73,7 +73,7 @@ fn extent(start: u64, end: u64) -> Extent {
 /// `apic` is where the interrupt controller's registers are.
 pub(crate) fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) {
     set_control_bits();
-    let upper = Span::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
+    let upper = VirtRange::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: every guard gets tables of the direct map's frames; what is taken away is flushed by `tlb::kernel_half`,
     // which every CPU joins as it starts.
     let table = unsafe { PageTable::<X86_64>::with_fixed_top(&mut BootTables(free), upper) };

@@ -7,9 +7,9 @@ use super::tlb::{Hardware, shootdown};
 use super::{page_fault, percpu, tables};
 use core::cell::Cell;
 use core::marker::PhantomData;
-use hugemm_base::{CpuCx, NoPressure, VirtAddr};
+use hugemm_base::{CpuCx, NoPressure, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
-use hugemm_paging::{EditLock, ShootdownPolicy, Span, X86_64};
+use hugemm_paging::{EditLock, ShootdownPolicy, X86_64};
 use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
 
 /// The types of address spaces here. Whether pages may go away is whoever makes the manager's choice.
@@ -66,9 +66,9 @@ pub unsafe fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
 }
 
 /// The addresses that a space may have.
-pub fn lower_half() -> Result<Span, VmError> {
+pub fn lower_half() -> Result<VirtRange, VmError> {
     let at = VirtAddr::new(0);
-    Span::new(at, 1 << 47).map_err(|_| VmError::OutOfBounds { at })
+    VirtRange::new(at, 1 << 47).map_err(|_| VmError::OutOfBounds { at })
 }
 
 /// Runs `f` with a space loaded on the calling CPU: page faults go to the manager. An access of

@@ -83,14 +83,14 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
 
     fn forget(&self, cpu: CpuId, what: &Invalidation) {
         let tlb = self.tlb(cpu);
-        let pages = what.ranges.pages(hugemm_base::PageSize::Size4K);
+        let pages = what.ranges.touched(hugemm_base::PageSize::Size4K);
         if what.ranges.is_all() || pages > 1024 {
             tlb.small.fill(NONE);
             tlb.huge.fill(NONE);
             return;
         }
         for range in what.ranges.as_slice() {
-            for page in range.first().get() >> 12..=range.last().get() >> 12 {
+            for page in range.first_page()..range.end_page() {
                 tlb.small[page as usize % SMALL] = NONE;
                 tlb.huge[(page >> 9) as usize % HUGE] = NONE;
             }

@@ -3,7 +3,7 @@
 use crate::age::mmu::SoftMmu;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{Cpu, CpuCx, CpuId, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr};
+use hugemm_base::{Cpu, CpuCx, CpuId, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -11,7 +11,7 @@ use hugemm_host::crew::{Crew, Serving};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
-use hugemm_paging::{EditLock, Span, TlbCpu, TlbShootdown, X86_64};
+use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Ageing, BATCH, Compressed, Level, Lru, LruPolicy, Reclaim, ShrinkBudget, Step, Steps};
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, NoPool, Parts, Pinned, Setup, Vm, VmaKind};
 use hugemm_workloads::age::{AgeFigures, InPlace, Process, Random, Touch, marks};
@@ -271,12 +271,12 @@ impl<'h> Rig<'_, 'h> {
             let object = self.vm.create_shared(cx, config.shared >> 12, config.page, false)?;
             let mut spaces = Vec::new();
             for _ in 0..config.procs {
-                let space = self.vm.create(cx, Span::new(VirtAddr::new(0), 1 << 47)?)?;
+                let space = self.vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
                 let kind = VmaKind::private(config.page);
-                let span = Span::new(SHARED_AT, config.shared)?;
+                let span = VirtRange::new(SHARED_AT, config.shared)?;
                 self.vm.map(cx, &space, span, kind, Backing::Shared(&object, 0))?;
                 if own > 0 {
-                    self.vm.map(cx, &space, Span::new(OWN_AT, own)?, kind, Backing::Private)?;
+                    self.vm.map(cx, &space, VirtRange::new(OWN_AT, own)?, kind, Backing::Private)?;
                 }
                 spaces.push(space);
             }

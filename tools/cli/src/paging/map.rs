@@ -22,13 +22,13 @@ use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
-use hugemm_paging::{FrameTables, PageTable, Span, X86_64};
+use hugemm_paging::{FrameTables, PageTable, X86_64};
 use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in_tables, pass_with_tables};
 
 /// Where the range begins: a border of 512 GiB.
@@ -223,7 +223,7 @@ impl<'b> Bench<'b, '_> {
             host.run_on(CpuId(0), |cx| {
                 // SAFETY: the manager's frames are the host's memory, which stays reachable.
                 let mut memory = unsafe { FrameTables::new(frames, cx) };
-                let half = Span::new(VirtAddr::new(0), LOWER)?;
+                let half = VirtRange::new(VirtAddr::new(0), LOWER)?;
                 // SAFETY: one memory; no CPU translates by the table.
                 let table = unsafe { PageTable::<X86_64>::new(&mut memory, half) }?;
                 // SAFETY: as above.

@@ -18,7 +18,7 @@ use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{
-    CpuCx, CpuId, Dirty, Invalidation, NodeId, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr,
+    CpuCx, CpuId, Dirty, Invalidation, NodeId, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
@@ -27,8 +27,8 @@ use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_paging::{
-    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, Span, TlbCpu, TlbShootdown,
-    TlbSpace, User, X86_64,
+    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace,
+    User, X86_64,
 };
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -64,7 +64,7 @@ unsafe impl TlbHw for Costly {
     fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, what: &Invalidation) {
         spin(match what.ranges.is_all() {
             true => self.cost.all_ns + self.cost.refill_ns,
-            false => self.cost.page_ns * what.ranges.pages(what.stride) as f64,
+            false => self.cost.page_ns * what.ranges.touched(what.stride) as f64,
         });
     }
 
@@ -209,7 +209,7 @@ fn on_machine<H: TlbHw + Sync>(
         .run_on(CpuId(0), |cx| {
             // SAFETY: the host's memory is a direct map.
             let mut memory = unsafe { FrameTables::new(&frames, cx) };
-            let bounds = Span::new(VirtAddr::new(0), 1 << 47)?;
+            let bounds = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
             // SAFETY: one allocator; no CPU ever translates by the table.
             Ok::<_, anyhow::Error>(unsafe { PageTable::new(&mut memory, bounds) }?)
         })?
@@ -260,7 +260,7 @@ fn on_machine<H: TlbHw + Sync>(
             }
             let mut all = Vec::new();
             for &pages in &args.pages {
-                let span = Span::new(AT, pages * PAGE_BYTES)?;
+                let span = VirtRange::new(AT, pages * PAGE_BYTES)?;
                 for operation in Operation::ALL {
                     bar.set_message(format!("{} {pages} pages, {cpus} CPUs", operation.name()));
                     let once = |cx: &mut CpuCx<'_, _>, policy: &ShootdownPolicy| {
@@ -269,7 +269,7 @@ fn on_machine<H: TlbHw + Sync>(
                     // Batched, it takes as long as its entries take.
                     let mut left_out = None;
                     if pages > PROBE {
-                        let probe = Span::new(AT, PROBE * PAGE_BYTES)?;
+                        let probe = VirtRange::new(AT, PROBE * PAGE_BYTES)?;
                         let shot = shootdown::run(cx, &setup, probe, operation, &ShootdownPolicy::PER_PAGE)?;
                         left_out = too_long(shot.nanos, pages, Duration::from_secs(args.limit));
                     }

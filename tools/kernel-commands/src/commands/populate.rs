@@ -7,14 +7,14 @@ use super::swapped::{Clocked, Store, Swapped};
 use super::{Cx, Failure, pool, region};
 use crate::output::note;
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Never, PageSize, VirtAddr};
+use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{Clearer, Features, Profile, calibrate};
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{layout, percpu, smp, vm, vmemmap};
 use hugemm_lz4::Lz4;
-use hugemm_paging::{ShootdownPolicy, Span};
+use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{Backing, Pinned, Pools, VmError, VmaKind};
 use hugemm_workloads::vm_create::{CreateMethod, Creation, Split};
@@ -111,7 +111,7 @@ fn filled<'a, 'm: 'a>(cx: Cx<'_>, manager: &vm::KernelVm<'a, 'm, Swapped>, fill:
     let space = manager.create(cx, vm::lower_half()?)?;
     let kind = VmaKind::private(fill.page);
     let kind = if fill.pooled { kind.pooled() } else { kind };
-    let span = Span::new(AT, fill.bytes).map_err(|_| VmError::OutOfBounds { at: AT })?;
+    let span = VirtRange::new(AT, fill.bytes).map_err(|_| VmError::OutOfBounds { at: AT })?;
     let took = match manager.map(cx, &space, span, kind, Backing::Private) {
         Ok(area) => {
             let creation = Creation::new(manager, &space, area, fill.how, fill.workers.into());

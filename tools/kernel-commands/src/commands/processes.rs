@@ -8,14 +8,13 @@ use super::{Cx, Failure};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::page_fault;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{percpu, smp, vm};
 use hugemm_kernel_commands::patience::Patience;
-use hugemm_paging::Span;
 use hugemm_reclaim::{Ageing, Level, LruPolicy, Swap};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Pinned, SharedRef, Vm, VmError, VmaKind};
 use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
@@ -132,7 +131,7 @@ fn set_up<'a>(
     own: u64,
 ) -> Result<(), VmError> {
     let kind = VmaKind::private(plan.page);
-    let span = |at, bytes| Span::new(at, bytes).map_err(|_| VmError::OutOfBounds { at });
+    let span = |at, bytes| VirtRange::new(at, bytes).map_err(|_| VmError::OutOfBounds { at });
     vm.map(cx, space, span(SHARED_AT, plan.shared)?, kind, Backing::Shared(object, 0))?;
     if own > 0 {
         vm.map(cx, space, span(OWN_AT, own)?, kind, Backing::Private)?;

@@ -8,11 +8,11 @@ use crate::output::{progress, sample};
 use crate::space::BareSpace;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, smp};
 use hugemm_kernel_commands::request::Shootdown;
-use hugemm_paging::{PagingError, ShootdownPolicy, Span};
+use hugemm_paging::{PagingError, ShootdownPolicy};
 use hugemm_workloads::shootdown::{Operation, Shot};
 
 /// Where ranges are mapped.
@@ -43,7 +43,7 @@ struct Cell {
 pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
     let block = region(cx, PAGE_BYTES)?;
     let space = BareSpace::new(cx, None)?;
-    let working = Span::new(VirtAddr::new(WORKING_SET), WORKING_PAGES * PAGE_BYTES)
+    let working = VirtRange::new(VirtAddr::new(WORKING_SET), WORKING_PAGES * PAGE_BYTES)
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(WORKING_SET) })?;
     let one = (0..WORKING_PAGES).filter_map(|_| Extent::new(block.pfn(), 1).ok());
     space.map(cx, working, one, PageSize::Size4K)?;
@@ -72,7 +72,7 @@ pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
 
 fn measure(cx: Cx<'_>, space: &BareSpace<'_>, frame: Pfn, cell: Cell) -> Result<Shot, PagingError> {
     let at = VirtAddr::new(START);
-    let span = Span::new(at, cell.pages * PAGE_BYTES).map_err(|_| PagingError::OutOfBounds { at })?;
+    let span = VirtRange::new(at, cell.pages * PAGE_BYTES).map_err(|_| PagingError::OutOfBounds { at })?;
     let (ready, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     let result: Lock<SpinLock, _> = Lock::new(Err(PagingError::NotMapped { at }));
     smp::on_cpus(cx, cell.cpus, &|cx, cpu| {

@@ -2,12 +2,12 @@
 
 use super::{BareSpace, memory};
 use core::sync::atomic::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, VirtAddr};
+use hugemm_base::{CpuCx, VirtAddr, VirtRange};
 use hugemm_kernel::layout;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_paging::{
-    Change, Editing, Flags, Lookup, PageFormat, PagingError, ShootdownBatch, ShootdownPolicy, Span, Stale, X86_64,
+    Change, Editing, Flags, Lookup, PageFormat, PagingError, ShootdownBatch, ShootdownPolicy, Stale, X86_64,
 };
 
 /// Which way to take the right to store away.
@@ -35,7 +35,7 @@ impl BareSpace<'_> {
     }
 
     /// After it, no CPU stores to the span.
-    pub fn seal(&self, cx: &mut CpuCx<'static, Kernel>, span: Span, way: Way) -> Result<(), PagingError> {
+    pub fn seal(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange, way: Way) -> Result<(), PagingError> {
         let mut table = self.table.exclusive(memory(cx));
         let stale = match way {
             Way::Tables | Way::Untold => table.write_protect(span)?,
@@ -49,13 +49,13 @@ impl BareSpace<'_> {
     }
 
     /// Allows stores to what is mapped in the span. More rights need no flush: who faults looks again.
-    pub fn unseal(&self, cx: &mut CpuCx<'static, Kernel>, span: Span) -> Result<(), PagingError> {
+    pub fn unseal(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange) -> Result<(), PagingError> {
         let change = Change { set: Flags::WRITE, clear: Flags::NONE };
         self.table.shared(memory(cx)).protect(span, change).map(|_| ())
     }
 
     /// Forgets that the span was written.
-    pub fn clean(&self, cx: &mut CpuCx<'static, Kernel>, span: Span) -> Result<(), PagingError> {
+    pub fn clean(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange) -> Result<(), PagingError> {
         let change = Change { set: Flags::NONE, clear: Flags::DIRTY };
         let stale = self.table.shared(memory(cx)).protect(span, change)?;
         self.settle(cx, stale);
@@ -71,7 +71,7 @@ impl BareSpace<'_> {
     }
 
     /// Clears accessed bits, while CPUs store.
-    pub fn age(&self, cx: &mut CpuCx<'static, Kernel>, span: Span) -> Result<(), PagingError> {
+    pub fn age(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange) -> Result<(), PagingError> {
         self.table.shared(memory(cx)).test_and_clear_young(span, |_| ()).map(|_| ())
     }
 

@@ -6,9 +6,9 @@ use super::accounting::{Accounting, Mismatch};
 use super::walk::reach;
 use super::{AT, GATHERED, Granularity, HostRunError};
 use core::ptr::NonNull;
-use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
-use hugemm_paging::{Span, SpanError, X86_64};
+use hugemm_base::{VirtRange, VirtRangeError, platform::Cpu};
+use hugemm_paging::X86_64;
 use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Where shared memory is.
@@ -18,8 +18,8 @@ const SHARED_AT: u64 = AT + (1 << 39);
 const PATIENCE: u64 = 8;
 
 /// The addresses of a machine.
-pub(crate) fn lower() -> Result<Span, SpanError> {
-    Span::new(VirtAddr::new(0), 1 << 47)
+pub(crate) fn lower() -> Result<VirtRange, VirtRangeError> {
+    VirtRange::new(VirtAddr::new(0), 1 << 47)
 }
 
 /// How much memory a guest has, in 4 KiB pages.
@@ -175,7 +175,7 @@ where
     }
 
     /// All of its memory, in parts of so many pages at most.
-    fn parts(&self, most: u64) -> impl Iterator<Item = Result<Span, SpanError>> + use<S> {
+    fn parts(&self, most: u64) -> impl Iterator<Item = Result<VirtRange, VirtRangeError>> + use<S> {
         let areas = [(AT, self.spread.own), (SHARED_AT, self.spread.shared)];
         areas.into_iter().flat_map(move |(at, count)| {
             let step = most.clamp(1, count.max(1));
@@ -233,8 +233,8 @@ fn breathe<P: Cpu>(cx: &mut CpuCx<'_, P>, page: u64) {
     }
 }
 
-fn pages(at: u64, count: u64) -> Result<Span, SpanError> {
-    Span::new(VirtAddr::new(at), count << PAGE_SHIFT)
+fn pages(at: u64, count: u64) -> Result<VirtRange, VirtRangeError> {
+    VirtRange::new(VirtAddr::new(at), count << PAGE_SHIFT)
 }
 
 /// The words of a page that are a guest's: of shared memory one, of its own so many that a page compresses to about a tenth.

@@ -7,13 +7,13 @@
 use super::{Cx, Failure, Finding};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_kernel::memory::Scratch;
 use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_kernel::{percpu, smp};
-use hugemm_paging::{ShootdownPolicy, Span};
+use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{AddressSpace, Backing, NoPager, Pools, SharedRef, Vm, VmError, VmaKind};
 use hugemm_workloads::alloc_free::random::Random;
 
@@ -136,18 +136,18 @@ fn set_up<'v>(
 }
 
 /// A CPU's area of small pages.
-fn plot(cpu: u32) -> (Span, VmaKind) {
+fn plot(cpu: u32) -> (VirtRange, VmaKind) {
     (span(PLOTS + u64::from(cpu) * STRIDE, SMALL_PAGES), VmaKind::private(PageSize::Size4K))
 }
 
 /// A CPU's area of huge pages.
-fn huge_plot(cpu: u32) -> (Span, VmaKind) {
+fn huge_plot(cpu: u32) -> (VirtRange, VmaKind) {
     let pages = HUGE_PAGES * PageSize::Size2M.pages();
     (span(PLOTS + u64::from(cpu) * STRIDE + HUGE, pages), VmaKind::private(PageSize::Size2M))
 }
 
-fn span(start: u64, pages: u64) -> Span {
-    Span::new(VirtAddr::new(start), pages * PAGE_BYTES).unwrap_or_else(|error| panic!("{error}"))
+fn span(start: u64, pages: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), pages * PAGE_BYTES).unwrap_or_else(|error| panic!("{error}"))
 }
 
 impl Task<'_> {

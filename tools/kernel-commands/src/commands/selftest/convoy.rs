@@ -6,10 +6,9 @@ use super::{Cx, Failure, Finding};
 use crate::space::BareSpace;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::lock::Lock;
-use hugemm_base::{Clock, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{Clock, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::{percpu, smp};
-use hugemm_paging::Span;
 
 /// Shots of each CPU in a round, at most.
 const SHOTS: u64 = 200;
@@ -31,7 +30,7 @@ pub fn round(cx: Cx<'_>, until: u64) -> Result<(), Failure> {
                 *total.lock() += 1;
                 taken.fetch_add(1, Ordering::Relaxed);
                 let at = VirtAddr::new((u64::from(cpu) * SHOTS + shot) * PAGE_BYTES);
-                if let Ok(span) = Span::new(at, PAGE_BYTES) {
+                if let Ok(span) = VirtRange::new(at, PAGE_BYTES) {
                     space.flush(cx, span, PageSize::Size4K);
                 }
             }

@@ -9,12 +9,12 @@ use super::{Cx, Failure, Finding};
 use crate::space;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Order, PageSize, VirtAddr};
+use hugemm_base::{Clock, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::tlb::{kernel_half, shootdown};
 use hugemm_kernel::{layout, percpu, smp, tables, vmemmap};
-use hugemm_paging::{Editing, PagingError, ShootdownBatch, ShootdownPolicy, Span, TableMemory};
+use hugemm_paging::{Editing, PagingError, ShootdownBatch, ShootdownPolicy, TableMemory};
 use hugemm_workloads::alloc_free::random::Random;
 
 /// Leaves that are divided and joined in a round, at most.
@@ -98,7 +98,7 @@ fn divide_and_join(cx: Cx<'_>, random: &mut Random) -> Result<(), PagingError> {
     const LEAF: PageSize = PageSize::Size2M;
     let leaves = memory::end().number() * layout::DESCRIPTOR_BYTES / LEAF.bytes();
     let at = VirtAddr::new(layout::DESCRIPTORS + random.below(leaves.max(1)) * LEAF.bytes());
-    let span = Span::new(at, LEAF.bytes()).map_err(|_| PagingError::OutOfBounds { at })?;
+    let span = VirtRange::new(at, LEAF.bytes()).map_err(|_| PagingError::OutOfBounds { at })?;
     if !vmemmap::is_whole(at) {
         // No memory there, hence no descriptors; or a pool has left the block divided.
         return Ok(());

@@ -12,11 +12,11 @@ use core::fmt;
 use core::ptr;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{Clock, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{percpu, smp};
 use hugemm_kernel_commands::request::Plant;
-use hugemm_paging::{PagingError, Span};
+use hugemm_paging::PagingError;
 use hugemm_workloads::alloc_free::random::Random;
 
 /// Where the pages are.
@@ -78,8 +78,8 @@ fn sum(number: u64) -> u64 {
     (0..u64::from(percpu::count())).map(|cpu| unsafe { word(number, cpu).read_volatile() }).sum()
 }
 
-fn span(at: u64, bytes: u64) -> Result<Span, PagingError> {
-    Span::new(VirtAddr::new(at), bytes).map_err(|_| PagingError::NoTable)
+fn span(at: u64, bytes: u64) -> Result<VirtRange, PagingError> {
+    VirtRange::new(VirtAddr::new(at), bytes).map_err(|_| PagingError::NoTable)
 }
 
 /// One round on all CPUs, until `until` at the latest; returns how often the right to store was taken away.
@@ -177,7 +177,7 @@ fn judge(cx: Cx<'_>, space: &BareSpace<'_>, random: &mut Random, plant: Plant, u
     Ok(seals)
 }
 
-fn all() -> Result<Span, PagingError> {
+fn all() -> Result<VirtRange, PagingError> {
     span(START, BYTES)
 }
 

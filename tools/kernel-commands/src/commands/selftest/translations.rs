@@ -12,11 +12,11 @@ use core::cell::RefCell;
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr};
+use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
 use hugemm_kernel_commands::request::Plant;
-use hugemm_paging::{PagingError, Run, Span};
+use hugemm_paging::{PagingError, Run};
 use hugemm_workloads::alloc_free::random::Random;
 
 /// Where the pages are.
@@ -134,8 +134,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     Ok(unmaps.load(Ordering::Relaxed))
 }
 
-fn span(start: u64, bytes: u64) -> Span {
-    Span::new(VirtAddr::new(start), bytes).unwrap_or_else(|error| panic!("{error}"))
+fn span(start: u64, bytes: u64) -> VirtRange {
+    VirtRange::new(VirtAddr::new(start), bytes).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs that have been unmapped and not yet been freed.
