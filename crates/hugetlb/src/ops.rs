@@ -9,28 +9,52 @@ use crate::resize::{Direction, Leaving, Resize, ResizeReport, Stay};
 use crate::vmemmap::VmemmapOptimizer;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, CpuCx, Extent, Never, Order, Pfn};
+use hugemm_base::{Cancel, CpuCx, Extent, Order, Pfn};
 use hugemm_frames::Env;
 
 /// How often somebody who may overcommit tries again when others take what came for him.
 const ATTEMPTS: u32 = 4;
 
 impl<'m, L: RawLock> HugePool<'m, L> {
-    /// Begins to bring the pool, or one node's part of it, to `target` persistent pages: a write to `nr_hugepages`. Any
-    /// number of CPUs then [`work`](Resize::work) on it. What needs no memory is done at once: surplus pages become
-    /// persistent, pages in use become surplus.
+    /// Brings the pool, or one node's part of it, to `target` persistent pages: a write to `nr_hugepages`. What needs no
+    /// memory is done first: surplus pages become persistent, pages in use become surplus. Then `share` may let any number
+    /// of CPUs [`work`](Resize::work); what is left when it returns is done here. Nothing outlives the call, so nobody
+    /// keeps the right to resize, by forgetting it or by unwinding. Within `share` nothing else resizes: a caller who may
+    /// sleep would wait for itself. May sleep.
+    ///
+    /// ```
+    /// # use hugemm_base::{Cpu, CpuCx, Never};
+    /// # use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, VmemmapOptimizer};
+    /// # fn two<P: Cpu, E: hugemm_frames::Env, V: DescriptorMap>(
+    /// #     pool: &HugePool<'_>, optimizer: &VmemmapOptimizer<'_, E, V>, cx: &mut CpuCx<'_, P>) {
+    /// let report = pool.resize(cx, optimizer, 100, Nodes::All, |cx, resize| resize.work(cx, &Never));
+    /// # }
+    /// ```
+    ///
+    /// It cannot be kept, hence not be forgotten:
+    ///
+    /// ```compile_fail,E0521
+    /// # use hugemm_base::{Cpu, CpuCx, Never};
+    /// # use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, VmemmapOptimizer};
+    /// # fn two<P: Cpu, E: hugemm_frames::Env, V: DescriptorMap>(
+    /// #     pool: &HugePool<'_>, optimizer: &VmemmapOptimizer<'_, E, V>, cx: &mut CpuCx<'_, P>) {
+    /// let mut kept = None;
+    /// let report = pool.resize(cx, optimizer, 100, Nodes::All, |_, resize| kept = Some(resize));
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
     /// [`Resizing`](PoolError::Resizing) if another resize is under way and the caller may not sleep,
     /// [`OtherOptimizer`](PoolError::OtherOptimizer) if the pool belongs to another allocator or descriptor mapping.
-    pub fn resize<'r, 'e, P: Cpu, E: Env, V: DescriptorMap>(
-        &'r self,
+    pub fn resize<'e, P: Cpu, E: Env, V: DescriptorMap>(
+        &self,
         cx: &mut CpuCx<'_, P>,
-        optimizer: &'r VmemmapOptimizer<'e, E, V>,
+        optimizer: &VmemmapOptimizer<'e, E, V>,
         target: u64,
         nodes: Nodes,
-    ) -> Result<Resize<'r, 'm, 'e, L, E, V>, PoolError> {
+        share: impl FnOnce(&mut CpuCx<'_, P>, &Resize<'_, 'm, 'e, L, E, V>),
+    ) -> Result<ResizeReport, PoolError> {
         let alone = self.begin(cx, optimizer)?;
         let count = self.nodes(cx) as usize;
         let mut resize = Resize::new(self, optimizer, alone, nodes, count);
@@ -55,10 +79,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             0 => resize.open_shrink(Stay::Surplus),
             grow => resize.open_grow(Direction::Grow { surplus: false }, grow),
         }
-        Ok(resize)
+        share(cx, &resize);
+        Ok(resize.finish(cx))
     }
 
-    /// The same by the calling CPU alone, to its end. May sleep.
+    /// The same by the calling CPU alone. May sleep.
     ///
     /// # Errors
     ///
@@ -71,9 +96,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         nodes: Nodes,
         cancel: &impl Cancel,
     ) -> Result<ResizeReport, PoolError> {
-        let resize = self.resize(cx, optimizer, target, nodes)?;
-        resize.work(cx, cancel);
-        Ok(resize.finish(cx))
+        self.resize(cx, optimizer, target, nodes, |cx, resize| resize.work(cx, cancel))
     }
 
     /// [`take`](HugePool::take) without a reservation, which allocates a surplus page if none is free and as many are
@@ -255,7 +278,6 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             at += step * self.size().pages();
         }
         resize.open_staged(Direction::Boot);
-        resize.work(cx, &Never);
         Ok(resize.finish(cx))
     }
 }

@@ -105,10 +105,9 @@ fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
-/// One resize under way; see [`ResizeReport`] for what it did in the end. Workers call [`work`](Resize::work), any number of them, each with its own context; when they
-/// have returned, [`finish`](Resize::finish). One that is dropped instead gives its pages to the pool's next resize, as
-/// surplus ones; frames of descriptors that it had not freed yet are lost.
-#[must_use = "nothing is finished before `finish`"]
+/// One resize under way, lent by [`HugePool::resize`]. Workers call [`work`](Resize::work), any number of them, each with its
+/// own context. If one unwinds, its pages go to the pool's next resize, as surplus ones; frames of descriptors that it had
+/// not freed yet are lost.
 pub struct Resize<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> {
     pool: &'r HugePool<'m, L>,
     optimizer: &'r VmemmapOptimizer<'e, E, V>,
@@ -245,9 +244,8 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         }
     }
 
-    /// Does what is left to do and says what was done. Workers borrow the resize, so none of them is left. Context as for
-    /// [`work`](Resize::work).
-    pub fn finish<P: Cpu>(self, cx: &mut CpuCx<'_, P>) -> ResizeReport {
+    /// Does what is left to do and says what was done. Workers borrow the resize, so none of them is left.
+    pub(crate) fn finish<P: Cpu>(self, cx: &mut CpuCx<'_, P>) -> ResizeReport {
         self.work(cx, &Never);
         self.report(cx)
     }
@@ -400,7 +398,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     }
 }
 
-/// One that ends early, being dropped or left by workers that unwind, leaves its pages staged. The pool's next operation
+/// One that ends early, by whatever unwinds, leaves its pages staged. The pool's next operation
 /// that has a context takes them over, after a flush of everything.
 impl<L: RawLock, E: Env, V: DescriptorMap> Drop for Resize<'_, '_, '_, L, E, V> {
     fn drop(&mut self) {

@@ -3,8 +3,8 @@
 mod support;
 
 use hugemm_base::inject::FaultPlan;
-use hugemm_base::{Never, PageSize, Pfn};
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy};
+use hugemm_base::{CpuCx, Never, PageSize, Pfn};
+use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -241,18 +241,18 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                         }
                     }
                     _ => {
-                        let resize = small.resize(&mut cx, &m.optimizer, dice(600), Nodes::All).expect("idle");
-                        std::thread::scope(|s| {
-                            for cpu in 1..3 {
-                                let resize = &resize;
-                                s.spawn(move || {
-                                    run_as(cpu);
-                                    resize.work(&mut m.threads.cx(), &Never);
-                                });
-                            }
-                            resize.work(&mut m.threads.cx(), &Never);
-                        });
-                        let _ = resize.finish(&mut cx);
+                        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+                            std::thread::scope(|s| {
+                                for cpu in 1..3 {
+                                    s.spawn(move || {
+                                        run_as(cpu);
+                                        resize.work(&mut m.threads.cx(), &Never);
+                                    });
+                                }
+                                resize.work(cx, &Never);
+                            })
+                        };
+                        let _ = small.resize(&mut cx, &m.optimizer, dice(600), Nodes::All, share).expect("idle");
                     }
                 }
                 faults.disarm();

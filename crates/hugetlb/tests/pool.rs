@@ -3,9 +3,9 @@
 mod support;
 
 use hugemm_base::inject::{FaultPlan, Inject, NoFaults};
-use hugemm_base::{Never, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{CpuCx, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::HwPoisoned;
-use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, ResizeReport};
+use hugemm_hugetlb::{HugePage, HugePageCounts, HugePool, Nodes, PoolError, Resize, ResizeReport};
 use proptest::prelude::*;
 use support::{BASE, Faults, Machine, SPAN, Shape, machine, run_as};
 
@@ -626,18 +626,18 @@ fn several_cpus_resize_together_with_the_same_number_of_flushes() {
         for round in 0..10 {
             for target in [900 + round, round] {
                 let mut cx = m.threads.cx();
-                let resize = pool.resize(&mut cx, &m.optimizer, target, Nodes::All).expect("idle");
-                std::thread::scope(|s| {
-                    for cpu in 1..4 {
-                        let resize = &resize;
-                        s.spawn(move || {
-                            run_as(cpu);
-                            resize.work(&mut m.threads.cx(), &Never);
-                        });
-                    }
-                    resize.work(&mut m.threads.cx(), &Never);
-                });
-                let report = resize.finish(&mut cx);
+                let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+                    std::thread::scope(|s| {
+                        for cpu in 1..4 {
+                            s.spawn(move || {
+                                run_as(cpu);
+                                resize.work(&mut m.threads.cx(), &Never);
+                            });
+                        }
+                        resize.work(cx, &Never);
+                    })
+                };
+                let report = pool.resize(&mut cx, &m.optimizer, target, Nodes::All, share).expect("idle");
                 assert!(report.flushes <= if target > 800 { 2 } else { 1 }, "{report:?}");
                 assert_eq!(pool.counts(&cx).counts.total, target, "{report:?}");
                 assert!(pool.is_consistent(&cx));

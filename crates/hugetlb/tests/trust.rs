@@ -8,7 +8,8 @@ use hugemm_base::lock::SpinLock;
 use hugemm_base::{CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{
-    FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Tail, VmemmapOptimizer,
+    FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Resize, Tail,
+    VmemmapOptimizer,
 };
 use hugemm_threads::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -56,67 +57,69 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
             *m.map.hw().delay.lock().unwrap() = HELD_UP;
             let nine = Order::new(9).expect("valid");
             let (done, got) = (AtomicBool::new(false), AtomicU64::new(0));
-            let resize = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All).expect("idle");
-            std::thread::scope(|s| {
-                let (resize, pages, done, got) = (&resize, &pages, &done, &got);
-                // The next owner.
-                let next = s.spawn(move || {
-                    run_as(4);
-                    let cx = m.threads.cx();
-                    look_at_all(m);
-                    let mut left = pages.clone();
-                    while !left.is_empty() {
-                        let over = done.load(Ordering::Acquire);
-                        left.retain(|page| {
-                            let tail = extent(page.number() + 200, 1);
-                            // A walker may look again at any time, and remembers.
-                            let _ = m.seen(tail.base());
-                            let Ok(mine) = m.frames.alloc_contig_range(&cx, tail) else { return true };
-                            let mine = mine.into_extent();
-                            can_be_written(m, mine);
-                            got.fetch_add(1, Ordering::Relaxed);
-                            // SAFETY: just claimed.
-                            m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(mine) });
-                            false
-                        });
-                        if over {
-                            break;
+            let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+                std::thread::scope(|s| {
+                    let (pages, done, got) = (&pages, &done, &got);
+                    // The next owner.
+                    let next = s.spawn(move || {
+                        run_as(4);
+                        let cx = m.threads.cx();
+                        look_at_all(m);
+                        let mut left = pages.clone();
+                        while !left.is_empty() {
+                            let over = done.load(Ordering::Acquire);
+                            left.retain(|page| {
+                                let tail = extent(page.number() + 200, 1);
+                                // A walker may look again at any time, and remembers.
+                                let _ = m.seen(tail.base());
+                                let Ok(mine) = m.frames.alloc_contig_range(&cx, tail) else { return true };
+                                let mine = mine.into_extent();
+                                can_be_written(m, mine);
+                                got.fetch_add(1, Ordering::Relaxed);
+                                // SAFETY: just claimed.
+                                m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(mine) });
+                                false
+                            });
+                            if over {
+                                break;
+                            }
                         }
-                    }
-                });
-                let workers: Vec<_> = (1..4)
-                    .map(|cpu| {
-                        s.spawn(move || {
-                            run_as(cpu);
-                            // A worker may be held up anywhere, for instance between an edit and its flush; and an interrupt
-                            // may allocate what it has just freed.
-                            let mut random = Random(cpu.into());
-                            let held_up = |cx: &mut CpuCx<'_, _>| {
-                                // Until somebody else has begun a flush, if anybody does.
-                                let flushes = || m.map.hw().flushes.load(Ordering::SeqCst);
-                                let (before, since) = (flushes(), Instant::now());
-                                let wait = random.below(4) == 0;
-                                while wait && flushes() == before && since.elapsed() < HELD_UP {
-                                    std::thread::yield_now();
-                                }
-                                let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
-                                if pages.contains(&block.pfn()) {
-                                    run_as(4);
-                                    can_be_written(m, block.extent());
-                                    run_as(cpu);
-                                }
-                                m.frames.free(cx, block);
-                            };
-                            m.threads.interrupted(held_up, |cx| resize.work(cx, &Never));
+                    });
+                    let workers: Vec<_> = (1..4)
+                        .map(|cpu| {
+                            s.spawn(move || {
+                                run_as(cpu);
+                                // A worker may be held up anywhere, for instance between an edit and its flush; and an interrupt
+                                // may allocate what it has just freed.
+                                let mut random = Random(cpu.into());
+                                let held_up = |cx: &mut CpuCx<'_, _>| {
+                                    // Until somebody else has begun a flush, if anybody does.
+                                    let flushes = || m.map.hw().flushes.load(Ordering::SeqCst);
+                                    let (before, since) = (flushes(), Instant::now());
+                                    let wait = random.below(4) == 0;
+                                    while wait && flushes() == before && since.elapsed() < HELD_UP {
+                                        std::thread::yield_now();
+                                    }
+                                    let Ok(block) = m.frames.alloc(cx, AllocRequest::order(nine)) else { return };
+                                    if pages.contains(&block.pfn()) {
+                                        run_as(4);
+                                        can_be_written(m, block.extent());
+                                        run_as(cpu);
+                                    }
+                                    m.frames.free(cx, block);
+                                };
+                                m.threads.interrupted(held_up, |cx| resize.work(cx, &Never));
+                            })
                         })
-                    })
-                    .collect();
-                workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
-                // Release pairs with the Acquire above.
-                done.store(true, Ordering::Release);
-                next.join().expect("no panic");
-            });
-            assert_eq!(resize.finish(&mut cx).left, 130);
+                        .collect();
+                    workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
+                    // Release pairs with the Acquire above.
+                    done.store(true, Ordering::Release);
+                    next.join().expect("no panic");
+                })
+            };
+            let report = pool.resize(&mut cx, &m.optimizer, 0, Nodes::All, share).expect("idle");
+            assert_eq!(report.left, 130);
             // Some are descriptors of others by then.
             assert!(got.load(Ordering::Relaxed) > 100, "{got:?}");
         });
@@ -170,21 +173,22 @@ fn workers_do_not_wait_for_one_that_unwound() {
     machine(&Shape::spans(6), NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        let resize = pool.resize(&mut cx, &m.optimizer, 300, Nodes::All).expect("idle");
         m.map.hw().edits_left.store(2, Ordering::Relaxed);
-        let unwound: usize = std::thread::scope(|s| {
-            let worker = |cpu| {
-                let resize = &resize;
-                s.spawn(move || {
-                    run_as(cpu);
-                    catch_unwind(AssertUnwindSafe(|| resize.work(&mut m.threads.cx(), &Never))).is_err()
-                })
-            };
-            let workers: Vec<_> = (1..4).map(worker).collect();
-            workers.into_iter().map(|worker| usize::from(worker.join().expect("caught"))).sum()
-        });
+        let mut unwound = 0;
+        let share = |_: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+            unwound = std::thread::scope(|s| {
+                let worker = |cpu| {
+                    s.spawn(move || {
+                        run_as(cpu);
+                        catch_unwind(AssertUnwindSafe(|| resize.work(&mut m.threads.cx(), &Never))).is_err()
+                    })
+                };
+                let workers: Vec<_> = (1..4).map(worker).collect();
+                workers.into_iter().map(|worker| usize::from(worker.join().expect("caught"))).sum()
+            })
+        };
+        let _ = pool.resize(&mut cx, &m.optimizer, 300, Nodes::All, share).expect("idle");
         assert_eq!(unwound, 1);
-        drop(resize);
         m.set(&pool, 0);
         pool.tidy(&mut cx, &m.optimizer).expect("idle");
         assert_eq!(pool.counts(&cx).counts, HugePageCounts::default());
@@ -192,14 +196,17 @@ fn workers_do_not_wait_for_one_that_unwound() {
     });
 }
 
-/// A resize that is begun and dropped: its pages come back with the next one, and go with it.
+/// A resize that unwinds before anybody has worked on it gives the right to resize back: its pages come back with the next
+/// one, and go with it.
 #[test]
-fn a_resize_that_is_dropped_loses_no_page() {
+fn a_resize_whose_share_unwinds_loses_no_page_and_blocks_nobody() {
     machine(&Shape::spans(5), NoFaults, |m| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         m.set(&pool, 200);
-        drop(pool.resize(&mut cx, &m.optimizer, 50, Nodes::All).expect("idle"));
+        let unwinds = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| panic!("planned");
+        let ended = catch_unwind(AssertUnwindSafe(|| pool.resize(&mut cx, &m.optimizer, 50, Nodes::All, unwinds)));
+        assert!(ended.is_err());
         assert_eq!(pool.counts(&cx).counts.total, 50);
         assert_eq!(m.set(&pool, 50).left, 0);
         let counts = pool.counts(&cx).counts;
@@ -217,17 +224,18 @@ fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
     machine(&Shape::spans(5), NoFaults, |m| {
         let (mut one, mut two) = (m.pool_memory(PageSize::Size2M), m.pool_memory(PageSize::Size2M));
         let (one, two, mut cx) = (one.pool(), two.pool(), m.threads.cx());
-        let resize = one.resize(&mut cx, &m.optimizer, 70, Nodes::All).expect("idle");
         let done = AtomicBool::new(false);
         std::thread::scope(|s| {
-            s.spawn(|| {
-                run_as(1);
-                m.set(&two, 70);
-                done.store(true, Ordering::SeqCst);
-            });
-            std::thread::sleep(Duration::from_millis(100));
-            assert!(!done.load(Ordering::SeqCst), "the other resize is under way");
-            assert_eq!(resize.finish(&mut cx).entered, 70);
+            let share = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
+                s.spawn(|| {
+                    run_as(1);
+                    m.set(&two, 70);
+                    done.store(true, Ordering::SeqCst);
+                });
+                std::thread::sleep(Duration::from_millis(100));
+                assert!(!done.load(Ordering::SeqCst), "the other resize is under way");
+            };
+            assert_eq!(one.resize(&mut cx, &m.optimizer, 70, Nodes::All, share).expect("idle").entered, 70);
         });
         assert_eq!((one.lean_pages(), two.lean_pages()), (70, 70));
         // A page goes back to the pool that it came from, and to no other.

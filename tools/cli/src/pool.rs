@@ -13,15 +13,14 @@ use crate::pool::machine::{Ground, Plan};
 use crate::pool::projection::Here;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
-use anyhow::{Context, Result, bail};
-use hugemm_base::{Clock, Cpu, CpuId, Never, PageSize};
-use hugemm_host::cpu::Host;
-use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy};
+use anyhow::{Result, bail};
+use hugemm_base::{Clock, CpuCx, CpuId, Never, PageSize};
+use hugemm_host::cpu::{CpuError, Host};
+use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::pool::{self, Cycle, Timed};
 use std::hint::spin_loop;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// One way to resize, and what was measured of it.
@@ -141,8 +140,8 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
     Ok(())
 }
 
-/// A resize by several CPUs, from its first step to the last CPU's last. All have come before it begins: a thread takes longer
-/// to start than a thousand pages to move.
+/// A resize by several CPUs: what one does first, and from there to the last CPU's last step. That all come in between is not
+/// counted: a thread takes longer to start than a thousand pages to move.
 fn together<'e>(
     host: &Host<'_>,
     pool: &HugePool<'_>,
@@ -150,33 +149,37 @@ fn together<'e>(
     target: u64,
     threads: u32,
 ) -> Result<Timed> {
-    let (arrived, resize) = (AtomicU32::new(0), OnceLock::new());
-    let spans = host.run_on_each((0..threads).map(CpuId), |cx| {
-        // Relaxed: the resize is published by its lock.
+    let arrived = AtomicU32::new(0);
+    let work = |cx: &mut CpuCx<'_, Host<'_>>, resize: &Resize<'_, '_, '_, _, _, _>| {
+        // Relaxed: the resize was there before the threads.
         arrived.fetch_add(1, Ordering::Relaxed);
         while arrived.load(Ordering::Relaxed) < threads {
             spin_loop();
         }
         let begin = cx.platform().now_ns();
-        if cx.platform().current() == CpuId(0) {
-            let _ = resize.set(pool.resize(cx, optimizer, target, Nodes::All));
-        }
-        let resize = loop {
-            match resize.get() {
-                Some(resize) => break resize,
-                None => spin_loop(),
-            }
-        };
-        if let Ok(resize) = resize {
-            resize.work(cx, &Never);
-        }
+        resize.work(cx, &Never);
         (begin, cx.platform().now_ns())
-    })?;
-    let begin = spans.iter().map(|span| span.0).max().unwrap_or(0);
-    let end = spans.iter().map(|span| span.1).max().unwrap_or(0);
-    let resize = resize.into_inner().context("no CPU began")??;
-    let report = host.run_on(CpuId(0), |cx| resize.finish(cx))?;
-    Ok(Timed { report, nanos: end.saturating_sub(begin) })
+    };
+    let mut nanos = Ok(0);
+    let report = host.run_on(CpuId(0), |cx| {
+        let first = cx.platform().now_ns();
+        pool.resize(cx, optimizer, target, Nodes::All, |cx, resize| {
+            let opened = cx.platform().now_ns() - first;
+            let spans = std::thread::scope(|scope| {
+                let others = scope.spawn(|| host.run_on_each((1..threads).map(CpuId), |cx| work(cx, resize)));
+                let mine = work(cx, resize);
+                let mut spans = others.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                spans.push(mine);
+                Ok::<_, CpuError>(spans)
+            });
+            nanos = spans.map(|spans| {
+                let begin = spans.iter().map(|span| span.0).max().unwrap_or(0);
+                let end = spans.iter().map(|span| span.1).max().unwrap_or(0);
+                opened + end.saturating_sub(begin)
+            });
+        })
+    })??;
+    Ok(Timed { report, nanos: nanos? })
 }
 
 fn ipis(flushes: u64, cpus: u32) -> u64 {
