@@ -126,7 +126,7 @@ pub fn run(args: &Boot) -> Result<()> {
         machine: format!("QEMU {}", accel.name().to_uppercase()),
         cpus: boot.cpus,
         memory_bytes: args.memory.0,
-        interrupt_controller: boot.apic,
+        interrupt_controller: boot.interrupt_controller,
         managed_bytes: boot.memory,
     });
     let mut rows = transcript.rows();

@@ -62,8 +62,8 @@ pub fn boot(boot: &BootInfo) {
             ("cpus", percpu::count().into()),
             ("cpus_present", boot.cpus_present.into()),
             ("memory", memory::managed_bytes().into()),
-            ("tsc_khz", clock::tsc_khz().into()),
-            ("apic", (&boot.apic).into()),
+            ("counter_khz", clock::counter_khz().into()),
+            ("interrupt_controller", (&boot.interrupt_controller).into()),
         ],
     );
 }

@@ -4,7 +4,7 @@
 //!
 //! | kind | other fields |
 //! |---|---|
-//! | `boot` | `cpus`, `memory` (bytes that the allocator manages), `tsc_khz`, `apic` |
+//! | `boot` | `cpus`, `memory` (bytes that the allocator manages), `counter_khz`, `interrupt_controller` |
 //! | `progress` | `done`, `of`, `what` |
 //! | `sample` | one run's `value` of `metric` in `unit`, with the `labels` that tell it from others |
 //! | `record` | the `name` of a record of `hugemm_workloads`, its fields by their names, and `labels` |

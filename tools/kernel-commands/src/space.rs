@@ -5,13 +5,14 @@ pub mod rights;
 
 use hugemm_base::{CpuCx, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::AllocRequest;
+use hugemm_kernel::arch::Format;
 use hugemm_kernel::memory::{KernelEnv, KernelFrames, frames};
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{layout, page_fault, tables};
 use hugemm_paging::{
     Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
-    ShootdownPolicy, TlbSpace, User, X86_64,
+    ShootdownPolicy, TlbSpace, User,
 };
 use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
@@ -27,7 +28,7 @@ pub trait Pages: Sync {
 
 /// An address space.
 pub struct BareSpace<'a> {
-    table: PageTable<X86_64>,
+    table: PageTable<Format>,
     tlb: TlbSpace<User>,
     pages: Option<&'a dyn Pages>,
 }
@@ -45,7 +46,12 @@ impl<'a> BareSpace<'a> {
         let lower = VirtRange::new(VirtAddr::new(0), 1 << 47).map_err(|_| PagingError::NoTable)?;
         // SAFETY: every guard gets `memory`; what is detached is flushed through `tlb`, which every CPU that loads the
         // table joins first.
-        let table = unsafe { PageTable::beside(&mut memory(cx), lower, tables::kernel()) }?;
+        let table = match tables::in_all_roots() {
+            // SAFETY: as above.
+            Some(kernel) => unsafe { PageTable::beside(&mut memory(cx), lower, kernel) },
+            // SAFETY: as above.
+            None => unsafe { PageTable::new(&mut memory(cx), lower) },
+        }?;
         let root = table.root().start();
         // SAFETY: a table of its own, with the kernel's half; `free` retires the space before the table.
         let tlb = unsafe { TlbSpace::new(shootdown(), root) }.unwrap_or_else(|error| panic!("{error}"));

@@ -1,7 +1,7 @@
 //! Text to the serial port: whole lines, one CPU at a time.
 
+use super::arch::serial::Serial;
 use super::irq_lock::IrqLock;
-use super::serial::Serial;
 use crate::LAST_WORDS;
 use core::fmt::{self, Write};
 use hugemm_base::lock::RawLock;

@@ -3,14 +3,16 @@
 //! Reports are text lines that begin with [`LAST_WORDS`](crate::LAST_WORDS). Addresses are numbers here;
 //! the host has the image's symbols and names them.
 
-use super::traps::Frame;
-use super::{apic, console, exit, layout, percpu, watchdog};
+use super::arch::traps::{self, Frame};
+use super::arch::{controller, exit, interrupts};
+use super::page_fault::PageFault;
+use super::{console, layout, percpu, smp, watchdog};
 use crate::ExitCode;
-use core::arch::asm;
+use core::fmt;
 use core::panic::PanicInfo;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::PAGE_BYTES;
-use x86_64::registers::control::Cr2;
+use hugemm_vm::Access;
 
 /// Whether some CPU is reporting. Only the first does; everything else stops.
 static REPORTING: AtomicBool = AtomicBool::new(false);
@@ -25,18 +27,18 @@ pub(super) fn reporting() -> bool {
 
 /// Makes this CPU the one that reports; the others stop. Does not return if another was first.
 fn begin() {
-    x86_64::instructions::interrupts::disable();
+    interrupts::disable();
     if REPORTING.swap(true, Ordering::AcqRel) {
         exit::halt();
     }
-    apic::stop_others();
+    controller::stop_others();
 }
 
-fn end(rip: Option<u64>, rbp: u64) -> ! {
-    if let Some(rip) = rip {
-        console::last_words(format_args!("  at {rip:#018x}"));
+fn end(at: Option<u64>, chain: u64) -> ! {
+    if let Some(at) = at {
+        console::last_words(format_args!("  at {at:#018x}"));
     }
-    for address in (Callers { frame: rbp }).take(DEPTH) {
+    for address in (Callers { frame: chain }).take(DEPTH) {
         console::last_words(format_args!("  from {address:#018x}"));
     }
     exit::now(ExitCode::Broken)
@@ -66,75 +68,65 @@ impl Iterator for Callers {
 
 #[panic_handler]
 fn panic(info: &PanicInfo<'_>) -> ! {
-    let rbp: u64;
-    // SAFETY: reads a register.
-    unsafe { asm!("mov {}, rbp", out(reg) rbp, options(nostack, nomem, preserves_flags)) };
+    let chain = traps::chain();
     begin();
     let cpu = percpu::current();
     match info.location() {
         Some(at) => console::last_words(format_args!("panic on cpu{cpu} at {at}: {}", info.message())),
         None => console::last_words(format_args!("panic on cpu{cpu}: {}", info.message())),
     }
-    end(None, rbp)
+    end(None, chain)
 }
+
+/// Why a page fault that nobody resolves was one: nothing is mapped at the address.
+pub(super) const ABSENT: &str = "nothing is mapped there";
+/// The mapping is there, and does not allow the access.
+pub(super) const DENIED: &str = "the mapping does not allow it";
 
 /// A page fault that nobody resolves.
-pub(super) fn page_fault(frame: &Frame, address: u64) -> ! {
+pub(super) fn page_fault(frame: &Frame, fault: &PageFault) -> ! {
     begin();
-    let cpu = percpu::current();
-    let access = match (frame.error & 0x10 != 0, frame.error & 2 != 0) {
-        (true, _) => "execution",
-        (false, true) => "write",
-        (false, false) => "read",
+    let (cpu, at) = (percpu::current(), fault.at);
+    let access = match fault.access {
+        Access::Execute => "execution",
+        Access::Write => "write",
+        Access::Read => "read",
     };
-    let cause = match (frame.error & 8 != 0, frame.error & 1 != 0) {
-        (true, _) => "an entry has reserved bits set",
-        (false, true) => "the mapping does not allow it",
-        (false, false) if address < PAGE_BYTES => "nothing is mapped there: a null pointer",
-        (false, false) => "nothing is mapped there",
-    };
-    console::last_words(format_args!("page fault on cpu{cpu}: {access} at {address:#x}: {cause}"));
-    end(Some(frame.rip), frame.rbp)
+    let null = if fault.cause == ABSENT && at < PAGE_BYTES { ": a null pointer" } else { "" };
+    console::last_words(format_args!("page fault on cpu{cpu}: {access} at {at:#x}: {}{null}", fault.cause));
+    end(Some(frame.at()), frame.chain())
 }
 
-/// Any other exception.
-pub(super) fn exception(frame: &Frame) -> ! {
+/// Any other exception: its name, what the CPU says about it, and whose stack has run over, if that is why.
+pub(super) fn exception(frame: &Frame, details: fmt::Arguments<'_>, name: &str, overflown: Option<u32>) -> ! {
     begin();
     let cpu = percpu::current();
-    let name = match frame.vector {
-        0 => "division error",
-        1 | 3 => "debug trap",
-        2 => "non-maskable interrupt that nobody sent: the hardware reports an error",
-        6 => "invalid instruction",
-        8 => "double fault",
-        13 => "general protection fault",
-        16 | 19 => "floating point exception",
-        17 => "misaligned access",
-        18 => "machine check: the hardware reports an error",
-        vector if vector >= 32 => "interrupt that nobody expects",
-        _ => "exception",
-    };
-    let (vector, error) = (frame.vector, frame.error);
-    console::last_words(format_args!("{name} on cpu{cpu} (vector {vector}, error code {error:#x})"));
-    // A double fault is mostly a page fault whose handler could not be entered: there was no stack.
-    if vector == 8
-        && let Some(of) = layout::overflown_stack(frame.rsp.saturating_sub(8)).or_else(overflow_at_fault)
-    {
+    console::last_words(format_args!("{name} on cpu{cpu} ({details})"));
+    if let Some(of) = overflown {
         console::last_words(format_args!("the stack of cpu{of} ran over"));
     }
-    end(Some(frame.rip), frame.rbp)
+    end(Some(frame.at()), frame.chain())
 }
 
-fn overflow_at_fault() -> Option<u32> {
-    layout::overflown_stack(Cr2::read_raw())
+/// An interrupt that cannot be kept off: another CPU reports a failure, the watchdog asks, or the hardware complains.
+pub(super) fn interrupted(frame: &Frame) {
+    if reporting() {
+        exit::halt();
+    }
+    if watchdog::asked() {
+        stuck(frame);
+    }
+    if smp::is_running() {
+        exception(frame, format_args!("the hardware reports an error"), "non-maskable interrupt that nobody sent", None)
+    }
 }
 
 /// A CPU that the watchdog found without timer interrupts.
-pub(super) fn stuck(frame: &Frame) -> ! {
+fn stuck(frame: &Frame) -> ! {
     begin();
     let (cpu, seconds) = (percpu::current(), watchdog::PATIENCE_SECONDS);
     console::last_words(format_args!("cpu{cpu} has had interrupts off for more than {seconds} s"));
-    end(Some(frame.rip), frame.rbp)
+    end(Some(frame.at()), frame.chain())
 }
 
 /// No CPU has made progress for too long; called by the watchdog on whichever CPU noticed, with what it was doing.
@@ -142,5 +134,5 @@ pub(super) fn hung(frame: &Frame) -> ! {
     begin();
     let (cpu, seconds) = (percpu::current(), watchdog::PATIENCE_SECONDS);
     console::last_words(format_args!("no progress for {seconds} s; cpu{cpu} is here"));
-    end(Some(frame.rip), frame.rbp)
+    end(Some(frame.at()), frame.chain())
 }

@@ -1,10 +1,10 @@
 //! Locks that interrupts may share: they spin with interrupts off, and give them back while they wait for long.
 
+use super::arch::interrupts;
 use super::percpu;
 use core::hint::spin_loop;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::RawLock;
-use x86_64::instructions::interrupts;
 
 /// A spin lock whose holder has interrupts off.
 #[derive(Debug)]

@@ -6,9 +6,10 @@
 //! | [`DIRECT`] | all memory, by 1 GiB and 2 MiB entries |
 //! | [`DESCRIPTORS`] | one 64-byte descriptor per frame, by 2 MiB entries |
 //! | [`STACKS`] | each CPU's stack, above as much that is never mapped |
-//! | [`DEVICES`] | the interrupt controller's registers, uncached |
+//! | [`DEVICES`] | device registers, uncached |
 //! | [`IMAGE`] | the image: code, constants and data by their rights |
 
+use super::arch::mmu;
 use crate::MAX_CPUS;
 use hugemm_base::{Extent, PAGE_BYTES, Pfn};
 
@@ -23,7 +24,7 @@ pub const STACKS: u64 = 0xffff_f000_0000_0000;
 /// Devices.
 pub const DEVICES: u64 = 0xffff_f800_0000_0000;
 /// The image's offset: its physical address is less by this.
-pub const IMAGE: u64 = 0xffff_ffff_8000_0000;
+pub const IMAGE: u64 = mmu::IMAGE;
 
 /// Bytes of a stack, and of the hole below it.
 pub const STACK_BYTES: u64 = 64 << 10;

@@ -6,27 +6,12 @@ use super::platform::Kernel;
 use super::tlb::{self, Hardware};
 use super::{layout, percpu, tables};
 use crate::memory_map::{MOST, MemoryMap};
-use acpi::{AcpiHandler, PhysicalMapping};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, Frozen};
 use hugemm_paging::{TlbCpu, TlbShootdown};
-
-/// ACPI's tables through the boot tables, which map the first 4 GiB one to one.
-#[derive(Clone, Copy)]
-pub(crate) struct OneToOne;
-
-impl AcpiHandler for OneToOne {
-    unsafe fn map_physical_region<T>(&self, at: usize, size: usize) -> PhysicalMapping<Self, T> {
-        let Some(start) = NonNull::new(at as *mut T) else { panic!("ACPI names address 0") };
-        // SAFETY: mapped one to one, by this type's users' choice of the boot tables.
-        unsafe { PhysicalMapping::new(at, start, size, size, OneToOne) }
-    }
-
-    fn unmap_physical_region<T>(_region: &PhysicalMapping<Self, T>) {}
-}
 
 /// The allocator's surroundings in this kernel: locks that spin with interrupts off.
 #[derive(Clone, Copy, Debug)]

@@ -3,11 +3,12 @@
 //! An access that cannot be served is a bug, and ends the machine with a report; except those in [`store`] and [`load`], which
 //! fail instead.
 
+use super::arch::interrupts;
+use super::arch::traps::Frame;
 use super::percpu;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::shootdown;
-use super::traps::Frame;
-use core::arch::global_asm;
+use super::{fault, layout};
 use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, VirtAddr};
@@ -38,64 +39,54 @@ pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
     result
 }
 
-/// A fault at `at`, with interrupts as they were before it: whether the access can be tried again, or can fail.
-pub(crate) fn served(frame: &mut Frame, at: u64) -> bool {
+/// A page fault, as the CPU reports it.
+#[derive(Debug)]
+pub(crate) struct PageFault {
+    /// The address.
+    pub at: u64,
+    /// What was tried there.
+    pub access: Access,
+    /// Why it was refused, where tables say so.
+    pub cause: &'static str,
+    /// Whether interrupts were on.
+    pub interrupts: bool,
+}
+
+/// A page fault: a page that is to come now, a store to one that may not be written now, or a bug. Interrupts are as they
+/// were before it, so that a CPU which waits for a table's lock here answers shootdowns.
+pub(crate) fn handle(frame: &mut Frame, fault: &PageFault) {
+    if fault.at < layout::DIRECT {
+        if fault.interrupts {
+            interrupts::enable();
+        }
+        let served = served(frame, fault);
+        interrupts::disable();
+        if served {
+            return;
+        }
+    }
+    fault::page_fault(frame, fault)
+}
+
+/// Whether the access can be tried again, or can fail.
+fn served(frame: &mut Frame, fault: &PageFault) -> bool {
     let server: *const Server<'_> = percpu::own().server.load(Ordering::Relaxed).cast();
     // SAFETY: `with` stores a server that lives until it has taken it back, on this CPU.
     let Some(server) = (unsafe { server.as_ref() }) else { return false };
-    let access = match (frame.error & EXECUTED != 0, frame.error & WRITTEN != 0) {
-        (true, _) => Access::Execute,
-        (_, true) => Access::Write,
-        _ => Access::Read,
-    };
     // SAFETY: the interrupted task waits for this handler, which leaves no debts behind. Rescheduling only notes progress
     // in this kernel and takes no task off its CPU, so debts of the interrupted task stay where they can be paid.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
-    if (server.0)(&mut cx, VirtAddr::new(at), access) {
+    if (server.0)(&mut cx, VirtAddr::new(fault.at), fault.access) {
         return true;
     }
-    let guarded = [&raw const store_at, &raw const load_at].map(|at| at.addr() as u64).contains(&frame.rip);
+    let guarded = [&raw const store_at, &raw const load_at].map(|at| at.addr() as u64).contains(&frame.at());
     if guarded {
-        frame.rip = (&raw const access_failed).addr() as u64;
+        frame.go_on_at((&raw const access_failed).addr() as u64);
     }
     guarded
 }
 
-/// Bits of the error code of a page fault (Intel SDM, volume 3, 5.7).
-const WRITTEN: u64 = 1 << 1;
-const EXECUTED: u64 = 1 << 4;
-
-global_asm!(
-    r#"
-    .text
-    .balign 16
-    .global store_word
-    .global store_at
-    .type store_word, @function
-store_word:
-store_at:
-    movq %rsi, (%rdi)
-    movl $1, %eax
-    ret
-
-    .global load_word
-    .global load_at
-    .type load_word, @function
-load_word:
-load_at:
-    movq (%rdi), %rax
-    movq %rax, (%rsi)
-    movl $1, %eax
-    ret
-
-    .global access_failed
-access_failed:
-    xorl %eax, %eax
-    ret
-    "#,
-    options(att_syntax)
-);
-
+// The accesses are the architecture's.
 unsafe extern "C" {
     /// Stores; 0 if that could not be served.
     fn store_word(at: u64, word: u64) -> u32;
@@ -115,7 +106,7 @@ unsafe extern "C" {
 ///
 /// The address is one of the loaded space's half, and nothing there is used by anybody who would not expect it.
 pub unsafe fn store(at: VirtAddr, word: u64) -> bool {
-    debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
+    debug_assert!(at.get() < layout::DIRECT && at.is_aligned(8));
     // SAFETY: one store of the caller's choice; a fault that is not served ends it at `access_failed`.
     unsafe { store_word(at.get(), word) != 0 }
 }
@@ -126,7 +117,7 @@ pub unsafe fn store(at: VirtAddr, word: u64) -> bool {
 ///
 /// The address is one of the loaded space's half, where nobody has anything that a word must not be made of.
 pub unsafe fn load(at: VirtAddr) -> Option<u64> {
-    debug_assert!(at.get() < super::layout::DIRECT && at.is_aligned(8));
+    debug_assert!(at.get() < layout::DIRECT && at.is_aligned(8));
     let mut word = 0;
     // SAFETY: one load of the caller's choice; a fault that is not served ends it at `access_failed`.
     (unsafe { load_word(at.get(), &mut word) } != 0).then_some(word)

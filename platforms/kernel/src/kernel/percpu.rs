@@ -1,19 +1,18 @@
-//! What each CPU has for itself, found through GS.
+//! What each CPU has for itself.
 
+use super::arch;
 use crate::MAX_CPUS;
-use core::arch::asm;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::Counters;
 use hugemm_base::inject::FaultPlan;
-use x86_64::registers::model_specific::GsBase;
 
 /// One CPU's own data. Unless a field says otherwise its CPU writes and others may read.
 #[repr(C, align(128))]
 pub struct PerCpu {
     /// The CPU's number. First, where `current` reads it.
     id: AtomicU32,
-    /// Number of its interrupt controller. Written before it starts.
-    pub(crate) apic_id: AtomicU32,
+    /// How the interrupt controller and the firmware name it. Written before it starts.
+    pub(crate) hardware_id: AtomicU64,
     /// How many locks it holds that it took with interrupts off.
     pub(crate) irq_locks: AtomicU32,
     /// Whether it runs.
@@ -40,7 +39,7 @@ impl PerCpu {
     const fn new() -> Self {
         PerCpu {
             id: AtomicU32::new(0),
-            apic_id: AtomicU32::new(0),
+            hardware_id: AtomicU64::new(0),
             irq_locks: AtomicU32::new(0),
             online: AtomicBool::new(false),
             ticks: AtomicU64::new(0),
@@ -69,7 +68,7 @@ static COUNT: AtomicU32 = AtomicU32::new(1);
 pub(crate) fn init(cpu: u32, set_up: impl FnOnce()) {
     let own = of(cpu);
     own.id.store(cpu, Ordering::Relaxed);
-    GsBase::write(x86_64::VirtAddr::from_ptr(own));
+    arch::percpu::set_own(own);
     set_up();
     // Release pairs with the Acquire in `smp::start`.
     own.online.store(true, Ordering::Release);
@@ -78,10 +77,7 @@ pub(crate) fn init(cpu: u32, set_up: impl FnOnce()) {
 /// The calling CPU's number. Any context after [`init`].
 #[inline]
 pub fn current() -> u32 {
-    let id: u32;
-    // SAFETY: GS points to this CPU's `PerCpu`, whose first field this is; one load.
-    unsafe { asm!("mov {0:e}, gs:[0]", out(reg) id, options(nostack, preserves_flags, readonly)) };
-    id
+    arch::percpu::current()
 }
 
 /// A CPU's data; the numbers wrap at [`MAX_CPUS`].

@@ -1,9 +1,9 @@
 //! `hugemm_base`'s platform, implemented by this kernel.
 
+use super::arch::interrupts;
 use super::{clock, layout, percpu};
 use core::sync::atomic::Ordering;
 use hugemm_base::{Clock, Counters, Cpu, CpuId, Extent, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window};
-use x86_64::instructions::interrupts;
 
 /// The kernel as a platform: tasks run to completion on their CPU, interrupts only count and invalidate.
 #[derive(Debug)]

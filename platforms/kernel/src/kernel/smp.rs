@@ -1,11 +1,11 @@
 //! Starting CPUs, and running a function on several of them.
 
+use super::arch::{controller, interrupts, mmu, traps};
 use super::memory::frames;
 use super::platform::{KERNEL, Kernel};
-use super::{apic, clock, entry, layout, percpu, segments, tables, tlb, traps};
+use super::{clock, layout, percpu, tables, tlb};
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::CpuCx;
-use x86_64::instructions::interrupts;
 
 /// What the starting CPU needs before it has anything: page tables, a stack, its number. One CPU starts at a time.
 pub(crate) static AP_ROOT: AtomicU64 = AtomicU64::new(0);
@@ -24,22 +24,19 @@ pub(crate) fn is_running() -> bool {
     RUNNING.load(Ordering::Relaxed)
 }
 
-/// Starts all CPUs but the calling one, which is the first of the list. A CPU that does not start is left out and said.
-pub(crate) fn start(apic_ids: &[u32]) {
-    let code = entry::trampoline();
-    // SAFETY: the frame below 1 MiB is nobody's: the memory map never gives it out; the direct map reaches it.
-    unsafe { core::ptr::copy_nonoverlapping(code.as_ptr(), layout::direct(entry::TRAMPOLINE), code.len()) };
+/// Starts all CPUs but the calling one, which is the first of the list of their names.
+pub(crate) fn start(hardware_ids: &[u64]) {
     AP_ROOT.store(tables::root(), Ordering::Relaxed);
     let mut cpu = 1;
-    for apic_id in apic_ids.iter().skip(1) {
-        percpu::of(cpu).apic_id.store(*apic_id, Ordering::Relaxed);
+    for id in hardware_ids.iter().skip(1) {
+        percpu::of(cpu).hardware_id.store(*id, Ordering::Relaxed);
         AP_STACK.store(layout::stack_top(cpu), Ordering::Relaxed);
         AP_CPU.store(cpu.into(), Ordering::Release);
-        apic::start_cpu(*apic_id, entry::TRAMPOLINE);
+        controller::start_cpu(*id);
         let since = clock::now_ns();
         // Acquire pairs with the Release in `percpu::init`; then the slots above are free for the next CPU.
         while !percpu::of(cpu).online.load(Ordering::Acquire) {
-            assert!(clock::now_ns() - since < START_NS, "the CPU with interrupt controller {apic_id} does not start");
+            assert!(clock::now_ns() - since < START_NS, "the CPU that hardware calls {id:#x} does not start");
             core::hint::spin_loop();
         }
         cpu += 1;
@@ -52,16 +49,15 @@ pub(crate) fn start(apic_ids: &[u32]) {
 /// First Rust code of the other CPUs.
 pub(crate) extern "C" fn ap_main(cpu: u64) -> ! {
     let cpu = cpu as u32;
-    tables::set_control_bits();
+    mmu::set_control_bits();
     percpu::init(cpu, || {
-        segments::load(cpu);
-        traps::load();
-        apic::init();
+        traps::load(cpu);
+        controller::init();
     });
     // SAFETY: this CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
     tlb::kernel_half().online(tlb::shootdown(), &cx);
-    apic::start_timer();
+    controller::start_timer();
     let own = percpu::own();
     loop {
         // Interrupts off between looking and halting, so that no wake-up falls between them.
@@ -71,7 +67,7 @@ pub(crate) extern "C" fn ap_main(cpu: u64) -> ! {
         if work.is_null() {
             // At the latest a tick later, who claims memory has what this CPU had cached.
             frames().serve(&cx);
-            interrupts::enable_and_hlt();
+            interrupts::enable_and_wait();
             continue;
         }
         interrupts::enable();
@@ -101,7 +97,7 @@ pub fn on_cpus(cx: &mut CpuCx<'static, Kernel>, cpus: u32, run: &(dyn Fn(&mut Cp
         let slot: &AtomicPtr<Work<'static>> = &percpu::of(cpu).work;
         // Release pairs with the Acquire in `ap_main`.
         slot.store(at.cast_mut().cast(), Ordering::Release);
-        apic::send(cpu, traps::vector::WAKE);
+        controller::wake(cpu);
     }
     run(cx, 0);
     // Acquire pairs with the Release in `ap_main`.

@@ -3,25 +3,30 @@
 //!
 //! Leaves are as large as the place allows: 1 GiB where the CPU has such pages. Only the image's code may be executed.
 
+use super::arch::{Format, mmu};
 use super::layout;
+use super::machine::Machine;
 use super::once::Once;
 use crate::memory_map::MemoryMap;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory, X86_64};
-use raw_cpuid::CpuId;
-use x86_64::registers::control::{Cr0, Cr0Flags, Cr4, Cr4Flags};
+use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory};
 
 /// Data of the kernel. Hardware has nothing left to note.
 const DATA: Flags = Flags::WRITE.with(Flags::GLOBAL).with(Flags::ACCESSED).with(Flags::DIRTY);
 const CONSTANTS: Flags = Flags::GLOBAL.with(Flags::ACCESSED);
 const CODE: Flags = CONSTANTS.with(Flags::EXEC);
 
-static TABLE: Once<PageTable<X86_64>> = Once::new();
+static TABLE: Once<PageTable<Format>> = Once::new();
 
 /// The kernel's half.
-pub fn kernel() -> &'static PageTable<X86_64> {
+pub fn kernel() -> &'static PageTable<Format> {
     TABLE.get()
+}
+
+/// The same, where every address space has it under its own root.
+pub fn in_all_roots() -> Option<&'static PageTable<Format>> {
+    (!mmu::OWN_ROOT).then(kernel)
 }
 
 /// Physical address of its root table.
@@ -55,12 +60,12 @@ unsafe impl TableMemory for BootTables<'_> {
 }
 
 /// Maps an extent at an address by the largest leaves that fit.
-fn map(table: &PageTable<X86_64>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags) {
-    let gib = CpuId::new().get_extended_processor_and_feature_identifiers().is_some_and(|info| info.has_1gib_pages());
-    let largest = if gib { PageSize::Size1G } else { PageSize::Size2M };
+fn map(table: &PageTable<Format>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags) {
+    let largest = if mmu::has_gigantic_leaves() { PageSize::Size1G } else { PageSize::Size2M };
     let mapped = VirtRange::new(VirtAddr::new(at), extent.bytes())
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(at) })
         .and_then(|span| table.shared(BootTables(free)).map(span, [extent], Mapping { flags, largest }));
+    mmu::wait_for_entries();
     mapped.unwrap_or_else(|error| panic!("the kernel cannot be mapped: {error}; use a larger --memory"));
 }
 
@@ -69,20 +74,21 @@ fn extent(start: u64, end: u64) -> Extent {
     Extent::new(Pfn::new(start), end.saturating_sub(start)).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Makes the kernel's half for the memory of `map`, on frames of `free`. Runs on the boot tables. `cpus` CPUs get stacks;
-/// `apic` is where the interrupt controller's registers are.
-pub(crate) fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u64) {
-    set_control_bits();
+/// Makes the kernel's half for a machine, on frames that it has free. Runs on the boot tables.
+pub(crate) fn build(machine: &mut Machine) {
+    mmu::set_control_bits();
+    let cpus = machine.hardware_ids().len() as u32;
+    let Machine { map: memory, free, devices, .. } = machine;
     let upper = VirtRange::new(VirtAddr::new(layout::DIRECT), 1 << 47).unwrap_or_else(|error| panic!("{error}"));
     // SAFETY: every guard gets tables of the direct map's frames; what is taken away is flushed by `tlb::kernel_half`,
     // which every CPU joins as it starts.
-    let table = unsafe { PageTable::<X86_64>::with_fixed_top(&mut BootTables(free), upper) };
+    let table = unsafe { PageTable::<Format>::with_fixed_top(&mut BootTables(&mut *free), upper) };
     let table = table.unwrap_or_else(|error| panic!("{error}"));
-    // The direct map: from the first byte on, widened to 2 MiB; nothing is there twice.
+    // The direct map, widened to 2 MiB; nothing is there twice.
     let huge = PageSize::Size2M.bytes();
     let mut from = 0;
     for piece in memory.pieces() {
-        let start = if from == 0 { 0 } else { (piece.start().get() & !(huge - 1)).max(from) };
+        let start = (piece.start().get() & !(huge - 1)).max(from);
         let end = piece.end().start().get().next_multiple_of(huge);
         if end > start {
             map(&table, free, layout::DIRECT + start, extent(start, end), DATA);
@@ -97,7 +103,9 @@ pub(crate) fn build(memory: &MemoryMap, free: &mut MemoryMap, cpus: u32, apic: u
         let stack = free.take(layout::STACK_BYTES / PAGE_BYTES, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
         map(&table, free, layout::stack_bottom(cpu), stack, DATA);
     }
-    map(&table, free, layout::DEVICES, extent(apic, apic + PAGE_BYTES), DATA | Flags::UNCACHED);
+    for (at, registers) in devices.iter().filter(|(_, registers)| !registers.is_empty()) {
+        map(&table, free, *at, *registers, DATA | Flags::UNCACHED);
+    }
     // SAFETY: only the boot CPU runs, and nobody has asked for it.
     unsafe { TABLE.set(table) };
 }
@@ -118,16 +126,4 @@ pub(crate) fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) ->
         address += huge.bytes();
     }
     end.max(from)
-}
-
-/// Control bits that every CPU has: write protection for the kernel too, global pages.
-pub(crate) fn set_control_bits() {
-    // SAFETY: the boot tables are writable where the kernel writes, and have no global entries.
-    unsafe {
-        Cr0::update(|cr0| {
-            cr0.insert(Cr0Flags::WRITE_PROTECT);
-            cr0.remove(Cr0Flags::CACHE_DISABLE | Cr0Flags::NOT_WRITE_THROUGH);
-        });
-        Cr4::update(|cr4| cr4.insert(Cr4Flags::PAGE_GLOBAL));
-    }
 }

@@ -1,15 +1,15 @@
 //! TLB hardware, and this kernel's shootdowns.
 
+use super::arch::{controller, mmu};
 use super::once::Once;
 use super::platform::KERNEL;
-use super::traps::vector;
-use super::{apic, percpu, tables};
+use super::{percpu, tables};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope};
-use hugemm_paging::{Kernel as KernelHalf, TlbCpu, TlbShootdown, TlbSpace, invalidate};
+use hugemm_paging::{Kernel as KernelHalf, TlbCpu, TlbShootdown, TlbSpace};
 
-/// Interrupts, INVLPG and CR3. No tags: they need PCID, which QEMU's emulation lacks, and nothing untested is switched on.
+/// The architecture's instructions and interrupts.
 #[derive(Clone, Copy, Debug)]
 pub struct Hardware;
 
@@ -35,9 +35,9 @@ pub unsafe fn flush_nothing(plant: bool) {
     percpu::own().unflushed.store(plant, Ordering::Relaxed);
 }
 
-// SAFETY: `invalidate::here` does what the trait asks of `invalidate`, in ring 0 and with CR4.PGE set (`tables`); every
-// interrupted CPU's handler calls `serve`; `load` and `unload` write CR3 without tags, which drops all but global
-// translations, and the kernel's half is the same under every root. (Planted bugs break this on purpose.)
+// SAFETY: the architecture's `invalidate`, `broadcast`, `load` and `unload` do what the trait asks of them, on CPUs that have run
+// `set_control_bits`; every interrupted CPU's handler calls `serve`; the kernel's half is the same whatever is loaded. (Planted
+// bugs break this on purpose.)
 unsafe impl TlbHw for Hardware {
     fn invalidate(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         // Long sequences of shootdowns pass no reschedule point, and are no hang.
@@ -45,8 +45,14 @@ unsafe impl TlbHw for Hardware {
         if percpu::own().unflushed.load(Ordering::Relaxed) {
             return;
         }
-        // SAFETY: ring 0, interrupts off by the trait's contract, global pages on.
-        unsafe { invalidate::here(scope, what) };
+        // SAFETY: interrupts are off by the trait's contract.
+        unsafe { mmu::invalidate(scope, what) };
+    }
+
+    fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
+        percpu::beat();
+        // SAFETY: every CPU of the machine is this kernel's.
+        unsafe { mmu::broadcast(scope, what) }
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
@@ -58,18 +64,23 @@ unsafe impl TlbHw for Hardware {
             if unflushed || rest == 0 && MISS_ONE.load(Ordering::Relaxed) {
                 serve(CpuId(target));
             } else {
-                apic::send(target, vector::SHOOTDOWN);
+                controller::shoot(target);
             }
         }
     }
 
-    fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
-        // SAFETY: every address space has the kernel's half (`space`); interrupts are off by the trait's contract.
-        unsafe { invalidate::load(root, tag, false, keep) };
+    fn tags(&self) -> usize {
+        mmu::TAGS
     }
 
-    fn unload(&self, cpu: CpuId) {
-        self.load(cpu, PhysAddr::new(tables::root()), 0, false);
+    fn load(&self, _cpu: CpuId, root: PhysAddr, tag: usize, keep: bool) {
+        // SAFETY: every address space has the kernel's half (`vm`); interrupts are off by the trait's contract.
+        unsafe { mmu::load(root, tag, keep) };
+    }
+
+    fn unload(&self, _cpu: CpuId) {
+        // SAFETY: the kernel's own root; as above.
+        unsafe { mmu::unload(PhysAddr::new(tables::root())) };
     }
 }
 

@@ -1,5 +1,6 @@
 //! Address spaces of `hugemm-vm` on this machine: its frames, its TLBs, its page faults, the kernel's half in each of them.
 
+use super::arch::Format;
 use super::irq_lock::IrqLock;
 use super::memory::{KernelEnv, frames};
 use super::platform::Kernel;
@@ -9,7 +10,7 @@ use core::cell::Cell;
 use core::marker::PhantomData;
 use hugemm_base::{CpuCx, NoPressure, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
-use hugemm_paging::{EditLock, ShootdownPolicy, X86_64};
+use hugemm_paging::{EditLock, ShootdownPolicy};
 use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
 
 /// The types of address spaces here. Whether pages may go away is whoever makes the manager's choice.
@@ -32,7 +33,7 @@ impl<'a, 'm: 'a> Paging<'a, 'm> for Resident {
 impl<'a, 'm: 'a, K: Paging<'a, 'm>> Setup for OnKernel<'a, 'm, K> {
     type Platform = Kernel;
     type Env = KernelEnv;
-    type Format = X86_64;
+    type Format = Format;
     type Lock = EditLock;
     type Tlb = Hardware;
     type Pager = K::Pager;
@@ -62,7 +63,12 @@ pub unsafe fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
     // are; the caller's clearer uses no vector registers. The kernel's half is in
     // frames of the direct map, and edited through its own handle only.
-    unsafe { Some(Vm::new(parts).ok_or(VmError::Unreachable)?.beside(tables::kernel())) }.ok_or(VmError::Unreachable)
+    let vm = unsafe { Vm::new(parts) }.ok_or(VmError::Unreachable)?;
+    Ok(match tables::in_all_roots() {
+        // SAFETY: as above.
+        Some(kernel) => unsafe { vm.beside(kernel) },
+        None => vm,
+    })
 }
 
 /// The addresses that a space may have.

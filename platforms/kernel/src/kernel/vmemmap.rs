@@ -3,6 +3,7 @@
 //! The area was mapped before there was an allocator. Here its frames become the allocator's, in use, so that the optimizer can
 //! free them to it and take others instead.
 
+use super::arch::Format;
 use super::memory::{self, KernelEnv, frames};
 use super::once::Once;
 use super::platform::{KERNEL, Kernel};
@@ -15,13 +16,13 @@ use hugemm_base::{CpuCx, Dirty, Extent, NodeId, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
-use hugemm_paging::{ShootdownPolicy, X86_64};
+use hugemm_paging::ShootdownPolicy;
 
 /// What one entry maps.
 const BLOCK: PageSize = PageSize::Size2M;
 
 /// The entries of the descriptor area.
-pub type KernelMap = PagedMap<'static, X86_64, Kernel, Hardware, [AtomicU64; 2]>;
+pub type KernelMap = PagedMap<'static, Format, Kernel, Hardware, [AtomicU64; 2]>;
 
 /// Vmemmap optimization in this kernel.
 pub type KernelOptimizer = VmemmapOptimizer<'static, KernelEnv, KernelMap>;

@@ -4,8 +4,9 @@
 //! * If the next CPU has had no timer interrupt for as long, it is asked by a non-maskable interrupt where it is.
 //! * If no CPU takes timer interrupts at all, nothing inside can tell; the host's deadline ends that.
 
-use super::traps::Frame;
-use super::{apic, clock, console, exit, fault, percpu};
+use super::arch::traps::Frame;
+use super::arch::{controller, exit};
+use super::{clock, console, fault, percpu};
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// How long nothing may move. Long enough for emulated CPUs that share a few real ones.
@@ -57,7 +58,7 @@ pub(super) fn tick(frame: &Frame) {
     if next != own.id() && TICKS[next as usize].stands_still(ticks) {
         // Asked once; it answers by ending the machine.
         if !other.asked.swap(true, Ordering::AcqRel) {
-            apic::send_nmi(next);
+            controller::ask(next);
         }
         return;
     }

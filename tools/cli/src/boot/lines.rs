@@ -49,7 +49,7 @@ pub struct Boot {
     /// Bytes that the allocator manages.
     pub memory: u64,
     /// Interrupt controller.
-    pub apic: String,
+    pub interrupt_controller: String,
 }
 
 /// One run's value.

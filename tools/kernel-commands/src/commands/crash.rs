@@ -1,9 +1,9 @@
 //! Failures on purpose, to show what is reported.
 
 use super::{Cx, Failure};
+use hugemm_kernel::arch::{self, interrupts};
 use hugemm_kernel::{percpu, smp};
 use hugemm_kernel_commands::request::Crash;
-use x86_64::instructions::interrupts;
 
 /// An address in the upper half where nothing is ever mapped.
 const NOWHERE: *const u64 = 0xffff_c000_dead_b000 as *const u64;
@@ -31,7 +31,7 @@ pub fn run(cx: Cx<'_>, how: Crash) -> Result<(), Failure> {
             interrupts::disable();
             spin()
         }),
-        Crash::Reset => reset(),
+        Crash::Reset => arch::exit::reset(),
     }
     Ok(())
 }
@@ -49,14 +49,4 @@ fn spin() {
 fn deep(n: u64) -> u64 {
     let frame = core::hint::black_box([n; 64]);
     deep(n.wrapping_sub(1)).wrapping_add(frame[63])
-}
-
-/// A triple fault: no interrupt table, and an interrupt.
-fn reset() {
-    let none = x86_64::structures::DescriptorTablePointer { limit: 0, base: x86_64::VirtAddr::zero() };
-    // SAFETY: none is needed: the machine is meant to reset.
-    unsafe {
-        x86_64::instructions::tables::lidt(&none);
-        core::arch::asm!("int3");
-    }
 }

@@ -9,6 +9,7 @@ use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
+use hugemm_kernel::arch::interrupts;
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::page_fault;
 use hugemm_kernel::platform::Kernel;
@@ -18,7 +19,6 @@ use hugemm_kernel_commands::patience::Patience;
 use hugemm_reclaim::{Ageing, Level, LruPolicy, Swap};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Pinned, SharedRef, Vm, VmError, VmaKind};
 use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
-use x86_64::instructions::hlt;
 
 /// Where the shared region begins in every space, and where a process's own memory does.
 const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
@@ -255,7 +255,7 @@ impl Task<'_, '_, '_> {
             if parts.is_empty() {
                 // Until the next interrupt: one that only looked at swap all the time would be in the others' way.
                 frames().serve(cx);
-                hlt();
+                interrupts::wait();
                 continue;
             }
             let number = turn % parts.len();

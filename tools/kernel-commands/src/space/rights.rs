@@ -3,12 +3,11 @@
 use super::{BareSpace, memory};
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, VirtAddr, VirtRange};
+use hugemm_kernel::arch::Format;
 use hugemm_kernel::layout;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
-use hugemm_paging::{
-    Change, Editing, Flags, Lookup, PageFormat, PagingError, ShootdownBatch, ShootdownPolicy, Stale, X86_64,
-};
+use hugemm_paging::{Change, Editing, Flags, Lookup, PageFormat, PagingError, ShootdownBatch, ShootdownPolicy, Stale};
 
 /// Which way to take the right to store away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,9 +89,9 @@ impl BareSpace<'_> {
             }
             if level == 0 {
                 between();
-                return entry.store(seen & !X86_64::ACCESSED, Ordering::Relaxed);
+                return entry.store(seen & !Format::ACCESSED, Ordering::Relaxed);
             }
-            table = X86_64::frame(seen);
+            table = Format::frame(seen);
         }
     }
 }

@@ -1,9 +1,11 @@
 //! What happens at an exception or an interrupt: one gate per vector, one way in and out, one dispatch.
 
-use super::{apic, fault, layout, page_fault, segments, smp, tlb, watchdog};
+use super::super::page_fault::{self, PageFault};
+use super::super::{fault, layout, tlb, watchdog};
+use super::{controller, segments};
 use core::arch::global_asm;
 use core::cell::UnsafeCell;
-use x86_64::instructions::interrupts;
+use hugemm_vm::Access;
 use x86_64::registers::control::Cr2;
 
 /// Vectors of this kernel's interrupts.
@@ -47,6 +49,32 @@ pub(crate) struct Frame {
     pub rsp: u64,
     /// Stack segment.
     pub ss: u64,
+}
+
+impl Frame {
+    /// Where it was.
+    pub(crate) fn at(&self) -> u64 {
+        self.rip
+    }
+
+    /// Where the chain of frames begins.
+    pub(crate) fn chain(&self) -> u64 {
+        self.rbp
+    }
+
+    /// Goes on somewhere else.
+    pub(crate) fn go_on_at(&mut self, at: u64) {
+        self.rip = at;
+    }
+}
+
+/// Where the caller's chain of frames begins.
+#[inline(always)]
+pub(crate) fn chain() -> u64 {
+    let rbp: u64;
+    // SAFETY: reads a register.
+    unsafe { core::arch::asm!("mov {}, rbp", out(reg) rbp, options(nostack, nomem, preserves_flags)) };
+    rbp
 }
 
 global_asm!(
@@ -143,10 +171,11 @@ unsafe impl Sync for Idt {}
 
 static IDT: Idt = Idt(UnsafeCell::new([Gate::EMPTY; 256]));
 
-/// Loads the gates on the calling CPU; the boot CPU fills them first.
-pub(super) fn load() {
+/// Loads descriptor tables and gates on the calling CPU; the boot CPU fills the gates first.
+pub(crate) fn load(cpu: u32) {
+    segments::load(cpu);
     let table = IDT.0.get();
-    if super::percpu::current() == 0 {
+    if cpu == 0 {
         for vector in 0..256_u64 {
             let ist = match vector {
                 NMI => segments::NMI + 1,
@@ -171,49 +200,58 @@ pub(super) fn load() {
 extern "C" fn trap_entry(frame: &mut Frame) {
     match (frame.vector, frame.vector as u8) {
         (_, vector::TIMER) => {
-            apic::end_of_interrupt();
+            controller::end_of_interrupt();
             watchdog::tick(frame);
         }
-        (_, vector::WAKE) => apic::end_of_interrupt(),
+        (_, vector::WAKE) => controller::end_of_interrupt(),
         (_, vector::SHOOTDOWN) => {
-            apic::end_of_interrupt();
+            controller::end_of_interrupt();
             tlb::serve();
         }
         (_, vector::SPURIOUS) => {}
-        (NMI, _) => nmi(frame),
+        (NMI, _) => fault::interrupted(frame),
         (PAGE_FAULT, _) => page_fault(frame),
-        _ => fault::exception(frame),
+        _ => exception(frame),
     }
 }
 
-/// A page fault: a page that is to come now, a store to one that may not be written now, or a bug. Interrupts are as they
-/// were before it, so that a CPU which waits for a table's lock here answers shootdowns.
+/// A page fault, read from its error code (Intel SDM, volume 3, 5.7).
 fn page_fault(frame: &mut Frame) {
     const INTERRUPTS: u64 = 1 << 9;
-    let at = Cr2::read_raw();
-    if at < layout::DIRECT {
-        let were_on = frame.rflags & INTERRUPTS != 0;
-        if were_on {
-            interrupts::enable();
-        }
-        let served = page_fault::served(frame, at);
-        interrupts::disable();
-        if served {
-            return;
-        }
-    }
-    fault::page_fault(frame, at)
+    let has = |bit: u32| frame.error & 1 << bit != 0;
+    let (present, written, reserved, executed) = (has(0), has(1), has(3), has(4));
+    let access = match (executed, written) {
+        (true, _) => Access::Execute,
+        (false, true) => Access::Write,
+        (false, false) => Access::Read,
+    };
+    let cause = match (reserved, present) {
+        (true, _) => "an entry has reserved bits set",
+        (false, true) => fault::DENIED,
+        (false, false) => fault::ABSENT,
+    };
+    let fault = PageFault { at: Cr2::read_raw(), access, cause, interrupts: frame.rflags & INTERRUPTS != 0 };
+    page_fault::handle(frame, &fault);
 }
 
-/// A non-maskable interrupt: another CPU reports a failure, the watchdog asks, or the hardware complains.
-fn nmi(frame: &Frame) {
-    if fault::reporting() {
-        super::exit::halt();
-    }
-    if watchdog::asked() {
-        fault::stuck(frame);
-    }
-    if smp::is_running() {
-        fault::exception(frame)
-    }
+/// What nobody expects.
+fn exception(frame: &Frame) -> ! {
+    let name = match frame.vector {
+        0 => "division error",
+        1 | 3 => "debug trap",
+        6 => "invalid instruction",
+        8 => "double fault",
+        13 => "general protection fault",
+        16 | 19 => "floating point exception",
+        17 => "misaligned access",
+        18 => "machine check: the hardware reports an error",
+        vector if vector >= 32 => "interrupt that nobody expects",
+        _ => "exception",
+    };
+    let (vector, error) = (frame.vector, frame.error);
+    // A double fault is mostly a page fault whose handler could not be entered: there was no stack.
+    let overflown =
+        || layout::overflown_stack(frame.rsp.saturating_sub(8)).or_else(|| layout::overflown_stack(Cr2::read_raw()));
+    let overflown = if vector == DOUBLE_FAULT { overflown() } else { None };
+    fault::exception(frame, format_args!("vector {vector}, error code {error:#x}"), name, overflown)
 }

@@ -1,6 +1,6 @@
 //! Segments and task states: one code and one data segment, and stacks for what must not use the running one.
 
-use super::percpu;
+use super::super::percpu;
 use crate::MAX_CPUS;
 use core::cell::UnsafeCell;
 use x86_64::VirtAddr;

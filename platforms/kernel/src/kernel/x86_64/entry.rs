@@ -3,6 +3,7 @@
 //! The boot page tables map the first 4 GiB one to one and in the direct map, and the first GiB again at the image's
 //! addresses; both kinds of CPU leave them for the kernel's own tables as soon as those exist.
 
+use super::super::layout;
 use core::arch::global_asm;
 
 /// Where the start-up code of the other CPUs is copied to: a frame below 1 MiB that the memory map never gives out.
@@ -160,11 +161,11 @@ boot_stack_top:
     .text
     "#,
     trampoline = const TRAMPOLINE,
-    main = sym super::kernel_main,
-    ap_main = sym super::smp::ap_main,
-    ap_root = sym super::smp::AP_ROOT,
-    ap_stack = sym super::smp::AP_STACK,
-    ap_cpu = sym super::smp::AP_CPU,
+    main = sym super::super::boot_main,
+    ap_main = sym super::super::smp::ap_main,
+    ap_root = sym super::super::smp::AP_ROOT,
+    ap_stack = sym super::super::smp::AP_STACK,
+    ap_cpu = sym super::super::smp::AP_CPU,
     options(att_syntax)
 );
 
@@ -178,16 +179,17 @@ unsafe extern "C" {
 }
 
 /// Goes on at `to` with other page tables and an empty stack.
-pub(super) fn continue_on(root: u64, stack: u64, to: extern "C" fn() -> !) -> ! {
+pub(crate) fn continue_on(root: u64, stack: u64, to: extern "C" fn() -> !) -> ! {
     // SAFETY: the tables map the image where it runs, and the stack; nothing on the old stack is used again.
     unsafe { continue_on_raw(root, stack, to) }
 }
 
-/// The start-up code of the other CPUs.
-pub(super) fn trampoline() -> &'static [u8] {
-    // SAFETY: two symbols around constant bytes of the image.
+/// Puts the start-up code of the other CPUs where they begin.
+pub(super) fn place_trampoline() {
+    // SAFETY: two symbols around constant bytes of the image, copied to a frame below 1 MiB that is nobody's: the memory map never
+    // gives it out, and the direct map reaches it.
     unsafe {
         let bytes = (&raw const trampoline_end).offset_from(&raw const trampoline_start) as usize;
-        core::slice::from_raw_parts(&raw const trampoline_start, bytes)
+        core::ptr::copy_nonoverlapping(&raw const trampoline_start, layout::direct(TRAMPOLINE), bytes);
     }
 }

@@ -13,7 +13,7 @@ fn port() -> Option<Uart16550<PioBackend>> {
 }
 
 /// Sets the port up.
-pub(super) fn init() {
+pub(crate) fn init() {
     if let Some(mut port) = port() {
         // Without a port nobody listens, and nobody misses anything.
         let _ = port.init(Config::default());
@@ -21,7 +21,7 @@ pub(super) fn init() {
 }
 
 /// Writes to the port, waiting for it. Any context. Lines of several CPUs may mix; see `output` for those that must not.
-pub(super) struct Serial;
+pub(crate) struct Serial;
 
 impl fmt::Write for Serial {
     fn write_str(&mut self, text: &str) -> fmt::Result {

@@ -4,8 +4,10 @@
 //! Source: Intel SDM volume 3, "Advanced Programmable Interrupt Controller"; register offsets and model-specific registers
 //! as there.
 
+use super::super::clock::now_ns;
+use super::super::{layout, percpu};
+use super::entry;
 use super::traps::vector;
-use super::{clock, layout, percpu};
 use crate::interrupt_command::{self, Registers};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use raw_cpuid::CpuId;
@@ -40,7 +42,7 @@ const PERIODIC: u32 = 1 << 17;
 const DIVIDE_BY_16: u32 = 3;
 
 /// Timer interrupts per second.
-pub(super) const TIMER_HZ: u64 = 20;
+const TIMER_HZ: u64 = 20;
 
 static X2: AtomicBool = AtomicBool::new(false);
 static READY: AtomicBool = AtomicBool::new(false);
@@ -82,12 +84,12 @@ pub(super) fn boot_id() -> u32 {
 }
 
 /// `x2APIC` or `xAPIC`.
-pub(super) fn kind() -> &'static str {
+pub(crate) fn kind() -> &'static str {
     if is_x2() { "x2APIC" } else { "xAPIC" }
 }
 
 /// Sets up the calling CPU's controller; the boot CPU's call decides how registers are reached.
-pub(super) fn init() {
+pub(crate) fn init() {
     if CpuId::new().get_feature_info().is_some_and(|info| info.has_x2apic()) {
         let mut base = APIC_BASE;
         // SAFETY: the CPU has x2APIC; it is switched on as the manual says: enabled first, then both bits.
@@ -103,7 +105,7 @@ pub(super) fn init() {
     if percpu::current() == 0 {
         mask_old_controllers();
         let id = read(reg::ID);
-        percpu::of(0).apic_id.store(if is_x2() { id } else { id >> 24 }, Ordering::Relaxed);
+        percpu::of(0).hardware_id.store(u64::from(if is_x2() { id } else { id >> 24 }), Ordering::Relaxed);
         READY.store(true, Ordering::Release);
     }
 }
@@ -152,40 +154,66 @@ fn command(apic_id: u32, command: u32) {
     interrupt_command::send(&Local, apic_id, command);
 }
 
+/// The number of a CPU's controller.
+fn id_of(cpu: u32) -> u32 {
+    percpu::of(cpu).hardware_id.load(Ordering::Relaxed) as u32
+}
+
+/// Ends another CPU's wait.
+pub(crate) fn wake(cpu: u32) {
+    send(cpu, vector::WAKE);
+}
+
+/// Has another CPU look for what it is to invalidate.
+pub(crate) fn shoot(cpu: u32) {
+    send(cpu, vector::SHOOTDOWN);
+}
+
 /// Interrupts another CPU.
-pub(super) fn send(cpu: u32, vector: u8) {
-    command(percpu::of(cpu).apic_id.load(Ordering::Relaxed), FIXED | ASSERT | u32::from(vector));
+fn send(cpu: u32, vector: u8) {
+    command(id_of(cpu), FIXED | ASSERT | u32::from(vector));
 }
 
 /// Interrupts another CPU even if it has interrupts off.
-pub(super) fn send_nmi(cpu: u32) {
-    command(percpu::of(cpu).apic_id.load(Ordering::Relaxed), NMI | ASSERT);
+pub(crate) fn ask(cpu: u32) {
+    command(id_of(cpu), NMI | ASSERT);
 }
 
 /// Interrupts all others even if they have interrupts off.
-pub(super) fn stop_others() {
+pub(crate) fn stop_others() {
     if READY.load(Ordering::Acquire) && percpu::count() > 1 {
         command(0, NMI | ASSERT | OTHERS);
     }
 }
 
-/// Starts a CPU at the frame of `address`, below 1 MiB: an INIT, 10 ms, two start-ups 200 µs apart, as the manual says.
-pub(super) fn start_cpu(apic_id: u32, address: u64) {
-    command(apic_id, INIT | ASSERT);
-    clock::wait_ns(10_000_000);
+/// Spins for `ns` nanoseconds.
+fn wait_ns(ns: u64) {
+    let start = now_ns();
+    while now_ns().wrapping_sub(start) < ns {
+        core::hint::spin_loop();
+    }
+}
+
+/// Starts the CPU whose controller has this number, by code in a frame below 1 MiB: an INIT, 10 ms, two start-ups 200 µs apart,
+/// as the manual says. It goes on with what `smp` has left for it.
+pub(crate) fn start_cpu(id: u64) {
+    entry::place_trampoline();
+    let id = id as u32;
+    command(id, INIT | ASSERT);
+    wait_ns(10_000_000);
     for _ in 0..2 {
-        command(apic_id, STARTUP | ASSERT | (address >> 12) as u32 & 0xff);
-        clock::wait_ns(200_000);
+        command(id, STARTUP | ASSERT | (entry::TRAMPOLINE >> 12) as u32 & 0xff);
+        wait_ns(200_000);
     }
 }
 
 /// Starts the calling CPU's timer at [`TIMER_HZ`]; the boot CPU measures it against the clock first.
-pub(super) fn start_timer() {
+pub(crate) fn start_timer() {
     write(reg::TIMER_DIVIDE, DIVIDE_BY_16);
     if percpu::current() == 0 {
         const WAIT_MS: u64 = 10;
         write(reg::TIMER_START, u32::MAX);
-        clock::wait_ns(WAIT_MS * 1_000_000);
+        wait_ns(WAIT_MS * 1_000_000);
         let counts = u64::from(u32::MAX - read(reg::TIMER_NOW));
         let per_tick = (counts * 1000 / WAIT_MS / TIMER_HZ).clamp(1, u32::MAX.into());
         TIMER_COUNTS.store(per_tick as u32, Ordering::Relaxed);

@@ -1,0 +1,20 @@
+//! The calling CPU's data, found through GS.
+
+use super::super::percpu::PerCpu;
+use core::arch::asm;
+use x86_64::VirtAddr;
+use x86_64::registers::model_specific::GsBase;
+
+/// Makes `own` the calling CPU's data.
+pub(crate) fn set_own(own: &'static PerCpu) {
+    GsBase::write(VirtAddr::from_ptr(own));
+}
+
+/// The calling CPU's number.
+#[inline]
+pub(crate) fn current() -> u32 {
+    let id: u32;
+    // SAFETY: GS points to this CPU's `PerCpu`, whose first field this is; one load.
+    unsafe { asm!("mov {0:e}, gs:[0]", out(reg) id, options(nostack, preserves_flags, readonly)) };
+    id
+}
