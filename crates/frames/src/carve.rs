@@ -115,8 +115,8 @@ impl<'m> Frames<'m, Carved> {
     ///
     /// # Errors
     ///
-    /// Too little memory, or metadata that the platform does not map; `ram` comes back. O(2 MiB blocks); any context but
-    /// NMI.
+    /// Too little memory, or metadata that the platform does not map; `ram` comes back. If the platform unwinds, `ram` is lost:
+    /// nobody has any of it. O(2 MiB blocks); any context but NMI.
     pub fn carve<P: Cpu + LinearMap>(cx: &CpuCx<'m, P>, ram: Ram) -> Result<Self, CarveError> {
         match Self::carve_extent(cx, ram.extent()) {
             Ok(frames) => Ok(frames),

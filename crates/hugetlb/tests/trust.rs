@@ -311,3 +311,41 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
         assert_eq!(large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one").entered, 512);
     });
 }
+
+/// A demotion whose `at`th call of the platform unwinds; how many there were, and how many pages went if it did not.
+fn demotion(at: u64) -> (u64, Option<u64>) {
+    machine(&Shape::spans(28), NoFaults, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        assert_eq!(m.set(&large, 2).entered, 2);
+        let calls = AtomicU64::new(0);
+        let unwinds = |_: &mut CpuCx<'_, _>| assert_ne!(calls.fetch_add(1, Ordering::Relaxed) + 1, at, "planned");
+        let demote = |cx: &mut CpuCx<'_, _>| large.demote(cx, &m.optimizer, &small, Nodes::All, 2);
+        let ended = catch_unwind(AssertUnwindSafe(|| m.threads.interrupted(unwinds, demote)));
+        // Whoever comes next takes over what was left.
+        for pool in [&large, &small] {
+            m.set(pool, pool.counts(&cx).counts.persistent());
+        }
+        let counts = [&large, &small].map(|pool| pool.counts(&cx).counts);
+        assert_eq!(counts[0].total * 512 + counts[1].total, 1024, "call {at}: {counts:?}");
+        for pool in [&large, &small] {
+            assert!(pool.is_consistent(&cx), "call {at}");
+            m.set(pool, 0);
+            pool.tidy(&mut cx, &m.optimizer).expect("idle");
+            assert_eq!(pool.counts(&cx).counts, HugePageCounts::default(), "call {at}");
+        }
+        can_be_written(m, m.all);
+        (calls.into_inner(), ended.ok().map(|report| report.expect("idle").left))
+    })
+}
+
+/// A demotion that unwinds at any call of the platform loses no page: each is in one pool or the other, whole.
+#[test]
+fn a_demotion_that_unwinds_loses_no_page() {
+    let (calls, left) = demotion(u64::MAX);
+    assert_eq!(left, Some(2));
+    // What hundreds of allocations do in between is much the same.
+    for at in (1..30).chain((30..calls - 60).step_by(97)).chain(calls - 60..=calls) {
+        assert_eq!(demotion(at), (at, None));
+    }
+}

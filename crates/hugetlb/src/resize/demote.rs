@@ -8,13 +8,13 @@ use super::debts::Debts;
 use super::{Leaving, Resize, ResizeReport, add};
 use crate::group::PoolArena;
 use crate::mapping::DescriptorMap;
-use crate::pool::{HugePool, Nodes, PoolError};
+use crate::pool::{HugePool, Nodes, PoolError, State};
 use crate::vmemmap::{Edit, Source, Split, VmemmapOptimizer};
 use hugemm_base::PageSize;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuCx, Pfn};
+use hugemm_base::{CpuCx, Extent, Pfn};
 use hugemm_frames::{Env, Frozen, Mobility};
 
 impl<'m, L: RawLock> HugePool<'m, L> {
@@ -55,45 +55,33 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         if taken == 0 {
             return Err(PoolError::NothingToDemote);
         }
-        let mut entered = 0;
         resize.prepare_for_demotion(cx);
-        resize.each_demotable(|pfn, zero, lean| {
-            // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
-            let page = unsafe { Frozen::assume_owned(pfn, self.size().order(), Mobility::Movable) };
-            // The new heads' descriptors exist and have been flushed.
-            match optimizer.frames.split(page, into.size().order()) {
-                Ok(parts) => entered += into.adopt(cx, parts.into_dirty().into_extent(), zero, lean),
-                // Pools hold the pages of the optimizer's manager only.
-                Err(page) => _ = page.into_dirty().into_extent(),
-            }
-        });
+        let entered = resize.hand_over(cx, into);
         let mut report = resize.abandon_staged(cx);
         (report.entered, report.left) = (entered, entered / (self.size().pages() / into.size().pages()));
         Ok(report)
     }
 
-    /// Takes pages over, which the caller owns: one lock round. How many.
-    fn adopt<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: hugemm_base::Extent, zero: bool, lean: bool) -> u64 {
+    /// Takes pages over, which the caller owns. How many. Lock.
+    fn adopt(&self, state: &mut State<'m>, extent: Extent, zero: bool, lean: bool) -> u64 {
         let step = self.size().pages();
-        self.locked(cx, |state| {
-            let mut pages = 0;
-            for at in (extent.base().number()..extent.end().number()).step_by(step as usize) {
-                let Some((area, index, bit)) = self.find(Pfn::new(at)) else { continue };
-                let (Some(group), node) = (self.group(index), area.node().0 as usize) else { continue };
-                state.nodes[node] = state.nodes[node].enter(1, false);
-                group.pool.add(1 << bit);
-                group.free.add(1 << bit);
-                if zero {
-                    group.zero.add_shared(1 << bit);
-                }
-                if lean {
-                    group.lean.add_shared(1 << bit);
-                }
-                self.summarise(index);
-                pages += 1;
+        let mut pages = 0;
+        for at in (extent.base().number()..extent.end().number()).step_by(step as usize) {
+            let Some((area, index, bit)) = self.find(Pfn::new(at)) else { continue };
+            let (Some(group), node) = (self.group(index), area.node().0 as usize) else { continue };
+            state.nodes[node] = state.nodes[node].enter(1, false);
+            group.pool.add(1 << bit);
+            group.free.add(1 << bit);
+            if zero {
+                group.zero.add_shared(1 << bit);
             }
-            pages
-        })
+            if lean {
+                group.lean.add_shared(1 << bit);
+            }
+            self.summarise(index);
+            pages += 1;
+        }
+        pages
     }
 }
 
@@ -142,17 +130,34 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
         while self.free_some(cx) {}
     }
 
-    /// Calls `each` with every prepared page, whether it is zero and lean; it is the callee's from then on.
-    fn each_demotable(&self, mut each_page: impl FnMut(Pfn, bool, bool)) {
+    /// Gives every prepared page to `into`; how many pages they are there.
+    fn hand_over<P: Cpu>(&self, cx: &CpuCx<'_, P>, into: &HugePool<'_, L>) -> u64 {
+        let mut entered = 0;
         for unit in 0..self.units() {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
-            let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
-            for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
-                bits.remove_shared(page);
-            }
-            each_page(area.page(self.pool.size(), index, page.trailing_zeros().into()), zero, lean);
+            let (size, bit) = (self.pool.size(), page.trailing_zeros().into());
+            // Both under one lock: no platform is called, and none unwinds, while the page is in neither pool.
+            entered += into.locked(cx, |state| {
+                let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
+                for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
+                    bits.remove_shared(page);
+                }
+                // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
+                let page =
+                    unsafe { Frozen::assume_owned(area.page(size, index, bit), size.order(), Mobility::Movable) };
+                // The new heads' descriptors exist and have been flushed.
+                match self.optimizer.frames.split(page, into.size().order()) {
+                    Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, lean),
+                    // Pools hold the pages of the optimizer's manager only.
+                    Err(page) => {
+                        let _ = page.into_dirty().into_extent();
+                        0
+                    }
+                }
+            });
         }
+        entered
     }
 
     /// Puts what is still staged back and says what was done.
