@@ -15,7 +15,7 @@ use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, ExtentLinks, NodeId, Order, Pfn, Zeroed};
+use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, ExtentLinks, NodeId, Order, Pfn};
 
 /// What the surroundings supply: a lock, where descriptors are, and faults to test with. [`Plain`] is the ordinary case.
 ///
@@ -164,7 +164,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// As [`release`](Frames::release), and nobody owns any of the frames.
     pub unsafe fn release_extent<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Extent) -> u64 {
-        self.release_as(cx, frames, Content::Dirty)
+        self.free_new(cx, frames)
     }
 
     /// Hands frames over: they become free. Frames that are never released are reserved. Frames outside every arena are
@@ -174,24 +174,17 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// None of the frames has been released before, to this manager or to another whose handles can meet with its.
     pub unsafe fn release<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Dirty) -> u64 {
-        self.release_as(cx, frames.into_extent(), Content::Dirty)
+        self.free_new(cx, frames.into_extent())
     }
 
-    /// The same for frames that are known to be zero.
-    ///
-    /// # Safety
-    ///
-    /// As [`release`](Frames::release).
-    pub unsafe fn release_zeroed<P: Cpu>(&self, cx: &CpuCx<'_, P>, frames: Zeroed) -> u64 {
-        self.release_as(cx, frames.into_extent(), Content::Zero)
-    }
-
-    fn release_as<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent, content: Content) -> u64 {
+    fn free_new<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
         let mut sum = 0;
         for arena in self.arenas {
             let part = extent.intersection(arena.extent);
             if !part.is_empty() {
-                cx.pinned(|pin| self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, part, content)));
+                cx.pinned(|pin| {
+                    self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, part, Content::Dirty))
+                });
                 sum += part.pages();
             }
         }

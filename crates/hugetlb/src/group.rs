@@ -97,7 +97,8 @@ pub struct PoolArena {
 }
 
 impl PoolArena {
-    /// An area whose descriptors are left alone.
+    /// An area whose descriptors are left alone: nobody mapped them by blocks, or they lie in the area's own first frames, as
+    /// those of memory that is plugged in do, and have to stay whole because they leave with it.
     pub const fn new(extent: Extent, node: NodeId) -> Self {
         PoolArena { extent, node, origin: None, first: 0 }
     }
@@ -113,12 +114,6 @@ impl PoolArena {
         // Wraps for arrays that lie below their frames' place in the address space; only sums are used.
         let origin = first.get().wrapping_sub(self.extent.base().number() * DESCRIPTOR_BYTES);
         PoolArena { origin: Some(origin), ..self }
-    }
-
-    /// The same for memory that brought its descriptors along, in its own first frames, as memory that is plugged in
-    /// does: they must stay whole, because they leave with it. Its pages are never optimized.
-    pub const fn self_hosted(self) -> Self {
-        PoolArena { origin: None, ..self }
     }
 
     /// Its frames.
@@ -309,8 +304,9 @@ mod tests {
         let mut placed = area;
         placed.place(5);
         assert!(area.is_same(&placed));
-        assert!(!area.is_same(&area.self_hosted()));
-        assert_eq!(area.self_hosted().descriptor(Pfn::new(1 << 18)), None);
+        let left_alone = PoolArena::new(extent(1 << 18, 1 << 15), NodeId(0));
+        assert!(!area.is_same(&left_alone));
+        assert_eq!(left_alone.descriptor(Pfn::new(1 << 18)), None);
         assert!(!area.is_same(&with(area, 1 << 41)));
         assert!(!area.is_same(&with(PoolArena::new(extent(1 << 18, 1 << 15), NodeId(1)), 1 << 40)));
     }

@@ -152,9 +152,10 @@ fn a_block_is_whole_again_after_all_of_it_has_left() {
 }
 
 #[test]
-fn self_hosted_descriptors_are_left_alone() {
+fn an_area_without_descriptors_is_never_optimized() {
     machine(&Shape::spans(2), NoFaults, |m| {
-        let mut areas: Vec<_> = m.areas.iter().map(|area| area.self_hosted()).collect();
+        let mut areas: Vec<_> =
+            m.areas.iter().map(|area| hugemm_hugetlb::PoolArena::new(area.extent(), area.node())).collect();
         let groups = hugemm_hugetlb::HugePool::<hugemm_base::lock::SpinLock>::groups(&areas, PageSize::Size2M);
         let mut groups: Vec<_> = (0..groups).map(|_| hugemm_hugetlb::Group::default()).collect();
         let mut nodes = [hugemm_hugetlb::HugePageCounts::default()];

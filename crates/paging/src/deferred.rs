@@ -216,11 +216,6 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
             word::flushed(now, pending)
         });
     }
-
-    /// Whether a deferred unmap may still be unflushed. Exact under the lock of the space's tables.
-    pub fn is_unsettled(&self) -> bool {
-        word::pending(AtomicWord::load(&self.deferred, Ordering::Acquire)).is_some()
-    }
 }
 
 #[cfg(all(test, not(loom)))]

@@ -1,12 +1,10 @@
-//! Why an operation on a page table was refused. Nothing has been changed then, unless the operation says otherwise:
-//! [`remap`](crate::Exclusive::remap) keeps what it has replaced before the leaf that does not fit.
+//! Why an operation on a page table was refused. Nothing has been changed then.
 
 use crate::memory::NoTable;
 use core::fmt;
 use hugemm_base::{Pfn, VirtAddr};
 
-/// Why an operation on a page table was refused. Nothing has been changed then, except by
-/// [`remap`](crate::Exclusive::remap), which says what.
+/// Why an operation on a page table was refused. Nothing has been changed then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagingError {
     /// The table does not translate this address.

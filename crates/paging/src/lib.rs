@@ -43,7 +43,7 @@
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
 //! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
-//! | [`remap`], [`split`] | other frames, other leaf sizes, in place |
+//! | [`split`] | other leaf sizes, in place |
 //! | `walker.rs` | the barrier before hardware walks |
 //! | [`shootdown`] | the protocol of shootdowns; batches, and when everything is flushed instead of ranges |
 //! | [`tlb_space`] | which CPUs may hold translations of a space; joining, leaving, laziness |
@@ -79,7 +79,6 @@ pub mod owned;
 mod page_table;
 pub mod protect;
 mod reap;
-pub mod remap;
 pub mod run;
 pub mod shootdown;
 mod shootdown_counters;

@@ -11,7 +11,6 @@ use crate::format::{Kind, OWNER_BITS, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
-use crate::remap::check_leaf;
 use crate::run::{Leaf, OwnerVisit};
 use crate::table::Table;
 use crate::walk::{Lookup, found};
@@ -49,9 +48,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
         let next = match next {
             OwnerNext::Owner(word) => F::owner(word),
             OwnerNext::Empty => 0,
-            OwnerNext::Leaf(new)
-                if check_leaf::<F>(new, level).is_ok() && self.tree.check_flags(new.flags, at).is_ok() =>
-            {
+            OwnerNext::Leaf(new) if new.fits::<F>(level) && self.tree.check_flags(new.flags, at).is_ok() => {
                 F::leaf(new.frame, level, new.flags)
             }
             OwnerNext::Leaf(_) => return Err(Lookup::Owner(word)),

@@ -17,6 +17,15 @@ pub struct Leaf {
     pub flags: Flags,
 }
 
+impl Leaf {
+    /// Whether an entry of `level` can hold it.
+    pub(crate) fn fits<F: PageFormat>(self, level: u32) -> bool {
+        let (frame, pages) = (self.frame.number(), level::pages(level));
+        let last = (1 << (F::PHYS_BITS - PAGE_SHIFT)) - pages;
+        self.size == level::size(level) && frame & (pages - 1) == 0 && frame <= last
+    }
+}
+
 /// Adjacent addresses mapped to adjacent frames by leaves of one size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {

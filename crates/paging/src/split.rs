@@ -1,4 +1,4 @@
-//! Larger leaves to smaller ones and back, and whole blocks replaced by one store.
+//! Larger leaves to smaller ones and back.
 //!
 //! On x86-64 a leaf may be replaced by a table, and a table by a leaf, while CPUs translate by it, as long as both say
 //! the same (or nobody minds which): CPUs then use the one or the other until they are flushed (SDM vol. 3A, 4.10.2.3
@@ -12,11 +12,9 @@ use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, ENTRIES, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::page_table::{Editing, Exclusive, Tree};
-use crate::remap::check_leaf;
 use crate::run::Leaf;
 use crate::stale::Stale;
 use crate::table::Table;
-use crate::walk::leaf;
 use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
@@ -41,52 +39,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         Ok(stale)
     }
 
-    /// Replaces the leaf of 2 MiB or 1 GiB at `at` by 512 leaves of the next smaller size, chosen by `choose` from what
-    /// the plain split would put there: page size and frames change by one store. Old frames that go out of use must not
-    /// be used otherwise before the flush.
-    ///
-    /// # Errors
-    ///
-    /// [`NotMapped`](PagingError::NotMapped) if no such leaf is there, [`BadFrame`](PagingError::BadFrame) if an
-    /// answer does not fit, [`NoTable`](PagingError::NoTable), [`OutOfBounds`](PagingError::OutOfBounds). Nothing has
-    /// changed.
-    pub fn split_with(
-        &mut self,
-        at: VirtAddr,
-        editing: Editing,
-        mut choose: impl FnMut(VirtAddr, Leaf) -> Leaf,
-    ) -> Result<Stale, PagingError> {
-        let (page, entry, level, table) = self.tree.entry_at(at, 0)?;
-        if kind::<F>(entry, level) != Kind::Leaf || level == 0 || page & (level::pages(level) - 1) != 0 {
-            return Err(PagingError::NotMapped { at });
-        }
-        let frame = self.tree.memory.alloc(TableContent::Any)?;
-        let below = self.tree.table(frame);
-        for index in 0..ENTRIES {
-            let offset = index as u64 * level::pages(level - 1);
-            let old = Leaf { frame: Pfn::new(F::frame(entry).number() + offset), ..leaf::<F>(entry, level) };
-            let new = choose(level::address(page + offset), Leaf { size: level::size(level - 1), ..old });
-            let fits = check_leaf::<F>(new, level - 1).and_then(|()| self.tree.check_flags(new.flags, at));
-            if let Err(error) = fits {
-                // SAFETY: never hooked in.
-                unsafe { self.tree.memory.free(frame) };
-                return Err(error);
-            }
-            below.set(index, F::leaf(new.frame, level - 1, new.flags));
-        }
-        let late = |current: u64| F::flags(current).without(F::flags(entry)) & Flags::HARDWARE;
-        swap_in::<F>(table, level::index(page, level), entry, frame, editing, |current| {
-            for index in 0..ENTRIES {
-                below.set(index, F::change(below.get(index), late(current), Flags::NONE));
-            }
-        });
-        let block = VirtRange::from_pages(page, level::pages(level)).map_err(|_| PagingError::OutOfBounds { at })?;
-        Ok(Stale::new(block).leaves(1, level - 1))
-    }
-
     /// Replaces the table of 512 leaves at `at` by one leaf of `size` (2 MiB or 1 GiB), if they map one aligned block
-    /// with one set of flags; or, given a `frame`, by a leaf there, whatever frames they map. Accessed is set if any had
-    /// it, and dirty if they are writable: CPUs may still be setting those bits in the old table.
+    /// with one set of flags. Accessed is set if any had it, and dirty if they are writable: CPUs may still be setting
+    /// those bits in the old table.
     ///
     /// Shows `old_table` the table's frame, which CPUs walk until the [`Stale`] range has been flushed, lazy ones
     /// included, and with what they keep of upper levels ([`Stale::tables`]): keep it on a chain behind that flush; then
@@ -95,13 +50,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// [`NotUniform`](PagingError::NotUniform) names the first entry that does not fit,
-    /// [`NotMapped`](PagingError::NotMapped) says that there is no table, [`BadFrame`](PagingError::BadFrame),
-    /// [`OutOfBounds`](PagingError::OutOfBounds). Nothing has changed.
+    /// [`NotMapped`](PagingError::NotMapped) says that there is no table, [`OutOfBounds`](PagingError::OutOfBounds).
+    /// Nothing has changed.
     pub fn collapse(
         &mut self,
         at: VirtAddr,
         size: PageSize,
-        frame: Option<Pfn>,
         old_table: impl FnOnce(Pfn),
     ) -> Result<Stale, PagingError> {
         let level = level::of(size);
@@ -115,12 +69,11 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
             return Err(PagingError::NotMapped { at });
         }
         let below = self.tree.below(entry);
-        let (first, flags) = uniform::<F>(below, level - 1, page, frame.is_some())?;
-        let new = Leaf { frame: frame.unwrap_or(first), size, flags };
-        check_leaf::<F>(new, level).map_err(|error| match frame {
-            Some(_) => error,
-            None => PagingError::NotUniform { at },
-        })?;
+        let (frame, flags) = uniform::<F>(below, level - 1, page)?;
+        let new = Leaf { frame, size, flags };
+        if !new.fits::<F>(level) {
+            return Err(PagingError::NotUniform { at });
+        }
         // Hardware does not write to entries that refer to tables, so a plain store loses nothing.
         table.publish(level::index(page, level), F::leaf(new.frame, level, new.flags));
         old_table(F::frame(entry));
@@ -129,9 +82,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 }
 
 /// First frame and common flags of 512 leaves that make one, or where they do not.
-fn uniform<F: PageFormat>(table: Table, level: u32, page: u64, any_frame: bool) -> Result<(Pfn, Flags), PagingError> {
+fn uniform<F: PageFormat>(table: Table, level: u32, page: u64) -> Result<(Pfn, Flags), PagingError> {
     let first = table.get(0);
-    let differ = F::mask(Flags::HARDWARE) | if any_frame { F::FRAME } else { 0 };
+    let differ = F::mask(Flags::HARDWARE);
     let mut seen = Flags::NONE;
     for index in 0..ENTRIES {
         let entry = table.get(index);

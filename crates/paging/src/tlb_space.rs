@@ -141,13 +141,6 @@ impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
     pub(crate) fn lazy(&self) -> &[AtomicU64] {
         &self.masks.as_ref()[self.words..2 * self.words]
     }
-
-    /// Whether `cpu` may hold translations that it may use. A hint.
-    pub fn is_user(&self, cpu: CpuId) -> bool {
-        let (word, bit) = place(cpu);
-        // Relaxed: a hint.
-        self.users().get(word).is_some_and(|users| users.load(Ordering::Relaxed) & bit != 0)
-    }
 }
 
 impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {

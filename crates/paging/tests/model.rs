@@ -57,8 +57,8 @@ fn a_late_comer_that_skips_too_much() {
 }
 
 #[test]
-fn a_store_into_a_remapped_page_before_the_flush() {
-    caught(Plant::StoreIntoRemapped, &["store is lost"]);
+fn a_store_into_a_moved_page_before_the_flush() {
+    caught(Plant::StoreIntoMoved, &["store is lost"]);
 }
 
 #[test]

@@ -1,11 +1,11 @@
 //! Detaching, harvesting, and what the owner of a table keeps in it.
 
 use crate::support::{Heap, access, at, extent, lower, span};
-use crate::{DATA, GIB, SMALL, runs, table, unmap};
+use crate::{DATA, GIB, SMALL, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn, VirtRange};
 use hugemm_paging::{
-    Change, Editing, Flags, Leaf, Lookup, NoTable, PageTable, PagingError, Run, TableContent, TableMemory, X86_64,
+    Change, Editing, Flags, Lookup, NoTable, PageTable, PagingError, Run, TableContent, TableMemory, X86_64,
 };
 
 /// Where nothing is mapped nothing is detached: it is neither blocked nor has anybody to harvest it.
@@ -225,32 +225,4 @@ fn nothing_is_looked_at_behind_the_last_address() {
     let top = VirtRange::new(hugemm_base::VirtAddr::new(0xffff_ffff_ffff_d000), 3 << 12).expect("the end");
     kernel.exclusive(&heap).map(top, [extent(0, 3)], SMALL).expect("mapped");
     assert_eq!(kernel.exclusive(&heap).detach(top, Editing::LIVE).map(|unhooked| unhooked.entries()).ok(), Some(3));
-}
-
-#[test]
-fn a_block_is_replaced_by_one_store_and_put_back() {
-    let heap = Heap::new(NoFaults);
-    let table = table::<X86_64, _>(&heap);
-    table.exclusive(&heap).map(span(0, 1024), [extent(0, 1024)], DATA).expect("mapped");
-    // Every seventh page keeps its frame, the others share one: what a vmemmap optimization does.
-    let shared = Leaf { frame: Pfn::new(7777), size: PageSize::Size4K, flags: Flags::NONE };
-    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| if (at.get() >> 12).is_multiple_of(7) { leaf } else { shared };
-    let stale = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
-    assert_eq!(stale.flush(), Some(span(512, 512)));
-    let guard = table.shared(&heap);
-    assert_eq!(guard.translate(at(514)).map(|phys| phys.get() >> 12), Some(7777));
-    assert_eq!(guard.translate(at(518)).map(|phys| phys.get() >> 12), Some(518));
-    drop(guard);
-    let mut old = None;
-    let error = table.exclusive(&heap).collapse(at(512), PageSize::Size2M, None, |_| ()).err();
-    assert_eq!(error, Some(PagingError::NotUniform { at: at(513) }));
-    let change = Change { set: Flags::WRITE, clear: Flags::NONE };
-    let stale = table.exclusive(&heap).protect(span(512, 512), change, Editing::LIVE).expect("in bounds");
-    assert_eq!(stale.entries(), 512 - 73, "those that kept their frames are writable already");
-    let target = Some(Pfn::new(4096));
-    let done = table.exclusive(&heap).collapse(at(512), PageSize::Size2M, target, |table| old = Some(table));
-    assert_eq!(done.map(|stale| stale.entries()), Ok(1));
-    assert_eq!(runs(&table, &heap, span(512, 512)), [(512, extent(4096, 512), PageSize::Size2M)]);
-    // SAFETY: nothing walks it any more.
-    unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
 }

@@ -4,41 +4,8 @@ use crate::support::{Heap, access, at, extent, span};
 use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Aarch64, Change, Editing, Flags, Leaf, Lookup, NoTable, TableContent, TableMemory, X86_64};
+use hugemm_paging::{Aarch64, Change, Editing, Flags, Lookup, NoTable, TableContent, TableMemory, X86_64};
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// A page is written between the moment at which an edit has read its entry and the one at which it stores another: the
-/// written page is known as written, whatever takes its place. `choose` is asked in between.
-#[test]
-fn a_write_amid_an_edit_is_not_lost() {
-    let heap = Heap::new(NoFaults);
-    let table = table::<X86_64, _>(&heap);
-    let write = |page| assert!(access::<X86_64, _>(&heap, table.root(), at(page), true).is_some());
-    let flags = |page| match table.shared(&heap).lookup(at(page)) {
-        Lookup::Mapped(leaf) => leaf.flags & Flags::HARDWARE,
-        other => panic!("{other:?}"),
-    };
-    table.exclusive(&heap).map(span(0, 4), [extent(0, 4)], SMALL).expect("mapped");
-    let remapped = table.exclusive(&heap).remap(span(0, 4), Editing::LIVE, |at, leaf| {
-        if at.get() >> 12 == 2 {
-            write(2);
-        }
-        Some(Leaf { frame: Pfn::new(leaf.frame.number() + 100), ..leaf })
-    });
-    assert_eq!(remapped.map(|stale| stale.entries()), Ok(4));
-    assert_eq!([flags(1), flags(2)], [Flags::NONE, Flags::HARDWARE]);
-    assert_eq!(table.shared(&heap).translate(at(2)).map(|phys| phys.get() >> 12), Some(102));
-
-    table.exclusive(&heap).map(span(512, 512), [extent(512, 512)], DATA).expect("mapped");
-    let split = table.exclusive(&heap).split_with(at(512), Editing::LIVE, |at, leaf| {
-        if at.get() >> 12 == 700 {
-            write(700);
-        }
-        leaf
-    });
-    assert_eq!(split.map(|stale| stale.entries()), Ok(1));
-    assert_eq!([flags(512), flags(1023)], [Flags::HARDWARE; 2], "one bit spoke for all of it");
-}
 
 /// Frames for tables; the second look at the newest, when it leaves the stock for which it was allocated, is the moment at
 /// which a CPU writes to a page.
@@ -76,7 +43,8 @@ unsafe impl<F: Fn()> TableMemory for Meanwhile<'_, F> {
     }
 }
 
-/// The same for a split, in which nobody is asked: the page is written when the new table is looked at.
+/// A page is written between the moment at which a split has read its entry and the one at which it stores another, when
+/// the new table is looked at: it is known as written.
 #[test]
 fn a_write_amid_a_split_is_not_lost() {
     for from in [PageSize::Size2M, PageSize::Size1G] {

@@ -170,14 +170,6 @@ fn only_what_is_common_is_global() {
     let change = Change { set: Flags::GLOBAL, clear: Flags::NONE };
     assert_eq!(table.shared(&heap).protect(span(5, 2), change).map(|_| ()), refused(at(5)));
     assert_eq!(table.exclusive(&heap).protect(span(5, 2), change, Editing::LIVE).map(|_| ()), refused(at(5)));
-    let globally = |leaf: Leaf| Leaf { flags: Flags::GLOBAL, ..leaf };
-    let remapped = table.exclusive(&heap).remap(span(5, 2), Editing::LIVE, |_, leaf| Some(globally(leaf)));
-    assert_eq!(
-        remapped.map_err(|(error, stale)| (error, stale.entries())).err(),
-        Some((PagingError::Global { at: at(5) }, 0))
-    );
-    let split = table.exclusive(&heap).split_with(at(512), Editing::LIVE, |_, leaf| globally(leaf));
-    assert_eq!(split.map(|_| ()), refused(at(512)));
     let leaf = Leaf { frame: Pfn::new(5), size: PageSize::Size4K, flags: Flags::GLOBAL };
     assert!(table.exclusive(&heap).take_leaf(at(5), Pfn::new(5), |_| Some(9)).is_ok());
     assert_eq!(table.shared(&heap).replace_owner(at(5), 9, OwnerNext::Leaf(leaf)), Err(Lookup::Owner(9)));

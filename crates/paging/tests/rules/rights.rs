@@ -4,7 +4,7 @@ use crate::support::{Heap, access, at, extent, span};
 use crate::{DATA, GIB, SMALL, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, Run, X86_64};
+use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, Run, X86_64};
 
 /// Leaves that differ in their flags are changed each as it has to be, also where their frames are the same, and where
 /// whole cache lines are changed by plain stores; what is not there stays so.
@@ -65,8 +65,7 @@ fn what_is_stale_knows_its_page_size() {
         let [on, off] = both.map(|(set, clear)| {
             table.exclusive(&heap).protect(span, Change { set, clear }, Editing::LIVE).expect("in bounds")
         });
-        let same = table.exclusive(&heap).remap(span, Editing::LIVE, |_, leaf| Some(leaf)).expect("in bounds");
-        for stale in [on, off, same] {
+        for stale in [on, off] {
             assert_eq!((stale.entries(), stale.stride(), stale.tables()), (entries, stride, false));
         }
     }
@@ -77,13 +76,6 @@ fn what_is_stale_knows_its_page_size() {
     assert_eq!((stale.entries(), stale.stride()), (9, Size4K));
     let stale = table.exclusive(&heap).protect(span(GIB, 512 + 8), change, Editing::LIVE).expect("in bounds");
     assert_eq!((stale.entries(), stale.flush()), (0, None));
-    // An answer that does not fit: what was replaced before it counts.
-    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
-        let size = if at.get() >> 12 == GIB + 512 { Size2M } else { leaf.size };
-        Some(Leaf { size, ..leaf })
-    };
-    let (_, stale) = table.exclusive(&heap).remap(span(0, GIB + 513), Editing::LIVE, choose).expect_err("another size");
-    assert_eq!((stale.entries(), stale.stride()), (2, Size2M));
     // Single leaves lose the right to be written as what they are; below a table may be anything.
     let stale = table.exclusive(&heap).write_protect(span(GIB, 512)).expect("in bounds");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
@@ -92,12 +84,12 @@ fn what_is_stale_knows_its_page_size() {
     // The smaller of what was there and of what is.
     let stale = table.exclusive(&heap).split(span(GIB, 1), Size4K, Editing::LIVE).expect("memory");
     assert_eq!((stale.entries(), stale.stride()), (1, Size4K));
-    let stale = table.exclusive(&heap).split_with(at(0), Editing::LIVE, |_, leaf| leaf).expect("a leaf");
+    let stale = table.exclusive(&heap).split(span(0, 1), Size2M, Editing::LIVE).expect("memory");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
     let mut old = Vec::new();
-    let stale = table.exclusive(&heap).collapse(at(0), Size1G, None, |table| old.push(table)).expect("uniform");
+    let stale = table.exclusive(&heap).collapse(at(0), Size1G, |table| old.push(table)).expect("uniform");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, true));
-    let stale = table.exclusive(&heap).collapse(at(GIB), Size2M, None, |table| old.push(table)).expect("uniform");
+    let stale = table.exclusive(&heap).collapse(at(GIB), Size2M, |table| old.push(table)).expect("uniform");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size4K, true));
     // SAFETY: nothing walks them any more.
     old.into_iter().for_each(|table| unsafe { hugemm_paging::TableMemory::free(&mut &heap, table) });
@@ -188,12 +180,9 @@ fn write_protection_is_one_store_per_table() {
     for page in [first, 8 * GIB + 1, 8 * GIB + 512, 9 * GIB + 5] {
         assert!(read(page) && !write(page) && !writable(page));
     }
-    // A read-only table that is taken away shows what its leaves were allowed; so does one in which a page is replaced.
+    // A read-only table that is taken away shows what its leaves were allowed.
     let shown = unmap(&table, &heap, span(9 * GIB, GIB));
     assert_eq!(shown.iter().map(|run| run.flags).collect::<Vec<_>>(), [Flags::ACCESSED]);
-    let same = |_, leaf: Leaf| Some(Leaf { flags: leaf.flags | Flags::WRITE, ..leaf });
-    let _ = table.exclusive(&heap).remap(span(8 * GIB + 512, 1), Editing::LIVE, same).expect("in bounds");
-    assert!(write(8 * GIB + 512) && !write(8 * GIB + 1));
 }
 
 /// What is put in the place of a read-only table, or below one, gets no right that it did not have.
@@ -207,17 +196,12 @@ fn a_read_only_table_is_joined_and_divided_as_it_was() {
     assert_eq!(stale.entries(), 1);
     let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
     let mut old = None;
-    let _ = table.exclusive(&heap).collapse(at(0), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+    let _ = table.exclusive(&heap).collapse(at(0), PageSize::Size2M, |table| old = Some(table)).expect("uniform");
     assert!(!write(5));
     // SAFETY: nothing walks it any more.
     unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };
-    let choose = |at: hugemm_base::VirtAddr, leaf: Leaf| {
-        assert!(!leaf.flags.contains(Flags::WRITE));
-        let flags = if at.get() >> 12 == 600 { leaf.flags | Flags::WRITE } else { leaf.flags };
-        Leaf { flags, ..leaf }
-    };
-    let _ = table.exclusive(&heap).split_with(at(512), Editing::LIVE, choose).expect("a leaf");
-    assert!(write(600) && !write(601) && !write(5));
+    let _ = table.exclusive(&heap).split(span(512, 1), PageSize::Size4K, Editing::LIVE).expect("memory");
+    assert!(!write(600) && !write(5));
 }
 
 /// What is detached and not harvested yet loses its right to be written too when that is handed down to it, and is shown like

@@ -60,11 +60,6 @@ pub enum Op {
     Collapse {
         block: u64,
     },
-    Remap {
-        first: u64,
-        pages: u64,
-        shift: u64,
-    },
     /// The leaf gives way to the owner's word.
     Away {
         page: u64,
@@ -113,7 +108,6 @@ pub fn op() -> impl Strategy<Value = Op> {
         3 => (0..PAGES, prop::bool::ANY).prop_map(|(page, write)| Op::Access { page, write }),
         1 => (range(), fail).prop_map(|((first, pages), fail)| Op::Split { first, pages, fail }),
         1 => (0..PAGES / 512).prop_map(|block| Op::Collapse { block }),
-        1 => (range(), 0_u64..4).prop_map(|((first, pages), shift)| Op::Remap { first, pages, shift }),
         3 => (0..PAGES, 0_u64..1 << 52).prop_map(|(page, word)| Op::Away { page, word }),
         2 => (0_usize..64, 0_u8..3).prop_map(|(which, next)| Op::Back { which, next }),
         1 => (0..PAGES, prop_oneof![Just(PageSize::Size4K), Just(PageSize::Size2M)], 0_u64..1 << 52)
@@ -213,7 +207,6 @@ impl<F: PageFormat> State<'_, F> {
             Op::Access { page, write } => self.access(BASE + page, *write),
             Op::Split { first, pages, fail } => self.split(BASE + first, *pages, *fail),
             Op::Collapse { block } => self.collapse(BASE + block * 512),
-            Op::Remap { first, pages, shift } => self.remap(BASE + first, *pages, *shift),
             Op::Away { page, word } => self.take_away(BASE + page, *word),
             Op::Back { which, next } => self.bring_back(*which, *next),
             Op::Enter { page, size, word } => self.enter(BASE + page, *size, *word),
@@ -514,8 +507,7 @@ impl<F: PageFormat> State<'_, F> {
 
     fn collapse(&mut self, block: u64) {
         let mut old = None;
-        let result =
-            self.table.exclusive(self.heap).collapse(at(block), PageSize::Size2M, None, |table| old = Some(table));
+        let result = self.table.exclusive(self.heap).collapse(at(block), PageSize::Size2M, |table| old = Some(table));
         if result.is_err() {
             return assert!(old.is_none());
         }
@@ -531,20 +523,6 @@ impl<F: PageFormat> State<'_, F> {
         }
         // SAFETY: nothing walks the table any more.
         unsafe { hugemm_paging::TableMemory::free(&mut self.heap, old.expect("a table")) };
-    }
-
-    fn remap(&mut self, first: u64, pages: u64, shift: u64) {
-        let straddled = self.straddled(first, pages);
-        let result = self.table.exclusive(self.heap).remap(span(first, pages), Editing::LIVE, |_, leaf| {
-            let frame = Pfn::new(leaf.frame.number() + shift * 512);
-            (shift > 0).then_some(Leaf { frame, ..leaf })
-        });
-        if straddled {
-            return assert!(matches!(result, Err((PagingError::NeedsSplit { .. }, _))));
-        }
-        let stale = result.expect("aligned");
-        let mapped = self.pages.range_mut(first..first + pages).map(|(_, (frame, _))| *frame += shift * 512).count();
-        assert_eq!(stale.entries() > 0, shift > 0 && mapped > 0);
     }
 
     fn compare(&self) {

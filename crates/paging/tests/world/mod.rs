@@ -35,7 +35,7 @@ pub enum Plant {
     MissedCpu,
     LazyCpuSkipped,
     LateComer,
-    StoreIntoRemapped,
+    StoreIntoMoved,
     LostDirty,
     MissingFence,
     ProtectWithoutFlush,

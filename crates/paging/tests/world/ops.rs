@@ -4,9 +4,14 @@ use super::{PAGES, Plant, SPACES, World, at, number};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cpu, CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_paging::{Change, Detached, Editing, Flags, Leaf, Mapping, ShootdownBatch, ShootdownPolicy};
+use hugemm_paging::{
+    Change, Detached, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, ShootdownBatch, ShootdownPolicy,
+};
 
 type Cx<'a, 'p> = CpuCx<'p, Mmu<'a, 'a>>;
+
+/// What stands in the entry of a page that moves.
+const MOVING: u64 = 1;
 
 fn span(first: u64, pages: u64) -> VirtRange {
     VirtRange::new(at(first), pages * PAGE_BYTES).expect("a span")
@@ -255,23 +260,29 @@ impl World {
         this.tlb.settle(&self.shootdown, cx);
         let page = self.below(16);
         let Some(new) = self.pool.take() else { return Ok(()) };
-        let mut old = None;
         let paused: Vec<bool> = self.state.borrow().iter().map(|(_, lazy)| *lazy).collect();
-        let stop = !self.planted(Plant::StoreIntoRemapped);
+        let stop = !self.planted(Plant::StoreIntoMoved);
         if stop {
             (0..paused.len()).for_each(|cpu| self.mmu.pause(CpuId(cpu as u32), true));
         }
-        let stale = this.table.exclusive(&self.pool).remap(span(page, 1), Editing::LIVE, |_, leaf| {
+        let mut old = None;
+        let found = this.table.shared(&self.pool).lookup(at(page));
+        if let Lookup::Mapped(leaf) = found {
+            let taken = this.table.exclusive(&self.pool).take_leaf(at(page), leaf.frame, |_| Some(MOVING));
+            let leaf = taken.map_err(|found| format!("{found:?}"))?;
             let (from, to) = (self.pool.address(leaf.frame), self.pool.address(new.base()));
             // SAFETY: whole frames; nobody stores to either while the programs are stopped.
             unsafe { to.copy_from_nonoverlapping(from, PAGE_BYTES as usize) };
+            let next = OwnerNext::Leaf(Leaf { frame: new.base(), ..leaf });
+            this.table
+                .shared(&self.pool)
+                .replace_owner(at(page), MOVING, next)
+                .map_err(|found| format!("{found:?}"))?;
             old = Some(leaf.frame);
-            Some(Leaf { frame: new.base(), ..leaf })
-        });
+        }
         self.mmu.meanwhile();
         let mut batch = ShootdownBatch::new(&this.tlb);
-        let changed = stale.ok().and_then(|stale| stale.flush());
-        let debt = changed.zip(old).map(|(range, old)| batch.unhooked(old, range, PageSize::Size4K, false));
+        let debt = old.map(|old| batch.unhooked(old, span(page, 1), PageSize::Size4K, false));
         let receipt = batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
         for (cpu, paused) in paused.into_iter().enumerate().filter(|_| stop) {
             self.mmu.pause(CpuId(cpu as u32), paused);

@@ -87,7 +87,7 @@ impl World {
         let this = &self.spaces[space];
         let mut old: Option<Pfn> = None;
         let mut table = this.table.exclusive(&self.pool);
-        let stale = table.collapse(at(page), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+        let stale = table.collapse(at(page), PageSize::Size2M, |table| old = Some(table)).expect("uniform");
         drop(table);
         let mut batch = ShootdownBatch::new(&this.tlb);
         batch.stale(stale);
@@ -130,7 +130,7 @@ impl World {
         });
         let mut old: Option<Pfn> = None;
         let mut table = kernel.exclusive(&self.pool);
-        let stale = table.collapse(at(0), PageSize::Size2M, None, |table| old = Some(table)).expect("uniform");
+        let stale = table.collapse(at(0), PageSize::Size2M, |table| old = Some(table)).expect("uniform");
         drop(table);
         self.mmu.as_cpu(ME, |cx| {
             let mut batch = ShootdownBatch::new(&half);

@@ -111,7 +111,7 @@ fn divide_and_join(cx: Cx<'_>, random: &mut Random) -> Result<(), PagingError> {
         let _receipt = batch.flush(shootdown(), cx, &policy);
     }
     let mut old = None;
-    let joined = tables::kernel().exclusive(space::memory(cx)).collapse(at, LEAF, None, |table| old = Some(table))?;
+    let joined = tables::kernel().exclusive(space::memory(cx)).collapse(at, LEAF, |table| old = Some(table))?;
     if let (Some(range), Some(table)) = (joined.flush(), old) {
         let mut batch = ShootdownBatch::new(kernel_half());
         let debt = batch.unhooked(table, range, PageSize::Size4K, true);
