@@ -2,15 +2,17 @@
 
 use crate::server::connect;
 use crate::wire::{self, Answer, Leased, Refused, Request, Seen, Wish};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Why there is no lease.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody answers at the socket.
-    #[error("no lease daemon at {}: {cause}; start one with: hugemm pool serve --size SIZE", path.display())]
+    #[error("no lease daemon at {}: {cause}; {}", path.display(), way_out(cause))]
     NoDaemon {
         /// Where it was looked for.
         path: PathBuf,
@@ -24,6 +26,21 @@ pub enum ClientError {
     #[error("lease daemon: {0}")]
     Connection(#[from] io::Error),
 }
+
+fn way_out(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            "start one with: hugemm pool serve --size SIZE, or say where it is with --socket"
+        }
+        io::ErrorKind::PermissionDenied => {
+            "this user may not ask it: have it served with a --policy that names the user"
+        }
+        _ => "say where it is with --socket",
+    }
+}
+
+/// How long a daemon may take to answer what needs no filling.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Memory that is the caller's. The daemon counts it as this process's until the process ends; the bytes live as long as anybody
 /// has the file open or mapped.
@@ -51,14 +68,21 @@ impl Connection {
         connect(path).map(Connection).map_err(|cause| ClientError::NoDaemon { path: path.to_owned(), cause })
     }
 
-    /// Asks something and waits for the answer. Filling, if that has to be waited for, is in it.
+    /// Asks something and waits for the answer: for a lease as long as filling takes, if that has to be waited for; for anything
+    /// else five seconds.
     ///
     /// # Errors
     ///
     /// [`ClientError::Refused`], [`ClientError::Connection`].
     pub fn ask(&self, request: &Request) -> Result<(Answer, Option<OwnedFd>), ClientError> {
+        let patience = (!matches!(request, Request::Lease(_))).then_some(PATIENCE);
+        set_socket_timeout(&self.0, Timeout::Recv, patience).map_err(io::Error::from)?;
         wire::send(self.0.as_fd(), request, None)?;
-        match wire::receive(self.0.as_fd())? {
+        let answer = wire::receive(self.0.as_fd()).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => io::Error::other("no answer in 5 s; is it stopped?"),
+            _ => error,
+        });
+        match answer? {
             None => Err(io::Error::from(io::ErrorKind::ConnectionReset).into()),
             Some((Answer::Refused(refused), _)) => Err(ClientError::Refused(refused)),
             Some(answer) => Ok(answer),

@@ -1,13 +1,15 @@
 //! The daemon's state: what is ready, who has what; taking, lending, ending. No socket here, and no thread of its own.
 
+use crate::kept::{Kept, MOST_NAME, Owner};
 use crate::memory_file::{FileError, MemoryFile, Page};
 use crate::policy::{Asker, LendingPolicy, Refusal};
 use crate::service;
 use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Lent, Status};
 use crate::stock::{Choice, Shapes, choose, missing};
-use crate::wire::{Keep, Leased, Refused, RefusedKind, Seen, Wish};
+use crate::wire::{Forget, Keep, Leased, Refused, RefusedKind, Seen, Wish};
 use rustix::rand::GetRandomFlags;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,6 +23,8 @@ pub struct PoolConfig {
     pub node: Option<u32>,
     /// What should be ready.
     pub shapes: Shapes,
+    /// The most that one lease may have, in bytes: a longer one would be filled while its client waits, at everybody's cost.
+    pub size: u64,
     /// Who may have how much.
     pub policy: LendingPolicy,
 }
@@ -42,7 +46,7 @@ struct State {
     drained: bool,
     stopping: bool,
     leases: BTreeMap<u64, Lease>,
-    kept: BTreeMap<(u32, String), Kept>,
+    kept: BTreeMap<(u32, String), KeptEntry>,
     leases_ever: u64,
     counts: Counts,
     times: LeaseTimes,
@@ -59,11 +63,8 @@ struct Lease {
 }
 
 #[derive(Debug)]
-struct Kept {
-    file: OwnedFd,
-    page: Page,
-    bytes: u64,
-    secret: String,
+struct KeptEntry {
+    memory: Kept,
     lease: Option<u64>,
 }
 
@@ -72,7 +73,7 @@ impl State {
     fn has(&self, uid: u32) -> u64 {
         let leased = self.leases.values().filter(|lease| lease.uid == uid).map(|lease| lease.bytes);
         let kept = self.kept.iter().filter(|((owner, _), kept)| *owner == uid && kept.lease.is_none());
-        leased.chain(kept.map(|(_, kept)| kept.bytes)).sum()
+        leased.chain(kept.map(|(_, kept)| kept.memory.bytes())).sum()
     }
 
     fn lengths(&self) -> Vec<u64> {
@@ -114,6 +115,16 @@ impl Daemon {
         }
     }
 
+    /// Takes memory that a predecessor kept; if its program still runs, with a lease, which is returned.
+    pub fn adopt_kept(&self, memory: Kept, running: Option<Owner>) -> Option<u64> {
+        let mut state = self.state();
+        let (uid, name) = memory.key();
+        let asker = Asker { uid, gid: uid };
+        let lease = running.map(|owner| state.enter(asker, owner.pid(), memory.bytes(), Some(name.clone())));
+        state.kept.insert((uid, name), KeptEntry { memory, lease });
+        lease
+    }
+
     /// Leases memory to the process `pid` of `asker`. May fill what is missing, in the caller's time, and says how much.
     ///
     /// # Errors
@@ -144,11 +155,19 @@ impl Daemon {
         if wish.bytes == 0 || !wish.bytes.is_multiple_of(page.bytes()) {
             return invalid(format!("{} bytes are not a multiple of the page size, {}", wish.bytes, page.bytes()));
         }
+        if wish.bytes > self.config.size {
+            let message =
+                format!("{} bytes are more than the pool's {}; serve a larger one", wish.bytes, self.config.size);
+            return invalid(message);
+        }
         if wish.node.is_some() && wish.node != *node {
             return invalid(match node {
                 Some(node) => format!("this daemon's memory is on node {node}"),
                 None => "this daemon's memory may be on any node; serve one pool per node with --node".to_owned(),
             });
+        }
+        if wish.keep.as_ref().is_some_and(|keep| keep.name.is_empty() || keep.name.len() > MOST_NAME) {
+            return invalid(format!("a name of kept memory has 1 to {MOST_NAME} bytes"));
         }
         if let Some(resumed) = wish.keep.as_ref().and_then(|keep| self.resume(asker, pid, wish.bytes, keep)) {
             return resumed;
@@ -172,7 +191,7 @@ impl Daemon {
                     secret: None,
                     resumed: false,
                 };
-                self.keep(asker, leased, file, wish.keep.as_ref())
+                self.keep(asker, pid, leased, file, wish.keep.as_ref())
             }
             Err(why) => {
                 self.end(lease);
@@ -225,60 +244,87 @@ impl Daemon {
     fn keep(
         &self,
         asker: Asker,
+        pid: u32,
         mut leased: Leased,
         file: MemoryFile,
         keep: Option<&Keep>,
     ) -> Result<(Leased, OwnedFd), Refused> {
         let Some(keep) = keep else { return Ok((leased, file.into_fd())) };
-        let page = file.page();
-        let copy = file.as_fd().try_clone_to_owned();
-        match (copy, secret()) {
-            (Ok(copy), Some(secret)) => {
+        let new = |secret: String| {
+            let memory = file.as_fd().try_clone_to_owned()?;
+            Kept::new(memory, asker.uid, keep.name.clone(), secret, Owner::of(pid))
+        };
+        let refusal = match secret().map(new) {
+            Some(Ok(memory)) => {
                 let mut state = self.state();
-                let key = (asker.uid, keep.name.clone());
-                if state.kept.contains_key(&key) {
-                    drop(state);
-                    self.end(leased.lease);
-                    return Err(refused(RefusedKind::Kept, "another program has just taken that name"));
+                if let Entry::Vacant(entry) = state.kept.entry(memory.key()) {
+                    service::store_kept(&memory);
+                    leased.secret = Some(memory.secret().to_owned());
+                    entry.insert(KeptEntry { memory, lease: Some(leased.lease) });
+                    return Ok((leased, file.into_fd()));
                 }
-                leased.secret = Some(secret.clone());
-                let kept = Kept { file: copy, page, bytes: leased.bytes, secret, lease: Some(leased.lease) };
-                state.kept.insert(key, kept);
-                Ok((leased, file.into_fd()))
+                "another program has just taken that name"
             }
-            _ => {
-                self.end(leased.lease);
-                Err(refused(
-                    RefusedKind::Kept,
-                    "no descriptor or no random number for kept memory; lease without --keep",
-                ))
-            }
-        }
+            _ => "no descriptor or no random number for kept memory; lease without --keep",
+        };
+        self.end(leased.lease);
+        Err(refused(RefusedKind::Kept, refusal))
     }
 
     /// Leases kept memory to its owner again; `None` if there is none of that name.
     fn resume(&self, asker: Asker, pid: u32, bytes: u64, keep: &Keep) -> Option<Result<(Leased, OwnedFd), Refused>> {
         let mut state = self.state();
         let key = (asker.uid, keep.name.clone());
-        let kept = state.kept.get(&key)?;
+        let kept = state.kept.get_mut(&key)?;
         let no = |message: &str| Some(Err(refused(RefusedKind::Kept, message)));
-        if keep.secret.as_ref() != Some(&kept.secret) {
+        if keep.secret.as_deref() != Some(kept.memory.secret()) {
             return no("memory is kept under this name, and the secret is not the one that its first lease was given");
         }
         if kept.lease.is_some() {
             return no("the kept memory is in use");
         }
-        if kept.bytes != bytes {
-            return no(&format!("the kept memory has {} bytes", kept.bytes));
+        if kept.memory.bytes() != bytes {
+            return no(&format!("the kept memory has {} bytes", kept.memory.bytes()));
         }
-        let Ok(file) = kept.file.try_clone() else { return no("no descriptor is left in the daemon") };
-        let (page, secret) = (kept.page, kept.secret.clone());
+        let Ok(file) = kept.memory.memory() else { return no("no descriptor is left in the daemon") };
+        if let Err(error) = kept.memory.set_owner(Owner::of(pid)) {
+            return no(&format!("it cannot be written who has the memory: {error}"));
+        }
+        let (page, secret) = (kept.memory.page(), kept.memory.secret().to_owned());
         let lease = state.enter(asker, pid, bytes, Some(keep.name.clone()));
         if let Some(kept) = state.kept.get_mut(&key) {
             kept.lease = Some(lease);
         }
         let (node, secret) = (self.config.node, Some(secret));
         Some(Ok((Leased { lease, bytes, page, node, filled_late: 0, secret, resumed: true }, file)))
+    }
+
+    /// Keeps memory no more.
+    ///
+    /// # Errors
+    ///
+    /// [`Refused`]: there is none, or it is another's.
+    pub fn forget(&self, asker: Asker, forget: &Forget) -> Result<(), Refused> {
+        let commands = self.may_command(asker);
+        let uid = forget.uid.filter(|_| commands).unwrap_or(asker.uid);
+        let mut state = self.state();
+        let key = (uid, forget.keep.name.clone());
+        match state.kept.get(&key) {
+            None => {
+                Err(refused(RefusedKind::Kept, format!("nothing is kept as `{}` for user {uid}", forget.keep.name)))
+            }
+            Some(kept) if !commands && forget.keep.secret.as_deref() != Some(kept.memory.secret()) => {
+                Err(refused(RefusedKind::Kept, "the secret is not the one that the first lease was given"))
+            }
+            Some(_) => {
+                let kept = state.kept.remove(&key);
+                drop(state);
+                // With nothing locked: it takes a while.
+                kept.iter().for_each(|kept| service::let_go_of_kept(&kept.memory));
+                drop(kept);
+                Ok(())
+            }
+        }
     }
 
     /// The owner of a lease is gone. What it had goes back to the kernel with the last descriptor and mapping, unless it is
@@ -325,6 +371,12 @@ impl Daemon {
         self.changed.notify_all();
     }
 
+    /// Why nothing is filled though something is missing, and whether a file is on its way.
+    pub fn waiting(&self) -> (Option<String>, bool) {
+        let state = self.state();
+        (state.waiting.clone(), state.filling.is_some())
+    }
+
     /// How things stand.
     pub fn status(&self) -> Status {
         let state = self.state();
@@ -350,7 +402,12 @@ impl Daemon {
             kept: state
                 .kept
                 .iter()
-                .map(|((uid, name), k)| KeptMemory { uid: *uid, name: name.clone(), bytes: k.bytes, lease: k.lease })
+                .map(|((uid, name), k)| KeptMemory {
+                    uid: *uid,
+                    name: name.clone(),
+                    bytes: k.memory.bytes(),
+                    lease: k.lease,
+                })
                 .collect(),
             counts: state.counts,
             times: state.times,

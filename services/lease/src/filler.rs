@@ -40,6 +40,16 @@ pub fn fill(daemon: &Daemon, manners: &Manners, free: impl Fn() -> Option<u64>) 
     }
 }
 
+/// Whether a thread of this process may do what `manners` and the node want of one that fills.
+///
+/// # Errors
+///
+/// What keeps it from that.
+pub fn check(node: Option<u32>, manners: &Manners) -> Result<(), String> {
+    let tried = std::thread::scope(|scope| scope.spawn(|| prepare_thread(node, &manners.cpus)).join());
+    tried.unwrap_or_else(|_| Err("no thread to fill with".to_owned()))
+}
+
 fn prepare_thread(node: Option<u32>, cpus: &[usize]) -> Result<(), String> {
     background::idle_priority().map_err(|error| format!("cannot fill at idle priority: {error}"))?;
     if !cpus.is_empty() {

@@ -6,6 +6,7 @@
 //! | module | rule it owns |
 //! |---|---|
 //! | [`memory_file`] | a file of huge pages; that it has been lent is written on itself |
+//! | [`kept`] | memory that outlives its program and the daemon; whose it is, written beside it |
 //! | [`stock`] | which file serves a request, what to fill next |
 //! | [`throttle`] | how fast filling may go |
 //! | [`filler`], [`background`] | the thread that fills, and how it gives way |
@@ -21,6 +22,7 @@ pub mod background;
 pub mod client;
 pub mod daemon;
 pub mod filler;
+pub mod kept;
 pub mod memory_file;
 pub mod metrics;
 pub mod policy;

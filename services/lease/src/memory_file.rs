@@ -124,13 +124,22 @@ impl MemoryFile {
         Ok(MemoryFile { fd, page, bytes })
     }
 
-    /// A file that a predecessor left: `None` if it is not one that is filled and nobody's.
-    pub fn adopt(fd: OwnedFd) -> Option<Self> {
-        let page = page_of(fd.as_fd())?;
-        let stat = rustix::fs::fstat(&fd).ok()?;
-        let bytes = stat.st_size as u64;
-        let filled = stat.st_blocks as u64 * 512 >= bytes && bytes > 0;
-        (filled && Mode::from_raw_mode(stat.st_mode) == READY).then_some(MemoryFile { fd, page, bytes })
+    /// A file that a predecessor left.
+    ///
+    /// # Errors
+    ///
+    /// The descriptor, if it is not one that is filled and nobody's. An owner could write a file's mode back, but not its user.
+    pub fn adopt(fd: OwnedFd) -> Result<Self, OwnedFd> {
+        let known = page_of(fd.as_fd()).zip(rustix::fs::fstat(&fd).ok());
+        let ready = known.filter(|(_, stat)| {
+            let filled = stat.st_blocks as u64 * 512 >= stat.st_size as u64 && stat.st_size > 0;
+            let ours = stat.st_uid == rustix::process::geteuid().as_raw();
+            filled && ours && Mode::from_raw_mode(stat.st_mode) == READY
+        });
+        match ready {
+            Some((page, stat)) => Ok(MemoryFile { fd, page, bytes: stat.st_size as u64 }),
+            None => Err(fd),
+        }
     }
 
     /// What it consists of.

@@ -1,6 +1,7 @@
 //! The daemon's socket: one thread takes connections, one serves each, for as long as its lease lasts.
 
 use crate::daemon::Daemon;
+use crate::kept::Kept;
 use crate::policy::Asker;
 use crate::wire::{self, Answer, Refused, RefusedKind, Request};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -30,10 +31,13 @@ impl Listener {
     ///
     /// # Errors
     ///
-    /// `AddrInUse` if a daemon answers there; the system's.
+    /// `AddrInUse` if a daemon answers there, `AlreadyExists` if something else has that name; the system's.
     pub fn bind(path: &Path, open: bool) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
-        if fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) {
+        if let Ok(meta) = fs::symlink_metadata(path) {
+            if !meta.file_type().is_socket() {
+                return Err(io::Error::new(ErrorKind::AlreadyExists, "something is there that is no socket"));
+            }
             if connect(path).is_ok() {
                 return Err(io::Error::new(ErrorKind::AddrInUse, "a daemon is there already"));
             }
@@ -50,6 +54,12 @@ impl Listener {
     /// A socket that the service manager has made, and keeps.
     pub(crate) fn inherited(fd: OwnedFd) -> Self {
         Listener { fd, made: None }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 }
 
@@ -74,6 +84,22 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     let fd = socket()?;
     rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
     Ok(fd)
+}
+
+/// Takes memory that a predecessor kept. A program that has some of it still is waited for by a thread.
+pub fn adopt(daemon: &Arc<Daemon>, kept: Vec<Kept>) {
+    for memory in kept {
+        let running = memory.owner().and_then(|owner| Some((owner, owner.process()?)));
+        let lease = daemon.adopt_kept(memory, running.as_ref().map(|(owner, _)| *owner));
+        if let Some((lease, (_, process))) = lease.zip(running) {
+            let daemon = Arc::clone(daemon);
+            // Without a thread the memory stays in use, as far as the daemon knows.
+            let _ = thread::Builder::new().name("kept".to_owned()).spawn(move || {
+                let _ = wait_for_end(Some(&process));
+                daemon.end(lease);
+            });
+        }
+    }
 }
 
 /// Serves until `stop` becomes readable. Leases that are out stay with their owners.
@@ -136,6 +162,10 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
             Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
             Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status())), None)?,
             Request::Seen(seen) => daemon.seen(seen),
+            Request::Forget(forget) => {
+                let answer = daemon.forget(asker, &forget).map_or_else(Answer::Refused, |()| Answer::Done {});
+                wire::send(connection, &answer, None)?;
+            }
             Request::Drain {} | Request::Fill {} if !daemon.may_command(asker) => {
                 let message = "only root and the daemon's own user may do that".to_owned();
                 wire::send(connection, &Answer::Refused(Refused { kind: RefusedKind::LendingPolicy, message }), None)?;

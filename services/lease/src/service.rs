@@ -1,6 +1,7 @@
 //! What a service manager and the daemon tell each other: sockets and files that the manager holds, that the daemon serves, that it
 //! stops (sd_notify(3), sd_listen_fds(3)). Without a manager nothing is said.
 
+use crate::kept::Kept;
 use crate::memory_file::MemoryFile;
 use crate::server::Listener;
 use rustix::net::sockopt::socket_acceptconn;
@@ -15,9 +16,11 @@ pub struct Inherited {
     pub listener: Option<Listener>,
     /// Files that a predecessor had filled, and nobody has had.
     pub files: Vec<MemoryFile>,
+    /// Memory that it kept.
+    pub kept: Vec<Kept>,
 }
 
-/// Takes what the manager has passed. Files that have been lent are given up, here and in the manager's store.
+/// Takes what the manager has passed. Files that have been lent are given up, here and in the manager's store, unless they are kept.
 ///
 /// # Errors
 ///
@@ -27,7 +30,7 @@ pub struct Inherited {
 ///
 /// Once per process, and before anything else has made descriptors of the numbers that the manager names.
 pub unsafe fn inherited() -> io::Result<Inherited> {
-    let mut inherited = Inherited::default();
+    let (mut inherited, mut others) = (Inherited::default(), Vec::new());
     for fd in sd_notify::listen_fds()? {
         // SAFETY: passed to this process, and nobody else takes it, by the contract.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
@@ -35,11 +38,16 @@ pub unsafe fn inherited() -> io::Result<Inherited> {
             inherited.listener = Some(Listener::inherited(fd));
             continue;
         }
-        let name = rustix::fs::fstat(&fd).ok().map(|stat| name(stat.st_ino));
         match MemoryFile::adopt(fd) {
-            Some(file) => inherited.files.push(file),
-            None => name.into_iter().for_each(|name| give_up(&name)),
+            Ok(file) => inherited.files.push(file),
+            Err(other) => others.push(other),
         }
+    }
+    let (kept, others) = Kept::find(others);
+    inherited.kept = kept;
+    for stat in others.iter().filter_map(|other| rustix::fs::fstat(other).ok()) {
+        give_up(&name(stat.st_ino));
+        give_up(&kept_name(stat.st_ino));
     }
     Ok(inherited)
 }
@@ -64,6 +72,22 @@ pub(crate) fn store(file: &MemoryFile) {
 /// Has the manager let go of a file. It does so when it gets to it; until then the file's own mode says whose it is.
 pub(crate) fn let_go(file: &MemoryFile) {
     name_of(file).into_iter().for_each(|name| give_up(&name));
+}
+
+/// Has the manager hold kept memory with what is written beside it.
+pub(crate) fn store_kept(kept: &Kept) {
+    let name = kept_name(kept.inode());
+    let _ = sd_notify::notify_with_fds(&[NotifyState::FdStore, NotifyState::FdName(&name)], &kept.both());
+}
+
+/// Has the manager let go of both. Until it gets to it, the record says that nobody keeps it.
+pub(crate) fn let_go_of_kept(kept: &Kept) {
+    kept.forget();
+    give_up(&kept_name(kept.inode()));
+}
+
+fn kept_name(inode: u64) -> String {
+    format!("kept-{inode}")
 }
 
 fn give_up(name: &str) {

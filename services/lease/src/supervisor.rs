@@ -18,7 +18,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::{Duration, Instant};
 
@@ -57,17 +57,9 @@ pub fn attach(lease: Lease) -> Result<Attached, AttachError> {
         Err(error) => return Err(error.into()),
     };
     // The supervisor gets it, or ends, and with it the filter's power over this process but for calls of that length.
-    hand_over(ours.as_fd(), listener.as_fd()).map_err(AttachError::Supervisor)?;
+    // Nothing is waited for: the filter is there in either case.
+    crate::wire::send(ours.as_fd(), &(), Some(listener.as_fd())).map_err(AttachError::Supervisor)?;
     Ok(Attached { no_new_privs })
-}
-
-/// Sends the listener, and waits until the supervisor has it.
-fn hand_over(to: BorrowedFd<'_>, listener: BorrowedFd<'_>) -> io::Result<()> {
-    crate::wire::send(to, &(), Some(listener))?;
-    match crate::wire::receive::<()>(to)? {
-        Some(_) => Ok(()),
-        None => Err(io::ErrorKind::BrokenPipe.into()),
-    }
 }
 
 /// Starts the supervisor as nobody's child, so that the program does not find one that it has not started.
@@ -110,8 +102,8 @@ fn run(from_program: OwnedFd, lease: Lease) -> io::Result<()> {
     let others = [from_program.as_fd(), file.as_fd(), connection.as_fd()];
     keep_only(&others.map(|fd| fd.as_raw_fd()))?;
     let Some(((), Some(listener))) = crate::wire::receive::<()>(from_program.as_fd())? else { return Ok(()) };
-    crate::wire::send(from_program.as_fd(), &(), None)?;
     drop(from_program);
+    seccomp::switch_at_once(listener.as_fd());
     let mut supervisor =
         Supervisor { listener, length: about.bytes, page: about.page, file: Some(file), connection, watch: None };
     supervisor.serve()

@@ -29,6 +29,8 @@ pub enum Request {
     Fill {},
     /// What a lease's supervisor saw; for the log and the counters.
     Seen(Seen),
+    /// Keeps memory no more: it goes back to the kernel, from a program that has it now when that ends.
+    Forget(Forget),
 }
 
 /// What is asked for.
@@ -57,6 +59,17 @@ pub struct Keep {
     /// What the first lease under the name was given; without it the name must be new.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret: Option<String>,
+}
+
+/// What is no longer kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Forget {
+    /// Its name, and the secret, which root and the daemon's own user need not have.
+    pub keep: Keep,
+    /// Whose it is: the asker's, if nobody is named. For root and the daemon's own user.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
 }
 
 /// What became of a lease.

@@ -76,7 +76,13 @@ impl Lender for Fresh<'_> {
 
 fn with_daemon<R>(use_it: impl FnOnce(Fresh<'_>) -> R) -> R {
     let shapes = Shapes::new(&[(PAGE, 1)], PAGE, PAGE).expect("a shape");
-    let daemon = Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, policy: LendingPolicy::closed(0) });
+    let daemon = Daemon::new(PoolConfig {
+        page: Page::Huge2M,
+        node: None,
+        shapes,
+        size: u64::MAX,
+        policy: LendingPolicy::closed(0),
+    });
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default(), || None));
         let result = use_it(Fresh { daemon: &daemon, lease: None });

@@ -14,12 +14,12 @@ use hugemm_lease::filler::{Manners, fill};
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::policy::LendingPolicy;
 use hugemm_lease::seccomp::{FilterError, report_ftruncate};
-use hugemm_lease::server::{Listener, serve};
+use hugemm_lease::server::{Listener, adopt, serve};
 use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::supervisor::{AttachError, attach};
-use hugemm_lease::wire::{Answer, Request, Wish};
+use hugemm_lease::wire::{Answer, Forget, Keep, Request, Wish};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -49,6 +49,7 @@ fn main() {
     match words[..] {
         ["daemon", socket] => daemon(Path::new(socket)),
         ["client", socket, role] => client(Path::new(socket), role),
+        ["keeper", socket] => keeper(Path::new(socket)),
         ["program", role] => program(role),
         // The flags of a test runner select nothing: all of this is one test.
         _ => tests(),
@@ -59,12 +60,13 @@ fn main() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests() {
-    let tests: [Test; 6] = [
+    let tests: [Test; 7] = [
         ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
         ("the daemon is killed before every call", the_daemon_is_killed),
         ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),
         ("a descriptor is reused while the supervisor looks", |pool| a_descriptor_changes(pool, "reuse")),
         ("a service manager holds what is filled", a_manager_holds_what_is_filled),
+        ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
         ("programs with filters, children and old calls", programs_of_all_kinds),
     ];
     let Some(pool) = Pool::with_free(8) else { return };
@@ -92,9 +94,10 @@ fn daemon(path: &Path) {
     let inherited = unsafe { service::inherited() }.expect("what is passed makes sense");
     let listener = inherited.listener.map_or_else(|| Listener::bind(path, false), Ok).expect("a socket");
     let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
-    let daemon = Arc::new(Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, policy }));
+    let daemon = Arc::new(Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: LEASE, policy }));
     let (never, _open) = std::io::pipe().expect("a pipe");
     daemon.adopt(inherited.files);
+    adopt(&daemon, inherited.kept);
     service::ready();
     std::thread::scope(|scope| {
         scope.spawn(|| fill(&daemon, &Manners::default(), || None));
@@ -133,6 +136,29 @@ fn lease(socket: &Path) -> Result<hugemm_lease::client::Lease, ClientError> {
             }
             other => return other,
         }
+    }
+}
+
+/// Leases memory that is kept, writes into it, says its secret, and ends when it is told to.
+fn keeper(socket: &Path) {
+    let lease = kept(socket, None).expect("kept memory");
+    with_bytes(&lease, |memory| memory.fill(0x5a));
+    println!("{}", lease.about.secret.as_deref().expect("a secret"));
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+fn kept(socket: &Path, secret: Option<&str>) -> Result<hugemm_lease::client::Lease, ClientError> {
+    let keep = Keep { name: "cache".to_owned(), secret: secret.map(str::to_owned) };
+    Connection::open(socket)?.lease(Wish { bytes: LEASE, page: None, node: None, keep: Some(keep) })
+}
+
+fn with_bytes(lease: &hugemm_lease::client::Lease, look: impl FnOnce(&mut [u8])) {
+    let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+    // SAFETY: at an address of the kernel's choice; the file has that length, and nobody else has it mapped.
+    unsafe {
+        let at = rustix::mm::mmap(std::ptr::null_mut(), LEASE as usize, rights, flags, &lease.file, 0).expect("mapped");
+        look(std::slice::from_raw_parts_mut(at.cast(), LEASE as usize));
+        rustix::mm::munmap(at, LEASE as usize).expect("unmapped");
     }
 }
 
@@ -513,7 +539,7 @@ impl Manager {
     fn hear(&mut self) {
         let mut bytes = [0; 4096];
         loop {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut parts = [IoSliceMut::new(&mut bytes)];
             let Ok(got) = rustix::net::recvmsg(&self.socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) else {
@@ -580,6 +606,55 @@ fn a_manager_holds_what_is_filled(_: &Pool) {
     assert!(first.wait().expect("ended").success());
     let first = rest(output);
     assert!(first.ends_with(&format!("leased {}\nkept\n", lent.strip_prefix("memory-").expect("a name"))), "{first}");
+}
+
+/// Kept memory has its bytes, its owner and its secret after the daemon was killed; while its program runs nobody else gets it; and
+/// what is forgotten stays so, though the manager still has it.
+fn kept_memory_survives_the_daemon(_: &Pool) {
+    let mut manager = Manager::new();
+    let socket = new_socket();
+    let listener = Listener::bind(&socket, false).expect("a socket");
+    let listener = listener.as_fd().try_clone_to_owned().expect("a descriptor");
+    let mut served = Served { child: manager.start(&listener), socket };
+    let restart = |served: &mut Served, manager: &mut Manager| {
+        served.child.kill().expect("killed");
+        let _ = served.child.wait();
+        served.child = manager.start(&listener);
+    };
+    manager.wait_for("one is stored", |manager| manager.stored.len() == 1);
+    let mut keeper = me(&["keeper", served.socket.to_str().expect("UTF-8")]);
+    let mut keeper = keeper.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client");
+    let mut secret = String::new();
+    BufReader::new(keeper.stdout.take().expect("piped")).read_line(&mut secret).expect("a secret");
+    let secret = secret.trim();
+    let of_kept = |manager: &Manager| manager.stored.iter().filter(|(name, _)| name.starts_with("kept-")).count();
+    manager.wait_for("kept memory and its record are stored", |manager| of_kept(manager) == 2);
+    restart(&mut served, &mut manager);
+    let refusal = |secret: Option<&str>| match kept(&served.socket, secret) {
+        Err(ClientError::Refused(refused)) => refused.message,
+        other => panic!("{other:?}"),
+    };
+    assert!(refusal(Some(secret)).contains("in use"), "its program still runs");
+    assert!(refusal(None).contains("the secret is not the one"));
+    drop(keeper.stdin.take());
+    assert!(keeper.wait().expect("ended").success());
+    let is_free = |status: &Status| matches!(&status.kept[..], [kept] if kept.lease.is_none());
+    wait_for("its program is over", || served.status().is_some_and(|status| is_free(&status)));
+    restart(&mut served, &mut manager);
+    let lease = kept(&served.socket, Some(secret)).expect("leased again");
+    assert!(lease.about.resumed);
+    with_bytes(&lease, |memory| assert!(memory.iter().all(|byte| *byte == 0x5a), "it has its bytes"));
+    drop(lease);
+    let forget = |secret: &str, uid| {
+        let keep = Keep { name: "cache".to_owned(), secret: Some(secret.to_owned()) };
+        Connection::open(&served.socket)?.ask(&Request::Forget(Forget { keep, uid }))
+    };
+    assert!(forget(secret, Some(4711)).is_err(), "another's of that name is not there");
+    assert!(matches!(forget(secret, None), Ok((Answer::Done {}, _))));
+    assert_eq!(served.status().map(|status| status.kept), Some(Vec::new()));
+    manager.wait_for("it is let go of", |manager| manager.was_told("FDSTOREREMOVE=1", "FDNAME=kept-"));
+    restart(&mut served, &mut manager);
+    assert_eq!(served.status().map(|status| status.kept), Some(Vec::new()), "what is forgotten stays so");
 }
 
 const RECEIVE: u64 = 0xc050_2100;

@@ -1,9 +1,10 @@
 //! `hugemm doctor`: what of this machine limits the results, each with the remedy.
 
-mod checks;
+pub mod checks;
 mod facts;
 
 use crate::document::{self, Document, Row};
+use crate::lease::doctor as lease;
 use crate::table;
 use crate::unmeasured_args::Doctor;
 use anyhow::{Result, bail};
@@ -15,12 +16,19 @@ use facts::Facts;
 pub fn run(args: &Doctor) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
     let facts = Facts::read()?;
-    let findings = checks::all(&facts);
-    let quiet = args.common.json_only();
-    if !quiet {
-        print(&findings);
+    let (findings, leases) = (checks::all(&facts), lease::findings(None)?);
+    if !args.common.json_only() {
+        print("What of this machine limits the results", &findings);
+        let count = |state| findings.iter().filter(|f| f.state == state).count();
+        println!(
+            "\n  {} ok, {} limit, {} block 'make run'",
+            count(State::Ok),
+            count(State::Limits),
+            count(State::Blocks)
+        );
+        print(lease::TITLE, &leases);
     }
-    let rows = findings.iter().map(row).collect();
+    let rows = findings.iter().chain(&leases).map(row).collect();
     Document::new(facts.environment, rows).write(args.common.json.as_deref())?;
     let blocking: Vec<&str> = findings.iter().filter(|f| f.state == State::Blocks).map(|f| f.name).collect();
     if !blocking.is_empty() {
@@ -29,7 +37,8 @@ pub fn run(args: &Doctor) -> Result<()> {
     Ok(())
 }
 
-fn print(findings: &[Finding]) {
+/// Prints a table of them.
+pub fn print(title: &str, findings: &[Finding]) {
     let mut lines = table::new(["", "", "what was found", "remedy"]);
     for index in 1..4 {
         if let Some(column) = lines.column_mut(index) {
@@ -39,12 +48,11 @@ fn print(findings: &[Finding]) {
     for finding in findings {
         lines.add_row([finding.state.word(), finding.name, &finding.fact, finding.remedy.as_deref().unwrap_or("")]);
     }
-    table::print("What of this machine limits the results", &lines);
-    let count = |state| findings.iter().filter(|f| f.state == state).count();
-    println!("\n  {} ok, {} limit, {} block 'make run'", count(State::Ok), count(State::Limits), count(State::Blocks));
+    table::print(title, &lines);
 }
 
-fn row(finding: &Finding) -> Row {
+/// As a row of the JSON.
+pub fn row(finding: &Finding) -> Row {
     let severity = match finding.state {
         State::Ok => 0.0,
         State::Limits => 1.0,

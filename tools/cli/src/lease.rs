@@ -2,6 +2,7 @@
 
 pub mod args;
 pub mod bench;
+pub mod doctor;
 pub mod pool;
 mod scrub;
 
@@ -10,12 +11,13 @@ use anyhow::{Context, Result, anyhow, bail};
 use args::Lease;
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::supervisor::{attach, private_by_arguments};
-use hugemm_lease::wire::{Keep, Wish};
-use rustix::fs::SealFlags;
+use hugemm_lease::wire::{Forget, Keep, Request, Wish};
+use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::fs::{self, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
@@ -29,7 +31,12 @@ pub fn run(args: &Lease) -> Result<()> {
         bail!("nothing to do with the memory; name a command behind --, or ask for --path or --json");
     }
     if args.page.is_some_and(|page| !args.size.0.is_multiple_of(page.bytes())) {
-        bail!("{} is not a whole number of pages", args.size);
+        let page = args.page.map_or(String::new(), |page| page.to_string());
+        bail!("{} is not a whole number of {page} pages; ask for a multiple", args.size);
+    }
+    if let Some(program) = args.command.first() {
+        // Before anything is taken for it.
+        find(program).map_err(|cause| NotStarted { program: program.clone(), cause })?;
     }
     if args.command.is_empty() {
         return hold(args);
@@ -51,8 +58,12 @@ fn lease(args: &Lease) -> Result<Leased> {
     let wish = Wish { bytes: args.size.0, page: args.page, node: args.node, keep: keep.transpose()? };
     let socket = args.socket.clone().unwrap_or_else(default_socket);
     let lease = Connection::open(&socket).and_then(|daemon| daemon.lease(wish))?;
-    if let (Some(path), Some(secret), false) = (&args.secret, &lease.about.secret, lease.about.resumed) {
-        write_secret(path, secret)?;
+    if let (Some(path), Some(secret), false) = (&args.secret, &lease.about.secret, lease.about.resumed)
+        && let Err(error) = write_secret(path, secret)
+    {
+        let keep = Keep { name: args.keep.clone().unwrap_or_default(), secret: Some(secret.clone()) };
+        let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
+        return Err(error);
     }
     if lease.about.resumed
         && rustix::fs::fcntl_get_seals(&lease.file).is_ok_and(|seals| seals.contains(SealFlags::SEAL))
@@ -69,10 +80,10 @@ fn lease(args: &Lease) -> Result<Leased> {
 }
 
 /// The secret of kept memory; nothing if there is no such file, since the first lease makes it.
-fn read_secret(path: &Path) -> Result<Option<String>> {
+pub(crate) fn read_secret(path: &Path) -> Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text.trim().to_owned())),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error).with_context(|| format!("{} cannot be read", path.display())),
     }
 }
@@ -113,8 +124,46 @@ fn start_on(args: &Lease, lease: Leased) -> Result<()> {
 /// Becomes the command; returns why that is not possible.
 fn exec(command: &[OsString]) -> anyhow::Error {
     let Some((program, arguments)) = command.split_first() else { return anyhow!("no command") };
-    let error = Command::new(program).args(arguments).exec();
-    anyhow!("{} cannot be started: {error}", program.display())
+    let cause = Command::new(program).args(arguments).exec();
+    NotStarted { program: program.clone(), cause }.into()
+}
+
+/// The command is not one that can be run.
+#[derive(Debug)]
+pub struct NotStarted {
+    program: OsString,
+    cause: io::Error,
+}
+
+impl NotStarted {
+    /// As a shell says it: 127 for what is not there, 126 for what is no program.
+    pub fn exit_code(&self) -> u8 {
+        if self.cause.kind() == io::ErrorKind::NotFound { 127 } else { 126 }
+    }
+}
+
+impl fmt::Display for NotStarted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} cannot be started: {}; name a program behind --", self.program.display(), self.cause)
+    }
+}
+
+impl std::error::Error for NotStarted {}
+
+/// Whether there is a program of that name, as `execvp` looks for it.
+fn find(program: &OsStr) -> io::Result<()> {
+    let look = |path: &Path| Ok(access(path, Access::EXEC_OK)?);
+    let dirs = std::env::var_os("PATH").filter(|_| !program.as_bytes().contains(&b'/'));
+    let Some(dirs) = dirs else { return look(Path::new(program)) };
+    let mut cause = io::ErrorKind::NotFound.into();
+    for dir in std::env::split_paths(&dirs) {
+        match look(&dir.join(program)) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => cause = error,
+            Err(_) => {}
+        }
+    }
+    Err(cause)
 }
 
 fn name(command: &[OsString]) -> String {
@@ -135,10 +184,10 @@ fn with_number(word: &OsStr, fd: i32) -> OsString {
 
 /// Leaves a process that holds the memory, and says where. The process asks for the lease itself, so that it is its owner.
 fn hold(args: &Lease) -> Result<()> {
-    let (mut read, write) = std::io::pipe()?;
+    let (mut read, write) = io::pipe()?;
     // SAFETY: the process has one thread, so the child may do what any program may.
     match unsafe { libc::fork() } {
-        -1 => Err(std::io::Error::last_os_error()).context("no process to hold the memory"),
+        -1 => Err(io::Error::last_os_error()).context("no process to hold the memory"),
         0 => {
             drop(read);
             let code = match lease(args) {
@@ -165,7 +214,7 @@ fn hold(args: &Lease) -> Result<()> {
 }
 
 /// The process that holds a lease: says where it is, and waits for its end.
-fn holder(args: &Lease, lease: &Leased, mut say: std::io::PipeWriter) -> i32 {
+fn holder(args: &Lease, lease: &Leased, mut say: io::PipeWriter) -> i32 {
     let _ = rustix::process::setsid();
     let path = format!("/proc/{}/fd/{}", std::process::id(), lease.file.as_raw_fd());
     let said = if args.json {

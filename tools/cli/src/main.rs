@@ -116,7 +116,9 @@ fn ended(command: &Command, result: anyhow::Result<()>) -> ExitCode {
                 Some(signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
                 // 1 is the answer of a comparison, so it cannot also mean that there was none.
                 None if matches!(command, Command::Compare(_)) && !error.is::<compare::Regression>() => 2.into(),
-                None => ExitCode::FAILURE,
+                None => error
+                    .downcast_ref::<lease::NotStarted>()
+                    .map_or(ExitCode::FAILURE, |error| error.exit_code().into()),
             }
         }
     }

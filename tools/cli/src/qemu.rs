@@ -110,7 +110,7 @@ pub fn ready(accel: Accel, memory: Size) -> Result<()> {
 }
 
 /// Why QEMU cannot be started.
-fn not_started(error: std::io::Error) -> anyhow::Error {
+pub fn not_started(error: std::io::Error) -> anyhow::Error {
     match error.kind() {
         ErrorKind::NotFound => anyhow!(
             "{PROGRAM} is not installed; install it (Debian: sudo apt-get install qemu-system-x86, Fedora: sudo dnf \

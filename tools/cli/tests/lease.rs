@@ -5,15 +5,18 @@ mod support;
 
 use hugemm_base::PageSize;
 use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
+use hugemm_lease::server::Listener;
 use serde_json::Value;
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use support::{Scratch, hugemm, misused, refused};
+use support::{Scratch, hugemm, misused, refused, rows};
 
 const MIB: u64 = 1 << 20;
 const LEASE: u64 = 32 * MIB;
@@ -317,10 +320,16 @@ fn kept_memory_has_its_bytes() {
     assert_eq!(fs::metadata(&secret).expect("a file").mode() & 0o777, 0o600);
     daemon.wait_for("over", |status| status["kept"][0]["lease"].is_null());
     let wrong = scratch.put("wrong", "guessed");
-    for options in [vec!["--require", "--keep", "cache"], vec!["--require", "--keep", "cache", "--secret", &wrong]] {
-        let output = daemon.lease(&options, &["head", "-c", "7", "@LEASE@"]);
-        assert!(!output.status.success() && said(&output).contains("the secret is not the one"), "{}", said(&output));
-    }
+    let output = daemon.lease(&["--require", "--keep", "cache", "--secret", &wrong], &["true"]);
+    assert!(!output.status.success() && said(&output).contains("the secret is not the one"), "{}", said(&output));
+    // A secret that cannot be written is one that nobody has: the memory is not kept then.
+    let output = daemon.lease(&["--require", "--keep", "other", "--secret", "/nonexistent/secret"], &["true"]);
+    assert!(!output.status.success() && said(&output).contains("the memory is not kept"), "{}", said(&output));
+    daemon.wait_for("not kept", |status| status["kept"].as_array().map(Vec::len) == Some(1));
+    let forget = |secret: &str| hugemm(&["pool", "forget", "cache", "--secret", secret, "--socket", &daemon.socket]);
+    assert!(forget(&secret).status.success() && !fs::exists(&secret).expect("looked at"));
+    daemon.wait_for("forgotten", |status| status["kept"] == Value::from(Vec::<u8>::new()));
+    assert!(said(&forget(&secret)).contains("nothing is kept as `cache`"));
 }
 
 /// What cannot be leased is said in one line, and the program runs all the same, unless told otherwise.
@@ -334,11 +343,118 @@ fn without_a_lease_the_program_still_runs() {
     assert!(err.contains("start one with: hugemm pool serve"), "{err}");
     refused(&["lease", "32MB", "--socket", &socket, "--require", "--", "echo", "ran"], &["no lease daemon at"]);
     refused(&["lease", "32MB"], &["name a command behind --"]);
-    refused(&["lease", "3MB", "--page", "2M", "--path"], &["3MB is not a whole number of pages"]);
+    refused(&["lease", "3MB", "--page", "2M", "--path"], &["3MB is not a whole number of 2M pages", "multiple"]);
     refused(&["pool", "status", "--socket", &socket], &["no lease daemon at"]);
     misused(&["pool", "serve", "--size", "1GB", "--page", "4K"], "none of 2M, 1G and thp");
     misused(&["pool", "serve", "--size", "1GB", "--shape", "1GBx0"], "no files of a size");
     refused(&["pool", "serve", "--size", "2MB", "--shape", "4MB", "--socket", &socket], &["more than the pool's"]);
+}
+
+/// What does not exist, cannot be, or may not be asked: one line with the way out, and nothing is left behind.
+#[test]
+fn odd_commands_are_answered_in_one_line() {
+    let scratch = Scratch::new("lease-odd");
+    let (socket, file) = (scratch.path("socket"), scratch.put("file", "no socket"));
+    misused(&["lease"], "<SIZE>");
+    misused(&["lease", "0", "--", "true"], "larger than zero");
+    misused(&["lease", "1G", "--fd"], "unexpected argument '--fd'");
+    misused(&["lease", "1G", "--path", "--", "true"], "cannot be used with");
+    misused(&["lease", "1G", "--keep", "name", "--", "true"], "--secret");
+    misused(&["pool", "serve", "--size", "0"], "larger than zero");
+    let serve = |more: &[&str], parts: &[&str]| {
+        refused(&[&["pool", "serve", "--page", "2M"][..], more].concat(), parts);
+    };
+    serve(&["--size", "900T", "--socket", &socket], &["more than this machine's memory", "--size"]);
+    serve(&["--size", "8M", "--cpus", "60000", "--socket", &socket], &["--cpus"]);
+    serve(&["--size", "8M", "--socket", &file], &["no socket", "--socket"]);
+    serve(&["--size", "8M", "--socket", "/dev/null/x"], &["/dev/null cannot be made", "--socket"]);
+    assert!(!fs::exists(&socket).expect("looked at"), "nothing is left of a daemon that did not start");
+    refused(&["pool", "status", "--socket", "/nonexistent"], &["no lease daemon at /nonexistent", "pool serve"]);
+    refused(&["pool", "status", "--socket", &"x".repeat(200)], &["name too long", "--socket"]);
+    refused(&["pool", "forget", "x", "--socket", &socket], &["no lease daemon"]);
+    refused(&["bench", "lease", "--qemu", "/nonexistent/qemu"], &["/nonexistent/qemu cannot be run", "--qemu"]);
+    for (program, code) in [("/nonexistent", 127), ("no-such-program", 127), (file.as_str(), 126)] {
+        let output = hugemm(&["lease", "64M", "--socket", &socket, "--", program]);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), err.lines().count()), (Some(code), 1), "{err}");
+        assert!(err.contains(&format!("{program} cannot be started")), "{err}");
+    }
+    // What is left of a daemon that was killed is no daemon, and no hindrance.
+    drop(UnixListener::bind(&socket).expect("a socket"));
+    refused(&["pool", "status", "--socket", &socket], &["no lease daemon", "pool serve"]);
+    // One that does not answer is not waited for without end; the line says so.
+    let _silent = Listener::bind(scratch.path("silent").as_ref(), false).expect("a socket");
+    refused(&["pool", "status", "--socket", &scratch.path("silent")], &["no answer in 5 s", "stopped"]);
+}
+
+/// A daemon says to a service manager when it serves and when it ends, to its user why it waits, and lets nobody in beside it.
+#[test]
+fn a_daemon_says_what_it_does() {
+    let scratch = Scratch::new("lease-says");
+    let (socket, notify) = (scratch.path("socket"), scratch.path("notify"));
+    let manager = UnixDatagram::bind(&notify).expect("a socket");
+    manager.set_read_timeout(Some(Duration::from_secs(60))).expect("a time");
+    let mut daemon = Command::new(env!("CARGO_BIN_EXE_hugemm"));
+    // More than the pool has, and less than the machine.
+    let size = fs::read_to_string("/proc/meminfo").expect("readable");
+    let size: u64 = size.split_whitespace().nth(1).and_then(|kib| kib.parse().ok()).expect("MemTotal");
+    daemon.args(["pool", "serve", "--size", &format!("{size}K"), "--keep-free", "900T", "--socket", &socket]);
+    let mut daemon =
+        daemon.env("NOTIFY_SOCKET", &notify).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().expect("run");
+    let heard = || {
+        let mut bytes = [0; 4096];
+        let length = manager.recv(&mut bytes).expect("something is said");
+        String::from_utf8_lossy(&bytes[..length]).into_owned()
+    };
+    assert!(heard().contains("READY=1"));
+    let mut says = BufReader::new(daemon.stderr.take().expect("piped"));
+    let mut line = String::new();
+    says.read_line(&mut line).expect("a line");
+    assert!(line.starts_with("hugemm pool: waiting: ") && line.contains("nr_hugepages"), "{line}");
+    let second = hugemm(&["pool", "serve", "--size", "8M", "--socket", &socket]);
+    assert!(!second.status.success() && said(&second).contains("a daemon is there already"), "{}", said(&second));
+    // The first one is there still; it answers until it is told to end.
+    assert!(hugemm(&["pool", "status", "--socket", &socket]).status.success());
+    // SAFETY: the daemon, started for this.
+    unsafe { libc::kill(daemon.id() as i32, libc::SIGTERM) };
+    assert!(heard().contains("STOPPING=1"));
+    assert!(daemon.wait().expect("ended").success());
+    assert!(!fs::exists(&socket).expect("looked at"), "its socket goes with it");
+}
+
+/// A user whom the socket does not let in is told what to do about that.
+#[test]
+fn a_user_who_may_not_ask_is_told_so() {
+    // SAFETY: asks for a number.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("skipped: only root can ask as another user");
+        return;
+    }
+    let dir = std::env::temp_dir().join(format!("hugemm-lease-closed-{}", std::process::id()));
+    let listener = UnixListener::bind(&dir).expect("a socket");
+    fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("closed");
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_hugemm")).args(["pool", "status", "--socket"]).arg(&dir).uid(65534).output();
+    drop(listener);
+    fs::remove_file(&dir).expect("removed");
+    match output {
+        // Where the command lies may be closed to others, too.
+        Err(_) => eprintln!("skipped: another user cannot run the command here"),
+        Ok(output) => assert!(said(&output).contains("--policy that names the user"), "{}", said(&output)),
+    }
+}
+
+#[test]
+fn doctor_says_what_limits_leases() {
+    let scratch = Scratch::new("lease-doctor");
+    let output = hugemm(&["pool", "doctor", "--json", "--socket", &scratch.path("socket")]);
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", said(&output)));
+    let find = |metric: &str| rows(&document, metric)[0].clone();
+    let daemon = find("doctor.lease_daemon");
+    assert!(daemon["remedy"].as_str().is_some_and(|remedy| remedy.contains("pool serve")), "{daemon}");
+    assert!(find("doctor.seccomp_listener")["found"].as_str().is_some_and(|found| !found.is_empty()));
+    let text = hugemm(&["pool", "doctor", "--socket", &scratch.path("socket")]);
+    assert!(text.status.success() && said(&text).contains("who has huge pages"), "{}", said(&text));
 }
 
 #[test]

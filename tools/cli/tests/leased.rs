@@ -2,7 +2,9 @@
 
 mod support;
 
-use std::fs::{self, File};
+use hugemm_base::PageSize;
+use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Output, Stdio};
@@ -10,19 +12,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 use support::{Scratch, document, hugemm, misused, rows};
 
-/// The kernel's pool, for one test at a time; `None`, and a line, where it has not that many free pages.
-fn pool(pages: u64) -> Option<File> {
+/// The kernel's pool with that many free pages, for one test at a time; `None`, and a line, where they are not to be had.
+fn pool(pages: u64) -> Option<(PoolGuard, File)> {
     let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
     let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
     lock.lock().expect("locked");
-    let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").unwrap_or_default();
-    if free.trim().parse().unwrap_or(0) < pages {
-        eprintln!(
-            "skipped: too few free huge pages; as root: echo {pages} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
-        );
-        return None;
+    match HugetlbPool::new().ensure(PageSize::Size2M, pages, None) {
+        Ok(more) => Some((more, lock)),
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            None
+        }
     }
-    Some(lock)
 }
 
 /// A daemon with one file of 8 MiB ready, ended when dropped.

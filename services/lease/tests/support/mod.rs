@@ -12,7 +12,11 @@ pub(crate) const PAGE: u64 = 2 << 20;
 pub(crate) struct Pool {
     _one_at_a_time: File,
     before: u64,
+    /// What it has more for as long.
+    more: u64,
 }
+
+const SIZE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 
 impl Pool {
     /// `None`, and a line that says why, where the kernel has not that many free pages.
@@ -20,15 +24,19 @@ impl Pool {
         let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
         let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
         lock.lock().expect("locked");
+        let more = pages.saturating_sub(free());
+        // For root; the kernel gives what it finds.
+        let _ = resize(|size| size + more);
         let before = free();
         if before < pages {
+            let _ = resize(|size| size.saturating_sub(more));
             eprintln!(
                 "skipped: {pages} free huge pages are needed, {before} are there; as root: \
                  echo {pages} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages"
             );
             return None;
         }
-        Some(Pool { _one_at_a_time: lock, before })
+        Some(Pool { _one_at_a_time: lock, before, more })
     }
 
     /// Waits until all but `pages` of what was free is free.
@@ -36,6 +44,18 @@ impl Pool {
     pub(crate) fn wait_until_lacks(&self, pages: u64) {
         wait_for("pages are back", || free() == self.before - pages);
     }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        let _ = resize(|size| size.saturating_sub(self.more));
+    }
+}
+
+fn resize(to: impl Fn(u64) -> u64) -> std::io::Result<()> {
+    let size = fs::read_to_string(SIZE)?.trim().parse().unwrap_or(0);
+    let to = to(size);
+    if to == size { Ok(()) } else { fs::write(SIZE, to.to_string()) }
 }
 
 fn free() -> u64 {

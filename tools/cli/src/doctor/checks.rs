@@ -53,11 +53,13 @@ pub struct Finding {
     pub remedy: Option<String>,
 }
 
-fn ok(name: &'static str, fact: impl Into<String>) -> Finding {
+/// All is well.
+pub fn ok(name: &'static str, fact: impl Into<String>) -> Finding {
     Finding { name, state: State::Ok, fact: fact.into(), remedy: None }
 }
 
-fn limits(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>) -> Finding {
+/// Something is not, and this is the way out.
+pub fn limits(name: &'static str, fact: impl Into<String>, remedy: impl Into<String>) -> Finding {
     Finding { name, state: State::Limits, fact: fact.into(), remedy: Some(remedy.into()) }
 }
 

@@ -32,7 +32,7 @@ pub struct Lease {
     #[arg(long, value_name = "N")]
     pub node: Option<u32>,
     /// Keep the memory, with its bytes, under this name when the program ends, for this user to lease again.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", requires = "secret")]
     pub keep: Option<String>,
     /// The file with the secret of kept memory: made by the first lease, needed by later ones.
     #[arg(long, value_name = "FILE", requires = "keep", value_hint = ValueHint::FilePath)]
@@ -70,6 +70,26 @@ pub enum Pool {
     Drain(Ask),
     /// Fill again.
     Fill(Ask),
+    /// Keep memory of that name no more, and give it back to the kernel.
+    Forget(ForgetKept),
+    /// What of this machine limits leases, and what to do about it.
+    Doctor(Ask),
+}
+
+/// `hugemm pool forget`
+#[derive(Debug, Args)]
+pub struct ForgetKept {
+    /// Under which name it is kept.
+    pub name: String,
+    /// The file with its secret, which is removed; root and the daemon's user need none.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub secret: Option<PathBuf>,
+    /// Whose it is, by number; for root and the daemon's user [default: this user].
+    #[arg(long, value_name = "UID")]
+    pub user: Option<u32>,
+    /// Where the daemon listens.
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub socket: Option<PathBuf>,
 }
 
 /// `hugemm pool serve`

@@ -75,6 +75,10 @@ const GOAL: f64 = 1.2;
 pub fn run(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);
+    if let Err(error) = Command::new(&args.qemu).arg("--version").output() {
+        return Err(crate::qemu::not_started(error)
+            .context(format!("{} cannot be run; name one with --qemu", args.qemu.display())));
+    }
     let environment = Environment::read()?;
     let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
     let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());

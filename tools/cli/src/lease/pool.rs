@@ -1,22 +1,24 @@
 //! `hugemm pool`: the daemon, and commands to it.
 
-use super::args::{Ask, Pool, Serve};
+use super::args::{Ask, ForgetKept, Pool, Serve};
+use super::doctor;
 use crate::size::Size;
 use crate::table;
 use anyhow::{Context, Result, bail};
 use comfy_table::CellAlignment;
 use hugemm_inspect::interrupt;
+use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::{Connection, default_socket};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
-use hugemm_lease::filler::{Manners, fill};
+use hugemm_lease::filler::{self, Manners, fill};
 use hugemm_lease::metrics::{self, MetricsListener};
 use hugemm_lease::policy::LendingPolicy;
-use hugemm_lease::server::{Listener, serve as serve_socket};
+use hugemm_lease::server::{Listener, adopt, serve as serve_socket};
 use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
-use hugemm_lease::wire::{Answer, Request};
+use hugemm_lease::wire::{Answer, Forget, Keep, Request};
 use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -28,12 +30,40 @@ pub fn run(args: &Pool) -> Result<()> {
     match args {
         Pool::Serve(args) => serve(args),
         Pool::Status(args) => status(args),
-        Pool::Drain(args) => tell(args, &Request::Drain {}),
-        Pool::Fill(args) => tell(args, &Request::Fill {}),
+        Pool::Drain(args) => tell(args.socket.as_deref(), &Request::Drain {}),
+        Pool::Fill(args) => tell(args.socket.as_deref(), &Request::Fill {}),
+        Pool::Forget(args) => forget(args),
+        Pool::Doctor(args) => doctor::run(args),
+    }
+}
+
+fn forget(args: &ForgetKept) -> Result<()> {
+    let secret = args.secret.as_deref().map(super::read_secret).transpose()?.flatten();
+    let keep = Keep { name: args.name.clone(), secret };
+    tell(args.socket.as_deref(), &Request::Forget(Forget { keep, uid: args.user }))?;
+    match &args.secret {
+        Some(path) if path.exists() => {
+            fs::remove_file(path).with_context(|| format!("{} cannot be removed", path.display()))
+        }
+        _ => Ok(()),
     }
 }
 
 fn serve(args: &Serve) -> Result<()> {
+    let machine = Limits::read()?.total;
+    if args.size.0 > machine {
+        bail!(
+            "{} is more than this machine's memory, {}; ask for less with --size",
+            args.size,
+            Size(machine).rounded()
+        );
+    }
+    let manners = Manners {
+        cap: args.max_bandwidth.map(|size| size.0),
+        cpus: args.cpus.as_ref().map_or(Vec::new(), |cpus| cpus.0.clone()),
+        keep_free: args.keep_free.map_or(0, |size| size.0),
+    };
+    filler::check(args.node, &manners).map_err(anyhow::Error::msg)?;
     let shapes: Vec<_> = args.shape.iter().map(|shape| (shape.0, shape.1)).collect();
     let shapes = Shapes::new(&shapes, args.size.0, args.page.bytes())?;
     let owner = rustix::process::geteuid().as_raw();
@@ -61,23 +91,28 @@ fn serve(args: &Serve) -> Result<()> {
         MetricsListener::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
     });
     let metrics = metrics.transpose()?;
-    let daemon = Arc::new(Daemon::new(PoolConfig { page: args.page, node: args.node, shapes, policy }));
+    let daemon =
+        Arc::new(Daemon::new(PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy }));
     daemon.adopt(inherited.files);
+    adopt(&daemon, inherited.kept);
     if let Some(metrics) = metrics {
         let daemon = Arc::clone(&daemon);
         // Ends with the process.
         thread::spawn(move || metrics::serve(&daemon, &metrics));
     }
-    let manners = Manners {
-        cap: args.max_bandwidth.map(|size| size.0),
-        cpus: args.cpus.as_ref().map_or(Vec::new(), |cpus| cpus.0.clone()),
-        keep_free: args.keep_free.map_or(0, |size| size.0),
-    };
     let (stop, told) = std::io::pipe()?;
+    let watched = Arc::clone(&daemon);
     let waiter = thread::spawn(move || {
         // The handler sets a flag; the socket's thread waits for a descriptor.
+        let mut said = false;
         while !interrupt::requested() {
             thread::sleep(std::time::Duration::from_millis(100));
+            let (waiting, filling) = watched.waiting();
+            if let Some(why) = waiting.as_ref().filter(|_| !said) {
+                eprintln!("hugemm pool: waiting: {why}");
+            }
+            // Once for each file, however often some of its pages come.
+            said = waiting.is_some() || said && filling;
         }
         service::stopping();
         drop(told);
@@ -101,26 +136,27 @@ fn serve(args: &Serve) -> Result<()> {
 
 fn listen(path: &Path, open: bool) -> Result<Listener> {
     if let Some(directory) = path.parent() {
-        fs::create_dir_all(directory).with_context(|| format!("{} cannot be made", directory.display()))?;
+        fs::create_dir_all(directory)
+            .with_context(|| format!("{} cannot be made; choose another place with --socket", directory.display()))?;
     }
     Listener::bind(path, open)
         .with_context(|| format!("cannot listen at {}; choose another place with --socket", path.display()))
 }
 
-fn ask(args: &Ask, request: &Request) -> Result<Answer> {
-    let socket = args.socket.clone().unwrap_or_else(default_socket);
+fn ask(socket: Option<&Path>, request: &Request) -> Result<Answer> {
+    let socket = socket.map_or_else(default_socket, Path::to_owned);
     Ok(Connection::open(&socket)?.ask(request)?.0)
 }
 
-fn tell(args: &Ask, request: &Request) -> Result<()> {
-    match ask(args, request)? {
+fn tell(socket: Option<&Path>, request: &Request) -> Result<()> {
+    match ask(socket, request)? {
         Answer::Done {} => Ok(()),
         _ => bail!("the daemon answered something else; are daemon and command of one version?"),
     }
 }
 
 fn status(args: &Ask) -> Result<()> {
-    let Answer::Status(status) = ask(args, &Request::Status {})? else {
+    let Answer::Status(status) = ask(args.socket.as_deref(), &Request::Status {})? else {
         bail!("the daemon answered something else; are daemon and command of one version?");
     };
     match &args.common.json {

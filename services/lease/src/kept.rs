@@ -1,0 +1,186 @@
+//! Memory that outlives its program, and what is written beside it: a service manager holds both, so that a daemon that is started
+//! anew knows whose the memory is, and whether its program still runs.
+
+use crate::memory_file::{Page, page_of};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+/// A record's length: it is written by one call, so that a daemon that is killed leaves the old one or the new one.
+const RECORD: usize = 4096;
+
+/// The longest name.
+pub const MOST_NAME: usize = 200;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Record {
+    uid: u32,
+    name: String,
+    secret: String,
+    /// Of the file that it is about.
+    inode: u64,
+    owner: Option<Owner>,
+}
+
+/// The process that has the memory, or had it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    pid: u32,
+    /// In ticks since the machine's start: no two processes of one number have the same.
+    started: u64,
+}
+
+impl Owner {
+    /// The process of that number, if there is one.
+    pub fn of(pid: u32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // Behind the name, which may have anything in it; field 22 of all (proc_pid_stat(5)).
+        let started = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
+        Some(Owner { pid, started })
+    }
+
+    /// Its number.
+    pub fn pid(self) -> u32 {
+        self.pid
+    }
+
+    /// The process, if it is there still.
+    pub fn process(self) -> Option<OwnedFd> {
+        let process = pidfd_open(Pid::from_raw(i32::try_from(self.pid).ok()?)?, PidfdFlags::empty()).ok()?;
+        // After it was opened: this is the process that is open.
+        (Self::of(self.pid) == Some(self)).then_some(process)
+    }
+}
+
+/// Memory that is kept, with its record.
+#[derive(Debug)]
+pub struct Kept {
+    memory: OwnedFd,
+    page: Page,
+    bytes: u64,
+    record: Record,
+    written: File,
+}
+
+impl Kept {
+    /// Writes a record for memory that `uid` keeps.
+    ///
+    /// # Errors
+    ///
+    /// The system's: no descriptor, no memory.
+    pub fn new(memory: OwnedFd, uid: u32, name: String, secret: String, owner: Option<Owner>) -> io::Result<Self> {
+        let stat = rustix::fs::fstat(&memory)?;
+        let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
+        let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
+        let record = Record { uid, name, secret, inode: stat.st_ino, owner };
+        let kept = Kept { memory, page, bytes: stat.st_size as u64, record, written };
+        kept.write(&serde_json::to_vec(&kept.record)?)?;
+        Ok(kept)
+    }
+
+    /// What a predecessor kept, of all that it left; and the rest.
+    pub fn find(left: Vec<OwnedFd>) -> (Vec<Self>, Vec<OwnedFd>) {
+        let (mut records, mut files, mut found) = (Vec::new(), Vec::new(), Vec::new());
+        for fd in left {
+            let file = File::from(fd);
+            match Record::read(&file) {
+                Some(record) => records.push((record, file)),
+                None => files.push(OwnedFd::from(file)),
+            }
+        }
+        for (record, written) in records {
+            let stats = || files.iter().map(|file| rustix::fs::fstat(file).ok());
+            let index = stats().position(|stat| stat.is_some_and(|stat| stat.st_ino == record.inode));
+            let known = index.map(|index| (page_of(files[index].as_fd()), rustix::fs::fstat(&files[index])));
+            match (index, known) {
+                (Some(index), Some((Some(page), Ok(stat)))) => {
+                    let memory = files.swap_remove(index);
+                    found.push(Kept { memory, page, bytes: stat.st_size as u64, record, written });
+                }
+                _ => files.push(written.into()),
+            }
+        }
+        (found, files)
+    }
+
+    /// Whose it is, and its name.
+    pub fn key(&self) -> (u32, String) {
+        (self.record.uid, self.record.name.clone())
+    }
+
+    /// Its pages.
+    pub fn page(&self) -> Page {
+        self.page
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// What its user was given.
+    pub fn secret(&self) -> &str {
+        &self.record.secret
+    }
+
+    /// Who has it, or had it.
+    pub fn owner(&self) -> Option<Owner> {
+        self.record.owner
+    }
+
+    /// Writes that it has an owner again, before that gets it.
+    ///
+    /// # Errors
+    ///
+    /// The system's.
+    pub fn set_owner(&mut self, owner: Option<Owner>) -> io::Result<()> {
+        self.record.owner = owner;
+        self.write(&serde_json::to_vec(&self.record)?)
+    }
+
+    /// Writes that it is no longer kept, for a manager may let go of it later than it was told.
+    pub fn forget(&self) {
+        // A record that is not to be written is one that is not to be read.
+        let _ = self.write(b"");
+    }
+
+    fn write(&self, text: &[u8]) -> io::Result<()> {
+        let mut record = [b' '; RECORD];
+        record.get_mut(..text.len()).ok_or(io::ErrorKind::InvalidInput)?.copy_from_slice(text);
+        self.written.write_all_at(&record, 0)
+    }
+
+    /// What a manager holds: the memory, and what is written beside it.
+    pub(crate) fn both(&self) -> [BorrowedFd<'_>; 2] {
+        [self.memory.as_fd(), self.written.as_fd()]
+    }
+
+    /// The file's number, which its name with the manager is made of.
+    pub(crate) fn inode(&self) -> u64 {
+        self.record.inode
+    }
+
+    /// One more descriptor of the memory.
+    ///
+    /// # Errors
+    ///
+    /// The system's: none is left.
+    pub fn memory(&self) -> io::Result<OwnedFd> {
+        self.memory.try_clone()
+    }
+}
+
+impl Record {
+    fn read(file: &File) -> Option<Self> {
+        if file.metadata().ok()?.size() != RECORD as u64 {
+            return None;
+        }
+        let mut text = [0; RECORD];
+        file.read_exact_at(&mut text, 0).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+}
