@@ -109,7 +109,7 @@ pub use memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
 pub use owned::OwnerNext;
 pub use page_table::{Editing, Exclusive, PageTable, Shared};
 pub use protect::Change;
-pub use run::{Leaf, Run};
+pub use run::{Leaf, Leaves, Run};
 pub use shootdown::{ShootdownBatch, ShootdownPolicy};
 pub use shootdown_counters::ShootdownCounts;
 pub use stale::Stale;

@@ -7,7 +7,7 @@ use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::outstanding::Outstanding;
-use crate::run::{Run, Runs};
+use crate::run::{Run, Runs, Visit};
 use crate::table::Table;
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -147,7 +147,8 @@ impl<F: PageFormat, L: RawEditLock> PageTable<F, L> {
     /// No CPU has it loaded or has anything of it cached, nor will; nobody is [beside](PageTable::beside) it.
     pub unsafe fn retire(self, memory: &mut impl TableMemory, mut visit: impl FnMut(Run)) {
         let mut tree = self.tree(memory);
-        let mut runs = Runs::new(Flags::HARDWARE, &mut visit);
+        let mut visit = |runs: &[Run]| runs.iter().copied().for_each(&mut visit);
+        let mut runs = Runs::new(Flags::HARDWARE, Visit::Runs(&mut visit), None);
         let root = tree.table(self.root);
         let (first, end) = (self.bounds.first_page(), self.bounds.end_page());
         // SAFETY: no CPU walks it, and this handle was the only one.

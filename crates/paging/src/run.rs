@@ -4,7 +4,10 @@ use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES};
 use crate::table::{LINE, Table};
-use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
+use core::fmt;
+use core::marker::PhantomData;
+use core::mem::MaybeUninit;
+use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
 
 /// One leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,32 +42,177 @@ pub struct Run {
     pub flags: Flags,
 }
 
+/// Leaves of one table as they stand side by side, for whoever takes them as they are: nothing is put together, or worked out,
+/// that is not asked for.
+#[derive(Clone, Copy)]
+pub struct Leaves<'a, F> {
+    /// Page number of the first entry.
+    first: u64,
+    level: u32,
+    /// Leaves, and others that count as none.
+    entries: &'a [u64],
+    /// Whether a table on the way allowed no stores.
+    read_only: bool,
+    format: PhantomData<F>,
+}
+
+impl<F> fmt::Debug for Leaves<'_, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leaves").field("first", &self.first).field("level", &self.level).finish_non_exhaustive()
+    }
+}
+
+impl<F: PageFormat> Leaves<'_, F> {
+    /// How many 4 KiB pages are mapped.
+    pub fn pages(&self) -> u64 {
+        self.entries.iter().map(|entry| entry & 1).sum::<u64>() << level::shift(self.level)
+    }
+
+    /// One run, if that is all there is and no entry is left out; leaves that differ in those of `differ` that hardware changes
+    /// make one nevertheless. Ends with the first cache line that says otherwise.
+    #[inline]
+    pub fn as_run(&self, differ: Flags) -> Option<Run> {
+        let differ = F::mask(differ & Flags::HARDWARE);
+        let all = self.stretches(differ).next().filter(|stretch| stretch.leaves == self.entries.len())?;
+        let pages = (all.leaves as u64) << level::shift(self.level);
+        let leaf = self.leaf(all.entry & !differ | (all.any ^ F::CLEAN) & differ);
+        let extent = Extent::new(leaf.frame, pages).ok()?;
+        Some(Run { at: level::address(self.first), extent, size: leaf.size, flags: leaf.flags })
+    }
+
+    /// Each leaf with its address, in ascending order. 8 bytes read per entry; of a leaf is worked out what is looked at.
+    #[inline]
+    pub fn iter(&self) -> impl Iterator<Item = (VirtAddr, Leaf)> {
+        let pages = (self.first..).step_by(1 << level::shift(self.level));
+        let leaves = self.entries.iter().zip(pages).filter(|(entry, _)| is_leaf::<F>(**entry, self.level));
+        leaves.map(|(entry, page)| (level::address(page), self.leaf(*entry)))
+    }
+
+    #[inline]
+    fn leaf(&self, entry: u64) -> Leaf {
+        let flags = F::flags(entry);
+        let flags = if self.read_only { flags.without(Flags::WRITE) } else { flags };
+        Leaf { frame: F::frame(entry), size: level::size(self.level), flags }
+    }
+
+    /// Leaves in a row that continue each other.
+    #[inline]
+    fn stretches(&self, differ: u64) -> Stretches<'_, F> {
+        Stretches { entries: self.entries, level: self.level, keep: !differ, index: 0, format: PhantomData }
+    }
+}
+
+/// Whether an entry that is at rest, or has been copied, is a leaf.
+#[inline]
+fn is_leaf<F: PageFormat>(entry: u64, level: u32) -> bool {
+    entry & 1 != 0 && F::is_leaf(entry, level)
+}
+
+/// See [`Leaves::stretches`].
+struct Stretches<'a, F> {
+    entries: &'a [u64],
+    level: u32,
+    /// The bits that have to be as expected.
+    keep: u64,
+    /// Entries that have been looked at.
+    index: usize,
+    format: PhantomData<F>,
+}
+
+impl<F: PageFormat> Iterator for Stretches<'_, F> {
+    type Item = Stretch;
+
+    // A call for each would take longer than all else.
+    #[inline(always)]
+    fn next(&mut self) -> Option<Stretch> {
+        let step = level::pages(self.level) << PAGE_SHIFT;
+        let mut entry = *self.entries.get(self.index)?;
+        while !is_leaf::<F>(entry, self.level) {
+            self.index += 1;
+            entry = *self.entries.get(self.index)?;
+        }
+        let from = self.index;
+        let (mut next, mut expected, mut any) = (from + 1, entry.wrapping_add(step), entry ^ F::CLEAN);
+        while let Some(seen) = self.entries.get(next).filter(|seen| (*seen ^ expected) & self.keep == 0) {
+            any |= seen ^ F::CLEAN;
+            expected = expected.wrapping_add(step);
+            next += 1;
+            // Whole cache lines without a branch inside, where a run has filled one already.
+            while next - from >= LINE
+                && next.is_multiple_of(LINE)
+                && let Some(line) = self.entries[next..].first_chunk::<LINE>()
+            {
+                let (mut wrong, mut all) = (0, 0);
+                for (place, seen) in line.iter().enumerate() {
+                    wrong |= seen ^ expected.wrapping_add(step * place as u64);
+                    all |= seen ^ F::CLEAN;
+                }
+                if wrong & self.keep != 0 {
+                    break;
+                }
+                any |= all;
+                expected = expected.wrapping_add(step * LINE as u64);
+                next += LINE;
+            }
+        }
+        self.index = next;
+        Some(Stretch { from, leaves: next - from, entry, any })
+    }
+}
+
+/// Leaves in a row of one table that continue each other.
+struct Stretch {
+    /// Place of the first.
+    from: usize,
+    leaves: usize,
+    /// The first one's entry.
+    entry: u64,
+    /// As in [`Open`].
+    any: u64,
+}
+
+/// To whom what is found is shown.
+pub(crate) enum Visit<'v, F> {
+    /// By maximal runs, several at a time.
+    Runs(&'v mut dyn FnMut(&[Run])),
+    /// As it stands.
+    Leaves(&'v mut dyn FnMut(Leaves<'_, F>)),
+}
+
 /// A leaf as it is below a table that allows no stores.
 fn without_write<F: PageFormat>(entry: u64) -> u64 {
     F::change(entry, Flags::NONE, Flags::WRITE)
 }
 
-/// Puts runs together, across tables, and hands out maximal ones.
+/// Runs that are handed out together: as many stay in the nearest cache without weighing on a kernel's stack.
+const TOGETHER: usize = 16;
+
+/// Puts runs together, across tables, and hands out maximal ones by slices: a run that is read where it was just written, in
+/// words of another size, waits for the store to leave the CPU.
 pub(crate) struct Runs<'v, F> {
-    current: Option<Open>,
+    /// The run that may go on.
+    open: Open,
+    /// Runs that are complete and nobody has been shown; the first so many.
+    complete: ([MaybeUninit<Run>; TOGETHER], usize),
     differ: u64,
     /// Whether a table on the way down [allows no stores](crate::format::is_read_only): leaves do not either then.
     read_only: bool,
-    visit: &'v mut dyn FnMut(Run),
+    /// Entry bits, frame apart, and the flags that they are: leaves that follow each other mostly have the same.
+    known: (u64, Flags),
+    visit: Visit<'v, F>,
     owners: Option<&'v mut OwnerVisit<'v>>,
     /// 4 KiB pages that the owner's entries shown stand for, since somebody [asked](Runs::owned).
     owned: u64,
-    format: core::marker::PhantomData<F>,
 }
 
 /// What is shown an [owner's entry](crate::owned): address, size and word.
 pub(crate) type OwnerVisit<'v> = dyn FnMut(VirtAddr, PageSize, u64) + 'v;
 
 /// A run that may go on.
-#[derive(Clone, Copy)]
 struct Open {
     /// First page number.
     first: u64,
+    /// 0: there is none.
     pages: u64,
     level: u32,
     /// Entry of the first leaf, less what the run leaves out of that leaf's beginning.
@@ -74,16 +222,19 @@ struct Open {
 }
 
 impl<'v, F: PageFormat> Runs<'v, F> {
-    /// Leaves make one run even if they differ in those of `differ` that [hardware changes](Flags::HARDWARE).
-    pub(crate) fn new(differ: Flags, visit: &'v mut dyn FnMut(Run)) -> Self {
-        let differ = F::mask(differ & Flags::HARDWARE);
-        let format = core::marker::PhantomData;
-        Runs { current: None, differ, read_only: false, visit, owners: None, owned: 0, format }
-    }
-
-    /// Shows the owner's entries of tables that are [at rest](Runs::scan_at_rest) too.
-    pub(crate) fn with_owners(self, owners: &'v mut OwnerVisit<'v>) -> Self {
-        Runs { owners: Some(owners), ..self }
+    /// Leaves make one run even if they differ in those of `differ` that [hardware changes](Flags::HARDWARE). Owner's entries
+    /// of tables that are [at rest](Runs::scan_at_rest) are shown to `owners`.
+    pub(crate) fn new(differ: Flags, visit: Visit<'v, F>, owners: Option<&'v mut OwnerVisit<'v>>) -> Self {
+        Runs {
+            open: Open { first: 0, pages: 0, level: 0, entry: 0, any: 0 },
+            complete: ([MaybeUninit::uninit(); TOGETHER], 0),
+            differ: F::mask(differ & Flags::HARDWARE),
+            read_only: false,
+            known: (0, F::flags(0)),
+            visit,
+            owners,
+            owned: 0,
+        }
     }
 
     /// How many 4 KiB pages the owner's entries stand for that were shown since the last time.
@@ -113,13 +264,17 @@ impl<'v, F: PageFormat> Runs<'v, F> {
 
     /// Adds `pages` pages from `first` on, mapped by leaves of `level`; `entry` is the first leaf with the frame of
     /// `first` itself in it, `any` as in [`Open`].
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push(&mut self, first: u64, pages: u64, level: u32, entry: u64, any: u64) {
+        if let Visit::Leaves(visit) = &mut self.visit {
+            return visit(Leaves { first, level, entries: &[entry], read_only: self.read_only, format: PhantomData });
+        }
         let (entry, any) = match self.read_only {
             false => (entry, any),
             true => (without_write::<F>(entry), without_write::<F>(any ^ F::CLEAN) ^ F::CLEAN),
         };
-        if let Some(open) = &mut self.current
+        let open = &mut self.open;
+        if open.pages != 0
             && open.first + open.pages == first
             && open.level == level
             && ((open.entry + (open.pages << PAGE_SHIFT)) ^ entry) & !self.differ == 0
@@ -128,27 +283,57 @@ impl<'v, F: PageFormat> Runs<'v, F> {
             open.any |= any;
             return;
         }
-        self.flush();
-        self.current = Some(Open { first, pages, level, entry, any });
+        self.complete();
+        self.open = Open { first, pages, level, entry, any };
+    }
+
+    /// Puts the open run among the complete ones.
+    #[inline(always)]
+    fn complete(&mut self) {
+        let Open { first, pages, level, entry, any } = self.open;
+        let extent = Extent::new(F::frame(entry), pages).unwrap_or_default();
+        if extent.is_empty() {
+            return;
+        }
+        // Of the bits that may differ, those that any leaf has.
+        let bits = (entry & !self.differ | (any ^ F::CLEAN) & self.differ) & !F::FRAME;
+        if bits != self.known.0 {
+            self.known = (bits, F::flags(bits));
+        }
+        let (runs, count) = &mut self.complete;
+        if let Some(place) = runs.get_mut(*count) {
+            place.write(Run { at: level::address(first), extent, size: level::size(level), flags: self.known.1 });
+            *count += 1;
+        }
+        if self.complete.1 == TOGETHER {
+            self.hand_out();
+        }
+    }
+
+    #[inline(never)]
+    fn hand_out(&mut self) {
+        let (runs, count) = &mut self.complete;
+        let count = core::mem::take(count);
+        if let Visit::Runs(visit) = &mut self.visit {
+            // SAFETY: the first `count` have been written since they were handed out last.
+            visit(unsafe { core::slice::from_raw_parts(runs.as_ptr().cast(), count) });
+        }
     }
 
     /// Hands out what has been put together.
     pub(crate) fn flush(&mut self) {
-        let Some(open) = self.current.take() else { return };
-        // The frame is the first leaf's; of the bits that may differ, those that any leaf has.
-        let entry = open.entry & !self.differ | (open.any ^ F::CLEAN) & self.differ;
-        let Ok(extent) = Extent::new(F::frame(open.entry), open.pages) else { return };
-        (self.visit)(Run {
-            at: level::address(open.first),
-            extent,
-            size: level::size(open.level),
-            flags: F::flags(entry),
-        });
+        self.complete();
+        self.hand_out();
     }
 
-    /// Adds what entries `from..to` of a table of level 0 map, entry `from` being page `first`'s. `hidden` is what has to be flipped to see leaves; entries that are none then are passed over.
-    pub(crate) fn scan(&mut self, table: Table, from: usize, to: usize, first: u64, hidden: u64) {
-        self.scan_lines(from, to, first, hidden, |index| table.get(index), |index| table.line(index));
+    /// Adds the leaves among entries `from..to` of a table of level 0, entry `from` being page `first`'s; `read` reads one.
+    pub(crate) fn scan(&mut self, from: usize, to: usize, first: u64, mut read: impl FnMut(usize) -> u64) {
+        let mut entries = [0; COPIED];
+        for begins in (from..to).step_by(COPIED) {
+            let entries = &mut entries[..(to - begins).min(COPIED)];
+            entries.iter_mut().enumerate().for_each(|(place, entry)| *entry = read(begins + place));
+            self.add(first + (begins - from) as u64, entries);
+        }
     }
 
     /// Adds what a table of level 0 maps that nobody walks or writes any more. `next` is a table to be read soon.
@@ -157,66 +342,30 @@ impl<'v, F: PageFormat> Runs<'v, F> {
     ///
     /// It is so.
     pub(crate) unsafe fn scan_at_rest(&mut self, table: Table, first: u64, next: Option<Table>) {
-        let line = |index| {
-            if let Some(next) = next {
-                next.prefetch(index);
-            }
-            // SAFETY: the caller's promise.
-            unsafe { table.line_at_rest(index) }
-        };
-        self.scan_lines(0, ENTRIES, first, 0, |index| table.get(index), line);
+        if let Some(next) = next {
+            (0..ENTRIES).step_by(LINE).for_each(|index| next.prefetch(index));
+        }
+        // SAFETY: the caller's promise.
+        let entries = unsafe { table.at_rest() };
+        self.add(first, entries);
+        if self.owners.is_some() {
+            let others = entries.iter().zip(first..).filter(|(entry, _)| **entry & 1 == 0);
+            others.for_each(|(entry, page)| self.owner(page, 0, *entry));
+        }
     }
 
+    /// Adds the leaves among entries of level 0, the first of which is page `first`'s.
     #[inline]
-    fn scan_lines(
-        &mut self,
-        from: usize,
-        to: usize,
-        first: u64,
-        hidden: u64,
-        get: impl Fn(usize) -> u64,
-        line: impl Fn(usize) -> [u64; LINE],
-    ) {
-        let step = PAGE_BYTES;
-        let mut index = from;
-        while index < to {
-            let entry = get(index) ^ hidden;
-            // What was not hidden that way is not present after the flip, or still has the mark.
-            let leaf = entry & (1 | F::DETACHED & !F::RESERVED) == 1 && F::is_leaf(entry, 0);
-            if !leaf {
-                if entry != 0 {
-                    self.owner(first + (index - from) as u64, 0, entry);
-                }
-                index += 1;
-                continue;
-            }
-            let (mut next, mut expected, mut any) = (index, entry, entry ^ F::CLEAN);
-            while next < to {
-                // Whole cache lines without a branch inside, what is before, after and between entry by entry.
-                if next.is_multiple_of(LINE) && next + LINE <= to {
-                    let (mut wrong, mut all) = (0, 0);
-                    for (place, seen) in line(next).into_iter().enumerate() {
-                        wrong |= (seen ^ hidden) ^ expected.wrapping_add(step * place as u64);
-                        all |= seen ^ hidden ^ F::CLEAN;
-                    }
-                    if wrong & !self.differ == 0 {
-                        any |= all;
-                        expected = expected.wrapping_add(step * LINE as u64);
-                        next += LINE;
-                        continue;
-                    }
-                }
-                let seen = get(next) ^ hidden;
-                if (seen ^ expected) & !self.differ != 0 {
-                    break;
-                }
-                any |= seen ^ F::CLEAN;
-                expected = expected.wrapping_add(step);
-                next += 1;
-            }
-            let (at, more) = (index - from, next - index);
-            self.push(first + at as u64, more as u64, 0, entry, any);
-            index = next;
+    fn add(&mut self, first: u64, entries: &[u64]) {
+        let leaves = Leaves { first, level: 0, entries, read_only: self.read_only, format: PhantomData };
+        if let Visit::Leaves(visit) = &mut self.visit {
+            return visit(leaves);
+        }
+        for stretch in leaves.stretches(self.differ) {
+            self.push(first + stretch.from as u64, stretch.leaves as u64, 0, stretch.entry, stretch.any);
         }
     }
 }
+
+/// Entries that are copied out of a table that others use, before they are looked at.
+const COPIED: usize = 64;

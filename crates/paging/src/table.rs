@@ -49,16 +49,15 @@ impl Table {
         core::array::from_fn(|place| self.get(index + place))
     }
 
-    /// The same by plain loads, which the compiler may combine.
+    /// All entries, for plain loads, which the compiler may combine.
     ///
     /// # Safety
     ///
-    /// Nobody writes to the table meanwhile, neither hardware nor software.
+    /// Nobody writes to the table, neither hardware nor software, and it is not given back, while the slice is used.
     #[inline]
-    pub(crate) unsafe fn line_at_rest(self, index: usize) -> [u64; LINE] {
-        let line = (index & (ENTRIES - 1)) / LINE;
-        // SAFETY: 64 bytes within the table, aligned to 8; nobody writes to them.
-        unsafe { self.0.cast::<[u64; LINE]>().add(line).read() }
+    pub(crate) unsafe fn at_rest<'a>(self) -> &'a [u64; ENTRIES] {
+        // SAFETY: the whole table, aligned to 8; nobody writes to it.
+        unsafe { self.0.cast::<[u64; ENTRIES]>().as_ref() }
     }
 
     /// Asks for a cache line ahead of its use.

@@ -7,7 +7,7 @@ use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
-use crate::run::{Leaf, Run, Runs};
+use crate::run::{Leaf, Run, Runs, Visit};
 use crate::table::Table;
 use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, PhysAddr, VirtAddr, VirtRange};
 
@@ -52,7 +52,7 @@ macro_rules! looking {
             /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span; nothing has
             /// been shown.
             pub fn walk(&self, span: VirtRange, differ: Flags, mut visit: impl FnMut(Run)) -> Result<(), PagingError> {
-                self.tree.walk(span, differ, &mut visit)
+                self.tree.walk(span, differ, &mut |runs| runs.iter().copied().for_each(&mut visit))
             }
         }
     };
@@ -72,9 +72,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         found::<F>(&self.descend(page))
     }
 
-    fn walk(&self, span: VirtRange, differ: Flags, visit: &mut dyn FnMut(Run)) -> Result<(), PagingError> {
+    fn walk(&self, span: VirtRange, differ: Flags, visit: &mut dyn FnMut(&[Run])) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
-        let mut runs = Runs::<F>::new(differ, visit);
+        let mut runs = Runs::<F>::new(differ, Visit::Runs(visit), None);
         self.walk_table(self.table(self.root), Self::ROOT, first, end, &mut runs);
         runs.flush();
         Ok(())
@@ -83,7 +83,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn walk_table(&self, table: Table, level: u32, first: u64, end: u64, runs: &mut Runs<'_, F>) {
         if level == 0 {
             let from = level::index(first, 0);
-            return runs.scan(table, from, from + (end - first) as usize, first, 0);
+            return runs.scan(from, from + (end - first) as usize, first, |index| table.get(index));
         }
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);

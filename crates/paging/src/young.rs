@@ -11,7 +11,7 @@ use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Exclusive, Shared, Tree};
-use crate::run::{Run, Runs};
+use crate::run::{Run, Runs, Visit};
 use crate::table::Table;
 use hugemm_base::{PAGE_SHIFT, Pfn, VirtRange};
 
@@ -41,7 +41,7 @@ macro_rules! ageing {
                 span: VirtRange,
                 mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
-                self.tree.test_and_clear_young(span, |_, _| true, &mut visit)
+                self.tree.test_and_clear_young(span, |_, _| true, &mut |runs| runs.iter().copied().for_each(&mut visit))
             }
 
             /// The same for those leaves only that `choose` wants, by their first page's number and first frame; others
@@ -56,7 +56,7 @@ macro_rules! ageing {
                 choose: impl FnMut(u64, Pfn) -> bool,
                 mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
-                self.tree.test_and_clear_young(span, choose, &mut visit)
+                self.tree.test_and_clear_young(span, choose, &mut |runs| runs.iter().copied().for_each(&mut visit))
             }
         }
     };
@@ -70,12 +70,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         &mut self,
         span: VirtRange,
         mut choose: impl FnMut(u64, Pfn) -> bool,
-        visit: &mut dyn FnMut(Run),
+        visit: &mut dyn FnMut(&[Run]),
     ) -> Result<Young, PagingError> {
         let (first, end) = self.check(span)?;
         let mut young = Young::default();
         // Leaves that were written and leaves that were not are equally young.
-        let mut runs = Runs::<F>::new(Flags::DIRTY, visit);
+        let mut runs = Runs::<F>::new(Flags::DIRTY, Visit::Runs(visit), None);
         self.age_table(self.table(self.root), Self::ROOT, first, end, &mut choose, &mut young, &mut runs);
         runs.flush();
         Ok(young)

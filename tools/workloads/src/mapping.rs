@@ -357,8 +357,9 @@ impl<F: PageFormat, M: TableMemory> MapperLoop for ByRange<'_, F, M> {
         let unhooked = guard.detach(span(field)?, Editing::LIVE)?;
         // SAFETY: `new` requires that no CPU translates by the table.
         let detached = unsafe { unhooked.assume_flushed() };
-        let harvest = guard.harvest(detached, Flags::HARDWARE, |run| {
-            core::hint::black_box(run);
+        let harvest = guard.harvest_leaves(detached, |leaves| match leaves.as_run(Flags::HARDWARE) {
+            Some(run) => _ = core::hint::black_box(run.extent),
+            None => leaves.iter().for_each(|(_, leaf)| _ = core::hint::black_box(leaf.frame)),
         });
         harvest.map(|harvest| harvest.pages).map_err(|(error, _)| error.into())
     }

@@ -1,11 +1,11 @@
 //! Detaching, harvesting, and what the owner of a table keeps in it.
 
 use crate::support::{Heap, access, at, extent, lower, span};
-use crate::{DATA, GIB, SMALL, table, unmap};
+use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn, VirtRange};
 use hugemm_paging::{
-    Change, Editing, Flags, Lookup, NoTable, PageTable, PagingError, Run, TableContent, TableMemory, X86_64,
+    Change, Editing, Flags, Leaf, Lookup, NoTable, PageTable, PagingError, Run, TableContent, TableMemory, X86_64,
 };
 
 /// Where nothing is mapped nothing is detached: it is neither blocked nor has anybody to harvest it.
@@ -152,6 +152,54 @@ fn what_the_owner_has_goes_with_the_span_or_not_at_all() {
     }
     assert_eq!(seen.take(), [owned[1]]);
     unmap(&table, &heap, span(0, GIB));
+}
+
+/// Tables as they stood say what a walk said before: whole ones of one run, scattered ones, such as stay, a larger leaf, holes, and
+/// what a table above them denies.
+#[test]
+fn tables_are_shown_as_they_stood() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 512), [extent(4096, 512)], SMALL).expect("mapped");
+    let scattered = (0..512).rev().map(|i| extent(8192 + i * 2, 1));
+    table.exclusive(&heap).map(span(512, 512), scattered, SMALL).expect("mapped");
+    table
+        .exclusive(&heap)
+        .map(span(1024, 100), [extent(70, 40), extent(20, 30), extent(0, 30)], SMALL)
+        .expect("mapped");
+    table.exclusive(&heap).map(span(1200, 300), [extent(200, 300)], SMALL).expect("mapped");
+    table.exclusive(&heap).map(span(2048, 512), [extent(2048, 512)], DATA).expect("a leaf of 2 MiB");
+    let _ = table.exclusive(&heap).write_protect(span(512, 512)).expect("in bounds");
+    let change = Change { set: Flags::DIRTY, clear: Flags::NONE };
+    let _ = table.exclusive(&heap).protect(span(100, 7), change, Editing::LIVE).expect("in bounds");
+
+    // The last table stays.
+    let mut walked = Vec::new();
+    let each = |run: Run| {
+        let leaf = move |i| Leaf { frame: Pfn::new(run.extent.base().number() + i), size: run.size, flags: run.flags };
+        let leaves = run.extent.pages() / run.size.pages();
+        walked.extend((0..leaves).map(|i| i * run.size.pages()).map(|i| (at((run.at.get() >> 12) + i), leaf(i))));
+    };
+    table.shared(&heap).walk(span(0, 1450), Flags::NONE, each).expect("in bounds");
+    let (mut shown, mut whole, mut pages) = (Vec::new(), Vec::new(), 0);
+    for range in [span(0, 1450), span(2048, 512)] {
+        let unhooked = table.exclusive(&heap).detach(range, Editing::LIVE).expect("detached");
+        // SAFETY: nothing is cached anywhere.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let harvest = table.exclusive(&heap).harvest_leaves(detached, |leaves| {
+            pages += leaves.pages();
+            shown.extend(leaves.iter());
+            assert_eq!(leaves.as_run(Flags::NONE), leaves.as_run(Flags::HARDWARE).filter(|run| run.at != at(0)));
+            whole.extend(leaves.as_run(Flags::HARDWARE).map(|run| (run.at, run.extent, run.size, run.flags)));
+        });
+        assert_eq!(harvest.map(|found| found.pages).ok(), Some(if range.pages() == 512 { 512 } else { 1374 }));
+    }
+    let large = Leaf { frame: Pfn::new(2048), size: PageSize::Size2M, flags: Flags::WRITE };
+    walked.push((at(2048), large));
+    assert_eq!((shown, pages), (walked, 1374 + 512));
+    assert_eq!(whole[0], (at(0), extent(4096, 512), PageSize::Size4K, Flags::WRITE | Flags::DIRTY));
+    assert_eq!(whole[whole.len() - 1], (at(2048), extent(2048, 512), PageSize::Size2M, Flags::WRITE));
+    assert_eq!(runs(&table, &heap, span(0, 4096)), [(1450, extent(450, 50), PageSize::Size4K)]);
 }
 
 /// What a visitor was shown before it unwound is not shown again, nor its tables given back twice.
