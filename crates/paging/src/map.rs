@@ -19,7 +19,7 @@ use crate::page_table::{Exclusive, Shared, Tree};
 use crate::source::Source;
 use crate::table::{Table, ready_to_commit};
 use crate::walker;
-use hugemm_base::{Extent, PAGE_SHIFT, PageSize, Pfn, VirtRange};
+use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtRange};
 
 /// How to map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +75,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 struct Job<I> {
     source: Source<I>,
     flags: Flags,
+    /// The leaf of 4 KiB that these flags make of frame 0: leaves of other frames differ by the frame's address.
+    template: u64,
     /// Level of the largest leaf.
     largest: u32,
     first: u64,
@@ -141,11 +143,40 @@ impl<I: Iterator<Item = Extent>> Job<I> {
             return Ok(None);
         }
         let taken = self.source.take(leaves * level::pages(level)).unwrap_or_default();
-        if taken.end().number() > 1 << (F::PHYS_BITS - PAGE_SHIFT) {
-            return Err(PagingError::BadFrame { frame: taken.base() });
-        }
+        check_frames::<F>(taken)?;
         Ok(Some(taken))
     }
+
+    /// Fills a table of 4 KiB pages for the pages `first..end`. Plain stores, one after the other.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else reaches the table, and all of the pages lie under it.
+    unsafe fn fill<F: PageFormat>(&mut self, table: Table, first: u64, end: u64) -> Result<(), PagingError> {
+        let (mut index, template) = (level::index(first, 0), self.template);
+        let taken = self.source.take_each(end - first, |frames| -> Result<(), PagingError> {
+            check_frames::<F>(frames)?;
+            let entry = template.wrapping_add(frames.start().get());
+            if frames.pages() == 1 {
+                table.set(index, entry);
+                index += 1;
+                return Ok(());
+            }
+            let next = index + frames.pages() as usize;
+            // SAFETY: the caller's promise; together they are at most as many as asked for.
+            unsafe { table.fill(index, next, entry, PAGE_BYTES) };
+            index = next;
+            Ok(())
+        })?;
+        if taken < end - first { Err(PagingError::OutOfFrames { at: level::address(first + taken) }) } else { Ok(()) }
+    }
+}
+
+/// Whether entries can hold these frames.
+#[inline]
+fn check_frames<F: PageFormat>(frames: Extent) -> Result<(), PagingError> {
+    let fit = frames.end().number() <= 1 << (F::PHYS_BITS - PAGE_SHIFT);
+    if fit { Ok(()) } else { Err(PagingError::BadFrame { frame: frames.base() }) }
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
@@ -160,6 +191,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let job = Job {
             source: Source::new(runs.into_iter()),
             flags: how.flags,
+            template: F::leaf(Pfn::new(0), 0, how.flags),
             largest: level::of(how.largest),
             first,
             end,
@@ -182,6 +214,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         end: u64,
         job: &mut Job<I>,
     ) -> Result<(), PagingError> {
+        if level == 0 {
+            return Self::reserve_pages::<SHARED, I>(table, first, end, job);
+        }
         let mut next = first;
         while next < end {
             let slot = Slot::of(next, end, level);
@@ -207,6 +242,44 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
+    /// Reserves the pages `first..end`, which lie under one table of level 0, or publishes the only one there is.
+    fn reserve_pages<const SHARED: bool, I: Iterator<Item = Extent>>(
+        table: Table,
+        first: u64,
+        end: u64,
+        job: &mut Job<I>,
+    ) -> Result<(), PagingError> {
+        let single = job.end - job.first == 1;
+        let (template, hidden) = (job.template, if single { 0 } else { F::RESERVED });
+        // Kept up to date page by page: the iterator of frames may unwind.
+        let Job { source, reserved: page, .. } = job;
+        source.take_each(end - first, |frames| {
+            check_frames::<F>(frames)?;
+            let mut entry = template.wrapping_add(frames.start().get());
+            for _ in 0..frames.pages() {
+                let index = level::index(*page, 0);
+                let seen = match SHARED {
+                    true => table.publish_if_empty(index, entry ^ hidden).err(),
+                    false => Some(table.get(index)).filter(|seen| *seen != 0),
+                };
+                if let Some(seen) = seen {
+                    return Err(conflict(kind::<F>(seen, 0), Slot::of(*page, end, 0)));
+                }
+                if !SHARED {
+                    table.publish(index, entry ^ hidden);
+                }
+                entry = entry.wrapping_add(PAGE_BYTES);
+                *page += 1;
+            }
+            Ok(())
+        })?;
+        if *page < end {
+            return Err(PagingError::OutOfFrames { at: level::address(*page) });
+        }
+        job.published = single;
+        Ok(())
+    }
+
     /// Reserves what one empty entry spans, or publishes it if that is all there is to do.
     fn reserve_slot<const SHARED: bool, I: Iterator<Item = Extent>>(
         &mut self,
@@ -217,7 +290,6 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     ) -> Result<(), PagingError> {
         let entry = match job.take::<F>(level, u64::from(slot.whole))? {
             Some(frames) => F::leaf(frames.base(), level, job.flags),
-            None if level == 0 => return Err(PagingError::OutOfFrames { at: level::address(slot.first) }),
             None => F::table(self.build(level - 1, slot.first, slot.end, job)?),
         };
         job.published = slot.first == job.first && slot.end == job.end;
@@ -254,6 +326,11 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let frame = self.memory.alloc(if whole { TableContent::Any } else { TableContent::Zero })?;
         let table = self.table(frame);
         let mut built = Built { tree: self, frame, level, first, next: first };
+        if level == 0 {
+            // SAFETY: nobody else reaches a table that hangs nowhere; the pages lie under it.
+            unsafe { job.fill::<F>(table, first, end) }?;
+            return Ok(built.finish());
+        }
         while built.next < end {
             let slot = Slot::of(built.next, end, level);
             let whole_slots = if slot.whole { (end - slot.first) >> level::shift(level) } else { 0 };
@@ -266,7 +343,6 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     unsafe { table.fill(slot.index, slot.index + leaves, entry, step) };
                     built.next += frames.pages();
                 }
-                None if level == 0 => return Err(PagingError::OutOfFrames { at: level::address(slot.first) }),
                 None => {
                     let below = built.tree.build(level - 1, slot.first, slot.end, job)?;
                     table.set(slot.index, F::table(below));

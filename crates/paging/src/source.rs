@@ -31,6 +31,28 @@ impl<I: Iterator<Item = Extent>> Source<I> {
         Some(taken)
     }
 
+    /// Takes up to `pages` frames, run by run, and shows each part to `put`, which may refuse it; how many it took. The place in
+    /// the runs stays in registers meanwhile.
+    #[inline]
+    pub(crate) fn take_each<E>(&mut self, pages: u64, mut put: impl FnMut(Extent) -> Result<(), E>) -> Result<u64, E> {
+        let (mut run, mut taken, mut done) = (self.current, 0, Ok(()));
+        while taken < pages && done.is_ok() {
+            if run.is_empty() {
+                match self.rest.next() {
+                    Some(next) => run = next,
+                    None => break,
+                }
+                continue;
+            }
+            let (part, left) = run.split_at(pages - taken);
+            done = put(part);
+            taken += part.pages();
+            run = left;
+        }
+        self.current = run;
+        done.map(|()| taken)
+    }
+
     /// How many leaves of `pages` pages (a power of two) the current run can fill from here on: 0 if it is not aligned.
     #[inline]
     pub(crate) fn leaves(&mut self, pages: u64) -> u64 {
