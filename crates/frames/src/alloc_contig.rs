@@ -1,26 +1,26 @@
 //! Particular frames, not just any: a *claim* is such a call while it is at work.
 //!
-//! * [`alloc_contig_range`](Frames::alloc_contig_range) takes an extent, aligned or not, if all of it is free in the buddy system right
+//! * [`alloc_contig_range`](Frames::alloc_contig_range) takes an extent, aligned or not, if all of it is free in its node right
 //!   now. One lock round.
 //! * [`alloc_contig_pages`](Frames::alloc_contig_pages) empties a 2 MiB-aligned range and takes it, in four steps:
-//!   1. **Isolate.** Under the lock every 2 MiB block of the range is marked; its free blocks leave the free lists but
+//!   1. **Isolate.** Under the lock every 2 MiB block of the range is marked; its free blocks are found no more but
 //!      stay free. From here on nothing is allocated from the range.
 //!   2. **Drain.** Every CPU is asked for its cache; this one's is drained at once. A free that **races** with this
-//!      lands in the buddy system in any case: one that began before its CPU served the request is in the cache that is
+//!      lands in the node in any case: one that began before its CPU served the request is in the cache that is
 //!      then drained; one that begins after it sees the mark and bypasses the cache. It is re-checked under the lock, so
 //!      it becomes an isolated free block, which the claim finds.
 //!   3. **Migrate.** Each block of the range that is in use is offered to the caller's `migrate`, with nothing locked.
 //!      What it empties comes back as in step 2.
-//!   4. **Take or roll back.** If everything is free it is taken, otherwise the marks go and the free blocks return to
-//!      the lists: nothing is lost, and the next free or allocation sees ordinary blocks.
+//!   4. **Take or roll back.** If everything is free it is taken, otherwise the marks go and the free blocks are
+//!      found again: nothing is lost, and the next free or allocation sees ordinary blocks.
 //!
 //! Two claims never overlap: the second finds the marks and fails.
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::SPAN;
+use crate::blockmap::{SPAN, WORD_BITS, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{pages, take_word};
-use crate::freelist::{FreeLists, Known, List};
+use crate::freelist::FreeLists;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
@@ -94,7 +94,7 @@ impl<'m, E: Env> Frames<'m, E> {
         arena.filter(|arena| arena.extent.covers(extent)).ok_or(AllocContigError::NotManaged)
     }
 
-    /// Takes exactly these frames if all of them are free in the buddy system. One lock round, O(blocks in the range).
+    /// Takes exactly these frames if all of them are free in the node. One lock round, a line per 2 MiB of which parts are free.
     /// Frames in CPUs' caches count as in use: [`alloc_contig_pages`](Frames::alloc_contig_pages) gets those too.
     ///
     /// # Errors
@@ -122,7 +122,7 @@ impl<'m, E: Env> Frames<'m, E> {
         Ok(unsafe { Dirty::assume_owned(extent) })
     }
 
-    /// The first block of the extent that is not free.
+    /// The first frame of the extent that is not free.
     fn all_free(&self, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
         if in_block(extent.base()) == 0
             && extent.pages().is_multiple_of(SPAN as u64)
@@ -130,23 +130,21 @@ impl<'m, E: Env> Frames<'m, E> {
         {
             return Ok(());
         }
-        match self.blocks(arena, extent).find(|(pfn, order)| !self.is_free(arena, *pfn, *order)) {
-            None => Ok(()),
-            Some((pfn, _)) => Err(AllocContigError::InUse(pfn.max(extent.base()))),
-        }
-    }
-
-    /// The blocks that an extent touches.
-    fn blocks<'a>(&'a self, arena: &'a Arena<'m>, extent: Extent) -> impl Iterator<Item = (Pfn, u32)> + 'a {
-        let mut at = extent.base().number();
-        core::iter::from_fn(move || {
-            if at >= extent.end().number() {
-                return None;
+        let mut rest = extent;
+        while !rest.is_empty() {
+            let pfn = rest.base();
+            let (now, later) = rest.split_at((SPAN - in_block(pfn)) as u64);
+            if !arena.region(pfn).free.get(in_region(pfn)) {
+                let free = &arena.block(pfn).free;
+                let mut used = spans(in_block(pfn), now.pages() as usize).map(|(at, bits)| (at, bits & !free.load(at)));
+                if let Some((at, used)) = used.find(|(_, used)| *used != 0) {
+                    let index = at * WORD_BITS + used.trailing_zeros() as usize;
+                    return Err(AllocContigError::InUse(Pfn::new(pfn.number() - in_block(pfn) as u64 + index as u64)));
+                }
             }
-            let (head, order) = arena.block_of(Pfn::new(at));
-            at = head.number() + (1 << order);
-            Some((head, order))
-        })
+            rest = later;
+        }
+        Ok(())
     }
 
     fn any_isolated(&self, arena: &Arena<'m>, extent: Extent) -> bool {
@@ -170,24 +168,24 @@ impl<'m, E: Env> Frames<'m, E> {
         if whole == extent.pages() {
             return;
         }
-        let (mut at, end) = (extent.base().number(), extent.end().number());
-        while at < end {
-            let (head, order) = arena.block_of(Pfn::new(at));
-            let Ok(size) = Order::new(order) else { return };
-            // Not free: taken above.
-            if self.is_free(arena, head, order) {
-                let content = self.remove_block(lists, arena, head, order);
-                let whole = Extent::block(head, size);
-                let inside = whole.intersection(extent);
-                if inside != whole {
-                    self.cut_ends(arena, inside);
-                    let before = inside.base().number() - head.number();
-                    for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
-                        self.free_chunks(lists, arena, part, content);
-                    }
+        let mut rest = extent;
+        while !rest.is_empty() {
+            let pfn = rest.base();
+            let (inside, later) = rest.split_at((SPAN - in_block(pfn)) as u64);
+            rest = later;
+            let region = arena.region(pfn);
+            if region.free.get(in_region(pfn)) {
+                // A part of free 2 MiB: whole ones have been taken above.
+                let whole = Extent::block(Pfn::new(pfn.number() - in_block(pfn) as u64), BLOCK);
+                let content = self.remove_block(lists, arena, whole.base(), BLOCK_ORDER);
+                self.cut_ends(arena, inside);
+                let before = inside.base().number() - whole.base().number();
+                for part in [whole.slice(0, before), whole.slice(before + inside.pages(), whole.pages())] {
+                    self.free_chunks(lists, arena, part, content);
                 }
+            } else if region.split.get(in_region(pfn)) {
+                self.take_particular(lists, arena, pfn, inside.pages() as usize);
             }
-            at = head.number() + size.pages();
         }
     }
 
@@ -263,29 +261,24 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             while groups != 0 {
                 let group = first.number() + (u64::from(groups.trailing_zeros()) << BLOCK_ORDER);
-                self.mark_group(lists, arena, Extent::block(Pfn::new(group), BLOCK), isolated);
+                self.mark_group(lists, arena, Pfn::new(group), isolated);
                 groups &= groups - 1;
             }
         }
     }
 
-    /// The same for a group of small blocks: its free blocks become blocks of another kind.
-    fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, group: Extent, isolated: bool) {
-        let free = |(pfn, order): &(Pfn, u32)| self.is_free(arena, *pfn, *order);
-        for (pfn, order) in self.blocks(arena, group).filter(free) {
-            lists.remove(arena, pfn, order);
-        }
-        arena.region(group.base()).isolated.put_locked(in_region(group.base()), isolated);
+    /// The same for a group of single pages.
+    fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, group: Pfn, isolated: bool) {
+        arena.region(group).isolated.put_locked(in_region(group), isolated);
+        let free = arena.block(group).count.load(Ordering::Relaxed);
         // Relaxed: as above.
-        match isolated {
-            true => self.isolated.fetch_add(1, Ordering::Relaxed),
-            false => self.isolated.fetch_sub(1, Ordering::Relaxed),
-        };
-        for (pfn, order) in self.blocks(arena, group).filter(free) {
-            let mobility = arena.block(pfn).mobility();
-            // What was known is forgotten while a block is isolated.
-            let list = if isolated { List::Isolated } else { List::Small(mobility, Known::Dirty) };
-            lists.push(arena, pfn, order, list);
+        if isolated {
+            lists.isolated += free;
+            self.isolated.fetch_add(1, Ordering::Relaxed);
+        } else {
+            lists.isolated -= free;
+            self.isolated.fetch_sub(1, Ordering::Relaxed);
+            self.raise_all(arena, group);
         }
     }
 

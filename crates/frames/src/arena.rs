@@ -7,14 +7,14 @@
 //! |---|---|---|
 //! | frame | 64 | [`Descriptor`] |
 //! | 2 MiB block | 704 | [`Block`]: mobility, counts of what is free, start, free, zero and refused bits, references |
-//! | 1 GiB region | 2752 | [`Region`]: start, split, free, zero, refused and isolated bits over its blocks; where what is free |
+//! | 1 GiB region | 3904 | [`Region`]: start, split, free, zero, refused and isolated bits over its blocks; where what is free |
 //!
-//! 33 472 bytes per 2 MiB: 1.596 % of memory, of which references take 0.76 bytes per frame.
+//! 33 480 bytes per 2 MiB: 1.596 % of memory, of which references take 0.76 bytes per frame.
 
-use crate::blockmap::{Bits512, SPAN, SPAN_SHIFT, WORD_BITS, spans};
+use crate::blockmap::{Bits512, SPAN, SPAN_SHIFT, WORD_BITS, WORDS, spans};
 use crate::chunk::Takers;
 use crate::descriptor::Descriptor;
-use crate::freelist::{Known, List, Rows, SMALL, SMALL_KINDS, Tally};
+use crate::freelist::{Rows, SMALL_KINDS};
 use crate::mobility::Mobility;
 use crate::refs::{BlockRefs, WideCounts};
 use core::ptr::NonNull;
@@ -55,15 +55,19 @@ pub(crate) struct Block {
     mobility: AtomicU64,
     /// Wide reference counters, or null; set once.
     pub(crate) wide: AtomicPtr<WideCounts>,
-    /// Free blocks inside by known content and order. Node's lock.
-    pub(crate) tally: Tally<{ (2 * SMALL).div_ceil(4) }>,
+    /// How many pages inside are free, while it is a group. Node's lock.
+    pub(crate) count: AtomicU64,
+    /// How many of those are known to be zero. Node's lock.
+    pub(crate) zeroes: AtomicU64,
+    /// Of which kinds the region has this block's bit: see [`free4k`](crate::free4k). Node's lock.
+    pub(crate) hints: AtomicU64,
     /// Which CPUs' caches were filled from here last. Node's lock.
     pub(crate) takers: Takers,
     /// Where blocks start; valid while the block is split.
     pub(crate) starts: Bits512,
-    /// Which of them are free in the node. Node's lock.
+    /// Which pages are free in the node, while it is a group. Node's lock.
     pub(crate) free: Bits512,
-    /// Which of the free ones are known to be zero. Node's lock; meaningless where nothing is free.
+    /// Which of the free ones are known to be zero; none where nothing is free. Node's lock.
     pub(crate) zero: Bits512,
     /// Frames that must never be handed out again. Node's lock; bits are only ever set.
     pub(crate) refused: Bits512,
@@ -83,6 +87,18 @@ impl Block {
         self.set_mobility(mobility);
     }
 
+    /// All of it is free, or nothing. Node's lock.
+    pub(crate) fn set_free(&self, free: bool) {
+        (0..WORDS).for_each(|at| self.free.fill(at, free));
+        self.count.store(if free { SPAN as u64 } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// All of it is known to be zero, or nothing. Node's lock.
+    pub(crate) fn set_zero(&self, zero: bool) {
+        (0..WORDS).for_each(|at| self.zero.fill(at, zero));
+        self.zeroes.store(if zero { SPAN as u64 } else { 0 }, Ordering::Relaxed);
+    }
+
     /// For the owner of all of it.
     #[inline]
     pub(crate) fn set_mobility(&self, mobility: Mobility) {
@@ -94,7 +110,9 @@ impl Block {
         let block = Block {
             mobility: AtomicU64::new(Mobility::Unmovable.index() as u64),
             wide: AtomicPtr::new(core::ptr::null_mut()),
-            tally: Tally::new(),
+            count: AtomicU64::new(0),
+            zeroes: AtomicU64::new(0),
+            hints: AtomicU64::new(0),
             takers: Takers::default(),
             starts: Bits512::default(),
             free: Bits512::default(),
@@ -126,7 +144,7 @@ pub(crate) struct Region {
     pub(crate) isolated: Bits512,
     /// Which of the node's rows of 2 MiB have this region's bit set: see [`free2m`](crate::free2m). Node's lock.
     pub(crate) hints: AtomicU64,
-    /// For each kind of small free block, which 2 MiB blocks have one. Node's lock.
+    /// For each kind of less than 2 MiB, which 2 MiB blocks may have some. Node's lock.
     pub(crate) has: [Bits512; SMALL_KINDS],
 }
 
@@ -149,7 +167,7 @@ impl Region {
 }
 
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<Block>() == 704 && size_of::<Region>() == 2752);
+const _: () = assert!(size_of::<Block>() == 704 && size_of::<Region>() == 3904);
 
 /// An arena of a running manager.
 #[derive(Debug)]
@@ -216,15 +234,6 @@ impl<'m> Arena<'m> {
         self.first_region + ((pfn.number() >> REGION_ORDER) - first) as usize
     }
 
-    /// Which kind the free block of less than 2 MiB at `pfn` is.
-    pub(crate) fn list_of(&self, pfn: Pfn) -> List {
-        if self.region(pfn).isolated.get(in_region(pfn)) {
-            return List::Isolated;
-        }
-        let block = self.block(pfn);
-        List::Small(block.mobility(), Known::of(block.zero.get(in_block(pfn))))
-    }
-
     /// Whether a frame is in the arena: one comparison, because what is below the base wraps.
     #[inline]
     pub(crate) fn contains(&self, pfn: Pfn) -> bool {
@@ -275,13 +284,12 @@ impl<'m> Arena<'m> {
         self.region(pfn).split.fill_shared(in_region(pfn), 0, true);
     }
 
-    /// Splits the block of order `from` at `pfn`, the caller's, 2 MiB at most, into the lowest piece of order `to` and the
-    /// upper halves. O(log): two lines.
-    pub(crate) fn map_split_down(&self, pfn: Pfn, from: u32, to: u32, mobility: Mobility) {
-        if from == BLOCK_ORDER && to < BLOCK_ORDER {
-            self.open(pfn, mobility);
-        }
-        self.block(pfn).starts.split_down(in_block(pfn), from, to);
+    /// Makes a block of order 9, the caller's, a group of single pages.
+    pub(crate) fn map_open(&self, pfn: Pfn, mobility: Mobility) {
+        let block = self.block(pfn);
+        block.starts.reset(false);
+        block.set_mobility(mobility);
+        self.region(pfn).split.fill_shared(in_region(pfn), 0, true);
     }
 
     /// Splits the block of order `from` at `pfn`, the caller's, evenly into blocks of order `to`. At most 8 words down to

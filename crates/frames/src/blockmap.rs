@@ -17,18 +17,18 @@
 //!
 //! A start bit is written by whoever owns the frames it stands for: the owner of an allocated block, or the holder of
 //! the node's lock for free ones. Neighbours in a 64-bit word can have different owners, so a part of a word is changed
-//! by an atomic read-modify-write and only a whole word by a plain store. Free bits are written under the node's lock
-//! only, with plain stores.
+//! by an atomic read-modify-write and only a whole word by a plain store. Every free page of a group, and all free 2 MiB, are
+//! blocks by themselves; that they are free is in other bits, written under the node's lock only, with plain stores.
 //!
 //! Readers without ownership ([`Frames::head_of`](crate::Frames::head_of) for a walker that races with everything) read relaxed and get a
 //! guess, which they must check after taking a reference.
 
 mod runs;
 
-pub(crate) use runs::{count_runs, first_run, spans};
+pub(crate) use runs::{count_runs, every, first_run, runs_in, spans};
 
 use hugemm_base::sync::{AtomicU64, Ordering};
-use runs::{every, mask};
+use runs::mask;
 
 /// log2 of the frames in a 2 MiB block, and of the blocks in a 1 GiB region.
 pub(crate) const SPAN_SHIFT: u32 = 9;
@@ -147,23 +147,6 @@ impl Bits512 {
         }
     }
 
-    /// Whether no block starts strictly inside `[index, index + 2^order)`: then, where a block of that alignment does
-    /// start at `index`, it is at least that large.
-    #[inline]
-    pub(crate) fn none_inside(&self, index: usize, order: u32) -> bool {
-        let index = index & (SPAN - 1);
-        let first = mask(index % WORD_BITS, (1 << order.min(6)) as usize) & !(1 << (index % WORD_BITS));
-        if self.word(index).load(Ordering::Relaxed) & first != 0 {
-            return false;
-        }
-        let words = (1_usize << order.min(SPAN_SHIFT)) / WORD_BITS;
-        self.words
-            .iter()
-            .skip(index / WORD_BITS + 1)
-            .take(words.saturating_sub(1))
-            .all(|w| w.load(Ordering::Relaxed) == 0)
-    }
-
     /// Whether a block of order 0 starts at `index`, and the next one right after it in the same word: for every other
     /// case, and for every 64th position, [`block_at`](Bits512::block_at) knows.
     #[inline]
@@ -228,25 +211,6 @@ impl Bits512 {
         });
     }
 
-    /// Splits `[index, index + 2^from)` into one block of `to` at the bottom and the upper halves above it, of orders
-    /// `to`, `to + 1`, … `from - 1`. At most one atomic and three stores.
-    #[inline]
-    pub(crate) fn split_down(&self, index: usize, from: u32, to: u32) {
-        let index = index & (SPAN - 1);
-        let mut starts = 0;
-        for order in to..from {
-            if order < 6 {
-                starts |= 1 << ((index + (1 << order)) % WORD_BITS);
-            } else {
-                // A half of 64 positions or more owns its words.
-                self.word(index + (1 << order)).store(1, Ordering::Relaxed);
-            }
-        }
-        if starts != 0 {
-            self.word(index).fetch_or(starts, Ordering::Relaxed);
-        }
-    }
-
     /// Splits `[index, index + 2^from)` evenly into blocks of order `to`. One atomic below order 6, at most 8 plain
     /// stores above.
     pub(crate) fn split_even(&self, index: usize, from: u32, to: u32) {
@@ -295,54 +259,6 @@ impl Bits512 {
                 Some(at * WORD_BITS + bit as usize)
             })
         })
-    }
-
-    /// The bits that are set here and are `value` in `other`.
-    pub(crate) fn both(&self, other: &Bits512, value: bool) -> [u64; WORDS] {
-        let flip = if value { 0 } else { u64::MAX };
-        let word = |i: usize| self.words[i].load(Ordering::Relaxed) & (other.words[i].load(Ordering::Relaxed) ^ flip);
-        core::array::from_fn(word)
-    }
-
-    /// The first position where a block of exactly `order` starts that is set in `among` and `accept`ed.
-    pub(crate) fn first_block(
-        &self,
-        among: &[u64; WORDS],
-        order: u32,
-        accept: impl Fn(usize) -> bool,
-    ) -> Option<usize> {
-        let load = |at: usize| self.words.get(at).map_or(1, |word| word.load(Ordering::Relaxed));
-        if order >= 6 {
-            return (0..SPAN).step_by(1 << order.min(SPAN_SHIFT)).find(|index| {
-                let at = index / WORD_BITS;
-                among[at] & load(at) & 1 != 0
-                    && self.none_inside(*index, order)
-                    && load(at + (1 << (order - 6))) & 1 != 0
-                    && accept(*index)
-            });
-        }
-        for (at, among) in among.iter().enumerate() {
-            let here = load(at);
-            let candidates = among & here & every(order);
-            if candidates == 0 {
-                continue;
-            }
-            // Whether another block starts inside, gathered at the first bit of each group of 2^order.
-            let mut inside = here & !every(order);
-            for shift in 0..order {
-                inside |= inside >> (1 << shift);
-            }
-            let ended = here >> (1 << order) | load(at + 1) << (WORD_BITS - (1 << order));
-            let mut found = candidates & !inside & ended;
-            while found != 0 {
-                let index = at * WORD_BITS + found.trailing_zeros() as usize;
-                if accept(index) {
-                    return Some(index);
-                }
-                found &= found - 1;
-            }
-        }
-        None
     }
 
     /// The words, for scans.

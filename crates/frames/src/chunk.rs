@@ -13,9 +13,11 @@
 //! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::WORDS;
+use crate::blockmap::{WORDS, first_run};
 use crate::frames::{Env, Frames};
-use crate::freelist::{FreeLists, Known, List};
+use crate::free2m::Sought;
+use crate::free4k::{Place, kind};
+use crate::freelist::FreeLists;
 use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use hugemm_base::Pfn;
@@ -27,7 +29,7 @@ const CHUNK_SHIFT: u32 = 8;
 /// Chunks of a 2 MiB block.
 const HALVES: usize = 1 << (BLOCK_ORDER - CHUNK_SHIFT);
 
-/// 2 MiB blocks with room that are looked at for a place in nobody's chunk, per order.
+/// 2 MiB blocks that may have room that are looked at for a place in nobody's chunk.
 const TRIES: usize = 4;
 
 /// Whether a refill of so many blocks should look for a place apart. Whoever fetches many fills memory rather than taking and
@@ -98,60 +100,50 @@ impl<'m, E: Env> Frames<'m, E> {
         taker.is_some_and(|taker| taker.chunks.of(block.mobility()) == Some(chunk_of(pfn)))
     }
 
-    /// A free block of one kind and at least `order` in no other CPU's chunk, and its order.
+    /// A run of one kind in no other CPU's chunk.
     pub(crate) fn apart(
         &self,
         lists: &FreeLists,
         own: &PerCpu<'m>,
         order: u32,
-        list: List,
-    ) -> Option<(u32, &'m Arena<'m>, Pfn)> {
-        let List::Small(mobility, known) = list else { return None };
-        self.in_own_chunk(own, order, mobility, known).or_else(|| {
+        mobility: Mobility,
+        sought: Sought,
+    ) -> Option<Place<'m>> {
+        self.in_own_chunk(own, order, mobility, sought).or_else(|| {
             let places = self.places(lists)?;
-            let found = (order..BLOCK_ORDER).filter_map(|order| {
-                let found = places.blocks(order, list).take(TRIES).find_map(|(arena, first)| {
-                    let block = arena.block(first.max(arena.extent.base()));
-                    let mut free = block.free.both(&block.zero, known == Known::Zero);
+            let found = (order..BLOCK_ORDER).filter_map(|larger| {
+                let kind = kind(mobility, sought, larger);
+                let (arena, region, base) = places.at(places.rows.first(kind)?)?;
+                region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES).find_map(|at| {
+                    let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
+                    let block = arena.block(near);
+                    let mut room = if block.mobility() == mobility { block.room(sought) } else { [0; WORDS] };
                     for half in 0..HALVES {
-                        let pfn = Pfn::new(first.number() + ((half as u64) << CHUNK_SHIFT));
+                        let pfn = Pfn::new(near.number() - in_block(near) as u64 + ((half as u64) << CHUNK_SHIFT));
                         if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
-                            free = without(free, half);
+                            room = without(room, half);
                         }
                     }
-                    // Often nothing is left: what has room is another's.
-                    let left = free.iter().any(|word| *word != 0);
-                    let at = left.then(|| block.starts.first_block(&free, order, |_| true))??;
-                    Some((arena, Pfn::new(first.number() + at as u64)))
-                });
-                found.map(|(arena, pfn)| (order, arena, pfn))
+                    let index = first_run(order, |at| room[at % WORDS])?;
+                    Some(Place { arena, near, index, room })
+                })
             });
-            found.min_by_key(|(order, _, pfn)| (pfn.number() >> BLOCK_ORDER, *order))
+            found.min_by_key(Place::pfn)
         })
     }
 
-    /// The smallest that will do in the CPU's own chunk.
-    fn in_own_chunk(
-        &self,
-        own: &PerCpu<'m>,
-        order: u32,
-        mobility: Mobility,
-        known: Known,
-    ) -> Option<(u32, &'m Arena<'m>, Pfn)> {
-        let first = Pfn::new(own.chunks.of(mobility)? << CHUNK_SHIFT);
-        let arena = self.arena(first).filter(|arena| arena.node == own.node.0)?;
-        let (region, block, half) = (arena.region(first), arena.block(first), half_of(first));
-        let ours = region.split.get(in_region(first))
-            && !region.isolated.get(in_region(first))
+    /// The lowest in the CPU's own chunk.
+    fn in_own_chunk(&self, own: &PerCpu<'m>, order: u32, mobility: Mobility, sought: Sought) -> Option<Place<'m>> {
+        let near = Pfn::new(own.chunks.of(mobility)? << CHUNK_SHIFT);
+        let arena = self.arena(near).filter(|arena| arena.node == own.node.0)?;
+        let (region, block, half) = (arena.region(near), arena.block(near), half_of(near));
+        let ours = region.split.get(in_region(near))
+            && !region.isolated.get(in_region(near))
             && block.mobility() == mobility
             && block.takers.of(half) == Some(own.number);
-        let free = (0..HALVES)
-            .filter(|other| *other != half)
-            .fold(block.free.both(&block.zero, known == Known::Zero), without);
-        (order..=CHUNK_SHIFT).filter(|_| ours).find_map(|order| {
-            let at = block.starts.first_block(&free, order, |_| true)?;
-            Some((order, arena, Pfn::new(first.number() - in_block(first) as u64 + at as u64)))
-        })
+        let room = (0..HALVES).filter(|other| *other != half).fold(block.room(sought), without);
+        let index = first_run(order, |at| room[at % WORDS]).filter(|_| ours)?;
+        Some(Place { arena, near, index, room })
     }
 }
 

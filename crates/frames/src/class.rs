@@ -108,6 +108,16 @@ impl<'m> Class<'m> {
         Ok(())
     }
 
+    /// Adds blocks for as long as there is room. What is beyond is lost: whoever fetches them asks [`want`](Class::want) first.
+    pub(crate) fn extend(&self, blocks: impl Iterator<Item = Frozen>) {
+        let (mut len, high) = (self.len(), self.high.load(Ordering::Relaxed));
+        for block in blocks.take(high.saturating_sub(len) as usize) {
+            self.entry(len).store(block.into_word(), Ordering::Relaxed);
+            len += 1;
+        }
+        self.len.store(len, Ordering::Relaxed);
+    }
+
     /// The cache ran empty: raises the watermark if that keeps happening, and says how many to fetch: half of what there
     /// may be, or all if it does keep happening.
     pub(crate) fn want(&self) -> u64 {
@@ -162,18 +172,17 @@ impl<'m> Class<'m> {
         Ok(())
     }
 
-    /// Hands over all blocks that are to leave, in ascending order. They are counted until `f` returns.
-    pub(crate) fn drain_leavers(&self, f: impl FnOnce(&[u64])) {
+    /// Hands over all blocks that are to leave, and says how many. They are counted until `f` returns.
+    pub(crate) fn drain_leavers(&self, f: impl FnOnce(&mut [u64])) -> u64 {
         let count = self.leaving.load(Ordering::Relaxed) as usize;
         if count != 0 {
             // Whoever frees as much as it takes needs no larger cache, wherever that lies.
             self.note(DRAINED);
         }
         // SAFETY: `push_leaver` alone raises the count, and by one for each entry that there is.
-        let words = unsafe { words(self.leavers(), count) };
-        words.sort_unstable();
-        f(words);
+        f(unsafe { words(self.leavers(), count) });
         self.leaving.store(0, Ordering::Relaxed);
+        count as u64
     }
 
     /// Whether the class caches anything at all.
@@ -182,18 +191,21 @@ impl<'m> Class<'m> {
         !self.entries.is_empty()
     }
 
-    /// Hands up to `count` entries over, those that lie highest, in ascending order, and keeps the lowest, the lowest of
-    /// all on top. They are counted until `f` returns, so that nobody takes a cache that is being drained for an empty
-    /// one. O(len) where they lie in order, O(len log len) otherwise.
-    pub(crate) fn drain_highest(&self, count: u64, f: impl FnOnce(&[u64])) {
+    /// Hands up to `count` entries over, those that lie highest, in any order, and keeps the lowest, the lowest of all on top.
+    /// They are counted until `f` returns, so that nobody takes a cache that is being drained for an empty one. O(len).
+    pub(crate) fn drain_highest(&self, count: u64, f: impl FnOnce(&mut [u64])) {
         let len = self.len();
         let count = count.min(len) as usize;
         // SAFETY: there are at least `len` entries (see `entry`), and `f` knows nothing of this class.
         let words = unsafe { words(self.entries, len as usize) };
-        // By frame: the frame's number is the word's highest part.
-        words.sort_unstable_by(|a, b| b.cmp(a));
-        words[..count].reverse();
-        f(&words[..count]);
+        // By frame: the frame's number is the word's highest part. What lies in order stays so, and neighbours together.
+        if words.is_sorted() {
+            words.reverse();
+        } else if count < words.len() && !words.is_sorted_by(|a, b| a >= b) {
+            words.select_nth_unstable_by(count, |a, b| b.cmp(a));
+            words[count..].sort_unstable_by(|a, b| b.cmp(a));
+        }
+        f(&mut words[..count]);
         words.copy_within(count.., 0);
         self.len.store(len - count as u64, Ordering::Relaxed);
     }
@@ -268,8 +280,11 @@ mod tests {
         assert_eq!((class.push_leaver(block(90)), class.push_leaver(block(80))), (Ok(()), Ok(())));
         assert_eq!(class.push_leaver(block(70)), Err(block(70)), "a fifth of the entries");
         assert_eq!((class.len(), class.all()), (4, 6));
-        class.drain_highest(2, |words| assert_eq!(words, [5, 7].map(|pfn| block(pfn).into_word())));
-        class.drain_leavers(|words| assert_eq!(words, [80, 90].map(|pfn| block(pfn).into_word())));
+        class.drain_highest(2, |words| {
+            words.sort_unstable();
+            assert_eq!(words, [5, 7].map(|pfn| block(pfn).into_word()));
+        });
+        class.drain_leavers(|words| assert_eq!(words, [90, 80].map(|pfn| block(pfn).into_word())));
         assert_eq!((class.pop(), class.pop(), class.pop()), (Some(block(1)), Some(block(3)), None));
         assert_eq!(class.all(), 0);
     }

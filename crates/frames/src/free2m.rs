@@ -70,7 +70,7 @@ impl Region {
 }
 
 /// The lowest `count` bits of a word.
-fn lowest(word: u64, count: u64) -> u64 {
+pub(crate) fn lowest(word: u64, count: u64) -> u64 {
     // The common case: all of them lie side by side.
     let (first, wanted) = (word.trailing_zeros(), u64::MAX.unbounded_shr(64 - count.min(64) as u32));
     if word.unbounded_shr(first) & wanted == wanted {
@@ -85,7 +85,7 @@ fn lowest(word: u64, count: u64) -> u64 {
 }
 
 /// The set bits of a word, highest first.
-fn descending(mut word: u64) -> impl Iterator<Item = usize> {
+pub(crate) fn descending(mut word: u64) -> impl Iterator<Item = usize> {
     core::iter::from_fn(move || {
         let bit = word.checked_ilog2()?;
         word ^= 1 << bit;

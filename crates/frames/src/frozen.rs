@@ -44,11 +44,6 @@ impl Frozen {
         Frozen(combine(word))
     }
 
-    /// What the word of the block's next neighbour of the same kind is larger by.
-    pub(crate) const fn step(order: u32) -> u64 {
-        1 << (PFN_SHIFT + order)
-    }
-
     /// The same block for another use. What is known of its content stays.
     #[inline]
     pub(crate) const fn with_mobility(self, mobility: Mobility) -> Self {

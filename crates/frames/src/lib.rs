@@ -18,9 +18,10 @@
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
-//! | `freelist.rs` | where a node's free blocks of less than 2 MiB are, lowest first, under its lock |
+//! | `freelist.rs` | how much a node has free, and the bits that lead to it, under its lock |
+//! | `free4k.rs` | free memory inside 2 MiB: a bit per page |
 //! | `free2m.rs` | free memory from 2 MiB to 1 GiB: a bit per 2 MiB |
-//! | `buddy.rs` | splitting and merging it |
+//! | `buddy.rs` | a node and its lock: blocks and extents of any size freed and taken |
 //! | `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
@@ -57,6 +58,7 @@ pub mod descriptor;
 mod folio;
 mod frames;
 mod free2m;
+mod free4k;
 mod freelist;
 mod frozen;
 mod hwpoison;

@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | cached order, cache not empty / not full | 0 | 0 | 3 of the cache |
 //! | refill or drain | 1 per 4 to 64 blocks | 1 round for all | |
-//! | other orders | 1 (the lock) | 1 round | 5 to 7, however much splits or merges |
+//! | other orders | 1 (the lock) | 1 round | 5 to 7, whatever the size |
 //!
 //! What the first may cost in branches, loads and stores is in `tests/golden/fast_paths.txt`.
 //!
@@ -13,9 +13,9 @@
 //!
 //! # Known-zero memory
 //!
-//! What is known to be zero is remembered per free block, and above 2 MiB per 2 MiB of it, so that a zero extent that
-//! merges with a dirty one is found again. A block inside 2 MiB is zero only if every part of it was freed as zero; a
-//! dirty part makes the whole dirty, and nothing becomes zero by merging. Whoever wants zeroes asks for such memory
+//! What is known to be zero is remembered per page while only parts of its 2 MiB are free, and per 2 MiB where all of them are,
+//! so that zero memory beside dirty memory is found again. 2 MiB are zero only if every part of them was freed as zero; a
+//! dirty part makes the whole dirty. Whoever wants zeroes asks for such memory
 //! first, with [`AllocRequest::prefer_zeroed`], and clears what turns out to be dirty: the allocator clears nothing.
 
 use crate::arena::BLOCK_ORDER;
@@ -248,7 +248,10 @@ impl<'m, E: Env> Frames<'m, E> {
             let count = if fallback { self.nodes.len() as u32 } else { 1 };
             for step in 0..count {
                 let node = (first + step) % self.nodes.len() as u32;
-                let taken = self.with_node(pin, node, |lists| self.take_block(lists, order.get(), mobility, want_zero));
+                let taken = self.with_node(pin, node, |lists| {
+                    own.into_iter().for_each(|own| self.return_gathered(lists, own));
+                    self.take_block(lists, order.get(), mobility, want_zero)
+                });
                 if let Some(taken) = taken.flatten() {
                     return Ok(frozen(taken));
                 }
@@ -267,7 +270,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees one block, as dirty. Any context but NMI.
     ///
-    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders above 3 but 9: one lock round, O(18) whatever the size.
+    /// Hit: 0 atomics, 0 lock rounds, 3 cache lines. Orders 4 to 8 share a lock round with the next
+    /// allocation that needs one; larger ones: one lock round, a word per 128 MiB.
     #[inline]
     pub fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Frozen) {
         let missed = cx.pinned(|pin| {
@@ -308,15 +312,15 @@ impl<'m, E: Env> Frames<'m, E> {
             return self.free_careful(pin, arena, block.extent(), content);
         }
         let mut block = block;
-        let class = own.filter(|own| own.node.0 == arena.node).and_then(|own| own.class_of(&block));
-        if let Some(class) = class.filter(|class| class.enabled()) {
-            let far = own.is_some_and(|own| own.is_far(class, &block));
-            for _ in 0..if far { 2 } else { 0 } {
-                match class.push_leaver(block) {
+        let local = own.filter(|own| own.node.0 == arena.node);
+        let class = local.and_then(|own| Some((own, own.class_of(&block)?)));
+        if let Some((own, class)) = class.filter(|(_, class)| class.enabled()) {
+            for _ in 0..if own.is_far(class, &block) { 2 } else { 0 } {
+                match own.push_leaver(class, block) {
                     Ok(()) => return,
                     Err(back) => block = back,
                 }
-                self.drain_leavers(pin, class, block.log(), arena.node);
+                self.drain_leavers(pin, own, class, block.log());
             }
             for _ in 0..2 {
                 match class.push(block) {

@@ -9,19 +9,19 @@
 //!   it at its next operation, or when its platform calls [`Frames::serve`](crate::Frames::serve) (from its idle loop
 //!   or an inter-processor interrupt), and acknowledges.
 //! * Orders 0 to 3 and 9 are cached, per mobility; an order-9 block that was freed as the other mobility is taken before
-//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few, but
+//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few and the next allocation, but
 //!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
 //!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node.
 //! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another; a drain takes
-//!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, sorted, so that neighbours are freed
-//!   as the largest blocks they make and low memory is used first.
+//!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, so that low
+//!   memory is used first.
 //! * The high watermark moves: three refills, or three drains, without the other in between mean that the cache is too
 //!   small for how this CPU works, and double it. A change of direction means that a small one will do, and so does
 //!   [`Frames::drain`](crate::Frames::drain) or exhaustion: it shrinks to the smallest.
 //!
 //! * A cache hands the places that were freed last out again, wherever they lie, while the node has room in lower ones.
 //!   So what is freed above the 2 MiB where the class's last refill found room is only gathered. All that is gathered goes
-//!   back before this CPU takes anything from the node: it may be the lowest place, or merge with what is there.
+//!   back before this CPU takes anything from the node: it may be the lowest place, or make a larger block with what is there.
 //!
 //! Cost of a hit: three lines, of the mailbox, of the class and of its entries; 5 loads and 1 store to allocate, 6 and 2
 //! to free. Nothing of the frame itself is touched.
@@ -190,6 +190,8 @@ pub(crate) struct PerCpu<'m> {
     pub(crate) chunks: Chunks,
     /// Frames that are certainly on the node.
     local: Extent,
+    /// How many blocks of orders that are allocated from here are on their way to the node all the same.
+    leaving: AtomicU64,
     classes: [Class<'m>; CLASSES],
 }
 
@@ -233,6 +235,7 @@ impl<'m> PerCpu<'m> {
             node,
             chunks: Chunks::default(),
             local,
+            leaving: AtomicU64::new(0),
             classes,
         }
     }
@@ -280,6 +283,32 @@ impl<'m> PerCpu<'m> {
     #[inline]
     pub(crate) fn class(&self, order: u32, mobility: Mobility) -> Option<&Class<'m>> {
         self.classes.get(2 * order as usize + mobility.index())
+    }
+
+    /// Adds a block that is to leave; gives it back if there is no room.
+    pub(crate) fn push_leaver(&self, class: &Class<'m>, block: Frozen) -> Result<(), Frozen> {
+        class.push_leaver(block)?;
+        // Relaxed: the owner's, as all of this.
+        self.leaving.store(self.leaving.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Hands over all blocks of a class that are to leave. They are counted until `f` returns.
+    pub(crate) fn drain_leavers(&self, class: &Class<'m>, f: impl FnOnce(&mut [u64])) {
+        let count = class.drain_leavers(f);
+        self.leaving.store(self.leaving.load(Ordering::Relaxed) - count, Ordering::Relaxed);
+    }
+
+    /// Whether there are some in any class.
+    pub(crate) fn has_leavers(&self) -> bool {
+        self.leaving.load(Ordering::Relaxed) != 0
+    }
+
+    /// The classes of orders that are never allocated from here, with their orders.
+    pub(crate) fn gathered(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
+        let orders = STOCKED.trailing_ones()..BLOCK_ORDER;
+        let classes = self.classes.iter().skip(2 * orders.start as usize);
+        classes.zip(orders.flat_map(|order| [order, order])).filter(|(class, _)| class.len() != 0)
     }
 
     /// Every class with its order.
@@ -372,12 +401,19 @@ mod tests {
                 assert_eq!(class.push(block), Ok(()));
             }
             let leaver = block(1 << 20, 1);
-            assert_eq!(own.class(1, Mobility::Unmovable).expect("cached").push_leaver(leaver), Ok(()));
+            assert_eq!(own.push_leaver(own.class(1, Mobility::Unmovable).expect("cached"), leaver), Ok(()));
+            assert!(own.gathered().next().is_none() && own.has_leavers());
             assert_eq!(own.pages(), 1 + 1 + 8 + 512 + 2);
             assert!(own.class(10, Mobility::Unmovable).is_none() && own.class_of(&block(0, 10)).is_none());
             assert!(own.stock(4, Mobility::Movable).is_none());
             let stock = own.stock(3, Mobility::Movable).expect("stocked");
             assert_eq!(stock.pop(), Some(block(2 << 9, 3)));
+            for order in [4, 8] {
+                assert_eq!(own.class(order, Mobility::Movable).expect("cached").push(block(0, order)), Ok(()));
+            }
+            assert!(own.gathered().map(|(_, order)| order).eq([4, 8]));
+            own.drain_leavers(own.class(1, Mobility::Unmovable).expect("cached"), |words| assert_eq!(words.len(), 1));
+            assert!(!own.has_leavers());
         });
     }
 

@@ -4,20 +4,25 @@
 //! a drain 64.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block};
-use crate::buddy::Content;
+use crate::blockmap::WORD_BITS;
+use crate::buddy::{Content, Taken};
 use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::free2m::Batch;
+use crate::free4k::Run;
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::pcp::{self, PerCpu};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, CpuPin, Extent, Order, Pfn};
+use hugemm_base::{CpuCx, CpuId, CpuPin, Order};
 
 /// Entries that a drain of blocks of less than 2 MiB hands over at once: one lock round.
 const BATCH: usize = 64;
+
+/// Words of a 2 MiB that a refill takes blocks of in one lock round.
+const RUNS: usize = 16;
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Moves blocks from the node into a cache: one lock round, in pieces as large as are free.
@@ -42,54 +47,73 @@ impl<'m, E: Env> Frames<'m, E> {
             return;
         }
         let apart = chunk::is_worth_it(want).then_some(own);
+        let mut runs = [Run::default(); RUNS];
         self.with_node(pin, node, |lists| {
-            let mut got = 0;
-            while got < want {
-                let most = order + (want - got).ilog2();
-                let Some((taken, k)) = self.take_up_to(lists, order, most, mobility, false, apart) else { break };
-                let Some(arena) = self.arena(taken.pfn) else { break };
-                own.found(class, order, taken.pfn);
-                self.note_chunk(own, arena, taken.pfn);
-                arena.map_split_even(taken.pfn, k, order, mobility);
-                // Last first, so that they come out in ascending order.
-                for index in (0..1_u64 << (k - order)).rev() {
-                    let pfn = Pfn::new(taken.pfn.number() + (index << order));
-                    // At most half of what the watermark allows.
-                    let _ = class.push(Frozen::make(pfn, size, mobility, taken.zero));
+            self.return_gathered(lists, own);
+            let (mut got, mut place) = (0, None);
+            for run in &mut runs {
+                if got >= want {
+                    break;
                 }
-                got += 1 << (k - order);
+                let Some(found) = place.take().or_else(|| self.find_4k(lists, order, mobility, false, apart)) else {
+                    break;
+                };
+                let arena = found.arena;
+                let (taken, next) = self.take_4k(lists, found, order, want - got);
+                // What comes next may be in another CPU's chunk.
+                (*run, place) = (taken, next.filter(|_| apart.is_none()));
+                got += taken.count();
+                // The highest of a word is as near as the lowest.
+                for Taken { pfn, .. } in taken.descending().take(1) {
+                    own.found(class, order, pfn);
+                    self.note_chunk(own, arena, pfn);
+                }
             }
         });
+        // Last first, so that they come out in ascending order.
+        for run in runs.iter().rev() {
+            class.extend(run.descending().map(|taken| Frozen::make(taken.pfn, size, mobility, taken.zero)));
+        }
     }
 
-    /// Moves up to `count` of a class's entries to the node, those that lie highest, neighbours together: one lock round per
-    /// 64, or less.
+    /// Moves up to `count` of a class's entries to the node, those that lie highest: one lock round per 64, or less.
     pub(crate) fn drain_class(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: u32, count: u64) {
         class.drain_highest(count, |words| self.free_cached(pin, node, order, words));
     }
 
     /// Before anything is taken from the node: gives back the blocks that this CPU has on their way there, lest something
-    /// goes to higher memory instead, or splits what they would make.
+    /// goes to higher memory instead, or splits what they would make. Those of orders that are only
+    /// gathered are left to [`return_gathered`](Frames::return_gathered), which needs no lock round of its own.
     pub(crate) fn return_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        for (class, order) in own.all().filter(|(class, _)| class.all() != 0) {
-            if !pcp::is_stocked(order) {
-                self.drain_class(pin, class, order, own.node.0, class.len());
-            }
-            if class.len() != class.all() {
-                self.drain_leavers(pin, class, order, own.node.0);
+        if own.has_leavers() {
+            for (class, order) in own.all().filter(|(_, order)| pcp::is_stocked(*order)) {
+                self.drain_leavers(pin, own, class, order);
             }
         }
     }
 
-    /// Moves blocks that are on their way to the node there.
-    pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: u32) {
-        class.drain_leavers(|words| self.free_cached(pin, node, order, words));
+    /// Under the node's lock: gives back what [`return_leavers`](Frames::return_leavers) has left.
+    pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
+        if lists.node == own.node.0 {
+            own.gathered().for_each(|(class, order)| {
+                class.drain_highest(class.len(), |words| self.free_batch(lists, order, words));
+            });
+        }
     }
 
-    /// Frees cached blocks of one order, in ascending order: one lock round per 64, or less.
-    fn free_cached(&self, pin: CpuPin<'_>, node: u32, order: u32, words: &[u64]) {
+    /// Moves blocks that are on their way to the node there.
+    pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32) {
+        own.drain_leavers(class, |words| self.free_cached(pin, own.node.0, order, words));
+    }
+
+    /// Frees cached blocks of one order: one lock round per 64, or less.
+    fn free_cached(&self, pin: CpuPin<'_>, node: u32, order: u32, words: &mut [u64]) {
         match order {
-            BLOCK_ORDER => self.free_cached_2m(pin, node, words),
+            BLOCK_ORDER => {
+                // Those of one word together.
+                words.sort_unstable();
+                self.free_cached_2m(pin, node, words);
+            }
             _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(pin, node, order, batch)),
         }
     }
@@ -97,26 +121,34 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The same for blocks of less than 2 MiB: one lock round.
     fn free_cached_small(&self, pin: CpuPin<'_>, node: u32, order: u32, batch: &[u64]) {
         self.warm(batch);
-        self.with_node(pin, node, |lists| {
-            let step = Frozen::step(order);
-            let mut rest = batch;
-            while let Some((&first, _)) = rest.split_first() {
-                // A run: neighbours of the same content. They may lie in several arenas that adjoin.
-                let run = (0..).zip(rest).take_while(|(index, word)| **word == first + index * step).count();
-                let first = Frozen::from_word(first);
-                if run == 1 {
-                    // Most are alone where pages are freed at random.
-                    if let Some(arena) = self.arena(first.pfn()) {
-                        self.free_handle(lists, arena, first);
-                    }
-                } else if let Ok(extent) = Extent::new(first.pfn(), (run as u64) << order) {
-                    for (arena, part) in self.parts(extent) {
-                        self.free_chunks(lists, arena, part, Content::of(first.is_zero()));
-                    }
-                }
-                rest = &rest[run..];
+        self.with_node(pin, node, |lists| self.free_batch(lists, order, batch));
+    }
+
+    /// Frees blocks of one order, less than 2 MiB. Those of a word that come one after another are freed together.
+    fn free_batch(&self, lists: &mut FreeLists, order: u32, batch: &[u64]) {
+        let mut blocks = batch.iter().map(|word| Frozen::from_word(*word)).peekable();
+        let careful = self.is_careful();
+        while let Some(first) = blocks.next() {
+            let Some(arena) = self.arena(first.pfn()) else { continue };
+            if careful || order >= WORD_BITS.ilog2() {
+                self.free_handle(lists, arena, first);
+                continue;
             }
-        });
+            let mask = |block: &Frozen| ((1 << (1_u64 << order)) - 1) << (in_block(block.pfn()) % WORD_BITS);
+            let mut bits = mask(&first);
+            while let Some(next) = blocks.next_if(|next| {
+                next.pfn().number() / WORD_BITS as u64 == first.pfn().number() / WORD_BITS as u64
+                    && next.is_zero() == first.is_zero()
+                    && arena.contains(next.pfn())
+            }) {
+                bits |= mask(&next);
+            }
+            let at = in_block(first.pfn()) / WORD_BITS;
+            if order != 0 {
+                arena.block(first.pfn()).starts.set_shared(at, bits, true);
+            }
+            self.free_bits(lists, arena, first.pfn(), at, bits, first.is_zero());
+        }
     }
 
     /// Frees one block under its node's lock.
@@ -135,8 +167,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let block = Frozen::from_word(*word);
             if let Some(arena) = self.arena(block.pfn()) {
                 let (meta, index) = (arena.block(block.pfn()), in_block(block.pfn()));
-                let touched = meta.starts.get(index) ^ meta.free.get(index) ^ meta.zero.get(index);
-                core::hint::black_box(touched ^ (meta.mobility() == Mobility::Movable));
+                core::hint::black_box(meta.free.get(index) ^ (meta.mobility() == Mobility::Movable));
             }
         }
     }
@@ -147,7 +178,7 @@ impl<'m, E: Env> Frames<'m, E> {
             class.shrink();
             // Under the lock it is seen whether they must be looked at.
             self.drain_class(pin, class, order, own.node.0, class.len());
-            self.drain_leavers(pin, class, order, own.node.0);
+            self.drain_leavers(pin, own, class, order);
         }
     }
 

@@ -273,7 +273,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
 
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool {
         // A page of 4 KiB is stored in its own frame if need be.
-        order == Order::ZERO || frames.stats(cx).available() >= order.pages() + RESERVE
+        order == Order::ZERO || frames.available(cx) >= order.pages() + RESERVE
     }
 
     fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {

@@ -19,6 +19,13 @@ pub(crate) fn spans(first: usize, count: usize) -> impl Iterator<Item = (usize, 
     })
 }
 
+/// Where naturally aligned runs of `2^order` set bits begin, order at most 6.
+#[inline]
+pub(crate) fn runs_in(word: u64, order: u32) -> u64 {
+    let runs = (0..order).fold(word, |runs, step| runs & runs >> (1 << step));
+    runs & every(order)
+}
+
 /// The first naturally aligned run of `2^order` positions that are all set in the words that `word` gives.
 #[inline]
 pub(crate) fn first_run(order: u32, word: impl Fn(usize) -> u64) -> Option<usize> {
@@ -28,11 +35,7 @@ pub(crate) fn first_run(order: u32, word: impl Fn(usize) -> u64) -> Option<usize
         return (0..WORDS).step_by(words).find(whole).map(|at| at * WORD_BITS);
     }
     (0..WORDS).find_map(|at| {
-        let mut runs = word(at);
-        for step in 0..order {
-            runs &= runs >> (1 << step);
-        }
-        runs &= every(order);
+        let runs = runs_in(word(at), order);
         (runs != 0).then(|| at * WORD_BITS + runs.trailing_zeros() as usize)
     })
 }
@@ -51,7 +54,7 @@ pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] 
 }
 
 /// Every `2^order`th bit of a word, order at most 6 (bit 0 only).
-pub(super) const fn every(order: u32) -> u64 {
+pub(crate) const fn every(order: u32) -> u64 {
     match order {
         0 => u64::MAX,
         1 => 0x5555_5555_5555_5555,

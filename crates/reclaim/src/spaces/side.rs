@@ -231,7 +231,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     }
 
     fn available(&self, cx: &Cx<'_, S>) -> u64 {
-        self.vm.frames().node_stats(cx, self.node.get()).available()
+        self.vm.frames().node_available(cx, self.node.get())
     }
 }
 

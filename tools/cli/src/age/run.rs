@@ -359,7 +359,7 @@ impl<'h> Rig<'_, 'h> {
         let mut stores = vec![0; mine.len()];
         let mut pins: Vec<Option<Pinned>> = mine.iter().map(|_| None).collect();
         let mut random = Random::new(u64::from(cpu.0) + 7);
-        let (pager, free) = (self.vm.pager(), |cx: &CpuCx<'_, _>| self.vm.frames().stats(cx).available());
+        let (pager, free) = (self.vm.pager(), |cx: &CpuCx<'_, _>| self.vm.frames().available(cx));
         let mut done = AgeFigures::default();
         let begin = Instant::now();
         let mut turn = 0;

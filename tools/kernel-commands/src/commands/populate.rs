@@ -92,7 +92,7 @@ pub struct Took {
 pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
     let store = Store::new(frames(), cx, Lz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), LruPolicy::Generations)];
-    let marks = Watermarks::for_node(frames().stats(cx).available());
+    let marks = Watermarks::for_node(frames().available(cx));
     let pager = Reclaim::new(&lrus, &store, marks, Clocked::default());
     // SAFETY: the clearer is made from what `Features::detect` finds.
     let manager = unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, pools) }?;

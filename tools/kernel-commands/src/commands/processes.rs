@@ -249,7 +249,7 @@ impl Task<'_, '_, '_> {
         // Relaxed: only to end.
         while !self.stop.load(Ordering::Relaxed) && goes_on(cx) {
             percpu::beat();
-            if is_worker && pager.marks().level(frames().stats(cx).available()) <= Level::Short {
+            if is_worker && pager.marks().level(frames().available(cx)) <= Level::Short {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
             }
             if parts.is_empty() {

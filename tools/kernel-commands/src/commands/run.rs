@@ -87,7 +87,7 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
     let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
-    let sizes = HostSizes::of(frames().stats(cx).available().saturating_sub(OWN)).ok_or(Failure::Memory)?;
+    let sizes = HostSizes::of(frames().available(cx).saturating_sub(OWN)).ok_or(Failure::Memory)?;
     let pins = Scratch::new(cx, sizes.pool as usize, || None::<Pinned>)?;
     let mut nodes = [HugePageCounts::default()];
     let result = {

@@ -151,7 +151,7 @@ impl Rest {
         let mut places = held.items.iter_mut();
         let mut hold = |order: Order, most: u64| {
             for _ in 0..most {
-                if frames().stats(cx).available() < terms.frames + order.pages() {
+                if frames().available(cx) < terms.frames + order.pages() {
                     break;
                 }
                 percpu::beat();

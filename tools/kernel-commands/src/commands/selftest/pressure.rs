@@ -71,7 +71,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         let most = if flushes { FLUSHED_PROCESSES } else { *PROCESSES.end() };
         let procs = percpu::count().clamp(*PROCESSES.start(), *PROCESSES.end()).min(most);
         let wanted = each * (FRAMES + FRAMES_PER_CPU * u64::from(percpu::count().min(most)));
-        let frames = wanted.min(frames().stats(cx).available() / 4 * 3);
+        let frames = wanted.min(frames().available(cx) / 4 * 3);
         let shared = (frames * PAGE_BYTES / 4 * 5).next_multiple_of(page.bytes());
         let (swap, time) = (frames / 2, left / (2 - index as u64));
         let (forks, unflushed) = (true, plant == Plant::UnflushedSwap);
@@ -114,7 +114,7 @@ impl Pieces {
     /// Of so many frames, or of half of those that are free.
     fn make(cx: Cx<'_>, pages: u64) -> Result<Pieces, AllocError> {
         let Ok(order) = Order::new(PIECE) else { return Err(AllocError::OutOfMemory) };
-        let count = pages.min(frames().stats(cx).available() / 2) / order.pages();
+        let count = pages.min(frames().available(cx) / 2) / order.pages();
         let held = Scratch::new(cx, count as usize, || None)?;
         for place in held.items.iter_mut() {
             percpu::beat();

@@ -1,0 +1,553 @@
+//! Free memory inside 2 MiB: one bit per page, and nothing that has to be kept in step with it.
+//!
+//! As in [`free2m`](crate::free2m), one level down: a block of 2^n pages is free if its 2^n bits are set. Freeing sets bits and
+//! merges with nothing, taking clears bits and splits nothing. In the block map every free page is a block by itself, so a page
+//! that is freed or taken alone writes nothing there. 512 free pages are 2 MiB, which become one bit of their region.
+//!
+//! # Finding
+//!
+//! For each mobility, content and order the region has a bit per 2 MiB: set for the largest order of which there may be a run
+//! there, so that there is certainly none of a larger one. A free raises it, a search in vain lowers it; what a 2 MiB has its
+//! bits for stands beside its counts. The node has a bit per region that may have some. Of all runs the **lowest** is taken
+//! (first fit), aligned.
+//!
+//! # Cost
+//!
+//! Under the node's lock. Freeing pages of one word: two lines of what is kept for the 2 MiB (counts, free bits), a third for
+//! blocks of several pages, and two bits of the region and of the node where there was no run as large before.
+//! Taking: the same, and a scan of the row and of the region's bits.
+
+use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
+use crate::blockmap::{Bits512, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans};
+use crate::buddy::{Content, Taken};
+use crate::frames::{Env, Frames};
+use crate::free2m::{Sought, descending, lowest};
+use crate::freelist::{FreeLists, Places, SMALL};
+use crate::mobility::Mobility;
+use crate::pcp::{self, PerCpu};
+use crate::stats::ORDERS;
+use hugemm_base::Pfn;
+use hugemm_base::sync::Ordering;
+
+/// Kinds of one mobility.
+const ROWS: usize = 3 * SMALL;
+
+/// The number of a kind.
+pub(crate) const fn kind(mobility: Mobility, sought: Sought, order: u32) -> usize {
+    mobility.index() * ROWS + sought as usize * SMALL + order as usize
+}
+
+/// What a 2 MiB has bits for: for each content the largest order plus 1, or 0, in four bits, and the mobility in bit 12.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Hints(u64);
+
+impl Hints {
+    const fn mobility(self) -> Mobility {
+        Mobility::from_index(self.0 >> 12)
+    }
+
+    /// Orders below this there may be.
+    const fn end(self, sought: Sought) -> u32 {
+        (self.0 >> (4 * sought as u32)) as u32 & 15
+    }
+
+    const fn with(self, sought: Sought, end: u32) -> Self {
+        let shift = 4 * sought as u32;
+        Hints(self.0 & !(15 << shift) | (end as u64) << shift)
+    }
+
+    /// No orders of any content.
+    const fn none(mobility: Mobility) -> Self {
+        Hints((mobility.index() as u64) << 12)
+    }
+}
+
+/// The content that is freed as zero or dirty.
+const fn freed_as(zero: bool) -> Sought {
+    if zero { Sought::Zero } else { Sought::Dirty }
+}
+
+/// Orders up to that of the largest run in a word.
+fn end_in(word: u64) -> u32 {
+    // Without branches: nobody could predict them.
+    let (mut runs, mut end) = (word, u32::from(word != 0));
+    for order in 0..6 {
+        runs &= runs >> (1 << order);
+        runs &= every(order + 1);
+        end += u32::from(runs != 0);
+    }
+    end
+}
+
+/// The largest order of runs in 2 MiB plus 1, 0 if there is none.
+fn end_of(room: &[u64; WORDS]) -> u32 {
+    let whole = |order: u32| first_run(order, |at| room[at % WORDS]).is_some();
+    match room.iter().map(|word| end_in(*word)).max() {
+        Some(7) => 7 + u32::from(whole(7)) + u32::from(whole(8)),
+        end => end.unwrap_or(0),
+    }
+}
+
+/// The largest order of which there may be a run that touches word `at`, plus 1.
+#[inline]
+fn end_at(free: &Bits512, at: usize) -> u32 {
+    let end = end_in(free.load(at));
+    if end < 7 {
+        return end;
+    }
+    let whole = |words: usize| (at & !(words - 1)..(at & !(words - 1)) + words).all(|at| free.load(at) == u64::MAX);
+    7 + u32::from(whole(2)) + u32::from(whole(4))
+}
+
+/// A run of free pages inside 2 MiB, and what else there can be had.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'m> {
+    pub(crate) arena: &'m Arena<'m>,
+    /// A frame of the 2 MiB.
+    pub(crate) near: Pfn,
+    /// Where the run is among its 512.
+    pub(crate) index: usize,
+    /// Which pages can be had.
+    pub(crate) room: [u64; WORDS],
+}
+
+impl Place<'_> {
+    /// The run's first frame.
+    pub(crate) fn pfn(&self) -> Pfn {
+        Pfn::new(self.near.number() - in_block(self.near) as u64 + self.index as u64)
+    }
+
+    /// Whether what can be had is no larger than the order.
+    fn is_exact(&self, order: u32) -> bool {
+        let pair = self.index & !((2 << order) - 1);
+        !spans(pair, 2 << order).all(|(at, bits)| self.room[at] & bits == bits)
+    }
+}
+
+/// Blocks of one order that were taken together: of one word if they are smaller, otherwise one.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Run {
+    base: u64,
+    starts: u64,
+    zero: u64,
+}
+
+impl Run {
+    /// How many.
+    pub(crate) fn count(&self) -> u64 {
+        self.starts.count_ones().into()
+    }
+
+    /// Each, the highest first.
+    pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
+        let Run { base, starts, zero } = *self;
+        descending(starts).map(move |bit| Taken { pfn: Pfn::new(base + bit as u64), zero: zero >> bit & 1 != 0 })
+    }
+}
+
+impl Block {
+    /// Which pages are free with some content.
+    pub(crate) fn room(&self, sought: Sought) -> [u64; WORDS] {
+        let free = self.free.snapshot();
+        match sought {
+            Sought::Any => free,
+            Sought::Dirty if self.zeroes.load(Ordering::Relaxed) == 0 => free,
+            Sought::Dirty => core::array::from_fn(|at| free[at] & !self.zero.load(at)),
+            Sought::Zero => core::array::from_fn(|at| free[at] & self.zero.load(at)),
+        }
+    }
+}
+
+impl<'m, E: Env> Frames<'m, E> {
+    /// Frees `count` pages of one 2 MiB from `pfn` on, in whatever blocks they were. The caller owns the frames.
+    pub(crate) fn free_small(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        pfn: Pfn,
+        count: usize,
+        content: Content,
+    ) {
+        let zero = match content {
+            Content::Dirty => false,
+            Content::Zero => true,
+            Content::AsMapped => arena.region(pfn).zero.get(in_region(pfn)),
+        };
+        let block = arena.block(pfn);
+        for (at, bits) in spans(in_block(pfn), count) {
+            block.starts.set_shared(at, bits, true);
+            block.free.set_locked(at, bits, true);
+            // Where nothing is free no zero bit is set.
+            if zero {
+                block.zero.set_locked(at, bits, true);
+            }
+        }
+        let end = spans(in_block(pfn), count).map(|(at, _)| end_at(&block.free, at)).max();
+        self.note_free(lists, arena, pfn, count as u64, zero, end.unwrap_or(0));
+    }
+
+    /// Frees pages of word `at` of the 2 MiB that `near` is in. Each is a block by itself in the map.
+    #[inline]
+    pub(crate) fn free_bits(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        near: Pfn,
+        at: usize,
+        bits: u64,
+        zero: bool,
+    ) {
+        let block = arena.block(near);
+        block.free.set_locked(at, bits, true);
+        if zero {
+            block.zero.set_locked(at, bits, true);
+        }
+        self.note_free(lists, arena, near, bits.count_ones().into(), zero, end_at(&block.free, at));
+    }
+
+    /// Counts pages of one 2 MiB that have become free, in runs of orders below `end`.
+    #[inline]
+    fn note_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, freed: u64, zero: bool, end: u32) {
+        let block = arena.block(near);
+        // Relaxed: the lock orders, here and below.
+        let count = block.count.load(Ordering::Relaxed) + freed;
+        block.count.store(count, Ordering::Relaxed);
+        lists.pages += freed;
+        if zero {
+            block.zeroes.store(block.zeroes.load(Ordering::Relaxed) + freed, Ordering::Relaxed);
+            lists.zero_4k += freed;
+        }
+        if self.is_isolating() && arena.region(near).isolated.get(in_region(near)) {
+            lists.isolated += freed;
+        }
+        if count == SPAN as u64 {
+            return self.make_2m(lists, arena, near);
+        }
+        let hints = Hints(block.hints.load(Ordering::Relaxed));
+        if end > hints.end(Sought::Any) || end > hints.end(freed_as(zero)) || hints.mobility() != block.mobility() {
+            self.raise(arena, near, freed_as(zero), end);
+        }
+    }
+
+    /// Says that the 2 MiB of a frame may have runs of a content, and of any, of orders below `end`.
+    #[inline(never)]
+    fn raise(&self, arena: &Arena<'m>, near: Pfn, sought: Sought, end: u32) {
+        let block = arena.block(near);
+        let mut hints = Hints(block.hints.load(Ordering::Relaxed));
+        if hints.mobility() != block.mobility() {
+            // It was freed as a whole since, and divided for the other mobility.
+            hints = Hints::none(block.mobility());
+        }
+        for sought in [sought, Sought::Any] {
+            hints = hints.with(sought, hints.end(sought).max(end));
+        }
+        self.set_hints(arena, near, hints);
+    }
+
+    /// The same of pages that are no longer isolated.
+    pub(crate) fn raise_all(&self, arena: &Arena<'m>, near: Pfn) {
+        if arena.block(near).count.load(Ordering::Relaxed) != 0 {
+            self.raise(arena, near, Sought::Dirty, SMALL as u32);
+            self.raise(arena, near, Sought::Zero, SMALL as u32);
+        }
+    }
+
+    /// Makes the region's bits of the 2 MiB of a frame what the hints say.
+    fn set_hints(&self, arena: &Arena<'m>, near: Pfn, hints: Hints) {
+        let (block, region, number) = (arena.block(near), arena.region(near), arena.region_number(near));
+        let old = Hints(block.hints.load(Ordering::Relaxed));
+        for sought in [Sought::Dirty, Sought::Zero, Sought::Any] {
+            let (was, is) = (old.end(sought).checked_sub(1), hints.end(sought).checked_sub(1));
+            if was == is && old.mobility() == hints.mobility() {
+                continue;
+            }
+            if let Some(order) = was {
+                region.has[kind(old.mobility(), sought, order)].put_locked(in_region(near), false);
+            }
+            if let Some(order) = is {
+                let kind = kind(hints.mobility(), sought, order);
+                region.has[kind].put_locked(in_region(near), true);
+                arena.rows.put(kind, number, true);
+            }
+        }
+        block.hints.store(hints.0, Ordering::Relaxed);
+    }
+
+    /// 512 free pages become free 2 MiB.
+    #[inline(never)]
+    fn make_2m(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn) {
+        let block = arena.block(near);
+        let base = Pfn::new(near.number() - in_block(near) as u64);
+        let zeroes = block.zeroes.load(Ordering::Relaxed);
+        self.set_hints(arena, near, Hints::none(block.mobility()));
+        block.set_free(false);
+        if zeroes != 0 {
+            block.set_zero(false);
+            lists.zero_4k -= zeroes;
+        }
+        if self.is_isolating() && arena.region(near).isolated.get(in_region(near)) {
+            lists.isolated -= SPAN as u64;
+        }
+        lists.pages -= SPAN as u64;
+        self.free_2m(lists, arena, base, 1, Content::of(zeroes == SPAN as u64), true);
+    }
+
+    /// 2 MiB that were just taken become 512 free pages of a mobility.
+    #[inline(never)]
+    fn divide_2m(&self, lists: &mut FreeLists, taken: Taken, mobility: Mobility) -> Option<Place<'m>> {
+        let arena = self.arena(taken.pfn)?;
+        arena.map_open(taken.pfn, mobility);
+        let block = arena.block(taken.pfn);
+        block.set_free(true);
+        if taken.zero {
+            block.set_zero(true);
+            lists.zero_4k += SPAN as u64;
+        }
+        lists.pages += SPAN as u64;
+        self.raise(arena, taken.pfn, freed_as(taken.zero), SMALL as u32);
+        Some(Place { arena, near: taken.pfn, index: 0, room: [u64::MAX; WORDS] })
+    }
+
+    /// The lowest 2 MiB that may have a run of an order: its region, and its number in there.
+    fn lowest_4k(&self, places: &Places<'m>, order: u32, mobility: Mobility, sought: Sought) -> Option<(usize, usize)> {
+        let at = |kind: usize| loop {
+            let number = places.rows.first(kind)?;
+            if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
+                return Some((number, at));
+            }
+            places.rows.put(kind, number, false);
+        };
+        (order..BLOCK_ORDER).filter_map(|order| at(kind(mobility, sought, order))).min()
+    }
+
+    /// The lowest run of an order, and the number of its region.
+    fn seek_4k(&self, lists: &FreeLists, order: u32, mobility: Mobility, sought: Sought) -> Option<(usize, Place<'m>)> {
+        let places = self.places(lists)?;
+        loop {
+            let (number, at) = self.lowest_4k(&places, order, mobility, sought)?;
+            let (arena, region, base) = places.at(number)?;
+            let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
+            let (block, mut end) = (arena.block(near), 0);
+            // What was freed as a whole since may have been divided for the other mobility.
+            if !region.isolated.get(at) && block.mobility() == mobility {
+                let room = block.room(sought);
+                if let Some(index) = first_run(order, |at| room[at % WORDS]) {
+                    return Some((number, Place { arena, near, index, room }));
+                }
+                end = end_of(&room);
+            }
+            let hints = Hints(block.hints.load(Ordering::Relaxed));
+            self.set_hints(arena, near, hints.with(sought, end));
+        }
+    }
+
+    /// Where to take blocks of `order`, less than 2 MiB.
+    ///
+    /// That is the lowest place of the mobility, then fresh 2 MiB, and only then the largest run of the other mobility. But
+    /// fresh 2 MiB in a lower 1 GiB come first, so that high ones become whole again, unless the place is just as large as is
+    /// asked for and of an order that no cache holds. Within each step, whoever wants zeroes gets them first and whoever does
+    /// not leaves them for last; but a request for zeroes goes through all known-zero memory of its own mobility and fresh
+    /// blocks before anything dirty. For a CPU's cache, `own`, it is a place that [keeps apart](crate::chunk).
+    pub(crate) fn find_4k(
+        &self,
+        lists: &mut FreeLists,
+        order: u32,
+        mobility: Mobility,
+        want_zero: bool,
+        own: Option<&PerCpu<'m>>,
+    ) -> Option<Place<'m>> {
+        if want_zero {
+            let zero = self.seek_4k(lists, order, mobility, Sought::Zero).map(|(_, place)| place);
+            if let Some(place) = zero.or_else(|| self.fresh(lists, mobility, Sought::Zero)) {
+                return Some(place);
+            }
+        }
+        let fresh = if want_zero { Sought::Zero } else { Sought::Dirty };
+        let contents: &[Sought] = match (want_zero, lists.zero_4k) {
+            (true, _) => &[Sought::Any],
+            // All is dirty.
+            (false, 0) => &[Sought::Dirty],
+            (false, _) => &[Sought::Dirty, Sought::Any],
+        };
+        for sought in contents {
+            let Some((number, place)) = self.seek_4k(lists, order, mobility, *sought) else { continue };
+            let exact = !pcp::is_stocked(order) && place.is_exact(order);
+            if !exact && self.lowest_2m(lists, fresh).is_some_and(|region| region < number) {
+                break;
+            }
+            let Some(own) = own.filter(|own| self.is_anothers(own, place.arena, place.pfn())) else {
+                return Some(place);
+            };
+            let apart = self.apart(lists, own, order, mobility, *sought);
+            return Some(apart.or_else(|| self.fresh(lists, mobility, Sought::Dirty)).unwrap_or(place));
+        }
+        let fresh = Sought::preferring(want_zero).into_iter().find_map(|sought| self.fresh(lists, mobility, sought));
+        fresh.or_else(|| {
+            let found = |order| self.seek_4k(lists, order, mobility.other(), Sought::Any);
+            (order..BLOCK_ORDER).rev().find_map(found).map(|(_, place)| place)
+        })
+    }
+
+    /// Fresh 2 MiB.
+    fn fresh(&self, lists: &mut FreeLists, mobility: Mobility, sought: Sought) -> Option<Place<'m>> {
+        let taken = self.take_2m(lists, 0, sought)?;
+        self.divide_2m(lists, taken, mobility)
+    }
+
+    /// Takes blocks of `order` at a place: up to `want`, and of one word. The place is then the next one in these 2 MiB, if there
+    /// is one.
+    pub(crate) fn take_4k(
+        &self,
+        lists: &mut FreeLists,
+        place: Place<'m>,
+        order: u32,
+        want: u64,
+    ) -> (Run, Option<Place<'m>>) {
+        let Place { arena, near, index, mut room } = place;
+        let block = arena.block(near);
+        let first = near.number() - in_block(near) as u64;
+        if order >= WORD_BITS.ilog2() {
+            let zero = take_words(lists, block, index, 1 << order);
+            block.starts.merge(index, order);
+            return (Run { base: first + index as u64, starts: 1, zero: zero.into() }, None);
+        }
+        let (at, bit) = (index / WORD_BITS, index % WORD_BITS);
+        let starts = lowest(runs_in(room[at] & u64::MAX << bit, order), want);
+        // Every bit of each: they do not overlap.
+        let bits = starts.wrapping_mul((1 << (1_u64 << order)) - 1);
+        let mut zero = take_bits(lists, block, at, bits);
+        if order != 0 {
+            block.starts.set_shared(at, bits & !starts, false);
+            zero = runs_in(zero, order);
+        }
+        room[at] &= !bits;
+        let next = first_run(order, |at| room[at % WORDS]).map(|index| Place { arena, near, index, room });
+        (Run { base: first + (at * WORD_BITS) as u64, starts, zero }, next)
+    }
+
+    /// Takes particular pages of one 2 MiB, which are free; says whether all were zero.
+    pub(crate) fn take_particular(&self, lists: &mut FreeLists, arena: &Arena<'m>, pfn: Pfn, count: usize) -> bool {
+        if self.is_isolating() && arena.region(pfn).isolated.get(in_region(pfn)) {
+            lists.isolated -= count as u64;
+        }
+        take_words(lists, arena.block(pfn), in_block(pfn), count)
+    }
+
+    /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
+    pub(crate) fn count_4k(&self, node: u32, blocks: &mut [u64; ORDERS]) {
+        for arena in self.arenas.iter().filter(|arena| arena.node == node) {
+            for block in arena.blocks.iter().filter(|block| block.count.load(Ordering::Relaxed) != 0) {
+                for (sum, count) in blocks.iter_mut().zip(count_runs(block.free.snapshot())) {
+                    *sum += count;
+                }
+            }
+        }
+    }
+}
+
+/// Takes free pages of 2 MiB from a position on; says whether all were zero.
+fn take_words(lists: &mut FreeLists, block: &Block, index: usize, count: usize) -> bool {
+    let words = spans(index, count);
+    words.fold(true, |zero, (at, bits)| (take_bits(lists, block, at, bits) == bits) & zero)
+}
+
+/// Takes free pages of one word, and says which of them are zero. Isolated ones are counted by the caller.
+fn take_bits(lists: &mut FreeLists, block: &Block, at: usize, bits: u64) -> u64 {
+    let taken = u64::from(bits.count_ones());
+    block.free.set_locked(at, bits, false);
+    block.count.store(block.count.load(Ordering::Relaxed) - taken, Ordering::Relaxed);
+    lists.pages -= taken;
+    let zeroes = block.zeroes.load(Ordering::Relaxed);
+    if zeroes == 0 {
+        return 0;
+    }
+    let zero = block.zero.load(at) & bits;
+    let known = u64::from(zero.count_ones());
+    block.zero.set_locked(at, zero, false);
+    block.zeroes.store(zeroes - known, Ordering::Relaxed);
+    lists.zero_4k -= known;
+    zero
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_kind_has_a_number_of_its_own() {
+        let mut numbers = Vec::new();
+        for mobility in Mobility::ALL {
+            for sought in [Sought::Dirty, Sought::Zero, Sought::Any] {
+                numbers.extend((0..BLOCK_ORDER).map(|order| kind(mobility, sought, order)));
+            }
+        }
+        assert!(numbers.into_iter().eq(0..crate::freelist::SMALL_KINDS));
+    }
+
+    #[test]
+    fn hints_keep_an_order_for_each_content() {
+        let all = [Sought::Dirty, Sought::Zero, Sought::Any];
+        for mobility in Mobility::ALL {
+            let none = Hints::none(mobility);
+            assert_eq!((none.mobility(), all.map(|sought| none.end(sought))), (mobility, [0; 3]));
+            let some = none.with(Sought::Dirty, 9).with(Sought::Zero, 1).with(Sought::Any, 4).with(Sought::Dirty, 2);
+            assert_eq!((some.mobility(), all.map(|sought| some.end(sought))), (mobility, [2, 1, 4]));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig {
+            cases: if cfg!(miri) { 3 } else { 256 },
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        })]
+
+        /// In all 2 MiB exactly; of those that touch a word no less.
+        #[test]
+        fn the_largest_run_is_found_as_by_looking_for_each(
+            ranges in proptest::collection::vec((0_usize..SPAN, 0_usize..SPAN), 0..4),
+            holes in proptest::collection::vec(0_usize..SPAN, 1..40),
+        ) {
+            let free = Bits512::default();
+            for (first, count) in ranges {
+                spans(first, count).for_each(|(at, bits)| free.set_locked(at, bits, true));
+            }
+            holes.iter().for_each(|hole| free.put_locked(*hole, false));
+            let room = free.snapshot();
+            let whole = |first: usize, order: u32| (first..first + (1 << order)).all(|index| free.get(index));
+            let run = |order: u32, from: usize, upto: usize| (from..upto).step_by(1 << order).any(|first| whole(first, order));
+            let expected = (0..BLOCK_ORDER).filter(|order| run(*order, 0, SPAN)).max().map_or(0, |order| order + 1);
+            prop_assert_eq!(end_of(&room), expected);
+            for at in 0..WORDS {
+                let touching = |order: &u32| {
+                    let from = (at * WORD_BITS) >> order << order;
+                    run(*order, from, (from + (1 << order)).max((at + 1) * WORD_BITS))
+                };
+                let expected = (0..BLOCK_ORDER).filter(touching).max().map_or(0, |order| order + 1);
+                prop_assert_eq!(end_at(&free, at), expected);
+            }
+        }
+    }
+
+    /// A place is exact if its run is not a half of a larger one, whichever half.
+    #[test]
+    fn an_exact_place_is_no_part_of_a_larger_run() {
+        let extent = hugemm_base::Extent::new(Pfn::new(1 << 9), 1 << 9).expect("in range");
+        let arena = Arena {
+            extent,
+            node: 0,
+            descriptors: core::ptr::null_mut(),
+            blocks: &[],
+            regions: &[],
+            first_region: 0,
+            rows: crate::freelist::Rows::new(&[]),
+        };
+        let mut room = [0; WORDS];
+        (room[0], room[1], room[2], room[3]) = (0xffff_0000, u64::MAX, u64::MAX, u64::MAX);
+        let place = |index| Place { arena: &arena, near: Pfn::new(512 + 7), index, room };
+        assert_eq!(place(16).pfn(), Pfn::new(512 + 16));
+        assert!(place(16).is_exact(4) && !place(16).is_exact(3) && !place(24).is_exact(3));
+        assert!(place(64).is_exact(6) && !place(128).is_exact(6) && place(128).is_exact(7));
+    }
+}
