@@ -7,6 +7,7 @@
 
 pub mod args;
 pub mod mmu;
+pub mod poison;
 pub mod run;
 
 use crate::age::args::Age;

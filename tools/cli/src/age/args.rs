@@ -98,7 +98,8 @@ pub struct Age {
     /// CPUs, each a thread on a CPU of its own [default: as many as there are, at most one per process].
     #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub cpus: Option<u32>,
-    /// Check content and nothing else: the processes also fork, and unmap and map anew, and no figures are printed.
+    /// Check content and nothing else: the processes also fork, and unmap and map anew, devices have pages pinned, free frames
+    /// are poisoned, and no figures are printed.
     #[arg(long)]
     pub check: bool,
     #[command(flatten)]

@@ -1,6 +1,7 @@
 //! One machine of `hugemm bench age`: memory, CPUs, processes, a worker, swap; and one run on it.
 
 use crate::age::mmu::SoftMmu;
+use crate::age::poison::Poison;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{Cpu, CpuCx, CpuId, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
@@ -220,7 +221,8 @@ fn on_machine<R>(
     let parts = Parts::with_pager(&frames, &shootdown, Clearer::uncalibrated(), pager);
     // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
     let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
-    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default() };
+    let poison = Poison::default();
+    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default(), poison: &poison };
     let result = f(&rig)?;
     host.run_on(CpuId(0), |cx| vm.trim(cx))?;
     drop(vm);
@@ -236,6 +238,9 @@ fn on_machine<R>(
     if stats.free + stats.refused != frames.managed() {
         bail!("frames were lost: {stats:?}");
     }
+    if poison.check(&host, stats.refused)? != config.check {
+        bail!("frames are poisoned in a run that checks, and in no other");
+    }
     Ok(result)
 }
 
@@ -245,6 +250,7 @@ struct Rig<'a, 'h> {
     vm: &'a Vm<'h, OnHost<'h>>,
     store: &'a Store<'h>,
     crew: Crew,
+    poison: &'a Poison,
 }
 
 impl<'h> Rig<'_, 'h> {
@@ -305,6 +311,9 @@ impl<'h> Rig<'_, 'h> {
     fn processes(&self, config: &RunConfig) -> Result<AgeFigures> {
         let own = if config.check { (config.shared / 16).next_multiple_of(config.page.bytes()) } else { 0 };
         let (object, spaces) = self.spaces(config, own)?;
+        if config.check {
+            self.as_cpu(CpuId(0), |cx| self.poison.begin(cx, self.vm.frames(), &mut Random::new(own)))?;
+        }
         let start = Barrier::new(config.cpus as usize);
         let stop = AtomicBool::new(false);
         let total: Mutex<AgeFigures> = Mutex::default();
@@ -393,6 +402,7 @@ impl<'h> Rig<'_, 'h> {
             done.windows += 1;
             result?;
             if config.check && turn % 4 == 0 {
+                self.poison.strike(cx, self.vm.frames(), &mut random);
                 let mut spare = vec![0; private[which].len()];
                 let (number, random) = (mine[which], Random::new(random.below(u64::MAX)));
                 let (wrote, stores) = (&mut private[which], &mut stores[which]);
