@@ -60,7 +60,7 @@ pub enum StoreError {
     NoSuchPage,
     /// The page's bytes cannot be reached.
     Unreachable,
-    /// The calling CPU's number is not below the number of CPUs that the back end was made for.
+    /// The calling CPU's number is not below the number of CPUs that the back end was made for, or it is another platform's.
     NoSuchCpu,
 }
 
@@ -89,7 +89,7 @@ pub enum SlotError {
     NoSuchPage,
     /// Bytes of the page or of the store cannot be reached.
     Unreachable,
-    /// The calling CPU's number is not below the number of CPUs that the back end was made for.
+    /// The calling CPU's number is not below the number of CPUs that the back end was made for, or it is another platform's.
     NoSuchCpu,
     /// The slot has as many holders as can be counted: load the page and store it again instead of sharing.
     Saturated,

@@ -239,11 +239,15 @@ fn slots_of_another_store_are_refused() {
         }
         // A CPU without working memory is told so.
         run_as(1);
-        let page = page(machine, frames, Content { random: 10, seed: 1 });
+        let mut page = page(machine, frames, Content { random: 10, seed: 1 });
         assert_eq!(other.store(&cx, &page, 0), Err(StoreError::NoSuchCpu));
-        frames.free(&cx, page);
         frames.drain(&cx);
         run_as(0);
+        // Nor has the CPU of that number of another platform any, beside which it runs.
+        let stranger = support::machine(64, u64::MAX);
+        Content { random: 10, seed: 1 }.write(stranger.page(&mut page));
+        assert_eq!(store.store(&stranger.cx(), &page, 0), Err(StoreError::NoSuchCpu));
+        frames.free(&cx, page);
         other.close(&cx).expect("empty");
     });
 }

@@ -27,9 +27,10 @@ struct Area<S> {
     pfn: u64,
 }
 
-/// The areas of all CPUs.
+/// The areas of all CPUs of one platform. A CPU of the same number of another platform runs beside it, and has none.
 pub(crate) struct Scratch<C: Compressor> {
     table: Mapped,
+    platform: usize,
     cpus: u32,
     compressor: PhantomData<C>,
 }
@@ -98,7 +99,8 @@ impl<C: Compressor> Scratch<C> {
     ) -> Result<Self, AllocError> {
         const { assert!(align_of::<C::Scratch>() <= PAGE_BYTES as usize) };
         let table = Self::map(frames, cx, Self::table_order(cpus))?;
-        let mut scratch = Scratch { table, cpus: 0, compressor: PhantomData };
+        let platform = core::ptr::from_ref(cx.platform()).addr();
+        let mut scratch = Scratch { table, platform, cpus: 0, compressor: PhantomData };
         for _ in 0..cpus {
             match Self::map(frames, cx, Self::area_order()) {
                 Ok(area) => scratch.push(area, compressor),
@@ -149,11 +151,11 @@ impl<C: Compressor> Scratch<C> {
     ) -> Option<R> {
         cx.pinned(|pin| {
             let cpu = pin.cpu().0;
-            if cpu >= self.cpus {
+            if cpu >= self.cpus || pin.platform() != self.platform {
                 return None;
             }
-            // SAFETY: the entry is below `cpus`, hence written. The area is this CPU's; the task is pinned to it and runs
-            // alone there, and `f` does not come back, so these are the only references to its scratch and output.
+            // SAFETY: the entry is below `cpus`, hence written. The area is this CPU's, of this platform; the task is pinned to
+            // it and runs alone there, and `f` does not come back, so these are the only references to its scratch and output.
             unsafe {
                 let area = &*self.area(cpu);
                 let output = core::slice::from_raw_parts_mut(area.output.as_ptr(), Self::ROOM);

@@ -179,9 +179,7 @@ impl Lists {
 
     pub(crate) fn stats(&self) -> LruStats {
         let (candidates, youngest) = self.sizes();
-        let mut stats = LruStats { candidates, youngest, folios: 0, ..self.stats };
-        stats.folios = self.lists.iter().map(List::len).sum();
-        stats
+        LruStats { candidates, youngest, folios: self.lists.iter().map(List::len).sum(), ..self.stats }
     }
 
     /// Every list from the oldest on, each from its cold end: for the oracle.
