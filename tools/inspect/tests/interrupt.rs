@@ -14,6 +14,8 @@ use std::time::Duration;
 
 const ROLE: &str = "HUGEMM_TEST_ROLE";
 const MACHINE: &str = "HUGEMM_TEST_MACHINE";
+/// What `env` makes of signals that are ignored.
+const HEARS: &str = "--default-signal=INT,HUP,TERM";
 const POOL: &str = "sys/kernel/mm/hugepages/hugepages-2048kB";
 
 struct Machine(PathBuf);
@@ -37,9 +39,12 @@ impl Machine {
         std::fs::read_to_string(self.setting()).unwrap().trim().to_owned()
     }
 
-    /// Starts this test program again in the given role and waits until it says that it is ready.
+    /// Starts this test program again in the given role and waits until it says that it is ready. It ignores no signal, also
+    /// where this one does, which is then in the background of a script.
     fn start(&self, role: &str) -> Child {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut child = Command::new("env")
+            .arg(HEARS)
+            .arg(std::env::current_exe().unwrap())
             .args(["child", "--exact", "--nocapture", "--test-threads=1"])
             .env(ROLE, role)
             .env(MACHINE, &self.0)
@@ -167,8 +172,8 @@ fn a_pool_that_cannot_be_put_back_is_told_with_the_command() {
 fn ignored_signals_stay_ignored() {
     let machine = Machine::new("ignored");
     // As nohup does it.
-    let mut child = Command::new("sh")
-        .args(["-c", "trap '' HUP; exec \"$0\" child --exact --nocapture --test-threads=1"])
+    let mut child = Command::new("env")
+        .args([HEARS, "sh", "-c", "trap '' HUP; exec \"$0\" child --exact --nocapture --test-threads=1"])
         .arg(std::env::current_exe().unwrap())
         .env(ROLE, "hangs")
         .env(MACHINE, &machine.0)
