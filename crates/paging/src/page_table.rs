@@ -246,7 +246,9 @@ impl Editing {
     /// CPUs may be translating by the table: edits are atomic where hardware could change the entry meanwhile.
     pub const LIVE: Editing = Editing { live: true };
 
-    /// No CPU translates by the table, nor will while it is being edited: edits are plain stores.
+    /// No CPU can store through what is edited, nor will while it is being edited: none translates by the table, or all have been
+    /// flushed since it was [write-protected](Exclusive::write_protect). Edits are plain stores; of a page that is read
+    /// meanwhile the accessed bit may be lost, which costs one look of ageing.
     ///
     /// # Safety
     ///

@@ -27,11 +27,14 @@ enum Way {
     Atomic,
     /// Only hardware may.
     Alone(Editing),
+    /// Others may age at the same time, or map what is empty, and hardware may set bits; everybody who edits what is mapped
+    /// otherwise [hands down](crate::write_protect) first.
+    HandingDown(Editing),
 }
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// Changes the flags of every leaf in the span, each by one atomic exchange. Written pages stay known as written
-    /// unless [`Flags::DIRTY`] is cleared.
+    /// unless [`Flags::DIRTY`] is cleared. Read-only tables on the way are handed down first.
     ///
     /// What takes rights away is to be flushed before anybody relies on it; what only gives rights, where the format's
     /// [faults drop nothing](PageFormat::FAULT_DROPS), before anybody waits for an access to succeed.
@@ -73,15 +76,16 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn protect_table(&self, table: Table, level: u32, first: u64, end: u64, ahead: Option<Table>, edit: &mut Edit) {
         if level == 0 {
             let from = level::index(first, 0);
-            return edit.pages::<F>(table, from, from + (end - first) as usize, ahead);
+            edit.pages::<F>(table, from, from + (end - first) as usize, ahead);
+            return;
         }
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Table => {
                     let ahead = self.ahead(table, level, &slot, end);
-                    // What leaves are to allow has to be allowed here.
-                    if edit.change.set.contains(Flags::WRITE) {
+                    // What leaves are to allow has to be allowed here; and who hands down beside others does it by plain stores.
+                    if edit.change.set.contains(Flags::WRITE) || matches!(edit.way, Way::Atomic) {
                         self.hand_down(table, slot.index, level);
                     }
                     self.protect_table(self.below(entry), level - 1, slot.first, slot.end, ahead, edit);
@@ -118,9 +122,9 @@ impl Edit {
         Edit::new(change, Way::Alone(Editing::LIVE))
     }
 
-    /// While others may edit at the same time.
-    pub(crate) const fn beside_others(change: Change) -> Self {
-        Edit::new(change, Way::Atomic)
+    /// For leaves below a table that the caller has claimed, or has alone.
+    pub(crate) const fn handing_down(change: Change, editing: Editing) -> Self {
+        Edit::new(change, Way::HandingDown(editing))
     }
 
     /// What became different, all of it in the span.
@@ -135,13 +139,19 @@ impl Edit {
         if bits != self.bits {
             self.bits = bits;
             self.delta = entry ^ F::change(entry, self.change.set, self.change.clear);
-            self.plain = matches!(self.way, Way::Alone(editing) if editing.plain::<F>(entry));
+            self.plain = match self.way {
+                Way::Atomic => false,
+                Way::Alone(editing) => editing.plain::<F>(entry),
+                // An accessed bit that hardware sets between load and store is lost, which costs one look of ageing; one that is
+                // cleared meanwhile comes back, and costs as much. A dirty bit is not: `plain` says that none can come.
+                Way::HandingDown(editing) => editing.plain::<F>(entry | F::ACCESSED),
+            };
         }
     }
 
-    /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same.
-    fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ahead: Option<Table>) {
-        let mut index = from;
+    /// Changes entries `from..to` of a last-level table, by cache lines where their flags are the same. Whether all were leaves.
+    pub(crate) fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ahead: Option<Table>) -> bool {
+        let (mut index, mut all) = (from, true);
         while index < to {
             if index.is_multiple_of(LINE) && index + LINE <= to {
                 if let Some(ahead) = ahead {
@@ -166,9 +176,12 @@ impl Edit {
             let entry = table.get(index);
             if entry & 1 != 0 {
                 self.leaf::<F>(table, index, 0, entry);
+            } else {
+                all = false;
             }
             index += 1;
         }
+        all
     }
 
     /// Changes one leaf of `level`.

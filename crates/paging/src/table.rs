@@ -255,8 +255,8 @@ mod loom_tests {
                 CLAIMED,
                 |entry| entry & NEEDED != 0,
                 |entry| {
-                    // As handing down does: every leaf loses the right that whoever is through may give back.
-                    (1..3).for_each(|leaf| _ = tables.lower_leaf(leaf).fetch_and(!PRESENT, Ordering::Relaxed));
+                    // As handing down does, by plain stores: every leaf loses the right that whoever is through may give back.
+                    (1..3).for_each(|leaf| tables.lower(0).set(leaf, tables.lower(0).get(leaf) & !PRESENT));
                     tables.lower(0).set(3, 9);
                     entry ^ NEEDED
                 },

@@ -67,6 +67,7 @@ const STEPS: &[Step] = &[
             "paging.protect_rewrite1_speedup",
             "paging.protect_rewrite10_speedup",
             "paging.protect_rewrite100_speedup",
+            "paging.first_write_ns",
             "paging.map_scattered_speedup",
             "paging.unmap_scattered_speedup",
             "paging.map_scattered16k_speedup",

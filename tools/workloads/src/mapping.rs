@@ -143,8 +143,8 @@ pub trait MapperLoop {
     fn is_writable(&mut self, field: Field, page: u64) -> Result<bool, MapLoopError>;
     /// Gives every leaf of the field this state, and leaves it to the leaves alone what is allowed.
     fn change(&mut self, field: Field, to: State) -> Result<(), MapLoopError>;
-    /// Makes every leaf of the field read-only; what hardware sets in one at the same moment is not lost.
-    fn protect_live(&mut self, field: Field) -> Result<(), MapLoopError>;
+    /// Makes every leaf of the field read-only, with the flush that this owes; no dirty bit that hardware sets meanwhile is lost.
+    fn protect_live(&mut self, field: Field, flush: &dyn Fn()) -> Result<(), MapLoopError>;
     /// Unmaps the field and gives its tables back; returns how many pages had been mapped.
     fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError>;
     /// The same, and the tables of leaves stay.
@@ -158,7 +158,7 @@ pub struct Times {
     pub map: Spent,
     /// Making settled mappings read-only leaf by leaf.
     pub protect_settled: Spent,
-    /// Making fresh mappings read-only leaf by leaf, where CPUs may be translating by them.
+    /// Making fresh mappings read-only leaf by leaf, where CPUs may be translating by them, with one flush.
     pub protect_live: Spent,
     /// Making settled mappings read-only by the tables.
     pub protect_tables: Spent,
@@ -208,7 +208,7 @@ pub fn pass<W: MapperLoop>(
     let protect_settled = spent(clock, way, pages, &mut |way| way.protect(field, MapMethod::Leaves))?;
     rights(way, field, |_| false)?;
     way.change(field, fresh)?;
-    let protect_live = spent(clock, way, pages, &mut |way| way.protect_live(field))?;
+    let protect_live = spent(clock, way, pages, &mut |way| way.protect_live(field, flush))?;
     rights(way, field, |_| false)?;
     let unmap = unmapped(clock, way, field, W::unmap)?;
     Ok(Times { map, protect_settled, protect_live, protect_tables, rewritten, write_again, unmap })
@@ -342,8 +342,12 @@ impl<F: PageFormat, M: TableMemory> MapperLoop for ByRange<'_, F, M> {
         }
     }
 
-    fn protect_live(&mut self, field: Field) -> Result<(), MapLoopError> {
-        self.protect_leaves(field, Change { set: Flags::NONE, clear: Flags::WRITE })
+    /// By the tables, and after the flush leaf by leaf.
+    fn protect_live(&mut self, field: Field, flush: &dyn Fn()) -> Result<(), MapLoopError> {
+        self.protect(field, MapMethod::Tables)?;
+        flush();
+        // SAFETY: the field has been write-protected and flushed, and `new` requires that no CPU translates by the table.
+        Ok(self.table.exclusive(&mut self.memory).hand_down(span(field)?, unsafe { Editing::quiet() })?)
     }
 
     fn change(&mut self, field: Field, to: State) -> Result<(), MapLoopError> {

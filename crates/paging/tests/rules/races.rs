@@ -4,7 +4,7 @@ use crate::support::{Heap, access, at, extent, span};
 use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Aarch64, Change, Editing, Flags, Lookup, NoTable, TableContent, TableMemory, X86_64};
+use hugemm_paging::{Aarch64, Change, Editing, Flags, Lookup, Mapping, NoTable, TableContent, TableMemory, X86_64};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Frames for tables; the second look at the newest, when it leaves the stock for which it was allocated, is the moment at
@@ -87,6 +87,41 @@ fn concurrent_writers_hand_a_table_down_once() {
         let writable = (0..512).filter(|page| access::<X86_64, _>(&heap, table.root(), at(*page), true).is_some());
         assert_eq!(writable.collect::<Vec<_>>(), [0, 1, 2, 3, 100, 101, 102, 103]);
     }
+}
+
+/// What one CPU changes below a read-only table is not undone by another that hands the table down, which it does by plain stores.
+#[test]
+fn a_change_beside_a_handing_down_is_kept() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    let settled = Mapping { flags: Flags::WRITE | Flags::HARDWARE, ..SMALL };
+    table.exclusive(&heap).map(span(0, 512), [extent(0, 512)], settled).expect("mapped");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                for (set, clear) in [(Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::OWNER0)] {
+                    let _ = table.shared(&heap).protect(span(300, 1), Change { set, clear }).expect("in bounds");
+                    let found = table.shared(&heap).lookup(at(300));
+                    let Lookup::Mapped(leaf) = found else { panic!("it is there: {found:?}") };
+                    assert_eq!(leaf.flags & Flags::OWNER0, set);
+                }
+            }
+        });
+        for _ in 0..if cfg!(miri) { 20 } else { 20_000 } {
+            let writable = Change { set: Flags::WRITE, clear: Flags::NONE };
+            {
+                let mut alone = table.exclusive(&heap);
+                let _ = alone.protect(span(0, 512), writable, Editing::LIVE).expect("in bounds");
+                let _ = alone.write_protect(span(0, 512)).expect("in bounds");
+            }
+            let _ = table.shared(&heap).protect(span(0, 1), writable).expect("in bounds");
+            if other.is_finished() {
+                break;
+            }
+        }
+        done.store(true, Ordering::Relaxed);
+    });
 }
 
 /// Several CPUs map neighbouring pages under tables that none of them has made yet.

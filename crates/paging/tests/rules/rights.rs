@@ -4,7 +4,7 @@ use crate::support::{Heap, access, at, extent, span};
 use crate::{DATA, GIB, SMALL, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, Run, X86_64};
+use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, Run, TableMemory, X86_64};
 
 /// Leaves that differ in their flags are changed each as it has to be, also where their frames are the same, and where
 /// whole cache lines are changed by plain stores; what is not there stays so.
@@ -47,6 +47,49 @@ fn leaves_are_changed_each_as_it_has_to_be() {
     (1024..1048).for_each(|page| map(page, page, settled));
     assert_eq!(protect(1030, 12, Flags::NONE, Flags::WRITE, Editing::LIVE), 12);
     assert_eq!(writable(1024..1048), (1024..1030).chain(1042..1048).collect::<Vec<_>>());
+}
+
+/// What tables of a range deny is put into all its leaves at once: the tables allow stores again, and no page lost what was known
+/// of it.
+#[test]
+fn a_range_is_handed_down_at_once() {
+    for editing in [Editing::LIVE, quiet()] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        table.exclusive(&heap).map(span(0, 700), [extent(4096, 700)], SMALL).expect("mapped");
+        table.exclusive(&heap).map(span(GIB, 512), [extent(512, 512)], DATA).expect("a leaf of 2 MiB");
+        for (page, write) in [(3, true), (4, false), (600, true)] {
+            access::<X86_64, _>(&heap, table.root(), at(page), write);
+        }
+        let before = |page| match table.shared(&heap).lookup(at(page)) {
+            Lookup::Mapped(leaf) => leaf,
+            other => panic!("{other:?}"),
+        };
+        let known: Vec<_> = (0..700).chain([GIB]).map(|page| (page, before(page))).collect();
+        let _ = table.exclusive(&heap).write_protect(span(0, 1 << 27)).expect("in bounds");
+        table.exclusive(&heap).hand_down(span(0, 2 * GIB), editing).expect("in bounds");
+        let entry = |page: u64, level: u32| {
+            (level..4).rev().fold((table.root(), 0), |(frame, _), level| {
+                // SAFETY: a table of 512 words, or, below a leaf, not looked at any more.
+                let entry =
+                    unsafe { (&&heap).reach(frame).cast::<u64>().add((page >> (9 * level)) as usize & 511).read() };
+                (Pfn::new((entry & 0x000f_ffff_ffff_f000) >> 12), entry)
+            })
+        };
+        const WRITE: u64 = 2;
+        assert!([3, 2, 1].iter().all(|level| entry(600, *level).1 & WRITE != 0), "tables leave it to the leaves");
+        assert!((0..700).all(|page| entry(page, 0).1 & WRITE == 0), "which all deny");
+        assert_eq!((entry(GIB, 2).1 & WRITE, entry(GIB, 1).1 & WRITE), (WRITE, 0));
+        for (page, leaf) in known {
+            assert_eq!(before(page), Leaf { flags: leaf.flags.without(Flags::WRITE), ..leaf });
+        }
+    }
+}
+
+/// Nobody translates by the tables of a test.
+fn quiet() -> Editing {
+    // SAFETY: it is so.
+    unsafe { Editing::quiet() }
 }
 
 /// What is stale says itself how far apart the pages are that have to be invalidated: the smallest leaf that was edited.

@@ -219,14 +219,17 @@ impl<P: Cpu> MapperLoop for PerPage<'_, '_, '_, P> {
         self.update(field, 0..field.pages, flags(to))
     }
 
-    /// That crate's mapper stores what it has read and changed, which loses a bit that hardware has set in between: no way
-    /// to edit what CPUs translate by. So the same walk, and a locked edit.
-    fn protect_live(&mut self, field: Field) -> Result<(), MapLoopError> {
+    /// By the tables, and after the flush leaf by leaf. That crate's mapper stores flags without reading them, which forgets
+    /// that a page was written; so the same walk, and a load and a store.
+    fn protect_live(&mut self, field: Field, flush: &dyn Fn()) -> Result<(), MapLoopError> {
+        let leaf = flags(State { writable: false, settled: false });
+        self.update_tables(field, TABLE - PageTableFlags::WRITABLE, leaf)?;
+        flush();
         for index in 0..field.pages {
             let entry = self.entry(page(field, index)).ok_or(MapLoopError::Page(index))?;
-            entry.fetch_and(!PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
+            entry.store(entry.load(Ordering::Relaxed) & !PageTableFlags::WRITABLE.bits(), Ordering::Relaxed);
         }
-        Ok(())
+        self.update_tables(field, TABLE, leaf)
     }
 
     fn unmap(&mut self, field: Field) -> Result<u64, MapLoopError> {
