@@ -1,11 +1,16 @@
 //! A client's side: ask a daemon, get a descriptor.
 
 use crate::server::connect;
-use crate::wire::{self, Answer, Leased, Refused, Request, Seen, Wish};
+use crate::wire::{self, Answer, Forget, Keep, Leased, Refused, Request, Seen, Wish};
+use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use std::io;
+use std::ffi::c_void;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 use std::time::Duration;
 
 /// Why there is no lease.
@@ -22,6 +27,16 @@ pub enum ClientError {
     /// The daemon said no.
     #[error("{}", .0.message)]
     Refused(Refused),
+    /// The file with the secret of kept memory.
+    #[error("{} {what}: {cause}", path.display())]
+    Secret {
+        /// The file.
+        path: PathBuf,
+        /// What could not be done with it.
+        what: &'static str,
+        /// What the system said.
+        cause: io::Error,
+    },
     /// The connection broke, or what came was no answer.
     #[error("lease daemon: {0}")]
     Connection(#[from] io::Error),
@@ -52,6 +67,75 @@ pub struct Lease {
     pub file: OwnedFd,
     /// The daemon that it is from.
     pub connection: Connection,
+}
+
+impl Lease {
+    /// Ends it before the process does. The caller's mappings of it are gone by then; a dropped lease lasts as long as the process.
+    ///
+    /// # Errors
+    ///
+    /// As [`Connection::ask`]: a daemon that is gone has no lease of anybody.
+    pub fn end(self) -> Result<(), ClientError> {
+        let Lease { file, connection, .. } = self;
+        drop(file);
+        connection.ask(&Request::End {}).map(drop)
+    }
+
+    /// Maps all of it, shared, to be read and written.
+    ///
+    /// # Errors
+    ///
+    /// The system's: no address space.
+    pub fn map(&self) -> io::Result<Mapping> {
+        let bytes = usize::try_from(self.about.bytes).map_err(io::Error::other)?;
+        let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+        // SAFETY: at an address of the kernel's choice; no memory that exists is touched.
+        let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, rights, flags, &self.file, 0) }?;
+        let at = NonNull::new(at).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Mapping { at, bytes })
+    }
+}
+
+/// A shared mapping of a lease. Whoever has the file can write it at any time, so it is no slice; a sole owner makes one of it.
+#[derive(Debug)]
+pub struct Mapping {
+    at: NonNull<c_void>,
+    bytes: usize,
+}
+
+// SAFETY: an address and a length, which no thread's state belongs to.
+unsafe impl Send for Mapping {}
+
+impl Mapping {
+    /// Where it begins.
+    pub fn at(&self) -> NonNull<c_void> {
+        self.at
+    }
+
+    /// Its length.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `Lease::map`; who uses an address of it answers for it being dropped later.
+        let _ = unsafe { rustix::mm::munmap(self.at.as_ptr(), self.bytes) };
+    }
+}
+
+/// The secret of kept memory; nothing if there is no such file, since the first lease makes it.
+///
+/// # Errors
+///
+/// The system's.
+pub fn read_secret(path: &Path) -> io::Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text.trim().to_owned())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// A connection to a daemon.
@@ -87,6 +171,29 @@ impl Connection {
             Some((Answer::Refused(refused), _)) => Err(ClientError::Refused(refused)),
             Some(answer) => Ok(answer),
         }
+    }
+
+    /// Leases memory that is kept as `name`, with its bytes if it is kept already. `file` has its secret: the first lease makes it,
+    /// for the user alone.
+    ///
+    /// # Errors
+    ///
+    /// As [`lease`](Connection::lease); [`ClientError::Secret`]: nothing is kept then that was not before.
+    pub fn lease_kept(self, mut wish: Wish, name: &str, file: &Path) -> Result<Lease, ClientError> {
+        let secret = |what, cause| ClientError::Secret { path: file.to_owned(), what, cause };
+        let known = read_secret(file).map_err(|cause| secret("cannot be read", cause))?;
+        wish.keep = Some(Keep { name: name.to_owned(), secret: known });
+        let lease = self.lease(wish)?;
+        if let (Some(new), false) = (&lease.about.secret, lease.about.resumed) {
+            let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file);
+            if let Err(cause) = made.and_then(|mut made| writeln!(made, "{new}")) {
+                // Nobody could have it again.
+                let keep = Keep { name: name.to_owned(), secret: Some(new.clone()) };
+                let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
+                return Err(secret("cannot be written, so the memory is not kept", cause));
+            }
+        }
+        Ok(lease)
     }
 
     /// Tells the daemon what became of a lease. Nothing depends on its being heard.

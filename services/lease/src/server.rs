@@ -162,6 +162,10 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
             Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
             Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status())), None)?,
             Request::Seen(seen) => daemon.seen(seen),
+            Request::End {} => {
+                held.end();
+                wire::send(connection, &Answer::Done {}, None)?;
+            }
             Request::Forget(forget) => {
                 let answer = daemon.forget(asker, &forget).map_or_else(Answer::Refused, |()| Answer::Done {});
                 wire::send(connection, &answer, None)?;
@@ -205,9 +209,15 @@ struct Held<'a> {
     leases: Vec<u64>,
 }
 
+impl Held<'_> {
+    fn end(&mut self) {
+        self.leases.drain(..).for_each(|lease| self.daemon.end(lease));
+    }
+}
+
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.leases.iter().for_each(|&lease| self.daemon.end(lease));
+        self.end();
     }
 }
 

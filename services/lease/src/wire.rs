@@ -29,6 +29,8 @@ pub enum Request {
     Fill {},
     /// What a lease's supervisor saw; for the log and the counters.
     Seen(Seen),
+    /// Ends this connection's leases, whose memory the client has let go of, before its process ends.
+    End {},
     /// Keeps memory no more: it goes back to the kernel, from a program that has it now when that ends.
     Forget(Forget),
 }

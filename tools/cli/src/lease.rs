@@ -11,16 +11,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use args::Lease;
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::supervisor::{attach, private_by_arguments};
-use hugemm_lease::wire::{Forget, Keep, Request, Wish};
+use hugemm_lease::wire::Wish;
 use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -52,19 +51,12 @@ pub fn run(args: &Lease) -> Result<()> {
 }
 
 fn lease(args: &Lease) -> Result<Leased> {
-    let keep = args.keep.as_ref().map(|name| -> Result<Keep> {
-        Ok(Keep { name: name.clone(), secret: args.secret.as_deref().map(read_secret).transpose()?.flatten() })
-    });
-    let wish = Wish { bytes: args.size.0, page: args.page, node: args.node, keep: keep.transpose()? };
-    let socket = args.socket.clone().unwrap_or_else(default_socket);
-    let lease = Connection::open(&socket).and_then(|daemon| daemon.lease(wish))?;
-    if let (Some(path), Some(secret), false) = (&args.secret, &lease.about.secret, lease.about.resumed)
-        && let Err(error) = write_secret(path, secret)
-    {
-        let keep = Keep { name: args.keep.clone().unwrap_or_default(), secret: Some(secret.clone()) };
-        let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
-        return Err(error);
-    }
+    let wish = Wish { bytes: args.size.0, page: args.page, node: args.node, keep: None };
+    let daemon = Connection::open(&args.socket.clone().unwrap_or_else(default_socket))?;
+    let lease = match (&args.keep, &args.secret) {
+        (Some(name), Some(secret)) => daemon.lease_kept(wish, name, secret),
+        _ => daemon.lease(wish),
+    }?;
     if lease.about.resumed
         && rustix::fs::fcntl_get_seals(&lease.file).is_ok_and(|seals| seals.contains(SealFlags::SEAL))
     {
@@ -73,25 +65,10 @@ fn lease(args: &Lease) -> Result<Leased> {
         );
     }
     if args.scrub && lease.about.resumed {
-        let gbps = scrub::scrub(&lease.file, lease.about.bytes, &args.calibration)?;
+        let gbps = scrub::scrub(&lease, &args.calibration)?;
         eprintln!("hugemm lease: cleared what was kept, at {gbps:.1} GB/s");
     }
     Ok(lease)
-}
-
-/// The secret of kept memory; nothing if there is no such file, since the first lease makes it.
-pub(crate) fn read_secret(path: &Path) -> Result<Option<String>> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text.trim().to_owned())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error).with_context(|| format!("{} cannot be read", path.display())),
-    }
-}
-
-fn write_secret(path: &Path, secret: &str) -> Result<()> {
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    file.and_then(|mut file| writeln!(file, "{secret}"))
-        .with_context(|| format!("{} cannot be written; the memory is not kept", path.display()))
 }
 
 fn start_on(args: &Lease, lease: Leased) -> Result<()> {

@@ -9,7 +9,7 @@ use comfy_table::CellAlignment;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::pool::HugetlbPool;
-use hugemm_lease::client::{Connection, default_socket};
+use hugemm_lease::client::{Connection, default_socket, read_secret};
 use hugemm_lease::daemon::{Daemon, PoolConfig};
 use hugemm_lease::filler::{self, Manners, fill};
 use hugemm_lease::metrics::{self, MetricsListener};
@@ -38,7 +38,10 @@ pub fn run(args: &Pool) -> Result<()> {
 }
 
 fn forget(args: &ForgetKept) -> Result<()> {
-    let secret = args.secret.as_deref().map(super::read_secret).transpose()?.flatten();
+    let secret = match &args.secret {
+        Some(path) => read_secret(path).with_context(|| format!("{} cannot be read", path.display()))?,
+        None => None,
+    };
     let keep = Keep { name: args.name.clone(), secret };
     tell(args.socket.as_deref(), &Request::Forget(Forget { keep, uid: args.user }))?;
     match &args.secret {

@@ -1,0 +1,122 @@
+"""Leases: huge pages that a daemon (`hugemm pool serve`) has filled before they are asked for.
+
+    import hugemm
+    memory = hugemm.lease(bytes=1 << 30)                       # zeroed, gone with the program
+    weights = hugemm.lease("weights", 64 << 30, secret="/run/weights.secret")  # kept, with its bytes
+    array = numpy.frombuffer(weights, dtype=numpy.float16)
+
+A lease is an `mmap.mmap`: a writable buffer, for numpy.frombuffer, memoryview and slices. `resumed` says whether kept memory has its
+former bytes. It ends with `close()`, at the end of a `with` block, or with the process. Needs Linux and nothing but Python.
+"""
+
+import json
+import mmap
+import os
+import socket as _socket
+
+__all__ = ["Lease", "LeaseError", "lease"]
+
+_MOST = 1 << 16
+
+
+class LeaseError(OSError):
+    """No lease; the message says why, and the way out."""
+
+
+class Lease(mmap.mmap):
+    """Leased memory, mapped shared and writable."""
+
+    def __new__(cls, fd, about, connection):
+        self = super().__new__(cls, fd, about["bytes"], mmap.MAP_SHARED)
+        self.fd, self.number, self.page, self.node = fd, about["lease"], about["page"], about["node"]
+        self.resumed = about["resumed"]
+        self._connection = connection
+        return self
+
+    def close(self):
+        """Unmaps the memory and ends the lease. Fails while a view of it (an array) is there."""
+        super().close()
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        try:
+            _ask(self._connection, {"end": {}})
+        except OSError:
+            pass  # A daemon that is gone has no lease.
+        self._connection.close()
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def lease(name=None, bytes=0, page=None, node=None, *, secret=None, socket=None):
+    """Leases `bytes` bytes of huge pages: whole pages of 2 MiB, or of 1 GiB.
+
+    name    keeps the memory under this name, for this user; with the secret in the file `secret`, which the first lease makes
+    page    "2M", "1G" or "thp"; whatever the daemon has, if none is named
+    node    a NUMA node; any, if none is named
+    socket  where the daemon listens
+    """
+    if (name is None) != (secret is None):
+        raise ValueError("a name needs the file of its secret, and a secret its name")
+    wish = {"bytes": bytes}
+    if page is not None:
+        wish["page"] = page
+    if node is not None:
+        wish["node"] = node
+    if name is not None:
+        wish["keep"] = {"name": name}
+        if os.path.exists(secret):
+            with open(secret) as file:
+                wish["keep"]["secret"] = file.read().strip()
+    path = socket or _default_socket()
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    try:
+        try:
+            connection.connect(path)
+        except OSError as error:
+            raise LeaseError(
+                error.errno, f"no lease daemon at {path}: {error.strerror}; start one with: hugemm pool serve"
+            ) from None
+        answer, fds = _ask(connection, {"lease": wish})
+        about = answer["leased"]
+        try:
+            if name is not None and not about["resumed"]:
+                _write_secret(connection, name, secret, about["secret"])
+            return Lease(fds[0], about, connection)
+        except BaseException:
+            os.close(fds[0])
+            raise
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _ask(connection, request):
+    connection.send(json.dumps(request).encode())
+    packet, fds, _, _ = _socket.recv_fds(connection, _MOST, 1)
+    answer = json.loads(packet) if packet else {"refused": {"message": "the lease daemon is gone"}}
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    if "refused" in answer:
+        raise LeaseError(answer["refused"]["message"])
+    return answer, fds
+
+
+def _write_secret(connection, name, path, secret):
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secret + "\n")
+    except OSError as error:
+        # Nobody could have it again.
+        _ask(connection, {"forget": {"keep": {"name": name, "secret": secret}}})
+        raise LeaseError(error.errno, f"{path} cannot be written, so the memory is not kept: {error.strerror}") from None
+
+
+def _default_socket():
+    system = "/run/hugemm/lease.socket"
+    directory = os.environ.get("XDG_RUNTIME_DIR")
+    if os.geteuid() == 0 or os.path.exists(system) or not directory:
+        return system
+    return os.path.join(directory, "hugemm-lease.socket")
