@@ -2,11 +2,14 @@
 //! model MMU; a data oracle under pressure on several CPUs; and what happens when a flush is forgotten.
 #![cfg(all(target_os = "linux", not(miri), not(loom)))]
 
+mod ageing;
 mod negative;
 mod oracle;
 mod races;
 mod rig;
 mod rules;
+mod shortage;
+mod staying;
 #[path = "../support/mod.rs"]
 mod support;
 mod unhooked;

@@ -1,0 +1,274 @@
+//! Too little memory: full swap, failing allocations, overcommitment, pieces, nodes.
+
+use crate::rig::{Handle, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rules::{AT, SIZE, SIZES, expect, filled};
+use hugemm_base::inject::every_fault;
+use hugemm_base::{CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
+use hugemm_frames::{AllocRequest, Placement};
+use hugemm_paging::{Flags, Lookup};
+use hugemm_reclaim::{LruPolicy, Swap, Turn};
+use hugemm_vm::{Backing, Pager, VmaKind};
+
+/// Swap that is full is an error to nobody: pages stay and keep what is in them.
+#[test]
+fn full_swap_keeps_pages() {
+    for page in SIZES {
+        // Just the compressor's working memory and a little.
+        with_rig(Size { swap: 60, ..SIZE }, 9, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let pages = if page == PageSize::Size4K { 800 } else { 4 };
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind::private(page);
+                rig.vm.map(cx, &space, span(AT, pages * page.bytes()), kind, Backing::Private).expect("an area");
+                rig.enter(cx, &space);
+                let mut rng = crate::support::Rng(5);
+                let mut content = Vec::new();
+                for index in 0..pages * page.pages() {
+                    // Too much to compress well.
+                    for word in 0..100 {
+                        let value = rng.below(u64::MAX >> 32);
+                        rig.put(cx, &space, AT + index * 4096 + word * 40, value).expect("memory");
+                        content.push((AT + index * 4096 + word * 40, value));
+                    }
+                }
+                (0..5).for_each(|_| _ = rig.evict_all(cx));
+                assert!(rig.store.stats(cx).refused_full > 0);
+                for (at, value) in content {
+                    assert_eq!(rig.get(cx, &space, at), Ok(value));
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Whichever allocation fails, nothing is lost.
+#[test]
+fn every_allocation_may_fail() {
+    for page in SIZES {
+        let asked = every_fault(|plan| {
+            with_rig(SIZE, 10, plan, |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    let Ok(space) = rig.vm.create(cx, bounds()) else { return };
+                    let kind = VmaKind::private(page);
+                    let _ = rig.vm.map(cx, &space, span(AT, 2 * page.bytes()), kind, Backing::Private);
+                    rig.enter(cx, &space);
+                    let known: Vec<u64> =
+                        (0..2).filter(|i| rig.put(cx, &space, AT + i * page.bytes(), i + 1).is_ok()).collect();
+                    (0..3).for_each(|_| _ = rig.evict_all(cx));
+                    let child = rig.vm.fork(cx, &space);
+                    for index in known {
+                        let at = AT + index * page.bytes();
+                        // One failure is one access's; the next finds the page.
+                        let got = rig.get(cx, &space, at).or_else(|_| rig.get(cx, &space, at));
+                        assert_eq!(got, Ok(index + 1));
+                    }
+                    rig.leave(cx, &space);
+                    if let Ok(child) = child {
+                        rig.vm.destroy(cx, child).expect("destroyed");
+                    }
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                });
+            });
+        });
+        assert!(asked > 10, "{asked}");
+    }
+}
+
+/// More is written than there is memory: direct reclaim serves the faults.
+#[test]
+fn memory_may_be_overcommitted() {
+    for (page, policy) in SIZES.into_iter().flat_map(|page| LruPolicy::ALL.map(|policy| (page, policy))) {
+        with_rig(Size { policy, ..SIZE }, 11, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let pages = (24 << 20) / page.bytes();
+                let space = filled(rig, cx, page, pages);
+                for index in 0..pages {
+                    assert_eq!(rig.get(cx, &space, AT + index * page.bytes() + 8), Ok(index + 1));
+                }
+                assert!(rig.vm.pager().counts().direct_freed.get() > 0);
+                let flags = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (pages - 1) * page.bytes()));
+                assert!(matches!(flags, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::WRITE)));
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Memory is free, but in pieces: pages move, and a page of 2 MiB comes back whole. What cannot move stays.
+#[test]
+fn a_large_page_comes_back_where_memory_is_in_pieces() {
+    for (shared, policy) in [false, true].into_iter().zip(LruPolicy::ALL) {
+        with_rig(Size { mib: 32, policy, ..SIZE }, 13, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let large = filled(rig, cx, PageSize::Size2M, 1);
+                (0..3).for_each(|_| _ = rig.evict_all(cx));
+                expect(rig, true, rig.vm.lookup(cx, &large, VirtAddr::new(AT)));
+                rig.leave(cx, &large);
+                // All other memory in small pages of two spaces in turn, of which one goes.
+                let pages = rig.vm.frames().stats(cx).available() / 2 - 100;
+                let object = rig.vm.create_shared(cx, pages, PageSize::Size4K, false).expect("an object");
+                let at = |index: u64| AT + (index << 12);
+                let [gone, small] = [false, shared].map(|shared| {
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let from = if shared { Backing::Shared(&object, 0) } else { Backing::Private };
+                    let kind = VmaKind::private(PageSize::Size4K);
+                    rig.vm.map(cx, &space, span(AT, pages << 12), kind, from).expect("an area");
+                    space
+                });
+                for index in 0..pages {
+                    for space in [&gone, &small] {
+                        rig.enter(cx, space);
+                        rig.put(cx, space, at(index) + 8, index).expect("memory");
+                        rig.leave(cx, space);
+                    }
+                }
+                let child = rig.vm.fork(cx, &small).expect("forked");
+                let mut pins = Vec::new();
+                rig.vm.pin(cx, &small, span(at(7), 4096), None, &Never, |pin| pins.push(pin)).expect("pinned");
+                rig.vm.destroy(cx, gone).expect("destroyed");
+                rig.vm.frames().drain(cx);
+                let stored = rig.store.stats(cx).stores;
+                assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 0, "in pieces");
+                rig.enter(cx, &large);
+                assert_eq!(rig.get(cx, &large, AT + 8), Ok(1));
+                rig.leave(cx, &large);
+                assert_eq!(rig.vm.pager().counts().gathered.get(), 1);
+                assert_eq!(rig.store.stats(cx).stores, stored, "pages move, none goes away");
+                for space in [&small, &child] {
+                    rig.enter(cx, space);
+                    for index in 0..pages {
+                        assert_eq!(rig.get(cx, space, at(index) + 8), Ok(index));
+                    }
+                    rig.leave(cx, space);
+                }
+                for pin in pins {
+                    let found = rig.vm.lookup(cx, &small, pin.at());
+                    assert!(matches!(found, Lookup::Mapped(leaf) if leaf.frame == pin.extent().base()), "{found:?}");
+                    rig.vm.unpin(cx, &small, pin).expect("its own");
+                }
+                for space in [large, small, child] {
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                }
+                rig.vm.close(cx, object).expect("its own");
+            });
+        });
+    }
+}
+
+/// On which node the page is that is mapped at an address.
+fn node_at<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_, 'h>, at: u64) -> Option<NodeId> {
+    match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
+        Lookup::Mapped(leaf) => rig.vm.frames().node_of(leaf.frame),
+        _ => None,
+    }
+}
+
+/// Each node has its own LRU and marks: what is short on one is freed there, whatever the other has.
+#[test]
+fn each_node_is_reclaimed_by_itself() {
+    with_rig(Size { nodes: 2, ..SIZE }, 14, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let pager = rig.vm.pager();
+            let free = |cx: &crate::rig::Cx<'_, '_>, node| rig.vm.frames().node_stats(cx, NodeId(node)).available();
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let at = |node: u32, index: u64| AT * u64::from(node + 1) + (index << 12) + 8;
+            rig.enter(cx, &space);
+            // Node 1 down to its low mark, node 0 less than half full.
+            for (node, pages) in [(0, 500), (1, free(cx, 1) - pager.marks().low() / 2)] {
+                let kind = VmaKind { from: Placement::Only(NodeId(node)), ..VmaKind::private(PageSize::Size4K) };
+                rig.vm.map(cx, &space, span(at(node, 0) - 8, pages << 12), kind, Backing::Private).expect("an area");
+                (0..pages).for_each(|index| rig.put(cx, &space, at(node, index), index).expect("memory"));
+            }
+            assert!(free(cx, 1) < pager.marks().low() && free(cx, 0) > pager.marks().high());
+            let (turn, done) = pager.balance(&rig.vm, cx, NodeId(0), u64::MAX, &Never);
+            assert_eq!((turn, done.scanned), (Turn::Balanced, 0));
+            let (turn, done) = pager.balance(&rig.vm, cx, NodeId(1), u64::MAX, &Never);
+            assert_eq!(turn, Turn::Balanced);
+            assert!(done.freed > 0 && free(cx, 1) >= pager.marks().high());
+            assert!(
+                (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+                "nothing of node 0 went"
+            );
+            let away =
+                (0..500).find(|index| node_at(rig, cx, &space, at(1, *index)).is_none()).expect("some of node 1 did");
+            assert_eq!(rig.get(cx, &space, at(1, away)), Ok(away));
+            assert_eq!(node_at(rig, cx, &space, at(1, away)), Some(NodeId(1)), "back where the area wants it");
+            // A fault that finds its node empty takes from that node too, and no longer than it needs.
+            let (before, pages) = (pager.counts().direct_freed.get(), free(cx, 1) + 256);
+            let kind = VmaKind { from: Placement::Only(NodeId(1)), ..VmaKind::private(PageSize::Size4K) };
+            rig.vm.map(cx, &space, span(5 * AT, pages << 12), kind, Backing::Private).expect("an area");
+            for index in 0..pages {
+                // Where all are young, the first looks find nothing.
+                let put = (0..8).any(|_| rig.put(cx, &space, 5 * AT + (index << 12), index).is_ok());
+                assert!(put, "page {index} of {pages}");
+            }
+            assert!(pager.counts().direct_freed.get() > before, "no fault had to take pages");
+            assert!(
+                (0..500).all(|index| node_at(rig, cx, &space, at(0, index)) == Some(NodeId(0))),
+                "nothing of node 0 went"
+            );
+            // An object is filled where it is wanted, not where the worker is.
+            let object = rig.vm.create_shared(cx, 16, PageSize::Size4K, false).expect("an object");
+            rig.vm.prefault_shared(&object, 0, 16).from(Placement::Only(NodeId(1))).work(cx, &Never).expect("memory");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(4 * AT, 16 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            for index in 0..16 {
+                assert_eq!(rig.get(cx, &space, 4 * AT + (index << 12)), Ok(0));
+                assert_eq!(node_at(rig, cx, &space, 4 * AT + (index << 12)), Some(NodeId(1)));
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// A page of 4 KiB may always be taken, a larger one only if enough stays free for storing two of 2 MiB.
+#[test]
+fn large_pages_leave_room_for_storing_them() {
+    with_rig(SIZE, 12, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            const RESERVE: u64 = 2 * 513;
+            let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+            let mut taken = Vec::new();
+            for (order, room) in [(9, 512 + RESERVE), (3, 8 + RESERVE), (0, 0)] {
+                let order = Order::new(order).expect("valid");
+                for room in [room + 1, room, room.saturating_sub(1)] {
+                    while frames.stats(cx).available() > room {
+                        taken.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("there is some"));
+                    }
+                    let enough = order == Order::ZERO || frames.stats(cx).available() >= order.pages() + RESERVE;
+                    let may = Pager::<crate::rig::Model<'_>>::may_take(pager, frames, cx, order);
+                    assert_eq!(may, enough, "order {} with {room} free", order.get());
+                }
+            }
+            taken.into_iter().for_each(|block| frames.free(cx, block));
+        });
+    });
+}
+
+/// Direct reclaim of a task that may not sleep does nothing; of others it is counted, with what it freed; so is a worker's.
+#[test]
+fn what_is_reclaimed_is_counted() {
+    with_rig(SIZE, 13, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 200);
+            rig.leave(cx, &space);
+            let pager = rig.vm.pager();
+            let need = Shortfall { order: Order::ZERO, pages: 50, node: None, may_sleep: true };
+            assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { may_sleep: false, ..need }), 0);
+            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (0, 0));
+            assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { node: Some(NodeId(7)), ..need }), 0);
+            let freed = pager.relieve(&rig.vm, cx, need);
+            assert!((50..114).contains(&freed), "{freed}");
+            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (2, freed));
+            assert_eq!(pager.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
+            assert_eq!(pager.balance(&rig.vm, cx, NodeId(7), 1000, &Never).0, Turn::Hopeless, "no such node");
+            assert_eq!(pager.counts().worker_freed.get(), 0);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
