@@ -6,7 +6,7 @@ mod sides;
 
 use crate::document::{Document, Row};
 use crate::frames::area::figure;
-use crate::saved::Saved;
+use crate::saved::{Saved, same_schema};
 use crate::table;
 use crate::unmeasured_args::Compare;
 use anyhow::{Context, Result, bail};
@@ -81,22 +81,6 @@ pub fn run(args: &Compare) -> Result<()> {
 
 fn read(files: &[PathBuf]) -> Result<Vec<Saved>> {
     files.iter().map(|file| Saved::read(file)).collect::<Result<_>>().context("nothing was compared")
-}
-
-/// Refuses documents whose figures of one name were measured differently.
-fn same_schema<'a>(mut documents: impl Iterator<Item = (&'a PathBuf, &'a Saved)>) -> Result<()> {
-    let Some((first, a)) = documents.next() else { return Ok(()) };
-    if let Some((other, b)) = documents.find(|(_, saved)| saved.schema != a.schema) {
-        bail!(
-            "{} has schema {} and {} schema {}: figures of the same name are measured differently; measure both with one \
-             version of hugemm",
-            first.display(),
-            a.schema,
-            other.display(),
-            b.schema
-        );
-    }
-    Ok(())
 }
 
 fn names(files: &[PathBuf]) -> String {

@@ -19,7 +19,7 @@ mod tests;
 mod views;
 
 use crate::document;
-use crate::saved::Saved;
+use crate::saved::{Saved, same_schema};
 use crate::unmeasured_args::Report;
 use anyhow::{Context, Result, anyhow, bail};
 use content::Content;
@@ -34,6 +34,17 @@ pub fn run(args: &Report) -> Result<()> {
     let documents = args.files.iter().map(|file| Ok((stem(file), Saved::read(file)?))).collect::<Result<Vec<_>>>()?;
     if documents.iter().all(|(_, saved)| saved.results.is_empty()) {
         bail!("there is no figure in {}; nothing was written", names(&args.files));
+    }
+    let saved = || args.files.iter().zip(documents.iter().map(|(_, saved)| saved));
+    same_schema(saved())?;
+    if !args.fill.is_empty()
+        && let Some((file, old)) = saved().find(|(_, saved)| saved.schema != document::SCHEMA)
+    {
+        bail!(
+            "{} has schema {}: its goals were measured differently from those that the page defines; measure again",
+            file.display(),
+            old.schema
+        );
     }
     let content = Content::of(&documents);
     // Messages go to standard error where standard output is the Markdown.

@@ -4,7 +4,7 @@ use crate::document::{Row, SCHEMA};
 use anyhow::{Result, anyhow, bail};
 use serde::Deserialize;
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Labels that say how a figure came out, not which figure it is: they do not take part in telling rows apart.
 const OUTCOMES: [&str; 10] =
@@ -84,6 +84,25 @@ impl Saved {
         }
         Self::deserialize(value).map_err(|error| format!("is damaged: {error}; {REMEDY}"))
     }
+}
+
+/// Refuses documents whose figures of one name were measured differently.
+///
+/// # Errors
+/// One line that names two of them.
+pub fn same_schema<'a>(mut documents: impl Iterator<Item = (&'a PathBuf, &'a Saved)>) -> Result<()> {
+    let Some((first, a)) = documents.next() else { return Ok(()) };
+    if let Some((other, b)) = documents.find(|(_, saved)| saved.schema != a.schema) {
+        bail!(
+            "{} has schema {} and {} schema {}: figures of the same name are measured differently; measure both with one \
+             version of hugemm",
+            first.display(),
+            a.schema,
+            other.display(),
+            b.schema
+        );
+    }
+    Ok(())
 }
 
 /// The labels that tell a row from others of its metric, in their order, as `name=value`.
