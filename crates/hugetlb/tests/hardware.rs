@@ -9,7 +9,7 @@ use hugemm_base::{
 };
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::cpu::{BASE_FRAME, CpuPlace, Host};
-use hugemm_host::mmu::{Access, Mmu};
+use hugemm_host::mmu::{Mmu, MmuAccess};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, FlatMemory, FlushPolicy, Group, HugePageCounts, HugePool, Mapped, Nodes,
@@ -104,7 +104,7 @@ unsafe impl Env for Seen<'_> {
 
     fn descriptor(&self, array: *mut Descriptor, index: usize) -> *mut Descriptor {
         let at = VirtAddr::new(array.addr() as u64 + index as u64 * 64);
-        self.0.translate(self.0.current(), at, Access::Load).expect("a descriptor").as_ptr().cast()
+        self.0.translate(self.0.current(), at, MmuAccess::Load).expect("a descriptor").as_ptr().cast()
     }
 }
 

@@ -131,4 +131,4 @@ pub use unhook::UnhookedPage;
 pub use unmap::Unmapped;
 pub use vm::{Parts, Vm};
 pub use vma::{VmaInfo, VmaKind};
-pub use zeroing::{ZeroWorker, Zeroed};
+pub use zeroing::{ZeroTurn, ZeroWorker};

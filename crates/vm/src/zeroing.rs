@@ -20,7 +20,7 @@ const LEAST: u32 = 10;
 
 /// What a turn did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Zeroed {
+pub enum ZeroTurn {
     /// A block was cleared. To keep to its share, the worker does nothing for so many nanoseconds.
     Cleared {
         /// Bytes.
@@ -66,16 +66,16 @@ where
     S::Platform: Clock,
 {
     /// One turn of a background worker: at most one block. Passes a reschedule point before each unit; may sleep.
-    pub fn zero_ahead(&self, cx: &mut Cx<'_, S>, worker: &ZeroWorker, cancel: &impl Cancel) -> Zeroed {
+    pub fn zero_ahead(&self, cx: &mut Cx<'_, S>, worker: &ZeroWorker, cancel: &impl Cancel) -> ZeroTurn {
         // Not through relief: whoever needs memory more than zeroes is not to be disturbed. Dirty blocks come first.
         let Ok(block) = self.frames().alloc(cx, AllocRequest::order(worker.order).movable()) else {
-            return Zeroed::Nothing;
+            return ZeroTurn::Nothing;
         };
         let dirty = match block.into_content() {
             Err(dirty) => dirty,
             Ok(zeroed) => {
                 self.frames().free_zeroed(cx, zeroed);
-                return Zeroed::Nothing;
+                return ZeroTurn::Nothing;
             }
         };
         let bytes = dirty.extent().bytes();
@@ -84,12 +84,12 @@ where
             Ok(zeroed) => {
                 self.frames().free_zeroed(cx, zeroed);
                 let spent = cx.platform().now_ns().saturating_sub(start);
-                Zeroed::Cleared { bytes, rest: spent * (100 - worker.percent) / worker.percent }
+                ZeroTurn::Cleared { bytes, rest: spent * (100 - worker.percent) / worker.percent }
             }
             Err(stopped) => {
                 let reason = stopped.reason;
                 self.frames().free_extent(cx, stopped.clearing.abandon());
-                if reason == StopReason::Cancelled { Zeroed::Stopped } else { Zeroed::Nothing }
+                if reason == StopReason::Cancelled { ZeroTurn::Stopped } else { ZeroTurn::Nothing }
             }
         }
     }

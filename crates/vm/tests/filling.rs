@@ -6,7 +6,7 @@ mod support;
 
 use hugemm_base::{Cpu, CpuId, Never, PageSize, Pfn, VirtAddr};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{Backing, Pinned, VmaKind, ZeroWorker, Zeroed};
+use hugemm_vm::{Backing, Pinned, VmaKind, ZeroTurn, ZeroWorker};
 use support::{Cx, Handle, Rig, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -139,7 +139,7 @@ fn who_clears_ahead_rests() {
                 let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size4K, percent);
                 assert_eq!(worker.policy().unit, Some(256 << 10));
                 let start = cx.platform().now_ns();
-                let Zeroed::Cleared { bytes, rest } = rig.vm.zero_ahead(cx, &worker, &Never) else {
+                let ZeroTurn::Cleared { bytes, rest } = rig.vm.zero_ahead(cx, &worker, &Never) else {
                     panic!("there is more")
                 };
                 assert_eq!(bytes, 4 << 20, "larger than what CPUs keep for themselves");

@@ -5,7 +5,7 @@
 mod support;
 
 use hugemm_base::{CancelFlag, CpuId, Never, PageSize, VirtAddr};
-use hugemm_vm::{Access, Backing, VmError, VmaKind, ZeroWorker, Zeroed};
+use hugemm_vm::{Access, Backing, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use std::sync::Barrier;
 use support::{bounds, no_faults, span, with_rig};
 
@@ -259,13 +259,13 @@ fn memory_zeroed_ahead_is_not_cleared_again() {
             let worker = ZeroWorker::new(rig.vm.clearer(), PageSize::Size2M, 25);
             let stop = CancelFlag::new();
             stop.raise();
-            assert_eq!(rig.vm.zero_ahead(cx, &worker, &stop), Zeroed::Stopped);
+            assert_eq!(rig.vm.zero_ahead(cx, &worker, &stop), ZeroTurn::Stopped);
             let mut bytes = 0;
             loop {
                 match rig.vm.zero_ahead(cx, &worker, &Never) {
-                    Zeroed::Cleared { bytes: more, .. } => bytes += more,
-                    Zeroed::Nothing => break,
-                    Zeroed::Stopped => panic!("nobody asked"),
+                    ZeroTurn::Cleared { bytes: more, .. } => bytes += more,
+                    ZeroTurn::Nothing => break,
+                    ZeroTurn::Stopped => panic!("nobody asked"),
                 }
             }
             assert_eq!(bytes, 64 << 20, "all of it");

@@ -58,7 +58,7 @@ pub enum Fault {
 
 /// Loads and stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum MmuAccess {
     /// A load.
     Load,
     /// A store.
@@ -206,7 +206,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
 
     /// What the CPU uses for an access to `at`: the address where the host finds the byte. Its 8 bytes must not cross a
     /// page.
-    pub fn translate(&self, cpu: CpuId, at: VirtAddr, access: Access) -> Result<NonNull<u8>, Fault> {
+    pub fn translate(&self, cpu: CpuId, at: VirtAddr, access: MmuAccess) -> Result<NonNull<u8>, Fault> {
         let phys = {
             let mut tlb = self.tlb(cpu);
             let phys = self.access(cpu, &mut tlb, at, access)?;
@@ -221,7 +221,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
 
     /// Loads the 8 bytes at `at`, which is a multiple of 8.
     pub fn load(&self, cpu: CpuId, at: VirtAddr) -> Result<u64, Fault> {
-        let ptr = self.translate(cpu, VirtAddr::new(at.get() & !7), Access::Load)?;
+        let ptr = self.translate(cpu, VirtAddr::new(at.get() & !7), MmuAccess::Load)?;
         if self.stores.pending_elsewhere(cpu, ptr.addr().get(), 8) {
             self.oracle.report(Violation::Unpublished { cpu, at });
         }
@@ -231,7 +231,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
 
     /// Stores 8 bytes at `at`, which is a multiple of 8.
     pub fn store(&self, cpu: CpuId, at: VirtAddr, value: u64) -> Result<(), Fault> {
-        let ptr = self.translate(cpu, VirtAddr::new(at.get() & !7), Access::Store)?;
+        let ptr = self.translate(cpu, VirtAddr::new(at.get() & !7), MmuAccess::Store)?;
         // SAFETY: as for `load`.
         unsafe { ptr.cast::<AtomicU64>().as_ref() }.store(value, Ordering::Relaxed);
         Ok(())

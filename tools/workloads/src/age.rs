@@ -9,6 +9,7 @@ mod figures;
 
 pub use figures::{AgeFigures, METRICS};
 
+use crate::random::Random;
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
@@ -181,25 +182,6 @@ impl Touched {
             faults: self.faults + more.faults,
             refused: self.refused + more.refused,
         }
-    }
-}
-
-/// xorshift64*: only has to be irregular and repeatable.
-#[derive(Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// Started from any number.
-    pub const fn new(seed: u64) -> Self {
-        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// A number below `bound`, which is not 0.
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16) % bound.max(1)
     }
 }
 

@@ -16,7 +16,6 @@
 pub mod bulk;
 pub mod churn;
 pub mod pairs;
-pub mod random;
 pub mod ranges;
 pub mod stress;
 

@@ -16,6 +16,7 @@
 //! | [`shootdown`] | changing mapped pages and flushing them everywhere, batched and page by page |
 //! | [`vm_host`] | the work of a virtual machine host, all systems together |
 //! | [`mapping`] | mapping, protecting and unmapping by 4 KiB pages |
+//! | [`random`] | random numbers that are the same everywhere |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
 #![cfg_attr(not(test), no_std)]
@@ -26,6 +27,7 @@ pub mod chase;
 pub mod faults;
 pub mod mapping;
 pub mod pool;
+pub mod random;
 pub mod record;
 pub mod replay;
 pub mod shootdown;

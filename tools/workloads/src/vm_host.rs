@@ -115,7 +115,7 @@ pub struct PhaseFigures {
     /// Bytes of descriptors given back, less those taken.
     pub saved: i64,
     /// What reclaim did.
-    pub reclaimed: ReclaimCounts,
+    pub reclaimed: SwapCounts,
 }
 
 impl PhaseFigures {
@@ -147,7 +147,7 @@ record! {
 
 /// What reclaim has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ReclaimCounts {
+pub struct SwapCounts {
     /// Pages that went to swap.
     pub stored: u64,
     /// Pages that came back.
@@ -158,9 +158,9 @@ pub struct ReclaimCounts {
     pub age_flushes: u64,
 }
 
-impl ReclaimCounts {
+impl SwapCounts {
     fn since(self, earlier: Self) -> Self {
-        ReclaimCounts {
+        SwapCounts {
             stored: self.stored - earlier.stored,
             loaded: self.loaded - earlier.loaded,
             aged: self.aged - earlier.aged,
@@ -205,7 +205,7 @@ pub trait Site<'c, 'm, S: Setup> {
     fn counters(&self) -> CounterSnapshot;
 
     /// What reclaim has done so far; `None` if nothing goes to swap here.
-    fn reclaimed(&self, _cx: &Cx<'c, S>) -> Option<ReclaimCounts> {
+    fn reclaimed(&self, _cx: &Cx<'c, S>) -> Option<SwapCounts> {
         None
     }
 

@@ -1,6 +1,6 @@
 //! What one CPU remembers.
 
-use super::{Access, Random};
+use super::{MmuAccess, Random};
 use hugemm_base::{PAGE_SHIFT, Pfn, PhysAddr, TlbScope, VirtAddr, X86Flush};
 
 /// Translations that a CPU keeps before it has to evict.
@@ -50,7 +50,7 @@ pub(super) struct CpuTlb {
     pub(super) leaves: Vec<Translation>,
     pub(super) tables: Vec<CachedTable>,
     pub(super) random: Random,
-    pub(super) recent: Vec<(VirtAddr, Access)>,
+    pub(super) recent: Vec<(VirtAddr, MmuAccess)>,
     pub(super) paused: bool,
 }
 
@@ -108,7 +108,7 @@ impl CpuTlb {
     }
 
     /// Remembers an access of the CPU's program, to be repeated.
-    pub(super) fn remember(&mut self, at: VirtAddr, access: Access) {
+    pub(super) fn remember(&mut self, at: VirtAddr, access: MmuAccess) {
         if self.recent.len() >= RECENT {
             let victim = self.random.below(RECENT);
             self.recent.swap_remove(victim);

@@ -4,7 +4,7 @@
 
 use super::oracle::Violation;
 use super::tlb::{CachedTable, CpuTlb, Translation, reach};
-use super::{Access, Fault, Mmu};
+use super::{Fault, Mmu, MmuAccess};
 use hugemm_base::{CpuId, Pfn, PhysAddr, VirtAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,10 +21,16 @@ const LEVELS: u32 = 4;
 
 impl Mmu<'_, '_> {
     /// One access of a CPU; the physical address.
-    pub(super) fn access(&self, cpu: CpuId, tlb: &mut CpuTlb, at: VirtAddr, access: Access) -> Result<PhysAddr, Fault> {
+    pub(super) fn access(
+        &self,
+        cpu: CpuId,
+        tlb: &mut CpuTlb,
+        at: VirtAddr,
+        access: MmuAccess,
+    ) -> Result<PhysAddr, Fault> {
         tlb.evict();
         let matching = tlb.matching(at);
-        if access == Access::Store
+        if access == MmuAccess::Store
             && self.keeps_refusals.load(Ordering::Relaxed)
             && matching.iter().any(|known| !tlb.leaves[*known].writable)
         {
@@ -36,7 +42,7 @@ impl Mmu<'_, '_> {
         }
         if let Some(index) = hit {
             let known = tlb.leaves[index];
-            if access == Access::Load || known.writable && known.dirty {
+            if access == MmuAccess::Load || known.writable && known.dirty {
                 return Ok(self.through(cpu, tlb, known, at, access));
             }
             // The tables decide whether a first store is allowed, and have to be told of it.
@@ -47,14 +53,14 @@ impl Mmu<'_, '_> {
     }
 
     /// Uses a translation.
-    fn through(&self, cpu: CpuId, tlb: &CpuTlb, known: Translation, at: VirtAddr, access: Access) -> PhysAddr {
+    fn through(&self, cpu: CpuId, tlb: &CpuTlb, known: Translation, at: VirtAddr, access: MmuAccess) -> PhysAddr {
         let offset = at.get() - known.base;
         let phys = PhysAddr::new(known.frame.start().get() + offset);
         let frame = Pfn::containing(phys);
         if self.oracle.freed_since(frame, known.seen) {
             self.oracle.report(Violation::StaleUse { cpu, at, frame });
         }
-        if access == Access::Store {
+        if access == MmuAccess::Store {
             self.oracle.wrote(frame);
             if self.mapped_now(tlb, at).is_some_and(|now| now != frame) {
                 self.oracle.report(Violation::LostStore { cpu, at, frame });
@@ -95,7 +101,7 @@ impl Mmu<'_, '_> {
         cpu: CpuId,
         tlb: &mut CpuTlb,
         at: VirtAddr,
-        access: Access,
+        access: MmuAccess,
     ) -> Result<Translation, Fault> {
         let root = tlb.root.ok_or(Fault::NotPresent)?;
         let top = CachedTable {
@@ -129,10 +135,10 @@ impl Mmu<'_, '_> {
                     return Err(Fault::NotPresent);
                 }
                 let leaf = level == 0 || value & LARGE != 0;
-                if leaf && access == Access::Store && !(writable && value & WRITABLE != 0) {
+                if leaf && access == MmuAccess::Store && !(writable && value & WRITABLE != 0) {
                     return Err(Fault::Protection);
                 }
-                let set = if leaf && access == Access::Store { ACCESSED | DIRTY } else { ACCESSED };
+                let set = if leaf && access == MmuAccess::Store { ACCESSED | DIRTY } else { ACCESSED };
                 if value & set == set {
                     break leaf;
                 }
@@ -193,7 +199,7 @@ impl Mmu<'_, '_> {
         if tlb.paused || tlb.random.one_in(4) {
             // Speculation: never a store, and a fault is nobody's business. Mostly nearby.
             let near = tlb.random.next() % 4 * 4096;
-            let _ = self.walk(cpu, tlb, VirtAddr::new(at.get() ^ near), Access::Load);
+            let _ = self.walk(cpu, tlb, VirtAddr::new(at.get() ^ near), MmuAccess::Load);
         } else if self.access(cpu, tlb, at, access).is_err() {
             tlb.recent.swap_remove(index);
         }

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use hugemm_base::{CpuCx, Extent, Order, PageSize, Pfn};
 use hugemm_frames::{Frames, Frozen, HwPoisoned, Plain};
 use hugemm_host::cpu::Host;
-use hugemm_workloads::age::Random;
+use hugemm_workloads::random::Random;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 

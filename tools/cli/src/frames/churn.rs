@@ -14,8 +14,8 @@ use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::alloc_free::churn::{self, Churned, Live};
-use hugemm_workloads::alloc_free::random::Random;
 use hugemm_workloads::alloc_free::{FrozenBlocks, Source};
+use hugemm_workloads::random::Random;
 use indicatif::ProgressBar;
 
 /// Steps between looks at the clock.

@@ -11,8 +11,8 @@ use anyhow::{Result, bail};
 use hugemm_base::{Clock, CpuId, Order};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
-use hugemm_workloads::alloc_free::random::Random;
 use hugemm_workloads::alloc_free::stress::{self, Ownership, Stressed};
+use hugemm_workloads::random::Random;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Steps between looks at the clock, and between claims.

@@ -19,7 +19,7 @@ use hugemm_vm::{AddressSpaceRef, Cx, Parts, Pinned, Pools, Setup, Vm, VmError};
 use hugemm_workloads::vm_create::{Creation, Split};
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{
-    FlushCounts, GUESTS, Granularity, HostRun, HostSizes, PhaseFigures, ReclaimCounts, RunPhase, Site,
+    FlushCounts, GUESTS, Granularity, HostRun, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts,
 };
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -223,10 +223,10 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
         self.host.counters_sum()
     }
 
-    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<ReclaimCounts> {
+    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<SwapCounts> {
         let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
         let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        Some(ReclaimCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+        Some(SwapCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
     }
 
     fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> u64 {

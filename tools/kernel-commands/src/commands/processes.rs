@@ -18,7 +18,8 @@ use hugemm_kernel::{percpu, smp, vm};
 use hugemm_kernel_commands::patience::Patience;
 use hugemm_reclaim::{Ageing, Level, LruPolicy, Swap};
 use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Backing, Pinned, SharedRef, Vm, VmError, VmaKind};
-use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Random, Touch, Touched, Words, marks};
+use hugemm_workloads::age::{AgeFigures, Failed, MOST_PROCESSES, Process, Touch, Touched, Words, marks};
+use hugemm_workloads::random::Random;
 
 /// Where the shared region begins in every space, and where a process's own memory does.
 const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);

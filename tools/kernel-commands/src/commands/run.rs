@@ -24,7 +24,7 @@ use hugemm_reclaim::{Ageing, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
 use hugemm_workloads::vm_create::Creation;
 use hugemm_workloads::vm_host::{
-    FlushCounts, Granularity, HostRun, HostSizes, PhaseFigures, ReclaimCounts, RunPhase, Site,
+    FlushCounts, Granularity, HostRun, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts,
 };
 
 /// Frames that the run's own arrays may take.
@@ -201,10 +201,10 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> 
         each.fold(CounterSnapshot::default(), CounterSnapshot::plus)
     }
 
-    fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<ReclaimCounts> {
+    fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<SwapCounts> {
         let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
         let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
-        Some(ReclaimCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
+        Some(SwapCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
     }
 
     fn swap_frames(&self, cx: &CpuCx<'static, Kernel>) -> u64 {

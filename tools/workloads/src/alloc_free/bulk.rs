@@ -1,7 +1,7 @@
 //! Many blocks taken, then all given back.
 
-use super::random::Random;
 use super::{Exhausted, Source, Spent, timed};
+use crate::random::Random;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Order};
 

@@ -1,7 +1,7 @@
 //! Mixed sizes with random lifetimes, and which large extents are left afterwards.
 
-use super::random::Random;
 use super::{Source, Spent, timed};
+use crate::random::Random;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Order};
 

@@ -1,8 +1,8 @@
 //! Blocks divided into single pages and freed again: the loop of "Optimize free_contig_range()", its
 //! parts by several CPUs, arrays, claims.
 
-use super::random::Random;
 use super::{Exhausted, Source, Spent, Unclaimed, timed};
+use crate::random::Random;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 

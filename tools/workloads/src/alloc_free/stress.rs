@@ -2,7 +2,7 @@
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
 //! another CPU than the one that took them. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed.
 
-use super::random::Random;
+use crate::random::Random;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};

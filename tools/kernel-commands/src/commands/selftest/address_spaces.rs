@@ -15,7 +15,7 @@ use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::ShootdownPolicy;
 use hugemm_vm::{AddressSpace, Backing, NoPager, Pools, SharedRef, Vm, VmError, VmaKind};
-use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::random::Random;
 
 /// Where the plots are.
 const PLOTS: u64 = 0x20_0000_0000;

@@ -15,7 +15,7 @@ use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::tlb::{kernel_half, shootdown};
 use hugemm_kernel::{layout, percpu, smp, tables, vmemmap};
 use hugemm_paging::{Editing, PagingError, ShootdownBatch, ShootdownPolicy, TableMemory};
-use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::random::Random;
 
 /// Leaves that are divided and joined in a round, at most.
 const TURNS: u64 = 20;

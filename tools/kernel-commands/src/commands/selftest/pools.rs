@@ -19,7 +19,7 @@ use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::{self, Scratch, frames};
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
 use hugemm_kernel::{percpu, smp};
-use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::random::Random;
 use intact::Intact;
 
 /// Steps in a round, at most, unless more are asked for.

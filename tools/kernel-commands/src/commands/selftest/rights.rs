@@ -17,7 +17,7 @@ use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{percpu, smp};
 use hugemm_kernel_commands::request::Plant;
 use hugemm_paging::PagingError;
-use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::random::Random;
 
 /// Where the pages are.
 const START: u64 = 0x20_0000_0000;

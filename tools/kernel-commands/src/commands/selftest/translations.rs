@@ -17,7 +17,7 @@ use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
 use hugemm_kernel_commands::request::Plant;
 use hugemm_paging::{PagingError, Run};
-use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::random::Random;
 
 /// Where the pages are.
 const START: u64 = 0x10_0000_0000;

@@ -9,7 +9,7 @@ use hugemm_base::{Order, PageSize, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, Scratch, frames};
 use hugemm_kernel::{percpu, smp, vmemmap};
-use hugemm_workloads::alloc_free::random::Random;
+use hugemm_workloads::random::Random;
 
 /// Blocks of other owners, which stay through a round.
 const OTHERS: usize = 32;
