@@ -29,17 +29,8 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         for source in [LruEnd::Oldest, LruEnd::Youngest] {
             for _ in 0..ROUNDS {
                 let mut batch = Batch::new();
-                let mut refused = None;
-                lru.isolate(cx, source, u64::MAX, &mut batch, |head| {
-                    let held = self.hold(head);
-                    if !held {
-                        refused = Some(head);
-                    }
-                    held
-                });
-                if let Some(head) = refused {
-                    self.refused(cx, head);
-                }
+                lru.isolate(cx, source, u64::MAX, &mut batch, |head| self.hold(head));
+                self.widen_saturated(cx);
                 if batch.is_empty() {
                     break;
                 }

@@ -65,6 +65,14 @@ struct Lies {
 }
 
 impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W, L, O> {
+    /// Gives the page that could not be held, for want of room in its counter, a wider one.
+    pub(super) fn widen_saturated(&self, cx: &Cx<'_, S>) {
+        if let Some(head) = self.saturated.take() {
+            // Without memory for counters its pages stay this time.
+            let _ = self.vm.widen(cx, head);
+        }
+    }
+
     /// By runs: sorted by where they lie, those that are near each other in one walk.
     fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
         let none = Lies { object: 0, offset: 0, order: Order::ZERO, index: 0 };
@@ -152,10 +160,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
     }
 
     fn refused(&self, cx: &Cx<'_, S>, _head: Pfn) {
-        if let Some(head) = self.saturated.take() {
-            // Without memory for counters its pages stay this time.
-            let _ = self.vm.widen(cx, head);
-        }
+        self.widen_saturated(cx);
     }
 
     fn release(&self, cx: &Cx<'_, S>, head: Pfn) {
