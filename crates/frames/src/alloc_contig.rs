@@ -21,6 +21,7 @@ use crate::blockmap::{SPAN, WORD_BITS, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{pages, take_word};
 use crate::freelist::FreeLists;
+use core::cell::Cell;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
@@ -86,6 +87,48 @@ const ATTEMPTS: u32 = 8;
 
 /// How often a claim looks whether another CPU has served its request, before it goes on without.
 const PATIENCE: u32 = 10_000;
+
+/// A claim at work. What it has isolated is found again when it ends, also if the caller's `migrate` or the platform unwinds.
+struct Claim<'a, 'm, 'p, E: Env, P: Cpu> {
+    frames: &'a Frames<'m, E>,
+    cx: &'a mut CpuCx<'p, P>,
+    arena: &'a Arena<'m>,
+    extent: Extent,
+    /// Written under the node's lock.
+    isolated: Cell<bool>,
+}
+
+impl<E: Env, P: Cpu> Claim<'_, '_, '_, E, P> {
+    /// Step 1.
+    fn isolate(&self) -> Result<(), AllocContigError> {
+        let result = self.locked(|lists| {
+            let mut words = self.arena.words_2m(self.extent);
+            if words.any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
+                return Err(AllocContigError::Contended);
+            }
+            self.mark(lists, true);
+            Ok(())
+        });
+        result.unwrap_or(Err(AllocContigError::NotManaged))
+    }
+
+    fn mark(&self, lists: &mut FreeLists, isolated: bool) {
+        self.isolated.set(isolated);
+        self.frames.mark(lists, self.arena, self.extent, isolated);
+    }
+
+    fn locked<R>(&self, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
+        self.cx.pinned(|pin| self.frames.with_node(pin, self.arena.node, f))
+    }
+}
+
+impl<E: Env, P: Cpu> Drop for Claim<'_, '_, '_, E, P> {
+    fn drop(&mut self) {
+        if self.isolated.get() {
+            self.locked(|lists| self.mark(lists, false));
+        }
+    }
+}
 
 impl<'m, E: Env> Frames<'m, E> {
     /// The arena that holds all of an extent.
@@ -211,36 +254,21 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env.fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
-        self.isolate(cx, arena, extent)?;
-        self.drain_everywhere(cx);
-        let result = self.empty(cx, arena, extent, migrate);
-        let taken = cx.pinned(|pin| {
-            self.with_node(pin, arena.node, |lists| {
-                let result = result.and_then(|()| self.all_free(arena, extent));
-                if result.is_ok() {
-                    self.take_free(lists, arena, extent);
-                }
-                self.mark(lists, arena, extent, false);
-                result
-            })
+        let claim = Claim { frames: self, cx, arena, extent, isolated: Cell::new(false) };
+        claim.isolate()?;
+        self.drain_everywhere(claim.cx);
+        let result = self.empty(claim.cx, arena, extent, migrate);
+        let taken = claim.locked(|lists| {
+            let result = result.and_then(|()| self.all_free(arena, extent));
+            if result.is_ok() {
+                self.take_free(lists, arena, extent);
+            }
+            claim.mark(lists, false);
+            result
         });
         taken.unwrap_or(Err(AllocContigError::NotManaged))?;
         // SAFETY: as in `alloc_contig_range`.
         Ok(unsafe { Dirty::assume_owned(extent) })
-    }
-
-    /// Step 1.
-    fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
-        let result = cx.pinned(|pin| {
-            self.with_node(pin, arena.node, |lists| {
-                if arena.words_2m(extent).any(|(region, _, at, bits)| region.isolated.load(at) & bits != 0) {
-                    return Err(AllocContigError::Contended);
-                }
-                self.mark(lists, arena, extent, true);
-                Ok(())
-            })
-        });
-        result.unwrap_or(Err(AllocContigError::NotManaged))
     }
 
     /// Marks the 2 MiB blocks of an aligned extent, or takes the marks off. What is free of them stays free.

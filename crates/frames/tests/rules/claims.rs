@@ -4,6 +4,8 @@ use super::support::{Threads, extent, with_one_arena};
 use super::{order, request};
 use hugemm_base::{CpuCx, Dirty, Extent, Pfn};
 use hugemm_frames::{AllocContigError, AllocError, Frozen, NoMigration};
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// C17 in small, and what a claim does with what is in the way.
 #[test]
@@ -42,6 +44,43 @@ fn claims_take_migrate_or_roll_back() {
         frames.free_extent(&cx, taken);
         frames.drain(&cx);
         assert_eq!(frames.stats(&cx).blocks[12], 1);
+    });
+}
+
+/// A claim that unwinds, out of the caller's `migrate` or any call of the platform, leaves nothing isolated and takes nothing.
+#[test]
+fn a_claim_that_unwinds_isolates_nothing() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let held = frames.alloc(&cx, request(0)).expect("memory");
+        let around = Extent::block(held.pfn(), order(9));
+        let mut unwinds = |_: &mut CpuCx<'_, Threads>, _: Extent| -> bool { panic!("planned") };
+        let claim = |cx: &mut CpuCx<'_, Threads>| frames.alloc_contig_pages(cx, around, &mut unwinds);
+        assert!(catch_unwind(AssertUnwindSafe(|| threads.interrupted(|_| (), claim))).is_err());
+        assert_eq!(frames.stats(&cx).isolated, 0);
+        frames.free(&cx, held);
+        let mut at = 1;
+        let taken = loop {
+            let calls = Cell::new(0);
+            let interrupt = |_: &mut CpuCx<'_, Threads>| {
+                calls.set(calls.get() + 1);
+                assert_ne!(calls.get(), at, "planned");
+            };
+            let claim = |cx: &mut CpuCx<'_, Threads>| frames.alloc_contig_pages(cx, around, &mut NoMigration);
+            match catch_unwind(AssertUnwindSafe(|| threads.interrupted(interrupt, claim))) {
+                Ok(taken) => break taken.expect("free"),
+                Err(_) => at += 1,
+            }
+            assert_eq!(frames.stats(&cx).isolated, 0, "call {at}");
+            // A platform that unwinds when everything is done takes the result with it.
+            if frames.stats(&cx).available() < 2048 {
+                // SAFETY: claimed, and nobody has it.
+                frames.free_extent(&cx, unsafe { Dirty::assume_owned(around) });
+            }
+        };
+        assert!(at > 5, "{at} calls");
+        frames.free_extent(&cx, taken);
+        assert!(frames.alloc_contig_pages(&mut cx, around, &mut NoMigration).is_ok());
     });
 }
 
