@@ -3,6 +3,7 @@
 CARGO ?= cargo
 HUGEMM = target/release/hugemm
 ARM = aarch64-unknown-linux-musl
+ARM_KERNEL = aarch64-unknown-none-softfloat
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 
 # The parts of `make test`, with the seconds that each may take from nothing on two quiet cores: 20 minutes, 13 of them for x86-64.
@@ -71,7 +72,7 @@ test-bare:
 	    $(CARGO) check --locked --quiet -p hugemm --no-default-features --features $$feature || exit 1; \
 	done
 
-# The arm64 primitives, bit for bit, under user-mode emulation.
+# The arm64 primitives, bit for bit, under user-mode emulation; the reference kernel on arm64.
 test-arm:
 	@if scripts/need.sh target $(ARM) && scripts/need.sh program qemu-aarch64 qemu-user; then \
 	    for cpu in max cortex-a57; do \
@@ -80,6 +81,9 @@ test-arm:
 	        $(CARGO) test --locked --target $(ARM) -p hugemm-clear --test primitives || exit 1; \
 	    done; \
 	else echo "skipped: arm64 tests"; fi
+	@if scripts/need.sh target $(ARM_KERNEL) && scripts/need.sh program qemu-system-aarch64 qemu-system-arm; then \
+	    $(CARGO) test --locked -p hugemm-cli --test kernel_arm64 -- --ignored --test-threads 2; \
+	else echo "skipped: the reference kernel on arm64"; fi
 
 # The reference kernel under emulation with 1, 2, 4 and 8 CPUs; guests that panic, fault, hang or reset; planted bugs.
 test-kernel:
@@ -106,6 +110,8 @@ lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@if scripts/need.sh target x86_64-unknown-none; then \
 	    $(CARGO) clippy --locked --target x86_64-unknown-none -p hugemm-kernel -p hugemm-kernel-commands -p hugemm-example-ring0 -- -D warnings; fi
+	@if scripts/need.sh target $(ARM_KERNEL); then \
+	    $(CARGO) clippy --locked --target $(ARM_KERNEL) -p hugemm-kernel -p hugemm-kernel-commands -- -D warnings; fi
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	@if command -v cargo-deny >/dev/null 2>&1; then $(CARGO) deny --locked check bans licenses sources; \
 	else echo "skipped: cargo deny (install it with: cargo install --locked cargo-deny)"; fi

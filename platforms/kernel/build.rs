@@ -1,7 +1,7 @@
-//! Tells programs' linkers where the script is.
+//! Tells programs' linkers where the script is: there is one for each architecture.
 
 fn main() {
-    println!("cargo:rerun-if-changed=linker/hugemm-kernel.ld");
-    let here = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default();
-    println!("cargo:rustc-link-search={here}/linker");
+    println!("cargo:rerun-if-changed=linker");
+    let of = |name| std::env::var(name).unwrap_or_default();
+    println!("cargo:rustc-link-search={}/linker/{}", of("CARGO_MANIFEST_DIR"), of("CARGO_CFG_TARGET_ARCH"));
 }

@@ -24,7 +24,7 @@ use crate::vma::VmaInfo;
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Never, PAGE_SHIFT, VirtAddr, VirtRange};
-use hugemm_paging::{Flags, Lookup, Mapping, PagingError};
+use hugemm_paging::{Change, Flags, Lookup, Mapping, PageFormat, PagingError, ShootdownBatch};
 
 /// What the access was that faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +44,14 @@ impl Access {
             Access::Read => Flags::NONE,
             Access::Write => Flags::WRITE,
             Access::Execute => Flags::EXEC,
+        }
+    }
+
+    /// What hardware that notes accesses sets for it.
+    const fn notes(self) -> Flags {
+        match self {
+            Access::Write => Flags::HARDWARE,
+            Access::Read | Access::Execute => Flags::ACCESSED,
         }
     }
 }
@@ -181,8 +189,22 @@ impl<S: Setup> Vm<'_, S> {
             return Ok((info, Found::Busy));
         }
         let task = RefCell::new(cx);
-        let found = match space.table.shared(self.tables(&task)).lookup(at) {
-            Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => Found::Meanwhile,
+        let mut table = space.table.shared(self.tables(&task));
+        let found = match table.lookup(at) {
+            Lookup::Mapped(leaf) if leaf.flags.contains(access.needs() | access.notes()) => Found::Meanwhile,
+            Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => {
+                // Hardware that notes nothing faults until it has been noted: arm64 without FEAT_HAFDBS.
+                let change = Change { set: access.notes(), clear: Flags::NONE };
+                let stale = table.protect(info.page_at(at), change).map_err(VmError::Paging)?;
+                drop(table);
+                // What is not accessed is kept by nobody; what is clean may be kept as read-only.
+                if access == Access::Write && !S::Format::FAULT_DROPS {
+                    let mut batch = ShootdownBatch::new(space.tlb());
+                    batch.stale(stale);
+                    batch.flush(self.shootdown(), &task.borrow(), self.shootdown_policy());
+                }
+                Found::Meanwhile
+            }
             Lookup::Mapped(_) => Found::ReadOnly,
             Lookup::Busy => Found::Busy,
             Lookup::Owner(word) => Found::SwapEntry(word),

@@ -39,6 +39,7 @@
 //! | `mmu` | control bits, loading tables, invalidating here and everywhere |
 //! | `serial`, `exit` | words, the end |
 
+#[cfg_attr(target_arch = "aarch64", path = "kernel/aarch64/mod.rs")]
 #[cfg_attr(target_arch = "x86_64", path = "kernel/x86_64/mod.rs")]
 pub mod arch;
 pub mod clock;

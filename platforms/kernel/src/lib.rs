@@ -1,4 +1,4 @@
-//! The reference kernel, as a library: it boots by PVH on bare x86-64, starts all CPUs, brings hugemm up, and calls the `main` of
+//! The reference kernel, as a library: it boots on bare x86-64 by PVH and on arm64 by device tree, starts all CPUs, brings hugemm up, and calls the `main` of
 //! the program that uses it.
 //!
 //! ```ignore
@@ -24,20 +24,22 @@
 //! | [`pvh`] | what a PVH loader hands over |
 //! | [`memory_map`] | which memory is ours, and who gets it before there is an allocator |
 //! | [`cpus`] | which CPUs there are, from ACPI |
+//! | [`device_tree`] | what a device tree says of an arm64 machine |
 //! | [`interrupt_command`] | what comes before an interrupt to another CPU |
 //!
-//! The rest exists on `x86_64-unknown-none` only.
+//! The rest exists on `x86_64-unknown-none` and `aarch64-unknown-none-softfloat` only.
 #![cfg_attr(not(test), no_std)]
 
 pub mod cpus;
+pub mod device_tree;
 pub mod interrupt_command;
 pub mod memory_map;
 pub mod pvh;
 
-#[cfg(all(target_os = "none", target_arch = "x86_64"))]
+#[cfg(all(target_os = "none", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod kernel;
 
-#[cfg(all(target_os = "none", target_arch = "x86_64"))]
+#[cfg(all(target_os = "none", any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub use kernel::*;
 
 /// The most CPUs that the image supports.

@@ -1,6 +1,7 @@
 //! What executes guests. `auto` measures: /dev/kvm can be there, start guests, and yet be a thousand times slower than emulation
 //! at page faults and flushes, as where a hypervisor under this one has no nested page tables.
 
+use crate::arch::Arch;
 use crate::boot::{CPU_MODEL, Machine, Unfinished};
 use crate::qemu::{self, Accel};
 use crate::size::Size;
@@ -40,8 +41,8 @@ impl Choice {
     ///
     /// # Errors
     /// Those of [`qemu::ready`].
-    pub fn ready(self, memory: Size) -> Result<()> {
-        qemu::ready(if self == Choice::Kvm { Accel::Kvm } else { Accel::Tcg }, memory)
+    pub fn ready(self, arch: Arch, memory: Size) -> Result<()> {
+        qemu::ready(arch, if self == Choice::Kvm { Accel::Kvm } else { Accel::Tcg }, memory)
     }
 
     /// What it is to be. For `auto` the reference kernel is booted twice, for seconds; if tcg is chosen, a line on standard
@@ -49,14 +50,16 @@ impl Choice {
     ///
     /// # Errors
     /// The kernel's image is not to be had, the trial fails under tcg too, or the user interrupts.
-    pub fn decide(self, image: impl FnOnce() -> Result<PathBuf>) -> Result<Accel> {
+    pub fn decide(self, arch: Arch, image: impl FnOnce() -> Result<PathBuf>) -> Result<Accel> {
         let verdict = match self {
             Choice::Tcg => return Ok(Accel::Tcg),
             Choice::Kvm => return Ok(Accel::Kvm),
+            // Another architecture is always emulated.
+            Choice::Auto if arch != Arch::NATIVE => return Ok(Accel::Tcg),
             Choice::Auto => match qemu::kvm_usable() {
                 Ok(()) => {
                     let image = image()?;
-                    judge(|accel, limit| trial(&image, accel, limit))?
+                    judge(|accel, limit| trial(&image, arch, accel, limit))?
                 }
                 Err(error) => Verdict::Tcg(format!("{error:#}")),
             },
@@ -102,8 +105,8 @@ fn judge(mut trial: impl FnMut(Accel, Duration) -> Result<Duration>) -> Result<V
 }
 
 /// From the start of QEMU to its end.
-fn trial(image: &Path, accel: Accel, limit: Duration) -> Result<Duration> {
-    let machine = Machine { image, accel, cpu_model: CPU_MODEL, cpus: CPUS, memory: MEMORY, timeout: limit };
+fn trial(image: &Path, arch: Arch, accel: Accel, limit: Duration) -> Result<Duration> {
+    let machine = Machine { image, arch, accel, cpu_model: CPU_MODEL, cpus: CPUS, memory: MEMORY, timeout: limit };
     let started = Instant::now();
     machine.run(&Request::Trial(TRIAL), |_, _, _| {})?;
     Ok(started.elapsed())

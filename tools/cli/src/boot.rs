@@ -4,11 +4,11 @@ pub mod args;
 pub mod lines;
 pub mod symbols;
 
+use crate::arch::Arch;
 use crate::boot::args::Boot;
 use crate::boot::lines::{Boot as BootLine, Transcript};
 use crate::boot::symbols::Symbols;
 use crate::document::{self, Document};
-use crate::image::Image;
 use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::run::{self, Log, Setting, Side};
@@ -23,9 +23,6 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
-/// The kernel's image.
-pub const KERNEL: Image = Image { package: "hugemm-kernel-commands", target: "x86_64-unknown-none" };
-
 /// The kernel says something every few seconds while any of its CPUs takes interrupts.
 const SILENCE: Duration = Duration::from_secs(30);
 
@@ -35,6 +32,7 @@ pub const CPU_MODEL: &str = "max";
 /// A virtual machine for the kernel.
 pub struct Machine<'a> {
     pub image: &'a Path,
+    pub arch: Arch,
     pub accel: Accel,
     pub cpu_model: &'a str,
     pub cpus: u32,
@@ -67,7 +65,12 @@ impl Machine<'_> {
 
     /// Boots the kernel and lets it do what is asked; `progress` hears how far it is.
     pub fn run(&self, request: &Request, mut progress: impl FnMut(u64, u64, String)) -> Result<Done> {
+        let options: &[&str] = match self.arch {
+            Arch::X86 => &["-device", "isa-debug-exit,iobase=0xf4,iosize=0x4"],
+            Arch::Arm64 => &[],
+        };
         let guest = Guest {
+            arch: self.arch,
             accel: self.accel,
             cpu_model: self.cpu_model.to_owned(),
             cpus: self.cpus,
@@ -75,7 +78,7 @@ impl Machine<'_> {
             kernel: self.image.to_owned(),
             initrd: None,
             append: request.to_string(),
-            options: ["-device", "isa-debug-exit,iobase=0xf4,iosize=0x4"].map(Into::into).to_vec(),
+            options: options.iter().map(Into::into).collect(),
             deadline: self.timeout,
             silence: SILENCE,
         };
@@ -103,16 +106,17 @@ pub fn run(args: &Boot) -> Result<()> {
     let mut environment = Environment::read()?;
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
     let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
-    let machine = |image, accel| Machine { image, accel, cpu_model: CPU_MODEL, cpus, memory, timeout };
+    let arch = args.arch;
+    let machine = |image, accel| Machine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
     machine(Path::new(""), Accel::Tcg).check()?;
     document::check_writable(args.common.json.as_deref())?;
-    args.accel.ready(memory)?;
+    args.accel.ready(arch, memory)?;
     let quiet = args.common.json_only();
     let bar = progress::bar(0, quiet);
     bar.set_message("finding or building the kernel");
-    let image = KERNEL.find(args.image.as_deref())?;
+    let image = arch.kernel().find(args.image.as_deref())?;
     bar.set_message("seeing what executes guests fastest");
-    let accel = args.accel.decide(|| Ok(image.clone()))?;
+    let accel = args.accel.decide(arch, || Ok(image.clone()))?;
     bar.set_message("booting");
     let done = machine(&image, accel).run(&request, |done, of, what| {
         bar.set_length(of);
@@ -123,7 +127,7 @@ pub fn run(args: &Boot) -> Result<()> {
     let Done { boot, transcript } = done?;
     environment.guest = Some(GuestInfo {
         kernel: "hugemm reference kernel".to_owned(),
-        machine: format!("QEMU {}", accel.name().to_uppercase()),
+        machine: format!("QEMU {}{}", accel.name().to_uppercase(), if arch == Arch::X86 { "" } else { ", arm64" }),
         cpus: boot.cpus,
         memory_bytes: args.memory.0,
         interrupt_controller: boot.interrupt_controller,

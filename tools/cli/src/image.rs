@@ -10,8 +10,10 @@ use std::process::{Command, Stdio};
 /// A package of this project that is built for another target.
 #[derive(Clone, Copy, Debug)]
 pub struct Image {
-    /// The package, which is also the program's name.
+    /// The package, which is also the name of the program that is built.
     pub package: &'static str,
+    /// The program's name where it lies beside this command.
+    pub beside: &'static str,
     /// The target's triple.
     pub target: &'static str,
 }
@@ -31,7 +33,7 @@ impl Image {
             }
             return Ok(file.to_owned());
         }
-        let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name(self.package));
+        let beside = std::env::current_exe().ok().map(|exe| exe.with_file_name(self.beside));
         match beside {
             Some(beside) if beside.is_file() && !source_tree().is_some_and(|tree| beside.starts_with(tree)) => {
                 Ok(beside)
@@ -44,9 +46,10 @@ impl Image {
         let Some(tree) = source_tree() else {
             bail!(
                 "{0} is neither beside this command nor can it be built, since the source tree is gone; build it with \
-                 'cargo build --release --target {1} -p {0}' and copy it there",
+                 'cargo build --release --target {1} -p {0}' and copy it there as {2}",
                 self.package,
-                self.target
+                self.target,
+                self.beside
             );
         };
         if sysroot().is_none() {

@@ -5,8 +5,8 @@ pub mod faults;
 pub mod image;
 pub mod reference;
 
+use crate::arch::Arch;
 use crate::args::Page;
-use crate::boot::KERNEL;
 use crate::document::{self, Document, Row};
 use crate::image::Image;
 use crate::linux::args::{GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Hvo, Linux};
@@ -26,7 +26,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 /// Process 1 of the guests.
-const INIT: Image = Image { package: "hugemm-guest", target: "x86_64-unknown-linux-musl" };
+const INIT: Image = Image { package: "hugemm-guest", beside: "hugemm-guest", target: "x86_64-unknown-linux-musl" };
 
 /// Emulated machines now and then panic while they boot, before the first process; such a boot is tried again.
 const BOOTS: u32 = 3;
@@ -38,10 +38,10 @@ pub fn run(args: &Linux) -> Result<()> {
     document::check_writable(args.common.json.as_deref())?;
     let quiet = args.common.json_only();
     let environment = Environment::read()?;
-    args.accel.ready(args.memory)?;
+    args.accel.ready(Arch::X86, args.memory)?;
     let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
     let reference = if args.reference { Some(Reference::new(args, &work)?) } else { None };
-    let accel = args.accel.decide(|| KERNEL.find(None))?;
+    let accel = args.accel.decide(Arch::X86, || Arch::X86.kernel().find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
     let mut cells = Vec::new();
@@ -134,6 +134,7 @@ fn boot(
 ) -> Result<Result<Vec<Value>, String>> {
     let init_on_alloc = u8::from(args.init_on_alloc);
     let guest = Guest {
+        arch: Arch::X86,
         accel,
         cpu_model: args.cpu_model.clone(),
         cpus,

@@ -7,6 +7,7 @@ mod output;
 
 mod accel;
 mod age;
+mod arch;
 mod args;
 mod boot;
 mod clear;

@@ -1,5 +1,6 @@
 //! A virtual machine under QEMU: finding the program, starting it, reading its serial port, and seeing to it that it ends.
 
+use crate::arch::Arch;
 use crate::size::Size;
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_inspect::interrupt;
@@ -12,9 +13,6 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
-
-/// The program.
-pub const PROGRAM: &str = "qemu-system-x86_64";
 
 /// How often a wait looks whether the user wants to stop.
 const TICK: Duration = Duration::from_millis(50);
@@ -50,6 +48,8 @@ impl Accel {
 /// A machine to start.
 #[derive(Clone, Debug)]
 pub struct Guest {
+    /// Its architecture.
+    pub arch: Arch,
     /// What executes it.
     pub accel: Accel,
     /// CPU model and flags, in QEMU's notation; `host` replaces it under kvm.
@@ -98,25 +98,29 @@ impl Ended {
 ///
 /// # Errors
 /// The memory is not to be had, QEMU is not installed, or the accelerator cannot be used.
-pub fn ready(accel: Accel, memory: Size) -> Result<()> {
+pub fn ready(arch: Arch, accel: Accel, memory: Size) -> Result<()> {
     Limits::read()?
         .check(memory.0.saturating_add(OWN_BYTES))
         .context("the guest does not fit; use a smaller --memory")?;
     if accel == Accel::Kvm {
+        if arch != Arch::NATIVE {
+            bail!("kvm executes guests of this machine's architecture only; use --accel tcg");
+        }
         kvm_usable()?;
     }
-    let version = Command::new(PROGRAM).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
-    version.map(|_| ()).map_err(not_started)
+    let version = Command::new(arch.qemu().0).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    version.map(|_| ()).map_err(|error| not_started(arch, error))
 }
 
 /// Why QEMU cannot be started.
-pub fn not_started(error: std::io::Error) -> anyhow::Error {
+pub fn not_started(arch: Arch, error: std::io::Error) -> anyhow::Error {
+    let (program, [debian, fedora]) = arch.qemu();
     match error.kind() {
         ErrorKind::NotFound => anyhow!(
-            "{PROGRAM} is not installed; install it (Debian: sudo apt-get install qemu-system-x86, Fedora: sudo dnf \
-             install qemu-system-x86)"
+            "{program} is not installed; install it (Debian: sudo apt-get install {debian}, Fedora: sudo dnf \
+             install {fedora})"
         ),
-        _ => anyhow!("cannot start {PROGRAM}: {error}"),
+        _ => anyhow!("cannot start {program}: {error}"),
     }
 }
 
@@ -127,8 +131,8 @@ impl Guest {
     /// QEMU is missing or refuses to start, the memory is not to be had, the accelerator does not work, the user
     /// interrupts, or `line` fails. QEMU is ended on every way out.
     pub fn run(&self, mut line: impl FnMut(&str) -> Result<ControlFlow<()>>) -> Result<Ended> {
-        ready(self.accel, self.memory)?;
-        let mut running = Running::start(self.command())?;
+        ready(self.arch, self.accel, self.memory)?;
+        let mut running = Running::start(self.arch, self.command())?;
         let first_word = if self.accel == Accel::Kvm { FIRST_WORD } else { Duration::MAX };
         let started = Instant::now();
         let mut last_words = VecDeque::with_capacity(LAST_WORDS);
@@ -179,9 +183,9 @@ impl Guest {
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(PROGRAM);
+        let mut command = Command::new(self.arch.qemu().0);
         let cpu = if self.accel == Accel::Kvm { "host" } else { &self.cpu_model };
-        command.args(["-machine", "q35", "-accel", self.accel.name(), "-cpu", cpu]);
+        command.args(["-machine", self.arch.machine(), "-accel", self.accel.name(), "-cpu", cpu]);
         command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{}M", self.memory.0 >> 20)]);
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]);
         command.args(["-serial", "stdio"]).arg("-kernel").arg(&self.kernel);
@@ -210,9 +214,9 @@ struct Running {
 }
 
 impl Running {
-    fn start(mut command: Command) -> Result<Self> {
+    fn start(arch: Arch, mut command: Command) -> Result<Self> {
         let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-        let mut child = spawned.map_err(not_started)?;
+        let mut child = spawned.map_err(|error| not_started(arch, error))?;
         let (sender, lines) = channel();
         let serial = child.stdout.take();
         std::thread::spawn(move || {

@@ -37,6 +37,8 @@ macro_rules! failures {
         pub enum Failure {
             /// Memory for what is measured is not there.
             Memory,
+            /// The architecture does not have it, or not yet; what to do instead.
+            NotHere(&'static str),
             $($(#[$doc])* $variant($type),)+
         }
 
@@ -52,6 +54,7 @@ macro_rules! failures {
                     Failure::Memory => {
                         f.write_str("the guest has too little memory for this; use a larger --memory or a smaller size")
                     }
+                    Failure::NotHere(why) => f.write_str(why),
                     $(Failure::$variant(error) => error.fmt(f),)+
                 }
             }

@@ -11,7 +11,7 @@ use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{layout, page_fault, tables};
 use hugemm_paging::{
-    Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
+    Change, Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
     ShootdownPolicy, TlbSpace, User,
 };
 use hugemm_vm::Access;
@@ -175,8 +175,23 @@ impl<'a> BareSpace<'a> {
 
     /// Serves a fault of a CPU that has the space loaded.
     fn serve(&self, cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access) -> bool {
-        let mapped = matches!(self.table.shared(memory(cx)).lookup(at), Lookup::Mapped(_));
-        if mapped && access == Access::Write { self.waits_for_rights(at) } else { self.fault(cx, at) }
+        let found = self.table.shared(memory(cx)).lookup(at);
+        let Lookup::Mapped(leaf) = found else { return self.fault(cx, at) };
+        let (needs, notes) = match access {
+            Access::Write => (Flags::WRITE, Flags::HARDWARE),
+            Access::Read | Access::Execute => (Flags::NONE, Flags::ACCESSED),
+        };
+        if !leaf.flags.contains(needs) {
+            return self.waits_for_rights(at);
+        }
+        // Hardware that notes nothing faults until it has been noted. Whoever keeps it as clean faults too, and drops that.
+        if !leaf.flags.contains(notes) {
+            let page = VirtRange::new(at.align_down(leaf.size.bytes()), leaf.size.bytes());
+            let change = Change { set: notes, clear: Flags::NONE };
+            return page
+                .is_ok_and(|page| self.resolved(self.table.shared(memory(cx)).protect(page, change).map(|_| ())));
+        }
+        self.pages.is_some_and(|pages| pages.size(at).is_some())
     }
 
     /// Maps the page at `at`, if there may be one; whether the access can be tried again.

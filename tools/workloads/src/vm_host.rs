@@ -19,7 +19,7 @@ use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, Virt
 use hugemm_base::{VirtRange, VirtRangeError, lock::RawLock};
 use hugemm_frames::HwPoisoned;
 use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer};
-use hugemm_paging::{Lookup, X86_64};
+use hugemm_paging::Lookup;
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Small guests.
@@ -313,7 +313,7 @@ struct Cast<'v, S: Setup> {
 
 impl<'m, S, L, V> HostRun<'_, 'm, '_, '_, S, L, V>
 where
-    S: Setup<Format = X86_64>,
+    S: Setup,
     S::Platform: Clock,
     L: RawLock,
     V: DescriptorMap,

@@ -1,6 +1,6 @@
 //! TLB hardware, and this kernel's shootdowns.
 
-use super::arch::{controller, mmu};
+use super::arch::{controller, interrupts, mmu};
 use super::once::Once;
 use super::platform::KERNEL;
 use super::{percpu, tables};
@@ -13,7 +13,11 @@ use hugemm_paging::{Kernel as KernelHalf, TlbCpu, TlbShootdown, TlbSpace};
 #[derive(Clone, Copy, Debug)]
 pub struct Hardware;
 
-/// The planted bug of a missed CPU: the highest CPU of every interrupt is left out, and somebody answers for it.
+/// Whether one instruction invalidates on all CPUs.
+pub const BROADCASTS: bool = mmu::BROADCAST.is_some();
+
+/// The planted bug of a missed CPU: the highest CPU of every interrupt is left out, and somebody answers for it; of every broadcast
+/// all others are.
 static MISS_ONE: AtomicBool = AtomicBool::new(false);
 
 /// Plants that bug, or takes it back.
@@ -50,9 +54,19 @@ unsafe impl TlbHw for Hardware {
     }
 
     fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
+        let Some(everywhere) = mmu::BROADCAST else { return false };
         percpu::beat();
+        if percpu::own().unflushed.load(Ordering::Relaxed) {
+            return true;
+        }
+        if MISS_ONE.load(Ordering::Relaxed) {
+            // SAFETY: as in `invalidate`.
+            interrupts::without(|| unsafe { mmu::invalidate(scope, what) });
+            return true;
+        }
         // SAFETY: every CPU of the machine is this kernel's.
-        unsafe { mmu::broadcast(scope, what) }
+        unsafe { everywhere(scope, what) };
+        true
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

@@ -3,7 +3,7 @@
 //! The area was mapped before there was an allocator. Here its frames become the allocator's, in use, so that the optimizer can
 //! free them to it and take others instead.
 
-use super::arch::Format;
+use super::arch::{Format, mmu};
 use super::memory::{self, KernelEnv, frames};
 use super::once::Once;
 use super::platform::{KERNEL, Kernel};
@@ -17,6 +17,9 @@ use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
 use hugemm_paging::ShootdownPolicy;
+
+/// Whether descriptors can be given back here: the entries of their area change while all CPUs use them.
+pub const CAN_OPTIMIZE: bool = mmu::REMAPS_LIVE;
 
 /// What one entry maps.
 const BLOCK: PageSize = PageSize::Size2M;

@@ -2,7 +2,9 @@
 
 use crate::accel::Choice;
 use crate::age::args::{Lists, Mapped, Young};
+use crate::arch::Arch;
 use crate::args::{Common, Function, Page};
+use crate::boot::CPU_MODEL;
 use crate::cli_text;
 use crate::pool::args::{Flush, HugeSize, Hvo};
 use crate::size::Size;
@@ -44,6 +46,12 @@ pub struct Boot {
     /// Memory of the guest.
     #[arg(long, default_value = "1GB")]
     pub memory: Size,
+    /// Architecture of the guest [default: this machine's].
+    #[arg(long, value_enum, default_value_t = Arch::NATIVE, hide_default_value = true)]
+    pub arch: Arch,
+    /// CPU model, in QEMU's notation.
+    #[arg(long, default_value = CPU_MODEL)]
+    pub cpu_model: String,
     /// What executes the guest.
     #[arg(long, value_enum, default_value_t = Choice::Auto)]
     pub accel: Choice,

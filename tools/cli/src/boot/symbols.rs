@@ -3,6 +3,9 @@
 use object::{Object, ObjectSymbol, SymbolKind};
 use std::path::Path;
 
+/// Where images are in virtual memory, at the lowest: arm64's.
+const IMAGES: u64 = 0xffff_ffff_0000_0000;
+
 /// Functions of an image by address.
 #[derive(Debug, Default)]
 pub struct Symbols(Vec<(u64, String)>);
@@ -18,7 +21,8 @@ impl Symbols {
                 let name = rustc_demangle::demangle(symbol.name().ok()?);
                 Some((symbol.address(), format!("{name:#}")))
             })
-            .filter(|(address, name)| *address != 0 && !name.is_empty())
+            // Those that begin with a dollar only tell code from data.
+            .filter(|(address, name)| *address != 0 && !name.is_empty() && !name.starts_with('$'))
             .collect();
         list.sort();
         Symbols(list)
@@ -35,7 +39,7 @@ impl Symbols {
     pub fn line(&self, text: &str) -> String {
         let word = |word: &str| {
             let address = word.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
-            match address.filter(|address| *address >= 0xffff_ffff_8000_0000).and_then(|address| self.name(address)) {
+            match address.filter(|address| *address >= IMAGES).and_then(|address| self.name(address)) {
                 Some((name, offset)) => format!("{word} {name}+{offset:#x}"),
                 None => word.to_owned(),
             }

@@ -1,5 +1,6 @@
 //! All that is looked at, gathered once: the judging is in `checks` and needs no machine.
 
+use crate::arch::Arch;
 use crate::{image, qemu};
 use anyhow::Result;
 use hugemm_clear::{Features, PrimitiveClass};
@@ -69,7 +70,7 @@ impl Facts {
             pools_writable,
             root: rustix::process::geteuid().is_root(),
             primitives: Features::detect().iter().map(|p| (p.name(), streaming(p.class()))).collect(),
-            qemu: first_line(qemu::PROGRAM),
+            qemu: first_line(Arch::NATIVE.qemu().0),
             kvm: qemu::kvm_usable().map_err(|error| error.to_string()),
             cargo: first_line("cargo"),
             cc: first_line("cc"),

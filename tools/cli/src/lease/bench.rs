@@ -76,7 +76,7 @@ pub fn run(args: &BenchLease) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.map_or(machine.topology.cpus.len(), |threads| threads as usize);
     if let Err(error) = Command::new(&args.qemu).arg("--version").output() {
-        return Err(crate::qemu::not_started(error)
+        return Err(crate::qemu::not_started(crate::arch::Arch::X86, error)
             .context(format!("{} cannot be run; name one with --qemu", args.qemu.display())));
     }
     let environment = Environment::read()?;

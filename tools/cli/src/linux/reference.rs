@@ -1,6 +1,7 @@
 //! hugemm's own kernel among the Linux guests: the same machine, the same work, the same table, and the goal between them.
 
-use crate::boot::{Done, KERNEL, Machine};
+use crate::arch::Arch;
+use crate::boot::{Done, Machine};
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::linux::args::{GuestBench, GuestMem, Linux};
@@ -34,14 +35,14 @@ impl<'w> Reference<'w> {
             GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs)?,
             GuestBench::VmCreate(create) => Populate::from(create).request(args.runs)?,
         };
-        let reference = Reference { image: KERNEL.find(None)?, request, work };
+        let reference = Reference { image: Arch::X86.kernel().find(None)?, request, work };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;
         Ok(reference)
     }
 
     fn machine<'a>(&'a self, args: &'a Linux, accel: Accel, cpus: u32) -> Machine<'a> {
         let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
-        Machine { image: &self.image, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
+        Machine { image: &self.image, arch: Arch::X86, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
     }
 
     /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.

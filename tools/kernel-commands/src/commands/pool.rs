@@ -40,6 +40,9 @@ struct Step {
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Pool) -> Result<(), Failure> {
+    if !vmemmap::CAN_OPTIMIZE && (args.on || args.in_place || args.per_page) {
+        return Err(Failure::NotHere("descriptors cannot be given back on arm64 yet; use bench pool --hvo off"));
+    }
     let size = if args.order == PageSize::Size1G.order().get() { PageSize::Size1G } else { PageSize::Size2M };
     with_empty(cx, size, |cx, pool| all_sides(cx, args, pool))
 }

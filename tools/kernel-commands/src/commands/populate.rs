@@ -46,7 +46,7 @@ pub fn calibrated(cx: Cx<'_>, features: &Features) -> Result<Profile, Failure> {
     Ok(profile)
 }
 
-/// Runs `f` with a pool of so many huge pages, vmemmap optimization on.
+/// Runs `f` with a pool of so many huge pages, vmemmap optimization on where there is any.
 pub fn with_pool<T>(
     cx: Cx<'_>,
     size: PageSize,
@@ -56,7 +56,7 @@ pub fn with_pool<T>(
     pool::with_empty(cx, size, |cx, pool| {
         // SAFETY: commands run one after the other and have one optimizer each.
         let optimizer = unsafe { vmemmap::optimizer(OptimizerPolicy::default()) };
-        optimizer.set_enabled(true);
+        optimizer.set_enabled(vmemmap::CAN_OPTIMIZE);
         let filled = pool.set_size(cx, &optimizer, pages, Nodes::All, &Never)?;
         let result = if filled.entered < pages { Err(Failure::Memory) } else { f(cx, pool) };
         pool.set_size(cx, &optimizer, 0, Nodes::All, &Never)?;

@@ -7,7 +7,6 @@ use core::fmt;
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Clock, CounterSnapshot, PAGE_SHIFT};
 use hugemm_hugetlb::{DescriptorMap, ResizeReport};
-use hugemm_paging::X86_64;
 use hugemm_vm::{AddressSpace, Cx, Setup};
 
 /// Something is not what it should be.
@@ -83,7 +82,7 @@ impl Accounting {
         site: &impl Site<'c, 'm, S>,
     ) -> Self
     where
-        S: Setup<Format = X86_64>,
+        S: Setup,
         L: RawLock,
         V: DescriptorMap,
     {
@@ -108,7 +107,7 @@ impl Accounting {
     }
 
     /// The same for a guest's.
-    pub(crate) fn end_guest<S: Setup<Format = X86_64>>(&mut self, guest: &Guest<'_, S>)
+    pub(crate) fn end_guest<S: Setup>(&mut self, guest: &Guest<'_, S>)
     where
         S::Platform: Clock,
     {
@@ -123,7 +122,7 @@ impl Accounting {
         site: &impl Site<'c, 'm, S>,
     ) -> Result<(), Mismatch>
     where
-        S: Setup<Format = X86_64>,
+        S: Setup,
         L: RawLock,
         V: DescriptorMap,
     {

@@ -8,7 +8,6 @@ use super::{AT, GATHERED, Granularity, HostRunError};
 use core::ptr::NonNull;
 use hugemm_base::{Clock, CpuCx, Never, PAGE_BYTES, PAGE_SHIFT, PageSize, VirtAddr};
 use hugemm_base::{VirtRange, VirtRangeError, platform::Cpu};
-use hugemm_paging::X86_64;
 use hugemm_vm::{Access, AddressSpaceRef, Backing, Cx, Setup, SharedRef, Vm, VmError, VmaKind};
 
 /// Where shared memory is.
@@ -54,7 +53,7 @@ pub struct Guest<'v, S: Setup> {
     spread: Spread,
 }
 
-impl<'v, S: Setup<Format = X86_64>> Guest<'v, S>
+impl<'v, S: Setup> Guest<'v, S>
 where
     S::Platform: Clock,
 {
@@ -244,7 +243,7 @@ fn words(guest: u64, own: bool) -> core::iter::StepBy<core::ops::Range<usize>> {
 }
 
 /// The word at `at`, as the calling task reaches it until its next fault; faults as long as it has to.
-fn access<S: Setup<Format = X86_64>>(
+fn access<S: Setup>(
     cx: &mut Cx<'_, S>,
     vm: &Vm<'_, S>,
     space: &AddressSpaceRef<'_, S>,
@@ -255,7 +254,7 @@ fn access<S: Setup<Format = X86_64>>(
     loop {
         // SAFETY: the tables are the space's, which no other task changes: the run has one task but for creations, which
         // concern other spaces.
-        if let Some(word) = unsafe { reach(cx.platform(), space.root(), at, write) } {
+        if let Some(word) = unsafe { reach::<S::Format>(cx.platform(), space.root(), at, write) } {
             return Ok(word);
         }
         vm.fault(cx, space, at, kind)?;

@@ -1,42 +1,55 @@
-//! A guest's accesses: a walk of x86-64 tables in software that sets accessed and dirty bits as hardware does.
+//! A guest's accesses: a walk of its tables in software that notes accesses and stores as hardware does.
 
 use core::ptr::NonNull;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysAddr, PhysMap, VirtAddr};
-
-const PRESENT: u64 = 1;
-const WRITE: u64 = 1 << 1;
-const ACCESSED: u64 = 1 << 5;
-const DIRTY: u64 = 1 << 6;
-const LEAF: u64 = 1 << 7;
-const FRAME: u64 = 0x000f_ffff_ffff_f000;
+use hugemm_paging::{Flags, PageFormat};
 
 /// Where the word at `at` is, for an access of this kind; `None` is a page fault.
 ///
 /// # Safety
 ///
-/// `root` is the root of four levels of tables that are not freed meanwhile, and the platform's map is direct.
-pub(super) unsafe fn reach(platform: &impl PhysMap, root: PhysAddr, at: VirtAddr, write: bool) -> Option<NonNull<u64>> {
+/// `root` is the root of tables of this format that are not freed meanwhile, and the platform's map is direct.
+pub(super) unsafe fn reach<F: PageFormat>(
+    platform: &impl PhysMap,
+    root: PhysAddr,
+    at: VirtAddr,
+    write: bool,
+) -> Option<NonNull<u64>> {
+    let (needs, notes) = if write { (Flags::WRITE, Flags::HARDWARE) } else { (Flags::NONE, Flags::ACCESSED) };
     let mut table = root.get();
-    for level in (0..4).rev() {
+    for level in (0..F::LEVELS).rev() {
         let index = at.get() >> (PAGE_SHIFT + 9 * level) & 511;
-        let entry = word(platform, (table & FRAME) | index << 3)?.cast::<AtomicU64>();
+        let entry = word(platform, table | index << 3)?.cast::<AtomicU64>();
         // SAFETY: an aligned word of a table, which everybody accesses atomically.
         let entry = unsafe { entry.as_ref() };
         // Acquire pairs with the Release that entered the table or the page: its content comes first.
-        let value = entry.load(Ordering::Acquire);
-        if value & PRESENT == 0 || (write && value & WRITE == 0) {
-            return None;
+        let mut value = entry.load(Ordering::Acquire);
+        loop {
+            // Bit 0 alone says whether hardware uses an entry.
+            if value & 1 == 0 {
+                return None;
+            }
+            if level > 0 && !F::is_leaf(value, level) {
+                if write && (value ^ F::table(Pfn::new(0))) & F::READ_ONLY_TABLE != 0 {
+                    return None;
+                }
+                table = F::frame(value).start().get();
+                break;
+            }
+            if !F::flags(value).contains(needs) {
+                return None;
+            }
+            // As hardware does: an atomic update of the entry. Acquire as above; nothing is published by it.
+            let noted = F::change(value, notes, Flags::NONE);
+            match entry.compare_exchange(value, noted, Ordering::Acquire, Ordering::Acquire) {
+                Ok(_) => {
+                    let within = at.get() & ((1 << (PAGE_SHIFT + 9 * level)) - 1);
+                    return word(platform, F::frame(value).start().get() + within);
+                }
+                Err(now) => value = now,
+            }
         }
-        if level > 0 && value & LEAF == 0 {
-            table = value;
-            continue;
-        }
-        // As hardware does: a locked update of the entry. Relaxed: nothing is published by it.
-        entry.fetch_or(if write { ACCESSED | DIRTY } else { ACCESSED }, Ordering::Relaxed);
-        let within = at.get() & ((1 << (PAGE_SHIFT + 9 * level)) - 1);
-        let first = value & FRAME & !((1 << (PAGE_SHIFT + 9 * level)) - 1);
-        return word(platform, first + within);
     }
     None
 }

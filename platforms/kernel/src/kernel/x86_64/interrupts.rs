@@ -13,3 +13,8 @@ pub fn enable_and_wait() {
 pub fn wait() {
     hlt();
 }
+
+/// Runs `f` with interrupts off.
+pub(crate) fn without<R>(f: impl FnOnce() -> R) -> R {
+    interrupts::without_interrupts(f)
+}

@@ -11,6 +11,9 @@ pub(crate) const TAGS: usize = 1;
 /// Whether the kernel's half has a root of its own. Here it is in every space's.
 pub(crate) const OWN_ROOT: bool = false;
 
+/// Whether entries of the kernel's half may map something else while CPUs use them.
+pub(crate) const REMAPS_LIVE: bool = true;
+
 /// Where the image is in virtual memory: its physical address is less by this.
 pub(crate) const IMAGE: u64 = 0xffff_ffff_8000_0000;
 
@@ -44,14 +47,8 @@ pub(crate) unsafe fn invalidate(scope: TlbScope, what: &Invalidation) {
     unsafe { invalidate::here(scope, what) };
 }
 
-/// Invalidates on all CPUs, if one instruction does that: none that has run here.
-///
-/// # Safety
-///
-/// None is needed.
-pub(crate) unsafe fn broadcast(_scope: TlbScope, _what: &Invalidation) -> bool {
-    false
-}
+/// Invalidates on all CPUs by one instruction: none that has run here.
+pub(crate) const BROADCAST: Option<unsafe fn(TlbScope, &Invalidation)> = None;
 
 /// Loads an address space's tables.
 ///

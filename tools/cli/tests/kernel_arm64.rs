@@ -1,0 +1,133 @@
+//! The reference kernel on arm64, under emulation on any machine. What needs QEMU is run by `make test-arm`, which installs it or
+//! says how to.
+
+mod support;
+
+use std::process::{Command, Output};
+use support::{document, rows};
+
+const BOOT: [&str; 5] = ["boot", "--arch", "arm64", "--accel", "tcg"];
+
+fn boot(options: &[&str], command: &str) -> Output {
+    let command: Vec<_> = command.split(' ').collect();
+    let args = [&BOOT, options, &["--memory", "512MB", "--"], &command].concat();
+    Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).output().expect("the command starts")
+}
+
+/// The last line of standard error has all of `parts`, and the lines before it have `report`.
+#[track_caller]
+fn breaks(cpus: &str, command: &str, parts: &[&str], report: &str) {
+    let output = boot(&["--cpus", cpus], command);
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{command}: {err}");
+    let last = err.trim_end().lines().last().unwrap_or_default();
+    for part in parts {
+        assert!(last.contains(part), "{command} does not say '{part}': {err}");
+    }
+    assert!(err.contains(report), "{command} does not report '{report}': {err}");
+}
+
+/// The self-test is clean; flushes are broadcasts, and nobody is interrupted for them.
+fn selftest(cpus: &str, model: &str) {
+    let args =
+        ["--cpu-model", model, "--cpus", cpus, "--memory", "512MB", "--json", "--", "selftest", "--seconds", "4"];
+    let document = document(&[&BOOT[..], &args].concat());
+    let guest = &document["environment"]["guest"];
+    assert_eq!(guest["cpus"].to_string(), cpus);
+    assert_eq!((&guest["machine"], &guest["interrupt_controller"]), (&"QEMU TCG, arm64".into(), &"GICv3".into()));
+    let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
+    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.accesses", "selftest.seals", "selftest.refaults"] {
+        assert!(value(metric) >= 1.0, "{metric}");
+    }
+    let shootdowns = rows(&document, "selftest.shootdowns");
+    let count = |what| {
+        let row = shootdowns.iter().find(|row| row["what"] == what).expect("counted");
+        row["value"].as_f64().expect("a number")
+    };
+    assert!(count("broadcasts") > 0.0);
+    assert_eq!((count("targets"), count("interrupts")), (0.0, 0.0));
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn the_selftest_is_clean_on_1_cpu() {
+    selftest("1", "max");
+}
+
+/// Nothing notes accesses and stores there but page faults.
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn the_selftest_is_clean_on_2_cpus_without_hardware_accessed_bits() {
+    selftest("2", "cortex-a57");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn the_selftest_is_clean_on_4_cpus() {
+    selftest("4", "max");
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn workloads_run() {
+    for (command, metric) in [
+        ("bench free -n 64 -o 0,9 -r 1", "bench.free.speedup"),
+        ("bench alloc -o 0 --millis 5 -r 1", "bench.alloc.pair"),
+        ("bench mem memset -s 16MB -k 2MB -l 1", "bench.mem.memset"),
+        ("bench mem mmap -s 4MB -p 4KB -l 1", "bench.mem.mmap"),
+        ("bench vm-create -s 16MB -p 4KB,2MB -r 1", "bench.vm_create"),
+        ("bench shootdown --pages 512 --each 8 -r 1", "bench.shootdown.flushes"),
+        ("bench pool -n 50 --hvo off -r 1", "bench.pool.pages"),
+    ] {
+        let command: Vec<_> = command.split(' ').collect();
+        let args = [&BOOT[..], &["--cpus", "2", "--memory", "512MB", "--json", "--"], &command].concat();
+        let document = document(&args);
+        let rows = rows(&document, metric);
+        assert!(!rows.is_empty(), "{metric}");
+        assert!(rows.iter().all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0)), "{rows:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn the_selftest_finds_planted_bugs() {
+    for (plant, finding) in [
+        ("missed-cpu", "translations"),
+        ("free-before-flush", "translations"),
+        ("unflushed-protect", "was stored to after it had become read-only"),
+        ("lost-dirty", "taken for clean"),
+        ("double-free", "self-test"),
+    ] {
+        breaks("2", &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
+    }
+}
+
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn a_guest_that_breaks_says_why_and_where() {
+    breaks("2", "crash panic", &["the guest broke", "panic on cpu0", "asked to"], "crash::run");
+    breaks("2", "crash fault", &["page fault on cpu0", "read at", "nothing is mapped"], "crash::run");
+    breaks("2", "crash stack", &["stack overflow on cpu0"], "the stack of cpu0 ran over");
+    breaks("1", "crash reset", &["reset by itself"], "");
+    // Whoever keeps interrupts off is asked by one that it cannot keep off.
+    breaks("2", "crash deaf", &["cpu1 has had interrupts off"], "crash::");
+}
+
+/// What does not run there is refused, not imitated.
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn what_does_not_run_yet_is_refused() {
+    breaks("1", "bench pool -n 50", &["cannot be given back on arm64 yet", "--hvo off"], "");
+    breaks("1", "selftest --only pools", &["cannot be remapped on arm64 yet"], "");
+    breaks("1", "selftest --plant lazy-cpu", &["reaches lazy CPUs too"], "");
+}
+
+#[test]
+fn a_missing_emulator_is_one_line_with_its_package() {
+    let args = [&BOOT[..], &["--", "selftest"]].concat();
+    let output = Command::new(env!("CARGO_BIN_EXE_hugemm")).args(args).env("PATH", "/nonexistent").output();
+    let output = output.expect("the command starts");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), err.trim_end().lines().count()), (Some(1), 1), "{err}");
+    assert!(err.contains("qemu-system-aarch64 is not installed") && err.contains("qemu-system-arm"), "{err}");
+}
