@@ -176,6 +176,9 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn drain_cache(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
         for (class, order) in own.all() {
             class.shrink();
+            if class.all() == 0 {
+                continue;
+            }
             // Under the lock it is seen whether they must be looked at.
             self.drain_class(pin, class, order, own.node.0, class.len());
             self.drain_leavers(pin, own, class, order);

@@ -40,8 +40,27 @@ const STEPS: &[Step] = &[
     },
     Step {
         command: "bench alloc --pattern pair --orders 0 --threads 1,2 --counted --no-peers",
-        goals: &["frames.pair0_1t_ns", "frames.pair0_2t_ns", "frames.counted_pair0_ns"],
+        goals: &[
+            "frames.pair0_1t_ns",
+            "frames.pair0_2t_ns",
+            "frames.counted_pair0_ns",
+            "frames.counted_pair0_over_floor",
+        ],
     },
+    Step { command: "bench alloc --pattern pair --orders 6 --threads 1 --no-peers", goals: &["frames.pair6_atomics"] },
+    Step {
+        command: "bench alloc --pattern bulk,random --orders 0 --threads 1 --held 131072 --runs 9",
+        goals: &["frames.free0_bulk_1t_vs_best", "frames.free0_random_1t_vs_best"],
+    },
+    Step {
+        command: "bench alloc --pattern random --orders 0 --threads 2 --held 131072 --no-peers",
+        goals: &["frames.free0_random_2t_atomics"],
+    },
+    Step {
+        command: "bench alloc --pattern random --orders 9 --threads 2 --no-peers",
+        goals: &["frames.alloc9_random_2t_atomics", "frames.free9_random_2t_atomics"],
+    },
+    Step { command: "bench churn --seconds 1", goals: &["frames.churn_2m_vs_best"] },
     Step {
         command: "bench alloc --pattern bulk --orders 9 --threads 2 --no-peers",
         goals: &["frames.alloc9_2t_ns", "frames.free9_2t_ns"],
@@ -108,7 +127,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
 pub const ATOMIC: &str = "machine.atomic";
 
 /// Nanoseconds of a locked add to a line that no other CPU uses.
-fn atomic() -> Samples {
+pub fn atomic() -> Samples {
     const ADDS: u32 = 2_000_000;
     let (mut samples, counter) = (Samples::default(), Box::new(AtomicU64::new(0)));
     for _ in 0..5 {

@@ -113,7 +113,7 @@ pub trait Source<P: Cpu> {
         Err(Unclaimed::NoSuchOperation)
     }
 
-    /// Gives back what this CPU has cached, so that the next loop starts from the same state. Untimed.
+    /// Gives back what this CPU has cached, so that the next loop starts from the same state.
     fn settle(&self, cx: &CpuCx<'_, P>) {
         let _ = cx;
     }

@@ -5,6 +5,7 @@ use crate::frames::area::{Area, Columns, Plan, Sides, Work, alternate, cell, fig
 use crate::frames::args::{Alloc, Pattern};
 use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Goals;
+use crate::headline;
 use crate::machine::Machine;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -15,9 +16,8 @@ use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent, pairs};
 
-/// Most blocks that a CPU takes before it frees them: enough to leave every cache behind, few enough for allocators
-/// whose time grows with the number of holes.
-const MOST: u64 = 16_384;
+/// Most blocks that are freed at random where an allocator's time grows with the number of holes.
+const MOST_HOLES: u64 = 16_384;
 
 /// The allocator's own sides.
 const FROZEN: &str = "hugemm, frozen";
@@ -64,6 +64,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     let sides = 1 + usize::from(args.counted) + others.names.len();
     let turns = cases.len() * threads.len() * sides * args.measured.repeat().all();
     let bar = progress::bar(turns as u64, machine.quiet());
+    let atomic = headline::atomic().median();
     let (mut rows, mut goals) = (Vec::new(), Goals::new());
     if !machine.quiet() {
         environment_text::print(&environment);
@@ -74,7 +75,7 @@ pub fn run(args: &Alloc) -> Result<()> {
         let mut names = Vec::new();
         for threads in &threads {
             let (found, columns) = measure(&area, case, *threads, args, &bar)?;
-            note_goals(&mut goals, case, *threads, &found, &columns, &pin_note);
+            note_goals(&mut goals, case, *threads, &found, &columns, &Scale { atomic, pin: &pin_note });
             names = found;
             curve.push(columns);
         }
@@ -135,15 +136,20 @@ struct Loops {
     case: Case,
     threads: u32,
     nanos: u64,
+    held: u64,
 }
 
 impl<'a> Work<'a> for Loops {
+    fn makes_many_holes(&self) -> bool {
+        self.case.pattern == Pattern::Random && self.held > MOST_HOLES
+    }
+
     fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
     where
         S: Source<Host<'a>> + Sync + 'a,
         S::Block: Send,
     {
-        let Loops { case, threads, nanos } = self;
+        let Loops { case, threads, nanos, held: most } = self;
         let (mut rounds, mut passes) = (None, 0);
         Box::new(move || {
             if case.pattern == Pattern::Pair && rounds.is_none() {
@@ -169,7 +175,7 @@ impl<'a> Work<'a> for Loops {
                         Pattern::Random => Freeing::Random(1),
                         _ => Freeing::Lifo,
                     };
-                    let count = blocks(area, case.order, threads);
+                    let count = blocks(area, case.order, threads, most);
                     let pass = |timed: u64| {
                         area.on_cpus(threads, &source, |cx, _| {
                             let mut held: Vec<Option<S::Block>> = (0..count).map(|_| None).collect();
@@ -201,8 +207,8 @@ impl<'a> Work<'a> for Loops {
 }
 
 /// How many blocks each CPU takes in bulk: all together half of the memory at most.
-fn blocks(area: &Area<'_>, order: Order, threads: u32) -> u64 {
-    ((area.extent.pages() >> order.get()) / 2 / u64::from(threads)).clamp(1, MOST)
+fn blocks(area: &Area<'_>, order: Order, threads: u32, most: u64) -> u64 {
+    ((area.extent.pages() >> order.get()) / 2 / u64::from(threads)).clamp(1, most)
 }
 
 /// All sides on `threads` CPUs.
@@ -213,7 +219,7 @@ fn measure<'a>(
     args: &Alloc,
     bar: &indicatif::ProgressBar,
 ) -> Result<(Vec<&'static str>, Vec<Columns>)> {
-    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.millis * 1_000_000 });
+    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.millis * 1_000_000, held: args.held });
     sides.add(FROZEN, FrozenBlocks(&area.frames), true);
     if args.counted {
         sides.add(COUNTED, CountedPages(&area.frames), true);
@@ -240,25 +246,66 @@ fn name(pattern: Pattern) -> &'static str {
     }
 }
 
+/// What figures are set against.
+struct Scale<'a> {
+    /// Nanoseconds of an uncontended atomic.
+    atomic: f64,
+    /// What has to be known of a pin.
+    pin: &'a str,
+}
+
 /// The goals that a measurement decides.
-fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], columns: &[Columns], pin: &str) {
+fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], columns: &[Columns], scale: &Scale<'_>) {
     let get = |side: &str, figure: usize| -> Option<&Samples> {
         columns.get(names.iter().position(|name| *name == side)?)?.get(figure)?.as_ref()
     };
-    let mut at_most = |metric: &str, samples: Option<&Samples>, goal: f64| {
+    // The peer that was fastest.
+    let best = |figure: usize| {
+        let peers = names.iter().filter(|name| ![FROZEN, COUNTED].contains(name)).filter_map(|name| get(name, figure));
+        peers.min_by(|a, b| a.median().total_cmp(&b.median()))
+    };
+    let mut nanos = |metric: &str, samples: Option<&Samples>, goal: f64| {
         if let Some(samples) = samples {
-            goals.at_most_noted(metric, samples, "ns", goal, if metric.contains("pair0") { pin } else { "" });
+            goals.at_most_noted(metric, samples, "ns", goal, if metric.contains("pair0") { scale.pin } else { "" });
         }
     };
     match (case.pattern, case.order.get(), threads) {
         (Pattern::Pair, 0, 1) => {
-            at_most("frames.pair0_1t_ns", get(FROZEN, 0), 6.0);
-            at_most("frames.counted_pair0_ns", get(COUNTED, 0), 14.0);
+            nanos("frames.pair0_1t_ns", get(FROZEN, 0), 6.0);
+            nanos("frames.counted_pair0_ns", get(COUNTED, 0), 14.0);
         }
-        (Pattern::Pair, 0, 2) => at_most("frames.pair0_2t_ns", get(FROZEN, 0), 6.0),
+        (Pattern::Pair, 0, 2) => nanos("frames.pair0_2t_ns", get(FROZEN, 0), 6.0),
         (Pattern::Bulk, 9, 2) => {
-            at_most("frames.alloc9_2t_ns", get(FROZEN, 0), 15.0);
-            at_most("frames.free9_2t_ns", get(FROZEN, 1), 12.0);
+            nanos("frames.alloc9_2t_ns", get(FROZEN, 0), 15.0);
+            nanos("frames.free9_2t_ns", get(FROZEN, 1), 12.0);
+        }
+        _ => {}
+    }
+    let mut ratio = |metric: &str, samples: Option<&Samples>, to: Option<Samples>, goal: f64| {
+        if let (Some(samples), Some(to)) = (samples, to) {
+            goals.at_most(metric, &samples.map(|ns| ns / to.median()), "ratio", goal);
+        }
+    };
+    match (case.pattern, case.order.get(), threads) {
+        (Pattern::Pair, 0, 1) => {
+            let floor = get(FROZEN, 0).map(|frozen| frozen.map(|ns| ns + 2.0 * scale.atomic));
+            ratio("frames.counted_pair0_over_floor", get(COUNTED, 0), floor, 1.05);
+        }
+        (Pattern::Bulk, 0, 1) => ratio("frames.free0_bulk_1t_vs_best", get(FROZEN, 1), best(1).cloned(), 1.0),
+        (Pattern::Random, 0, 1) => ratio("frames.free0_random_1t_vs_best", get(FROZEN, 1), best(1).cloned(), 1.3),
+        _ => {}
+    }
+    let mut atomics = |metric: &str, samples: Option<&Samples>, goal: f64| {
+        if let Some(samples) = samples {
+            goals.at_most(metric, &samples.map(|ns| ns / scale.atomic), "atomics", goal);
+        }
+    };
+    match (case.pattern, case.order.get(), threads) {
+        (Pattern::Pair, 6, 1) => atomics("frames.pair6_atomics", get(FROZEN, 0), 6.0),
+        (Pattern::Random, 0, 2) => atomics("frames.free0_random_2t_atomics", get(FROZEN, 1), 5.0),
+        (Pattern::Random, 9, 2) => {
+            atomics("frames.alloc9_random_2t_atomics", get(FROZEN, 0), 1.2);
+            atomics("frames.free9_random_2t_atomics", get(FROZEN, 1), 2.0);
         }
         _ => {}
     }

@@ -156,6 +156,11 @@ pub struct Side<'a> {
 
 /// What a comparison has every side do.
 pub trait Work<'a>: Copy {
+    /// Whether there will be so many holes that whoever looks at each is left out.
+    fn makes_many_holes(&self) -> bool {
+        false
+    }
+
     /// One run of it with an allocator. `own` says that it is the area's, whose lock rounds are then counted.
     fn with<S>(self, area: &'a Area<'a>, source: S, own: bool) -> Box<dyn FnMut() -> Result<Vec<Option<f64>>> + 'a>
     where
@@ -189,8 +194,10 @@ impl<'a, W: Work<'a> + 'a> Sides<'a, W> {
 
 impl<'a, W: Work<'a> + 'a> Visit for Sides<'a, W> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        let peer = Locked::<T>::new(self.area.extent)?;
-        self.add(T::NAME, peer, false);
+        if !(T::SCANS_HOLES && self.work.makes_many_holes()) {
+            let peer = Locked::<T>::new(self.area.extent)?;
+            self.add(T::NAME, peer, false);
+        }
         Ok(())
     }
 }

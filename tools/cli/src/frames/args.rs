@@ -73,6 +73,9 @@ pub struct Alloc {
     /// What is done with them.
     #[arg(short, long, value_enum, value_delimiter = ',', default_value = "pair,bulk,random")]
     pub pattern: Vec<Pattern>,
+    /// Blocks that each CPU takes before it frees them, unless pairs are measured; half of the memory at most.
+    #[arg(long, default_value_t = 16_384, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    pub held: u64,
     /// Measure counted pages and folios too, which are freed by dropping their last reference.
     #[arg(long)]
     pub counted: bool,

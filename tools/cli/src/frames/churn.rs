@@ -4,9 +4,10 @@ use crate::document::Row;
 use crate::frames::area::{Plan, figure};
 use crate::frames::args::Churn;
 use crate::frames::peers::{self, Locked, Peer, Visit};
-use crate::goals::Bound;
+use crate::goals::{Bound, Goals};
 use crate::machine::Machine;
 use crate::size::Size;
+use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow};
 use hugemm_base::{Clock, CpuId, Extent, Order, PAGE_SHIFT};
@@ -103,6 +104,12 @@ pub fn run(args: &Churn) -> Result<()> {
         let row = Row::single("frames.churn_vs_peers", f64::from(u8::from(met)), "bool");
         rows.push(row.label("goal", 1.0).label("met", met).label("bound", Bound::AtLeast.name()));
     }
+    let mut goals = Goals::new();
+    if let Some(worst) = worst_2m(&outcomes) {
+        let mut samples = Samples::default();
+        samples.push(worst);
+        goals.at_least("frames.churn_2m_vs_best", &samples, 1.0);
+    }
     if !machine.quiet() {
         environment_text::print(&environment);
         println!(
@@ -124,7 +131,18 @@ pub fn run(args: &Churn) -> Result<()> {
             println!("\n  {note}");
         }
     }
+    rows.extend(goals.into_rows());
     machine.report(&args.common, environment, rows)
+}
+
+/// What the first has of 2 MiB, as a part of what the best of the others has, at the moment where that is least.
+fn worst_2m(outcomes: &[Outcome]) -> Option<f64> {
+    let (own, others) = outcomes.split_first()?;
+    let moments = own.states.iter().enumerate().filter_map(|(moment, mine)| {
+        let best = others.iter().filter_map(|other| Some(other.states.get(moment)?.huge)).max()?;
+        Some(mine.huge as f64 / best.max(1) as f64)
+    });
+    moments.min_by(f64::total_cmp)
 }
 
 /// Where another has most more than the first, as a share of what the first has; none if nobody has more at any moment.

@@ -84,7 +84,7 @@ pub fn run(args: &Free) -> Result<()> {
     if cpus == 2 {
         let (ratio, more) = parts::two_cpus(&machine, &area, args, &bar)?;
         rows.extend(more);
-        goals.at_most("frames.free512_parts_2t_ratio", &ratio, "ratio", 1.5);
+        goals.at_most("frames.free512_parts_2t_ratio", &ratio, "ratio", 1.2);
     }
     rows.extend(parts::claims_and_arrays(&machine, &area, args, &bar)?);
     bar.finish_and_clear();

@@ -105,6 +105,7 @@ impl Peer for Holes {
     const NAME: &'static str = "free-list";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
+    const SCANS_HOLES: bool = true;
 
     fn new(frames: u64) -> Result<Self> {
         let mut holes = Holes(FreeList::new());

@@ -16,6 +16,8 @@ pub trait Peer: Send + Sized + 'static {
     const DIVISIBLE: bool;
     /// Whether particular frames can be taken.
     const CLAIMS: bool;
+    /// Whether a free takes longer the more holes there are: such a one is left out where there would be too many.
+    const SCANS_HOLES: bool = false;
 
     /// An allocator of this many frames, all free. `Err` says why it cannot have as many.
     fn new(frames: u64) -> Result<Self>;

@@ -17,7 +17,8 @@ pub enum Freeing {
 }
 
 /// Takes as many blocks of `order` as `held` has places, and frees them. Returns what taking and what freeing cost; an
-/// operation is one block. Shuffling is not timed. Leaves `held` empty.
+/// operation is one block. Shuffling is not timed; that this CPU gives back what it has cached at the end is. Leaves `held`
+/// empty.
 #[inline(never)]
 pub fn run<P: Cpu + Clock, S: Source<P>>(
     cx: &mut CpuCx<'_, P>,
@@ -39,9 +40,13 @@ pub fn run<P: Cpu + Clock, S: Source<P>>(
     if let Freeing::Random(seed) = freeing {
         Random::new(seed).shuffle(held);
     }
-    let ((), giving) = timed(cx, count, |cx| match freeing {
-        Freeing::Lifo => give(cx, source, order, held.iter_mut().rev()),
-        Freeing::Fifo | Freeing::Random(_) => give(cx, source, order, held.iter_mut()),
+    let ((), giving) = timed(cx, count, |cx| {
+        match freeing {
+            Freeing::Lifo => give(cx, source, order, held.iter_mut().rev()),
+            Freeing::Fifo | Freeing::Random(_) => give(cx, source, order, held.iter_mut()),
+        }
+        // What a free defers is charged to it.
+        source.settle(cx);
     });
     if all { Ok((taking, giving)) } else { Err(Exhausted(order)) }
 }
