@@ -14,7 +14,7 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm recl
 LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint lines package deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint lines package dist deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
+	@echo "make dist   a static binary, manual pages, systemd units, and a Debian package of them, in target/dist"
 	@echo "make lines  what each package costs in lines"
 	@echo "make soak   half an hour of everything at once, in which not one byte may be wrong (SOAK=600 seconds for each)"
 	@echo "make deep   Miri, unbounded loom, long stress (tens of minutes)"
@@ -119,6 +120,10 @@ lint:
 # In the order of their dependencies, which cargo finds. Publishing is the same without --dry-run.
 package:
 	$(CARGO) publish --workspace --dry-run --locked
+
+# For hosts without Rust: see scripts/dist.sh.
+dist:
+	@CARGO="$(CARGO)" scripts/dist.sh
 
 # What each package costs in lines of Rust.
 lines:

@@ -12,8 +12,9 @@ use std::time::Duration;
 pub fn idle_priority() -> Result<(), Errno> {
     // SAFETY: zero is a value of every field, and the right one.
     let parameter: libc::sched_param = unsafe { std::mem::zeroed() };
+    // By number: the function of musl, for static builds, only says that there is none.
     // SAFETY: thread 0 is the caller; the parameter outlives the call.
-    answer(unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameter) }.into())
+    answer(unsafe { libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, &raw const parameter) })
 }
 
 /// Keeps the calling thread on the CPUs.

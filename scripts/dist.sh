@@ -1,0 +1,73 @@
+#!/bin/sh
+# What is handed to others: a static binary, manual pages, the systemd units, and a Debian package of all that, below target/dist.
+# The binary needs no C library, so the package depends on nothing.
+set -eu
+cd "$(dirname "$0")/.."
+arch=${ARCH:-$(uname -m)}
+case $arch in
+    x86_64) deb=amd64 ;;
+    aarch64) deb=arm64 ;;
+    *) echo "no package for $arch" >&2; exit 1 ;;
+esac
+target=$arch-unknown-linux-musl
+scripts/need.sh target "$target" || { echo "the target $target is needed: rustup target add $target" >&2; exit 1; }
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+
+CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld ${CARGO:-cargo} build --release --locked --target "$target" -p hugemm-cli
+binary=${CARGO_TARGET_DIR:-target}/$target/release/hugemm
+
+dist=target/dist
+root=$dist/root
+rm -rf "$root"
+mkdir -p "$root/usr/bin" "$root/usr/share/man/man1" "$root/lib/systemd/system" "$root/etc/hugemm" "$root/usr/share/doc/hugemm" "$root/DEBIAN"
+install -m 755 "$binary" "$root/usr/bin/hugemm"
+install -m 644 services/lease/systemd/hugemm-lease.socket services/lease/systemd/hugemm-lease.service "$root/lib/systemd/system/"
+install -m 644 docs/lease.md LICENSE-MIT LICENSE-APACHE "$root/usr/share/doc/hugemm/"
+cat > "$root/etc/hugemm/lease.conf" <<'CONF'
+# Options of `hugemm pool serve`; see hugemm-pool-serve(1).
+HUGEMM_POOL="--size 1GB"
+CONF
+# The pages are the command line's own; a package for another machine takes them from this one's build of the same source.
+"${HUGEMM:-$binary}" man "$root/usr/share/man/man1" > /dev/null
+gzip -9n "$root"/usr/share/man/man1/*.1
+cat > "$root/DEBIAN/control" <<CONTROL
+Package: hugemm
+Version: $version
+Architecture: $deb
+Maintainer: hugemm developers <https://github.com/hugemm/hugemm>
+Section: admin
+Priority: optional
+Recommends: qemu-system-x86
+Installed-Size: $(du -sk --exclude=DEBIAN "$root" | cut -f1)
+Description: huge pages that are ready before a virtual machine asks for them
+ A daemon fills files of huge pages in the background and lends each to one
+ owner; stock programs run on them without a change of theirs or the kernel's.
+ Also measures memory management by extents, beside this machine's kernel.
+CONTROL
+echo /etc/hugemm/lease.conf > "$root/DEBIAN/conffiles"
+cp "$binary" "$dist/hugemm-$version-$arch"
+if command -v dpkg-deb > /dev/null; then
+    dpkg-deb --root-owner-group --build "$root" "$dist/hugemm_${version}_$deb.deb" > /dev/null
+    # It installs where nothing else is, and what its unit starts is there and starts.
+    fresh=$(mktemp -d)
+    trap 'rm -rf "$fresh"' EXIT
+    mkdir -p "$fresh/var/lib/dpkg/info" "$fresh/var/lib/dpkg/updates"
+    : > "$fresh/var/lib/dpkg/status"
+    if [ "$(id -u)" = 0 ] && [ "$arch" = "$(uname -m)" ]; then
+        dpkg --root="$fresh" --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
+        start=$(sed -n 's/^ExecStart=\([^$]*\).*/\1/p' "$fresh/lib/systemd/system/hugemm-lease.service")
+        # Words of the unit's own line.
+        # shellcheck disable=SC2086
+        chroot "$fresh" $start --help > /dev/null
+        # A static binary has another C library than the tests.
+        timeout 5 "$fresh/usr/bin/hugemm" pool serve --page thp --size 2MB --socket "$fresh/socket" | grep -q "leases at"
+        if command -v systemd-analyze > /dev/null; then
+            sed -i "s|=/usr/bin/|=$fresh/usr/bin/|; /^Documentation=/d" "$fresh"/lib/systemd/system/hugemm-lease.*
+            systemd-analyze verify "$fresh"/lib/systemd/system/hugemm-lease.*
+        fi
+        echo "the package installs in an empty root, and its unit's command starts"
+    fi
+else
+    echo "skipped: the package (no dpkg-deb); its tree is in $root"
+fi
+ls -l "$dist"
