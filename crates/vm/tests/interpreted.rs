@@ -4,7 +4,7 @@ use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, Extent, Never, Order, PageSize, Pfn, PhysMap, Shortfall, SingleCpu, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::{AllocRequest, FolioRun, Frames, Placement};
-use hugemm_paging::{Counting, Lookup, TlbCpu, TlbShootdown};
+use hugemm_paging::{Counting, DeferredUnmap, Lookup, TlbCpu, TlbShootdown};
 use hugemm_vm::{
     Access, AddressSpace, Backing, DefaultSetup, HugePool, LostPage, OutOfPool, Pager, Parts, Vm, VmError, VmaKind,
 };
@@ -123,6 +123,18 @@ fn every_operation_is_sound() {
     assert_eq!(load(&vm, cx, &child, 2 * AT + 3 * PAGE), 7);
     let Lookup::Mapped(leaf) = vm.lookup(cx, &space, VirtAddr::new(2 * AT + 3 * PAGE)) else { panic!("mapped") };
     assert_eq!(vm.walk_mappings(cx, leaf.frame, |_, _| ()), 2);
+    let shared = leaf.frame;
+    let Lookup::Mapped(leaf) = vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
+    // A page of one place, and one of an object with two, are taken away and put back.
+    // SAFETY: used with this manager's TLBs only.
+    let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(&shootdown) }.expect("one CPU");
+    for head in [leaf.frame, shared] {
+        // SAFETY: the page is mapped, and nobody else is there to let it go.
+        let folio = unsafe { frames.get_at(head) }.expect("mapped");
+        let page = vm.unhook(cx, folio, Order::ZERO, &deferred).expect("nobody else has it");
+        vm.put_back(cx, page);
+    }
+    assert_eq!((load(&vm, cx, &space, AT), load(&vm, cx, &child, 2 * AT + 3 * PAGE)), (1, 7));
     vm.close(cx, object).expect("its own");
     nobody_takes_pages_away(&vm, cx, &space);
 
