@@ -297,7 +297,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
                 let node = NodeId(number);
                 side.node.set(node);
                 if freed < need.pages && asked(number) {
-                    let node = [NodeReclaim { node, lru, side, marks: self.marks }];
+                    let node = NodeReclaim { node, lru, side, marks: self.marks };
                     freed += DirectReclaim::new(&node).relieve(cx, Shortfall { pages: need.pages - freed, ..need });
                 }
             }

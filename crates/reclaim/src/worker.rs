@@ -113,7 +113,7 @@ impl<E: Env, L: RawLock, R> NodeReclaim<'_, '_, '_, E, L, R> {
 
 /// Direct reclaim: what an allocation that failed does before it gives up. The allocators' [`Pressure`].
 pub struct DirectReclaim<'a, 'f, 'm, E: Env, L: RawLock, R> {
-    nodes: &'a [NodeReclaim<'a, 'f, 'm, E, L, R>],
+    node: &'a NodeReclaim<'a, 'f, 'm, E, L, R>,
     calls: Counter,
     freed: Counter,
 }
@@ -125,9 +125,9 @@ impl<E: Env, L: RawLock, R> fmt::Debug for DirectReclaim<'_, '_, '_, E, L, R> {
 }
 
 impl<'a, 'f, 'm, E: Env, L: RawLock, R> DirectReclaim<'a, 'f, 'm, E, L, R> {
-    /// Over these nodes.
-    pub fn new(nodes: &'a [NodeReclaim<'a, 'f, 'm, E, L, R>]) -> Self {
-        DirectReclaim { nodes, calls: Counter::default(), freed: Counter::default() }
+    /// Of this node's memory.
+    pub fn new(node: &'a NodeReclaim<'a, 'f, 'm, E, L, R>) -> Self {
+        DirectReclaim { node, calls: Counter::default(), freed: Counter::default() }
     }
 
     /// How often it was asked, and how many pages it freed in all.
@@ -136,21 +136,15 @@ impl<'a, 'f, 'm, E: Env, L: RawLock, R> DirectReclaim<'a, 'f, 'm, E, L, R> {
     }
 }
 
-/// Refuses callers that may not sleep: unmapping ends in a TLB shootdown, which must not be sent with interrupts off or
+/// Refuses callers that may not sleep, and those who need another node. Unmapping ends in a TLB shootdown, which must not be sent with interrupts off or
 /// under a lock. Frees at least a batch, so that not every page is asked for on its own.
 impl<P: Cpu, E: Env, L: RawLock, R: Reclaimer<P>> Pressure<P> for DirectReclaim<'_, '_, '_, E, L, R> {
     fn relieve(&self, cx: &mut CpuCx<'_, P>, need: Shortfall) -> u64 {
-        if !need.may_sleep {
+        if !need.may_sleep || need.node.is_some_and(|only| only != self.node.node) {
             return 0;
         }
         self.calls.add(1);
-        let want = need.pages.max(LEAST);
-        let mut freed = 0;
-        for node in self.nodes.iter().filter(|node| need.node.is_none_or(|only| only == node.node)) {
-            if freed < want {
-                freed += node.relieve(cx, want - freed);
-            }
-        }
+        let freed = self.node.relieve(cx, need.pages.max(LEAST));
         self.freed.add(freed);
         freed
     }

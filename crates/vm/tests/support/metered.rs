@@ -1,4 +1,5 @@
-//! How much is done between two reschedule points: entries of page tables, counted as they are made or looked at.
+//! How much is done between two reschedule points: entries of page tables, counted as they are changed or looked at, and those of
+//! a table that is made.
 
 use hugemm_base::{Counters, Pfn, VirtAddr};
 use hugemm_paging::{Flags, PageFormat, X86_64};
@@ -22,6 +23,9 @@ thread_local! {
     static METER: Cell<Meter> = const { Cell::new(Meter { counters: ptr::null(), points: 0, since: 0, most: 0 }) };
 }
 
+/// Entries of a table.
+pub const TABLE: u64 = 512;
+
 /// The most entries that `work` makes or reads on this thread between two reschedule points of the CPU whose counters these
 /// are.
 pub fn most_between_reschedules(counters: &Counters, work: impl FnOnce()) -> u64 {
@@ -30,7 +34,7 @@ pub fn most_between_reschedules(counters: &Counters, work: impl FnOnce()) -> u64
     METER.replace(Meter { counters: ptr::null(), points: 0, since: 0, most: 0 }).most
 }
 
-fn note() {
+fn note(entries: u64) {
     let mut meter = METER.get();
     // SAFETY: null, or borrowed by whoever measures, on this thread.
     let Some(counters) = (unsafe { meter.counters.as_ref() }) else { return };
@@ -38,7 +42,7 @@ fn note() {
     if points != meter.points {
         (meter.points, meter.since) = (points, 0);
     }
-    meter.since += 1;
+    meter.since += entries;
     meter.most = meter.most.max(meter.since);
     METER.set(meter);
 }
@@ -58,11 +62,13 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     const FAULT_DROPS: bool = DROPS;
 
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
-        note();
+        note(1);
         X86_64::leaf(frame, level, flags)
     }
 
     fn table(frame: Pfn) -> u64 {
+        // What fills it works out a leaf's bits once for all of them. Frame 0 is asked for to see the bits of any table.
+        note(if frame == Pfn::new(0) { 0 } else { TABLE });
         X86_64::table(frame)
     }
 
@@ -75,7 +81,7 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     }
 
     fn change(entry: u64, set: Flags, clear: Flags) -> u64 {
-        note();
+        note(1);
         X86_64::change(entry, set, clear)
     }
 
@@ -84,12 +90,12 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     }
 
     fn owner(word: u64) -> u64 {
-        note();
+        note(1);
         X86_64::owner(word)
     }
 
     fn word(entry: u64) -> u64 {
-        note();
+        note(1);
         X86_64::word(entry)
     }
 
