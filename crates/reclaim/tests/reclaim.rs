@@ -575,12 +575,12 @@ fn data_survives_pressure_on_several_cpus() {
                         })
                     })
                     .collect();
-                let (machine, space, nodes, wake, stop) = (&machine, &space, &nodes, &wake, &stop);
+                let (machine, space, node, wake, stop) = (&machine, &space, &node, &wake, &stop);
                 let worker = scope.spawn(move || {
                     run_as(0);
                     let mut cx = machine.cx();
                     loop {
-                        let (turn, _) = nodes[0].balance(&mut cx, 500, stop);
+                        let (turn, _) = node.balance(&mut cx, 500, stop);
                         if turn == Turn::Cancelled || stop.requested() {
                             break;
                         }
