@@ -10,8 +10,14 @@ use hugemm_inspect::interrupt;
 use hugemm_workloads::Pass;
 use hugemm_workloads::sweep::{self, ClearWith};
 
-/// Bytes that are cleared untimed before a hot measurement.
+/// Bytes that are cleared untimed before a hot measurement, at least.
 const SETTLE: u64 = 64 << 20;
+
+/// Passes over the region before it, of regions that a cache may hold: a last level of 260 MiB takes eleven to settle on 32 MiB.
+const SETTLE_PASSES: u64 = 12;
+
+/// Where that ends: what is larger than 64 MiB has fewer passes, and one at least.
+const SETTLE_MOST: u64 = 768 << 20;
 
 /// How often something is measured.
 #[derive(Clone, Copy, Debug)]
@@ -138,7 +144,7 @@ pub fn bandwidths(
 /// Clears a region over and over. The first passes are untimed: whoever came before may have pushed it out of the caches,
 /// and some take a dozen passes to settle.
 fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: ClearWith<'_>, mut region: Dirty, field: &Field) -> Result<(Dirty, Pass)> {
-    let untimed = (SETTLE / field.size).max(1);
+    let untimed = ((SETTLE_PASSES * field.size).clamp(SETTLE, SETTLE_MOST) / field.size).max(1);
     let mut sum = Pass::default();
     for i in 0..untimed + field.span / field.size {
         let pass;
