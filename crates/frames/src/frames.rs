@@ -282,6 +282,17 @@ impl<'m, E: Env> Frames<'m, E> {
         Some((head, Order::new(order).ok()?))
     }
 
+    /// The node of the CPU that the caller runs on, where a request for the [local](crate::Placement::Local) node begins. Any
+    /// context.
+    pub fn local_node<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> NodeId {
+        cx.pinned(|pin| self.node_of_cache(self.own(pin)))
+    }
+
+    /// A CPU's node; the first arena's if the CPU has no cache.
+    pub(crate) fn node_of_cache(&self, own: Option<&PerCpu<'m>>) -> NodeId {
+        own.map_or_else(|| NodeId(self.arenas.first().map_or(0, |arena| arena.node)), |own| own.node)
+    }
+
     /// The cache of the CPU that the caller is pinned to.
     #[inline]
     pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {

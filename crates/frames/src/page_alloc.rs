@@ -190,9 +190,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The node of a request, and whether others will do.
     fn choose(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Result<(u32, bool), AllocError> {
-        let local = || own.map_or_else(|| self.arenas.first().map_or(0, |arena| arena.node), |own| own.node.0);
         let (node, fallback) = match from {
-            Placement::Local => (local(), true),
+            Placement::Local => (self.node_of_cache(own).0, true),
             Placement::Prefer(node) => (node.0, true),
             Placement::Only(node) => (node.0, false),
         };

@@ -209,6 +209,12 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         })
     }
 
+    /// The same pool for whoever borrows other things with it, of other lifetimes.
+    pub fn shortened<'s>(&'s self) -> &'s HugePool<'s, L> {
+        // SAFETY: all that the lock has of this lifetime is the slice of nodes, which nobody replaces.
+        unsafe { &*core::ptr::from_ref(self).cast() }
+    }
+
     /// What it counts on one node; zeroes if there is no such node. Context and cost as of [`counts`](HugePool::counts).
     pub fn node_counts<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> HugePageCounts {
         self.locked(cx, |state| state.nodes.get(node.0 as usize).copied().unwrap_or_default())

@@ -153,7 +153,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         &self,
         vm: &Vm<'_, S>,
         cx: &mut Cx<'_, S>,
-        f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, '_, S, W, L, O>) -> R,
+        f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, '_, '_, S, W, L, O>) -> R,
     ) -> Option<R> {
         // SAFETY: the side unhooks pages of this `vm`, and its flushes ask the TLBs of this `vm`.
         let deferred = unsafe { side::batch(vm.shootdown()) }?;

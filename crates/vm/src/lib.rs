@@ -57,7 +57,7 @@
 //! | `moving.rs` | moving pages to other frames |
 //! | [`notifier`], `followers.rs` | whoever follows a space |
 //! | [`zeroing`] | clearing free memory ahead of need |
-//! | [`pool`] | what areas need of a huge page pool; the pools of `hugemm-hugetlb` as one |
+//! | [`pool`] | the huge page pools that areas may take their pages from |
 //! | `error.rs`, `phases.rs` | why an operation failed; whoever wants to know what a long one is doing |
 //! | `promises.rs` | a pool's promises, while faults have pages in hand |
 //! | `guarded.rs`, `tables.rs`, `slabs.rs` | locks; page tables' memory; that of small objects |
@@ -121,7 +121,7 @@ pub use object::Owner;
 pub use pager::{LostPage, NoPager, Pager};
 pub use phases::{Phase, Phases};
 pub use pin::{PinError, Pinned};
-pub use pool::{HugePool, NoPool, OutOfPool, Pools};
+pub use pool::Pools;
 pub use prefault::Prefault;
 pub use protection::Protection;
 pub use rmap::Place;

@@ -3,7 +3,6 @@
 use crate::error::VmError;
 use crate::inflight_faults::InflightFaults;
 use crate::object::{Index, Object};
-use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::space::AddressSpace;
 use crate::vm::Vm;
@@ -79,7 +78,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         }
         let bounds = VirtRange::new(VirtAddr::new(0), pages << PAGE_SHIFT).map_err(|_| misaligned)?;
         if pooled {
-            self.pool().reserve(cx, page, pages / page.pages()).map_err(|_| VmError::NoPool)?;
+            self.pools().reserve(cx, page, pages / page.pages())?;
         }
         let made = self.new_table(cx, bounds, None).and_then(|table| {
             let root = table.root();
@@ -145,7 +144,7 @@ impl<'m, S: Setup> Vm<'m, S> {
                 let kind = VmaKind { shared: false, reserved: kind.pooled, ..kind };
                 if kind.pooled {
                     let pages = span.pages() / kind.page.pages();
-                    self.pool().reserve(cx, kind.page, pages).map_err(|_| VmError::NoPool)?;
+                    self.pools().reserve(cx, kind.page, pages)?;
                 }
                 let object = self.new_object(cx, None).inspect_err(|_| self.unreserve(cx, &kind, span.pages()))?;
                 (object, 0, kind)

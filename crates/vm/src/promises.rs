@@ -10,12 +10,10 @@
 //! each changes what the others may ask of the pool. It is taken once for a page that is 2 MiB at least.
 
 use crate::error::VmError;
-use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::supply::Want;
 use crate::vm::Vm;
-use hugemm_base::{Dirty, PageSize};
-use hugemm_clear::Content;
+use hugemm_base::{Dirty, PageSize, Zeroed};
 use hugemm_frames::Placement;
 
 /// Pages of one size.
@@ -61,23 +59,24 @@ impl<S: Setup> Vm<'_, S> {
         size: PageSize,
         from: Placement,
         mine: u64,
-    ) -> Result<Option<Content>, VmError> {
+    ) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
         let mut promises = self.promises().exclusive();
         let ledger = promises.of(size);
-        match self.pool().take(cx, size, true, from) {
+        match self.pools().take(cx, size, true, from, self.frames().local_node(cx)) {
             Ok(content) => {
                 ledger.in_hand += 1;
                 Ok(Some(content))
             }
             Err(_) if ledger.in_hand > mine => Ok(None),
-            Err(_) => Err(VmError::NoPool),
+            Err(error) => Err(error),
         }
     }
 
     /// Gives back a page that was [taken](Vm::take_promised): it is promised again.
     pub(crate) fn return_promised(&self, cx: &Cx<'_, S>, page: Dirty, size: PageSize) {
         let mut promises = self.promises().exclusive();
-        self.pool().give_back(cx, page, size, true);
+        // SAFETY: the caller's, of this size.
+        unsafe { self.pools().put(cx, page, size, true) };
         self.give_up(cx, size, promises.of(size).put_down(1));
     }
 
@@ -98,7 +97,7 @@ impl<S: Setup> Vm<'_, S> {
     /// Under the lock.
     fn give_up(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
         if pages > 0 {
-            self.pool().unreserve(cx, size, pages);
+            self.pools().unreserve(cx, size, pages);
         }
     }
 }

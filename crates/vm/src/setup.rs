@@ -2,7 +2,7 @@
 
 use crate::notifier::Notifier;
 use crate::pager::{NoPager, Pager};
-use crate::pool::{HugePool, NoPool};
+use crate::pool::Pools;
 use core::cell::RefCell;
 use core::marker::PhantomData;
 use hugemm_base::platform::Cpu;
@@ -27,8 +27,6 @@ pub trait Setup: Sized {
     type Pager: Pager<Self>;
     /// Who else gives memory back, asked when the pager has none.
     type Pressure: Pressure<Self::Platform>;
-    /// Where areas of huge pages may come from.
-    type Pool: HugePool<Self::Platform>;
     /// Who follows address spaces.
     type Notifier: Notifier<Self::Platform>;
 }
@@ -41,7 +39,7 @@ type Native = hugemm_paging::X86_64;
 
 /// A setup to start from, over a platform `P` whose TLBs are `T` and frames in the surroundings `E`, which are those of
 /// [`Frames::carve`](hugemm_frames::Frames::carve) unless something else is said: page tables of this architecture, locks that spin, pages
-/// that stay where they are, no pool, nobody else who gives memory back and nobody who follows. An embedder that wants one
+/// that stay where they are, nobody else who gives memory back and nobody who follows. An embedder that wants one
 /// of these otherwise writes the [`Setup`] down. What `T` is says the [`TlbShootdown`](hugemm_paging::TlbShootdown); without
 /// hardware that walks the tables it is [`Counting`].
 #[derive(Debug)]
@@ -55,12 +53,14 @@ impl<P: Cpu + PhysMap, T: TlbHw, E: Env> Setup for DefaultSetup<P, T, E> {
     type Tlb = T;
     type Pager = NoPager;
     type Pressure = NoPressure;
-    type Pool = NoPool;
     type Notifier = ();
 }
 
 /// A task's context under a setup.
 pub type Cx<'p, S> = CpuCx<'p, <S as Setup>::Platform>;
+
+/// Pools lock as the frame allocator does.
+pub(crate) type PoolsOf<'m, S> = Pools<'m, <<S as Setup>::Env as Env>::Lock>;
 
 /// The context where a page table's guard and whoever visits it both need it, one after the other.
 pub(crate) type Task<'t, 'p, S> = RefCell<&'t mut Cx<'p, S>>;

@@ -8,14 +8,13 @@ use crate::error::VmError;
 use crate::object::Owner;
 use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
-use crate::pool::HugePool;
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::{VmaInfo, VmaKind};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Cancel, Dirty, Extent, Order, PageSize, Pfn, PhysMap, VirtAddr, Zeroed};
-use hugemm_clear::{self as clear, Content, StopReason, folio};
+use hugemm_clear::{self as clear, StopReason, folio};
 use hugemm_frames::{AllocRequest, FolioRun, Frozen, Mobility, Placement, RefError, WideCounts};
 
 /// Frames dropped between two looks at the range: below what a range free reschedules at, because it happens under a page
@@ -184,8 +183,8 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 
-    /// What the pool hands out, if it is what was asked for: a whole page of that size, and a block of the frame allocator.
-    /// Anybody may write a pool, so its word is not enough; anything else goes back to it.
+    /// What the pool hands out, if it is a block of the frame allocator: the pool may have been filled by another one. Such
+    /// a page goes back to it.
     fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want, mine: u64) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
         let content = if want.reserved {
             match self.take_promised(cx, want.page, want.from, mine)? {
@@ -193,16 +192,10 @@ impl<S: Setup> Vm<'_, S> {
                 None => return Ok(None),
             }
         } else {
-            self.pool().take(cx, want.page, false, want.from).map_err(|_| VmError::NoPool)?
+            self.pools().take(cx, want.page, false, want.from, self.frames().local_node(cx))?
         };
-        let content = match content {
-            Content::Dirty(dirty) => Err(dirty),
-            Content::Clearing(clearing) => Err(clearing.abandon()),
-            Content::Zeroed(zeroed) => Ok(zeroed),
-        };
-        let order = want.page.order();
-        let extent = content.as_ref().map_or_else(Dirty::extent, Zeroed::extent);
-        if extent.as_block() == Some(order) && self.frames().head_of(extent.base()) == Some((extent.base(), order)) {
+        let head = content.as_ref().map_or_else(Dirty::extent, Zeroed::extent).base();
+        if self.frames().head_of(head) == Some((head, want.page.order())) {
             return Ok(Some(content));
         }
         self.return_to_pool(cx, content.map_or_else(|dirty| dirty, Zeroed::into_dirty), want);
@@ -214,7 +207,8 @@ impl<S: Setup> Vm<'_, S> {
         if want.reserved {
             self.return_promised(cx, page, want.page);
         } else {
-            self.pool().give_back(cx, page, want.page, false);
+            // SAFETY: the callers', of this size.
+            unsafe { self.pools().put(cx, page, want.page, false) };
         }
     }
 
@@ -343,7 +337,8 @@ impl<S: Setup> Vm<'_, S> {
             if !pooled {
                 let _ = self.frames().put(cx, folio);
             } else if let Ok(Some(block)) = self.frames().put_frozen(folio) {
-                self.pool().give_back(cx, block.into_dirty(), page, false);
+                // SAFETY: of a pooled area or object, whose pages are of this size.
+                unsafe { self.pools().put(cx, block.into_dirty(), page, false) };
             }
         }
     }

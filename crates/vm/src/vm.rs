@@ -4,8 +4,9 @@ use crate::error::VmError;
 use crate::guarded::Guarded;
 use crate::object::Registry;
 use crate::pager::Pager;
+use crate::pool::Pools;
 use crate::promises::Promises;
-use crate::setup::{Cx, Setup, Task};
+use crate::setup::{Cx, PoolsOf, Setup, Task};
 use crate::slabs::Slabs;
 use crate::space::AddressSpace;
 use crate::tables::Tables;
@@ -35,8 +36,8 @@ pub struct Parts<'m, S: Setup> {
     pub pager: S::Pager,
     /// Who is asked then.
     pub pressure: S::Pressure,
-    /// Where pages of pooled areas come from.
-    pub pool: S::Pool,
+    /// Where pages of pooled areas come from. They lock as the frame allocator does.
+    pub pools: PoolsOf<'m, S>,
 }
 
 impl<'m, S: Setup> Parts<'m, S> {
@@ -45,7 +46,6 @@ impl<'m, S: Setup> Parts<'m, S> {
     where
         S::Pager: Default,
         S::Pressure: Default,
-        S::Pool: Default,
     {
         Parts::with_pager(frames, shootdown, clearer, S::Pager::default())
     }
@@ -59,11 +59,10 @@ impl<'m, S: Setup> Parts<'m, S> {
     ) -> Self
     where
         S::Pressure: Default,
-        S::Pool: Default,
     {
         let shootdown_policy = ShootdownPolicy::BATCHED;
-        let (pressure, pool) = (S::Pressure::default(), S::Pool::default());
-        Parts { frames, shootdown, clearer, shootdown_policy, pager, pressure, pool }
+        let (pressure, pools) = (S::Pressure::default(), Pools::default());
+        Parts { frames, shootdown, clearer, shootdown_policy, pager, pressure, pools }
     }
 }
 
@@ -145,9 +144,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         &self.parts.pager
     }
 
-    /// The pool.
-    pub fn pool(&self) -> &S::Pool {
-        &self.parts.pool
+    pub(crate) fn pools(&self) -> &PoolsOf<'m, S> {
+        &self.parts.pools
     }
 
     /// How batches are flushed.

@@ -56,7 +56,7 @@ fn the_whole_request_decides_how_pages_are_cleared() {
         let features = Features::detect();
         let clearer =
             Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None))).expect("detected");
-        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.shootdown(), rig.mmu) };
+        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.shootdown()) };
         // SAFETY: as the rig's; the machine has what it detects.
         let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
         rig.mmu.as_cpu(CpuId(0), |cx| {

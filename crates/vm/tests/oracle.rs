@@ -262,7 +262,7 @@ impl<'r, 'h> World<'r, 'h> {
 
 fn play(rig: &Rig<'_>, ops: &[Op]) {
     let mut world = rig.mmu.as_cpu(CpuId(0), |cx| {
-        rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 6);
+        rig.fill_pool(cx, 6);
         World {
             rig,
             spaces: (0..SPACES).map(|_| Some(rig.vm.create(cx, bounds()).expect("a space"))).collect(),
@@ -308,7 +308,7 @@ fn play(rig: &Rig<'_>, ops: &[Op]) {
             rig.vm.destroy(cx, space).map_err(|(error, _)| error).expect("nobody uses it");
         }
         rig.vm.close(cx, world.object).expect("its own");
-        assert_eq!(rig.vm.pool().available(), 6);
+        assert_eq!(rig.pool_available(cx), 6);
     });
 }
 

@@ -4,7 +4,7 @@
 
 use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuId, Dirty, Never, NoPressure, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Dirty, Never, NodeId, PageSize, PhysMap, VirtAddr, VirtRange};
 use hugemm_clear::Clearer;
 use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Placement, Plain};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
@@ -12,24 +12,9 @@ use hugemm_host::mmap::Mmap;
 use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
-use hugemm_paging::{Counting, EditLock, Keep, Lookup, TlbCpu, TlbShootdown, X86_64};
-use hugemm_vm::{Backing, NoPager, Parts, Pools, Setup, Vm, VmError, VmaKind};
-use std::marker::PhantomData;
+use hugemm_paging::{Counting, Keep, Lookup, TlbCpu, TlbShootdown};
+use hugemm_vm::{Backing, DefaultSetup, Parts, Pools, Vm, VmError, VmaKind};
 use std::ptr::NonNull;
-
-struct OnHost<'h, 'a, 'm>(PhantomData<(&'h (), &'a (), &'m ())>);
-
-impl<'h, 'a, 'm: 'a> Setup for OnHost<'h, 'a, 'm> {
-    type Platform = Host<'h>;
-    type Env = Plain;
-    type Format = X86_64;
-    type Lock = EditLock;
-    type Tlb = Counting;
-    type Pager = NoPager;
-    type Pressure = NoPressure;
-    type Pool = Pools<'a, 'm>;
-    type Notifier = ();
-}
 
 /// Nothing is mapped, so nothing is remembered.
 struct Nothing;
@@ -84,9 +69,9 @@ fn pages_come_from_the_pool_and_its_nodes() {
     // SAFETY: no CPU translates by any of the tables.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }.expect("enough words");
     let parts = Parts::new(&frames, &shootdown, Clearer::uncalibrated());
-    let parts = Parts { pool: Pools::default().with(&pool), ..parts };
+    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
     // SAFETY: the host's memory is one mapping; all contexts are the host's.
-    let vm: Vm<'_, OnHost<'_, '_, '_>> = unsafe { Vm::new(parts) }.expect("small objects");
+    let vm: Vm<'_, DefaultSetup<Host<'_>, Counting, Plain>> = unsafe { Vm::new(parts) }.expect("small objects");
     let tested = host.run_on(CpuId(0), |cx| {
         let grown = pool.set_size(cx, &optimizer, 6, Nodes::All, &Never).expect("nobody else resizes");
         assert_eq!(grown.entered, 6, "three of each node");
@@ -111,7 +96,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
         vm.map(cx, &space, span(3 * AT, 1), kind, Backing::Private).expect("one of two");
         assert_eq!(vm.map(cx, &space, span(4 * AT, 2), kind, Backing::Private), Err(VmError::NoPool), "one is left");
         assert_eq!(pool.counts(cx).reserved, 5);
-        for (at, pages) in [(AT, 2), (2 * AT, 2), (3 * AT, 1)] {
+        for (at, pages) in [(3 * AT, 1), (AT, 2), (2 * AT, 2)] {
             vm.prefault(&space, span(at, pages), None).work(cx, &Never).expect("promised");
         }
         let at = |at| VirtAddr::new(at);
@@ -125,7 +110,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 3));
         assert!(vm.destroy(cx, space).is_ok());
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
-        assert!(pool.is_consistent(cx) && !vm.pool().take_untidy());
+        assert!(pool.is_consistent(cx));
         // Frames as on demand.
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId(1)));

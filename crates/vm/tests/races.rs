@@ -70,7 +70,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
         for round in 0..20 {
             let space = rig.mmu.as_cpu(CpuId(0), |cx| {
                 if round == 0 {
-                    rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, PAGES);
+                    rig.fill_pool(cx, PAGES);
                 }
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 rig.vm.map(cx, &space, area, kind, Backing::Private).expect("all of them");
@@ -108,7 +108,7 @@ fn a_promise_is_kept_whoever_meets_at_a_page() {
             });
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 rig.vm.destroy(cx, space).expect("destroyed");
-                assert_eq!(rig.vm.pool().available(), PAGES as i64);
+                assert_eq!(rig.pool_available(cx), PAGES);
             });
         }
     });

@@ -6,7 +6,6 @@ mod support;
 
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_vm::{Backing, PinError, VmError, VmaKind};
-use std::sync::atomic::Ordering;
 use support::{bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -26,7 +25,7 @@ fn beyond(at: u64) -> VmError {
 fn areas_are_refused_by_their_place_and_object() {
     with_rig(16, 1, 61, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 2);
+            rig.fill_pool(cx, 2);
             // Its table has room for more than it.
             let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("a space");
             let mut map = |start, bytes, kind, backing| {
@@ -62,7 +61,7 @@ fn areas_are_refused_by_their_place_and_object() {
             assert_eq!(areas, [AT, at, AT + (1 << 30) - 0x1000]);
             let none = rig.vm.map(cx, &space, span(at, 2 << 20), LARGE.pooled(), Backing::Private);
             assert_eq!(none, Err(VmError::Overlap { at: VirtAddr::new(at) }));
-            assert_eq!(rig.vm.pool().available(), 2);
+            assert_eq!(rig.pool_available(cx), 2);
             rig.vm.close(cx, object).expect("its own");
             rig.vm.destroy(cx, space).expect("destroyed");
         });
@@ -74,22 +73,22 @@ fn areas_are_refused_by_their_place_and_object() {
 fn objects_are_refused_by_their_size() {
     with_rig(16, 1, 62, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 3);
-            let mut create = |pages, size, pooled| rig.vm.create_shared(cx, pages, size, pooled);
-            assert_eq!(create(513, PageSize::Size2M, true).err(), Some(misaligned(513 << 12)));
-            assert_eq!(create(0, PageSize::Size4K, false).err(), Some(misaligned(0)));
-            assert_eq!(create(4 * 512, PageSize::Size2M, true).err(), Some(VmError::NoPool));
-            assert_eq!(rig.vm.pool().available(), 3);
-            let object = create(2 * 512, PageSize::Size2M, true).expect("two of three");
-            assert_eq!(rig.vm.pool().available(), 1);
+            rig.fill_pool(cx, 3);
+            let create = |cx: &mut _, pages, size, pooled| rig.vm.create_shared(cx, pages, size, pooled);
+            assert_eq!(create(cx, 513, PageSize::Size2M, true).err(), Some(misaligned(513 << 12)));
+            assert_eq!(create(cx, 0, PageSize::Size4K, false).err(), Some(misaligned(0)));
+            assert_eq!(create(cx, 4 * 512, PageSize::Size2M, true).err(), Some(VmError::NoPool));
+            assert_eq!(rig.pool_available(cx), 3);
+            let object = create(cx, 2 * 512, PageSize::Size2M, true).expect("two of three");
+            assert_eq!(rig.pool_available(cx), 1);
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let area = span(AT, 4 << 20);
             rig.vm.map(cx, &space, area, LARGE.pooled(), Backing::Shared(&object, 0)).expect("an area");
             rig.vm.prefault_shared(&object, 512, 1024).work(cx, &Never).expect("promised");
-            assert_eq!((rig.vm.pool().available(), rig.vm.pool().reserved.load(Ordering::SeqCst)), (1, 1));
+            assert_eq!((rig.pool_available(cx), rig.pool.counts(cx).reserved), (1, 1));
             rig.vm.destroy(cx, space).expect("destroyed");
             rig.vm.close(cx, object).expect("its own");
-            assert_eq!(rig.vm.pool().available(), 3, "promises that were not used are taken back");
+            assert_eq!(rig.pool_available(cx), 3, "promises that were not used are taken back");
         });
     });
 }

@@ -5,6 +5,7 @@
 mod support;
 
 use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize};
+use hugemm_hugetlb::Nodes;
 use hugemm_vm::{Access, Backing, Phase, VmError, VmaKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use support::metered::{TABLE, most_between_reschedules};
@@ -148,7 +149,7 @@ fn waiting_for_a_promised_page_lets_others_run() {
     const LOOKS: u64 = 100;
     with_rig(16, 2, 43, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 2);
+            rig.fill_pool(cx, 2);
             let object = rig.vm.create_shared(cx, 1024, PageSize::Size2M, true).expect("two pages");
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size2M).pooled();
@@ -159,15 +160,15 @@ fn waiting_for_a_promised_page_lets_others_run() {
                     return;
                 }
                 // The first page is taken and not entered yet; the second is missing for now.
-                let missing = std::mem::take(&mut *rig.vm.pool().free.lock().expect("pool"));
                 rig.mmu.as_cpu(CpuId(1), |cx| {
+                    let missing = rig.pool.take(cx, Nodes::All, true).expect("promised");
                     let before = cx.platform().counters().reschedules.get();
                     let filled = rig.vm.prefault_shared(&object, 512, 1024).work(cx, &After(AtomicU64::new(LOOKS)));
                     assert_eq!(filled, Err(VmError::Cancelled));
                     let passed = cx.platform().counters().reschedules.get() - before;
                     assert!(passed >= LOOKS - 2, "{passed} reschedule points in {LOOKS} looks");
+                    rig.pool.put(cx, missing, true).expect("its own");
                 });
-                rig.vm.pool().free.lock().expect("pool").extend(missing);
             };
             rig.vm.fault_observed(cx, &space, area.start(), Access::Write, &waits).expect("promised");
             rig.vm.prefault_shared(&object, 0, 1024).work(cx, &Never).expect("promised");

@@ -148,19 +148,19 @@ fn shared_memory_is_shared_and_freed_with_its_last_user() {
 fn pools_keep_their_promises() {
     with_rig(32, 1, 6, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 4);
+            rig.fill_pool(cx, 4);
             let kind = VmaKind::private(PageSize::Size2M).pooled();
             let space = rig.vm.create(cx, bounds()).expect("a space");
             rig.vm.map(cx, &space, span(AT, 6 << 20), kind, Backing::Private).expect("three pages");
             let more = rig.vm.map(cx, &space, span(2 * AT, 4 << 20), kind, Backing::Private);
             assert_eq!(more, Err(VmError::NoPool), "one page is left");
-            assert_eq!(rig.vm.pool().available(), 1);
+            assert_eq!(rig.pool_available(cx), 1);
             rig.enter(cx, &space);
             rig.store(cx, &space, AT, 1).expect("promised");
             rig.store(cx, &space, AT + (4 << 20), 1).expect("promised");
-            assert_eq!(rig.vm.pool().available(), 1);
+            assert_eq!(rig.pool_available(cx), 1);
             rig.vm.unmap(cx, &space, span(AT + (2 << 20), 4 << 20)).expect("unmapped");
-            assert_eq!(rig.vm.pool().available(), 3, "one page came back, one promise was never used");
+            assert_eq!(rig.pool_available(cx), 3, "one page came back, one promise was never used");
             let object = rig.vm.create_shared(cx, 3 * 512, PageSize::Size2M, true).expect("three pages");
             let shared = VmaKind { shared: true, ..kind };
             rig.vm.map(cx, &space, span(2 * AT, 6 << 20), shared, Backing::Shared(&object, 0)).expect("an area");
@@ -168,7 +168,7 @@ fn pools_keep_their_promises() {
             rig.vm.close(cx, object).expect("its own");
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
-            assert_eq!(rig.vm.pool().available(), 4);
+            assert_eq!(rig.pool_available(cx), 4);
         });
     });
 }
@@ -483,13 +483,32 @@ fn a_space_lies_where_it_is_asked_for() {
     });
 }
 
+/// Pages that lie behind each other in the pool are filled in as one run, and each of them keeps a promise of its own: the
+/// promise of another area goes back to the pool with that one.
+#[test]
+fn pages_that_adjoin_keep_a_promise_each() {
+    with_rig(16, 1, 18, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.fill_pool(cx, 3);
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size2M).pooled();
+            rig.vm.map(cx, &space, span(AT, 4 << 20), kind, Backing::Private).expect("promised");
+            rig.vm.map(cx, &space, span(2 * AT, 2 << 20), kind, Backing::Private).expect("promised");
+            rig.vm.prefault(&space, span(AT, 4 << 20), None).work(cx, &Never).expect("promised");
+            rig.vm.unmap(cx, &space, span(2 * AT, 2 << 20)).expect("unmapped");
+            assert_eq!(rig.pool_available(cx), 1);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
 /// The same with pages from the pool: the page goes back, and no promise is left or returned twice.
 #[test]
 fn a_promised_page_whose_area_has_gone_goes_back() {
     for pages in [1, 2] {
         with_rig(16, 2, 16, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
-                rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 3);
+                rig.fill_pool(cx, 3);
                 let space = rig.vm.create(cx, bounds()).expect("a space");
                 let area = span(AT, pages * PageSize::Size2M.bytes());
                 let kind = VmaKind::private(PageSize::Size2M).pooled();
@@ -501,7 +520,7 @@ fn a_promised_page_whose_area_has_gone_goes_back() {
                 };
                 let served = rig.vm.fault_observed(cx, &space, VirtAddr::new(AT), Access::Write, &meanwhile);
                 assert_eq!(served, Ok(Served::Meanwhile));
-                assert_eq!(rig.vm.pool().available(), 3);
+                assert_eq!(rig.pool_available(cx), 3);
                 rig.vm.destroy(cx, space).expect("destroyed");
             });
         });

@@ -5,11 +5,13 @@
 
 mod support;
 
-use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Dirty, Never, NodeId, Order, PageSize, VirtAddr};
+use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_hugetlb::{Nodes, VmemmapOptimizer};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, Backing, Vm, VmError, VmaKind};
-use std::sync::atomic::Ordering;
-use support::{Follower, Model, bounds, no_faults, parts, span, with_rig};
+use hugemm_threads::Memory;
+use hugemm_vm::{Access, Backing, Parts, Pools, Vm, VmError, VmaKind};
+use support::{Follower, Model, PoolMemory, bounds, map, no_faults, parts, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
 
@@ -18,8 +20,7 @@ const AT: u64 = 0x4000_0000;
 fn another_managers_things_are_refused() {
     with_rig(16, 1, 51, &no_faults(), |rig| {
         // SAFETY: as the rig's.
-        let other: Vm<'_, Model<'_>> =
-            unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown(), rig.mmu)) }.expect("small");
+        let other: Vm<'_, Model<'_>> = unsafe { Vm::new(parts(rig.vm.frames(), rig.vm.shootdown())) }.expect("small");
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let (area, at, kind) = (span(AT, 0x4000), VirtAddr::new(AT), VmaKind::private(PageSize::Size4K));
             let space = rig.vm.create(cx, bounds()).expect("a space");
@@ -148,42 +149,46 @@ fn a_followed_space_does_not_end() {
     });
 }
 
-/// A pool is safe code and may be wrong about what it hands out. Half a page goes back to it, promised as before, and nothing
-/// is mapped: at a fault, when a range is filled, and for the copy of a page that fork has shared.
+/// A pool may be filled from another allocator's frames, even of the same memory. Its page goes back to it, promised as
+/// before, and nothing is mapped: at a fault, and when a range is filled.
 #[test]
-fn what_a_pool_says_is_checked() {
+fn a_pool_of_other_frames_is_refused() {
     with_rig(32, 1, 55, &no_faults(), |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            let pool = rig.vm.pool();
-            pool.fill(cx, rig.vm.frames(), PageSize::Size2M, 3);
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size2M).pooled();
-            let area = span(AT, 4 << 20);
-            rig.vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
-            rig.enter(cx, &space);
-            let refused = |cx: &mut _| {
-                let promised = pool.reserved.load(Ordering::SeqCst);
-                pool.halves.store(true, Ordering::SeqCst);
-                assert_eq!(rig.store(cx, &space, AT, 1), Err(VmError::OtherKind));
-                assert_eq!(rig.vm.prefault(&space, area, None).work(cx, &Never), Err(VmError::OtherKind));
-                pool.halves.store(false, Ordering::SeqCst);
-                assert_eq!(pool.reserved.load(Ordering::SeqCst), promised);
-            };
-            refused(cx);
-            assert_eq!(rig.vm.lookup(cx, &space, area.start()), Lookup::Absent);
-            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("promised");
-            rig.store(cx, &space, AT, 7).expect("there");
-            let child = rig.vm.fork(cx, &space).expect("forked");
-            pool.halves.store(true, Ordering::SeqCst);
-            assert_eq!(rig.store(cx, &space, AT, 8), Err(VmError::OtherKind));
-            pool.halves.store(false, Ordering::SeqCst);
-            assert_eq!(rig.load(cx, &space, AT), Ok(7));
-            rig.store(cx, &space, AT, 8).expect("a copy");
-            rig.leave(cx, &space);
-            for space in [space, child] {
-                rig.vm.destroy(cx, space).expect("destroyed");
+            let block = rig.vm.frames().alloc(cx, AllocRequest::order(Order::new(11).expect("valid"))).expect("8 MiB");
+            let arenas = [ArenaSpec { extent: block.extent(), node: NodeId(0), descriptors: None }];
+            let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+            let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+            // SAFETY: zeroed, of this size, used once; one platform.
+            let others = unsafe { Frames::new(&config, Plain::default(), metadata.ptr(), metadata.bytes()) };
+            let others: Frames<'_, Plain> = others.expect("large enough");
+            // SAFETY: the block is this test's.
+            unsafe { others.release(cx, Dirty::assume_owned(block.extent())) };
+            let map = map(rig.mmu, block.extent());
+            // SAFETY: nothing is mapped by it.
+            let optimizer = unsafe { VmemmapOptimizer::new(&others, &map, &[], Default::default()) };
+            optimizer.set_enabled(false);
+            let mut pool = PoolMemory::new(block.extent());
+            let pool = pool.pool();
+            {
+                pool.set_size(cx, &optimizer, 3, Nodes::All, &Never).expect("nobody else resizes");
+                let parts = parts(rig.vm.frames(), rig.vm.shootdown());
+                let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+                // SAFETY: as the rig's own.
+                let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small objects");
+                let space = vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind::private(PageSize::Size2M).pooled();
+                let area = span(AT, 4 << 20);
+                vm.map(cx, &space, area, kind, Backing::Private).expect("promised");
+                assert_eq!(vm.fault(cx, &space, area.start(), Access::Write), Err(VmError::OtherKind));
+                assert_eq!(vm.prefault(&space, area, None).work(cx, &Never), Err(VmError::OtherKind));
+                assert_eq!(vm.lookup(cx, &space, area.start()), Lookup::Absent);
+                assert_eq!(pool.counts(cx).reserved, 2);
+                vm.destroy(cx, space).expect("destroyed");
+                vm.trim(cx);
+                assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 3));
             }
-            assert_eq!(pool.free.lock().expect("pool").len(), 3);
+            rig.vm.frames().free(cx, block);
         });
     });
 }

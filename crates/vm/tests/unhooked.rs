@@ -461,7 +461,7 @@ fn a_fork_waits_for_a_page_that_is_moving() {
 fn only_mapped_pages_are_held_for_moving() {
     with_rig(32, 98, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 1);
+            rig.fill_pool(cx, 1);
             let space = filled(rig, cx, PageSize::Size4K, 4);
             let at = |index: u64| AT + (index << 12);
             let head = leaf(rig, cx, &space, at(1)).frame;

@@ -158,7 +158,7 @@ fn followers_use_pages_too() {
 fn whoever_takes_pages_away_is_told() {
     with_rig(32, 84, |rig| {
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            rig.vm.pool().fill(cx, rig.vm.frames(), PageSize::Size2M, 1);
+            rig.fill_pool(cx, 1);
             let space = rig.vm.create(cx, bounds()).expect("a space");
             let kind = VmaKind::private(PageSize::Size4K);
             rig.vm.map(cx, &space, span(AT, 200 << 12), kind, Backing::Private).expect("an area");

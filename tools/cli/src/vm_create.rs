@@ -44,9 +44,9 @@ const AT: VirtAddr = VirtAddr::new(1 << 40);
 type Store<'e> = Compressed<'e, 'e, Plain, Lz4>;
 
 /// Address spaces on the host: nobody translates by them, so TLBs only count.
-struct OnHost<'h, 'a, 'm, 'r, 'e>(PhantomData<(&'h (), &'a (), &'m (), &'r &'e ())>);
+struct OnHost<'h, 'r, 'e>(PhantomData<(&'h (), &'r &'e ())>);
 
-impl<'h, 'a, 'm: 'a, 'r, 'e> Setup for OnHost<'h, 'a, 'm, 'r, 'e> {
+impl<'h, 'r, 'e> Setup for OnHost<'h, 'r, 'e> {
     type Platform = Host<'h>;
     type Env = Plain;
     type Format = X86_64;
@@ -54,7 +54,6 @@ impl<'h, 'a, 'm: 'a, 'r, 'e> Setup for OnHost<'h, 'a, 'm, 'r, 'e> {
     type Tlb = Counting;
     type Pager = Reclaim<'r, 'e, Self, Store<'e>>;
     type Pressure = NoPressure;
-    type Pool = Pools<'a, 'm>;
     type Notifier = ();
 }
 
@@ -223,7 +222,7 @@ struct Side<'a, 'h, 'm> {
     pool: Option<&'a HugePool<'m>>,
 }
 
-impl<'m> Side<'_, '_, 'm> {
+impl Side<'_, '_, '_> {
     fn pass(&self, line: &Line) -> Result<Pass> {
         match line.clear {
             None => Ok(Pass { nanos: self.kernel(line)?, split: None }),
@@ -276,11 +275,11 @@ impl<'m> Side<'_, '_, 'm> {
         let store: Store<'_> = store.context("no memory for the compressor; use a smaller --size")?;
         let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ());
         let parts = Parts {
-            pool: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
+            pools: self.pool.map_or_else(Pools::default, |pool| Pools::default().with(pool)),
             ..Parts::with_pager(self.frames, &shootdown, Clearer::new(self.features, policy)?, pager)
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
-        let vm: Vm<'_, OnHost<'_, '_, 'm, '_, '_>> =
+        let vm: Vm<'_, OnHost<'_, '_, '_>> =
             unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
         let lower = VirtRange::new(VirtAddr::new(0), 1 << 47)?;
         let span = VirtRange::new(AT, self.bytes)?;

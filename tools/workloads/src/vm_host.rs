@@ -16,8 +16,8 @@ use accounting::{Accounting, Mismatch};
 use core::fmt;
 use guest::{Guest, Spread};
 use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
-use hugemm_base::{VirtRange, VirtRangeError, lock::RawLock};
-use hugemm_frames::HwPoisoned;
+use hugemm_base::{VirtRange, VirtRangeError};
+use hugemm_frames::{Env, HwPoisoned};
 use hugemm_hugetlb::{DescriptorMap, HugePool, Nodes, PoolError, VmemmapOptimizer};
 use hugemm_paging::Lookup;
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, Pinned, Setup, SharedRef, Vm, VmError, VmaKind};
@@ -241,11 +241,11 @@ impl HostSizes {
 }
 
 /// The system under test.
-pub struct HostRun<'d, 'm, 'p, 'e, S: Setup, L: RawLock, V: DescriptorMap> {
+pub struct HostRun<'d, 'm, 'p, 'e, S: Setup, V: DescriptorMap> {
     /// Address spaces, over frames.
     pub vm: &'d Vm<'m, S>,
     /// The pool, empty, from which `vm` takes pooled areas' pages.
-    pub pool: &'d HugePool<'p, L>,
+    pub pool: &'d HugePool<'p, <S::Env as Env>::Lock>,
     /// What gives descriptors back.
     pub optimizer: &'d VmemmapOptimizer<'e, S::Env, V>,
     /// How work is handed over.
@@ -311,11 +311,10 @@ struct Cast<'v, S: Setup> {
     guests: [Guest<'v, S>; GUESTS],
 }
 
-impl<'m, S, L, V> HostRun<'_, 'm, '_, '_, S, L, V>
+impl<'m, S, V> HostRun<'_, 'm, '_, '_, S, V>
 where
     S: Setup,
     S::Platform: Clock,
-    L: RawLock,
     V: DescriptorMap,
 {
     /// Runs it. `tell` is told of each phase when it is over. An error leaves everything as it is: the caller's memory is

@@ -20,7 +20,7 @@ const ROUNDS: usize = 4;
 /// Blocks that are tried: a claim may have to wait for other CPUs' caches.
 const TRIES: usize = 8;
 
-impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, S, W, L, O> {
+impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, '_, S, W, L, O> {
     /// Empties and frees a block of the LRU's node; false if none of those that were tried, eight at most, could be emptied.
     /// Moves at most 511 pages for each. Looks at up to 256 of the LRU's pages, which are rotated, so that the next call
     /// tries others.

@@ -36,8 +36,8 @@ pub(super) unsafe fn batch<H: TlbHw>(shootdown: &TlbShootdown<'_, H>) -> Option<
 }
 
 /// A reclaiming task's view of the spaces.
-pub(super) struct Side<'s, 'a, 'm, S: Setup, W, L: RawLock, O> {
-    pub(super) vm: &'s Vm<'s, S>,
+pub(super) struct Side<'s, 'v, 'a, 'm, S: Setup, W, L: RawLock, O> {
+    pub(super) vm: &'s Vm<'v, S>,
     pub(super) pager: &'s Reclaim<'a, 'm, S, W, L, O>,
     /// Whose free pages are asked for.
     pub(super) node: Cell<NodeId>,
@@ -64,7 +64,7 @@ struct Lies {
     index: usize,
 }
 
-impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W, L, O> {
+impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, S, W, L, O> {
     /// Gives the page that could not be held, for want of room in its counter, a wider one.
     pub(super) fn widen_saturated(&self, cx: &Cx<'_, S>) {
         if let Some(head) = self.saturated.take() {
@@ -146,7 +146,9 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, S, W
     }
 }
 
-impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Platform> for Side<'s, '_, '_, S, W, L, O> {
+impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Platform>
+    for Side<'s, '_, '_, '_, S, W, L, O>
+{
     type Flushed = Flushed<'s, Deferred, Keep>;
     type Unhooked = Unhooked<'s, S>;
 

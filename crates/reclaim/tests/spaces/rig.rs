@@ -19,7 +19,7 @@ use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Swap, SwapStats, Watermarks};
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, NoPool, Notifier, Parts, Setup, Vm, VmError};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Notifier, Parts, Setup, Vm, VmError};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -41,7 +41,6 @@ impl<'h> Setup for Model<'h> {
     type Tlb = Deaf<'h>;
     type Pager = Pages<'h>;
     type Pressure = NoPressure;
-    type Pool = NoPool;
     type Notifier = Follower<'h>;
 }
 

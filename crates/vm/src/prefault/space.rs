@@ -170,7 +170,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let most = Order::largest_within(room).unwrap_or(Order::ZERO);
                 self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
             } else {
-                match self.vm.new_page(cx, batch.count as u64, &want, owner, cancel, phases) {
+                match self.vm.new_page(cx, batch.pages / size.pages(), &want, owner, cancel, phases) {
                     Ok(Some(page)) => Ok(page),
                     Ok(None) if batch.count == 0 => return Ok(0),
                     Ok(None) => break,
@@ -202,7 +202,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         phases.enter(Phase::Other);
         let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
         if entered == Ok(Served::Mapped) {
-            self.vm.entered(cx, &want, batch.count as u64);
+            self.vm.entered(cx, &want, batch.pages / size.pages());
             return match lack {
                 // What could be had is mapped; the next round meets the lack again, or finds it gone.
                 Some(VmError::Cancelled) => Err(VmError::Cancelled),

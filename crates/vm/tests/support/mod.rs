@@ -6,26 +6,31 @@ pub mod metered;
 pub mod slots;
 
 use hugemm_base::inject::FaultPlan;
+use hugemm_base::lock::SpinLock;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, CpuId, Dirty, Extent, Invalidation, NodeId, PageSize, PhysAddr, Pressure, Shortfall, TlbHw, TlbScope,
-    VirtAddr, VirtRange,
+    CpuCx, CpuId, Dirty, Extent, Invalidation, Never, NodeId, PageSize, PhysAddr, PhysMap, Pressure, Shortfall, TlbHw,
+    TlbScope, VirtAddr, VirtRange,
 };
-use hugemm_clear::{ClearPolicy, Clearer, Content, Features, Profile};
-use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
+use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::mmap::Mmap;
 use hugemm_host::mmu::{Fault, Mmu};
-use hugemm_paging::{EditLock, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
+use hugemm_hugetlb::{
+    FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
+};
+use hugemm_paging::{EditLock, Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown};
 use hugemm_threads::Memory;
-use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, HugePool, Notifier, OutOfPool, Parts, Setup, Vm, VmError};
+use hugemm_vm::{Access, AddressSpace, AddressSpaceRef, Notifier, Parts, Pools, Setup, Vm, VmError};
 pub use metered::Metered;
 pub use slots::Slots;
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub type Cpus<'h> = Mmu<'h, 'h>;
 
@@ -40,7 +45,6 @@ impl<'h, F: PageFormat, const AWAY: bool> Setup for Model<'h, F, AWAY> {
     type Tlb = Watched<'h>;
     type Pager = Slots<AWAY>;
     type Pressure = Relief;
-    type Pool = TestPool<'h>;
     type Notifier = Follower<'h>;
 }
 
@@ -127,92 +131,41 @@ pub fn relief_asked(helps: bool, work: impl FnOnce()) -> u64 {
     RELIEF.replace((false, 0)).1
 }
 
-/// A pool of pages of any size that were taken from the allocator up front; tells the model's oracle when pages come and
-/// go.
-pub struct TestPool<'h> {
-    pub mmu: &'h Cpus<'h>,
-    pub free: Mutex<Vec<Dirty>>,
-    pub reserved: AtomicI64,
-    /// It hands out the first halves of its pages, which is wrong.
-    pub halves: AtomicBool,
+/// What gives descriptors back, if that were on.
+type Optimizer<'h> = VmemmapOptimizer<'h, Plain<&'h FaultPlan>, SoftMap<'static, Unmapped, Keep>>;
+
+/// Descriptors are where they were put, so nothing is remembered of the way to them.
+pub struct Unmapped;
+
+// SAFETY: nothing is remembered.
+unsafe impl WalkCache for Unmapped {
+    fn flush(&self, _range: VirtRange) {}
 }
 
-impl<'h> TestPool<'h> {
-    pub fn fill(&self, cx: &mut CpuCx<'_, Cpus<'h>>, frames: &Frames<'_, Plain<&FaultPlan>>, size: PageSize, n: u64) {
-        for _ in 0..n {
-            let block = frames.alloc(cx, AllocRequest::order(size.order()).movable()).expect("a page for the pool");
-            self.mmu.freed(block.extent());
-            self.free.lock().expect("pool").push(block.into_dirty());
-        }
-    }
-
-    pub fn empty(&self, cx: &mut CpuCx<'_, Cpus<'h>>, frames: &Frames<'_, Plain<&FaultPlan>>) -> usize {
-        let pages = std::mem::take(&mut *self.free.lock().expect("pool"));
-        let count = pages.len();
-        for page in pages {
-            let (pfn, order) = (page.extent().base(), page.extent().as_block().expect("a block"));
-            let _ = page.into_extent();
-            // SAFETY: taken from this allocator by `fill`.
-            frames.free(cx, unsafe { Frozen::assume_owned(pfn, order, Mobility::Movable) });
-        }
-        count
-    }
-
-    pub fn available(&self) -> i64 {
-        self.free.lock().expect("pool").len() as i64 - self.reserved.load(Ordering::SeqCst)
-    }
+/// Where descriptors are: where they were put.
+pub fn map(mmu: &Mmu<'_, '_>, memory: Extent) -> SoftMap<'static, Unmapped, Keep> {
+    let start = NonNull::new(mmu.open(memory, None).expect("a direct map").ptr).expect("not null");
+    // SAFETY: the host's memory is one mapping, which outlives the map.
+    SoftMap::new(VirtAddr::new(0), &mut [], unsafe { FlatMemory::new(start, memory) }, Unmapped, Keep)
 }
 
-impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
-    fn reserve(&self, _cx: &CpuCx<'_, Cpus<'h>>, _size: PageSize, pages: u64) -> Result<(), OutOfPool> {
-        let free = self.free.lock().expect("pool");
-        if (free.len() as i64) < self.reserved.load(Ordering::SeqCst) + pages as i64 {
-            return Err(OutOfPool);
-        }
-        self.reserved.fetch_add(pages as i64, Ordering::SeqCst);
-        Ok(())
+/// What a pool of 2 MiB pages is made of.
+pub struct PoolMemory {
+    areas: [PoolArena; 1],
+    groups: Vec<Group>,
+    nodes: [HugePageCounts; 1],
+}
+
+impl PoolMemory {
+    pub fn new(memory: Extent) -> Self {
+        let areas = [PoolArena::new(memory, NodeId(0))];
+        let groups = HugePool::<SpinLock>::groups(&areas, PageSize::Size2M);
+        let groups = (0..groups).map(|_| Group::default()).collect();
+        PoolMemory { areas, groups, nodes: Default::default() }
     }
 
-    fn unreserve(&self, _cx: &CpuCx<'_, Cpus<'h>>, _size: PageSize, pages: u64) {
-        let left = self.reserved.fetch_sub(pages as i64, Ordering::SeqCst) - pages as i64;
-        assert!(left >= 0, "more unreserved than reserved");
-    }
-
-    fn take(
-        &self,
-        _cx: &CpuCx<'_, Cpus<'h>>,
-        size: PageSize,
-        reserved: bool,
-        _from: Placement,
-    ) -> Result<Content, OutOfPool> {
-        let mut free = self.free.lock().expect("pool");
-        if !reserved && free.len() as i64 <= self.reserved.load(Ordering::SeqCst) {
-            return Err(OutOfPool);
-        }
-        let page = free.pop().ok_or(OutOfPool)?;
-        assert_eq!(page.extent().pages(), size.pages());
-        if reserved {
-            self.reserved.fetch_sub(1, Ordering::SeqCst);
-        }
-        let whole = page.extent();
-        self.mmu.allocated(whole);
-        if self.halves.load(Ordering::SeqCst) {
-            let half = page.into_extent().split_at(whole.pages() / 2).0;
-            // SAFETY: of a page that is the pool's; it gets the other half with this one.
-            return Ok(Content::Dirty(unsafe { Dirty::assume_owned(half) }));
-        }
-        Ok(Content::Dirty(page))
-    }
-
-    fn give_back(&self, _cx: &CpuCx<'_, Cpus<'h>>, page: Dirty, size: PageSize, reserved: bool) {
-        let page = match self.halves.load(Ordering::SeqCst) {
-            // SAFETY: the other half was never handed out.
-            true => unsafe { Dirty::assume_owned(Extent::block(page.into_extent().base(), size.order())) },
-            false => page,
-        };
-        self.mmu.freed(page.extent());
-        self.free.lock().expect("pool").push(page);
-        self.reserved.fetch_add(i64::from(reserved), Ordering::SeqCst);
+    pub fn pool(&mut self) -> HugePool<'_> {
+        HugePool::new(PageSize::Size2M, &mut self.areas, &mut self.groups, &mut self.nodes).expect("enough")
     }
 }
 
@@ -220,6 +173,9 @@ impl<'h> HugePool<Cpus<'h>> for TestPool<'h> {
 pub struct Rig<'h, F: PageFormat = Metered, const AWAY: bool = false> {
     pub mmu: &'h Cpus<'h>,
     pub vm: Vm<'h, Model<'h, F, AWAY>>,
+    /// Its pool of 2 MiB pages: empty until it is [filled](Rig::fill_pool).
+    pub pool: &'h HugePool<'h>,
+    optimizer: &'h Optimizer<'h>,
     /// Frames that stay in use: wide reference counters.
     kept: AtomicU64,
     /// CPUs that are [beside others](Rig::beside_others).
@@ -266,7 +222,6 @@ pub fn with_format<F: PageFormat, const AWAY: bool>(
 pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
     frames: &'m Frames<'m, Plain<&'h FaultPlan>>,
     shootdown: &'m TlbShootdown<'m, Watched<'h>>,
-    mmu: &'h Cpus<'h>,
 ) -> Parts<'m, Model<'h, F, AWAY>> {
     // Stores of zeroes sit in a buffer until they are fenced.
     let features = Features::detect();
@@ -282,7 +237,7 @@ pub fn parts<'m, 'h, F: PageFormat, const AWAY: bool>(
         shootdown_policy: ShootdownPolicy::BATCHED,
         pager: Slots::default(),
         pressure: Relief,
-        pool: TestPool { mmu, free: Mutex::default(), reserved: AtomicI64::new(0), halves: AtomicBool::new(false) },
+        pools: Pools::default(),
     }
 }
 
@@ -307,15 +262,23 @@ fn run<F: PageFormat, const AWAY: bool>(
     let inboxes: Vec<hugemm_base::sync::AtomicU64> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: the model's CPUs, and one view of the slices.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Watched(mmu)) }.expect("enough words");
-    let parts = parts(&frames, &shootdown, mmu);
+    let map = map(mmu, memory);
+    // SAFETY: nothing is mapped by it.
+    let optimizer = unsafe { VmemmapOptimizer::new(&frames, &map, &[], Default::default()) };
+    optimizer.set_enabled(false);
+    let mut pool = PoolMemory::new(memory);
+    let pool = pool.pool();
+    let parts = Parts { pools: Pools::default().with(&pool), ..parts(&frames, &shootdown) };
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
-    let rig = Rig { mmu, vm, kept: AtomicU64::new(0), crew: Crew::default() };
+    let rig =
+        Rig { mmu, vm, pool: pool.shortened(), optimizer: &optimizer, kept: AtomicU64::new(0), crew: Crew::default() };
     test(&rig);
     mmu.check().expect("the oracle");
     mmu.as_cpu(CpuId(0), |cx| {
-        rig.vm.pool().empty(cx, &frames);
-        assert_eq!(rig.vm.pool().reserved.load(Ordering::SeqCst), 0, "promises left");
+        assert_eq!(pool.counts(cx).reserved, 0, "promises left");
+        rig.fill_pool(cx, 0);
+        assert!(pool.is_consistent(cx));
         assert_eq!(rig.vm.pager().used(), 0, "slots left");
         rig.vm.trim(cx);
     });
@@ -363,6 +326,19 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
                 }
             }
         }
+    }
+
+    /// Makes the pool's pages so many.
+    pub fn fill_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
+        let resized = self.pool.set_size(cx, self.optimizer, pages, Nodes::All, &Never);
+        resized.expect("nobody else resizes");
+        assert_eq!(self.pool.counts(cx).counts.total, pages);
+    }
+
+    /// The pool's pages that are free and not promised.
+    pub fn pool_available(&self, cx: &Cx<'_, 'h>) -> u64 {
+        let counts = self.pool.counts(cx);
+        counts.counts.free - counts.reserved
     }
 
     /// Plays a CPU beside others, whose shootdowns it serves while it waits and after it has [finished](Crew::work).

@@ -14,23 +14,23 @@ use hugemm_paging::{EditLock, ShootdownPolicy};
 use hugemm_vm::{Access, AddressSpace, NoPager, Pager, Parts, Phases, Pools, Setup, Vm, VmError};
 
 /// The types of address spaces here. Whether pages may go away is whoever makes the manager's choice.
-pub struct OnKernel<'a, 'm, K = Resident>(PhantomData<(&'a (), &'m (), K)>);
+pub struct OnKernel<K = Resident>(PhantomData<K>);
 
 /// That choice.
-pub trait Paging<'a, 'm: 'a>: Sized {
+pub trait Paging: Sized {
     /// Who takes pages away and brings them back.
-    type Pager: Pager<OnKernel<'a, 'm, Self>>;
+    type Pager: Pager<OnKernel<Self>>;
 }
 
 /// Pages stay where they are.
 #[derive(Clone, Copy, Debug)]
 pub struct Resident;
 
-impl<'a, 'm: 'a> Paging<'a, 'm> for Resident {
+impl Paging for Resident {
     type Pager = NoPager;
 }
 
-impl<'a, 'm: 'a, K: Paging<'a, 'm>> Setup for OnKernel<'a, 'm, K> {
+impl<K: Paging> Setup for OnKernel<K> {
     type Platform = Kernel;
     type Env = KernelEnv;
     type Format = Format;
@@ -38,28 +38,27 @@ impl<'a, 'm: 'a, K: Paging<'a, 'm>> Setup for OnKernel<'a, 'm, K> {
     type Tlb = Hardware;
     type Pager = K::Pager;
     type Pressure = NoPressure;
-    type Pool = Pools<'a, 'm, IrqLock>;
     type Notifier = ();
 }
 
 /// A manager of address spaces.
-pub type KernelVm<'a, 'm, K = Resident> = Vm<'static, OnKernel<'a, 'm, K>>;
+pub type KernelVm<'m, K = Resident> = Vm<'m, OnKernel<K>>;
 
 /// One of its address spaces.
-pub type KernelSpace<'a, 'm, K = Resident> = AddressSpace<OnKernel<'a, 'm, K>>;
+pub type KernelSpace<K = Resident> = AddressSpace<OnKernel<K>>;
 
 /// A manager that clears with `clearer`, flushes by `shootdown_policy`, takes pages away by `pager`, and has these pools.
 ///
 /// # Safety
 ///
 /// `clearer` uses no vector registers: it is made from what [`Features::detect`](hugemm_clear::Features::detect) finds here.
-pub unsafe fn manager<'a, 'm: 'a, K: Paging<'a, 'm>>(
+pub unsafe fn manager<'m, K: Paging>(
     clearer: Clearer,
     shootdown_policy: ShootdownPolicy,
     pager: K::Pager,
-    pool: Pools<'a, 'm, IrqLock>,
-) -> Result<KernelVm<'a, 'm, K>, VmError> {
-    let parts = Parts { shootdown_policy, pool, ..Parts::with_pager(frames(), shootdown(), clearer, pager) };
+    pools: Pools<'m, IrqLock>,
+) -> Result<KernelVm<'m, K>, VmError> {
+    let parts = Parts { shootdown_policy, pools, ..Parts::with_pager(frames(), shootdown(), clearer, pager) };
     // SAFETY: the platform's windows are the direct map, which has every frame; there is one platform, whose TLBs these
     // are; the caller's clearer uses no vector registers. The kernel's half is in
     // frames of the direct map, and edited through its own handle only.
@@ -79,10 +78,10 @@ pub fn lower_half() -> Result<VirtRange, VmError> {
 
 /// Runs `f` with a space loaded on the calling CPU: page faults go to the manager. An access of
 /// [`store`](page_fault::store) or [`load`](page_fault::load) that cannot be served fails; any other is reported as a bug.
-pub fn with<'a, 'm: 'a, T>(
+pub fn with<T>(
     cx: &mut CpuCx<'static, Kernel>,
-    vm: &KernelVm<'a, 'm>,
-    space: &KernelSpace<'a, 'm>,
+    vm: &KernelVm<'_>,
+    space: &KernelSpace,
     f: impl FnOnce(&mut CpuCx<'static, Kernel>) -> T,
 ) -> T {
     let serve = |cx: &mut CpuCx<'static, Kernel>, at: VirtAddr, access: Access| vm.fault(cx, space, at, access).is_ok();
@@ -91,10 +90,10 @@ pub fn with<'a, 'm: 'a, T>(
 
 /// Stores a word at each address of a space, as a task does that finds nothing mapped: every store is a page fault, which
 /// tells `phases` what it is doing.
-pub fn touch<'a, 'm: 'a, K: Paging<'a, 'm>>(
+pub fn touch<K: Paging>(
     cx: &mut CpuCx<'static, Kernel>,
-    vm: &KernelVm<'a, 'm, K>,
-    space: &KernelSpace<'a, 'm, K>,
+    vm: &KernelVm<'_, K>,
+    space: &KernelSpace<K>,
     addresses: &mut dyn Iterator<Item = VirtAddr>,
     phases: &dyn Phases,
 ) -> Result<(), VmError> {

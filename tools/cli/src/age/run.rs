@@ -14,7 +14,7 @@ use hugemm_inspect::ipi::MembarrierIpi;
 use hugemm_lz4::Lz4;
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Ageing, BATCH, Compressed, Level, Lru, LruPolicy, Reclaim, ShrinkBudget, Step, Steps};
-use hugemm_vm::{AddressSpaceRef, Backing, Cx, NoPool, Parts, Pinned, Setup, Vm, VmaKind};
+use hugemm_vm::{AddressSpaceRef, Backing, Cx, Parts, Pinned, Setup, Vm, VmaKind};
 use hugemm_workloads::age::{AgeFigures, InPlace, Process, Touch, marks};
 use hugemm_workloads::random::Random;
 use std::cell::Cell;
@@ -49,7 +49,6 @@ impl<'h> Setup for OnHost<'h> {
     type Tlb = &'h SoftMmu<'h, 'h>;
     type Pager = Pages<'h>;
     type Pressure = NoPressure;
-    type Pool = NoPool;
     type Notifier = ();
 }
 

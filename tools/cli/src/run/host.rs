@@ -4,7 +4,6 @@ use super::Side;
 use crate::pool::machine::{Ground, Plan, Soft};
 use crate::stand_in::StandIn;
 use anyhow::{Context, Result, bail};
-use hugemm_base::lock::SpinLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CounterSnapshot, CpuCx, CpuId, NoPressure, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
@@ -48,9 +47,9 @@ type Store<'e> = Compressed<'e, 'e, Soft<'e>, Lz4>;
 type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>>;
 
 /// Address spaces on this machine.
-struct OnHost<'h, 'e, 'p, 'g, 'r>(PhantomData<(&'h (), &'r &'e (), &'p &'g ())>);
+struct OnHost<'h, 'e, 'r>(PhantomData<(&'h (), &'r &'e ())>);
 
-impl<'h, 'e, 'p, 'g, 'r> Setup for OnHost<'h, 'e, 'p, 'g, 'r> {
+impl<'h, 'e, 'r> Setup for OnHost<'h, 'e, 'r> {
     type Platform = Host<'h>;
     type Env = Soft<'e>;
     type Format = X86_64;
@@ -58,7 +57,6 @@ impl<'h, 'e, 'p, 'g, 'r> Setup for OnHost<'h, 'e, 'p, 'g, 'r> {
     type Tlb = Counting;
     type Pager = Pages<'r, 'e, Self>;
     type Pressure = NoPressure;
-    type Pool = Pools<'p, 'g, SpinLock>;
     type Notifier = ();
 }
 
@@ -118,12 +116,11 @@ fn on_ground(
         let pager = Reclaim::new(&lrus, &store, marks, ());
         pager.set_ageing(ageing);
         let parts = Parts {
-            pool: Pools::default().with(pool),
+            pools: Pools::default().with(pool),
             ..Parts::with_pager(ground.frames, &shootdown, Clearer::new(setting.features, clear)?, pager)
         };
         // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
-        let vm: Vm<'_, OnHost<'_, '_, '_, '_, '_>> =
-            unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
+        let vm: Vm<'_, OnHost<'_, '_, '_>> = unsafe { Vm::new(parts) }.context("a lock too large for a slab")?;
         let run = HostRun { vm: &vm, pool, optimizer: &optimizer, granularity, sizes: setting.sizes };
         let pins = Vec::new();
         let mut site =
@@ -135,8 +132,8 @@ fn on_ground(
 }
 
 /// This machine, as the run sees it.
-struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
-    vm: &'a Vm<'m, OnHost<'h, 'e, 'p, 'g, 'r>>,
+struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'r: 'm> {
+    vm: &'a Vm<'m, OnHost<'h, 'e, 'r>>,
     store: &'a Store<'e>,
     host: &'a Host<'h>,
     shootdown: &'a TlbShootdown<'a, Counting>,
@@ -145,11 +142,11 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'p: 'm, 'g: 'm, 'r: 'm> {
     pins: Vec<Pinned>,
 }
 
-impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for ThisSite<'_, 'm, 'h, 'e, 'p, 'g, 'r> {
+impl<'c, 'h, 'm, 'e, 'r> Site<'c, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'_, 'm, 'h, 'e, 'r> {
     fn create(
         &mut self,
-        cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
-        creation: &Creation<'_, '_, 'm, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>,
+        creation: &Creation<'_, '_, 'm, OnHost<'h, 'e, 'r>>,
     ) -> Result<u64, VmError> {
         let start = Barrier::new(self.setting.workers as usize);
         let work = |cx: &mut CpuCx<'_, Host<'h>>, worker: u32| {
@@ -193,9 +190,9 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
 
     fn load(
         &mut self,
-        _cx: &mut Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        _cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>,
         guest: u32,
-        space: &AddressSpaceRef<'_, OnHost<'h, 'e, 'p, 'g, 'r>>,
+        space: &AddressSpaceRef<'_, OnHost<'h, 'e, 'r>>,
         on: bool,
     ) {
         let first = self.setting.workers + guest * self.setting.vcpus;
@@ -223,13 +220,13 @@ impl<'c, 'h, 'm, 'e, 'p, 'g, 'r> Site<'c, 'm, OnHost<'h, 'e, 'p, 'g, 'r>> for Th
         self.host.counters_sum()
     }
 
-    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> Option<SwapCounts> {
+    fn reclaimed(&self, cx: &Cx<'c, OnHost<'h, 'e, 'r>>) -> Option<SwapCounts> {
         let (counts, swap) = (self.vm.pager().counts(), self.store.stats(cx));
         let (aged, age_flushes) = (counts.aged.get(), counts.age_flushes.get());
         Some(SwapCounts { stored: swap.stores, loaded: swap.loads, aged, age_flushes })
     }
 
-    fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'p, 'g, 'r>>) -> u64 {
+    fn swap_frames(&self, cx: &Cx<'c, OnHost<'h, 'e, 'r>>) -> u64 {
         self.store.stats(cx).frames
     }
 }

@@ -89,13 +89,13 @@ pub struct Took {
 }
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
-pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
+pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
     let store = Store::new(frames(), cx, Lz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), LruPolicy::Generations)];
     let marks = Watermarks::for_node(frames().available(cx));
     let pager = Reclaim::new(&lrus, &store, marks, Clocked::default());
     // SAFETY: the clearer is made from what `Features::detect` finds.
-    let manager = unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, pools) }?;
+    let manager = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, pools) }?;
     let took = filled(cx, &manager, fill);
     drop(manager);
     let stored = store.stats(cx).stores;
@@ -107,7 +107,7 @@ pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, '_, IrqLock>, fill: &
     }
 }
 
-fn filled<'a, 'm: 'a>(cx: Cx<'_>, manager: &vm::KernelVm<'a, 'm, Swapped>, fill: &Fill) -> Result<Took, Failure> {
+fn filled(cx: Cx<'_>, manager: &vm::KernelVm<'_, Swapped<'_>>, fill: &Fill) -> Result<Took, Failure> {
     let space = manager.create(cx, vm::lower_half()?)?;
     let kind = VmaKind::private(fill.page);
     let kind = if fill.pooled { kind.pooled() } else { kind };
@@ -126,11 +126,11 @@ fn filled<'a, 'm: 'a>(cx: Cx<'_>, manager: &vm::KernelVm<'a, 'm, Swapped>, fill:
     took
 }
 
-fn run<'a, 'm: 'a>(
+fn run<'m, 'a>(
     cx: Cx<'_>,
-    manager: &vm::KernelVm<'a, 'm, Swapped>,
-    space: &vm::KernelSpace<'a, 'm, Swapped>,
-    creation: &Creation<'_, '_, '_, vm::OnKernel<'a, 'm, Swapped>>,
+    manager: &vm::KernelVm<'m, Swapped<'a>>,
+    space: &vm::KernelSpace<Swapped<'a>>,
+    creation: &Creation<'_, '_, 'm, vm::OnKernel<Swapped<'a>>>,
     fill: &Fill,
 ) -> Result<Took, Failure> {
     let workers = fill.workers.min(percpu::count()).max(1);

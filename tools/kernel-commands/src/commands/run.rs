@@ -101,8 +101,9 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
         let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::default());
         pager.set_ageing(ageing);
         // SAFETY: the clearer is made from what `Features::detect` finds.
-        let vm =
-            unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool)) }?;
+        let vm = unsafe {
+            vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool))
+        }?;
         let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
         let mut site = Here { vm: &vm, store: &store, pins: &mut *pins.items, kept: 0 };
         let done = run.run(cx, &mut site, tell).map_err(Failure::from);
@@ -122,8 +123,8 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
 }
 
 /// This machine, as the run sees it.
-struct Here<'b, 'a, 'm: 'a> {
-    vm: &'b KernelVm<'a, 'm, Swapped>,
+struct Here<'b, 'a, 'm> {
+    vm: &'b KernelVm<'m, Swapped<'a>>,
     store: &'b Store,
     pins: &'b mut [Option<Pinned>],
     /// How many are kept.
@@ -131,13 +132,13 @@ struct Here<'b, 'a, 'm: 'a> {
 }
 
 /// The types of the run's address spaces.
-type OurSpaces<'a, 'm> = OnKernel<'a, 'm, Swapped>;
+type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
-impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> {
+impl<'a, 'm> Site<'static, 'm, OurSpaces<'a>> for Here<'_, 'a, 'm> {
     fn create(
         &mut self,
         cx: &mut CpuCx<'static, Kernel>,
-        creation: &Creation<'_, '_, 'static, OurSpaces<'a, 'm>>,
+        creation: &Creation<'_, '_, 'm, OurSpaces<'a>>,
     ) -> Result<u64, VmError> {
         let workers = percpu::count();
         let (took, start) = (Lock::<SpinLock, _>::new(Ok(0)), smp::Barrier::new(workers));
@@ -175,7 +176,7 @@ impl<'a, 'm: 'a> Site<'static, 'static, OurSpaces<'a, 'm>> for Here<'_, 'a, 'm> 
         &mut self,
         cx: &mut CpuCx<'static, Kernel>,
         guest: u32,
-        space: &AddressSpaceRef<'_, OurSpaces<'a, 'm>>,
+        space: &AddressSpaceRef<'_, OurSpaces<'a>>,
         on: bool,
     ) {
         let cpu = 1 + guest;

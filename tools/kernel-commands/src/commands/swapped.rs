@@ -2,6 +2,7 @@
 
 use super::selftest::Finding;
 use super::{Cx, Failure};
+use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::lock::SpinLock;
 use hugemm_base::{Order, PageSize};
@@ -17,20 +18,20 @@ use hugemm_vm::Pools;
 
 /// Pages that nobody uses go to [`Store`].
 #[derive(Clone, Copy, Debug)]
-pub struct Swapped;
+pub struct Swapped<'a>(PhantomData<&'a ()>);
 
-impl<'a, 'm: 'a> Paging<'a, 'm> for Swapped {
-    type Pager = Reclaim<'a, 'static, OnKernel<'a, 'm, Swapped>, Store, SpinLock, Clocked<'a>>;
+impl<'a> Paging for Swapped<'a> {
+    type Pager = Reclaim<'a, 'static, OnKernel<Self>, Store, SpinLock, Clocked<'a>>;
 }
 
 /// Swap in memory.
 pub type Store = Compressed<'static, 'static, KernelEnv, Lz4>;
 
 /// The types of such address spaces.
-pub type OurSpaces<'a> = OnKernel<'a, 'static, Swapped>;
+pub type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
 /// Their manager.
-pub type SwapVm<'a> = KernelVm<'a, 'static, Swapped>;
+pub type SwapVm<'a> = KernelVm<'static, Swapped<'a>>;
 
 /// What one CPU does for reclaim, since when, and what it has spent on what. Its CPU writes.
 #[derive(Debug, Default)]
@@ -123,7 +124,7 @@ fn on_ration<R>(
     let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
     pager.set_ageing(terms.ageing);
     // SAFETY: the clearer is made from what `Features::detect` finds.
-    let vm = unsafe { vm::manager::<Swapped>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default()) }?;
+    let vm = unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default()) }?;
     let result = f(cx, &vm, &store);
     vm.trim(cx);
     drop(vm);

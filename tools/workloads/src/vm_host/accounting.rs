@@ -4,7 +4,6 @@ use super::guest::Guest;
 use super::{HostRun, Site};
 use crate::record::record;
 use core::fmt;
-use hugemm_base::lock::RawLock;
 use hugemm_base::{Clock, CounterSnapshot, PAGE_SHIFT};
 use hugemm_hugetlb::{DescriptorMap, ResizeReport};
 use hugemm_vm::{AddressSpace, Cx, Setup};
@@ -76,14 +75,13 @@ record! {
 }
 
 impl Accounting {
-    pub(crate) fn open<'c, 'm, S, L, V>(
+    pub(crate) fn open<'c, 'm, S, V>(
         cx: &mut Cx<'c, S>,
-        run: &HostRun<'_, 'm, '_, '_, S, L, V>,
+        run: &HostRun<'_, 'm, '_, '_, S, V>,
         site: &impl Site<'c, 'm, S>,
     ) -> Self
     where
         S: Setup,
-        L: RawLock,
         V: DescriptorMap,
     {
         let stats = run.vm.frames().stats(cx);
@@ -115,15 +113,14 @@ impl Accounting {
     }
 
     /// Every machine is gone and the pool empty.
-    pub(crate) fn close<'c, 'm, S, L, V>(
+    pub(crate) fn close<'c, 'm, S, V>(
         &mut self,
         cx: &mut Cx<'c, S>,
-        run: &HostRun<'_, 'm, '_, '_, S, L, V>,
+        run: &HostRun<'_, 'm, '_, '_, S, V>,
         site: &impl Site<'c, 'm, S>,
     ) -> Result<(), Mismatch>
     where
         S: Setup,
-        L: RawLock,
         V: DescriptorMap,
     {
         run.vm.trim(cx);

@@ -36,7 +36,7 @@ const ACCESSES: u64 = 32;
 /// Forks at a time: pages with more references than sixteen take a frame for a counter, for ever.
 const FORKS: u32 = 4;
 
-type Own = OnKernel<'static, 'static>;
+type Own = OnKernel;
 type Manager = Vm<'static, Own>;
 
 /// What a CPU knows of its pages: the word that it stored last, 0 for none.
