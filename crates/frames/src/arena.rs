@@ -323,11 +323,9 @@ impl<'m> Arena<'m> {
             }
             let (head, order) = self.block_of(pfn);
             if order > BLOCK_ORDER {
-                // The 2 MiB that holds `pfn` begins its block; what comes after it goes its own way.
-                let next = in_region(pfn) + 1;
-                if next < SPAN {
-                    region.starts.cut(next);
-                }
+                // The 2 MiB that holds `pfn` begins its block; what comes after it goes its own way. Past the last it is the
+                // region's first block, which starts there.
+                region.starts.cut(in_region(pfn) + 1);
             }
             self.open(head, Mobility::Unmovable);
         }

@@ -530,6 +530,19 @@ mod tests {
         }
     }
 
+    /// A run of each order alone, wherever it lies.
+    #[test]
+    fn a_run_of_every_order_is_the_largest() {
+        for order in 0..BLOCK_ORDER {
+            for first in [0, (SPAN / 2) >> order << order, SPAN - (1 << order)] {
+                let free = Bits512::default();
+                spans(first, 1 << order).for_each(|(at, bits)| free.set_locked(at, bits, true));
+                let found = (end_of(&free.snapshot()), end_at(&free, first / WORD_BITS));
+                assert_eq!(found, (order + 1, order + 1), "at {first}");
+            }
+        }
+    }
+
     /// A place is exact if its run is not a half of a larger one, whichever half.
     #[test]
     fn an_exact_place_is_no_part_of_a_larger_run() {

@@ -120,9 +120,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 lists.refused += 1;
                 let Ok(order) = Order::new(order) else { return HwPoisoned::Free };
                 let whole = Extent::block(head, order);
+                let next = Pfn::new(pfn.number() + 1);
                 arena.map_cut(pfn);
-                if arena.extent.contains(Pfn::new(pfn.number() + 1)) && whole.contains(Pfn::new(pfn.number() + 1)) {
-                    arena.map_cut(Pfn::new(pfn.number() + 1));
+                if whole.contains(next) {
+                    arena.map_cut(next);
                 }
                 let at = pfn.number() - head.number();
                 for part in [whole.slice(0, at), whole.slice(at + 1, whole.pages())] {

@@ -293,13 +293,10 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Makes both ends of an extent block borders in the map. The caller owns the blocks that hold them.
     pub(crate) fn cut_ends(&self, arena: &Arena<'m>, part: Extent) {
         arena.map_cut(part.base());
-        if arena.extent.contains(part.end()) {
-            // Only if the block that holds the end began before it: otherwise it is somebody else's.
-            let last = Pfn::new(part.end().number() - 1);
-            let (head, order) = arena.block_of(last);
-            if head.number() + (1 << order) > part.end().number() {
-                arena.map_cut(part.end());
-            }
+        // Only if the last frame's block goes on after it: what begins there is somebody else's.
+        let (head, order) = arena.block_of(Pfn::new(part.end().number() - 1));
+        if (part.end().number() - head.number()) >> order == 0 {
+            arena.map_cut(part.end());
         }
     }
 }

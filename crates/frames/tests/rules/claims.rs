@@ -115,3 +115,43 @@ fn isolated_blocks_are_not_allocated() {
         assert_eq!(frames.stats(&cx).extents(order(11)), 1);
     });
 }
+
+/// What a claim in vain had isolated is found again, also by those who looked for it meanwhile and found nothing: whole
+/// 2 MiB, and pages of divided ones.
+#[test]
+fn what_a_failed_claim_isolated_is_found_again() {
+    with_one_arena(0, 1024, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let page = frames.alloc(&cx, request(0)).expect("memory");
+        frames.drain(&cx);
+        let mut asked = 0;
+        let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+            asked += 1;
+            for log in [0, 8, 9] {
+                assert_eq!(frames.alloc(cx, request(log)), Err(AllocError::OutOfMemory), "all of it is isolated");
+            }
+            false
+        };
+        let claimed = frames.alloc_contig_pages(&mut cx, extent(0, 1024), &mut migrate);
+        assert_eq!(claimed, Err(AllocContigError::InUse(page.pfn())));
+        assert!(asked > 0);
+        let (half, whole) = (frames.alloc(&cx, request(8)), frames.alloc(&cx, request(9)));
+        let places = [&half, &whole].map(|block| block.as_ref().map(Frozen::pfn));
+        assert_eq!(places, [Ok(Pfn::new(256)), Ok(Pfn::new(512))]);
+        [half, whole].into_iter().flatten().chain([page]).for_each(|block| frames.free(&cx, block));
+    });
+}
+
+/// A claim does not wait for a CPU that has nothing to give.
+#[test]
+fn nobody_waits_for_an_empty_cache() {
+    with_one_arena(0, 1024, 2, |frames, threads| {
+        let calls = Cell::new(0);
+        let claimed = threads.interrupted(
+            |_| calls.set(calls.get() + 1),
+            |cx| frames.alloc_contig_pages(cx, extent(0, 512), &mut NoMigration),
+        );
+        // CPU 1 runs nothing, and does not answer.
+        assert!(claimed.is_ok() && calls.get() < 100, "{} calls of the platform", calls.get());
+    });
+}

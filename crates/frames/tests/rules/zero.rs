@@ -29,6 +29,11 @@ fn zero_is_remembered() {
         assert!(!dirty.is_zero() && !dirty.extent().contains(place), "dirty requests leave zero memory alone");
         let again = frames.alloc(&cx, zero(9)).expect("memory");
         assert_eq!((again.pfn(), again.is_zero()), (place, true));
+        // Given back as it was taken, it stays known.
+        frames.free_zeroed(&cx, again.into_content().expect("zero"));
+        frames.drain(&cx);
+        let again = frames.alloc(&cx, zero(9)).expect("memory");
+        assert_eq!((again.pfn(), again.is_zero()), (place, true));
         frames.free(&cx, again);
         frames.free(&cx, dirty);
         // Freed as dirty: nothing is known of it.
