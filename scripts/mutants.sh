@@ -13,11 +13,15 @@ set -euo pipefail
 
 fail() { echo "mutants: $2" >&2; exit "$1"; }
 
-# Runs a test program, for cargo, and ends it at its first test that fails, or when it has had MUTANTS_CPU seconds of CPU
-# time. Adds to the file MUTANTS_NOTES how many it had, or that it was ended for that.
+# Runs a test program, for cargo, and ends it at its first test that fails, or when it has had three times the seconds of CPU
+# time that the file MUTANTS_USUAL has for it, and 20 s at least. Adds to the file MUTANTS_NOTES how many it had, or that it
+# was ended for that, and its name.
 if [ "${1-}" = --until-failure ]; then
     shift
-    [ -z "${MUTANTS_CPU-}" ] || ulimit -t "$MUTANTS_CPU"
+    [ -z "${MUTANTS_USUAL-}" ] || ulimit -t "$(awk -v name="${1##*/}" '
+        $2 == name { usual = $1 }
+        END { limit = 3 * (usual + 1); print limit < 20 ? 20 : limit }
+    ' "$MUTANTS_USUAL")"
     exec 3< <(exec "$@" 2>&1)
     program=$!
     while IFS= read -r line <&3; do
@@ -29,7 +33,7 @@ if [ "${1-}" = --until-failure ]; then
     case $status in
         137 | 152) echo spent ;; # SIGKILL, SIGXCPU
         *) awk -F '[ms ]+' 'NR == 2 { print int(60 * ($1 + $3) + $2 + $4) }' "$MUTANTS_NOTES.times" ;;
-    esac >>"$MUTANTS_NOTES"
+    esac | sed "s/$/ ${1##*/}/" >>"$MUTANTS_NOTES"
     exit "$status"
 fi
 
@@ -70,18 +74,17 @@ done < <(sed -n '/^\[package\.metadata\.mutants\]/,/^$/s/^also = \[\(.*\)\]$/\1/
 export CARGO_TARGET_DIR=$work/target CARGO_TERM_COLOR=never PROPTEST_CASES=64
 common=(--profile mutants --config "target.'cfg(all())'.runner = ['$PWD/scripts/mutants.sh', '--until-failure']")
 
-# What the tests take as they are, and that they pass. A mutant has three times the CPU time of the program that takes most, and
-# 20 s at least, which is the same on a busy machine; and for tests that wait for ever three times as long as all of them.
-export MUTANTS_NOTES=$out/notes
+# What the tests take as they are, and that they pass. A mutant has three times the CPU time of each program, and 20 s at
+# least, which is the same on a busy machine; and for tests that wait for ever three times as long as all of them.
+export MUTANTS_NOTES=$out/usual
 cd "$tree"
 echo "mutants: building and running the tests of $package as they are" >&2
 test_them() { $cargo test --locked "${common[@]}" --package "$package" "${tests[@]}" "$@" >"$out/baseline.log" 2>&1; }
 test_them --no-run && start=$SECONDS && test_them ||
     { tail -n 20 "$out/baseline.log" >&2; fail 1 "the tests of $package fail before anything is changed"; }
-limit=$((3 * (SECONDS - start + 1))) most=$(sort -n "$MUTANTS_NOTES" | tail -n 1)
+limit=$((3 * (SECONDS - start + 1)))
 [ "$limit" -ge 60 ] || limit=60
-export MUTANTS_CPU=$((3 * (most + 1)))
-[ "$MUTANTS_CPU" -ge 20 ] || MUTANTS_CPU=20
+export MUTANTS_USUAL=$out/usual MUTANTS_NOTES=$out/notes
 
 # The order in which mutants are tried, as "index name": by chance within a file, and files mixed by how many they have, so that
 # each first part of it is a fair sample of the crate.
@@ -97,10 +100,11 @@ awk '{ print NR - 1 ":" $0 }' "$out/all.txt" | sort -t: -k2 -R --random-source="
     END { for (i = 1; i <= n; i++) printf "%.9f %s\n", (place[i] + turn[file[i]] / files) / size[file[i]], line[i] }
 ' "$out/files.txt" - | sort -s -n -k1,1 | cut -d' ' -f2- >"$out/order.txt"
 
-# One mutant for so many seconds, by such tests; one is a shard of its own.
+# One mutant for so many seconds, by such tests, of which no other is built; one mutant is a shard of its own.
 judge() {
+    local args=("${common[@]}" "${@:3}")
     $cargo mutants --package "$package" --in-place --baseline skip --timeout "$2" --shard "$1/$total" --sharding round-robin \
-        --output "$out" --annotations none "${common[@]/#/--cargo-arg=}" -- "${@:3}" >>"$out/log" 2>&1 || [ $? -le 3 ] ||
+        --output "$out" --annotations none "${args[@]/#/--cargo-arg=}" >>"$out/log" 2>&1 || [ $? -le 3 ] ||
         { tail -n 20 "$out/log" >&2; fail 1 "cargo-mutants failed"; }
 }
 
@@ -123,8 +127,8 @@ while IFS=: read -r index _; do
     viable=$(($(count caught) + $(count missed) + $(count timeout) + $(count spent)))
     [ "$viable" -lt "$sample" ] || break
     try "$index" "$limit"
-    printf '\rmutants: %s of %s, %s missed, %s over %s s, %s over %s s of CPU time ' "$((viable + 1))" "$sample" \
-        "$(count missed)" "$(count timeout)" "$limit" "$(count spent)" "$MUTANTS_CPU" >&2
+    printf '\rmutants: %s of %s, %s missed, %s over %s s, %s over their CPU time ' "$((viable + 1))" "$sample" \
+        "$(count missed)" "$(count timeout)" "$limit" "$(count spent)" >&2
 done <"$out/order.txt"
 echo >&2
 
