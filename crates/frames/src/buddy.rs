@@ -64,6 +64,9 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Runs `f` under a node's lock: one lock round. Frees what was deferred first.
     pub(crate) fn with_node<R>(&self, pin: CpuPin<'_>, node: u32, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
         let owner = self.nodes.get(node as usize)?;
+        if let Some(own) = self.own(pin) {
+            own.forget_lowest();
+        }
         let mut lists = owner.lists.lock(pin);
         Some(self.round(owner, &mut lists, f))
     }
@@ -77,6 +80,9 @@ impl<'m, E: Env> Frames<'m, E> {
     ) -> Option<R> {
         let owner = self.nodes.get(node as usize)?;
         let mut lists = owner.lists.try_lock(pin)?;
+        if let Some(own) = self.own(pin) {
+            own.forget_lowest();
+        }
         Some(self.round(owner, &mut lists, f))
     }
 

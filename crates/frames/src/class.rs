@@ -3,6 +3,7 @@
 //! Only its owner touches it, pinned, with relaxed loads and stores (see [`pcp`](crate::pcp)); others read the length.
 
 use crate::frozen::Frozen;
+use hugemm_base::Pfn;
 use hugemm_base::sync::{AtomicU64, Ordering};
 
 /// Which way a class last went to its node, plus [`STREAK`] for each time in a row after the first, two at most.
@@ -88,6 +89,18 @@ impl<'m> Class<'m> {
         let word = self.entry(len).load(Ordering::Relaxed);
         self.len.store(len, Ordering::Relaxed);
         Some(Frozen::from_word(word))
+    }
+
+    /// The lowest block, if it lies below a frame. O(len).
+    pub(crate) fn pop_lowest(&self, end: Pfn) -> Option<Frozen> {
+        // Sorts: the lowest comes last.
+        self.drain_highest(0, |_| ());
+        let lowest = self.pop()?;
+        if lowest.pfn() < end {
+            return Some(lowest);
+        }
+        let _ = self.push(lowest);
+        None
     }
 
     /// Whether the block that `pop` would return is known to be zero.
@@ -236,7 +249,7 @@ unsafe fn words(_: &[AtomicU64], _: usize) -> &mut [u64] {
 mod tests {
     use super::*;
     use crate::mobility::Mobility;
-    use hugemm_base::{Order, Pfn};
+    use hugemm_base::Order;
 
     fn block(pfn: u64) -> Frozen {
         Frozen::make(Pfn::new(pfn), Order::ZERO, Mobility::Movable, false)

@@ -9,9 +9,11 @@
 //!   it at its next operation, or when its platform calls [`Frames::serve`](crate::Frames::serve) (from its idle loop
 //!   or an inter-processor interrupt), and acknowledges.
 //! * Orders 0 to 3 and 9 are cached, per mobility; an order-9 block that was freed as the other mobility is taken before
-//!   the node is asked. Orders 4 to 8 are gathered when they are freed, so that the lock is taken once for a few and the next allocation, but
-//!   always allocated from the node, from its lowest addresses: a cache that hands the same places out again and again
-//!   keeps 2 MiB blocks from ever becoming free. Everything else goes to the node.
+//!   the node is asked. Everything else goes to the node.
+//! * Orders 4 to 8 are only gathered when they are freed, so that the lock is taken once for a few and the next allocation: a
+//!   cache that hands the same places out again and again keeps 2 MiB blocks from ever becoming free. They are allocated from the
+//!   node, from its lowest addresses, unless that would give the same block back: what is gathered lies no higher than the block
+//!   that this CPU took at its last visit there, and that was the lowest.
 //! * A refill brings half a cache in one lock round, or all of it if the last one was followed by another; a drain takes
 //!   three quarters, or seven eighths, 64 blocks in a round: those that lie highest, so that low
 //!   memory is used first.
@@ -48,6 +50,9 @@ const LEAST_2M: u64 = 2;
 
 /// For so many entries of a class there is one more for a block that is not to be allocated from it again.
 const LEAVERS: u64 = 4;
+
+/// Bits for a class beside a frame's number.
+const LOWEST_SHIFT: u32 = 8;
 
 /// log2 of the frames of which all are near to a class of blocks of `order` if one is: 2 MiB; of 2 MiB blocks 128 MiB, because
 /// a refill brings many.
@@ -192,6 +197,9 @@ pub(crate) struct PerCpu<'m> {
     local: Extent,
     /// How many blocks of orders that are allocated from here are on their way to the node all the same.
     leaving: AtomicU64,
+    /// What this CPU took at its last visit to a node, if that was the lowest block of an order that is only gathered: its first
+    /// frame plus 1 from bit [`LOWEST_SHIFT`] on, and its class; 0 otherwise.
+    lowest: AtomicU64,
     classes: [Class<'m>; CLASSES],
 }
 
@@ -236,6 +244,7 @@ impl<'m> PerCpu<'m> {
             chunks: Chunks::default(),
             local,
             leaving: AtomicU64::new(0),
+            lowest: AtomicU64::new(0),
             classes,
         }
     }
@@ -304,7 +313,26 @@ impl<'m> PerCpu<'m> {
         self.leaving.load(Ordering::Relaxed) != 0
     }
 
-    /// The classes of orders that are never allocated from here, with their orders.
+    /// This CPU is about to take or free at a node.
+    pub(crate) fn forget_lowest(&self) {
+        self.lowest.store(0, Ordering::Relaxed);
+    }
+
+    /// This CPU's node had no block of this order and mobility below this one, which was just taken there.
+    pub(crate) fn note_lowest(&self, block: &Frozen) {
+        if block.log() < BLOCK_ORDER && !is_stocked(block.log()) {
+            self.lowest.store(block.pfn().number() + 1 << LOWEST_SHIFT | block.class() as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// The lowest of the gathered blocks of an order, if the node has none below it as far as this CPU knows.
+    pub(crate) fn take_gathered(&self, order: u32, mobility: Mobility) -> Option<Frozen> {
+        let (lowest, class) = (self.lowest.load(Ordering::Relaxed), self.class(order, mobility)?);
+        let known = lowest & ((1 << LOWEST_SHIFT) - 1) == 2 * u64::from(order) + mobility.index() as u64;
+        if known { class.pop_lowest(Pfn::new(lowest >> LOWEST_SHIFT)) } else { None }
+    }
+
+    /// The classes of orders that are only gathered here, with their orders.
     pub(crate) fn gathered(&self) -> impl Iterator<Item = (&Class<'m>, u32)> {
         let orders = STOCKED.trailing_ones()..BLOCK_ORDER;
         let classes = self.classes.iter().skip(2 * orders.start as usize);

@@ -228,3 +228,69 @@ fn what_is_gathered_merges_before_anything_is_taken() {
         frames.free(&cx, larger);
     });
 }
+
+/// A block that was just freed is taken again without a lock round where the node would give the same one, and only there.
+#[test]
+fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
+    with_one_arena(0, 1 << 14, 1, |frames, threads| {
+        let cx = threads.cx();
+        let take = |order| frames.alloc(&cx, request(order)).expect("memory");
+        let rounds = || frames.stats(&cx).lock_rounds;
+        // Two of order 8 make 2 MiB, which are taken last.
+        for order in 4..8 {
+            let [a, b, c, d] = [0; 4].map(|_| take(order));
+            let places = [&a, &b, &c, &d].map(Frozen::pfn);
+            assert!(places.is_sorted());
+            frames.free(&cx, d);
+            // A look at the rounds is one, and a visit to the node.
+            let before = rounds();
+            let d = take(order);
+            frames.free(&cx, d);
+            let d = take(order);
+            assert_eq!((d.pfn(), rounds()), (places[3], before + 2));
+
+            let e = take(order);
+            for block in [c, a, b] {
+                frames.free(&cx, block);
+            }
+            let [a, b, c] = [0; 3].map(|_| take(order));
+            assert_eq!([&a, &b, &c].map(Frozen::pfn), places[..3]);
+            frames.free(&cx, e);
+
+            let a = {
+                frames.free(&cx, a);
+                frames.drain(&cx);
+                frames.free(&cx, d);
+                take(order)
+            };
+            assert_eq!(a.pfn(), places[0], "this CPU has given back a lower one since");
+            let d = take(order);
+            assert_eq!(d.pfn(), places[3]);
+
+            frames.free(&cx, a);
+            frames.free(&cx, b);
+            frames.drain(&cx);
+            let a = take(order);
+            assert_eq!(a.pfn(), places[0]);
+            frames.free(&cx, d);
+            let b = take(order);
+            assert_eq!(b.pfn(), places[1], "there are lower ones than what was freed last");
+
+            frames.free(&cx, a);
+            frames.drain(&cx);
+            let larger = take(order + 1);
+            frames.free(&cx, b);
+            let a = take(order);
+            assert_eq!(a.pfn(), places[0], "that a larger one was the lowest says nothing");
+            frames.free(&cx, larger);
+
+            let b = take(order);
+            frames.free(&cx, b);
+            let other = take(order - 1);
+            assert_eq!(other.pfn(), places[1], "of another order it is a part");
+            [a, c, other].into_iter().for_each(|block| frames.free(&cx, block));
+            frames.drain(&cx);
+            assert_eq!(frames.stats(&cx).free, 1 << 14);
+        }
+    });
+}
