@@ -135,14 +135,10 @@ impl<L: RawLock> Slab<L> {
         map: &impl PhysMap,
     ) -> Result<(), AllocError> {
         let block = frames.alloc(cx, AllocRequest::order(Order::ZERO))?;
-        let Some(window) = map.open(block.extent(), None) else {
-            frames.free(cx, block);
-            return Err(AllocError::OutOfMemory);
-        };
+        let (pfn, extent) = (block.pfn(), block.extent());
+        let mut spare = Spare { frames, cx, block: Some(block) };
+        let window = map.open(extent, None).ok_or(AllocError::OutOfMemory)?;
         let header = window.ptr.cast::<Header>();
-        let pfn = block.pfn();
-        // The header keeps the frame from here on.
-        let _ = block.into_dirty().into_extent();
         // SAFETY: the window is the frame's bytes, writable, 4 KiB-aligned and nobody else's; it stays open until the
         // frame is given back. All pieces are inside the frame by the choice of `per_frame`.
         unsafe {
@@ -154,6 +150,8 @@ impl<L: RawLock> Slab<L> {
         }
         cx.pinned(|pin| {
             let mut state = self.state.lock(pin);
+            // The header keeps the frame from here on.
+            let _ = spare.block.take().map(|block| block.into_dirty().into_extent());
             state.frames += 1;
             state.empty += 1;
             // SAFETY: just initialised, on no list.
@@ -288,6 +286,21 @@ impl<L: RawLock> Slab<L> {
     unsafe fn piece(&self, header: *mut Header, index: u32) -> *mut u8 {
         // SAFETY: inside the frame by the contract.
         unsafe { header.cast::<u8>().add(self.first + index as usize * self.size) }
+    }
+}
+
+/// A frame that goes back unless a slab keeps it, also if the platform unwinds.
+struct Spare<'a, 'm, 'p, E: Env, P: Cpu> {
+    frames: &'a Frames<'m, E>,
+    cx: &'a CpuCx<'p, P>,
+    block: Option<Frozen>,
+}
+
+impl<E: Env, P: Cpu> Drop for Spare<'_, '_, '_, E, P> {
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            self.frames.free(self.cx, block);
+        }
     }
 }
 

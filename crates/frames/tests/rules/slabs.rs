@@ -5,7 +5,9 @@ use hugemm_base::platform::{PhysMap, Window};
 use hugemm_base::{Extent, VirtAddr};
 use hugemm_frames::Slab;
 use std::cell::UnsafeCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Frames with bytes: 4 KiB each, from a vector.
 pub(crate) struct Bytes(Vec<Page>);
@@ -66,5 +68,34 @@ fn slabs_take_and_give_frames_and_never_overlap() {
             assert_eq!(slab.stats(&cx).frames, 0);
             assert_eq!(frames.stats(&cx).available(), 64);
         }
+    });
+}
+
+/// Whose first window unwinds.
+struct Unwinds(Bytes, AtomicBool);
+
+// SAFETY: as the bytes'.
+unsafe impl PhysMap for Unwinds {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        assert!(self.1.swap(true, Ordering::Relaxed), "planned");
+        self.0.open(extent, user)
+    }
+}
+
+#[test]
+fn a_platform_that_unwinds_costs_a_slab_no_frame() {
+    with_one_arena(0, 64, 1, |frames, threads| {
+        let cx = threads.cx();
+        let map = Unwinds(Bytes::new(64), AtomicBool::new(false));
+        let slab: Slab = Slab::new(100, 4).expect("fits");
+        let ended = catch_unwind(AssertUnwindSafe(|| slab.alloc(frames, &cx, &map)));
+        assert!(ended.is_err());
+        let object = slab.alloc(frames, &cx, &map).expect("memory");
+        // SAFETY: ours, once; the only manager and map.
+        unsafe {
+            slab.free(frames, &cx, &map, object);
+            slab.trim(frames, &cx, &map);
+        }
+        assert_eq!(frames.stats(&cx).available(), 64);
     });
 }
