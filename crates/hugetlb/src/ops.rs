@@ -19,8 +19,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// Brings the pool, or one node's part of it, to `target` persistent pages: a write to `nr_hugepages`. What needs no
     /// memory is done first: surplus pages become persistent, pages in use become surplus. Then `share` may let any number
     /// of CPUs [`work`](Resize::work); what is left when it returns is done here. Nothing outlives the call, so nobody
-    /// keeps the right to resize, by forgetting it or by unwinding. Within `share` nothing else resizes: a caller who may
-    /// sleep would wait for itself. May sleep.
+    /// keeps the right to resize, by forgetting it or by unwinding. Within `share` its context resizes nothing else of this
+    /// page size. May sleep.
     ///
     /// ```
     /// # use hugemm_base::{Cpu, CpuCx, Never};
@@ -45,7 +45,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     ///
     /// # Errors
     ///
-    /// [`Resizing`](PoolError::Resizing) if another resize is under way and the caller may not sleep,
+    /// [`Resizing`](PoolError::Resizing) if another resize is under way and the caller may not sleep, or is within `share`,
     /// [`OtherOptimizer`](PoolError::OtherOptimizer) if the pool belongs to another allocator or descriptor mapping.
     pub fn resize<'e, P: Cpu, E: Env, V: DescriptorMap>(
         &self,

@@ -11,7 +11,7 @@ use crate::vmemmap::{Identity, VmemmapOptimizer};
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::{AtomicBool, Ordering};
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{CpuCx, Extent, NodeId, PageSize, Pfn, VirtRange};
 use hugemm_frames::Env;
 
@@ -45,7 +45,7 @@ pub enum PoolError {
     Busy,
     /// No page of the larger size is free that is not promised.
     NothingToDemote,
-    /// A resize of the pool is under way, and the caller may not wait for it.
+    /// A resize is under way, and the caller may not wait for it: it may not sleep, or the resize is its own.
     Resizing,
     /// The frames are no page of this pool.
     NotInPool,
@@ -66,7 +66,9 @@ impl fmt::Display for PoolError {
             PoolError::NothingToDemote => {
                 "no free 1 GiB page that is not reserved; enlarge that pool or release a page"
             }
-            PoolError::Resizing => "the pool is being resized; try again from a context that may sleep",
+            PoolError::Resizing => {
+                "a pool is being resized; try again when that is over, or from a context that may sleep"
+            }
             PoolError::NotInPool => "not a huge page of this pool",
             PoolError::TooSmall => "too few groups or nodes were given; HugePool::groups says how many are needed",
             PoolError::NotReserved => "more reservations returned than taken",
@@ -393,17 +395,19 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// Makes the caller the only one who resizes pools of this size with this optimizer, until the guard is dropped: two
-    /// of them may have pages in one block of descriptors. Waits if the caller may sleep. The first one binds the pool to
-    /// the optimizer's allocator and mapping.
+    /// of them may have pages in one block of descriptors. Waits if the caller may sleep, and not for itself. The first one
+    /// binds the pool to the optimizer's allocator and mapping.
     pub(crate) fn begin<'r, P: Cpu, E: Env, V: DescriptorMap>(
         &self,
         cx: &mut CpuCx<'_, P>,
         optimizer: &'r VmemmapOptimizer<'_, E, V>,
     ) -> Result<Resizing<'r>, PoolError> {
         let resizing = optimizer.resizing(self.size);
+        // Whoever resizes borrows its context until it has finished, so nobody else's is there.
+        let me = core::ptr::from_ref(cx).addr() as u64;
         // Acquire pairs with the Release in `Resizing::drop`: what the last resize left is seen.
-        while resizing.swap(true, Ordering::Acquire) {
-            if !cx.platform().may_sleep() {
+        while let Err(other) = resizing.compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed) {
+            if other == me || !cx.platform().may_sleep() {
                 return Err(PoolError::Resizing);
             }
             cx.cond_resched();
@@ -479,12 +483,12 @@ impl<'m, L: RawLock> HugePool<'m, L> {
 }
 
 /// The right to resize.
-pub(crate) struct Resizing<'a>(&'a AtomicBool);
+pub(crate) struct Resizing<'a>(&'a AtomicU64);
 
 impl Drop for Resizing<'_> {
     fn drop(&mut self) {
         // Release pairs with the Acquire in `begin`.
-        self.0.store(false, Ordering::Release);
+        self.0.store(0, Ordering::Release);
     }
 }
 

@@ -153,8 +153,8 @@ pub struct VmemmapOptimizer<'m, E: Env, V> {
     on: AtomicBool,
     pub(crate) policy: OptimizerPolicy,
     flushes: AtomicU64,
-    /// Somebody resizes a pool of 2 MiB pages, of 1 GiB pages.
-    resizing: [AtomicBool; 2],
+    /// Who resizes a pool of 2 MiB pages, of 1 GiB pages: where its context is; 0 for nobody.
+    resizing: [AtomicU64; 2],
 }
 
 /// Which allocator, mapping and shared tails an optimizer is over: where they are.
@@ -186,8 +186,8 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
         Identity([frames.addr(), map.addr(), self.tails.as_ptr().addr()])
     }
 
-    /// Set while a pool of this page size is resized. Pages of 1 GiB share no block of descriptors with smaller ones.
-    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicBool {
+    /// Not 0 while a pool of this page size is resized. Pages of 1 GiB share no block of descriptors with smaller ones.
+    pub(crate) fn resizing(&self, size: PageSize) -> &AtomicU64 {
         &self.resizing[usize::from(size == PageSize::Size1G)]
     }
 

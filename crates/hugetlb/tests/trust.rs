@@ -218,6 +218,28 @@ fn a_resize_whose_share_unwinds_loses_no_page_and_blocks_nobody() {
     });
 }
 
+/// Who resizes within its own resize is told so, and does not wait for itself for ever.
+#[test]
+fn a_resize_within_a_resize_is_refused() {
+    machine(&Shape::spans(5), NoFaults, |m| {
+        let (mut one, mut two) = (m.pool_memory(PageSize::Size2M), m.pool_memory(PageSize::Size2M));
+        let (one, two, mut cx) = (one.pool(), two.pool(), m.threads.cx());
+        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+            for pool in [&one, &two] {
+                let again = pool.set_size(cx, &m.optimizer, 7, Nodes::All, &Never);
+                assert_eq!(again.expect_err("the caller is at it"), PoolError::Resizing);
+                assert_eq!(pool.tidy(cx, &m.optimizer).expect_err("as above"), PoolError::Resizing);
+            }
+            resize.work(cx, &Never);
+        };
+        assert_eq!(one.resize(&mut cx, &m.optimizer, 70, Nodes::All, share).expect("idle").entered, 70);
+        m.set(&two, 7);
+        m.set(&one, 0);
+        m.set(&two, 0);
+        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+    });
+}
+
 /// Two pools of one size may have pages in one block of descriptors, so one is resized at a time.
 #[test]
 fn pools_that_may_share_a_block_are_resized_one_after_the_other() {
