@@ -3,6 +3,7 @@
 
 use hugemm_base::lock::Pause;
 use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 thread_local! {
@@ -42,31 +43,22 @@ pub struct Crew {
 
 impl Crew {
     /// Does a CPU's work. It calls `serve` while it waits for a lock that is [`Serving`]; when it has finished it goes on doing
-    /// so, as an idle CPU does, until all have: somebody may have asked it just before it left an address space.
+    /// so, as an idle CPU does, until all have: somebody may have asked it just before it left an address space. Work that
+    /// panics has finished: the others, who would wait for it for ever, end first.
     ///
     /// Whoever begins when all others have finished is not waited for: where that matters, the work begins with a barrier.
     pub fn work<R>(&self, serve: &dyn Fn(), work: impl FnOnce() -> R) -> R {
         self.working.fetch_add(1, Ordering::SeqCst);
-        // SAFETY: taken out again before `serve` ends, also by a panic.
+        // SAFETY: taken out again before this returns or unwinds.
         SERVE.set(Some(unsafe { std::mem::transmute::<&dyn Fn(), &'static dyn Fn()>(serve) }));
-        let ends = Ends(self);
-        let result = work();
-        drop(ends);
+        let result = catch_unwind(AssertUnwindSafe(work));
+        SERVE.set(None);
+        self.working.fetch_sub(1, Ordering::SeqCst);
         while self.working.load(Ordering::SeqCst) > 0 {
             serve();
             std::thread::yield_now();
         }
-        result
-    }
-}
-
-/// One CPU of those that work: not any more when it goes.
-struct Ends<'a>(&'a Crew);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        SERVE.set(None);
-        self.0.working.fetch_sub(1, Ordering::SeqCst);
+        result.unwrap_or_else(|panic| resume_unwind(panic))
     }
 }
 
@@ -75,6 +67,7 @@ mod tests {
     use super::*;
     use std::sync::Barrier;
     use std::sync::atomic::AtomicBool;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn who_waits_or_has_finished_serves() {
@@ -106,11 +99,28 @@ mod tests {
         assert!(!asked.load(Ordering::SeqCst), "nobody is at work");
     }
 
+    /// It is the calling thread's, and comes when nobody needs the thread any more.
     #[test]
-    fn a_panic_ends_the_work() {
-        let crew = Crew::default();
-        let failed = std::panic::catch_unwind(|| crew.work(&|| {}, || panic!("planned")));
-        assert!(failed.is_err());
+    fn a_panic_ends_the_work_and_not_the_serving() {
+        let (crew, start, served) = (Crew::default(), Barrier::new(2), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let fails = scope.spawn(|| {
+                let planned = || {
+                    start.wait();
+                    panic!("planned")
+                };
+                crew.work(&|| served.store(true, Ordering::SeqCst), planned)
+            });
+            let asked = crew.work(&|| {}, || {
+                start.wait();
+                let begin = Instant::now();
+                while !served.load(Ordering::SeqCst) && begin.elapsed() < Duration::from_secs(60) {
+                    std::thread::yield_now();
+                }
+                served.load(Ordering::SeqCst)
+            });
+            assert!(fails.join().is_err() && asked);
+        });
         crew.work(&|| {}, || {});
         assert!(SERVE.get().is_none());
     }

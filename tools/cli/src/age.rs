@@ -9,6 +9,7 @@ pub mod args;
 pub mod mmu;
 pub mod poison;
 pub mod run;
+pub mod watch;
 
 use crate::age::args::Age;
 use crate::age::run::{Cost, RunConfig, ageing_costs, run as run_one};

@@ -2,6 +2,7 @@
 
 use crate::age::mmu::SoftMmu;
 use crate::age::poison::Poison;
+use crate::age::watch::Watch;
 use crate::machine::Machine;
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{Cpu, CpuCx, CpuId, Never, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
@@ -20,7 +21,7 @@ use hugemm_workloads::random::Random;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,9 @@ const PIN_EACH: u64 = 16;
 const NODE: NodeId = NodeId(0);
 /// Windows that each process gets at least, however short the time.
 const LEAST_WINDOWS: usize = 16;
+
+/// Nobody is without a window for so long, however busy the machine is.
+const STUCK: Duration = Duration::from_secs(60);
 
 /// Address spaces that processes on this machine use.
 pub struct OnHost<'h>(PhantomData<&'h ()>);
@@ -309,24 +313,27 @@ impl<'h> Rig<'_, 'h> {
     }
 
     fn processes(&self, config: &RunConfig) -> Result<AgeFigures> {
+        let watch = Watch::default();
+        // Threads that hang cannot be ended.
+        watch.over(STUCK, |why| interrupt::give_up(why), || self.watched(config, &watch))
+    }
+
+    fn watched(&self, config: &RunConfig, watch: &Watch) -> Result<AgeFigures> {
         let own = if config.check { (config.shared / 16).next_multiple_of(config.page.bytes()) } else { 0 };
         let (object, spaces) = self.spaces(config, own)?;
         if config.check {
             self.as_cpu(CpuId(0), |cx| self.poison.begin(cx, self.vm.frames(), &mut Random::new(own)))?;
         }
         let start = Barrier::new(config.cpus as usize);
-        let stop = AtomicBool::new(false);
         let total: Mutex<AgeFigures> = Mutex::default();
         let results: Vec<Result<()>> = std::thread::scope(|scope| {
             let cpus: Vec<_> = (0..config.cpus)
                 .map(|cpu| {
-                    let (spaces, start, stop, total) = (&spaces, &start, &stop, &total);
+                    let (spaces, start, total) = (&spaces, &start, &total);
                     scope.spawn(move || {
                         let done = self.as_cpu(CpuId(cpu), |cx| {
                             start.wait();
-                            let done = self.play(cx, config, own, spaces, stop);
-                            stop.store(true, Ordering::Relaxed);
-                            done
+                            watch.cpu(|| self.play(cx, config, own, spaces, watch))
                         })??;
                         let mut total = total.lock().unwrap_or_else(PoisonError::into_inner);
                         total.windows += done.windows;
@@ -358,7 +365,7 @@ impl<'h> Rig<'_, 'h> {
         config: &RunConfig,
         own: u64,
         spaces: &[AddressSpaceRef<'_, OnHost<'h>>],
-        stop: &AtomicBool,
+        watch: &Watch,
     ) -> Result<AgeFigures> {
         let cpu = cx.platform().current();
         let touches = Touches(self.mmu);
@@ -374,7 +381,7 @@ impl<'h> Rig<'_, 'h> {
         let mut turn = 0;
         // On a machine that is busy with other things, however little time they leave, memory runs short all the same.
         let least = LEAST_WINDOWS * mine.len();
-        while (begin.elapsed() < config.time || turn < least) && !stop.load(Ordering::Relaxed) {
+        while (begin.elapsed() < config.time || turn < least) && watch.goes_on() {
             interrupt::check()?;
             if cpu.0 == 0 && pager.marks().level(free(cx)) <= Level::Short {
                 pager.balance(self.vm, cx, NODE, u64::MAX, &Never);
@@ -400,6 +407,7 @@ impl<'h> Rig<'_, 'h> {
             }
             space.tlb().switch_out(self.vm.shootdown(), cx);
             done.windows += 1;
+            watch.step();
             result?;
             if config.check && turn % 4 == 0 {
                 self.poison.strike(cx, self.vm.frames(), &mut random);
@@ -573,7 +581,100 @@ struct Seen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hugemm_base::{Invalidation, TlbHw, TlbScope};
+    use crate::args::{Common, Kind};
+    use hugemm_base::{Invalidation, Pfn, TlbHw, TlbScope};
+    use hugemm_workloads::age::{Failed, Touched};
+
+    /// What comes of a machine of one CPU on which `f` does something.
+    fn checked(f: impl for<'h> FnOnce(&Rig<'_, 'h>, &mut CpuCx<'_, Host<'h>>) -> Result<()>) -> Result<()> {
+        let config = RunConfig {
+            page: PageSize::Size4K,
+            policy: LruPolicy::Generations,
+            ageing: Ageing::Batch,
+            procs: 1,
+            cpus: 1,
+            shared: 0,
+            swap: 1 << 20,
+            time: Duration::ZERO,
+            check: true,
+        };
+        let machine = Machine::new(&Common { json: None })?;
+        let mut memory = machine.memory(32 << 20, PageSize::Size2M, Kind::Thp)?;
+        on_machine(&machine, memory.as_mut_slice(), &machine.places(1)?, None, &config, |rig| {
+            rig.as_cpu(CpuId(0), |cx| {
+                rig.poison.begin(cx, rig.vm.frames(), &mut Random::new(1));
+                f(rig, cx)
+            })?
+        })
+    }
+
+    /// The first word of a frame, past all page tables.
+    fn word<'a>(rig: &'a Rig<'_, '_>, frame: Pfn) -> &'a AtomicU64 {
+        let at = rig.host.address(frame).expect("memory").cast::<AtomicU64>();
+        // SAFETY: in the host's memory, aligned; who has the frame accesses it atomically.
+        unsafe { at.as_ref() }
+    }
+
+    /// What reclaim could do to a page that a device has is done here by hand.
+    #[test]
+    fn a_lost_pin_and_a_lost_store_are_found() {
+        checked(|rig, cx| {
+            let (vm, touches, mut touched) = (rig.vm, Touches(rig.mmu), Touched::default());
+            let span = VirtRange::new(OWN_AT, 64 << 12)?;
+            let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
+            let kind = VmaKind::private(PageSize::Size4K);
+            vm.map(cx, &space, span, kind, Backing::Private)?;
+            space.tlb().switch_in(vm.shootdown(), cx);
+            let (mut wrote, random) = (vec![0; 64], Random::new(1));
+            let mut process = Process { number: 0, at: OWN_AT, wrote: &mut wrote, alone: true, random, stores: 0 };
+            for page in 0..64 {
+                process.touch(cx, vm, &space, &touches, page, true, &mut touched)?;
+            }
+            let pinned = process.pin(cx, vm, &space, PageSize::Size4K, &mut touched)?.context("memory")?;
+            let page = (pinned.at().get() - OWN_AT.get()) >> 12;
+            assert_eq!(process.look_at_pinned(cx, vm, &space, &pinned), Ok(true));
+
+            // The process's last store is not there any more, and the one before it is.
+            let stored = word(rig, pinned.extent().base()).fetch_sub(1, Ordering::Relaxed);
+            let lost = |failed| matches!(failed, Failed::Wrong(wrong) if (wrong.page, wrong.word, wrong.expected) == (page, 0, stored));
+            assert!(process.look_at_pinned(cx, vm, &space, &pinned).is_err_and(lost));
+            assert!(process.touch(cx, vm, &space, &touches, page, false, &mut touched).is_err_and(lost));
+            word(rig, pinned.extent().base()).store(stored, Ordering::Relaxed);
+
+            // The process has another page there, behind its back.
+            vm.unmap(cx, &space, VirtRange::new(pinned.at(), 1 << 12)?)?;
+            vm.map(cx, &space, VirtRange::new(pinned.at(), 1 << 12)?, kind, Backing::Private)?;
+            vm.fault(cx, &space, pinned.at(), hugemm_vm::Access::Write)?;
+            let torn = |failed| matches!(failed, Failed::Torn(torn) if torn.pinned == pinned.extent().base());
+            assert!(process.look_at_pinned(cx, vm, &space, &pinned).is_err_and(torn));
+
+            vm.unpin(cx, &space, pinned).map_err(|(error, _)| error)?;
+            space.tlb().switch_out(vm.shootdown(), cx);
+            vm.destroy(cx, space).map_err(|(error, _)| error)?;
+            Ok(())
+        })
+        .expect("nothing else");
+    }
+
+    #[test]
+    fn poison_that_is_handed_out_is_found() {
+        let written = checked(|rig, _| {
+            let frame = rig.vm.frames().first_hwpoisoned(rig.host.frames()).context("poison")?;
+            word(rig, frame).store(0, Ordering::Relaxed);
+            Ok(())
+        });
+        let error = written.expect_err("somebody has written to it").to_string();
+        assert!(error.contains("was handed out although it is poisoned"), "{error}");
+        let more = checked(|rig, cx| {
+            let page = rig.vm.frames().alloc(cx, PageSize::Size4K)?;
+            rig.vm.frames().hwpoison(cx, page.pfn());
+            rig.vm.frames().free(cx, page);
+            Ok(())
+        });
+        let error = more.expect_err("one more is out of use").to_string();
+        assert!(error.contains("frames were poisoned, and"), "{error}");
+        checked(|_, _| Ok(())).expect("nothing is wrong");
+    }
 
     /// An invalidation by a thread that ages is ageing's, whatever path it took; one for others is not.
     #[test]
