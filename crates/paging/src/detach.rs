@@ -48,7 +48,7 @@ pub struct Unhooked {
 impl Unhooked {
     /// What to flush; `None` if nothing was mapped there, in which case there is nothing to harvest either.
     pub fn flush(&self) -> Option<VirtRange> {
-        (self.leaves + self.tables > 0).then_some(self.detached.span)
+        (self.leaves + self.tables > 0).then_some(self.detached.range)
     }
 
     /// Whether tables were unhooked: then CPUs that are lazily in the address space have to be flushed too, because they
@@ -78,7 +78,7 @@ impl Unhooked {
         self,
         domain: &FlushDomain<K, Q>,
     ) -> Pending<Detached, TlbFlush<'_, K, Q>> {
-        let range = self.detached.span;
+        let range = self.detached.range;
         if self.tables > 0 {
             domain.unhooked_tables(self.detached, range)
         } else {
@@ -101,7 +101,7 @@ impl Unhooked {
 #[derive(Debug)]
 #[must_use = "the frames stay in use and the addresses blocked until this is harvested"]
 pub struct Detached {
-    span: VirtRange,
+    range: VirtRange,
     root: Pfn,
     /// Whether anything was.
     any: bool,
@@ -111,8 +111,8 @@ pub struct Detached {
 
 impl Detached {
     /// Which addresses.
-    pub fn span(&self) -> VirtRange {
-        self.span
+    pub fn range(&self) -> VirtRange {
+        self.range
     }
 }
 
@@ -157,7 +157,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }
-        let nothing = Detached { span, root: self.tree.root, any: false, next: first };
+        let nothing = Detached { range: span, root: self.tree.root, any: false, next: first };
         let mut unhooked = Unhooked { detached: nothing, leaves: 0, tables: 0, smallest: level::of(PageSize::Size1G) };
         let root = self.tree.table(self.tree.root);
         self.tree.detach(root, Tree::<F, M>::ROOT, first, end, editing, &mut unhooked, &mut owners);
@@ -249,10 +249,10 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         mut runs: Runs<'_, F>,
     ) -> Result<(u64, Option<Detached>), (PagingError, Detached)> {
         // Two handles may share a root: each has its own addresses and its own outstanding ranges.
-        if detached.root != self.tree.root || self.tree.check(detached.span).is_err() {
+        if detached.root != self.tree.root || self.tree.check(detached.range).is_err() {
             return Err((PagingError::Foreign, detached));
         }
-        let Detached { span, any: true, next, .. } = detached else { return Ok((0, None)) };
+        let Detached { range: span, any: true, next, .. } = detached else { return Ok((0, None)) };
         let root = self.tree.table(self.tree.root);
         let mut budget = Budget { left: budget.max(1), stopped: None };
         let tables = self.tree.harvest(root, Tree::<F, M>::ROOT, next, span.end_page(), &mut runs, &mut budget);

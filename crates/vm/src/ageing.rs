@@ -90,7 +90,7 @@ impl<S: Setup> Vm<'_, S> {
                     _ => None,
                 }
                 .unwrap_or((first, last));
-                let start = area.info.span.first_page() + (first - area.info.offset);
+                let start = area.info.range.first_page() + (first - area.info.offset);
                 let Some(span) = crate::unmap::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table.shared(self.tables(&task));
@@ -127,7 +127,7 @@ impl<S: Setup> Vm<'_, S> {
                         run.pages.iter().zip(&mut *found).filter(|((offset, _), _)| here(*offset))
                     {
                         let at =
-                            VirtAddr::new((area.info.span.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
+                            VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
                         let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
                         page.young |= young;
                         page.users += u32::from(young);
@@ -197,7 +197,7 @@ impl<S: Setup> Vm<'_, S> {
 
 /// The offsets of `from..to` that an area shows.
 fn part<S: Setup>(area: &Vma<S>, from: u64, to: u64) -> Option<(u64, u64)> {
-    let (begins, ends) = (area.info.offset, area.info.offset + area.info.span.pages());
+    let (begins, ends) = (area.info.offset, area.info.offset + area.info.range.pages());
     let (first, last) = (from.max(begins), to.min(ends));
     (first < last).then_some((first, last))
 }

@@ -102,7 +102,7 @@ impl<S: Setup> Vm<'_, S> {
                     self.share_pages(cx, parent, child, &area, &mut changed)?;
                 }
             }
-            next = area.span.end_page();
+            next = area.range.end_page();
             self.breathe(cx);
         }
         Ok(())
@@ -138,7 +138,7 @@ impl<S: Setup> Vm<'_, S> {
         area: &VmaInfo,
         changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
-        let (mut from, end) = (area.span.first_page(), area.span.end_page());
+        let (mut from, end) = (area.range.first_page(), area.range.end_page());
         let part = PART * area.kind.page.pages();
         while from < end {
             // Parts end at multiples of their size, so that they are whole tables where the area is.
@@ -273,7 +273,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
-        let (mut page, end) = (area.span.first_page(), area.span.end_page());
+        let (mut page, end) = (area.range.first_page(), area.range.end_page());
         while page < end {
             if page.is_multiple_of(PART * size) {
                 self.breathe(cx);

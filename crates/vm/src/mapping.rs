@@ -169,7 +169,7 @@ impl<'m, S: Setup> Vm<'m, S> {
         };
         // SAFETY: the reference taken above keeps the object.
         let id = unsafe { object.as_ref() }.id;
-        let info = VmaInfo { span, kind, object: id, offset };
+        let info = VmaInfo { range: span, kind, object: id, offset };
         let added = self.new_area(cx, space, object, info).and_then(|area| match self.hook_in(cx, space, &area) {
             Ok(()) => Ok(info),
             Err(error) => {
@@ -189,14 +189,14 @@ impl<'m, S: Setup> Vm<'m, S> {
     ///
     /// Tables that smaller pages have left behind under an area of huge pages are freed: a huge page is always one entry.
     fn hook_in(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, area: &UnsafeRef<Vma<S>>) -> Result<(), VmError> {
-        let span = area.info.span;
+        let span = area.info.range;
         let unhooked = loop {
             {
                 let task = RefCell::new(&mut *cx);
                 let mut areas = space.areas.exclusive();
                 let met = areas.meeting(span.first_page(), span.end_page()).next();
                 if let Some(met) = met {
-                    return Err(VmError::Overlap { at: met.info.span.start() });
+                    return Err(VmError::Overlap { at: met.info.range.start() });
                 }
                 let emptied = match area.info.kind.page {
                     _ if areas.forking => Err(PagingError::Busy { at: span.start() }),

@@ -128,7 +128,7 @@ impl<S: Setup> Vm<'_, S> {
             let at = VirtAddr::new(next << PAGE_SHIFT);
             let area = space.find_vma(at).map_err(stopped)?;
             let size = area.kind.page.pages();
-            let ends = area.span.end_page().min(end);
+            let ends = area.range.end_page().min(end);
             if !next.is_multiple_of(size) || !ends.is_multiple_of(size) {
                 return Err(stopped(VmError::Misaligned { at }));
             }

@@ -200,7 +200,7 @@ impl<S: Setup> Vm<'_, S> {
             let mut rest = run.extent;
             // A run of frames may go on across the border of two areas.
             while let Some(area) = removed.find(at).filter(|_| !rest.is_empty()) {
-                let ends = area.info.span.end_page();
+                let ends = area.info.range.end_page();
                 let (mine, others) = rest.split_at(ends - at);
                 // Relaxed: read by this task only.
                 area.harvested.fetch_add(mine.pages(), Ordering::Relaxed);
@@ -247,7 +247,7 @@ impl<S: Setup> Vm<'_, S> {
     fn cut(&self, areas: &mut Areas<S>, first: u64, end: u64, removed: &mut Areas<S>, spare: &mut Spare<S>) {
         while let Some(old) = areas.take(first, end) {
             let info = old.info;
-            let (begins, ends) = (info.span.first_page(), info.span.end_page());
+            let (begins, ends) = (info.range.first_page(), info.range.end_page());
             for (from, to) in [(begins, first.max(begins)), (end.min(ends), ends)] {
                 if from >= to {
                     continue;
@@ -259,7 +259,7 @@ impl<S: Setup> Vm<'_, S> {
                 let memory = memory.cast::<Vma<S>>();
                 // SAFETY: memory for an area, nobody else's; it is never moved, and freed after it has left all lists.
                 let area = unsafe {
-                    memory.write(Vma::new(old.space, old.object, VmaInfo { span, offset, ..info }));
+                    memory.write(Vma::new(old.space, old.object, VmaInfo { range: span, offset, ..info }));
                     UnsafeRef::from_raw(memory.as_ptr())
                 };
                 self.link_area(&area);
@@ -274,7 +274,7 @@ impl<S: Setup> Vm<'_, S> {
 fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmError> {
     let mut cuts = 0;
     for at in [first, end] {
-        let Some(area) = areas.find(at).filter(|area| area.info.span.first_page() != at) else { continue };
+        let Some(area) = areas.find(at).filter(|area| area.info.range.first_page() != at) else { continue };
         if !at.is_multiple_of(area.info.kind.page.pages()) {
             return Err(VmError::Misaligned { at: VirtAddr::new(at << hugemm_base::PAGE_SHIFT) });
         }
@@ -285,7 +285,7 @@ fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmErr
 
 /// The part of an area that lies in a range.
 fn part(area: &VmaInfo, first: u64, end: u64) -> (u64, u64) {
-    let (begins, ends) = (area.span.first_page(), area.span.end_page());
+    let (begins, ends) = (area.range.first_page(), area.range.end_page());
     (begins.max(first), ends.min(end))
 }
 

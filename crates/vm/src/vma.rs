@@ -78,7 +78,7 @@ impl VmaKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmaInfo {
     /// Its addresses.
-    pub span: VirtRange,
+    pub range: VirtRange,
     /// What it is.
     pub kind: VmaKind,
     /// The object's number: see [`object`](crate::object).
@@ -90,14 +90,14 @@ pub struct VmaInfo {
 impl VmaInfo {
     /// The object's page at an address of the area.
     pub(crate) fn offset_of(&self, page: u64) -> u64 {
-        self.offset + (page - self.span.first_page())
+        self.offset + (page - self.range.first_page())
     }
 
     /// The area's page that holds an address.
     pub(crate) fn page_at(&self, at: VirtAddr) -> VirtRange {
         let bytes = self.kind.page.bytes();
         // An area is aligned to its pages, so the page lies in it.
-        VirtRange::new(at.align_down(bytes), bytes).unwrap_or(self.span)
+        VirtRange::new(at.align_down(bytes), bytes).unwrap_or(self.range)
     }
 
     /// Whether the area promises the same about a page as `other` does.
@@ -132,7 +132,7 @@ impl<S: Setup> Vma<S> {
     /// The address at which the area shows a page of its object, if it does.
     pub(crate) fn address_of(&self, offset: u64) -> Option<VirtAddr> {
         let into = offset.checked_sub(self.info.offset)?;
-        (into < self.info.span.pages()).then(|| VirtAddr::new((self.info.span.first_page() + into) << PAGE_SHIFT))
+        (into < self.info.range.pages()).then(|| VirtAddr::new((self.info.range.first_page() + into) << PAGE_SHIFT))
     }
 }
 
@@ -143,7 +143,7 @@ impl<'a, S: Setup> KeyAdapter<'a> for ByAddress<S> {
     type Key = u64;
 
     fn get_key(&self, area: &'a Vma<S>) -> u64 {
-        area.info.span.first_page()
+        area.info.range.first_page()
     }
 }
 
@@ -168,7 +168,7 @@ impl<S: Setup> Areas<S> {
     /// The area that holds a page. O(log areas).
     pub(crate) fn find(&self, page: u64) -> Option<&Vma<S>> {
         let area = self.tree.upper_bound(Bound::Included(&page)).get()?;
-        (page - area.info.span.first_page() < area.info.span.pages()).then_some(area)
+        (page - area.info.range.first_page() < area.info.range.pages()).then_some(area)
     }
 
     /// Whether pages may be entered at `span` on the strength of what `area` promised when it was looked up: what is there
@@ -177,7 +177,7 @@ impl<S: Setup> Areas<S> {
         !self.forking
             && self.find(span.first_page()).is_some_and(|there| {
                 let there = &there.info;
-                there.same_at(area, span.first_page()) && span.end_page() <= there.span.end_page()
+                there.same_at(area, span.first_page()) && span.end_page() <= there.range.end_page()
             })
     }
 
@@ -190,8 +190,8 @@ impl<S: Setup> Areas<S> {
     pub(crate) fn meeting(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
         let mut next = first;
         core::iter::from_fn(move || {
-            let area = self.first_after(next).filter(|area| next < end && area.info.span.first_page() < end)?;
-            next = area.info.span.end_page();
+            let area = self.first_after(next).filter(|area| next < end && area.info.range.first_page() < end)?;
+            next = area.info.range.end_page();
             Some(area)
         })
     }
@@ -203,7 +203,7 @@ impl<S: Setup> Areas<S> {
 
     /// Takes the first area that ends after `page` and begins before `end` out.
     pub(crate) fn take(&mut self, page: u64, end: u64) -> Option<UnsafeRef<Vma<S>>> {
-        let first = self.first_after(page).filter(|area| area.info.span.first_page() < end)?.info.span.first_page();
+        let first = self.first_after(page).filter(|area| area.info.range.first_page() < end)?.info.range.first_page();
         self.tree.find_mut(&first).remove()
     }
 }

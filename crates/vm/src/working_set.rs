@@ -73,9 +73,9 @@ impl<S: Setup> Vm<'_, S> {
         // What is pooled is not reclaim's, and what the area says of that is so while the list is locked.
         let area = areas.meeting(from, end).next()?.info;
         let size = area.kind.page;
-        let (page, from) = (size.pages(), from.max(area.span.first_page()));
+        let (page, from) = (size.pages(), from.max(area.range.first_page()));
         let base = from - from % page;
-        let to = end.min(area.span.end_page()).min(base + WINDOW * page);
+        let to = end.min(area.range.end_page()).min(base + WINDOW * page);
         let place = |number: u64| pages(base + number * page, base + (number + 1) * page);
         let mut followed = 0_u64;
         if space.is_followed() {

@@ -232,7 +232,7 @@ impl<'r, 'h> World<'r, 'h> {
                     let offset = shared.then(|| at + page - range.first_page());
                     self.known[space].pages.insert(page, offset);
                 }
-                assert_eq!(area.span, range);
+                assert_eq!(area.range, range);
             }
             Err(VmError::Overlap { .. }) => assert!(self.known[space].pages.range(pages).count() > 0),
             Err(error) => assert!(matches!(error, VmError::NoPool | VmError::NoMemory), "{error}"),

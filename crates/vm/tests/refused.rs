@@ -29,7 +29,7 @@ fn areas_are_refused_by_their_place_and_object() {
             // Its table has room for more than it.
             let space = rig.vm.create(cx, span(AT, 1 << 30)).expect("a space");
             let mut map = |start, bytes, kind, backing| {
-                rig.vm.map(cx, &space, span(start, bytes), kind, backing).map(|area| (area.span, area.offset))
+                rig.vm.map(cx, &space, span(start, bytes), kind, backing).map(|area| (area.range, area.offset))
             };
             let private = || Backing::Private;
             assert_eq!(map(AT + 0x1000, 2 << 20, LARGE, private()), Err(misaligned(AT + 0x1000)));
@@ -57,7 +57,7 @@ fn areas_are_refused_by_their_place_and_object() {
             assert_eq!(shown, (512, VmaKind { shared: true, ..LARGE }));
             // Nothing is left of those that were refused: not an area, and not a promise.
             let mut areas = Vec::new();
-            space.for_each_vma(|area| areas.push(area.span.start().get()));
+            space.for_each_vma(|area| areas.push(area.range.start().get()));
             assert_eq!(areas, [AT, at, AT + (1 << 30) - 0x1000]);
             let none = rig.vm.map(cx, &space, span(at, 2 << 20), LARGE.pooled(), Backing::Private);
             assert_eq!(none, Err(VmError::Overlap { at: VirtAddr::new(at) }));

@@ -74,7 +74,7 @@ fn a_hole_leaves_both_ends() {
             let after = rig.vm.shootdown().counts();
             assert_eq!(after.flushes_all + after.flushes_range - before.flushes_all - before.flushes_range, 1);
             let mut areas = Vec::new();
-            space.for_each_vma(|area| areas.push((area.span, area.offset)));
+            space.for_each_vma(|area| areas.push((area.range, area.offset)));
             assert_eq!(areas, [(span(AT, 0x10_0000), 0), (span(AT + 0x30_0000, 0x10_0000), 768)]);
             for page in 0..1024 {
                 let found = rig.load(cx, &space, AT + page * 4096);

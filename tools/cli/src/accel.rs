@@ -2,7 +2,7 @@
 //! at page faults and flushes, as where a hypervisor under this one has no nested page tables.
 
 use crate::arch::Arch;
-use crate::boot::{CPU_MODEL, Machine, Unfinished};
+use crate::boot::{CPU_MODEL, Unfinished, VirtualMachine};
 use crate::qemu::{self, Accel};
 use crate::size::Size;
 use anyhow::{Context, Result};
@@ -106,7 +106,8 @@ fn judge(mut trial: impl FnMut(Accel, Duration) -> Result<Duration>) -> Result<V
 
 /// From the start of QEMU to its end.
 fn trial(image: &Path, arch: Arch, accel: Accel, limit: Duration) -> Result<Duration> {
-    let machine = Machine { image, arch, accel, cpu_model: CPU_MODEL, cpus: CPUS, memory: MEMORY, timeout: limit };
+    let machine =
+        VirtualMachine { image, arch, accel, cpu_model: CPU_MODEL, cpus: CPUS, memory: MEMORY, timeout: limit };
     let started = Instant::now();
     machine.run(&Request::Trial(TRIAL), |_, _, _| {})?;
     Ok(started.elapsed())

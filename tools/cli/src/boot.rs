@@ -6,7 +6,7 @@ pub mod symbols;
 
 use crate::arch::Arch;
 use crate::boot::args::Boot;
-use crate::boot::lines::{Boot as BootLine, Transcript};
+use crate::boot::lines::{BootLine, Transcript};
 use crate::boot::symbols::Symbols;
 use crate::document::{self, Document};
 use crate::pool::kernel as pool_kernel;
@@ -30,7 +30,7 @@ const SILENCE: Duration = Duration::from_secs(30);
 pub const CPU_MODEL: &str = "max";
 
 /// A virtual machine for the kernel.
-pub struct Machine<'a> {
+pub struct VirtualMachine<'a> {
     pub image: &'a Path,
     pub arch: Arch,
     pub accel: Accel,
@@ -47,7 +47,7 @@ pub struct Done {
     pub transcript: Transcript,
 }
 
-impl Machine<'_> {
+impl VirtualMachine<'_> {
     /// Whether the kernel runs on such a machine.
     pub fn check(&self) -> Result<()> {
         if self.cpus == 0 || self.cpus > MAX_CPUS {
@@ -107,7 +107,8 @@ pub fn run(args: &Boot) -> Result<()> {
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
     let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
     let arch = args.arch;
-    let machine = |image, accel| Machine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
+    let machine =
+        |image, accel| VirtualMachine { image, arch, accel, cpu_model: &args.cpu_model, cpus, memory, timeout };
     machine(Path::new(""), Accel::Tcg).check()?;
     document::check_writable(args.common.json.as_deref())?;
     args.accel.ready(arch, memory)?;
@@ -190,7 +191,7 @@ impl fmt::Display for Unfinished {
 impl std::error::Error for Unfinished {}
 
 /// Why there is no result: the guest's report with names for its addresses on standard error, and one line for all.
-fn broken(machine: &Machine<'_>, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
+fn broken(machine: &VirtualMachine<'_>, transcript: &Transcript, ended: &Ended) -> anyhow::Error {
     let symbols = Symbols::read(machine.image);
     for line in transcript.report.iter().skip(1) {
         eprintln!("{}", symbols.line(line));

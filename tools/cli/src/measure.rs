@@ -65,7 +65,7 @@ pub struct Field {
     /// Chunk or region size in bytes.
     pub size: u64,
     /// Bytes that a run clears, at least.
-    span: u64,
+    total: u64,
     warmth: Warmth,
     touch: bool,
 }
@@ -73,17 +73,17 @@ pub struct Field {
 impl Field {
     /// All memory, chunk by chunk.
     pub fn chunk(chunk: u64, total: u64) -> Self {
-        Field { size: chunk, span: total, warmth: Warmth::Cold, touch: false }
+        Field { size: chunk, total, warmth: Warmth::Cold, touch: false }
     }
 
     /// Regions of a size one after the other through memory, `enough` bytes of it in all.
     pub fn cold(region: u64, enough: u64, touch: bool) -> Self {
-        Field { size: region, span: region.max(enough), warmth: Warmth::Cold, touch }
+        Field { size: region, total: region.max(enough), warmth: Warmth::Cold, touch }
     }
 
     /// One region again and again, until `enough` bytes have been cleared.
     pub fn hot(region: u64, enough: u64) -> Self {
-        Field { size: region, span: region.max(enough), warmth: Warmth::Hot, touch: false }
+        Field { size: region, total: region.max(enough), warmth: Warmth::Hot, touch: false }
     }
 
     /// For a progress bar.
@@ -108,7 +108,7 @@ pub fn bandwidths(
 ) -> Result<(Dirty, Vec<Samples>)> {
     let mut samples = vec![Samples::default(); subjects.len()];
     let total = memory.extent().pages();
-    let span = (field.span >> PAGE_SHIFT).min(total);
+    let span = (field.total >> PAGE_SHIFT).min(total);
     let mut cursor = 0;
     for run in 0..repeat.all() {
         for i in 0..subjects.len() {
@@ -146,7 +146,7 @@ pub fn bandwidths(
 fn hot(cx: &mut CpuCx<'_, Host<'_>>, how: ClearWith<'_>, mut region: Dirty, field: &Field) -> Result<(Dirty, Pass)> {
     let untimed = ((SETTLE_PASSES * field.size).clamp(SETTLE, SETTLE_MOST) / field.size).max(1);
     let mut sum = Pass::default();
-    for i in 0..untimed + field.span / field.size {
+    for i in 0..untimed + field.total / field.size {
         let pass;
         (region, pass) = sweep::pass(cx, how, region, field.size, field.touch).map_err(|e| e.reason)?;
         if i >= untimed {

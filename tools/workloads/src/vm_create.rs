@@ -101,7 +101,7 @@ where
 {
     /// To fill `area`, of which nothing is mapped yet, by `workers` workers.
     pub fn new(vm: &'v Vm<'m, S>, space: &'a AddressSpace<S>, area: VmaInfo, how: CreateMethod, workers: u64) -> Self {
-        Creation { vm, space, area, how, workers: workers.max(1), prefault: vm.prefault(space, area.span, None) }
+        Creation { vm, space, area, how, workers: workers.max(1), prefault: vm.prefault(space, area.range, None) }
     }
 
     /// What worker number `worker` does, once. `touch` makes a task touch these addresses one after the other, by whatever
@@ -131,7 +131,7 @@ where
                 self.prefault.work_observed(cx, cancel, &watch)?;
                 // References, once everything is there; those who come early find less to do in their share.
                 if let Ok(share) = span(from, to) {
-                    let total = Some(self.area.span.bytes());
+                    let total = Some(self.area.range.bytes());
                     self.vm.pin(cx, self.space, share, total, cancel, &mut pinned).map_err(|error| error.cause)?;
                 }
             }
@@ -142,7 +142,7 @@ where
     /// The pages that are one worker's, where each has its own.
     fn share(&self, worker: u64) -> (u64, u64) {
         let size = self.area.kind.page.pages();
-        let (first, pages) = (self.area.span.first_page(), self.area.span.pages() / size);
+        let (first, pages) = (self.area.range.first_page(), self.area.range.pages() / size);
         (first + pages * worker / self.workers * size, first + pages * (worker + 1) / self.workers * size)
     }
 }

@@ -22,7 +22,7 @@ fn an_empty_range_is_not_blocked() {
     assert_eq!((unhooked.flush(), unhooked.entries(), unhooked.tables()), (Some(span(0, 100)), 3, false));
     // SAFETY: nothing is cached anywhere.
     let detached = unsafe { unhooked.assume_flushed() };
-    assert_eq!(detached.span(), span(0, 100));
+    assert_eq!(detached.range(), span(0, 100));
     let harvest = table.exclusive(&heap).harvest(detached, Flags::NONE, |_| ()).expect("its own");
     assert_eq!((harvest.pages, harvest.tables), (3, 0));
 }

@@ -183,7 +183,7 @@ impl<F: PageFormat> State<'_, F> {
     /// Whether the page is in a range that waits: perhaps under an entry that was detached as a whole.
     fn is_blocked(&self, page: u64) -> bool {
         self.waiting.iter().any(|waiting| {
-            let span = waiting.detached.span();
+            let span = waiting.detached.range();
             (span.first_page()..span.end_page()).contains(&page)
         })
     }

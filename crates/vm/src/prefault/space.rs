@@ -64,7 +64,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         while at < to {
             let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
-            let (begins, ends) = (area.span.first_page(), area.span.end_page());
+            let (begins, ends) = (area.range.first_page(), area.range.end_page());
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = begins.max(self.first / size.pages() * size.pages());
             let last = ends.min(self.end.next_multiple_of(size.pages()));
@@ -124,7 +124,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
     fn fill_shared(&self, cx: &mut Cx<'_, S>, site: Site<'_, S, impl Phases>, from: u64) -> Result<u64, VmError> {
         let Site { space, area, phases } = site;
         let size = area.kind.page.pages();
-        let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.span.start() }) };
+        let Some(page) = pages(from, from + size) else { return Err(VmError::NoArea { at: area.range.start() }) };
         let Some(object) = self.vm.registry().shared().get(area.object) else {
             return Err(VmError::NoArea { at: page.start() });
         };
@@ -197,7 +197,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let flags = area.kind.flags() | Flags::ACCESSED;
                 self.vm.enter(cx, space, area, span, batch.blocks().iter().copied(), flags)
             }
-            None => Err(VmError::NoArea { at: area.span.start() }),
+            None => Err(VmError::NoArea { at: area.range.start() }),
         };
         phases.enter(Phase::Other);
         let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));

@@ -106,17 +106,17 @@ pub fn on_cpus(cx: &mut CpuCx<'static, Kernel>, cpus: u32, run: &(dyn Fn(&mut Cp
     }
 }
 
-/// A barrier that CPUs spin at. Reusable.
+/// Where CPUs wait for each other, spinning. Reusable.
 #[derive(Debug)]
-pub struct Barrier {
+pub struct Rendezvous {
     cpus: u32,
     arrived: AtomicU32,
 }
 
-impl Barrier {
+impl Rendezvous {
     /// For this many CPUs.
     pub const fn new(cpus: u32) -> Self {
-        Barrier { cpus, arrived: AtomicU32::new(0) }
+        Rendezvous { cpus, arrived: AtomicU32::new(0) }
     }
 
     /// Waits until all have come.

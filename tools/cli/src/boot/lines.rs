@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Line {
     /// What the machine is.
-    Boot(Boot),
+    Boot(BootLine),
     /// How far the command is.
     Progress {
         /// Steps done.
@@ -43,7 +43,7 @@ pub enum Line {
 
 /// What the machine is.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Boot {
+pub struct BootLine {
     /// CPUs that run.
     pub cpus: u32,
     /// Bytes that the allocator manages.
@@ -82,7 +82,7 @@ struct Numbered {
 pub struct Transcript {
     next: u64,
     /// What the machine is.
-    pub boot: Option<Boot>,
+    pub boot: Option<BootLine>,
     /// Results so far.
     rows: Vec<(Sample, Samples)>,
     /// What runs counted, in order.

@@ -1,7 +1,7 @@
 //! hugemm's own kernel among the Linux guests: the same machine, the same work, the same table, and the goal between them.
 
 use crate::arch::Arch;
-use crate::boot::{Done, Machine};
+use crate::boot::{Done, VirtualMachine};
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::linux::args::{GuestBench, GuestMem, Linux};
@@ -40,9 +40,9 @@ impl<'w> Reference<'w> {
         Ok(reference)
     }
 
-    fn machine<'a>(&'a self, args: &'a Linux, accel: Accel, cpus: u32) -> Machine<'a> {
+    fn machine<'a>(&'a self, args: &'a Linux, accel: Accel, cpus: u32) -> VirtualMachine<'a> {
         let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
-        Machine { image: &self.image, arch: Arch::X86, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
+        VirtualMachine { image: &self.image, arch: Arch::X86, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
     }
 
     /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.

@@ -8,7 +8,7 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{Clock, Cpu, CpuCx, Order};
 use hugemm_kernel::MAX_CPUS;
 use hugemm_kernel::memory::frames;
-use hugemm_kernel::smp::{self, Barrier};
+use hugemm_kernel::smp::{self, Rendezvous};
 use hugemm_kernel::{percpu, platform::Kernel};
 use hugemm_kernel_commands::request::Alloc;
 use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source, Spent, pairs};
@@ -63,7 +63,7 @@ fn pin(cx: Cx<'_>) -> f64 {
 /// Pairs on several CPUs at once: the mean over CPUs of nanoseconds per pair.
 fn side<S: Source<Kernel> + Sync>(cx: Cx<'_>, name: &str, source: &S, how: How) -> Result<(), Failure> {
     let How { order, cpus, millis, interrupts } = how;
-    let barrier = Barrier::new(cpus);
+    let barrier = Rendezvous::new(cpus);
     let nanos = [const { AtomicU64::new(0) }; MAX_CPUS as usize];
     let pairs = [const { AtomicU64::new(0) }; MAX_CPUS as usize];
     let exhausted = AtomicBool::new(false);

@@ -138,7 +138,7 @@ fn run<'m, 'a>(
     let each = (fill.bytes / fill.page.bytes()).div_ceil(workers.into()) as usize;
     let each = if fill.how == CreateMethod::Pin { each } else { 1 };
     let pins = Scratch::new(cx, each * workers as usize, || None::<Pinned>)?;
-    let (took, start) = (Lock::<SpinLock, _>::new(Ok(Took::default())), smp::Barrier::new(workers));
+    let (took, start) = (Lock::<SpinLock, _>::new(Ok(Took::default())), smp::Rendezvous::new(workers));
     let lists: Lock<SpinLock, _> = Lock::new(pins.items.chunks_mut(each));
     smp::on_cpus(cx, workers, &|cx, cpu| {
         let mut places = lists.lock().next().unwrap_or_default().iter_mut();

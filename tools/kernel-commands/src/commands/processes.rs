@@ -178,7 +178,7 @@ fn play_all<'a>(
         let (own, spare) = rest.split_at_mut(own);
         Some(Part { number: number as u32, shared, own, spare, stores: 0, pinned: None })
     };
-    let (stop, start) = (AtomicBool::new(false), smp::Barrier::new(cpus));
+    let (stop, start) = (AtomicBool::new(false), smp::Rendezvous::new(cpus));
     let total: Lock<SpinLock, Result<AgeFigures, Failure>> = Lock::new(Ok(AgeFigures::default()));
     let begin = cx.platform().now_ns();
     smp::on_cpus(cx, cpus, &|cx, cpu| {

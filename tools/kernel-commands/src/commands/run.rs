@@ -141,7 +141,7 @@ impl<'a, 'm> Site<'static, 'm, OurSpaces<'a>> for Here<'_, 'a, 'm> {
         creation: &Creation<'_, '_, 'm, OurSpaces<'a>>,
     ) -> Result<u64, VmError> {
         let workers = percpu::count();
-        let (took, start) = (Lock::<SpinLock, _>::new(Ok(0)), smp::Barrier::new(workers));
+        let (took, start) = (Lock::<SpinLock, _>::new(Ok(0)), smp::Rendezvous::new(workers));
         smp::on_cpus(cx, workers, &|cx, cpu| {
             start.wait();
             let split = creation.work(cx, cpu.into(), &Never, |_| (), |_, _, _| Ok(()));
