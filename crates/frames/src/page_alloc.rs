@@ -268,7 +268,7 @@ impl<'m, E: Env> Frames<'m, E> {
             if let Some(own) = own {
                 self.drain_cache(pin, own);
             }
-            self.request_drains(own);
+            self.request_drains();
         }
         Err(AllocError::OutOfMemory)
     }

@@ -192,13 +192,9 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Asks every CPU but `own` for what it has cached.
-    pub(crate) fn request_drains(&self, own: Option<&PerCpu<'m>>) {
-        for cpu in self.cpus {
-            if cpu.pages() != 0 && own.is_none_or(|own| !core::ptr::eq(own, cpu)) {
-                cpu.mailbox.post();
-            }
-        }
+    /// Asks every CPU that has something cached for it. This one's cache is empty.
+    pub(crate) fn request_drains(&self) {
+        self.cpus.iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
     }
 
     /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the

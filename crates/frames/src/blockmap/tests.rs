@@ -23,8 +23,13 @@ fn one_block_and_all_single() {
     let bits = Bits512::default();
     bits.reset(true);
     assert_eq!(blocks(&bits), [(0, 9)]);
+    assert!((0..SPAN).all(|index| !bits.is_single(index)));
     bits.reset(false);
     assert_eq!(blocks(&bits).len(), 512);
+    // All but the last of each word, which only the next word tells.
+    assert!((0..SPAN).all(|index| bits.is_single(index) == ((index + 1) % WORD_BITS != 0)));
+    bits.merge(6, 1);
+    assert_eq!([5, 6, 7, 8].map(|index| bits.is_single(index)), [true, false, false, true]);
 }
 
 #[test]

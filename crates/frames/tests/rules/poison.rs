@@ -142,3 +142,21 @@ fn a_poisoned_page_leaves_with_its_last_reference() {
         ));
     });
 }
+
+/// The first poisoned frame of an extent, wherever the extent begins and ends.
+#[test]
+fn the_first_poisoned_frame_is_found_from_anywhere() {
+    with_one_arena(0, 1 << 16, 1, |frames, threads| {
+        let cx = threads.cx();
+        let bad = [3, 700, 0x7fff, 0x8200, 0xfffe];
+        for pfn in bad {
+            assert_eq!(frames.hwpoison(&cx, Pfn::new(pfn)), HwPoisoned::Free);
+        }
+        let places = bad.iter().flat_map(|pfn| [*pfn, pfn + 1, pfn >> 9 << 9, (pfn >> 9) + 1 << 9]);
+        for (first, end) in places.clone().flat_map(|first| places.clone().map(move |end| (first, end))) {
+            let expected = bad.into_iter().find(|pfn| (first..end).contains(pfn)).map(Pfn::new);
+            let found = frames.first_hwpoisoned(extent(first, end.saturating_sub(first)));
+            assert_eq!(found, expected, "{first:#x}..{end:#x}");
+        }
+    });
+}
