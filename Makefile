@@ -10,9 +10,9 @@ LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
 PARTS = test-host=390 test-examples=40 test-release=60 test-loom=90 test-bare=20 test-kernel=180 test-arm=420
 
 # What has no std; what of it has protocols that loom explores; what Miri can interpret.
-BARE = -p hugemm $(addprefix -p hugemm-,base clear frames paging hugetlb vm reclaim lz4 workloads)
-LOOM_LIBS = $(addprefix -p hugemm-,base clear paging hugetlb reclaim)
-MIRI = $(addprefix -p hugemm-,base clear frames paging vm reclaim lz4 threads)
+BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm reclaim lz4 workloads)
+LOOM_LIBS = $(addprefix -p hugemm-,base clear heap paging hugetlb reclaim)
+MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
 
 .PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint lines package dist deep clean
 
@@ -69,7 +69,7 @@ test-bare:
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
 	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64; fi
-	@for feature in clear frames paging hugetlb vm reclaim; do \
+	@for feature in clear frames heap paging hugetlb vm reclaim; do \
 	    $(CARGO) check --locked --quiet -p hugemm --no-default-features --features $$feature || exit 1; \
 	done
 
@@ -137,6 +137,7 @@ deep:
 	$(CARGO) +nightly test --locked --doc -p hugemm-base --target-dir target/nightly
 	MIRIFLAGS="-Zmiri-permissive-provenance -Zmiri-disable-isolation" $(CARGO) +nightly miri test --locked $(MIRI) --target-dir target/miri
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-frames --test stress
+	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-heap --test stress
 	HUGEMM_SOAK=100 $(CARGO) test --release --locked -p hugemm-paging --test model
 	HUGEMM_SOAK=20 $(CARGO) test --release --locked -p hugemm-reclaim
 	HUGEMM_STRESS_ITERATIONS=100000000 $(CARGO) test --release --locked -p hugemm-clear --test fences -- --nocapture

@@ -122,7 +122,8 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
     /// # Safety
     ///
     /// The task has no other context of this platform: with two, one could be rescheduled while the other's debts are
-    /// open. An interrupt handler is a task of its own, which never passes a reschedule point.
+    /// open. An interrupt handler is a task of its own, which never passes a reschedule point. One that is lent by shared
+    /// reference, to code that leaves no debt open and passes no reschedule point meanwhile, does not count.
     pub unsafe fn new(platform: &'p P) -> Self {
         CpuCx { platform, stays: PhantomData }
     }

@@ -57,6 +57,7 @@
 //! | the vocabulary, barriers as types, what a platform is | [`base`] | always |
 //! | memory zeroed at the machine's store bandwidth | `clear::Clearer` | `clear` |
 //! | a page allocator | `frames::Frames` | `frames` |
+//! | a global allocator for a kernel | `heap::GlobalHeap` | `heap`, which brings `frames` |
 //! | page tables, TLB shootdowns | `paging::PageTable`, `paging::TlbShootdown` | `paging`, which brings `frames` |
 //! | pools of huge pages, descriptors given back | `hugetlb::HugePool`, `hugetlb::VmemmapOptimizer` | `hugetlb`, which brings `paging` |
 //! | address spaces | `vm::Vm` | `vm`, which brings `clear` and `hugetlb` |
@@ -72,6 +73,8 @@ pub use hugemm_base as base;
 pub use hugemm_clear as clear;
 #[cfg(feature = "frames")]
 pub use hugemm_frames as frames;
+#[cfg(feature = "heap")]
+pub use hugemm_heap as heap;
 #[cfg(feature = "hugetlb")]
 pub use hugemm_hugetlb as hugetlb;
 #[cfg(feature = "paging")]
@@ -96,6 +99,8 @@ pub mod prelude {
     pub use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Features, Profile, calibrate};
     #[cfg(feature = "frames")]
     pub use hugemm_frames::{AllocRequest as FrameRequest, ArenaSpec, Frames, FramesConfig, Frozen, Plain};
+    #[cfg(feature = "heap")]
+    pub use hugemm_heap::{GlobalHeap, Heap};
     #[cfg(feature = "hugetlb")]
     pub use hugemm_hugetlb::{HugePool, VmemmapOptimizer};
     #[cfg(feature = "paging")]

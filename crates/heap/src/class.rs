@@ -1,0 +1,209 @@
+//! Which sizes are kept in slabs, how a slab of each is divided, and what is a block of frames of its own.
+//!
+//! Sizes rise by 16 bytes up to 128 and by a quarter, a fifth, a sixth and a seventh of a power of two from there on, so that
+//! rounding up loses a fifth at most. 4096 bytes are a frame, and what is above 6144 is a block of frames.
+//!
+//! Alignment needs no case of its own: a size that is a multiple of a power of two is rounded up to a multiple of it, and pieces
+//! lie at multiples of the largest power of two that divides their size.
+
+use core::alloc::Layout;
+use hugemm_base::{Order, PAGE_BYTES, PAGE_SHIFT};
+
+/// How many sizes have slabs. The one of 4096 bytes has none: a frame serves.
+pub(crate) const CLASSES: usize = 31;
+
+/// What a slab begins with: its header.
+pub(crate) const HEADER: u32 = 128;
+
+/// The largest piece.
+const MOST: usize = 6144;
+
+/// Sizes up to here rise by 16.
+const FINE: usize = 128;
+
+/// The class whose pieces would be frames.
+const FRAME: u8 = 28;
+
+/// A slab has so many pieces, if that takes no more than [`MOST_ORDER`].
+const ENOUGH: u32 = 16;
+
+/// What frames keeps in its per-CPU caches.
+const MOST_ORDER: u32 = 3;
+
+/// Where memory of some layout comes from. Says everything about it, so nothing need be stored beside the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// A piece of a slab of this class.
+    Slab(u8),
+    /// A block.
+    Block(Order),
+    /// Nowhere.
+    TooLarge,
+}
+
+impl Source {
+    /// That of a layout.
+    #[inline]
+    pub(crate) const fn of(layout: Layout) -> Self {
+        let (size, align) = (layout.size(), layout.align());
+        let most = Order::MAX.bytes() as usize;
+        if size > most || align > most {
+            return Source::TooLarge;
+        }
+        // Neither is above 1 GiB, so this does not overflow.
+        let bytes = (if size == 0 { 1 } else { size }).next_multiple_of(align);
+        if bytes > MOST {
+            return block(bytes);
+        }
+        match class(bytes) {
+            FRAME => Source::Block(Order::ZERO),
+            class => Source::Slab(class),
+        }
+    }
+}
+
+const fn block(bytes: usize) -> Source {
+    let pages = (bytes as u64).div_ceil(PAGE_BYTES);
+    match Order::new(pages.next_power_of_two().trailing_zeros()) {
+        Ok(order) => Source::Block(order),
+        Err(_) => Source::TooLarge,
+    }
+}
+
+/// The smallest class with pieces of so many bytes, which are at least 1 and at most [`MOST`].
+#[inline]
+const fn class(bytes: usize) -> u8 {
+    if bytes <= 8 {
+        return 0;
+    }
+    if bytes <= FINE {
+        return bytes.div_ceil(16) as u8;
+    }
+    let last = bytes - 1;
+    let log = last.ilog2();
+    (9 + 4 * (log - FINE.ilog2()) + (last >> (log - 2) & 3) as u32) as u8
+}
+
+/// The bytes of a class's pieces.
+const fn piece(class: usize) -> u32 {
+    match class {
+        0 => 8,
+        1..=8 => 16 * class as u32,
+        _ => (5 + (class as u32 - 9) % 4) << (5 + (class as u32 - 9) / 4),
+    }
+}
+
+/// How a slab is divided. Offsets are in bytes from its first.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    /// A piece's bytes.
+    pub(crate) piece: u32,
+    /// The offset of the first piece.
+    pub(crate) first: u32,
+    /// The offset after the last one.
+    pub(crate) end: u32,
+    /// The slab's order.
+    pub(crate) order: Order,
+}
+
+impl Shape {
+    const fn of(class: usize) -> Self {
+        let piece = piece(class);
+        let align = 1 << piece.trailing_zeros();
+        let first = if align > HEADER { align } else { HEADER };
+        let mut log = 0;
+        loop {
+            let bytes = 1_u32 << (PAGE_SHIFT + log);
+            let pieces = (bytes - first) / piece;
+            if pieces >= ENOUGH || log == MOST_ORDER {
+                let order = match Order::new(log) {
+                    Ok(order) => order,
+                    Err(_) => Order::ZERO,
+                };
+                return Shape { piece, first, end: first + pieces * piece, order };
+            }
+            log += 1;
+        }
+    }
+
+    /// Bytes of the slab.
+    #[inline]
+    pub(crate) const fn bytes(&self) -> usize {
+        self.order.bytes() as usize
+    }
+}
+
+/// Every class's.
+pub(crate) static SHAPES: [Shape; CLASSES] = {
+    let mut shapes = [Shape::of(0); CLASSES];
+    let mut class = 1;
+    while class < CLASSES {
+        shapes[class] = Shape::of(class);
+        class += 1;
+    }
+    shapes
+};
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn layout(size: usize, align: usize) -> Layout {
+        Layout::from_size_align(size, align).expect("valid")
+    }
+
+    #[test]
+    fn every_size_and_alignment_fits_and_loses_a_fifth_at_most() {
+        for align in (0..14).map(|log| 1 << log) {
+            for size in (0..=MOST + 1).step_by(if cfg!(miri) { 61 } else { 1 }) {
+                let bytes = size.max(1).next_multiple_of(align);
+                match Source::of(layout(size, align)) {
+                    Source::Slab(class) => {
+                        let shape = SHAPES[class as usize];
+                        let piece = shape.piece as usize;
+                        assert!(piece >= bytes, "{size} {align}");
+                        assert!(piece - bytes < 16 || (piece - bytes) * 5 <= piece, "{bytes} in {piece}");
+                        assert!(
+                            piece.is_multiple_of(align) && (shape.first as usize).is_multiple_of(align),
+                            "{size} {align}"
+                        );
+                    }
+                    Source::Block(order) => {
+                        assert!(order.bytes() as usize >= bytes && (bytes > 3584));
+                        assert!(order == Order::ZERO || order.bytes() as usize / 2 < bytes);
+                    }
+                    Source::TooLarge => panic!("{size} {align}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn large_ones_are_blocks_up_to_1_gib() {
+        let order = |order| Source::Block(Order::new(order).expect("valid"));
+        for (size, align, source) in [
+            (4096, 8, order(0)),
+            (1, 4096, order(0)),
+            (8192, 16, order(1)),
+            (8193, 16, order(2)),
+            (1, 2 << 20, order(9)),
+            (1 << 30, 1, order(18)),
+            (1, 1 << 30, order(18)),
+            ((1 << 30) + 1, 1, Source::TooLarge),
+            (1, 1 << 31, Source::TooLarge),
+            (isize::MAX as usize, 1, Source::TooLarge),
+        ] {
+            assert_eq!(Source::of(layout(size, align)), source, "{size} {align}");
+        }
+    }
+
+    #[test]
+    fn slabs_are_full_of_pieces() {
+        for (class, shape) in SHAPES.iter().enumerate().filter(|(class, _)| *class != FRAME as usize) {
+            let rest = shape.bytes() as u32 - (shape.end - shape.first);
+            assert!(shape.first >= HEADER && shape.end as usize <= shape.bytes());
+            assert!(rest < shape.bytes() as u32 / 8, "{class}: {shape:?}");
+            assert_eq!((shape.end - shape.first) % shape.piece, 0);
+        }
+    }
+}

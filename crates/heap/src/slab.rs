@@ -1,0 +1,355 @@
+//! A slab: a block of frames that is divided into pieces of one size, and belongs to one CPU.
+//!
+//! Its header is its first bytes, so it is found by rounding a piece's address down. The header's first line is for the owner,
+//! under its pin; the other line is what all CPUs use.
+//!
+//! A free piece holds the offset of the next one in its first four bytes. Pieces that were never used are not linked: the
+//! slab's memory is touched as it is needed.
+
+use crate::class::{SHAPES, Shape};
+use crate::remote::Remote;
+use core::ptr::{NonNull, null_mut};
+use hugemm_base::Pfn;
+use hugemm_base::sync::{AtomicU64, Ordering};
+
+/// How many unused pieces are linked at once.
+const FRESH: u32 = 16;
+
+/// Where a slab is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// Allocations of its class come from it.
+    Current,
+    /// On its class's list: it has free pieces.
+    Listed,
+    /// Nowhere: all its pieces are in use, or those that are not are with [`Remote`].
+    Full,
+}
+
+/// What the owner knows.
+#[repr(C, align(64))]
+struct Own {
+    /// Offset of the first free piece; 0 for none.
+    free: u32,
+    /// Pieces that are not free, those included that others have freed and the owner has not taken.
+    used: u32,
+    /// Offset of the first piece that was never used.
+    fresh: u32,
+    class: u8,
+    place: Place,
+    /// Whether it was put to sleep, and has not come with the list of woken ones since.
+    armed: bool,
+    /// Whether its class counts it as the empty one that is kept.
+    kept: bool,
+    pfn: Pfn,
+    next: *mut Header,
+    prev: *mut Header,
+}
+
+/// What all CPUs use.
+#[repr(C, align(64))]
+struct Shared {
+    remote: Remote<AtomicU64>,
+    /// Link of the owner's list of woken slabs.
+    woken_next: AtomicU64,
+    /// Never changes.
+    owner: u32,
+}
+
+/// At the start of each slab.
+#[repr(C)]
+pub(crate) struct Header {
+    own: Own,
+    shared: Shared,
+}
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Header>() <= crate::class::HEADER as usize);
+
+/// A slab. No reference to its header as a whole ever exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(crate) struct Slab(NonNull<Header>);
+
+impl Slab {
+    /// Makes one out of the block at `start`, of its class's order.
+    ///
+    /// # Safety
+    ///
+    /// The block's bytes are at `start`, aligned to 4096, writable and the caller's until it gives them back.
+    pub(crate) unsafe fn new(start: NonNull<u8>, pfn: Pfn, class: u8, owner: u32) -> Self {
+        let header = start.cast::<Header>();
+        let fresh = SHAPES[class as usize].first;
+        // SAFETY: the caller's promise; a frame has room for a header.
+        unsafe {
+            (&raw mut (*header.as_ptr()).own).write(Own {
+                free: 0,
+                used: 0,
+                fresh,
+                class,
+                place: Place::Current,
+                armed: false,
+                kept: false,
+                pfn,
+                next: null_mut(),
+                prev: null_mut(),
+            });
+            (&raw mut (*header.as_ptr()).shared).write(Shared {
+                remote: Remote::new(AtomicU64::new(0)),
+                woken_next: AtomicU64::new(0),
+                owner,
+            });
+        }
+        // By a piece's address the header is found, and by an offset the piece.
+        let _ = header.as_ptr().expose_provenance();
+        Slab(header)
+    }
+
+    /// The slab whose header is at `address`.
+    ///
+    /// # Safety
+    ///
+    /// There is one, and it stays for as long as this is used.
+    #[inline]
+    pub(crate) unsafe fn at(address: usize) -> Self {
+        // SAFETY: not null by the contract; `new` has exposed it.
+        Slab(unsafe { NonNull::new_unchecked(core::ptr::with_exposed_provenance_mut(address)) })
+    }
+
+    #[inline]
+    pub(crate) fn address(self) -> usize {
+        self.0.as_ptr().addr()
+    }
+
+    #[inline]
+    fn shared(&self) -> &Shared {
+        // SAFETY: a slab that exists has a header, whose shared line is only ever read, or changed by atomics.
+        unsafe { &(*self.0.as_ptr()).shared }
+    }
+
+    /// The CPU whose it is. Any CPU.
+    #[inline]
+    pub(crate) fn owner(self) -> u32 {
+        self.shared().owner
+    }
+
+    #[inline]
+    pub(crate) fn remote(&self) -> &Remote<AtomicU64> {
+        &self.shared().remote
+    }
+
+    #[inline]
+    pub(crate) fn woken_next(&self) -> u64 {
+        // Relaxed: the list was taken by an acquire.
+        self.shared().woken_next.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(crate) fn set_woken_next(&self, next: u64) {
+        // Relaxed: the push that follows releases.
+        self.shared().woken_next.store(next, Ordering::Relaxed);
+    }
+
+    /// The piece at an offset.
+    #[inline]
+    pub(crate) fn piece(self, offset: u32) -> NonNull<u8> {
+        // SAFETY: within the slab.
+        unsafe { self.0.cast::<u8>().add(offset as usize) }
+    }
+
+    /// Links a free piece: `next` is the offset of what follows it. In debug builds it is marked as free.
+    ///
+    /// # Safety
+    ///
+    /// `offset` is that of a piece that is free and in the caller's hands.
+    #[inline]
+    pub(crate) unsafe fn link(self, offset: u32, next: u32) {
+        // SAFETY: pieces have 8 bytes at least, at a multiple of 8.
+        unsafe {
+            let words = self.piece(offset).cast::<u32>();
+            words.write(next);
+            if cfg!(debug_assertions) {
+                words.add(1).write(mark(offset));
+            }
+        }
+    }
+
+    /// Whether a piece seems to be free already: it bears the mark. Debug builds. Memory that happens to hold it is mistaken for
+    /// free, once in 2^32.
+    ///
+    /// # Safety
+    ///
+    /// `offset` is that of a piece that the caller has, or somebody has freed.
+    pub(crate) unsafe fn is_marked(self, offset: u32) -> bool {
+        // In memory that was never written a volatile read finds what happens to be there; for Miri there is nothing.
+        // SAFETY: as in `link`.
+        !cfg!(miri) && unsafe { self.piece(offset).cast::<u32>().add(1).read_volatile() == mark(offset) }
+    }
+}
+
+/// What says in debug builds that the piece at an offset is free.
+const fn mark(offset: u32) -> u32 {
+    0xf4ee_b10c ^ offset.wrapping_mul(0x9e37_79b9)
+}
+
+/// The owner's view of a slab.
+///
+/// Every method requires that the caller runs on the slab's CPU, under its pin, and that the slab exists: this is made by
+/// [`Slab::own`] only, which says so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(crate) struct OwnSlab(Slab);
+
+impl Slab {
+    /// The owner's view.
+    ///
+    /// # Safety
+    ///
+    /// The caller is pinned to the slab's CPU for as long as it uses the view, and does not use it after giving the slab back.
+    #[inline]
+    pub(crate) unsafe fn own(self) -> OwnSlab {
+        OwnSlab(self)
+    }
+}
+
+macro_rules! fields {
+    ($($name:ident, $set:ident: $type:ty;)*) => {
+        $(
+            #[inline]
+            pub(crate) fn $name(self) -> $type {
+                // SAFETY: the owner's line, which only the owner uses, under its pin.
+                unsafe { (*self.0.0.as_ptr()).own.$name }
+            }
+
+            #[inline]
+            pub(crate) fn $set(self, value: $type) {
+                // SAFETY: as above.
+                unsafe { (*self.0.0.as_ptr()).own.$name = value }
+            }
+        )*
+    };
+}
+
+impl OwnSlab {
+    fields! {
+        free, set_free: u32;
+        used, set_used: u32;
+        fresh, set_fresh: u32;
+        place, set_place: Place;
+        armed, set_armed: bool;
+        kept, set_kept: bool;
+        next, set_next: *mut Header;
+        prev, set_prev: *mut Header;
+    }
+
+    /// The slab.
+    #[inline]
+    pub(crate) fn slab(self) -> Slab {
+        self.0
+    }
+
+    /// The slab at an address that a list holds; `None` for null.
+    #[inline]
+    pub(crate) fn from_link(link: *mut Header) -> Option<Self> {
+        Some(OwnSlab(Slab(NonNull::new(link)?)))
+    }
+
+    #[inline]
+    pub(crate) fn as_link(self) -> *mut Header {
+        self.0.0.as_ptr()
+    }
+
+    pub(crate) fn pfn(self) -> Pfn {
+        // SAFETY: as for the other fields.
+        unsafe { (*self.as_link()).own.pfn }
+    }
+
+    pub(crate) fn class(self) -> u8 {
+        // SAFETY: as for the other fields.
+        unsafe { (*self.as_link()).own.class }
+    }
+
+    pub(crate) fn shape(self) -> &'static Shape {
+        &SHAPES[self.class() as usize]
+    }
+
+    /// Takes a free piece.
+    #[inline]
+    pub(crate) fn pop(self) -> Option<NonNull<u8>> {
+        let offset = self.free();
+        if offset == 0 {
+            return None;
+        }
+        let piece = self.0.piece(offset);
+        // SAFETY: a free piece of the slab, which holds its link, written by `link`.
+        unsafe {
+            self.set_free(piece.cast::<u32>().read());
+            if cfg!(debug_assertions) {
+                piece.cast::<u32>().add(1).write(0);
+            }
+        }
+        self.set_used(self.used().wrapping_add(1));
+        Some(piece)
+    }
+
+    /// Gives a piece back; whether the slab had no free one, or none is used any more.
+    ///
+    /// # Safety
+    ///
+    /// `offset` is that of a piece that is in use, and whose user is the caller.
+    #[inline]
+    pub(crate) unsafe fn push(self, offset: u32) -> bool {
+        let (before, used) = (self.free(), self.used().wrapping_sub(1));
+        // SAFETY: the piece is the caller's.
+        unsafe { self.0.link(offset, before) };
+        self.set_free(offset);
+        self.set_used(used);
+        before == 0 || used == 0
+    }
+
+    /// Finds free pieces for a slab that has run out: what others have freed, or what was never used. Whether there are any.
+    pub(crate) fn replenish(self) -> bool {
+        if let Some((first, count)) = self.0.remote().take() {
+            self.set_free(first);
+            self.set_used(self.used().wrapping_sub(count));
+            return true;
+        }
+        let (shape, fresh) = (self.shape(), self.fresh());
+        let end = shape.end.min(fresh + FRESH * shape.piece);
+        let mut offset = fresh;
+        while offset < end {
+            let next = offset + shape.piece;
+            // SAFETY: a piece that was never used, in the owner's hands.
+            unsafe { self.0.link(offset, if next < end { next } else { 0 }) };
+            offset = next;
+        }
+        self.set_fresh(end);
+        self.set_free(if fresh < end { fresh } else { 0 });
+        fresh < end
+    }
+
+    /// Whether every piece is free, those included that others have freed.
+    pub(crate) fn is_empty(self) -> bool {
+        self.used() == self.0.remote().count()
+    }
+
+    /// Puts a slab without free pieces aside until one is freed; not if others have freed some.
+    pub(crate) fn put_aside(self) -> bool {
+        // One that is armed already is asleep, or is on its way to the list of woken ones.
+        if !self.armed() && !self.0.remote().sleep() {
+            return false;
+        }
+        self.set_armed(true);
+        self.set_place(Place::Full);
+        true
+    }
+
+    /// Makes sure that no other CPU touches an empty slab any more; not if one is about to.
+    pub(crate) fn disarm(self) -> bool {
+        if self.armed() && !self.0.remote().wake() {
+            return false;
+        }
+        self.set_armed(false);
+        true
+    }
+}

@@ -1,0 +1,514 @@
+//! What a heap promises, on one CPU or two that take turns.
+
+mod support;
+
+use hugemm_base::inject::{FaultPlan, NoFaults};
+use hugemm_base::{Extent, LinearMap, NodeId, Order, Pfn, PhysMap, SingleCpu, VirtAddr, Window, Zeroed};
+use hugemm_frames::{AllocRequest, ArenaSpec, Carved, Frames, FramesConfig, Plain};
+#[cfg(all(debug_assertions, not(miri)))]
+use hugemm_heap::Misuse;
+use hugemm_heap::{Heap, HeapError};
+use hugemm_threads::{Memory, Threads, run_as};
+use std::alloc::Layout;
+use std::collections::HashSet;
+use std::ptr::NonNull;
+use support::Rng;
+
+type TestHeap<'m> = Heap<'m, Carved>;
+type Cx<'a> = hugemm_base::CpuCx<'a, Threads<Memory>>;
+
+fn layout(size: usize, align: usize) -> Layout {
+    Layout::from_size_align(size, align).expect("valid")
+}
+
+/// Runs a test on a heap of two CPUs over `mib` MiB, and looks whether every frame is back when both have trimmed.
+fn with_heap(mib: u64, test: impl FnOnce(&Threads<Memory>, &Frames<'_, Carved>, &TestHeap<'_>)) {
+    let (threads, ram) = Threads::with_memory(mib << 20);
+    let cx = threads.cx();
+    let frames = Frames::carve(&cx, ram).expect("enough memory");
+    let heap = Heap::new(&frames, &cx, 2).expect("enough memory");
+    let before = frames.available(&cx);
+    test(&threads, &frames, &heap);
+    for cpu in [1, 0] {
+        run_as(cpu);
+        heap.trim(&cx);
+    }
+    assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before), "{heap:?}");
+}
+
+/// Frees what the heap has handed out.
+fn free(heap: &TestHeap<'_>, cx: &Cx<'_>, memory: NonNull<u8>, layout: Layout) {
+    // SAFETY: the tests free what they were given, with its layout; what they free wrongly is left alone.
+    unsafe { heap.free(cx, memory, layout) }
+}
+
+fn fill(memory: NonNull<u8>, layout: Layout, with: u8) {
+    // SAFETY: the test's memory.
+    unsafe { memory.write_bytes(with, layout.size()) }
+}
+
+fn holds(memory: NonNull<u8>, layout: Layout, value: u8) -> bool {
+    // SAFETY: the test's memory, which it has written.
+    unsafe { std::slice::from_raw_parts(memory.as_ptr(), layout.size()) }.iter().all(|byte| *byte == value)
+}
+
+/// All sizes, each aligned as asked for and apart from the others; everything is back at the end.
+#[test]
+fn memory_is_aligned_and_nobody_elses() {
+    with_heap(24, |threads, _, heap| {
+        let cx = threads.cx();
+        let mut held = Vec::new();
+        let step = if cfg!(miri) { 487 } else { 7 };
+        for (index, size) in (1..9000).step_by(step).enumerate() {
+            let layout = layout(size, 1 << (index % 13));
+            let memory = heap.alloc(&cx, layout).expect("enough memory");
+            assert_eq!(memory.addr().get() % layout.align(), 0, "{layout:?}");
+            fill(memory, layout, index as u8);
+            held.push((memory, layout));
+        }
+        for (index, (memory, layout)) in held.into_iter().enumerate() {
+            assert!(holds(memory, layout, index as u8), "{layout:?} was written to by another");
+            free(heap, &cx, memory, layout);
+        }
+        let empty = heap.alloc(&cx, layout(0, 64)).expect("some address");
+        free(heap, &cx, empty, layout(0, 64));
+    });
+}
+
+/// Everything that a slab has room for is handed out once, and again after it was freed, in any order.
+#[test]
+fn pieces_are_handed_out_once() {
+    with_heap(8, |threads, _, heap| {
+        let (cx, mut rng) = (threads.cx(), Rng(1));
+        let layout = layout(48, 8);
+        let (mut held, mut seen) = (Vec::new(), HashSet::new());
+        for _ in 0..if cfg!(miri) { 600 } else { 20_000 } {
+            if rng.below(5) < 3 {
+                let memory = heap.alloc(&cx, layout).expect("enough memory");
+                assert!(seen.insert(memory), "handed out twice");
+                held.push(memory);
+            } else if !held.is_empty() {
+                let memory = held.swap_remove(rng.below(held.len() as u64) as usize);
+                assert!(seen.remove(&memory));
+                free(heap, &cx, memory, layout);
+            }
+        }
+        held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
+    });
+}
+
+#[test]
+fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {
+    with_heap(24, |threads, frames, heap| {
+        let cx = threads.cx();
+        for size in [24, 5000, 70_000, 2 << 20] {
+            let layout = layout(size, 8);
+            for _ in 0..2 {
+                let memory = heap.alloc_zeroed(&cx, layout).expect("enough memory");
+                assert!(holds(memory, layout, 0), "{size}");
+                fill(memory, layout, 7);
+                free(heap, &cx, memory, layout);
+            }
+        }
+        // What is known to be zero is taken first: nobody else has it.
+        let order = Order::new(9).expect("valid");
+        let block = frames.alloc(&cx, AllocRequest::order(order)).expect("2 MiB");
+        let at = threads.ptr().wrapping_add(((block.pfn().number() - threads.frames().base().number()) << 12) as usize);
+        // SAFETY: the test's block.
+        unsafe { at.write_bytes(0, 2 << 20) };
+        // SAFETY: cleared.
+        let extent = unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) };
+        let (pfn, whole) = (extent.extent().base(), layout(2 << 20, 8));
+        frames.free_zeroed(&cx, extent);
+        let memory = heap.alloc_zeroed(&cx, whole).expect("enough memory");
+        assert_eq!(memory.as_ptr(), at, "{pfn} is known to be zero");
+        free(heap, &cx, memory, whole);
+
+        let mut memory = heap.alloc(&cx, layout(10, 8)).expect("enough memory");
+        fill(memory, layout(10, 8), 9);
+        let mut size = 10;
+        for next in [12, 100, 4000, 8192, 100_000, 30] {
+            // SAFETY: the test's memory.
+            let moved = unsafe { heap.realloc(&cx, memory, layout(size, 8), next) }.expect("enough memory");
+            assert!(holds(moved, layout(10, 8), 9));
+            assert_eq!(moved == memory, (size, next) == (10, 12), "{size} to {next}");
+            (memory, size) = (moved, next);
+        }
+        free(heap, &cx, memory, layout(size, 8));
+    });
+}
+
+/// Memory that runs out is an error, and all of it is there again afterwards, for other sizes too.
+#[test]
+#[cfg_attr(miri, ignore = "takes minutes")]
+fn exhaustion_is_an_error_and_what_is_freed_serves_other_sizes() {
+    with_heap(4, |threads, _, heap| {
+        let cx = threads.cx();
+        for size in [16, 3000, 4096, 60_000, 200] {
+            let layout = layout(size, 8);
+            let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, layout).ok()).collect();
+            assert!(held.len() * size * 10 > (3 << 20) * 8, "{} of {size}", held.len());
+            assert_eq!(heap.alloc(&cx, layout), Err(HeapError::OutOfMemory));
+            held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
+        }
+        assert_eq!(heap.stats().failed, 10);
+    });
+}
+
+/// One empty slab of a size is kept, others go back as soon as they are empty. What was freed is used before more is taken.
+#[test]
+fn empty_slabs_go_back_but_for_one() {
+    with_heap(8, |threads, _, heap| {
+        let cx = threads.cx();
+        let layout = layout(96, 8);
+        for _ in 0..2 {
+            let mut held: Vec<_> = (0..1000).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
+            let full = heap.stats().pages;
+            assert!((1000 * 96 / 4096..40).contains(&full), "{full}");
+            for index in (0..1000).step_by(2) {
+                free(heap, &cx, held[index], layout);
+            }
+            (0..1000).step_by(2).for_each(|index| held[index] = heap.alloc(&cx, layout).expect("enough memory"));
+            assert_eq!(heap.stats().pages, full, "there is room for as many as were freed");
+            held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
+            // The one that allocations come from, and the one that is kept.
+            assert_eq!(heap.stats().pages, 2);
+        }
+        heap.trim(&cx);
+        assert_eq!(heap.stats().pages, 0);
+    });
+}
+
+/// Slabs that are kept, and those that others have emptied, are given back before memory is said to be out.
+#[test]
+#[cfg_attr(miri, ignore = "takes minutes")]
+fn what_is_kept_is_given_back_when_memory_is_out() {
+    with_heap(4, |threads, _, heap| {
+        let cx = threads.cx();
+        for wanted in [layout(32 << 10, 8), layout(6144, 8)] {
+            let most = |heap: &TestHeap<'_>| {
+                let held: Vec<_> = std::iter::from_fn(|| heap.alloc(&cx, wanted).ok()).collect();
+                let count = held.len();
+                held.into_iter().for_each(|memory| free(heap, &cx, memory, wanted));
+                count
+            };
+            let all = most(heap);
+            for size in [16, 100, 1000, 2000, 3000, 5000] {
+                let memory = heap.alloc(&cx, layout(size, 8)).expect("enough memory");
+                run_as(size as u32 / 1000 % 2);
+                free(heap, &cx, memory, layout(size, 8));
+                run_as(0);
+            }
+            assert_eq!(most(heap), all);
+        }
+    });
+}
+
+/// A slab that is on its way to its owner's list, though its owner has found the pieces already, does not go back before.
+#[test]
+fn a_slab_on_its_way_to_the_list_is_not_given_back() {
+    with_heap(8, |threads, _, heap| {
+        let cx = threads.cx();
+        let layout = layout(6144, 8);
+        let take = |count: usize| (0..count).map(|_| heap.alloc(&cx, layout).expect("memory")).collect::<Vec<_>>();
+        // Three slabs of five pieces each, all in use.
+        let (mut one, mut two, three) = (take(5), take(5), take(5));
+        assert_eq!(heap.stats().pages, 3 * 8);
+        let give = |memory: NonNull<u8>| free(heap, &cx, memory, layout);
+        run_as(1);
+        give(one.swap_remove(0));
+        run_as(0);
+        // The owner frees one too, and allocates: its own, and then what the other CPU has freed.
+        give(one.swap_remove(0));
+        one.extend(take(2));
+        assert_eq!(heap.stats().pages, 3 * 8);
+        // The next comes from the second slab; the first is full again.
+        give(two.swap_remove(0));
+        two.extend(take(1));
+        three.into_iter().for_each(give);
+        one.into_iter().for_each(give);
+        assert_eq!(heap.stats().pages, 3 * 8, "one is kept, and one cannot go back yet");
+        two.into_iter().for_each(give);
+    });
+}
+
+/// What another CPU frees is found by the owner, before it takes more from the manager, and empty slabs go back then.
+#[test]
+fn the_owner_finds_what_others_free() {
+    with_heap(8, |threads, _, heap| {
+        let cx = threads.cx();
+        let layout = layout(256, 8);
+        for round in 0..3 {
+            let held: Vec<_> = (0..200).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
+            let full = heap.stats().pages;
+            assert!((13..=20).contains(&full), "round {round}: {full}");
+            run_as(1);
+            held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
+            assert_eq!(heap.stats().pages, full, "only the owner gives back");
+            run_as(0);
+        }
+        heap.trim(&cx);
+        assert_eq!(heap.stats().pages, 0);
+    });
+}
+
+/// Of two CPUs each frees a part: the slab goes back once, when the owner knows of all.
+#[test]
+fn a_slab_that_two_cpus_empty_goes_back() {
+    with_heap(8, |threads, _, heap| {
+        let (cx, mut rng) = (threads.cx(), Rng(3));
+        for round in 0..if cfg!(miri) { 3 } else { 200 } {
+            let layout = layout([64, 1024, 5000][round % 3], 8);
+            let mut held: Vec<_> = (0..150).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
+            while !held.is_empty() {
+                run_as(u32::from(rng.below(4) == 0));
+                let memory = held.swap_remove(rng.below(held.len() as u64) as usize);
+                free(heap, &cx, memory, layout);
+            }
+            run_as(0);
+        }
+        heap.trim(&cx);
+        assert_eq!(heap.stats().pages, 0, "{heap:?}");
+    });
+}
+
+/// Interrupts come wherever they can, and allocate and free of the same sizes.
+#[test]
+fn interrupts_may_allocate_and_free() {
+    with_heap(8, |threads, _, heap| {
+        let mut mine: Vec<(NonNull<u8>, Layout)> = Vec::new();
+        let mut rng = Rng(5);
+        let handler = |cx: &mut Cx<'_>| {
+            let layout = layout([40, 700, 4096][rng.below(3) as usize], 8);
+            if mine.len() < 60 && rng.below(2) == 0 {
+                let memory = heap.alloc(cx, layout).expect("enough memory");
+                fill(memory, layout, 0xaa);
+                mine.push((memory, layout));
+            } else if let Some((memory, layout)) = mine.pop() {
+                assert!(holds(memory, layout, 0xaa));
+                free(heap, cx, memory, layout);
+            }
+        };
+        threads.interrupted(handler, |cx| {
+            let mut held = Vec::new();
+            for round in 0..if cfg!(miri) { 60 } else { 3000 } {
+                let layout = layout([40, 700, 4096][round % 3], 8);
+                let memory = heap.alloc(cx, layout).expect("enough memory");
+                fill(memory, layout, 0x55);
+                held.push((memory, layout));
+                if round % 50 >= 20 {
+                    let (memory, layout) = held.swap_remove(round % held.len());
+                    assert!(holds(memory, layout, 0x55));
+                    free(heap, cx, memory, layout);
+                }
+                if round % 97 == 0 {
+                    heap.trim(cx);
+                }
+            }
+            held.into_iter().for_each(|(memory, layout)| free(heap, cx, memory, layout));
+        });
+        mine.into_iter().for_each(|(memory, layout)| free(heap, &threads.cx(), memory, layout));
+    });
+}
+
+#[test]
+fn what_cannot_be_had_is_an_error() {
+    with_heap(8, |threads, frames, heap| {
+        let cx = threads.cx();
+        for refused in [layout((1 << 30) + 1, 8), layout(8, 1 << 31), layout(isize::MAX as usize, 1)] {
+            assert_eq!(heap.alloc(&cx, refused), Err(HeapError::TooLarge));
+            assert_eq!(heap.alloc_zeroed(&cx, refused), Err(HeapError::TooLarge));
+        }
+        assert_eq!(heap.alloc(&cx, layout(1 << 30, 8)), Err(HeapError::OutOfMemory));
+        assert_eq!(heap.alloc(&cx, layout(8, 1 << 30)), Err(HeapError::NotMapped), "mapped at a multiple of 2 MiB");
+        run_as(2);
+        for size in [8, 8192] {
+            assert_eq!(heap.alloc(&cx, layout(size, 8)), Err(HeapError::OtherCpu), "there are two");
+        }
+        run_as(0);
+        let stranger = Threads::new(Memory::new(layout(8192, 4096)));
+        for size in [8, 8192] {
+            assert_eq!(heap.alloc(&stranger.cx(), layout(size, 8)), Err(HeapError::OtherCpu));
+            // It may free: as another CPU does.
+            let memory = heap.alloc(&cx, layout(size, 8)).expect("enough memory");
+            free(heap, &stranger.cx(), memory, layout(size, 8));
+        }
+        assert_eq!(heap.stats().failed, 3 + 3 + 2 + 2 + 2);
+        assert_eq!(Heap::new(frames, &cx, 0).err(), Some(HeapError::TooLarge));
+        assert_eq!(Heap::new(frames, &cx, u32::MAX).err(), Some(HeapError::TooLarge));
+    });
+}
+
+/// Memory that is mapped at any multiple of 4096 does: headers are found by physical addresses. Alignments above 4096 that the
+/// mapping does not give are refused.
+#[test]
+fn memory_may_be_mapped_anywhere() {
+    let memory = Memory::new(layout(8 << 20, 2 << 20));
+    let ram = Extent::new(Pfn::new(0), (8 << 8) - 3).expect("valid");
+    // SAFETY: the test's memory, of which frame 0 is the fourth page; the numbers are nobody else's here.
+    let (cx, ram) = unsafe { SingleCpu::start(ram, memory.ptr().add(3 << 12)) };
+    let frames = Frames::carve(&cx, ram).expect("enough memory");
+    let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
+    let before = frames.available(&cx);
+    let mut held = Vec::new();
+    for round in 0..600 {
+        let layout = layout([24, 300, 1000, 3000, 6000, 9000][round % 6], [8, 64, 512, 4096][round % 4]);
+        let memory = heap.alloc(&cx, layout).expect("enough memory");
+        assert_eq!(memory.addr().get() % layout.align(), 0);
+        fill(memory, layout, round as u8);
+        held.push((memory, layout));
+    }
+    assert_eq!(heap.alloc(&cx, layout(8, 8192)), Err(HeapError::NotMapped));
+    for (round, (memory, layout)) in held.into_iter().enumerate() {
+        assert!(holds(memory, layout, round as u8));
+        // SAFETY: allocated above, once.
+        unsafe { heap.free(&cx, memory, layout) };
+    }
+    heap.trim(&cx);
+    assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
+}
+
+/// Half of the memory is mapped where the rest is; the other half elsewhere, or not at all.
+#[derive(Debug)]
+struct Odd {
+    memory: Memory,
+    gone: bool,
+}
+
+// SAFETY: the lower half is the memory's; the upper one is mapped nowhere, or each of its frames at the one above.
+unsafe impl PhysMap for Odd {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        let all = self.memory.frames();
+        if extent.base().number() < all.base().number() + all.pages() / 2 {
+            return self.memory.open(extent, user);
+        }
+        if self.gone {
+            return None;
+        }
+        let window = self.memory.open(extent, user)?;
+        Some(Window { ptr: window.ptr.wrapping_add(4096), pages: window.pages })
+    }
+}
+
+// SAFETY: nobody reaches the frames behind the wrong windows: that is what the test is about.
+unsafe impl LinearMap for Odd {}
+
+#[test]
+fn memory_that_is_mapped_elsewhere_is_left_alone() {
+    for gone in [false, true] {
+        let memory = Memory::new(layout(4 << 20, 2 << 20));
+        let all = memory.frames();
+        let threads = Threads::new(Odd { memory, gone });
+        let cx = threads.cx();
+        let arenas = [ArenaSpec { extent: all, node: NodeId(0), descriptors: None }];
+        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+        // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.
+        let frames = unsafe { Frames::new(&config, Plain(NoFaults), metadata.ptr(), metadata.bytes()) }.expect("valid");
+        // SAFETY: the memory is the test's; once.
+        unsafe { frames.release_extent(&cx, all) };
+        let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
+        let before = frames.available(&cx);
+        for layout in [layout(6000, 8), layout(8192, 8)] {
+            let held: Vec<_> = (0..1000).map_while(|_| heap.alloc(&cx, layout).ok()).collect();
+            assert_eq!(heap.alloc(&cx, layout), Err(HeapError::NotMapped));
+            let limit = threads.memory.ptr().addr() + (2 << 20);
+            assert!(held.len() > 200 && held.iter().all(|memory| memory.addr().get() < limit));
+            // SAFETY: allocated above, once.
+            held.into_iter().for_each(|memory| unsafe { heap.free(&cx, memory, layout) });
+            heap.trim(&cx);
+            assert_eq!(frames.available(&cx), before);
+        }
+    }
+}
+
+/// Each wrong free is named, and leaves everything as it was.
+#[test]
+#[cfg(all(debug_assertions, not(miri)))]
+fn wrong_frees_are_named_and_left_alone() {
+    with_heap(8, |threads, frames, heap| {
+        let cx = threads.cx();
+        let (small, large) = (layout(100, 8), layout(10_000, 8));
+        let (piece, block) = (heap.alloc(&cx, small).expect("memory"), heap.alloc(&cx, large).expect("memory"));
+        let (spare, twice) = (heap.alloc(&cx, small).expect("memory"), heap.alloc(&cx, small).expect("memory"));
+        let big_twice = heap.alloc(&cx, large).expect("memory");
+        free(heap, &cx, twice, small);
+        free(heap, &cx, big_twice, large);
+        let page = frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
+        let offset = (page.pfn().number() - threads.frames().base().number()) << 12;
+        let foreign = NonNull::new(threads.ptr().wrapping_add(offset as usize)).expect("an address");
+        let mut local = [0_u64; 2];
+        let outside = NonNull::from(&mut local).cast::<u8>();
+        let within = |memory: NonNull<u8>, bytes| {
+            // SAFETY: within the allocation.
+            unsafe { memory.add(bytes) }
+        };
+        for (index, (memory, layout, misuse)) in [
+            (outside, small, Misuse::NotManaged),
+            (outside, large, Misuse::NotManaged),
+            (foreign, small, Misuse::NotAllocated),
+            (foreign, layout(4096, 8), Misuse::NotAllocated),
+            (piece, layout(200, 8), Misuse::NotAllocated),
+            (piece, large, Misuse::NotAllocated),
+            (block, small, Misuse::NotAllocated),
+            (block, layout(20_000, 8), Misuse::NotAllocated),
+            (big_twice, large, Misuse::NotAllocated),
+            (within(piece, 8), small, Misuse::NotTheStart),
+            (within(block, 64), large, Misuse::NotTheStart),
+            (twice, small, Misuse::FreedTwice),
+            (piece, layout(1 << 31, 8), Misuse::NotAllocated),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            free(heap, &cx, memory, layout);
+            let stats = heap.stats();
+            assert_eq!((stats.misused, stats.last_misuse), (index as u64 + 1, Some(misuse)), "{layout:?}");
+        }
+        run_as(1);
+        free(heap, &cx, spare, small);
+        free(heap, &cx, spare, small);
+        assert_eq!((heap.stats().misused, heap.stats().last_misuse), (14, Some(Misuse::FreedTwice)));
+        run_as(0);
+        free(heap, &cx, piece, small);
+        free(heap, &cx, block, large);
+        frames.free(&cx, page);
+        assert_eq!(heap.stats().misused, 14);
+    });
+}
+
+/// Allocations that fail here and there leave everything usable.
+#[test]
+fn failures_leave_a_heap_that_works() {
+    for seed in 0..if cfg!(miri) { 2 } else { 20 } {
+        let (threads, ram) = Threads::with_memory(4 << 20);
+        let (cx, extent) = (threads.cx(), ram.extent());
+        let plan = FaultPlan::random(1 + seed, 180, seed);
+        let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
+        let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+        let need = Frames::<Plain<&FaultPlan>>::required_bytes(&config).expect("valid");
+        let metadata = Memory::new(need);
+        // SAFETY: the metadata is the test's, zeroed; frame numbers are this memory's own; one platform.
+        let frames = unsafe { Frames::new(&config, Plain(&plan), metadata.ptr(), metadata.bytes()) }.expect("valid");
+        // SAFETY: once.
+        unsafe { frames.release(&cx, ram.into_dirty()) };
+        let heap = Heap::new(&frames, &cx, 1).expect("the first does not fail");
+        let before = frames.available(&cx);
+        let mut held = Vec::new();
+        for layout in [layout(64, 8), layout(8192, 8), layout(2000, 8)].into_iter().cycle().take(100) {
+            if let Ok(memory) = heap.alloc(&cx, layout) {
+                fill(memory, layout, 3);
+                held.push((memory, layout));
+            }
+        }
+        assert!(held.len() < 100, "{seed}: no failure");
+        assert_eq!(heap.stats().failed, 100 - held.len() as u64);
+        for (memory, layout) in held {
+            assert!(holds(memory, layout, 3));
+            // SAFETY: allocated above, once.
+            unsafe { heap.free(&cx, memory, layout) };
+        }
+        heap.trim(&cx);
+        assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
+    }
+}
