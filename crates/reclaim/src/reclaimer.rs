@@ -58,15 +58,15 @@ pub trait Reclaimer<P: Cpu> {
     /// lacked can be had: they will be asked for again. Nothing keeps the folio.
     fn refused(&self, cx: &CpuCx<'_, P>, head: Pfn);
 
-    /// Drops a reference that [`hold`](Reclaimer::hold) or a look-around took; it may be the last if the folio's owner let
-    /// go meanwhile.
-    fn release(&self, cx: &CpuCx<'_, P>, head: Pfn);
+    /// Drops references that [`hold`](Reclaimer::hold) or a look-around took, to folios of one LRU; one may be the last if
+    /// the folio's owner let go meanwhile. One lock round of the LRU per [`BATCH`](crate::BATCH) of them.
+    fn release(&self, cx: &CpuCx<'_, P>, heads: &[Pfn]);
 
     /// Tests and clears the accessed bits of all mappings of some folios, without any TLB flush; `looks[i]` is what was
     /// found of folio `i`. Mappings without recency, and those of spaces that go away, do not count.
     ///
-    /// Look-around: it may do the same to neighbours in the same tables, and note the heads of those it found young,
-    /// with a reference to each.
+    /// Look-around: it may do the same to neighbours in the same tables that are on the same LRU, and note the heads of
+    /// those it found young, with a reference to each.
     fn age(&self, cx: &mut CpuCx<'_, P>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours);
 
     /// Is told when the neighbours that [`age`](Reclaimer::age) noted begin to be made younger, and when that is over: a

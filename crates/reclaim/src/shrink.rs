@@ -1,7 +1,7 @@
 //! One pass over an LRU: isolate, age, unmap, put back what stays, flush, write out, free; batch by batch.
 //!
-//! Per batch of up to 32 folios: two lock rounds of the LRU, and one more for each of: neighbours found young, pages that
-//! could not be written; three more if the youngest list is looked at too. At most one flush, and one reschedule point
+//! Per batch of up to 32 folios: three lock rounds of the LRU (isolate, put back, drop references), two or three more if
+//! neighbours were found young, one if pages could not be written, and as many again if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
 use crate::lru::{BATCH, Batch, Lru, LruEnd, LruVerdict, Neighbours};
@@ -9,7 +9,7 @@ use crate::reclaimer::{Age, Reclaimer, WriteError};
 use crate::swap::StoreError;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, CpuCx};
+use hugemm_base::{Cancel, CpuCx, Pfn};
 use hugemm_frames::Env;
 
 /// How far a pass may go, in base pages.
@@ -166,9 +166,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         if held.contains(&false) {
             self.evict(cx, &mut batch, unhooked, progress);
         }
-        for (folio, _) in batch.folios().iter().zip(held).filter(|(_, held)| *held) {
-            self.side.release(cx, folio.pfn);
-        }
+        self.release(cx, &batch, held);
         if ageing_due {
             self.age_youngest(cx, progress);
         }
@@ -231,8 +229,23 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
     {
         self.side.around(true);
         self.lru.promote(cx, neighbours);
-        neighbours.heads().iter().for_each(|head| self.side.release(cx, *head));
+        self.side.release(cx, neighbours.heads());
         self.side.around(false);
+    }
+
+    /// Drops the references to those folios of a batch that are still held.
+    fn release<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch, held: [bool; BATCH])
+    where
+        R: Reclaimer<P>,
+    {
+        let mut heads = [Pfn::new(0); BATCH];
+        let mut count = 0;
+        let kept = batch.folios().iter().zip(held).filter(|(_, held)| *held);
+        for (head, (folio, _)) in heads.iter_mut().zip(kept) {
+            *head = folio.pfn;
+            count += 1;
+        }
+        self.side.release(cx, &heads[..count]);
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
@@ -259,7 +272,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         }
         progress.aged += batch.pages();
         self.lru.put_back(cx, &mut batch);
-        batch.folios().iter().for_each(|folio| self.side.release(cx, folio.pfn));
+        self.release(cx, &batch, [true; BATCH]);
         self.promote(cx, &neighbours);
         batch.pages()
     }

@@ -178,6 +178,29 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         vm.shootdown().expire();
     }
 
+    /// Drops a reference to each of at most [`BATCH`] pages, which are on that LRU, and frees those whose last it was. One
+    /// lock round.
+    ///
+    /// # Safety
+    ///
+    /// The references are the caller's, as numbers, and are given up.
+    unsafe fn put_all(
+        &self,
+        frames: &Frames<'_, S::Env>,
+        cx: &Cx<'_, S>,
+        lru: Option<&Lru<'a, 'm, S::Env, L>>,
+        heads: impl Iterator<Item = Pfn>,
+    ) {
+        let mut last = [const { None }; BATCH];
+        // SAFETY: the caller's promise.
+        let put = |head| frames.put_frozen(unsafe { FolioRef::from_pfn(head) }).ok().flatten();
+        match lru {
+            Some(lru) => lru.let_go(cx, heads, put, &mut last),
+            None => last.iter_mut().zip(heads).for_each(|(last, head)| *last = put(head)),
+        }
+        free_runs::<S>(frames, cx, last.into_iter().flatten());
+    }
+
     /// Blocks of `order`, at most [`BATCH`] at a time and all of one node, with that node's LRU.
     fn by_node(
         &self,
@@ -231,14 +254,8 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
     fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun) {
         let order = pages.order();
         self.by_node(frames, pages.into_extent(), order, |lru, some| {
-            let mut last = [const { None }; BATCH];
             // SAFETY: the run's references: each of its heads is passed here once.
-            let put = |head| frames.put_frozen(unsafe { FolioRef::from_pfn(head) }).ok().flatten();
-            match lru {
-                Some(lru) => lru.let_go(cx, heads(some, order), put, &mut last),
-                None => last.iter_mut().zip(heads(some, order)).for_each(|(last, head)| *last = put(head)),
-            }
-            free_runs::<S>(frames, cx, last.into_iter().flatten());
+            unsafe { self.put_all(frames, cx, lru, heads(some, order)) };
         });
     }
 

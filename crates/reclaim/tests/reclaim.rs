@@ -231,9 +231,11 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         panic!("{head:?} has one owner");
     }
 
-    fn release(&self, cx: &CpuCx<'_, Machine>, head: Pfn) {
-        // SAFETY: the reference that `hold` took.
-        let _ = self.frames.put(cx, unsafe { FolioRef::from_pfn(head) }).expect("held");
+    fn release(&self, cx: &CpuCx<'_, Machine>, heads: &[Pfn]) {
+        for head in heads {
+            // SAFETY: the reference that `hold` took.
+            let _ = self.frames.put(cx, unsafe { FolioRef::from_pfn(*head) }).expect("held");
+        }
     }
 
     fn age(&self, _cx: &mut CpuCx<'_, Machine>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
@@ -301,7 +303,7 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
             assert!(matches!(page.entry, Entry::Detached { pfn, .. } if pfn == head));
             page.entry = Entry::Present { pfn: head, young: false };
         }
-        self.release(cx, head);
+        self.release(cx, &[head]);
     }
 
     fn available(&self, cx: &CpuCx<'_, Machine>) -> u64 {

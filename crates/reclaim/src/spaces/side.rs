@@ -7,11 +7,11 @@ use crate::swap::{StoreError, Swap};
 use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Cpu, Extent, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
-use hugemm_frames::{Env, FolioRef, FolioRun, Frames, RefError};
+use hugemm_base::{Cpu, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_frames::{Env, FolioRef, Frames, RefError};
 use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
-use hugemm_vm::{AgeRun, Cx, Pager, Recency, Setup, UnhookedPage, Vm, VmError};
+use hugemm_vm::{AgeRun, Cx, Recency, Setup, UnhookedPage, Vm, VmError};
 
 /// Most CPUs: so many bits has each of the two masks of a deferred flush, which are on the reclaiming task's stack (256
 /// bytes), because memory for them could not be had when it is needed.
@@ -73,6 +73,11 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, 
         }
     }
 
+    /// Whose LRU a page is on; `None` for all if there is one.
+    fn node_of(&self, head: Pfn) -> Option<NodeId> {
+        if self.pager.lrus.len() > 1 { self.vm.frames().node_of(head) } else { None }
+    }
+
     /// By runs: sorted by where they lie, those that are near each other in one walk.
     fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
         let none = Lies { object: 0, offset: 0, order: Order::ZERO, index: 0 };
@@ -84,6 +89,8 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, 
         }
         let lies = &mut lies[..folios.len().min(BATCH)];
         lies.sort_unstable_by_key(|lies| (lies.object, lies.order, lies.offset));
+        // The folios are of one LRU; neighbours that are on another are left to that one's lock.
+        let node = folios.first().map(|folio| self.node_of(folio.pfn));
         let mut rest = &*lies;
         while let Some(first) = rest.first() {
             let reach = AROUND * first.order.pages();
@@ -101,7 +108,9 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, 
             let mut around = 0;
             let mut keep = |head| {
                 // SAFETY: mapped, and its page table locked: it has a reference that keeps it for that long.
-                let wanted = neighbours.has_room() && unsafe { hold(self.vm.frames(), head) }.is_ok();
+                let wanted = neighbours.has_room()
+                    && Some(self.node_of(head)) == node
+                    && unsafe { hold(self.vm.frames(), head) }.is_ok();
                 around += u64::from(wanted && neighbours.push(head));
                 wanted
             };
@@ -165,12 +174,16 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         self.widen_saturated(cx);
     }
 
-    fn release(&self, cx: &Cx<'_, S>, head: Pfn) {
-        let frames = self.vm.frames();
-        if let Some((head, order)) = frames.head_of(head) {
-            // SAFETY: the reference that `hold` took.
-            let folio = unsafe { FolioRun::from_extent(Extent::block(head, order), order) };
-            self.pager.drop_references(frames, cx, folio);
+    fn release(&self, cx: &Cx<'_, S>, heads: &[Pfn]) {
+        let mut rest = heads;
+        while let Some(first) = rest.first() {
+            let node = self.node_of(*first);
+            let same = rest.iter().take(BATCH).take_while(|head| self.node_of(**head) == node).count();
+            let (some, more) = rest.split_at(same);
+            rest = more;
+            let lru = self.pager.lru(node.unwrap_or(NodeId(0)));
+            // SAFETY: the references that `hold` took: each head is passed here once.
+            unsafe { self.pager.put_all(self.vm.frames(), cx, lru, some.iter().copied()) };
         }
     }
 

@@ -6,7 +6,7 @@ use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
 use hugemm_frames::{AllocRequest, Placement};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_reclaim::{LruPolicy, Swap, Turn};
+use hugemm_reclaim::{LruPolicy, ShrinkBudget, Swap, Turn};
 use hugemm_vm::{Backing, Pager, VmaKind};
 
 /// Swap that is full is an error to nobody: pages stay and keep what is in them.
@@ -222,6 +222,76 @@ fn each_node_is_reclaimed_by_itself() {
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
             rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// Neighbours in a page table may be of another node, whose LRU has a lock of its own: looking around leaves them to it.
+#[test]
+fn look_around_keeps_to_its_own_node() {
+    with_rig(Size { nodes: 2, ..SIZE }, 15, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            const PAGES: u64 = 256;
+            let pager = rig.vm.pager();
+            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
+            for index in 0..PAGES {
+                let node = Placement::Only(NodeId((index % 2) as u32));
+                rig.vm.prefault_shared(&object, index, index + 1).from(node).work(cx, &Never).expect("memory");
+            }
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            rig.enter(cx, &space);
+            for index in 0..PAGES {
+                assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
+                assert_eq!(node_at(rig, cx, &space, AT + (index << 12)), Some(NodeId((index % 2) as u32)));
+            }
+            let stats = |cx: &crate::rig::Cx<'_, '_>, node| pager.lru(NodeId(node)).expect("a node").stats(cx);
+            let budget = ShrinkBudget { free: u64::MAX, scan: 8 };
+            let looked = pager.shrink(&rig.vm, cx, NodeId(0), budget, &Never);
+            assert!(looked.young > 0, "{looked:?}");
+            assert!(stats(cx, 0).promoted > 0, "there was something to look around at");
+            assert_eq!(stats(cx, 1).promoted, 0);
+            for node in [0, 1] {
+                assert_eq!((stats(cx, node).folios, stats(cx, node).pages()), (PAGES / 2, PAGES / 2), "of node {node}");
+            }
+            // Each node's are found on its own lists, and go from there.
+            let budget = ShrinkBudget { free: u64::MAX, scan: 4 * PAGES };
+            for node in [0, 1] {
+                assert_eq!(pager.shrink(&rig.vm, cx, NodeId(node), budget, &Never).freed, PAGES / 2, "of node {node}");
+            }
+            for index in 0..PAGES {
+                assert_eq!(rig.get(cx, &space, AT + (index << 12)), Ok(0));
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// References are dropped together: a batch takes a few rounds of the LRU's lock, not one per page.
+#[test]
+fn a_batch_takes_few_lock_rounds() {
+    with_rig(SIZE, 16, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            const PAGES: u64 = 256;
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            (0..PAGES).for_each(|index| rig.put(cx, &space, AT + (index << 12), index).expect("memory"));
+            let lru = rig.vm.pager().lru(NODE).expect("a node");
+            let rounds = |cx: &crate::rig::Cx<'_, '_>| lru.stats(cx).lock_rounds;
+            let before = rounds(cx);
+            let budget = ShrinkBudget { free: u64::MAX, scan: 128 };
+            let kept = rig.vm.pager().shrink(&rig.vm, cx, NODE, budget, &Never);
+            assert!(kept.freed == 0 && kept.batches == 4 && lru.stats(cx).promoted > 0, "{kept:?}");
+            // The policy, isolation, neighbours, two for their references, putting back, and the batch's references.
+            let taken = rounds(cx) - before - 2;
+            assert!(taken <= 4 * 7 + 1, "{taken} rounds");
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
         });
     });
 }
