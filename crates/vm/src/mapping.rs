@@ -76,7 +76,8 @@ impl<'m, S: Setup> Vm<'m, S> {
         if !pages.is_multiple_of(page.pages()) {
             return Err(misaligned);
         }
-        let bounds = VirtRange::new(VirtAddr::new(0), pages << PAGE_SHIFT).map_err(|_| misaligned)?;
+        // In pages: the bytes may be more than 64 bits can say.
+        let bounds = VirtRange::from_pages(0, pages).map_err(|_| misaligned)?;
         if pooled {
             self.pools().reserve(cx, page, pages / page.pages())?;
         }
