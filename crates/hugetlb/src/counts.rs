@@ -46,9 +46,9 @@ impl HugePageCounts {
     /// `pages` new ones, free.
     pub const fn enter(self, pages: u64, surplus: bool) -> HugePageCounts {
         HugePageCounts {
-            total: self.total + pages,
-            free: self.free + pages,
-            surplus: self.surplus + if surplus { pages } else { 0 },
+            total: self.total.saturating_add(pages),
+            free: self.free.saturating_add(pages),
+            surplus: self.surplus.saturating_add(if surplus { pages } else { 0 }),
         }
     }
 
@@ -114,9 +114,9 @@ impl Add for HugePageCounts {
 
     fn add(self, other: HugePageCounts) -> HugePageCounts {
         HugePageCounts {
-            total: self.total + other.total,
-            free: self.free + other.free,
-            surplus: self.surplus + other.surplus,
+            total: self.total.saturating_add(other.total),
+            free: self.free.saturating_add(other.free),
+            surplus: self.surplus.saturating_add(other.surplus),
         }
     }
 }
@@ -148,7 +148,7 @@ pub fn plan(all: HugePageCounts, reserved: u64, allowed: HugePageCounts, target:
     let keep = wanted.min(allowed.surplus);
     let grow = wanted - keep;
     // Nothing below what is in use or promised is removed.
-    let floor = target.max(all.active() + reserved);
+    let floor = target.max(all.active().saturating_add(reserved));
     let remove = all.persistent().saturating_sub(floor).min(allowed.free).min(allowed.persistent());
     let lend = (all.persistent() - remove).saturating_sub(target).min(allowed.persistent() - remove);
     ResizePlan { keep, grow, remove, lend }

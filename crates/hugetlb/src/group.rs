@@ -153,7 +153,8 @@ impl PoolArena {
     /// Group and bit of a page of `size` that begins at `pfn`, if the area has all of it.
     pub(crate) fn find(&self, size: PageSize, pfn: Pfn) -> Option<(usize, u64)> {
         let page = Extent::block(pfn, size.order());
-        if !self.extent.covers(page) {
+        // No page has frames that cannot exist: none is in every area.
+        if page.is_empty() || !self.extent.covers(page) {
             return None;
         }
         let number = pfn.number() >> size.order().get();

@@ -250,6 +250,11 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         self.groups.get(index)
     }
 
+    /// How many pages there are at most.
+    pub(crate) fn most(&self) -> u64 {
+        self.groups.len() as u64 * GROUP
+    }
+
     /// PoolArena, group and bit of a page.
     pub(crate) fn find(&self, pfn: Pfn) -> Option<(&'m PoolArena, usize, u64)> {
         self.areas.iter().find_map(|area| area.find(self.size, pfn).map(|(index, bit)| (area, index, bit)))

@@ -178,7 +178,8 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
 
     /// Opens the first phase of a resize that allocates.
     pub(crate) fn open_grow(&mut self, direction: Direction, want: u64) {
-        (self.direction, self.want) = (direction, want);
+        // More than the pool can have is looked for in vain, a unit at a time.
+        (self.direction, self.want) = (direction, want.min(self.pool.most()));
         match self.alloc_units() {
             0 => self.phases.finish(),
             units => self.phases.open(phase::ALLOC, units),

@@ -1,0 +1,81 @@
+//! Numbers at the end of their types, through every call that takes one: an error or nothing, no panic, and an end.
+
+mod support;
+
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_hugetlb::counts;
+use hugemm_hugetlb::{HugePage, HugePageCounts, Nodes, PoolError};
+use support::{Shape, machine};
+
+const NUMBERS: [u64; 7] = [1, 1 << 20, 1 << 40, 1 << 52, 1 << 63, u64::MAX - 1, u64::MAX];
+
+#[test]
+fn a_pool_asked_for_anything() {
+    for (size, spans) in [(PageSize::Size2M, 2), (PageSize::Size1G, 20)] {
+        machine(&Shape::spans(spans), NoFaults, |m| {
+            let mut memory = m.pool_memory(size);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            m.set(&pool, 1);
+            for number in NUMBERS {
+                let frame = Pfn::new(number << 18 | number);
+                assert_eq!(pool.note_hwpoison(&cx, frame), Err(PoolError::NotInPool));
+                assert!(pool.dissolve(&mut cx, &m.optimizer, frame).is_err());
+                assert!(pool.unreserve(&cx, number).is_err(), "nothing is promised");
+                assert_eq!(pool.reserve(&cx, number).is_ok(), number == 1);
+                if number == 1 {
+                    assert!(pool.reserve(&cx, u64::MAX).is_err());
+                    pool.unreserve(&cx, 1).expect("promised");
+                }
+                for limit in [0, u64::MAX] {
+                    pool.set_overcommit(&cx, limit);
+                    let short = pool.reserve_or_overcommit(&mut cx, &m.optimizer, number);
+                    assert_eq!(short.is_ok(), number == 1);
+                    if short.is_ok() {
+                        pool.unreserve(&cx, 1).expect("promised");
+                    }
+                }
+                let node = NodeId(number as u32 | 1 << 31);
+                assert_eq!(pool.node_counts(&cx, node), HugePageCounts::default());
+                assert!(pool.take(&cx, Nodes::Only(node), false).is_err());
+                for nodes in [Nodes::Only(node), Nodes::All] {
+                    // As many as there is memory for.
+                    let report = pool.set_size(&mut cx, &m.optimizer, number, nodes, &Never).expect("idle");
+                    assert!(report.entered < spans * 64, "{report:?}");
+                }
+                // SAFETY: it goes nowhere, unless a pool takes it for one of its own.
+                let stray = unsafe { HugePage::assume_owned(frame, size) };
+                let (stray, error) = pool.put(&cx, stray, true).expect_err("not its own");
+                assert_eq!(error, PoolError::NotInPool);
+                let _ = stray.into_content().map(|page| page.into_extent()).map_err(|page| page.into_extent());
+            }
+            for extent in [Extent::block(Pfn::LIMIT, Order::ZERO), Extent::new(Pfn::new(0), 1 << 40).expect("all")] {
+                pool.fill_at_boot(&mut cx, &m.optimizer, extent).expect("idle");
+            }
+            pool.set_overcommit(&cx, 0);
+            m.set(&pool, 0);
+            assert!(pool.is_consistent(&cx));
+            assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+        });
+    }
+}
+
+#[test]
+fn counts_of_anything() {
+    for a in NUMBERS {
+        for b in NUMBERS {
+            for c in NUMBERS {
+                let counts = HugePageCounts { total: a, free: b, surplus: c };
+                if !counts.is_consistent() {
+                    continue;
+                }
+                let all = counts + counts.enter(b, true);
+                assert!(all.total >= a && all.free >= b && all.surplus >= c);
+                let _ = (counts.leave(c), counts.leave_persistent(c), counts.take(), counts.give());
+                let _ = (counts.keep(c), counts.lend(c), counts.trimmable(c), counts.active());
+                let _ =
+                    (counts::plan(all, c, counts, a), counts::shortfall(all, c, a), counts::may_overcommit(all, c, a));
+            }
+        }
+    }
+}
