@@ -30,34 +30,35 @@ pub struct NodeStats {
 impl NodeStats {
     /// All that can be allocated, in one way or another.
     pub const fn available(&self) -> u64 {
-        self.free + self.cached + self.deferred
+        self.free.saturating_add(self.cached).saturating_add(self.deferred)
     }
 
     /// How unusable the free memory is for blocks of `order`: 0 if all of it is in blocks that large, 1000 if none is.
     /// 0 when nothing is free.
     pub fn fragmentation_permille(&self, order: Order) -> u64 {
-        let usable: u64 = (order.get()..).zip(&self.blocks[order.get() as usize..]).map(|(o, n)| n << o).sum();
-        ((self.free - usable) * 1000).checked_div(self.free).unwrap_or(0)
+        let usable = self.extents(order).saturating_mul(order.pages());
+        self.free.saturating_sub(usable).saturating_mul(1000).checked_div(self.free).unwrap_or(0)
     }
 
     /// How many blocks of `order` could be allocated one after another.
     pub fn extents(&self, order: Order) -> u64 {
-        (order.get()..).zip(&self.blocks[order.get() as usize..]).map(|(o, n)| n << (o - order.get())).sum()
+        let larger = self.blocks[order.get() as usize..].iter().zip(0..);
+        larger.fold(0, |all: u64, (blocks, more)| all.saturating_add(blocks.saturating_mul(1 << more)))
     }
 
     /// The sum of two nodes.
     pub fn plus(mut self, other: &NodeStats) -> NodeStats {
         for (mine, theirs) in self.blocks.iter_mut().zip(&other.blocks) {
-            *mine += theirs;
+            *mine = mine.saturating_add(*theirs);
         }
         NodeStats {
             blocks: self.blocks,
-            free: self.free + other.free,
-            isolated: self.isolated + other.isolated,
-            cached: self.cached + other.cached,
-            deferred: self.deferred + other.deferred,
-            refused: self.refused + other.refused,
-            lock_rounds: self.lock_rounds + other.lock_rounds,
+            free: self.free.saturating_add(other.free),
+            isolated: self.isolated.saturating_add(other.isolated),
+            cached: self.cached.saturating_add(other.cached),
+            deferred: self.deferred.saturating_add(other.deferred),
+            refused: self.refused.saturating_add(other.refused),
+            lock_rounds: self.lock_rounds.saturating_add(other.lock_rounds),
         }
     }
 }

@@ -5,6 +5,7 @@ mod configuration;
 mod counted;
 mod descriptors;
 mod errors;
+mod extremes;
 mod ownership;
 mod places;
 mod poison;
