@@ -84,7 +84,7 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// Bits in which leaves may differ that differ in `flags` only.
     fn mask(flags: Flags) -> u64;
 
-    /// An entry that is not present and keeps a word, below `1 << 52`, for the owner.
+    /// An entry that is not present and keeps the lowest [`OWNER_BITS`] bits of a word for the owner.
     fn owner(word: u64) -> u64;
 
     /// The word of an owner's entry.

@@ -7,7 +7,7 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
-use crate::format::{Kind, OWNER_BITS, PageFormat, kind};
+use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Shared, Tree};
@@ -58,14 +58,14 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
         replaced.map_err(|seen| found::<F>(&End { entry: seen, ..end }))
     }
 
-    /// Puts the owner's word where nothing is, for a page of `size`. May allocate tables.
+    /// Puts the owner's word, of which [`OWNER_BITS`](crate::OWNER_BITS) bits are kept, where nothing is, for a page of `size`.
+    /// May allocate tables.
     ///
     /// # Errors
     ///
     /// [`Overlap`](PagingError::Overlap) if something is there, [`NoTable`](PagingError::NoTable),
     /// [`OutOfBounds`](PagingError::OutOfBounds).
     pub fn enter_owner(&mut self, at: VirtAddr, size: PageSize, word: u64) -> Result<(), PagingError> {
-        debug_assert!(word >> OWNER_BITS == 0);
         let (first, _) =
             self.tree.check(VirtRange::new(at, size.bytes()).map_err(|_| PagingError::NotMapped { at })?)?;
         loop {

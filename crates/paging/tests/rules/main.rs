@@ -1,6 +1,7 @@
 //! The rules one by one.
 
 mod detaching;
+mod extremes;
 mod mapping;
 mod races;
 mod refusals;
