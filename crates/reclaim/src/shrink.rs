@@ -51,20 +51,20 @@ pub struct ShrinkProgress {
 impl ShrinkProgress {
     /// Pages looked at, of all lists.
     pub const fn looked_at(&self) -> u64 {
-        self.scanned + self.aged
+        self.scanned.saturating_add(self.aged)
     }
 
     /// The sum of two passes.
     pub const fn plus(self, other: ShrinkProgress) -> ShrinkProgress {
         ShrinkProgress {
-            scanned: self.scanned + other.scanned,
-            young: self.young + other.young,
-            kept: self.kept + other.kept,
-            failed: self.failed + other.failed,
-            freed: self.freed + other.freed,
-            aged: self.aged + other.aged,
-            flushes: self.flushes + other.flushes,
-            batches: self.batches + other.batches,
+            scanned: self.scanned.saturating_add(other.scanned),
+            young: self.young.saturating_add(other.young),
+            kept: self.kept.saturating_add(other.kept),
+            failed: self.failed.saturating_add(other.failed),
+            freed: self.freed.saturating_add(other.freed),
+            aged: self.aged.saturating_add(other.aged),
+            flushes: self.flushes.saturating_add(other.flushes),
+            batches: self.batches.saturating_add(other.batches),
             full: self.full || other.full,
             cancelled: self.cancelled || other.cancelled,
             empty: self.empty || other.empty,

@@ -1,0 +1,65 @@
+//! Numbers at the end of their types, through every call that takes one: an answer or an error, no panic, and an end.
+#![cfg(not(loom))]
+
+mod support;
+
+use hugemm_base::inject::NoFaults;
+use hugemm_base::{Order, Pfn};
+use hugemm_reclaim::{
+    Batch, Compressed, Level, Lru, LruEnd, LruPolicy, LruRemoval, Neighbours, ShrinkProgress, StoreError, Swap,
+    Watermarks,
+};
+use support::{Runs, assert_nothing_lost, machine, with_frames};
+
+const NUMBERS: [u64; 8] = [0, 1, 31, 1 << 16, 1 << 40, 1 << 63, u64::MAX - 1, u64::MAX];
+
+#[test]
+fn marks_and_figures() {
+    for a in NUMBERS {
+        let marks = Watermarks::for_node(a);
+        assert!(marks.min() <= marks.low() && marks.low() <= marks.high() && marks.high() <= a / 2);
+        assert_eq!(marks.level(u64::MAX), Level::Ample);
+        for b in NUMBERS {
+            assert_eq!(Watermarks::new(a, b, u64::MAX).is_some(), a <= b);
+            let one = |n| ShrinkProgress { scanned: n, aged: n, freed: n, flushes: n, ..Default::default() };
+            let both = one(a).plus(one(b));
+            assert!(both.freed >= a.max(b) && both.looked_at() >= a.max(b), "{both:?}");
+        }
+    }
+}
+
+#[test]
+fn stores_and_lists() {
+    let machine = machine(256, 1);
+    with_frames(&machine, NoFaults, |frames| {
+        let cx = machine.cx();
+        for cpus in [0, 1, 1 << 16, u32::MAX] {
+            for limit in NUMBERS {
+                match Compressed::<_, _>::new(frames, &cx, Runs, cpus, limit) {
+                    Ok(store) => {
+                        assert!(store.stats(&cx).frames <= limit);
+                        assert!(store.close(&cx).is_ok(), "empty");
+                    }
+                    Err(error) => assert!(matches!(error, StoreError::Full | StoreError::NoMemory)),
+                }
+            }
+        }
+        for policy in [LruPolicy::TwoList, LruPolicy::Generations] {
+            let lru: Lru<'_, '_, _> = Lru::new(frames, policy);
+            for number in [1 << 39, 1 << 40, u64::MAX].map(Pfn::new) {
+                lru.leave_out(number);
+                assert_eq!(lru.remove(&cx, number), LruRemoval::NotThere);
+                let mut neighbours = Neighbours::new();
+                neighbours.push(number);
+                assert_eq!(lru.promote(&cx, &neighbours), 0);
+                lru.insert(&cx, &[(number, Order::MAX)]);
+                let mut batch = Batch::new();
+                for end in [LruEnd::Oldest, LruEnd::Youngest] {
+                    lru.isolate(&cx, end, u64::MAX, &mut batch, |_| false);
+                }
+                let _ = lru.stats(&cx).pages();
+            }
+        }
+        assert_nothing_lost(&machine, frames);
+    });
+}
