@@ -21,9 +21,10 @@ use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
 use crate::freelist::{BIG, FreeLists, SMALL_KINDS};
 use crate::frozen::Frozen;
+use crate::mobility::Mobility;
 use crate::stats::ORDERS;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuPin, Extent, Pfn};
+use hugemm_base::{CpuPin, Pfn};
 
 /// log2 of the frames that a word of a region stands for.
 const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
@@ -94,17 +95,18 @@ pub(crate) fn descending(mut word: u64) -> impl Iterator<Item = usize> {
 }
 
 /// 2 MiB blocks of one word of a region, to be freed together.
-#[derive(Clone, Copy)]
-struct Piece<'m> {
-    arena: &'m Arena<'m>,
-    /// One of the blocks.
-    pfn: Pfn,
+#[derive(Clone, Copy, Default)]
+struct Piece {
+    /// The word's number among all of memory, and in bit 0 whether the blocks are known to be zero.
+    word: u64,
     bits: u64,
-    content: Content,
 }
 
+/// Pieces that are gathered, each at its word's number modulo this: those of 8 GiB at least.
+const PIECES: usize = 64;
+
 /// Pieces that are freed in one lock round.
-const PIECES: usize = 16;
+const ROUND: u32 = 16;
 
 /// 2 MiB blocks of one word of a region that were taken together.
 #[derive(Clone, Copy, Default)]
@@ -141,6 +143,20 @@ impl<'m, E: Env> Frames<'m, E> {
         content: Content,
         divided: bool,
     ) {
+        self.mark_2m(lists, arena, pfn, count, content, divided);
+        lists.pages += (count as u64) << BLOCK_ORDER;
+    }
+
+    /// The same for frames that have been counted.
+    pub(crate) fn mark_2m(
+        &self,
+        lists: &mut FreeLists,
+        arena: &Arena<'m>,
+        pfn: Pfn,
+        count: usize,
+        content: Content,
+        divided: bool,
+    ) {
         let region = arena.region(pfn);
         let careful = self.is_careful();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
@@ -162,58 +178,53 @@ impl<'m, E: Env> Frames<'m, E> {
                 free_word(lists, region, at, bits, content, careful);
             }
         }
-        lists.pages += (count as u64) << BLOCK_ORDER;
         self.hint(arena, pfn, rows_of(content));
     }
 
-    /// Frees 2 MiB blocks that a cache held, those of a word that come one after another together: one lock round per
-    /// [`PIECES`] words. What there is to find out about them is found out before the lock is taken.
+    /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words.
     pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: u32, words: &[u64]) {
-        let mut pieces: [Option<Piece<'m>>; PIECES] = [None; PIECES];
-        let mut count = 0;
+        let (mut pieces, mut used) = ([Piece::default(); PIECES], 0);
         for block in words.iter().map(|word| Frozen::from_word(*word)) {
-            let (pfn, content) = (block.pfn(), Content::of(block.is_zero()));
-            let Some(arena) = self.arena(pfn) else { continue };
-            let bits = 1 << (in_region(pfn) % WORD_BITS);
-            if let Some(Some(last)) = pieces.get_mut(count - usize::from(count != 0))
-                && count != 0
-                && last.pfn.number() >> WORD_SHIFT == pfn.number() >> WORD_SHIFT
-                && last.content == content
-                && core::ptr::eq(last.arena, arena)
-            {
-                last.bits |= bits;
-                continue;
+            let number = block.pfn().number() >> BLOCK_ORDER;
+            let (at, bit) = (number as usize / WORD_BITS % PIECES, 1 << (number % WORD_BITS as u64));
+            let word = number / WORD_BITS as u64 * 2 + u64::from(block.is_zero());
+            if used >> at & 1 != 0 && pieces[at].word != word {
+                self.free_pieces(pin, node, &pieces, core::mem::take(&mut used));
             }
-            if count == PIECES {
-                self.free_pieces(pin, node, &pieces);
-                (pieces, count) = ([None; PIECES], 0);
-            }
-            pieces[count] = Some(Piece { arena, pfn, bits, content });
-            count += 1;
+            let bits = if used >> at & 1 != 0 { pieces[at].bits | bit } else { bit };
+            pieces[at] = Piece { word, bits };
+            used |= 1 << at;
         }
-        if count != 0 {
-            self.free_pieces(pin, node, &pieces[..count]);
-        }
+        self.free_pieces(pin, node, &pieces, used);
     }
 
-    /// Frees pieces: one lock round.
-    fn free_pieces(&self, pin: CpuPin<'_>, node: u32, pieces: &[Option<Piece<'m>>]) {
-        self.with_node(pin, node, |lists| {
-            let careful = self.is_careful();
-            for Piece { arena, pfn, bits, content } in pieces.iter().flatten() {
-                if careful {
-                    let first = pfn.number() >> WORD_SHIFT << WORD_SHIFT;
-                    for bit in descending(*bits) {
-                        let block = Extent::block(Pfn::new(first + ((bit as u64) << BLOCK_ORDER)), BLOCK);
-                        self.free_careful_locked(lists, arena, block, *content);
-                    }
-                    continue;
+    /// Frees the pieces with these numbers.
+    fn free_pieces(&self, pin: CpuPin<'_>, node: u32, pieces: &[Piece; PIECES], numbers: u64) {
+        let mut numbers = descending(numbers).peekable();
+        while numbers.peek().is_some() {
+            self.with_node(pin, node, |lists| {
+                let (careful, mut freed) = (self.is_careful(), 0);
+                for Piece { word, bits } in numbers.by_ref().take(ROUND as usize).map(|at| pieces[at % PIECES]) {
+                    let pfn = |bit: u32| Pfn::new(((word >> 1) << WORD_SHIFT) + (u64::from(bit) << BLOCK_ORDER));
+                    let (content, first, last) =
+                        (Content::of(word & 1 != 0), pfn(bits.trailing_zeros()), pfn(bits.ilog2()));
+                    let Some(arena) = self.arena(first).filter(|arena| !careful && arena.contains(last)) else {
+                        for pfn in descending(bits).map(|bit| pfn(bit as u32)) {
+                            let block = Frozen::make(pfn, BLOCK, Mobility::Movable, word & 1 != 0);
+                            if let Some(arena) = self.arena(pfn) {
+                                self.free_handle(lists, arena, block);
+                            }
+                        }
+                        continue;
+                    };
+                    free_word(lists, arena.region(first), in_region(first) / WORD_BITS, bits, content, false);
+                    freed += pages(bits);
+                    self.hint(arena, first, rows_of(content));
                 }
-                free_word(lists, arena.region(*pfn), in_region(*pfn) / WORD_BITS, *bits, *content, false);
-                lists.pages += pages(*bits);
-                self.hint(arena, *pfn, rows_of(*content));
-            }
-        });
+                // Once, because whoever waits for the lock looks at the same line.
+                lists.pages += freed;
+            });
+        }
     }
 
     /// Says that a frame's region may have runs of every order.

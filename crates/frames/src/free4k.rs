@@ -99,6 +99,15 @@ fn end_at(free: &Bits512, at: usize) -> u32 {
     7 + u32::from(whole(2)) + u32::from(whole(4))
 }
 
+/// Whether the pages `bits` of word `at` may be in a free run of an order, or the word be full if that is larger. No only if
+/// they are certainly not.
+#[inline]
+fn may_be_in_run(free: &Bits512, at: usize, bits: u64, order: u32) -> bool {
+    let size = 1 << order.min(WORD_BITS.ilog2());
+    let run = u64::MAX >> (WORD_BITS as u32 - size) << (bits.trailing_zeros() & !(size - 1) & 63);
+    bits & !run != 0 || free.load(at) & run == run
+}
+
 /// A run of free pages inside 2 MiB, and what else there can be had.
 #[derive(Clone, Copy)]
 pub(crate) struct Place<'m> {
@@ -183,10 +192,11 @@ impl<'m, E: Env> Frames<'m, E> {
             }
         }
         let end = spans(in_block(pfn), count).map(|(at, _)| end_at(&block.free, at)).max();
+        lists.pages += count as u64;
         self.note_free(lists, arena, pfn, count as u64, zero, end.unwrap_or(0));
     }
 
-    /// Frees pages of word `at` of the 2 MiB that `near` is in. Each is a block by itself in the map.
+    /// Frees pages of word `at` of the 2 MiB that `near` is in. Each is a block by itself in the map. The caller counts them.
     #[inline]
     pub(crate) fn free_bits(
         &self,
@@ -202,17 +212,21 @@ impl<'m, E: Env> Frames<'m, E> {
         if zero {
             block.zero.set_locked(at, bits, true);
         }
-        self.note_free(lists, arena, near, bits.count_ones().into(), zero, end_at(&block.free, at));
+        // The word is searched for runs only if these pages may have made one that is larger than any that is known.
+        let hints = Hints(block.hints.load(Ordering::Relaxed));
+        let known = hints.end(Sought::Any).min(hints.end(freed_as(zero)));
+        let stale = hints.mobility() != block.mobility();
+        let end = if stale || may_be_in_run(&block.free, at, bits, known) { end_at(&block.free, at) } else { known };
+        self.note_free(lists, arena, near, bits.count_ones().into(), zero, end);
     }
 
-    /// Counts pages of one 2 MiB that have become free, in runs of orders below `end`.
-    #[inline]
+    /// Counts pages of one 2 MiB that have become free, in runs of orders below `end`. Those of the node are the caller's.
+    #[inline(always)]
     fn note_free(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn, freed: u64, zero: bool, end: u32) {
         let block = arena.block(near);
         // Relaxed: the lock orders, here and below.
         let count = block.count.load(Ordering::Relaxed) + freed;
         block.count.store(count, Ordering::Relaxed);
-        lists.pages += freed;
         if zero {
             block.zeroes.store(block.zeroes.load(Ordering::Relaxed) + freed, Ordering::Relaxed);
             lists.zero_4k += freed;
@@ -288,8 +302,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.is_isolating() && arena.region(near).isolated.get(in_region(near)) {
             lists.isolated -= SPAN as u64;
         }
-        lists.pages -= SPAN as u64;
-        self.free_2m(lists, arena, base, 1, Content::of(zeroes == SPAN as u64), true);
+        self.mark_2m(lists, arena, base, 1, Content::of(zeroes == SPAN as u64), true);
     }
 
     /// 2 MiB that were just taken become 512 free pages of a mobility.
@@ -526,6 +539,13 @@ mod tests {
                 };
                 let expected = (0..BLOCK_ORDER).filter(touching).max().map_or(0, |order| order + 1);
                 prop_assert_eq!(end_at(&free, at), expected);
+            }
+            for index in (0..SPAN).filter(|index| free.get(*index)) {
+                for order in 0..=BLOCK_ORDER {
+                    let inside = order.min(6);
+                    let found = may_be_in_run(&free, index / WORD_BITS, 1 << (index % WORD_BITS), order);
+                    prop_assert_eq!(found, whole(index >> inside << inside, inside));
+                }
             }
         }
     }

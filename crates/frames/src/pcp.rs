@@ -39,8 +39,9 @@ use hugemm_base::{Extent, NodeId, Pfn};
 /// A class per order up to 9 and mobility, at [`Frozen::class`].
 pub(crate) const CLASSES: usize = 20;
 
-/// Entries per class at most, by order.
-const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 4, 4, 4, 2, 1, 256];
+/// Entries per class at most, by order. Of orders that are only gathered so many that two CPUs that free at once spend their time on
+/// what they free, and not on each other's lines of what is kept per region and per node.
+const MOST: [u64; CLASSES / 2] = [512, 128, 64, 32, 8, 8, 8, 8, 8, 256];
 
 /// Watermarks start, and shrink, to this.
 const LEAST: u64 = 8;
@@ -207,12 +208,13 @@ impl<'m> PerCpu<'m> {
     /// Entries of each order's two classes, for a manager of `frames` frames: no class may hold more than 1/64 of a CPU's
     /// share, so that a small memory is not swallowed by caches. That of 2 MiB may hold 1/16 where a CPU's share is 1 GiB or
     /// more: CPUs that take or free many at once would wait for each other's lines if the batches were smaller, and only
-    /// who does that ever has so many.
+    /// who does that ever has so many. What is only gathered is one block, or 1/256.
     pub(crate) fn capacities(frames: u64, cpus: u32) -> [u64; CLASSES / 2] {
         let share = frames / u64::from(cpus.max(1));
         core::array::from_fn(|order| {
             let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
-            MOST[order].min((if large { share / 16 } else { share / 64 }) >> order)
+            let most = MOST[order].min((if large { share / 16 } else { share / 64 }) >> order);
+            if is_stocked(order as u32) { most } else { most.min((share / 256 >> order).max(1)) }
         })
     }
 
@@ -365,14 +367,15 @@ mod tests {
     /// At most 1/64 of a CPU's share, 1/16 in 2 MiB blocks where the share is 1 GiB, and so many in any case.
     #[test]
     fn caches_hold_a_small_part_of_a_share() {
-        let most = [512, 128, 64, 32, 4, 4, 4, 2, 1];
-        let large = |blocks: u64| -> Vec<u64> { most.into_iter().chain([blocks]).collect() };
+        let large = |gathered: [u64; 2], blocks: u64| -> Vec<u64> {
+            [512, 128, 64, 32, 8, 8, 8].into_iter().chain(gathered).chain([blocks]).collect()
+        };
         for cpus in [1, 2] {
             let capacities = |share: u64| PerCpu::capacities(share * u64::from(cpus), cpus).to_vec();
-            assert_eq!(capacities(GIB), large(32));
-            assert_eq!(capacities(GIB - 1), large(7));
-            assert_eq!(capacities(64 * GIB), large(256));
-            assert_eq!(capacities(6400), [100, 50, 25, 12, 4, 3, 1, 0, 0, 0]);
+            assert_eq!(capacities(GIB), large([8, 4], 32));
+            assert_eq!(capacities(GIB - 1), large([7, 3], 7));
+            assert_eq!(capacities(64 * GIB), large([8, 8], 256));
+            assert_eq!(capacities(6400), [100, 50, 25, 12, 1, 1, 1, 0, 0, 0]);
         }
         assert_eq!(PerCpu::capacities(6400, 0), PerCpu::capacities(6400, 1));
         // For every four one more that leaves; two mobilities.

@@ -107,13 +107,9 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees cached blocks of one order: one lock round per 64, or less.
-    fn free_cached(&self, pin: CpuPin<'_>, node: u32, order: u32, words: &mut [u64]) {
+    fn free_cached(&self, pin: CpuPin<'_>, node: u32, order: u32, words: &[u64]) {
         match order {
-            BLOCK_ORDER => {
-                // Those of one word together.
-                words.sort_unstable();
-                self.free_cached_2m(pin, node, words);
-            }
+            BLOCK_ORDER => self.free_cached_2m(pin, node, words),
             _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(pin, node, order, batch)),
         }
     }
@@ -127,7 +123,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees blocks of one order, less than 2 MiB. Those of a word that come one after another are freed together.
     fn free_batch(&self, lists: &mut FreeLists, order: u32, batch: &[u64]) {
         let mut blocks = batch.iter().map(|word| Frozen::from_word(*word)).peekable();
-        let careful = self.is_careful();
+        let (careful, mut freed) = (self.is_careful(), 0);
         while let Some(first) = blocks.next() {
             let Some(arena) = self.arena(first.pfn()) else { continue };
             if careful || order >= WORD_BITS.ilog2() {
@@ -148,7 +144,10 @@ impl<'m, E: Env> Frames<'m, E> {
                 arena.block(first.pfn()).starts.set_shared(at, bits, true);
             }
             self.free_bits(lists, arena, first.pfn(), at, bits, first.is_zero());
+            freed += u64::from(bits.count_ones());
         }
+        // Once, because whoever waits for the lock looks at the same line.
+        lists.pages += freed;
     }
 
     /// Frees one block under its node's lock.

@@ -3,8 +3,8 @@
 use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
 use super::{GIB, order, request};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{NodeId, Order};
-use hugemm_frames::{AllocError, FramesConfig, Frozen, Placement};
+use hugemm_base::{NodeId, Order, Zeroed};
+use hugemm_frames::{AllocError, FramesConfig, Frozen, NoMigration, Placement};
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
@@ -293,4 +293,53 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
             assert_eq!(frames.stats(&cx).free, 1 << 14);
         }
     });
+}
+
+/// Blocks of 2 MiB that a cache held are found again, whichever share a word of what is kept for them, or a place where those of a
+/// word are gathered: 8 GiB apart, on both sides of a border between arenas, known to be zero and not.
+#[test]
+fn cached_2_mib_blocks_go_back_to_where_they_were() {
+    const HUGE: u64 = 512;
+    let (border, far) = (130 * HUGE, 64 * 64 * HUGE);
+    let arenas = [arena(0, border, 0), arena(border, 70 * HUGE, 0), arena(far, 70 * HUGE, 0)];
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    for arena in arenas {
+        release(&frames, arena.extent);
+    }
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
+    let mut cx = threads.cx();
+    let all = |cx: &_| -> Vec<Frozen> { core::iter::from_fn(|| frames.alloc(cx, request(9)).ok()).collect() };
+    let mut held = all(&cx);
+    assert_eq!(held.len(), 270);
+    for (pair, zero) in [([border - HUGE, border], false), ([0, far], false), ([HUGE, 2 * HUGE], true)] {
+        for pfn in pair {
+            let at = held.iter().position(|block| block.pfn().number() == pfn).expect("taken");
+            let block = held.swap_remove(at);
+            if zero && pfn == pair[0] {
+                // SAFETY: the handle owned the frames; there is no memory behind the numbers.
+                frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) });
+            } else {
+                frames.free(&cx, block);
+            }
+        }
+        assert_eq!(frames.stats(&cx).cached, 2 * HUGE);
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.free, stats.blocks[9], stats.cached), (2 * HUGE, 2, 0), "{pair:?}");
+        if !zero {
+            let claim = |pfn| frames.alloc_contig_pages(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
+            let claimed = pair.map(claim);
+            claimed.into_iter().for_each(|claimed| _ = frames.free_extent(&cx, claimed));
+        }
+        let mut again: Vec<_> = all(&cx).into_iter().map(|block| (block.pfn().number(), held.push(block)).0).collect();
+        again.sort_unstable();
+        assert_eq!(again, pair);
+        assert_eq!(held.iter().filter(|block| block.is_zero()).count(), usize::from(zero));
+    }
+    held.into_iter().for_each(|block| frames.free(&cx, block));
+    frames.drain(&cx);
+    assert_eq!(frames.stats(&cx).free, 270 * HUGE);
 }
