@@ -7,8 +7,9 @@ use crate::paging::args as paging;
 use crate::run::args::{RUN_HELP, Run};
 use crate::size::Size;
 use crate::unmeasured_args as unmeasured;
+use clap::builder::{RangedI64ValueParser, RangedU64ValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hugemm_base::{PageSize, PreemptModel};
+use hugemm_base::{Order, PageSize, PreemptModel};
 use hugemm_clear::Primitive;
 use std::path::PathBuf;
 
@@ -165,7 +166,7 @@ pub struct Probe {
     #[arg(long, value_enum, default_value_t = Kind::Thp)]
     pub kind: Kind,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 7, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
@@ -191,7 +192,7 @@ pub struct Memset {
     #[arg(short, long, value_delimiter = ',', default_value = "all")]
     pub function: Vec<String>,
     /// Loops.
-    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = runs())]
     pub loops: u32,
     #[command(flatten)]
     pub warmup: Warmup,
@@ -261,7 +262,7 @@ pub struct Mmap {
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Loops.
-    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = runs())]
     pub loops: u32,
     #[command(flatten)]
     pub warmup: Warmup,
@@ -290,7 +291,7 @@ pub struct ClearExtent {
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Numbers of CPUs.
-    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = cpus())]
     pub workers: Vec<u32>,
     /// Preemption models.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "none,full")]
@@ -299,7 +300,7 @@ pub struct ClearExtent {
     #[arg(long)]
     pub unit: Option<Size>,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 5, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
@@ -322,7 +323,7 @@ pub struct Interference {
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(10..=60_000))]
     pub millis: u64,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 5, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
@@ -427,18 +428,40 @@ pub struct Replay {
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
     /// Virtual CPUs, onto which the trace's CPUs are folded [default: one for each CPU in the trace].
-    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(short, long, value_parser = cpus())]
     pub cpus: Option<u32>,
     /// Memory that the allocator manages [default: twice the trace's peak, at least 1 GiB]. With less than the peak,
     /// allocations fail and are counted.
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Runs of the whole trace, each with a fresh allocator.
-    #[arg(short, long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 7, value_parser = runs())]
     pub runs: u32,
     /// Refuse a trace in which a page is allocated twice with no free between, instead of counting the missing free.
     #[arg(long)]
     pub strict: bool,
     #[command(flatten)]
     pub common: Common,
+}
+
+/// How often something may be measured.
+pub fn runs() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=1000)
+}
+
+/// How many CPUs or threads there may be.
+pub fn cpus() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=4096)
+}
+
+/// How long something may take: a day.
+pub fn seconds() -> RangedU64ValueParser {
+    clap::value_parser!(u64).range(1..=86_400)
+}
+
+/// Reads an order.
+pub fn order(text: &str) -> Result<Order, String> {
+    let help = "orders are 0 (4 KiB) to 18 (1 GiB)";
+    let number: u32 = text.parse().map_err(|_| format!("'{text}' is no order; {help}"))?;
+    Order::new(number).map_err(|_| format!("there is no order {number}; {help}"))
 }

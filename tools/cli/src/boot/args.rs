@@ -3,7 +3,7 @@
 use crate::accel::Choice;
 use crate::age::args::{Lists, Mapped, Young};
 use crate::arch::Arch;
-use crate::args::{Common, Function, Page};
+use crate::args::{Common, Function, Page, cpus, order, runs, seconds};
 use crate::boot::CPU_MODEL;
 use crate::cli_text;
 use crate::pool::args::{Flush, HugeSize, Hvo};
@@ -59,7 +59,7 @@ pub struct Boot {
     #[arg(long, value_name = "FILE")]
     pub image: Option<PathBuf>,
     /// Seconds that the guest may take.
-    #[arg(long, default_value_t = 3600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, default_value_t = 3600, value_parser = seconds())]
     pub timeout: u64,
     #[command(flatten)]
     pub common: Common,
@@ -154,7 +154,7 @@ struct VmCreate {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "demand,prefault,pin")]
     how: Vec<How>,
     /// Numbers of CPUs; more than the guest has are left out.
-    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = cpus())]
     workers: Vec<u32>,
     #[arg(long, value_enum, value_delimiter = ',', default_value = "page,extent,bulk")]
     clear: Vec<Clearing>,
@@ -248,15 +248,6 @@ struct Selftest {
     only: Part,
     #[arg(long, default_value = "none", value_parser = named::<Plant>)]
     plant: Plant,
-}
-
-fn runs() -> clap::builder::RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(1..=1000)
-}
-
-fn order(text: &str) -> Result<Order, String> {
-    let number: u32 = text.parse().map_err(|_| format!("'{text}' is no order; orders go from 0 (4KB) to 18 (1GB)"))?;
-    Order::new(number).map_err(|error| error.to_string())
 }
 
 /// Reads one of the names that the kernel knows.

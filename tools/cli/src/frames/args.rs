@@ -1,6 +1,6 @@
 //! Options of the commands that measure the frame allocator.
 
-use crate::args::{Common, Warmup};
+use crate::args::{Common, Warmup, cpus, order, runs, seconds};
 use crate::measure::Repeat;
 use crate::size::Size;
 use clap::{Args, ValueEnum};
@@ -11,7 +11,7 @@ use hugemm_base::Order;
 pub struct Measured {
     /// Runs of each measurement: many short ones, so that whatever else runs disturbs a few only. Sides that take long
     /// get three.
-    #[arg(short, long, default_value_t = 25, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 25, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
@@ -65,7 +65,7 @@ pub enum Pattern {
 #[derive(Debug, Args)]
 pub struct Alloc {
     /// Numbers of CPUs [default: 1, 2, 4, … and all].
-    #[arg(short, long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub threads: Vec<u32>,
     /// Orders of the blocks.
     #[arg(short, long, value_delimiter = ',', default_value = "0,9", value_parser = order)]
@@ -93,7 +93,7 @@ pub struct Alloc {
 #[derive(Debug, Args)]
 pub struct Churn {
     /// Seconds that each allocator is used for.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, default_value_t = 2, value_parser = seconds())]
     pub seconds: u64,
     /// Percent of the memory in use.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=95))]
@@ -115,10 +115,10 @@ pub struct Churn {
 #[derive(Debug, Args)]
 pub struct Stress {
     /// Seconds.
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, default_value_t = 10, value_parser = seconds())]
     pub seconds: u64,
     /// CPUs [default: all].
-    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(short, long, value_parser = cpus())]
     pub threads: Option<u32>,
     /// Memory that they share; small, so that they meet. Only the allocator's own data exist.
     #[arg(short, long, default_value = "64MB")]
@@ -128,11 +128,4 @@ pub struct Stress {
     pub seed: u64,
     #[command(flatten)]
     pub common: Common,
-}
-
-/// Reads an order.
-fn order(text: &str) -> Result<Order, String> {
-    let help = "orders are 0 (4 KiB) to 18 (1 GiB)";
-    let number: u32 = text.parse().map_err(|_| format!("'{text}' is no order; {help}"))?;
-    Order::new(number).map_err(|_| format!("there is no order {number}; {help}"))
 }

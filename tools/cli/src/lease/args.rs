@@ -1,6 +1,6 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
-use crate::args::{Calibration, Common, Warmup};
+use crate::args::{Calibration, Common, Warmup, runs};
 use crate::size::Size;
 use clap::{Args, Subcommand, ValueHint};
 use hugemm_lease::memory_file::Page;
@@ -137,7 +137,7 @@ pub struct BenchLease {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub threads: Option<u32>,
     /// Measured runs.
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, default_value_t = 5, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,

@@ -1,7 +1,7 @@
 //! Options of `hugemm linux`.
 
 use crate::accel::Choice;
-use crate::args::{Common, Function, Page};
+use crate::args::{Common, Function, Page, seconds};
 use crate::size::Size;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -49,7 +49,7 @@ pub struct Linux {
     #[arg(long)]
     pub reference: bool,
     /// Seconds that a guest may take.
-    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, default_value_t = 300, value_parser = seconds())]
     pub timeout: u64,
     /// The guest's init program, instead of building it.
     #[arg(long, value_name = "FILE")]

@@ -1,6 +1,6 @@
 //! Options of `hugemm bench pool`.
 
-use crate::args::Common;
+use crate::args::{Common, cpus, runs};
 use clap::{Args, ValueEnum};
 use hugemm_base::PageSize;
 
@@ -63,10 +63,10 @@ pub struct Pool {
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = clap::value_parser!(u32).range(1..=8192))]
     pub cpus: Vec<u32>,
     /// Threads that resize together.
-    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = cpus())]
     pub threads: Vec<u32>,
     /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 15, value_parser = runs())]
     pub runs: u32,
     #[command(flatten)]
     pub common: Common,

@@ -1,6 +1,6 @@
 //! Options of `hugemm run`.
 
-use crate::args::{Calibration, Common, Kind};
+use crate::args::{Calibration, Common, Kind, runs};
 use crate::size::Size;
 use clap::Args;
 use std::path::PathBuf;
@@ -42,7 +42,7 @@ pub struct Run {
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]
     pub vcpus: u32,
     /// Runs, after one that is not counted.
-    #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 3, value_parser = runs())]
     pub runs: u32,
     /// Leave this machine's kernel out.
     #[arg(long)]

@@ -1,6 +1,6 @@
 //! Options of `hugemm bench vm-create`.
 
-use crate::args::{Calibration, Common, Kind, Page};
+use crate::args::{Calibration, Common, Kind, Page, cpus, runs};
 use crate::size::Size;
 use clap::{Args, ValueEnum};
 use hugemm_workloads::vm_create;
@@ -60,7 +60,7 @@ pub struct VmCreate {
     #[arg(long, value_enum, value_delimiter = ',', default_value = "demand,prefault,pin")]
     pub how: Vec<How>,
     /// Numbers of CPUs that fill it [default: 1 and all].
-    #[arg(short, long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub workers: Vec<u32>,
     /// How hugemm clears.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "page,extent,bulk")]
@@ -69,7 +69,7 @@ pub struct VmCreate {
     #[arg(long, value_enum, default_value_t = Source::Pool)]
     pub from: Source,
     /// Runs of each, after an untimed one.
-    #[arg(short, long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(short, long, default_value_t = 5, value_parser = runs())]
     pub runs: u32,
     /// Kind of huge pages that the memory is made of.
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
