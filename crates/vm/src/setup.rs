@@ -20,7 +20,7 @@ pub trait Setup: Sized {
     type Format: PageFormat;
     /// How to wait for area lists and page tables. Held while entries are edited and, by copy-on-write, while other CPUs
     /// are flushed: never taken with interrupts off.
-    type Lock: RawEditLock;
+    type Lock: RawEditLock + Send + Sync;
     /// TLBs.
     type Tlb: TlbHw;
     /// Who takes pages away that nobody uses, and brings them back: reclaim and swap, or [`NoPager`].

@@ -37,11 +37,13 @@
 //!
 //! | file | the rule it owns |
 //! |---|---|
+//! | `across.rs` | which types may go from thread to thread |
 //! | `cpu.rs` | one task at a time on a CPU that is pinned; an interrupt wherever one could come |
 //! | `lock.rs` | a lock that finds who would wait for itself |
 //! | `memory.rs` | memory as frames whose numbers nobody else has |
 #![warn(missing_debug_implementations)]
 
+pub mod across;
 mod cpu;
 mod lock;
 mod memory;

@@ -1,0 +1,19 @@
+//! Which types may go from thread to thread: nearly all, since a frame is anybody's who is given it, and a manager is everybody's.
+#![cfg(not(loom))]
+
+use hugemm_base::lock::SpinLock;
+use hugemm_frames::*;
+
+#[test]
+fn every_type() {
+    hugemm_threads::across_threads! {
+        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { Dropped, Mailbox, PackedSide, TryGet, Watch }
+        both {
+            Frames<'static, Plain>, Frames<'static, Carved>, Plain, Carved, CarveError, CarveReason, FramesConfigError, AllocRequest, AllocError, AllocContigError, NoMigration, Placement, Mobility,
+            HwPoisoned, Frozen, FrozenRun, FolioRef, FolioRun, Put, RefError, RangeReport, NodeStats, WideCounts,
+            Descriptor, Slab<SpinLock>, SlabStats,
+        }
+        // Pointers to descriptors; stores to one are its owner's.
+        neither { DescMut<'static>, DescRef<'static>, ArenaSpec, FramesConfig<'static>, }
+    }
+}

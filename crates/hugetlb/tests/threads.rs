@@ -1,0 +1,21 @@
+//! Which types may go from thread to thread: nearly all, since pools are everybody's and a page is anybody's who has it.
+
+mod support;
+
+use hugemm_frames::Plain;
+use hugemm_hugetlb::counts::ResizePlan;
+use hugemm_hugetlb::*;
+
+type Map = support::Map<'static>;
+
+#[test]
+fn every_type() {
+    hugemm_threads::across_threads! {
+        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { SoftMap, PagedMap }
+        both {
+            HugePool<'static>, PoolCounts, PoolError, PoolArena, Group, HugePage, HugePageCounts, Nodes, ResizePlan, ResizeReport,
+            Resize<'static, 'static, 'static, hugemm_base::lock::SpinLock, Plain, Map>, VmemmapOptimizer<'static, Plain, Map>,
+            Map, OptimizerPolicy, FlushPolicy, DescriptorLeaf, Mapped, Tail, FlatMemory, Descriptors,
+        }
+    }
+}

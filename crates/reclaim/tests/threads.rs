@@ -1,0 +1,27 @@
+//! Which types may go from thread to thread: all, since lists and stores are everybody's and a slot is anybody's who holds it.
+#![cfg(not(loom))]
+
+mod support;
+
+use hugemm_base::lock::SpinLock;
+use hugemm_frames::{Carved, Plain};
+use hugemm_reclaim::*;
+use hugemm_threads::{Memory, Threads};
+use support::Runs;
+
+type Here = hugemm_vm::DefaultSetup<Threads<Memory>>;
+
+#[test]
+fn every_type() {
+    hugemm_threads::across_threads! {
+        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { }
+        both {
+            Lru<'static, 'static, Plain>, LruPolicy, LruEnd, LruRemoval, LruStats, LruVerdict, Batch, Folio, Neighbours, Was,
+            Compressed<'static, 'static, Plain, Runs>, Usage, Corrupt, SwapSlot, SwapStats, SlotError, StoreError, Evicted,
+            Reclaim<'static, 'static, Here, Compressed<'static, 'static, Carved, Runs>>, ReclaimCounts, Ageing, Age, Step,
+            ShrinkBudget, ShrinkProgress, Watermarks, Level, Wake, Turn, WriteError,
+            NodeReclaim<'static, 'static, 'static, Plain, SpinLock, u8>,
+            DirectReclaim<'static, 'static, 'static, Plain, SpinLock, u8>,
+        }
+    }
+}
