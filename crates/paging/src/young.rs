@@ -41,11 +41,17 @@ macro_rules! ageing {
                 span: VirtRange,
                 mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
-                self.tree.test_and_clear_young(span, |_, _| true, &mut |runs| runs.iter().copied().for_each(&mut visit))
+                let mut visit = |runs: &[Run]| runs.iter().copied().for_each(&mut visit);
+                // Leaves that were written and leaves that were not are equally young.
+                let mut runs = Runs::<F>::new(Flags::DIRTY, Visit::Runs(&mut visit), None);
+                let young = self.tree.test_and_clear_young(span, |_, _| true, &mut runs)?;
+                runs.flush();
+                Ok(young)
             }
 
             /// The same for those leaves only that `choose` wants, by their first page's number and first frame; others
-            /// stay as old as they are. `choose` is asked only of leaves that have been accessed.
+            /// stay as old as they are. `choose` is asked only of leaves that have been accessed, and is all that is told
+            /// of them: nothing is put together.
             ///
             /// # Errors
             ///
@@ -54,9 +60,8 @@ macro_rules! ageing {
                 &mut self,
                 span: VirtRange,
                 choose: impl FnMut(u64, Pfn) -> bool,
-                mut visit: impl FnMut(Run),
             ) -> Result<Young, PagingError> {
-                self.tree.test_and_clear_young(span, choose, &mut |runs| runs.iter().copied().for_each(&mut visit))
+                self.tree.test_and_clear_young(span, choose, &mut Nobody)
             }
         }
     };
@@ -65,19 +70,50 @@ macro_rules! ageing {
 ageing!(Shared);
 ageing!(Exclusive);
 
+/// Who is shown the leaves that were young.
+trait Shown {
+    /// Looks at what is below a present `entry` that refers to a table.
+    fn below(&mut self, entry: u64, look: impl FnOnce(&mut Self));
+
+    /// As [`Runs::push`].
+    fn leaf(&mut self, first: u64, pages: u64, level: u32, entry: u64, any: u64);
+}
+
+impl<F: PageFormat> Shown for Runs<'_, F> {
+    #[inline]
+    fn below(&mut self, entry: u64, look: impl FnOnce(&mut Self)) {
+        Runs::below(self, entry, look);
+    }
+
+    #[inline]
+    fn leaf(&mut self, first: u64, pages: u64, level: u32, entry: u64, any: u64) {
+        self.push(first, pages, level, entry, any);
+    }
+}
+
+/// Putting runs together for nobody took as long as all else but the atomic.
+struct Nobody;
+
+impl Shown for Nobody {
+    #[inline]
+    fn below(&mut self, _entry: u64, look: impl FnOnce(&mut Self)) {
+        look(self);
+    }
+
+    #[inline]
+    fn leaf(&mut self, _first: u64, _pages: u64, _level: u32, _entry: u64, _any: u64) {}
+}
+
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     fn test_and_clear_young(
         &mut self,
         span: VirtRange,
         mut choose: impl FnMut(u64, Pfn) -> bool,
-        visit: &mut dyn FnMut(&[Run]),
+        shown: &mut impl Shown,
     ) -> Result<Young, PagingError> {
         let (first, end) = self.check(span)?;
         let mut young = Young::default();
-        // Leaves that were written and leaves that were not are equally young.
-        let mut runs = Runs::<F>::new(Flags::DIRTY, Visit::Runs(visit), None);
-        self.age_table(self.table(self.root), Self::ROOT, first, end, &mut choose, &mut young, &mut runs);
-        runs.flush();
+        self.age_table(self.table(self.root), Self::ROOT, first, end, &mut choose, &mut young, shown);
         Ok(young)
     }
 
@@ -90,13 +126,13 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         end: u64,
         choose: &mut impl FnMut(u64, Pfn) -> bool,
         young: &mut Young,
-        runs: &mut Runs<'_, F>,
+        shown: &mut impl Shown,
     ) {
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
-                Kind::Table => runs.below(entry, |runs| {
-                    self.age_table(self.below(entry), level - 1, slot.first, slot.end, choose, young, runs);
+                Kind::Table => shown.below(entry, |shown| {
+                    self.age_table(self.below(entry), level - 1, slot.first, slot.end, choose, young, shown);
                 }),
                 Kind::Leaf => {
                     young.leaves += 1;
@@ -111,7 +147,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     // Only the part that is in the range.
                     let skipped = slot.first & (level::pages(level) - 1);
                     let begins = entry + (skipped << PAGE_SHIFT);
-                    runs.push(slot.first, slot.end - slot.first, level, begins, entry ^ F::CLEAN);
+                    shown.leaf(slot.first, slot.end - slot.first, level, begins, entry ^ F::CLEAN);
                 }
                 _ => {}
             }

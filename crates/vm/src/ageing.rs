@@ -120,7 +120,7 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 };
                 // In bounds: the area is.
-                let _ = table.test_and_clear_young_of(span, choose, |_| ());
+                let _ = table.test_and_clear_young_of(span, choose);
                 drop(table);
                 if space.is_followed() {
                     for ((offset, _), page) in
@@ -178,7 +178,7 @@ impl<S: Setup> Vm<'_, S> {
                 let young = {
                     let task = RefCell::new(&mut *cx);
                     let mut table = space.table.shared(self.tables(&task));
-                    table.test_and_clear_young_of(span, |_, frame| frame == head, |_| ())
+                    table.test_and_clear_young_of(span, |_, frame| frame == head)
                 };
                 let young = young.is_ok_and(|young| young.young > 0);
                 if young {

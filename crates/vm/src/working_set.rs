@@ -107,7 +107,7 @@ impl<S: Setup> Vm<'_, S> {
                 true
             };
             // In bounds: the area is.
-            let _ = table.test_and_clear_young_of(pages(from, to)?, &mut take, |_| ());
+            let _ = table.test_and_clear_young_of(pages(from, to)?, &mut take);
             while followed != 0 {
                 let number = u64::from(followed.trailing_zeros());
                 followed &= followed - 1;
