@@ -8,7 +8,7 @@ use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_threads::Random;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, machine, run_as};
+use support::{BASE, CPUS, Faults, Machine, Others, SPAN, Shape, descriptor_of, machine, run_as};
 
 const POLICIES: [OptimizerPolicy; 4] = [
     OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true },
@@ -19,6 +19,13 @@ const POLICIES: [OptimizerPolicy; 4] = [
 
 fn everything_is_somewhere(m: &Machine<'_, Faults>, used: u64) {
     assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames() + used, m.all.pages());
+}
+
+/// Whoever takes a page of the pool can write the descriptor of its head, lean or not.
+fn heads_can_be_written(m: &Machine<'_, Faults>, pool: &HugePool<'_>) {
+    for (head, _) in pool.pages() {
+        assert!(m.map.walk(descriptor_of(head)).is_some_and(|leaf| leaf.writable), "the head {head} is a tail");
+    }
 }
 
 /// Sizes of a scenario's steps.
@@ -33,6 +40,7 @@ fn run(
         armed(step);
         let report = m.set(pool, *pages);
         let failed = m.frames.env().inject.disarm();
+        heads_can_be_written(m, pool);
         // Flushes are two per batch up and one per batch down, and one for what is carved, whatever failed.
         if m.optimizer.policy().flush == FlushPolicy::Batch {
             let most = if report.entered > 0 { 2 * report.batches } else { report.batches + report.carved };
@@ -118,6 +126,7 @@ fn memory_runs_out_and_comes_back_at_random() {
                 m.frames.env().inject.arm(FaultPlan::random(first, share, random.below(1 << 31)));
                 m.set(&pool, pages);
                 failed += m.frames.env().inject.disarm();
+                heads_can_be_written(m, &pool);
                 pool.tidy(&mut m.threads.cx(), &m.optimizer).expect("idle");
                 others.check(m);
                 assert!(pool.is_consistent(&cx));

@@ -128,7 +128,10 @@ fn a_poisoned_page_backs_no_promise() {
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         set(m, &pool, 3);
         let (first, _) = pool.pages().next().expect("three");
-        assert_eq!(pool.note_hwpoison(&cx, Pfn::new(3)), Err(PoolError::NotInPool));
+        // Outside every area, and in the area but no page of the pool.
+        for other in [Pfn::new(3), Pfn::new(first.number() + 3 * 512)] {
+            assert_eq!(pool.note_hwpoison(&cx, other), Err(PoolError::NotInPool));
+        }
         for _ in 0..2 {
             pool.note_hwpoison(&cx, Pfn::new(first.number() + 7)).expect("a page of the pool");
             assert_eq!(
