@@ -43,12 +43,9 @@ unsafe impl GlobalAlloc for Both {
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: passed on.
-        if is_ours(at) {
-            unsafe { HEAP.realloc(at, layout, size) }
-        } else {
-            unsafe { System.realloc(at, layout, size) }
-        }
+        let heap: &dyn GlobalAlloc = if is_ours(at) { &HEAP } else { &System };
+        // SAFETY: passed on to whose it is.
+        unsafe { heap.realloc(at, layout, size) }
     }
 }
 

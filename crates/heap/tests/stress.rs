@@ -31,21 +31,22 @@ struct Held {
 unsafe impl Send for Held {}
 
 impl Held {
-    fn words(&self) -> &mut [u64] {
+    fn words(&mut self) -> &mut [u64] {
         // SAFETY: the holder's memory, of whole words, aligned to one.
         unsafe { std::slice::from_raw_parts_mut(self.memory.as_ptr().cast(), self.layout.size() / 8) }
     }
 
     fn new(memory: NonNull<u8>, layout: Layout, stamp: u64) -> Self {
-        let held = Held { memory, layout, stamp };
+        let mut held = Held { memory, layout, stamp };
         // SAFETY: the holder's memory.
         unsafe { memory.write_bytes(0, layout.size()) };
         held.words().fill(stamp);
         held
     }
 
-    fn check(&self) {
-        assert!(self.words().iter().all(|word| *word == self.stamp), "{:?} was handed out twice", self.memory);
+    fn check(&mut self) {
+        let stamp = self.stamp;
+        assert!(self.words().iter().all(|word| *word == stamp), "{:?} was handed out twice", self.memory);
     }
 }
 
@@ -91,7 +92,7 @@ fn stress(exchange: u64, trims: bool) {
                         heap.trim(&cx);
                     }
                 }
-                for held in mine {
+                for mut held in mine {
                     held.check();
                     // SAFETY: as above.
                     unsafe { heap.free(&cx, held.memory, held.layout) };
@@ -100,7 +101,7 @@ fn stress(exchange: u64, trims: bool) {
         }
     });
     let shelf = shelf.into_inner().expect("nobody panics");
-    for held in shelf {
+    for mut held in shelf {
         held.check();
         // SAFETY: as above.
         unsafe { heap.free(&cx, held.memory, held.layout) };
@@ -143,7 +144,7 @@ fn a_producer_lives_on_what_its_consumer_frees() {
         let (threads, heap) = (&threads, &heap);
         scope.spawn(move || {
             run_as(1);
-            for held in receiver {
+            for mut held in receiver {
                 held.check();
                 // SAFETY: allocated with this layout, and sent here.
                 unsafe { heap.free(&threads.cx(), held.memory, held.layout) };

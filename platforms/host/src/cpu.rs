@@ -12,8 +12,8 @@
 use crate::model::StoreModel;
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
-    Clock, CounterSnapshot, Counters, Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, PAGE_BYTES, Pfn, PhysMap, PreemptModel,
-    Topology, VirtAddr, Window,
+    Clock, CounterSnapshot, Counters, Cpu, CpuCx, CpuId, Dirty, Extent, LinearMap, NodeId, PAGE_BYTES, Pfn, PhysMap,
+    PreemptModel, Topology, VirtAddr, Window,
 };
 use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
@@ -410,3 +410,6 @@ unsafe impl PhysMap for Host<'_> {
         Some(Window { ptr, pages: within.pages() })
     }
 }
+
+// SAFETY: the mapping is borrowed, initialised, for longer than the host can be.
+unsafe impl LinearMap for Host<'_> {}

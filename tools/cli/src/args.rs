@@ -89,6 +89,8 @@ pub enum Bench {
     Alloc(frames::Alloc),
     /// Mixed sizes for a while, then the huge pages that can still be had.
     Churn(frames::Churn),
+    /// The heap beside those that kernels in Rust use, on one to N CPUs.
+    Heap(crate::heap::HeapArgs),
     /// All orders from one area on several CPUs, looking for a frame that is handed out twice.
     Stress(frames::Stress),
     /// A huge page pool grown and shrunk, with and without vmemmap optimization.

@@ -20,6 +20,7 @@ mod explain;
 mod frames;
 mod goals;
 mod headline;
+mod heap;
 mod image;
 mod interference;
 mod kernel_side;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Free(args)) => frames::free::run(args),
         Command::Bench(Bench::Alloc(args)) => frames::alloc::run(args),
         Command::Bench(Bench::Churn(args)) => frames::churn::run(args),
+        Command::Bench(Bench::Heap(args)) => heap::run(args),
         Command::Bench(Bench::Stress(args)) => frames::stress::run(args),
         Command::Bench(Bench::VmCreate(args)) => vm_create::run(args),
         Command::Bench(Bench::Age(args)) => age::run(args),

@@ -1,0 +1,222 @@
+//! `hugemm bench heap`: the heap beside those that kernels in Rust use, on one to N CPUs.
+
+mod sides;
+mod work;
+
+use crate::args::{Common, Kind, Warmup};
+use crate::document::Row;
+use crate::frames::area::cell;
+use crate::machine::Machine;
+use crate::measure::Repeat;
+use crate::size::Size;
+use crate::stats::Samples;
+use crate::{environment_text, progress, table};
+use anyhow::{Result, bail};
+use clap::Args;
+use hugemm_base::{CpuId, NodeId, PageSize};
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_heap::Heap;
+use hugemm_host::cpu::Host;
+use hugemm_inspect::environment::Environment;
+use hugemm_inspect::interrupt;
+use sides::{Global, Own, Side};
+use std::alloc::System;
+use work::{Shared, Work};
+
+/// `hugemm bench heap`
+#[derive(Debug, Args)]
+pub struct HeapArgs {
+    /// Numbers of CPUs [default: 1 and all].
+    #[arg(short, long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Vec<u32>,
+    /// Runs of each measurement.
+    #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub runs: u32,
+    /// Memory of each heap.
+    #[arg(short, long, default_value = "128MB")]
+    pub size: Size,
+    /// Milliseconds of each run of hugemm's, about; the others do as much work.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    pub millis: u64,
+    /// Measure hugemm and the C library alone.
+    #[arg(long)]
+    pub no_peers: bool,
+    #[command(flatten)]
+    pub warmup: Warmup,
+    #[command(flatten)]
+    pub common: Common,
+}
+
+/// The name of the C library's.
+const MALLOC: &str = "malloc (libc)";
+
+/// A side with its type forgotten: does rounds of a work on so many CPUs, and counts what is left.
+struct Entry<'a> {
+    name: &'static str,
+    run: Box<dyn Fn(Work, u64, u32) -> Result<f64> + 'a>,
+    left: Box<dyn Fn() -> Result<[u64; 2]> + 'a>,
+}
+
+fn entry<'a, S: Side + 'a>(name: &'static str, host: &'a Host<'a>, side: S) -> Entry<'a> {
+    let side = std::sync::Arc::new(side);
+    let counted = std::sync::Arc::clone(&side);
+    let run = move |work, rounds, cpus| {
+        let (shared, side) = (Shared::new(cpus), &*side);
+        let each = host.run_on_each((0..cpus).map(CpuId), |cx| {
+            let cpu = cx.pinned(|pin| pin.cpu().0);
+            work::run(side, cx, work, rounds, cpu, &shared)
+        })?;
+        let each = each.into_iter().collect::<Result<Vec<f64>>>()?;
+        Ok(each.iter().sum::<f64>() / each.len() as f64)
+    };
+    let left = move || {
+        let side = &*counted;
+        host.run_on_each([CpuId(0)], |cx| work::left(side, cx))?.remove(0)
+    };
+    Entry { name, run: Box::new(run), left: Box::new(left) }
+}
+
+/// Runs the command.
+pub fn run(args: &HeapArgs) -> Result<()> {
+    let machine = Machine::new(&args.common)?;
+    let all = machine.topology.cpus.len() as u32;
+    let mut threads = if args.threads.is_empty() { vec![1, all] } else { args.threads.clone() };
+    threads.dedup();
+    let most = threads.iter().max().copied().unwrap_or(1);
+    let bytes = machine.whole_pages(args.size, PageSize::Size2M)?;
+    if bytes < 32 << 20 {
+        bail!("{} is too little for what is done; use --size 32MB or more", args.size);
+    }
+    // One more, for this thread, which waits while the others work: the heap is made and ends on it.
+    let mut places = machine.places(most as usize)?;
+    places.push(places[0]);
+    let mut environment = Environment::read()?;
+    let mut memory = machine.memory(bytes, PageSize::Size2M, Kind::Thp)?;
+    environment.note_region("heap", &memory);
+    let host = Host::new(&places, memory.as_mut_slice())?;
+    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
+    let config = FramesConfig { arenas: &arenas, cpus: most + 1, cpu_nodes: &[] };
+    let need = Frames::<Plain>::required_bytes(&config)?.size() as u64;
+    let mut metadata = machine.memory(need.next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, Kind::Thp)?;
+    // SAFETY: one platform, and frames that no other manager knows.
+    let frames = unsafe { Frames::in_slice(&config, Plain::default(), metadata.as_mut_slice()) }?;
+    let frames: &Frames<'_, Plain> = &frames;
+    let rows = host.run_on(CpuId(most), |cx| {
+        // SAFETY: the frames are owned once, and released once.
+        unsafe { frames.release(cx, host.own_frames()) };
+        let heap = Heap::new(frames, cx, most)?;
+        compare(args, &machine, &host, &environment, &threads, heap)
+    })??;
+    machine.report(&args.common, environment, rows)
+}
+
+/// Measures every side, prints tables, and answers rows.
+fn compare<'a>(
+    args: &HeapArgs,
+    machine: &Machine,
+    host: &'a Host<'a>,
+    environment: &Environment,
+    threads: &[u32],
+    heap: Heap<'a, Plain>,
+) -> Result<Vec<Row>> {
+    let bytes = host.frames().bytes();
+    let mut entries = vec![entry("hugemm", host, Own(heap))];
+    if !args.no_peers {
+        add_peers(machine, host, bytes, &mut entries)?;
+    }
+    entries.push(entry(MALLOC, host, Global(System)));
+
+    let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
+    let turns = Work::ALL.len() * threads.len() * entries.len() * repeat.all();
+    let bar = progress::bar(turns as u64, machine.quiet());
+    let mut rows = Vec::new();
+    let mut heads = vec!["work, CPUs".to_owned()];
+    heads.extend(entries.iter().map(|entry| entry.name.to_owned()));
+    let mut lines = table::new(heads);
+    for work in Work::ALL {
+        for cpus in threads {
+            let rounds = rounds(&entries[0], work, *cpus, args.millis)?;
+            let mut columns: Vec<Samples> = entries.iter().map(|_| Samples::default()).collect();
+            for turn in 0..repeat.all() {
+                for index in 0..entries.len() {
+                    interrupt::check()?;
+                    let index = (index + turn) % entries.len();
+                    bar.set_message(entries[index].name);
+                    bar.inc(1);
+                    let each = (entries[index].run)(work, rounds, *cpus)?;
+                    if repeat.is_measured(turn) {
+                        columns[index].push(each);
+                    }
+                }
+            }
+            let mut line = vec![format!("{}, {cpus}", work.name())];
+            for (entry, samples) in entries.iter().zip(&columns) {
+                line.push(cell(Some(samples)));
+                let row = Row::median("bench.heap.pair", samples, "ns").label("work", work.name());
+                rows.push(row.label("cpus", *cpus).label("side", entry.name));
+            }
+            lines.add_row(line);
+        }
+    }
+    let mut extents = table::new(["", "a quarter live", "all freed"]);
+    for entry in entries.iter().filter(|entry| entry.name != MALLOC) {
+        let left = (entry.left)()?;
+        extents.add_row([entry.name.to_owned(), left[0].to_string(), left[1].to_string()]);
+        for (when, count) in ["a quarter live", "all freed"].into_iter().zip(left) {
+            let row = Row::single("bench.heap.blocks_left", count as f64, "blocks");
+            rows.push(row.label("when", when).label("side", entry.name));
+        }
+    }
+    bar.finish_and_clear();
+    if !machine.quiet() {
+        environment_text::print(environment);
+        println!(
+            "\n{} per heap; ns per piece taken and freed, mean over CPUs, median of {} runs",
+            args.size, args.runs
+        );
+        table::print("Time", &lines);
+        println!(
+            "\n  Every heap does the same work; hugemm gives its empty slabs back before the clock stops. A thread's pin is"
+        );
+        println!(
+            "  nothing; a kernel turns interrupts off and on, for the locks of the others too. malloc is for scale."
+        );
+        let most = bytes / (64 * 1024);
+        table::print(
+            &format!("Blocks of 64 KiB that can still be had, of {most}, after mixed sizes on one CPU"),
+            &extents,
+        );
+    }
+    Ok(rows)
+}
+
+/// How many rounds take hugemm about so long.
+fn rounds(own: &Entry<'_>, work: Work, cpus: u32, millis: u64) -> Result<u64> {
+    let mut rounds = 1;
+    loop {
+        let start = std::time::Instant::now();
+        (own.run)(work, rounds, cpus)?;
+        if start.elapsed().as_millis() as u64 >= millis || rounds > 1 << 40 {
+            return Ok(rounds);
+        }
+        rounds *= 2;
+    }
+}
+
+#[cfg(feature = "peers")]
+fn add_peers<'a>(machine: &Machine, host: &'a Host<'a>, bytes: u64, entries: &mut Vec<Entry<'a>>) -> Result<()> {
+    // For as long as the process runs: their heaps know no end.
+    let memory = || -> Result<&'static mut [u8]> {
+        let region = Box::leak(Box::new(machine.memory(bytes, PageSize::Size2M, Kind::Thp)?));
+        Ok(region.as_mut_slice())
+    };
+    entries.push(entry("talc", host, sides::peers::talc(memory()?)?));
+    entries.push(entry("linked_list_allocator", host, sides::peers::list(memory()?)));
+    entries.push(entry("buddy_system_allocator", host, sides::peers::buddy(memory()?)));
+    Ok(())
+}
+
+#[cfg(not(feature = "peers"))]
+fn add_peers<'a>(_: &Machine, _: &'a Host<'a>, _: u64, _: &mut Vec<Entry<'a>>) -> Result<()> {
+    Ok(())
+}
