@@ -221,8 +221,9 @@ impl<'m, E: Env> Frames<'m, E> {
         let near = own.filter(|own| own.node.0 == first && !want_zero);
         let class =
             near.and_then(|own| Some((own, own.stock(order.get(), mobility)?))).filter(|(_, class)| class.enabled());
-        if let Some(block) =
-            near.filter(|own| own.mailbox.is_quiet()).and_then(|own| own.take_gathered(order.get(), mobility))
+        if let Some(block) = near
+            .filter(|own| own.mailbox.is_quiet() && !self.is_careful())
+            .and_then(|own| own.take_gathered(order.get(), mobility))
         {
             return Ok(block);
         }
