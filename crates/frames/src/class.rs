@@ -95,12 +95,10 @@ impl<'m> Class<'m> {
     pub(crate) fn pop_lowest(&self, end: Pfn) -> Option<Frozen> {
         // Sorts: the lowest comes last.
         self.drain_highest(0, |_| ());
-        let lowest = self.pop()?;
-        if lowest.pfn() < end {
-            return Some(lowest);
-        }
-        let _ = self.push(lowest);
-        None
+        let last = self.len.load(Ordering::Relaxed).checked_sub(1)?;
+        let lowest = Frozen::from_word(self.entry(last).load(Ordering::Relaxed));
+        // Looked at, not popped and pushed: there may be more than a watermark that was lowered lets in.
+        if lowest.pfn() < end { self.pop() } else { None }
     }
 
     /// Whether the block that `pop` would return is known to be zero.
@@ -256,6 +254,22 @@ mod tests {
     }
 
     const LEAST: u64 = 8;
+
+    /// What is not taken stays, also where there is more than the watermark lets in.
+    #[test]
+    fn the_lowest_is_taken_or_stays() {
+        let entries: [AtomicU64; 32] = core::array::from_fn(|_| AtomicU64::new(0));
+        let class = Class::new(&entries, 2, 0);
+        class.high.store(8, Ordering::Relaxed);
+        for pfn in [7, 3, 9, 5] {
+            assert!(class.push(block(pfn)).is_ok());
+        }
+        class.shrink();
+        assert!(class.pop_lowest(Pfn::new(3)).is_none());
+        assert_eq!(class.len(), 4);
+        assert_eq!(class.pop_lowest(Pfn::new(4)).map(|block| block.pfn().number()), Some(3));
+        assert_eq!(class.len(), 3);
+    }
 
     #[test]
     fn a_class_grows_for_streaks_only() {

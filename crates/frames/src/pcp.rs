@@ -323,15 +323,16 @@ impl<'m> PerCpu<'m> {
     /// This CPU's node had no block of this order and mobility below this one, which was just taken there.
     pub(crate) fn note_lowest(&self, block: &Frozen) {
         if block.log() < BLOCK_ORDER && !is_stocked(block.log()) {
-            self.lowest.store(block.pfn().number() + 1 << LOWEST_SHIFT | block.class() as u64, Ordering::Relaxed);
+            let frame = (block.pfn().number() + 1) << LOWEST_SHIFT;
+            self.lowest.store(frame | block.class() as u64, Ordering::Relaxed);
         }
     }
 
     /// The lowest of the gathered blocks of an order, if the node has none below it as far as this CPU knows.
     pub(crate) fn take_gathered(&self, order: u32, mobility: Mobility) -> Option<Frozen> {
         let (lowest, class) = (self.lowest.load(Ordering::Relaxed), self.class(order, mobility)?);
-        let known = lowest & ((1 << LOWEST_SHIFT) - 1) == 2 * u64::from(order) + mobility.index() as u64;
-        if known { class.pop_lowest(Pfn::new(lowest >> LOWEST_SHIFT)) } else { None }
+        let of_class = lowest & ((1 << LOWEST_SHIFT) - 1) == 2 * u64::from(order) + mobility.index() as u64;
+        if lowest != 0 && of_class { class.pop_lowest(Pfn::new(lowest >> LOWEST_SHIFT)) } else { None }
     }
 
     /// The classes of orders that are only gathered here, with their orders.
