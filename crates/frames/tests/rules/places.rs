@@ -3,7 +3,7 @@
 use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
 use super::{GIB, order, request};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{NodeId, Order, Zeroed};
+use hugemm_base::{NodeId, Order, Pfn, Zeroed};
 use hugemm_frames::{AllocError, FramesConfig, Frozen, NoMigration, Placement};
 
 #[test]
@@ -293,6 +293,43 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
             assert_eq!(frames.stats(&cx).free, 1 << 14);
         }
     });
+}
+
+/// Nor is one with a poisoned frame in it, though it was the lowest: whether it was in use then or had been gathered already, and
+/// whichever CPU says so.
+#[test]
+fn a_gathered_block_with_poison_is_not_taken_again() {
+    let arenas = [arena(0, 1 << 14, 0)];
+    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    release(&frames, extent(0, 1 << 14));
+    let threads: Threads = Threads::default();
+    let cx = threads.cx();
+    let mut refused = 0;
+    for (gathered, teller) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
+        for order in 4..9 {
+            hugemm_threads::run_as(0);
+            let block = frames.alloc(&cx, request(order)).expect("memory");
+            let poisoned = Pfn::new(block.pfn().number() + 3);
+            let mut block = Some(block);
+            if gathered {
+                block.take().into_iter().for_each(|block| frames.free(&cx, block));
+            }
+            hugemm_threads::run_as(teller);
+            frames.hwpoison(&cx, poisoned);
+            hugemm_threads::run_as(0);
+            block.into_iter().for_each(|block| frames.free(&cx, block));
+            let next = frames.alloc(&cx, request(order)).expect("memory");
+            let taken = next.pfn().number()..next.pfn().number() + (1 << order);
+            assert!(!taken.contains(&poisoned.number()), "of order {order}, gathered {gathered}, told by {teller}");
+            frames.free(&cx, next);
+            refused += 1;
+        }
+    }
+    frames.drain(&cx);
+    let stats = frames.stats(&cx);
+    assert_eq!((stats.refused, stats.available()), (refused, (1 << 14) - refused));
 }
 
 /// Blocks of 2 MiB that a cache held are found again, whichever share a word of what is kept for them, or a place where those of a
