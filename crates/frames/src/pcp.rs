@@ -214,7 +214,7 @@ impl<'m> PerCpu<'m> {
         core::array::from_fn(|order| {
             let large = order as u32 == BLOCK_ORDER && share >> REGION_ORDER != 0;
             let most = MOST[order].min((if large { share / 16 } else { share / 64 }) >> order);
-            if is_stocked(order as u32) { most } else { most.min((share / 256 >> order).max(1)) }
+            if is_stocked(order as u32) { most } else { most.min(((share / 256) >> order).max(1)) }
         })
     }
 

@@ -152,7 +152,7 @@ fn the_first_poisoned_frame_is_found_from_anywhere() {
         for pfn in bad {
             assert_eq!(frames.hwpoison(&cx, Pfn::new(pfn)), HwPoisoned::Free);
         }
-        let places = bad.iter().flat_map(|pfn| [*pfn, pfn + 1, pfn >> 9 << 9, (pfn >> 9) + 1 << 9]);
+        let places = bad.iter().flat_map(|pfn| [*pfn, pfn + 1, pfn >> 9 << 9, ((pfn >> 9) + 1) << 9]);
         for (first, end) in places.clone().flat_map(|first| places.clone().map(move |end| (first, end))) {
             let expected = bad.into_iter().find(|pfn| (first..end).contains(pfn)).map(Pfn::new);
             let found = frames.first_hwpoisoned(extent(first, end.saturating_sub(first)));

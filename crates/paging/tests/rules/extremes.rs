@@ -80,7 +80,7 @@ fn cpus_that_do_not_exist() {
     let inboxes: Vec<_> =
         (0..TlbShootdown::<Counting>::inbox_words(1)).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
     // SAFETY: this view only.
-    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting::default()) }.expect("one CPU");
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }.expect("one CPU");
     for cpu in [1, 64, u32::MAX].map(CpuId) {
         assert_eq!(shootdown.counts_of(cpu), Default::default());
     }
