@@ -6,7 +6,7 @@ use hugemm_base::{Cpu, CpuCx, Dirty, NodeId, PageSize, Zeroed};
 use hugemm_frames::Placement;
 use hugemm_hugetlb::{HugePage, HugePool, Nodes};
 
-/// Pools for a [`Vm`]: of 2 MiB pages, of 1 GiB pages, both, or none, without which pooled areas cannot be made. Their sizes
+/// Pools for a [`Vm`](crate::Vm): of 2 MiB pages, of 1 GiB pages, both, or none, without which pooled areas cannot be made. Their sizes
 /// are their owner's business, and so is whether they may have surplus pages: an area takes what is there. Surplus pages
 /// that come back stay until the owner calls [`tidy`](HugePool::tidy).
 #[derive(Debug)]
