@@ -1,7 +1,7 @@
 # Two commands on a fresh machine: `make run` does the work of a virtual machine host on it, `make test` runs every test.
 
 CARGO ?= cargo
-HUGEMM = target/release/hugemm
+HUGEMM = $(or $(CARGO_TARGET_DIR),target)/release/hugemm
 ARM = aarch64-unknown-linux-musl
 ARM_KERNEL = aarch64-unknown-none-softfloat
 LOOM = RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom
