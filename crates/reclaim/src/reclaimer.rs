@@ -60,7 +60,7 @@ pub trait Reclaimer<P: Cpu> {
 
     /// Drops references that [`hold`](Reclaimer::hold) or a look-around took, to folios of one LRU; one may be the last if
     /// the folio's owner let go meanwhile. One lock round of the LRU per [`BATCH`](crate::BATCH) of them.
-    fn release(&self, cx: &CpuCx<'_, P>, heads: &[Pfn]);
+    fn release(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>);
 
     /// Tests and clears the accessed bits of all mappings of some folios, without any TLB flush; `looks[i]` is what was
     /// found of folio `i`. Mappings without recency, and those of spaces that go away, do not count.

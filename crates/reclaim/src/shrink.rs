@@ -9,7 +9,7 @@ use crate::reclaimer::{Age, Reclaimer, WriteError};
 use crate::swap::StoreError;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, CpuCx, Pfn};
+use hugemm_base::{Cancel, CpuCx};
 use hugemm_frames::Env;
 
 /// How far a pass may go, in base pages.
@@ -166,7 +166,8 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         if held.contains(&false) {
             self.evict(cx, &mut batch, unhooked, progress);
         }
-        self.release(cx, &batch, held);
+        let kept = batch.folios().iter().zip(held).filter(|(_, held)| *held);
+        self.side.release(cx, kept.map(|(folio, _)| folio.pfn));
         if ageing_due {
             self.age_youngest(cx, progress);
         }
@@ -229,23 +230,8 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
     {
         self.side.around(true);
         self.lru.promote(cx, neighbours);
-        self.side.release(cx, neighbours.heads());
+        self.side.release(cx, neighbours.heads().iter().copied());
         self.side.around(false);
-    }
-
-    /// Drops the references to those folios of a batch that are still held.
-    fn release<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch, held: [bool; BATCH])
-    where
-        R: Reclaimer<P>,
-    {
-        let mut heads = [Pfn::new(0); BATCH];
-        let mut count = 0;
-        let kept = batch.folios().iter().zip(held).filter(|(_, held)| *held);
-        for (head, (folio, _)) in heads.iter_mut().zip(kept) {
-            *head = folio.pfn;
-            count += 1;
-        }
-        self.side.release(cx, &heads[..count]);
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
@@ -272,7 +258,7 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         }
         progress.aged += batch.pages();
         self.lru.put_back(cx, &mut batch);
-        self.release(cx, &batch, [true; BATCH]);
+        self.side.release(cx, batch.folios().iter().map(|folio| folio.pfn));
         self.promote(cx, &neighbours);
         batch.pages()
     }

@@ -231,10 +231,10 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
         panic!("{head:?} has one owner");
     }
 
-    fn release(&self, cx: &CpuCx<'_, Machine>, heads: &[Pfn]) {
+    fn release(&self, cx: &CpuCx<'_, Machine>, heads: impl Iterator<Item = Pfn>) {
         for head in heads {
             // SAFETY: the reference that `hold` took.
-            let _ = self.frames.put(cx, unsafe { FolioRef::from_pfn(*head) }).expect("held");
+            let _ = self.frames.put(cx, unsafe { FolioRef::from_pfn(head) }).expect("held");
         }
     }
 
@@ -303,7 +303,7 @@ impl<I: Inject> Reclaimer<Machine> for Space<'_, '_, I> {
             assert!(matches!(page.entry, Entry::Detached { pfn, .. } if pfn == head));
             page.entry = Entry::Present { pfn: head, young: false };
         }
-        self.release(cx, &[head]);
+        self.release(cx, std::iter::once(head));
     }
 
     fn available(&self, cx: &CpuCx<'_, Machine>) -> u64 {

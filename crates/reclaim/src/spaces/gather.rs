@@ -35,7 +35,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
                     break;
                 }
                 lru.put_back(cx, &mut batch);
-                batch.folios().iter().for_each(|folio| self.release(cx, &[folio.pfn]));
+                self.release(cx, batch.folios().iter().map(|folio| folio.pfn));
                 for folio in batch.folios().iter().filter(|folio| folio.order == Order::ZERO) {
                     let block = Extent::block(Pfn::new(folio.pfn.number() & !(order.pages() - 1)), order);
                     if tried.contains(&Some(block)) {
@@ -74,7 +74,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
                         *next = Some(unhooked);
                         count += 1;
                     }
-                    Err(held) => self.release(cx, &[held.into_pfn()]),
+                    Err(held) => self.release(cx, core::iter::once(held.into_pfn())),
                 }
             }
             if count == 0 {

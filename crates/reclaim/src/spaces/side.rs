@@ -174,16 +174,14 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         self.widen_saturated(cx);
     }
 
-    fn release(&self, cx: &Cx<'_, S>, heads: &[Pfn]) {
-        let mut rest = heads;
-        while let Some(first) = rest.first() {
+    fn release(&self, cx: &Cx<'_, S>, heads: impl Iterator<Item = Pfn>) {
+        let mut rest = heads.peekable();
+        while let Some(first) = rest.peek() {
             let node = self.node_of(*first);
-            let same = rest.iter().take(BATCH).take_while(|head| self.node_of(**head) == node).count();
-            let (some, more) = rest.split_at(same);
-            rest = more;
             let lru = self.pager.lru(node.unwrap_or(NodeId(0)));
+            let same = core::iter::from_fn(|| rest.next_if(|head| self.node_of(*head) == node)).take(BATCH);
             // SAFETY: the references that `hold` took: each head is passed here once.
-            unsafe { self.pager.put_all(self.vm.frames(), cx, lru, some.iter().copied()) };
+            unsafe { self.pager.put_all(self.vm.frames(), cx, lru, same) };
         }
     }
 
