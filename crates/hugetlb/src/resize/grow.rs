@@ -26,15 +26,10 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         missing / sharing + u64::from(place < missing % sharing)
     }
 
-    /// Units of the next allocation phase; nodes that are dry by now are left out.
+    /// Units of the next allocation phase, as many pages each as a group has; nodes that are dry by now are left out.
     pub(super) fn alloc_units(&self) -> u64 {
         self.dry_before.store(get(&self.dry), Ordering::Relaxed);
-        (0..self.node_count).map(|node| self.quota(node).div_ceil(self.chunk())).sum::<u64>().min(MOST_UNITS)
-    }
-
-    /// Pages that a unit allocates.
-    pub(super) fn chunk(&self) -> u64 {
-        GROUP / self.per_group()
+        (0..self.node_count).map(|node| self.quota(node).div_ceil(GROUP)).sum::<u64>().min(MOST_UNITS)
     }
 
     pub(super) fn alloc<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, unit: u64, cancel: &impl Cancel) {
@@ -42,12 +37,12 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         let mut unit = unit;
         for node in 0..self.node_count {
             let quota = self.quota(node);
-            let units = quota.div_ceil(self.chunk());
+            let units = quota.div_ceil(GROUP);
             if unit >= units {
                 unit -= units;
                 continue;
             }
-            for _ in 0..(quota - unit * self.chunk()).min(self.chunk()) {
+            for _ in 0..(quota - unit * GROUP).min(GROUP) {
                 if get(&self.dry) >> (node % 64) & 1 != 0 {
                     return;
                 }

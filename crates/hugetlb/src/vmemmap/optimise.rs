@@ -88,16 +88,12 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
                 self.set(cx, work.block, Mapped::Table(frame.base()), edit);
                 Ok(Split::Ready)
             }
-            Mapped::Table(frame) if self.is_shared(frame) => Ok(Split::Swapped),
             // A block that was divided before: 4 KiB frames, one extent if nobody has changed that.
-            Mapped::Table(frame) if whole && self.policy.swap && work.heads == u64::MAX => {
-                let former = self.table(frame)?;
-                let table = self.lean_table(cx, work, edit)?;
-                self.set(cx, work.block, Mapped::Table(table), edit);
-                self.owned_runs(former, |run| edit.unmapped(self.frames, run));
-                edit.unmapped(self.frames, one(frame));
+            Mapped::Table(_) if whole && self.policy.swap && work.heads == u64::MAX => {
+                self.reshape(cx, work, edit)?;
                 Ok(Split::Swapped)
             }
+            // The node's table of tails is one of these: the second pass finds nothing to remap in it.
             Mapped::Table(frame) => {
                 self.table(frame)?;
                 self.tail(cx, work.node)?;
