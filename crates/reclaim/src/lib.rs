@@ -19,10 +19,14 @@
 //! | [`compressed`] | swap in memory, compressed, over the manager's own frames |
 //! | [`lru`] | which folios have not been used for long; two policies as values |
 //! | [`watermark`] | how much should be free; when a worker is woken and when it rests |
-//! | [`reclaimer`] | the seam to reverse map and page tables |
-//! | [`shrink`](mod@shrink) | one pass: isolate, age, unmap, put back what stays, flush, write out, free |
-//! | [`spaces`] | reclaim from address spaces: what `vm` needs of a pager, and the other way round |
-//! | [`worker`] | a worker's turn; direct reclaim |
+//! | [`reclaim`] | reclaim from address spaces: who is on which LRU, and when a reference to a page ends |
+//! | `pager.rs` | what a [`Vm`](hugemm_vm::Vm) needs of a pager; workers' turns, direct reclaim |
+//! | [`worker`] | how much of an LRU a pass looks at, and when to give up |
+//! | [`shrink`] | one pass: isolate, age, unmap, put back what stays, flush, write out, free |
+//! | `side.rs` | what is done to folios through their reverse map |
+//! | `gather.rs` | a 2 MiB block out of frames that are free one by one |
+//! | `runs.rs` | adjoining blocks are freed together |
+//! | [`ways`] | ways of ageing, as values; what is told and counted |
 //! | `words.rs`, `links.rs` | which descriptor words are used, and lists through them |
 //!
 //! Everything here is `no_std`, allocates from [`hugemm_frames`] only, by requests that never call reclaim, and does not
@@ -33,22 +37,26 @@
 
 pub mod compressed;
 pub mod compressor;
+mod gather;
 mod links;
 pub mod lru;
-pub mod reclaimer;
+mod pager;
+pub mod reclaim;
+mod runs;
 pub mod shrink;
-pub mod spaces;
+mod side;
 pub mod swap;
 pub mod watermark;
+pub mod ways;
 mod words;
 pub mod worker;
 
 pub use compressed::{Compressed, Usage};
 pub use compressor::{Compressor, Corrupt, PageBytes};
 pub use lru::{BATCH, Batch, Folio, Lru, LruEnd, LruPolicy, LruRemoval, LruStats, LruVerdict, Neighbours, Was};
-pub use reclaimer::{Age, Reclaimer, WriteError};
-pub use shrink::{ShrinkBudget, ShrinkProgress, shrink};
-pub use spaces::{Ageing, Reclaim, ReclaimCounts, Step, Steps};
+pub use reclaim::Reclaim;
+pub use shrink::{ShrinkBudget, ShrinkProgress};
 pub use swap::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};
 pub use watermark::{Level, Wake, Watermarks};
-pub use worker::{DirectReclaim, NodeReclaim, Turn};
+pub use ways::{Ageing, ReclaimCounts, Step, Steps};
+pub use worker::Turn;

@@ -4,13 +4,13 @@
 //! neighbours were found young, one if pages could not be written, and as many again if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
-use crate::lru::{BATCH, Batch, Lru, LruEnd, LruVerdict, Neighbours};
-use crate::reclaimer::{Age, Reclaimer, WriteError};
-use crate::swap::StoreError;
+use crate::lru::{BATCH, Batch, LruEnd, LruVerdict, Neighbours};
+use crate::side::{Look, Side, Unhooked, Unwritten};
+use crate::swap::Swap;
+use crate::ways::{Step, Steps};
 use hugemm_base::lock::RawLock;
-use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, CpuCx};
-use hugemm_frames::Env;
+use hugemm_base::{Cancel, Cpu};
+use hugemm_vm::{Cx, Setup};
 
 /// How far a pass may go, in base pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,49 +72,30 @@ impl ShrinkProgress {
     }
 }
 
-/// Folios of a batch that have been unmapped, by their places in it.
-type Unhooked<T> = [Option<T>; BATCH];
-
 const KEEP: LruVerdict = LruVerdict::Rotate { referenced: false };
 
-/// What [`shrink`] works on.
-pub(crate) struct Pass<'a, 'f, 'm, E: Env, L: RawLock, R> {
-    pub(crate) lru: &'a Lru<'f, 'm, E, L>,
-    pub(crate) side: &'a R,
-}
-
-/// Evicts idle folios of one LRU until the budget is used up, nothing is left, swap is full, or `stop` asks.
-///
-/// Context: as the side's flush needs it (interrupts on, no locks). Passes a reschedule point per batch where the platform
-/// says that the caller may sleep.
-pub fn shrink<P: Cpu, E: Env, L: RawLock, R: Reclaimer<P>>(
-    cx: &mut CpuCx<'_, P>,
-    lru: &Lru<'_, '_, E, L>,
-    side: &R,
-    budget: ShrinkBudget,
-    stop: &impl Cancel,
-) -> ShrinkProgress {
-    let pass = Pass { lru, side };
-    let mut progress = ShrinkProgress::default();
-    while progress.freed < budget.free && progress.looked_at() < budget.scan && !progress.full && !progress.empty {
-        if cx.cancelled(stop) {
-            progress.cancelled = true;
-            break;
+impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, '_, S, W, L, O> {
+    /// Evicts idle folios of the node until the budget is used up, nothing is left, swap is full, or `stop` asks.
+    ///
+    /// Context: interrupts on, no locks. Passes a reschedule point per batch where the platform says that the caller may
+    /// sleep.
+    pub(crate) fn shrink(&self, cx: &mut Cx<'_, S>, budget: ShrinkBudget, stop: &impl Cancel) -> ShrinkProgress {
+        let mut progress = ShrinkProgress::default();
+        while progress.freed < budget.free && progress.looked_at() < budget.scan && !progress.full && !progress.empty {
+            if cx.cancelled(stop) {
+                progress.cancelled = true;
+                break;
+            }
+            let most = (budget.scan - progress.looked_at()).min(budget.free - progress.freed);
+            self.batch(cx, most, &mut progress);
+            if cx.platform().may_sleep() {
+                cx.cond_resched();
+            }
         }
-        let most = (budget.scan - progress.looked_at()).min(budget.free - progress.freed);
-        pass.batch(cx, most, &mut progress);
-        if cx.platform().may_sleep() {
-            cx.cond_resched();
-        }
+        progress
     }
-    progress
-}
 
-impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
-    fn batch<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, most: u64, progress: &mut ShrinkProgress)
-    where
-        R: Reclaimer<P>,
-    {
+    fn batch(&self, cx: &mut Cx<'_, S>, most: u64, progress: &mut ShrinkProgress) {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
@@ -132,28 +113,28 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         }
         progress.batches += 1;
         progress.scanned += batch.pages();
-        let mut looks = [Age::Idle; BATCH];
-        let mut unhooked: Unhooked<R::Unhooked> = [const { None }; BATCH];
-        self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
+        let mut looks = [Look::Idle; BATCH];
+        let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
+        self.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
         // Before anything is unmapped: a neighbour may be in this batch, and has lost its accessed bit by now.
         self.promote(cx, &neighbours);
         for ((folio, unhooked), mut look) in batch.folios_mut().iter_mut().zip(&mut unhooked).zip(looks) {
             let pages = folio.order.pages();
-            if look == Age::Idle && neighbours.heads().contains(&folio.pfn) {
-                look = Age::Young;
+            if look == Look::Idle && neighbours.heads().contains(&folio.pfn) {
+                look = Look::Young;
             }
             folio.verdict = match look {
-                Age::Keep => {
+                Look::Keep => {
                     progress.kept += pages;
                     KEEP
                 }
                 look => {
-                    progress.young += if look == Age::Young { pages } else { 0 };
-                    policy.judge(folio.was, look == Age::Young)
+                    progress.young += if look == Look::Young { pages } else { 0 };
+                    policy.judge(folio.was, look == Look::Young)
                 }
             };
             if folio.verdict == LruVerdict::Release {
-                *unhooked = self.side.unmap(cx, folio);
+                *unhooked = self.unmap(cx, folio);
                 if unhooked.is_none() {
                     progress.failed += pages;
                     folio.verdict = KEEP;
@@ -167,50 +148,36 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
             self.evict(cx, &mut batch, unhooked, progress);
         }
         let kept = batch.folios().iter().zip(held).filter(|(_, held)| *held);
-        self.side.release(cx, kept.map(|(folio, _)| folio.pfn));
+        self.release(cx, kept.map(|(folio, _)| folio.pfn));
         if ageing_due {
             self.age_youngest(cx, progress);
         }
     }
 
     /// Takes folios off the LRU for a look, with references.
-    fn isolate<P: Cpu>(&self, cx: &CpuCx<'_, P>, source: LruEnd, most: u64, batch: &mut Batch)
-    where
-        R: Reclaimer<P>,
-    {
-        let mut refused = None;
-        self.lru.isolate(cx, source, most, batch, |head| {
-            let held = self.side.hold(head);
-            if !held {
-                refused = Some(head);
-            }
-            held
-        });
-        if let Some(head) = refused {
-            self.side.refused(cx, head);
-        }
+    fn isolate(&self, cx: &Cx<'_, S>, source: LruEnd, most: u64, batch: &mut Batch) {
+        self.lru.isolate(cx, source, most, batch, |head| self.hold(head));
+        self.widen_saturated(cx);
     }
 
     /// Flushes once for the batch, then writes and frees what was unmapped. What cannot be written goes back, and counts
     /// as not evicted then; as does what its owner has taken off the LRU meanwhile.
-    fn evict<P: Cpu>(
+    fn evict(
         &self,
-        cx: &mut CpuCx<'_, P>,
+        cx: &mut Cx<'_, S>,
         batch: &mut Batch,
-        mut unhooked: Unhooked<R::Unhooked>,
+        mut unhooked: [Option<Unhooked<'s, S>>; BATCH],
         progress: &mut ShrinkProgress,
-    ) where
-        R: Reclaimer<P>,
-    {
-        let flushed = self.side.flush(cx);
+    ) {
+        self.flush(cx);
         progress.flushes += 1;
         for (folio, place) in batch.folios_mut().iter_mut().zip(&mut unhooked) {
             let Some(page) = (if folio.left { None } else { place.take() }) else { continue };
-            match self.side.write_out(cx, page, &flushed) {
+            match self.write_out(cx, page) {
                 Ok(freed) => progress.freed += freed,
                 Err((error, page)) => {
                     progress.failed += folio.order.pages();
-                    progress.full |= error == WriteError::Swap(StoreError::Full);
+                    progress.full |= error == Unwritten::Full;
                     folio.verdict = KEEP;
                     *place = Some(page);
                 }
@@ -219,36 +186,30 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         if unhooked.iter().any(Option::is_some) {
             // On the LRU first: once it is mapped its owner may want to take it off.
             self.lru.put_again(cx, batch);
-            unhooked.into_iter().flatten().for_each(|page| self.side.restore(cx, page, &flushed));
+            unhooked.into_iter().flatten().for_each(|page| self.vm.put_back(cx, page));
         }
     }
 
     /// Look-around: neighbours become younger, and the references to them end.
-    fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours)
-    where
-        R: Reclaimer<P>,
-    {
-        self.side.around(true);
+    fn promote(&self, cx: &Cx<'_, S>, neighbours: &Neighbours) {
+        self.pager.steps().enter(Step::Around);
         self.lru.promote(cx, neighbours);
-        self.side.release(cx, neighbours.heads().iter().copied());
-        self.side.around(false);
+        self.release(cx, neighbours.heads().iter().copied());
+        self.pager.steps().enter(Step::Other);
     }
 
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
-    fn age_youngest<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, progress: &mut ShrinkProgress) -> u64
-    where
-        R: Reclaimer<P>,
-    {
+    fn age_youngest(&self, cx: &mut Cx<'_, S>, progress: &mut ShrinkProgress) -> u64 {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
         let mut neighbours = Neighbours::new();
         self.isolate(cx, LruEnd::Youngest, u64::MAX, &mut batch);
-        let mut looks = [Age::Idle; BATCH];
-        self.side.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
+        let mut looks = [Look::Idle; BATCH];
+        self.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
         for (folio, look) in batch.folios_mut().iter_mut().zip(looks) {
-            let young = look == Age::Young || neighbours.heads().contains(&folio.pfn);
+            let young = look == Look::Young || neighbours.heads().contains(&folio.pfn);
             folio.verdict = match look {
-                Age::Keep => KEEP,
+                Look::Keep => KEEP,
                 _ => match policy.judge(folio.was, young) {
                     // The policy was changed in between, to one that does not look at the youngest.
                     LruVerdict::Release => KEEP,
@@ -258,8 +219,37 @@ impl<E: Env, L: RawLock, R> Pass<'_, '_, '_, E, L, R> {
         }
         progress.aged += batch.pages();
         self.lru.put_back(cx, &mut batch);
-        self.side.release(cx, batch.folios().iter().map(|folio| folio.pfn));
+        self.release(cx, batch.folios().iter().map(|folio| folio.pfn));
         self.promote(cx, &neighbours);
         batch.pages()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::ShrinkProgress;
+
+    /// Each figure, and what any of them has met.
+    #[test]
+    fn passes_add_up() {
+        let of = |factor: u64| ShrinkProgress {
+            scanned: 2 * factor,
+            young: 3 * factor,
+            kept: 5 * factor,
+            failed: 7 * factor,
+            freed: 11 * factor,
+            aged: 13 * factor,
+            flushes: 17 * factor,
+            batches: 19 * factor,
+            ..ShrinkProgress::default()
+        };
+        assert_eq!(of(3).plus(of(10)), of(13));
+        assert_eq!(of(3).looked_at(), 3 * (2 + 13));
+        let [full, cancelled, empty] = [(true, false, false), (false, true, false), (false, false, true)]
+            .map(|(full, cancelled, empty)| ShrinkProgress { full, cancelled, empty, ..ShrinkProgress::default() });
+        for met in [full, cancelled, empty] {
+            assert_eq!(met.plus(ShrinkProgress::default()), met);
+            assert_eq!(ShrinkProgress::default().plus(met), met);
+        }
     }
 }

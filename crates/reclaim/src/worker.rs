@@ -3,40 +3,20 @@
 //! Both go over the LRU in passes that look at more of it the less they find: a 4096th first, all of it last. A pass that
 //! freed something does not make the next one larger.
 
-use crate::lru::{BATCH, Lru};
-use crate::reclaimer::Reclaimer;
-use crate::shrink::{ShrinkBudget, ShrinkProgress, shrink};
-use crate::watermark::Watermarks;
-use core::fmt;
-use hugemm_base::counters::Counter;
+use crate::lru::BATCH;
+use crate::shrink::{ShrinkBudget, ShrinkProgress};
+use crate::side::Side;
+use crate::swap::Swap;
+use crate::ways::Steps;
 use hugemm_base::lock::RawLock;
-use hugemm_base::platform::Cpu;
-use hugemm_base::{Cancel, CpuCx, Never, NodeId, Pressure, Shortfall};
-use hugemm_frames::Env;
+use hugemm_base::{Cancel, Never};
+use hugemm_vm::{Cx, Setup};
 
 /// log2 of the share of the LRU that the first pass looks at.
 const GENTLEST: u32 = 12;
 
 /// Smallest pass, in pages: a batch of single pages.
 const LEAST: u64 = BATCH as u64;
-
-/// One node: what can be evicted there, by whom, and how much should be free.
-pub struct NodeReclaim<'a, 'f, 'm, E: Env, L: RawLock, R> {
-    /// Which.
-    pub node: NodeId,
-    /// Its folios.
-    pub lru: &'a Lru<'f, 'm, E, L>,
-    /// What knows their mappings.
-    pub side: &'a R,
-    /// Its marks.
-    pub marks: Watermarks,
-}
-
-impl<E: Env, L: RawLock, R> fmt::Debug for NodeReclaim<'_, '_, '_, E, L, R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NodeReclaim").field("node", &self.node).field("marks", &self.marks).finish_non_exhaustive()
-    }
-}
 
 /// How a worker's turn ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,20 +32,14 @@ pub enum Turn {
     Cancelled,
 }
 
-impl<E: Env, L: RawLock, R> NodeReclaim<'_, '_, '_, E, L, R> {
-    /// One turn of the node's worker: evicts until *high* pages are free, or about `scan` pages have been looked at. A
-    /// platform's thread calls it in a loop, resting in between as [`Wake`](crate::Wake) allows.
-    ///
-    /// Context: may sleep. Reschedule and cancellation points before each batch.
-    pub fn balance<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, scan: u64, stop: &impl Cancel) -> (Turn, ShrinkProgress)
-    where
-        R: Reclaimer<P>,
-    {
+impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, S, W, L, O> {
+    /// See [`Reclaim::balance`](crate::Reclaim::balance).
+    pub(crate) fn balance(&self, cx: &mut Cx<'_, S>, scan: u64, stop: &impl Cancel) -> (Turn, ShrinkProgress) {
         let mut done = ShrinkProgress::default();
         let mut share = GENTLEST;
         loop {
-            let free = self.side.available(cx);
-            let Some(short) = self.marks.high().checked_sub(free).filter(|short| *short > 0) else {
+            let free = self.vm.frames().node_available(cx, self.node);
+            let Some(short) = self.pager.marks().high().checked_sub(free).filter(|short| *short > 0) else {
                 return (Turn::Balanced, done);
             };
             if done.looked_at() >= scan {
@@ -85,20 +59,10 @@ impl<E: Env, L: RawLock, R> NodeReclaim<'_, '_, '_, E, L, R> {
         }
     }
 
-    /// One pass over a share of the LRU.
-    fn pass<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, share: u32, free: u64, stop: &impl Cancel) -> ShrinkProgress
-    where
-        R: Reclaimer<P>,
-    {
-        let scan = (self.lru.stats(cx).pages() >> share).max(LEAST);
-        shrink(cx, self.lru, self.side, ShrinkBudget { free, scan }, stop)
-    }
-
-    /// Frees at least `pages`, if that can be done by looking at everything at most a few times; how many were freed.
-    fn relieve<P: Cpu>(&self, cx: &mut CpuCx<'_, P>, pages: u64) -> u64
-    where
-        R: Reclaimer<P>,
-    {
+    /// Direct reclaim, for those who may sleep: frees at least `pages` and a batch, so that not every page is asked for on
+    /// its own, if that can be done by looking at everything at most a few times; how many were freed.
+    pub(crate) fn relieve(&self, cx: &mut Cx<'_, S>, pages: u64) -> u64 {
+        let pages = pages.max(LEAST);
         let mut freed = 0;
         for share in (0..=GENTLEST).rev() {
             let pass = self.pass(cx, share, pages - freed, &Never);
@@ -109,43 +73,10 @@ impl<E: Env, L: RawLock, R> NodeReclaim<'_, '_, '_, E, L, R> {
         }
         freed
     }
-}
 
-/// Direct reclaim: what an allocation that failed does before it gives up. The allocators' [`Pressure`].
-pub struct DirectReclaim<'a, 'f, 'm, E: Env, L: RawLock, R> {
-    node: &'a NodeReclaim<'a, 'f, 'm, E, L, R>,
-    calls: Counter,
-    freed: Counter,
-}
-
-impl<E: Env, L: RawLock, R> fmt::Debug for DirectReclaim<'_, '_, '_, E, L, R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DirectReclaim").field("calls", &self.calls).field("freed", &self.freed).finish_non_exhaustive()
-    }
-}
-
-impl<'a, 'f, 'm, E: Env, L: RawLock, R> DirectReclaim<'a, 'f, 'm, E, L, R> {
-    /// Of this node's memory.
-    pub fn new(node: &'a NodeReclaim<'a, 'f, 'm, E, L, R>) -> Self {
-        DirectReclaim { node, calls: Counter::default(), freed: Counter::default() }
-    }
-
-    /// How often it was asked, and how many pages it freed in all.
-    pub fn stats(&self) -> (u64, u64) {
-        (self.calls.get(), self.freed.get())
-    }
-}
-
-/// Refuses callers that may not sleep, and those who need another node. Unmapping ends in a TLB shootdown, which must not be sent with interrupts off or
-/// under a lock. Frees at least a batch, so that not every page is asked for on its own.
-impl<P: Cpu, E: Env, L: RawLock, R: Reclaimer<P>> Pressure<P> for DirectReclaim<'_, '_, '_, E, L, R> {
-    fn relieve(&self, cx: &mut CpuCx<'_, P>, need: Shortfall) -> u64 {
-        if !need.may_sleep || need.node.is_some_and(|only| only != self.node.node) {
-            return 0;
-        }
-        self.calls.add(1);
-        let freed = self.node.relieve(cx, need.pages.max(LEAST));
-        self.freed.add(freed);
-        freed
+    /// One pass over a share of the LRU.
+    fn pass(&self, cx: &mut Cx<'_, S>, share: u32, free: u64, stop: &impl Cancel) -> ShrinkProgress {
+        let scan = (self.lru.stats(cx).pages() >> share).max(LEAST);
+        self.shrink(cx, ShrinkBudget { free, scan }, stop)
     }
 }

@@ -6,7 +6,7 @@ mod support;
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
-use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot, WriteError};
+use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot};
 use proptest::prelude::*;
 use std::sync::Mutex;
 use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
@@ -511,7 +511,6 @@ fn errors_say_what_to_do() {
     ];
     for (error, text) in stores {
         assert_eq!(error.to_string(), text);
-        assert_eq!(WriteError::Swap(error).to_string(), text);
     }
     let slots = [
         (SlotError::NotMine, "the slot belongs to another swap back end"),

@@ -3,7 +3,6 @@
 
 mod support;
 
-use hugemm_base::lock::SpinLock;
 use hugemm_frames::{Carved, Plain};
 use hugemm_reclaim::*;
 use hugemm_threads::{Memory, Threads};
@@ -18,10 +17,8 @@ fn every_type() {
         both {
             Lru<'static, 'static, Plain>, LruPolicy, LruEnd, LruRemoval, LruStats, LruVerdict, Batch, Folio, Neighbours, Was,
             Compressed<'static, 'static, Plain, Runs>, Usage, Corrupt, SwapSlot, SwapStats, SlotError, StoreError, Evicted,
-            Reclaim<'static, 'static, Here, Compressed<'static, 'static, Carved, Runs>>, ReclaimCounts, Ageing, Age, Step,
-            ShrinkBudget, ShrinkProgress, Watermarks, Level, Wake, Turn, WriteError,
-            NodeReclaim<'static, 'static, 'static, Plain, SpinLock, u8>,
-            DirectReclaim<'static, 'static, 'static, Plain, SpinLock, u8>,
+            Reclaim<'static, 'static, Here, Compressed<'static, 'static, Carved, Runs>>, ReclaimCounts, Ageing, Step,
+            ShrinkBudget, ShrinkProgress, Watermarks, Level, Wake, Turn,
         }
     }
 }

@@ -5,6 +5,7 @@
 mod ageing;
 mod negative;
 mod oracle;
+mod passes;
 mod races;
 mod rig;
 mod rules;

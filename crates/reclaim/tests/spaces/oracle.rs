@@ -3,6 +3,7 @@
 
 use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::support::Rng;
+use hugemm_base::inject::FaultPlan;
 use hugemm_base::{Cancel, CancelFlag, CpuId, Never, PageSize, Pfn, VirtAddr};
 use hugemm_frames::HwPoisoned;
 use hugemm_paging::Lookup;
@@ -369,4 +370,14 @@ fn every_word_is_the_word_written_last_while_pages_move() {
         run(rig, [PageSize::Size2M, PageSize::Size4K], 9, steps);
         assert!(rig.vm.pager().counts().moved.get() > 0, "no page moved");
     });
+}
+
+/// As before, but every so manieth allocation fails: that is one access's failure, or one page's that stays.
+#[test]
+fn every_word_is_the_word_written_last_though_allocations_fail() {
+    let size = Size { mib: 8, swap: 2500, cpus: CPUS, policy: LruPolicy::Generations, nodes: 1 };
+    // What the test's own setting up asks for must be there.
+    let plan = FaultPlan::periodic(500, 17);
+    with_rig(size, 34, &plan, |rig| run(rig, [PageSize::Size4K; 2], 7, 2500));
+    assert!(plan.failed() > 0);
 }

@@ -5,11 +5,10 @@
 //! them per flush, and the block is free. A block with something that cannot move (a table, a pinned page, what swap keeps
 //! there) stays as it was, but for the pages that have moved.
 
-use super::side::{Side, Unhooked};
-use super::{Step, Steps};
-use crate::lru::{BATCH, Batch, Lru, LruEnd};
-use crate::reclaimer::Reclaimer;
+use crate::lru::{BATCH, Batch, LruEnd};
+use crate::side::{Side, Unhooked};
 use crate::swap::Swap;
+use crate::ways::{Step, Steps};
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Extent, Order, Pfn};
 use hugemm_vm::{Cx, Setup};
@@ -24,17 +23,17 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     /// Empties and frees a block of the LRU's node; false if none of those that were tried, eight at most, could be emptied.
     /// Moves at most 511 pages for each. Looks at up to 256 of the LRU's pages, which are rotated, so that the next call
     /// tries others.
-    pub(super) fn gather(&self, cx: &mut Cx<'_, S>, lru: &Lru<'_, '_, S::Env, L>, order: Order) -> bool {
+    pub(crate) fn gather(&self, cx: &mut Cx<'_, S>, order: Order) -> bool {
         let (mut tried, mut tries) = ([None; TRIES], 0);
         for source in [LruEnd::Oldest, LruEnd::Youngest] {
             for _ in 0..ROUNDS {
                 let mut batch = Batch::new();
-                lru.isolate(cx, source, u64::MAX, &mut batch, |head| self.hold(head));
+                self.lru.isolate(cx, source, u64::MAX, &mut batch, |head| self.hold(head));
                 self.widen_saturated(cx);
                 if batch.is_empty() {
                     break;
                 }
-                lru.put_back(cx, &mut batch);
+                self.lru.put_back(cx, &mut batch);
                 self.release(cx, batch.folios().iter().map(|folio| folio.pfn));
                 for folio in batch.folios().iter().filter(|folio| folio.order == Order::ZERO) {
                     let block = Extent::block(Pfn::new(folio.pfn.number() & !(order.pages() - 1)), order);
@@ -65,7 +64,7 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     fn move_out(&self, cx: &mut Cx<'_, S>, first: Pfn, block: Extent) -> bool {
         let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
         let mut count = 0;
-        self.pager.steps.enter(Step::Unmap);
+        self.pager.steps().enter(Step::Unmap);
         for page in (first.number()..block.end().number()).map(Pfn::new) {
             let Some(next) = unhooked.get_mut(count) else { break };
             if let Some(held) = self.vm.hold_mapped(cx, page) {
@@ -82,17 +81,17 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
             }
         }
         if count > 0 {
-            let _ = self.flush(cx);
+            self.flush(cx);
         }
-        self.pager.steps.enter(Step::Write);
+        self.pager.steps().enter(Step::Write);
         let mut moved = false;
         for page in unhooked.into_iter().flatten() {
             let head = page.head();
             let done = self.vm.move_page(cx, page);
-            self.pager.counts.moved.add(u64::from(done));
+            self.pager.counts().moved.add(u64::from(done));
             moved |= done && head == first;
         }
-        self.pager.steps.enter(Step::Other);
+        self.pager.steps().enter(Step::Other);
         moved
     }
 }

@@ -1,58 +1,83 @@
-//! A reclaiming task's view of the spaces: the [`Reclaimer`] over their reverse map.
+//! A reclaiming task's view of a node: what it does to folios through their reverse map. A turn decides which, and in which
+//! order: *unmap, off the LRU, flush, write out, free*, for a whole batch with one flush. An [`UnhookedPage`] owns the flush
+//! that it owes, and each step that could reach its frame pays it first.
 
-use super::{Ageing, Reclaim, Step, Steps};
-use crate::lru::{BATCH, Folio, Neighbours};
-use crate::reclaimer::{Age, Reclaimer, WriteError};
-use crate::swap::{StoreError, Swap};
+use crate::lru::{BATCH, Folio, Lru, Neighbours};
+use crate::reclaim::Reclaim;
+use crate::swap::{StoreError, Swap, SwapSlot};
+use crate::ways::{Ageing, Step, Steps};
 use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Cpu, Flushed, NodeId, Order, PageSize, Pfn, TlbHw};
+use hugemm_base::{Cpu, NodeId, Order, PageSize, Pfn, TlbHw};
 use hugemm_frames::{Env, FolioRef, Frames, RefError};
-use hugemm_paging::{Deferred, DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
+use hugemm_paging::{DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Recency, Setup, UnhookedPage, Vm, VmError};
 
 /// Most CPUs: so many bits has each of the two masks of a deferred flush, which are on the reclaiming task's stack (256
 /// bytes), because memory for them could not be had when it is needed.
-pub(super) const MOST_CPUS: usize = 1024;
+pub(crate) const MOST_CPUS: usize = 1024;
 
 type Masks = [AtomicU64; 2 * MOST_CPUS / 64];
 
 /// A batch's flush.
-pub(super) type Batch = DeferredUnmap<Keep, Masks>;
+pub(crate) type Batch = DeferredUnmap<Keep, Masks>;
 
 /// A page that waits for it.
-pub(super) type Unhooked<'s, S> = UnhookedPage<'s, S, Masks>;
+pub(crate) type Unhooked<'s, S> = UnhookedPage<'s, S, Masks>;
 
 /// For one batch after the other. `None` if there are more CPUs than [`MOST_CPUS`].
 ///
 /// # Safety
 ///
 /// As [`DeferredUnmap::with_masks`].
-pub(super) unsafe fn batch<H: TlbHw>(shootdown: &TlbShootdown<'_, H>) -> Option<Batch> {
+pub(crate) unsafe fn batch<H: TlbHw>(shootdown: &TlbShootdown<'_, H>) -> Option<Batch> {
     // SAFETY: the caller's promise, passed on.
     unsafe { DeferredUnmap::with_masks(shootdown, Keep, core::array::from_fn(|_| AtomicU64::new(0))) }.ok()
 }
 
-/// A reclaiming task's view of the spaces.
-pub(super) struct Side<'s, 'v, 'a, 'm, S: Setup, W, L: RawLock, O> {
-    pub(super) vm: &'s Vm<'v, S>,
-    pub(super) pager: &'s Reclaim<'a, 'm, S, W, L, O>,
-    /// Whose free pages are asked for.
-    pub(super) node: Cell<NodeId>,
-    pub(super) deferred: &'s Batch,
-    /// The frame last met that cannot have a reference more for want of counters.
-    pub(super) saturated: Cell<Option<Pfn>>,
+/// What a look at a folio's mappings found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// No mapping that counts has used it since the last look.
+    Idle,
+    /// One has.
+    Young,
+    /// It must stay, whatever its age: locked in memory, or its space is going away by itself.
+    Keep,
 }
 
-impl From<VmError> for WriteError {
-    fn from(error: VmError) -> Self {
-        match error {
-            VmError::NoMemory => WriteError::Swap(StoreError::NoMemory),
-            _ => WriteError::InUse,
-        }
+/// Why a folio was not written out. Its content and its frames are as they were.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unwritten {
+    /// Swap has no room.
+    Full,
+    /// Anything else: it is in use after all, there is no memory for its slots, or the back end failed.
+    Other,
+}
+
+impl From<VmError> for Unwritten {
+    fn from(_: VmError) -> Self {
+        Unwritten::Other
     }
+}
+
+impl From<StoreError> for Unwritten {
+    fn from(error: StoreError) -> Self {
+        if error == StoreError::Full { Unwritten::Full } else { Unwritten::Other }
+    }
+}
+
+/// A reclaiming task's view of a node, for one turn.
+pub(crate) struct Side<'s, 'v, 'a, 'm, S: Setup, W, L: RawLock, O> {
+    pub(crate) vm: &'s Vm<'v, S>,
+    pub(crate) pager: &'s Reclaim<'a, 'm, S, W, L, O>,
+    pub(crate) node: NodeId,
+    pub(crate) lru: &'a Lru<'a, 'm, S::Env, L>,
+    pub(crate) deferred: &'s Batch,
+    /// The frame last met that cannot have a reference more for want of counters.
+    pub(crate) saturated: Cell<Option<Pfn>>,
 }
 
 /// A folio of a batch where it lies in its object.
@@ -64,22 +89,31 @@ struct Lies {
     index: usize,
 }
 
-impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, S, W, L, O> {
+impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, 'v, 'a, 'm, S, W, L, O> {
+    pub(crate) fn new(
+        vm: &'s Vm<'v, S>,
+        pager: &'s Reclaim<'a, 'm, S, W, L, O>,
+        node: NodeId,
+        lru: &'a Lru<'a, 'm, S::Env, L>,
+        deferred: &'s Batch,
+    ) -> Self {
+        Side { vm, pager, node, lru, deferred, saturated: Cell::new(None) }
+    }
+
     /// Gives the page that could not be held, for want of room in its counter, a wider one.
-    pub(super) fn widen_saturated(&self, cx: &Cx<'_, S>) {
+    pub(crate) fn widen_saturated(&self, cx: &Cx<'_, S>) {
         if let Some(head) = self.saturated.take() {
             // Without memory for counters its pages stay this time.
             let _ = self.vm.widen(cx, head);
         }
     }
 
-    /// Whose LRU a page is on; `None` for all if there is one.
     fn node_of(&self, head: Pfn) -> Option<NodeId> {
-        if self.pager.lrus.len() > 1 { self.vm.frames().node_of(head) } else { None }
+        self.pager.node_of(self.vm.frames(), head)
     }
 
     /// By runs: sorted by where they lie, those that are near each other in one walk.
-    fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
+    fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], neighbours: &mut Neighbours) {
         let none = Lies { object: 0, offset: 0, order: Order::ZERO, index: 0 };
         let mut lies = [none; BATCH];
         for (index, (folio, lies)) in folios.iter().zip(&mut lies).enumerate() {
@@ -115,7 +149,7 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, 
                 wanted
             };
             self.vm.age(cx, &run, &mut found, Some(&mut keep));
-            self.pager.counts.around.add(around);
+            self.pager.counts().around.add(around);
             for (lies, found) in some.iter().zip(found) {
                 looks[lies.index] = self.judge(&found);
             }
@@ -123,8 +157,8 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, 
     }
 
     /// The old ways: a page at a time.
-    fn age_pages(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], way: Ageing) {
-        let counts = &self.pager.counts;
+    fn age_pages(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], way: Ageing) {
+        let counts = self.pager.counts();
         for (folio, look) in folios.iter().zip(looks) {
             let found = self.vm.age_page(cx, folio.pfn, folio.order, |cx, tlb, page| {
                 if way == Ageing::NoFlush {
@@ -133,35 +167,30 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'_, '_, '_, '_, 
                 if way == Ageing::NoSync {
                     counts.age_flushes.add(1);
                 } else {
-                    self.pager.steps.enter(Step::AgeFlush);
+                    self.pager.steps().enter(Step::AgeFlush);
                     let mut batch = ShootdownBatch::new(tlb);
                     let stride = if folio.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
                     batch.changed(page, stride);
                     let _ = batch.flush(self.vm.shootdown(), cx, &ShootdownPolicy::PER_PAGE);
-                    self.pager.steps.enter(Step::Age);
+                    self.pager.steps().enter(Step::Age);
                 }
             });
             *look = self.judge(&found);
         }
     }
 
-    fn judge(&self, found: &Recency) -> Age {
-        self.pager.counts.young.add(u64::from(found.users));
+    fn judge(&self, found: &Recency) -> Look {
+        self.pager.counts().young.add(u64::from(found.users));
         match (found.keep, found.young) {
-            (true, _) => Age::Keep,
-            (_, true) => Age::Young,
-            _ => Age::Idle,
+            (true, _) => Look::Keep,
+            (_, true) => Look::Young,
+            _ => Look::Idle,
         }
     }
-}
 
-impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Platform>
-    for Side<'s, '_, '_, '_, S, W, L, O>
-{
-    type Flushed = Flushed<'s, Deferred, Keep>;
-    type Unhooked = Unhooked<'s, S>;
-
-    fn hold(&self, head: Pfn) -> bool {
+    /// Takes a reference to a folio that is on the LRU, hence alive; false if that is not possible. Called under the
+    /// LRU's lock, pinned: one atomic, no lock.
+    pub(crate) fn hold(&self, head: Pfn) -> bool {
         // SAFETY: under the LRU's lock, under which last references go: what is on a list has one.
         let held = unsafe { hold(self.vm.frames(), head) };
         if held == Err(RefError::Saturated) {
@@ -170,11 +199,9 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         held.is_ok()
     }
 
-    fn refused(&self, cx: &Cx<'_, S>, _head: Pfn) {
-        self.widen_saturated(cx);
-    }
-
-    fn release(&self, cx: &Cx<'_, S>, heads: impl Iterator<Item = Pfn>) {
+    /// Drops references that [`hold`](Side::hold) or a look-around took; one may be the last if the folio's owner let go
+    /// meanwhile. One lock round of the LRU per [`BATCH`] of them.
+    pub(crate) fn release(&self, cx: &Cx<'_, S>, heads: impl Iterator<Item = Pfn>) {
         let mut rest = heads.peekable();
         while let Some(first) = rest.peek() {
             let node = self.node_of(*first);
@@ -185,9 +212,14 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
         }
     }
 
-    fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Age], neighbours: &mut Neighbours) {
-        self.pager.steps.enter(Step::Age);
-        self.pager.counts.aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
+    /// Tests and clears the accessed bits of all mappings of some folios, without any TLB flush; `looks[i]` is what was
+    /// found of folio `i`. Mappings without recency, and those of spaces that go away, do not count.
+    ///
+    /// Look-around: does the same to neighbours in the same tables that are on the same LRU, and notes the heads of those
+    /// it found young, with a reference to each.
+    pub(crate) fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], neighbours: &mut Neighbours) {
+        self.pager.steps().enter(Step::Age);
+        self.pager.counts().aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
         // Whoever flushes because of ageing, on whatever path, is counted where flushes are started.
         let (shootdown, cpu) = (self.vm.shootdown(), cx.platform().current());
         let before = shootdown.counts_of(cpu);
@@ -195,61 +227,51 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaimer<S::Plat
             Ageing::Batch => self.age_runs(cx, folios, looks, neighbours),
             way => self.age_pages(cx, folios, looks, way),
         }
-        self.pager.counts.age_flushes.add(shootdown.counts_of(cpu).since(before).flushes());
-        self.pager.steps.enter(Step::Other);
+        self.pager.counts().age_flushes.add(shootdown.counts_of(cpu).since(before).flushes());
+        self.pager.steps().enter(Step::Other);
     }
 
-    fn around(&self, begins: bool) {
-        self.pager.steps.enter(if begins { Step::Around } else { Step::Other });
-    }
-
-    fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> Option<Unhooked<'s, S>> {
-        self.pager.steps.enter(Step::Unmap);
+    /// Unhooks all mappings of a folio, leaving the flush for later. `None`, with everything mapped as before and the
+    /// reference still the caller's, if that is not possible.
+    pub(crate) fn unmap(&self, cx: &mut Cx<'_, S>, folio: &Folio) -> Option<Unhooked<'s, S>> {
+        self.pager.steps().enter(Step::Unmap);
         // SAFETY: the reference that `hold` took; it is that again if the page stays.
         let held = unsafe { FolioRef::from_pfn(folio.pfn) };
         let unhooked = self.vm.unhook(cx, held, folio.order, self.deferred);
-        self.pager.steps.enter(Step::Other);
+        self.pager.steps().enter(Step::Other);
         unhooked.map_err(FolioRef::into_pfn).ok()
     }
 
-    fn flush(&self, cx: &mut Cx<'_, S>) -> Self::Flushed {
-        self.pager.steps.enter(Step::UnmapFlush);
-        self.pager.counts.unmap_flushes.add(1);
-        let receipt = self.deferred.flush(self.vm.shootdown(), cx);
-        self.pager.steps.enter(Step::Other);
-        receipt
+    /// Flushes for all that was unhooked since the last call, once.
+    pub(crate) fn flush(&self, cx: &mut Cx<'_, S>) {
+        self.pager.steps().enter(Step::UnmapFlush);
+        self.pager.counts().unmap_flushes.add(1);
+        let _ = self.deferred.flush(self.vm.shootdown(), cx);
+        self.pager.steps().enter(Step::Other);
     }
 
-    fn write_out(
+    /// Stores a page, makes the unhooked entries say where it is, and frees it; how many base pages became free. The page
+    /// is off the LRU, so a back end may [keep its frame](Swap::evict): then none. With an error the page comes back, for
+    /// [`Vm::put_back`].
+    #[allow(clippy::result_large_err, reason = "the page comes back")]
+    pub(crate) fn write_out(
         &self,
         cx: &mut Cx<'_, S>,
         page: Unhooked<'s, S>,
-        _after: &Self::Flushed,
-    ) -> Result<u64, (WriteError, Unhooked<'s, S>)> {
-        self.pager.steps.enter(Step::Write);
-        let swap = self.pager.swap;
+    ) -> Result<u64, (Unwritten, Unhooked<'s, S>)> {
+        self.pager.steps().enter(Step::Write);
+        let swap = self.pager.swap();
         let written = self.vm.page_out(
             cx,
             page,
             |cx, block| match swap.evict(cx, block) {
                 Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
-                Err((error, block)) => Err((WriteError::Swap(error), block)),
+                Err((error, block)) => Err((error.into(), block)),
             },
-            |cx, block, page| match swap.store(cx, block, page) {
-                Ok(slot) => Ok(slot.into_bits()),
-                Err(error) => Err(WriteError::Swap(error)),
-            },
+            |cx, block, page| swap.store(cx, block, page).map(SwapSlot::into_bits).map_err(Unwritten::from),
         );
-        self.pager.steps.enter(Step::Other);
+        self.pager.steps().enter(Step::Other);
         written
-    }
-
-    fn restore(&self, cx: &mut Cx<'_, S>, page: Unhooked<'s, S>, _after: &Self::Flushed) {
-        self.vm.put_back(cx, page);
-    }
-
-    fn available(&self, cx: &Cx<'_, S>) -> u64 {
-        self.vm.frames().node_available(cx, self.node.get())
     }
 }
 

@@ -5,13 +5,13 @@ use hugemm_frames::{Frames, Frozen};
 use hugemm_vm::{Cx, Setup};
 
 /// The heads of an extent's blocks.
-pub(super) fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
+pub(crate) fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
     let base = extent.base().number();
     (0..extent.pages() / order.pages()).map(move |n| Pfn::new(base + n * order.pages()))
 }
 
 /// Frees blocks, adjoining ones together.
-pub(super) fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl Iterator<Item = Frozen>) {
+pub(crate) fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl Iterator<Item = Frozen>) {
     let mut run: Option<Frozen> = None;
     let mut more = Extent::default();
     let give = |first: Option<Frozen>, more: Extent| match first {

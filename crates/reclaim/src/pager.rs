@@ -1,0 +1,196 @@
+//! What a [`Vm`] needs of a [`Pager`], and the turns of those who reclaim from it.
+
+use crate::lru::{BATCH, Neighbours};
+use crate::reclaim::Reclaim;
+use crate::runs::heads;
+use crate::shrink::{ShrinkBudget, ShrinkProgress};
+use crate::side::{self, Side};
+use crate::swap::{Swap, SwapSlot};
+use crate::ways::{Step, Steps};
+use crate::worker::Turn;
+use hugemm_base::lock::RawLock;
+use hugemm_base::{Cancel, Extent, NodeId, Order, Pfn, Shortfall};
+use hugemm_frames::{FolioRun, Frames, Frozen};
+use hugemm_vm::{Cx, LostPage, Pager, Setup, Vm};
+
+/// Frames that pages larger than 4 KiB leave free, because writing one out takes frames before it gives any: 512 for
+/// content that does not compress, and one for its slots; for two that do so at once.
+const RESERVE: u64 = 2 * 513;
+
+/// Largest pages that go away: 2 MiB.
+const LARGEST: u32 = 9;
+
+impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
+    /// Most CPUs: with more nothing is reclaimed.
+    pub const MOST_CPUS: usize = side::MOST_CPUS;
+
+    /// One turn of a node's worker: evicts until *high* pages are free, or about `scan` pages have been looked at. A
+    /// platform's thread calls it in a loop, resting in between as [`Wake`](crate::Wake) allows.
+    ///
+    /// Context: may sleep; interrupts on, nothing locked. Reschedule and cancellation points before each batch.
+    pub fn balance(
+        &self,
+        vm: &Vm<'_, S>,
+        cx: &mut Cx<'_, S>,
+        node: NodeId,
+        scan: u64,
+        stop: &impl Cancel,
+    ) -> (Turn, ShrinkProgress) {
+        let turn = self.on_node(vm, cx, node, |cx, side| side.balance(cx, scan, stop));
+        let (turn, progress) = turn.unwrap_or((Turn::Hopeless, ShrinkProgress::default()));
+        self.counts().worker_freed.add(progress.freed);
+        (turn, progress)
+    }
+
+    /// Looks at so many pages of a node's LRU and evicts what is idle, however much is free: for tests and measurements.
+    /// May sleep; interrupts on, nothing locked.
+    pub fn shrink(
+        &self,
+        vm: &Vm<'_, S>,
+        cx: &mut Cx<'_, S>,
+        node: NodeId,
+        budget: ShrinkBudget,
+        stop: &impl Cancel,
+    ) -> ShrinkProgress {
+        self.on_node(vm, cx, node, |cx, side| side.shrink(cx, budget, stop)).unwrap_or_default()
+    }
+
+    /// Makes a free block of 2 MiB of a node's memory by moving pages to other frames, which must be free; whether one was
+    /// made. Direct reclaim does it when a fault finds memory in pieces; a worker may do it ahead. May sleep; interrupts
+    /// on, nothing locked.
+    pub fn gather(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, node: NodeId) -> bool {
+        let Ok(order) = Order::new(LARGEST) else { return false };
+        let gathered = self.on_node(vm, cx, node, |cx, side| side.gather(cx, order)).unwrap_or(false);
+        self.counts().gathered.add(u64::from(gathered));
+        gathered
+    }
+
+    fn on_node<R>(
+        &self,
+        vm: &Vm<'_, S>,
+        cx: &mut Cx<'_, S>,
+        node: NodeId,
+        f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, 'a, 'm, S, W, L, O>) -> R,
+    ) -> Option<R> {
+        let lru = self.lru(node)?;
+        self.with_batch(vm, cx, |cx, deferred| f(cx, &Side::new(vm, self, node, lru, deferred)))
+    }
+
+    /// A reclaiming task's time, with what it needs for its flushes; `None` on more CPUs than there are masks for.
+    fn with_batch<R>(
+        &self,
+        vm: &Vm<'_, S>,
+        cx: &mut Cx<'_, S>,
+        f: impl FnOnce(&mut Cx<'_, S>, &side::Batch) -> R,
+    ) -> Option<R> {
+        // SAFETY: the sides unhook pages of this `vm`, and their flushes ask the TLBs of this `vm`.
+        let deferred = unsafe { side::batch(vm.shootdown()) }?;
+        self.steps().enter(Step::Other);
+        let result = f(cx, &deferred);
+        self.expire(vm, cx);
+        self.steps().enter(Step::Outside);
+        Some(result)
+    }
+}
+
+impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<'_, '_, S, W, L, O> {
+    const ACTIVE: bool = true;
+
+    fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
+        self.by_node(frames, pages, order, |lru, some| {
+            let Some(lru) = lru else { return };
+            let heads = heads(some, order);
+            if order.get() > LARGEST {
+                return heads.for_each(|head| lru.leave_out(head));
+            }
+            let mut folios = [(Pfn::new(0), order); BATCH];
+            let mut count = 0;
+            for (folio, head) in folios.iter_mut().zip(heads) {
+                folio.0 = head;
+                count += 1;
+            }
+            lru.insert(cx, &folios[..count]);
+        });
+    }
+
+    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun) {
+        let order = pages.order();
+        self.by_node(frames, pages.into_extent(), order, |lru, some| {
+            // SAFETY: the run's references: each of its heads is passed here once.
+            unsafe { self.put_all(frames, cx, lru, heads(some, order)) };
+        });
+    }
+
+    fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
+        for some in heads.chunks(Neighbours::MOST) {
+            for (node, lru) in self.lrus() {
+                let mut here = Neighbours::new();
+                for head in some.iter().filter(|head| frames.node_of(**head) == Some(node)) {
+                    here.push(*head);
+                }
+                lru.promote(cx, &here);
+            }
+        }
+    }
+
+    fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
+        with_slot(slot, |slot| self.swap().load(cx, slot, into, page)).map_err(|_| LostPage)
+    }
+
+    fn share(&self, cx: &Cx<'_, S>, slot: u64) -> Option<u64> {
+        with_slot(slot, |slot| self.swap().share(cx, slot)).ok().map(SwapSlot::into_bits)
+    }
+
+    fn free(&self, cx: &Cx<'_, S>, slot: u64) {
+        // SAFETY: slots come from this pager, and whoever frees one was its holder.
+        let slot = unsafe { SwapSlot::from_bits(slot) };
+        if let Err((_, slot)) = self.swap().free(cx, slot) {
+            // The back end's own: nothing that a holder could do about it.
+            let _ = slot.into_bits();
+        }
+    }
+
+    fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool {
+        // A page of 4 KiB is stored in its own frame if need be.
+        order == Order::ZERO || frames.available(cx) >= order.pages() + RESERVE
+    }
+
+    fn relieve(&self, vm: &Vm<'_, S>, cx: &mut Cx<'_, S>, need: Shortfall) -> u64 {
+        if !need.may_sleep {
+            return 0;
+        }
+        self.counts().direct.add(1);
+        let nodes = || self.lrus().filter(|(node, _)| need.node.is_none_or(|only| only == *node));
+        let done = self.with_batch(vm, cx, |cx, deferred| {
+            // Memory in pieces.
+            let gather = |cx: &mut Cx<'_, S>| {
+                need.order.get() == LARGEST
+                    && Pager::<S>::may_take(self, vm.frames(), cx, need.order)
+                    && nodes().any(|(node, lru)| Side::new(vm, self, node, lru, deferred).gather(cx, need.order))
+            };
+            if gather(cx) {
+                return (0, true);
+            }
+            let mut freed = 0;
+            for (node, lru) in nodes() {
+                if freed < need.pages {
+                    freed += Side::new(vm, self, node, lru, deferred).relieve(cx, need.pages - freed);
+                }
+            }
+            (freed, gather(cx))
+        });
+        let (freed, gathered) = done.unwrap_or((0, false));
+        self.counts().direct_freed.add(freed);
+        self.counts().gathered.add(u64::from(gathered));
+        if gathered { freed.max(need.pages) } else { freed }
+    }
+}
+
+/// Uses a slot that its holder keeps.
+fn with_slot<R>(bits: u64, f: impl FnOnce(&SwapSlot) -> R) -> R {
+    // SAFETY: the caller holds the slot, which is looked at and not given away.
+    let slot = unsafe { SwapSlot::from_bits(bits) };
+    let result = f(&slot);
+    let _ = slot.into_bits();
+    result
+}

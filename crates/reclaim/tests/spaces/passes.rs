@@ -1,0 +1,225 @@
+//! How far passes, a worker's turns and direct reclaim go: idle pages go, others stay, and each ends where it should.
+
+use crate::rig::{Cpus, Cx, Handle, NODE, Rig, Size, no_faults, span, with_rig};
+use crate::rules::{AT, SIZE, filled};
+use hugemm_base::{CancelFlag, CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
+use hugemm_frames::AllocRequest;
+use hugemm_paging::Lookup;
+use hugemm_reclaim::{LruPolicy, ShrinkBudget, ShrinkProgress, Swap, Turn};
+use hugemm_vm::{Backing, Pager, VmError, VmaKind};
+
+fn at(index: u64) -> u64 {
+    AT + (index << 12)
+}
+
+/// A space of so many pages of 4 KiB, each touched once, with either policy.
+fn with_pages(
+    pages: u64,
+    size: Size,
+    test: impl for<'v, 'h> Fn(LruPolicy, &'v Rig<'h>, &mut Cx<'_, 'h>, &Handle<'v, 'h>),
+) {
+    for policy in LruPolicy::ALL {
+        with_rig(Size { policy, ..size }, 17, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = filled(rig, cx, PageSize::Size4K, pages);
+                test(policy, rig, cx, &space);
+                for index in 0..pages {
+                    assert_eq!(rig.get(cx, &space, at(index) + 8), Ok(index + 1), "{policy:?}");
+                }
+                rig.leave(cx, &space);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+fn pass<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, free: u64, scan: u64) -> ShrinkProgress {
+    rig.vm.pager().shrink(&rig.vm, cx, NODE, ShrinkBudget { free, scan }, &Never)
+}
+
+fn away<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, index: u64) -> bool {
+    matches!(rig.vm.lookup(cx, space, VirtAddr::new(at(index))), Lookup::Owner(_))
+}
+
+/// Idle pages go, used ones stay; at most one flush per batch, and none for ageing.
+#[test]
+fn a_pass_evicts_what_is_idle() {
+    with_pages(200, SIZE, |policy, rig, cx, space| {
+        // First look, one batch: all were just touched.
+        let look = pass(rig, cx, u64::MAX, 32);
+        assert_eq!((look.freed, look.flushes, look.failed), (0, 0, 0), "{policy:?} {look:?}");
+        assert!(look.young > 0);
+        // One in four is used again in every period.
+        let (mut done, mut batches) = (0, 0);
+        while done < 100 {
+            (0..200).step_by(4).for_each(|index| assert_eq!(rig.get(cx, space, at(index) + 8), Ok(index + 1)));
+            // What TLBs hide from ageing has tests of its own.
+            rig.leave(cx, space);
+            rig.enter(cx, space);
+            let pass = pass(rig, cx, 16, 64);
+            assert!(pass.flushes <= pass.batches);
+            done += pass.freed;
+            batches += pass.batches;
+            assert!(batches < 10_000, "{policy:?} stands still");
+        }
+        assert!((0..200).step_by(4).all(|index| !away(rig, cx, space, index)), "{policy:?}: used pages were evicted");
+    });
+}
+
+/// Locked pages stay; what cannot be written is mapped again and stays on the LRU; a full swap ends the pass.
+#[test]
+fn what_cannot_go_stays() {
+    with_pages(150, SIZE, |policy, rig, cx, space| {
+        let kind = VmaKind { locked: true, ..VmaKind::private(PageSize::Size4K) };
+        rig.vm.map(cx, space, span(2 * AT, 15 << 12), kind, Backing::Private).expect("an area");
+        (0..15).for_each(|index| rig.put(cx, space, 2 * AT + (index << 12), index).expect("memory"));
+        let limit = rig.store.stats(cx).limit;
+        // Random words, of which swap can keep none without a frame.
+        Swap::<Cpus<'_>>::set_limit(rig.store, 0);
+        let mut rng = crate::support::Rng(5);
+        for index in 0..150 {
+            (0..100)
+                .for_each(|word| rig.put(cx, space, at(index) + 16 + word * 40, rng.below(1 << 32)).expect("there"));
+        }
+        let (mut full, mut failed) = (0, 0);
+        for _ in 0..20 {
+            let pass = pass(rig, cx, u64::MAX, 1000);
+            assert_eq!(pass.freed, 0, "{policy:?} {pass:?}");
+            assert!(!pass.full || pass.batches <= 20, "went on: {policy:?} {pass:?}");
+            (full, failed) = (full + u64::from(pass.full), failed + pass.failed);
+        }
+        assert!(full > 0 && failed > 0, "{policy:?}");
+        assert_eq!(rig.vm.pager().lru(NODE).expect("one").stats(cx).pages(), 165);
+        assert!((0..150).all(|index| !away(rig, cx, space, index)));
+        Swap::<Cpus<'_>>::set_limit(rig.store, limit);
+        let kept: u64 = (0..20).map(|_| pass(rig, cx, 1000, 1000).kept).sum();
+        assert!(kept > 0);
+        assert!((0..150).all(|index| away(rig, cx, space, index)), "{policy:?}");
+        for index in 0..15 {
+            let found = rig.vm.lookup(cx, space, VirtAddr::new(2 * AT + (index << 12)));
+            assert!(matches!(found, Lookup::Mapped(_)), "{policy:?}: {found:?}");
+        }
+    });
+}
+
+/// The policy is changed while memory is reclaimed; nothing is lost.
+#[test]
+fn the_policy_can_be_changed_at_any_time() {
+    with_pages(200, SIZE, |_, rig, cx, space| {
+        let lru = rig.vm.pager().lru(NODE).expect("one");
+        let mut freed = 0;
+        for round in 0..40 {
+            let policy = LruPolicy::ALL[round as usize % 2];
+            lru.set_policy(cx, policy);
+            assert_eq!(lru.policy(cx), policy);
+            freed += pass(rig, cx, 7, 50).freed;
+            (round..200).step_by(3).for_each(|index| assert_eq!(rig.get(cx, space, at(index) + 8), Ok(index + 1)));
+        }
+        assert!(freed > 0);
+        let on = (0..200).filter(|index| !away(rig, cx, space, *index)).count() as u64;
+        assert_eq!(lru.stats(cx).pages(), on);
+    });
+}
+
+/// A worker brings free memory from below *low* to *high*, to the page, and then rests; with nothing to evict it says so.
+#[test]
+fn a_worker_balances_its_node() {
+    with_pages(240, SIZE, |policy, rig, cx, space| {
+        let (frames, pager) = (rig.vm.frames(), rig.vm.pager());
+        let free = |cx: &Cx<'_, '_>| frames.node_available(cx, NODE);
+        let high = pager.marks().high();
+        let mut hoard = Vec::new();
+        let mut take = |cx: &Cx<'_, '_>, left: u64| {
+            while free(cx) > left {
+                hoard.push(frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("there is some"));
+            }
+        };
+        take(cx, high);
+        let rests = pager.balance(&rig.vm, cx, NODE, 1000, &Never);
+        assert_eq!(rests, (Turn::Balanced, ShrinkProgress::default()), "enough is free, to the page");
+        take(cx, high - 50);
+        let (turn, done) = pager.balance(&rig.vm, cx, NODE, 32, &Never);
+        assert!(turn == Turn::Unfinished && (32..128).contains(&done.looked_at()), "{turn:?} {done:?}");
+        let stop = CancelFlag::new();
+        stop.raise();
+        assert_eq!(pager.balance(&rig.vm, cx, NODE, 1_000_000, &stop).0, Turn::Cancelled);
+        let (turn, done) = pager.balance(&rig.vm, cx, NODE, 1_000_000, &Never);
+        assert_eq!(turn, Turn::Balanced, "{policy:?} {done:?}");
+        assert!(done.freed > 0 && free(cx) >= high);
+        // Stored pages take frames too: less free than all of them could give.
+        take(cx, high / 4);
+        while pager.balance(&rig.vm, cx, NODE, 10_000_000, &Never).0 != Turn::Hopeless {
+            take(cx, high / 4);
+        }
+        assert!((0..240).all(|index| away(rig, cx, space, index)), "{policy:?}");
+        hoard.into_iter().for_each(|block| frames.free(cx, block));
+    });
+}
+
+/// Direct reclaim frees what was asked for and no more than a batch besides, of the node that was asked for, and counts it.
+#[test]
+fn direct_reclaim_frees_what_is_missing() {
+    with_pages(240, SIZE, |policy, rig, cx, _| {
+        let pager = rig.vm.pager();
+        let mut sum = 0;
+        for (calls, (pages, node)) in (1..).zip([(1, None), (40, Some(NODE)), (70, None), (1, Some(NodeId(2)))]) {
+            let need = Shortfall { order: Order::ZERO, pages, node, may_sleep: true };
+            let freed = pager.relieve(&rig.vm, cx, need);
+            match node {
+                Some(NodeId(2)) => assert_eq!(freed, 0, "another node"),
+                _ => assert!((pages.max(32)..pages.max(32) + 32).contains(&freed), "{policy:?}: {freed} of {pages}"),
+            }
+            sum += freed;
+            assert_eq!((pager.counts().direct.get(), pager.counts().direct_freed.get()), (calls, sum));
+        }
+        let need = Shortfall { order: Order::ZERO, pages: 1000, node: None, may_sleep: true };
+        assert_eq!(pager.relieve(&rig.vm, cx, need), 240 - sum, "all that is left");
+        assert_eq!(pager.relieve(&rig.vm, cx, Shortfall { may_sleep: false, ..need }), 0);
+    });
+}
+
+/// Out of memory and out of swap: one access fails, nothing is wedged, and what is there stays right.
+#[test]
+fn out_of_everything_is_an_error_of_one_access() {
+    with_rig(Size { mib: 4, swap: 100, ..SIZE }, 18, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            const PAGES: u64 = 4000;
+            let space = filled(rig, cx, PageSize::Size4K, 1);
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(at(1), PAGES << 12), kind, Backing::Private).expect("an area");
+            let mut rng = crate::support::Rng(6);
+            let mut known = Vec::new();
+            // Hardly compressible.
+            let mut error = None;
+            'pages: for index in 1..PAGES {
+                for word in 0..60 {
+                    let (at, value) = (at(index) + word * 64, rng.below(1 << 32));
+                    match rig.put(cx, &space, at, value) {
+                        Ok(()) => known.push((at, value)),
+                        Err(found) => {
+                            error = Some(found);
+                            break 'pages;
+                        }
+                    }
+                }
+            }
+            assert_eq!(error, Some(VmError::NoMemory));
+            for (at, value) in &known {
+                // May fail again, but what it finds is right.
+                match rig.get(cx, &space, *at) {
+                    Ok(found) => assert_eq!(found, *value),
+                    Err(error) => assert_eq!(error, VmError::NoMemory),
+                }
+            }
+            // Memory comes back, and so does service.
+            let half = known.len() as u64 / 120;
+            rig.vm.unmap(cx, &space, span(at(1), half << 12)).expect("whole pages of an area");
+            assert_eq!(rig.get(cx, &space, at(PAGES)), Ok(0));
+            for (at, value) in known.iter().filter(|(at, _)| *at >= self::at(1 + half)) {
+                assert_eq!(rig.get(cx, &space, *at), Ok(*value));
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
