@@ -14,11 +14,12 @@ BARE = -p hugemm $(addprefix -p hugemm-,base clear frames heap paging hugetlb vm
 LOOM_LIBS = $(addprefix -p hugemm-,base clear heap paging hugetlb reclaim)
 MIRI = $(addprefix -p hugemm-,base clear frames heap paging vm reclaim lz4 threads)
 
-.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel mutants soak lint lines package dist deep clean
+.PHONY: help run build test test-host test-examples test-release test-loom test-bare test-arm test-kernel test-ostd bench-ostd mutants soak lint lines package dist deep clean
 
 help:
 	@echo "make run    the work of a virtual machine host, once through, on this machine (a minute or two)"
 	@echo "make test   every test: host, loom, code generation, bare-metal builds, arm64 and the reference kernel under emulation"
+	@echo "make test-ostd  an OSTD kernel on hugemm's frames and heap: OSTD's 221 tests and ours (needs a nightly; no part of make test)"
 	@echo "make lint   formatting, clippy, documentation, dependencies"
 	@echo "make package  every published crate as the registry would get it, built from that"
 	@echo "make mutants CRATE=vm   changes a crate here and there and says which changes no test of it notices (SAMPLE=60, SEED=...)"
@@ -91,6 +92,13 @@ test-kernel:
 	@if scripts/need.sh target x86_64-unknown-none && scripts/need.sh program qemu-system-x86_64 qemu-system-x86; then \
 	    $(CARGO) test --locked -p hugemm-cli --test kernel -- --ignored --test-threads 2; \
 	else echo "skipped: the reference kernel"; fi
+
+# A workspace of its own, with a nightly compiler: see adapters/ostd/README.md.
+test-ostd:
+	@adapters/ostd/test.sh
+
+bench-ostd:
+	@adapters/ostd/test.sh bench
 
 # See docs/mutants.md.
 SAMPLE ?= 60

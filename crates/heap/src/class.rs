@@ -62,6 +62,23 @@ impl Source {
     }
 }
 
+/// How many bytes of a heap memory of this layout has, all of which are its user's: the layout's, rounded up. It may be freed
+/// with a layout of that size as well, whatever its alignment was. `None` for what no heap has: more than 1 GiB, or aligned to
+/// more.
+///
+/// ```
+/// # use core::alloc::Layout;
+/// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 130]>()), Some(160));
+/// assert_eq!(hugemm_heap::usable_size(Layout::new::<[u8; 8193]>()), Some(16384));
+/// ```
+pub const fn usable_size(layout: Layout) -> Option<usize> {
+    match Source::of(layout) {
+        Source::Slab(class) => Some(piece(class as usize) as usize),
+        Source::Block(order) => Some(order.bytes() as usize),
+        Source::TooLarge => None,
+    }
+}
+
 const fn block(bytes: usize) -> Source {
     let pages = (bytes as u64).div_ceil(PAGE_BYTES);
     match Order::new(pages.next_power_of_two().trailing_zeros()) {
@@ -157,6 +174,8 @@ mod tests {
         for align in (0..14).map(|log| 1 << log) {
             for size in (0..=MOST + 1).step_by(if cfg!(miri) { 61 } else { 1 }) {
                 let bytes = size.max(1).next_multiple_of(align);
+                let usable = usable_size(layout(size, align)).expect("not too large");
+                assert!(usable >= bytes && Source::of(layout(usable, 1)) == Source::of(layout(size, align)));
                 match Source::of(layout(size, align)) {
                     Source::Slab(class) => {
                         let shape = SHAPES[class as usize];
@@ -194,6 +213,8 @@ mod tests {
             (isize::MAX as usize, 1, Source::TooLarge),
         ] {
             assert_eq!(Source::of(layout(size, align)), source, "{size} {align}");
+            let bytes = if let Source::Block(order) = source { Some(order.bytes() as usize) } else { None };
+            assert_eq!(usable_size(layout(size, align)), bytes);
         }
     }
 

@@ -8,7 +8,7 @@ use core::alloc::Layout;
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
-use hugemm_base::platform::{Cpu, LinearMap};
+use hugemm_base::platform::{Cpu, LinearMap, Window};
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, CpuPin, Extent, Order, PAGE_BYTES, PAGE_SHIFT, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Frozen, Mobility};
@@ -86,7 +86,8 @@ impl<'m, E: Env> Heap<'m, E> {
     /// itself, and more as it is needed.
     ///
     /// The platform maps memory for good and, as far as the heap is to use it, in one piece: an address is a physical one plus
-    /// a constant. Frames that are mapped otherwise are left alone.
+    /// a constant. Frames that are mapped otherwise are left alone. Each block that the heap takes is opened, pinned, and closed
+    /// before it goes back, so a platform that keeps account of who has which frames learns of both.
     ///
     /// # Errors
     ///
@@ -97,7 +98,10 @@ impl<'m, E: Env> Heap<'m, E> {
         let pages = (bytes.ok_or(HeapError::TooLarge)? as u64).div_ceil(PAGE_BYTES);
         let order = Order::new(pages.next_power_of_two().trailing_zeros()).map_err(|_| HeapError::TooLarge)?;
         let block = frames.alloc(cx, AllocRequest::order(order))?;
-        let Some(window) = cx.platform().open(block.extent(), None).filter(|window| window.pages >= pages) else {
+        let window = cx.platform().open(block.extent(), None);
+        let Some(window) = window.filter(|window| window.pages >= pages) else {
+            // SAFETY: just opened, and nobody has used it.
+            window.into_iter().for_each(|window| unsafe { cx.platform().close(window) });
             frames.free(cx, block);
             return Err(HeapError::NotMapped);
         };
@@ -170,7 +174,7 @@ impl<'m, E: Env> Heap<'m, E> {
     ///
     /// `memory` came from this heap, for this layout, has not been given back since, and nobody uses it any more.
     #[inline]
-    pub unsafe fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, layout: Layout) {
+    pub unsafe fn free<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, layout: Layout) {
         match Source::of(layout) {
             Source::Slab(class) => {
                 // Exposed: from here on the piece is reached by the slab's address and an offset.
@@ -244,7 +248,7 @@ impl<'m, E: Env> Heap<'m, E> {
 
     /// Gives the calling CPU's empty slabs back to the manager, those that are kept included, and those that other CPUs' frees
     /// have emptied. For an idle loop, or when memory is short. O(slabs of this CPU with free pieces), pinned.
-    pub fn trim<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+    pub fn trim<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>) {
         cx.pinned(|pin| {
             if let Some(own) = self.own(pin) {
                 self.trim_own(cx, own);
@@ -356,9 +360,11 @@ impl<'m, E: Env> Heap<'m, E> {
     ) -> Result<(Pfn, NonNull<u8>, bool), HeapError> {
         let extent = block.extent();
         let start = self.address(extent.base());
-        let window = cx.platform().open(extent, None).filter(|window| window.pages >= extent.pages());
-        let found = window.and_then(|window| NonNull::new(window.ptr)).filter(|found| found.addr().get() == start);
-        let Some(found) = found else {
+        let window = cx.platform().open(extent, None);
+        let fits = |window: &Window| window.pages >= extent.pages() && window.ptr.addr() == start;
+        let Some(found) = window.filter(fits).and_then(|window| NonNull::new(window.ptr)) else {
+            // SAFETY: just opened, and nobody has used it.
+            window.into_iter().for_each(|window| unsafe { cx.platform().close(window) });
             self.frames.free(cx, block);
             return Err(HeapError::NotMapped);
         };
@@ -378,14 +384,16 @@ impl<'m, E: Env> Heap<'m, E> {
     /// # Safety
     ///
     /// It is one that `take` took, and nobody uses it any more.
-    unsafe fn give<P: Cpu>(&self, cx: &CpuCx<'_, P>, pfn: Pfn, order: Order, own: Option<OwnCpu<'_>>) {
+    unsafe fn give<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, pfn: Pfn, order: Order, own: Option<OwnCpu<'_>>) {
         match own {
             Some(own) => own.gave(order.pages()),
             None => self.given.add(order.pages()),
         }
-        // SAFETY: the caller's promise; `take` kept an unmovable block of this order.
+        let ptr = core::ptr::with_exposed_provenance_mut(self.address(pfn));
+        // SAFETY: the caller's promise; `take` opened this window and kept an unmovable block of this order.
         unsafe {
             misuse::tag(self.frames, pfn, 0);
+            cx.platform().close(Window { ptr, pages: order.pages() });
             self.frames.free(cx, Frozen::assume_owned(pfn, order, Mobility::Unmovable));
         }
     }
@@ -442,7 +450,7 @@ impl<'m, E: Env> Heap<'m, E> {
     /// # Safety
     ///
     /// As [`free`](Heap::free), of a layout whose source is a block of this order.
-    unsafe fn free_block<P: Cpu>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, order: Order) {
+    unsafe fn free_block<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, memory: NonNull<u8>, order: Order) {
         let pfn = self.frame(memory.addr().get());
         if cfg!(debug_assertions) {
             let begins = self.address(pfn) == memory.addr().get();
@@ -491,7 +499,7 @@ impl<'m, E: Env> Heap<'m, E> {
     /// The slab is the CPU's, and `own` is a view of that.
     #[cold]
     #[inline(never)]
-    unsafe fn has_free_pieces<P: Cpu>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>, slab: OwnSlab) {
+    unsafe fn has_free_pieces<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>, slab: OwnSlab) {
         if slab.place() == Place::Full {
             own.link(slab);
         }
@@ -501,7 +509,7 @@ impl<'m, E: Env> Heap<'m, E> {
     }
 
     /// Gives an empty slab on a list back, unless another CPU is about to touch it.
-    fn retire<P: Cpu>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>, slab: OwnSlab) {
+    fn retire<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>, slab: OwnSlab) {
         if slab.disarm() {
             own.unlink(slab);
             let (pfn, order) = (slab.pfn(), slab.shape().order);
@@ -511,7 +519,7 @@ impl<'m, E: Env> Heap<'m, E> {
     }
 
     /// Looks at the slabs that others have given pieces.
-    fn serve<P: Cpu>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
+    fn serve<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
         for slab in own.take_woken() {
             if slab.place() == Place::Full {
                 // The pieces that it was woken for may have been found already; then it sleeps again, unless there are more.
@@ -526,7 +534,7 @@ impl<'m, E: Env> Heap<'m, E> {
         }
     }
 
-    fn trim_own<P: Cpu>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
+    fn trim_own<P: Cpu + LinearMap>(&self, cx: &CpuCx<'_, P>, own: OwnCpu<'_>) {
         self.serve(cx, own);
         for class in 0..SHAPES.len() as u8 {
             if let Some(slab) = own.current(class).filter(|slab| slab.is_empty()) {

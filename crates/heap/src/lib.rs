@@ -43,6 +43,7 @@ mod per_cpu;
 mod remote;
 mod slab;
 
+pub use class::usable_size;
 #[cfg(not(loom))]
 pub use global::GlobalHeap;
 pub use heap::{Heap, HeapError, HeapStats};

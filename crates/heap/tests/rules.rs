@@ -3,7 +3,7 @@
 mod support;
 
 use hugemm_base::inject::{FaultPlan, NoFaults};
-use hugemm_base::{Extent, LinearMap, NodeId, Order, Pfn, PhysMap, SingleCpu, VirtAddr, Window, Zeroed};
+use hugemm_base::{Extent, LinearMap, NodeId, Order, Pfn, PhysMap, Ram, SingleCpu, VirtAddr, Window, Zeroed};
 use hugemm_frames::{AllocRequest, ArenaSpec, Carved, Frames, FramesConfig, Plain};
 #[cfg(all(debug_assertions, not(miri)))]
 use hugemm_heap::Misuse;
@@ -12,6 +12,7 @@ use hugemm_threads::{Memory, Threads, run_as};
 use std::alloc::Layout;
 use std::collections::HashSet;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use support::Rng;
 
 type TestHeap<'m> = Heap<'m, Carved>;
@@ -366,6 +367,53 @@ fn memory_may_be_mapped_anywhere() {
     }
     heap.trim(&cx);
     assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
+}
+
+/// Counts the windows that are open.
+#[derive(Debug)]
+struct Counting {
+    memory: Memory,
+    windows: AtomicUsize,
+}
+
+// SAFETY: the memory's windows.
+unsafe impl PhysMap for Counting {
+    fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
+        self.windows.fetch_add(extent.pages() as usize, Ordering::Relaxed);
+        self.memory.open(extent, user)
+    }
+
+    unsafe fn close(&self, window: Window) {
+        self.windows.fetch_sub(window.pages as usize, Ordering::Relaxed);
+        // SAFETY: passed on.
+        unsafe { self.memory.close(window) };
+    }
+}
+
+// SAFETY: the memory's windows.
+unsafe impl LinearMap for Counting {}
+
+/// A platform that keeps account of who has which frames sees each block of the heap come and go.
+#[test]
+fn what_is_given_back_is_closed_first() {
+    let memory = Memory::new(layout(4 << 20, 2 << 20));
+    let all = memory.frames();
+    let threads = Threads::new(Counting { memory, windows: AtomicUsize::new(0) });
+    // SAFETY: the memory is the test's; frame numbers are its own.
+    let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(all) });
+    let frames = Frames::carve(&cx, ram).expect("enough memory");
+    let open = || threads.windows.load(Ordering::Relaxed) as u64;
+    let metadata = open();
+    let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
+    let own = open() - metadata;
+    for layout in [layout(100, 8), layout(4096, 8), layout(20_000, 8)] {
+        let held: Vec<_> = (0..50).map(|_| heap.alloc(&cx, layout).expect("memory")).collect();
+        assert_eq!(open(), metadata + own + heap.stats().pages);
+        // SAFETY: allocated above, once.
+        held.into_iter().for_each(|memory| unsafe { heap.free(&cx, memory, layout) });
+        heap.trim(&cx);
+        assert_eq!((open(), heap.stats().pages), (metadata + own, 0), "{layout:?}");
+    }
 }
 
 /// Half of the memory is mapped where the rest is; the other half elsewhere, or not at all.

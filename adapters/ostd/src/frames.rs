@@ -1,0 +1,236 @@
+//! Frames handed over, allocated and freed.
+
+use crate::platform::Ostd;
+use core::alloc::Layout;
+use core::mem;
+use core::ptr;
+use core::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr};
+use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig, Frozen, Mobility, NodeStats, Plain};
+use ostd::mm::frame::GlobalFrameAllocator;
+use ostd::mm::{Paddr, Segment};
+use ostd::sync::{LocalIrqDisabled, SpinLock};
+
+/// The manager that the adapter makes.
+pub(crate) type Manager = Frames<'static, Plain>;
+
+/// How many pieces of memory can be handed over before the first allocation.
+const MOST: usize = 128;
+
+/// A hole of so many frames costs no more descriptors than an arena of its own would.
+const HOLE: u64 = 64;
+
+/// Memory that was handed over before the manager was there.
+#[derive(Debug)]
+struct Early {
+    /// In any order.
+    extents: [Extent; MOST],
+    count: usize,
+}
+
+/// hugemm's frames as a kernel's `#[ostd::global_frame_allocator]`.
+///
+/// OSTD hands over all memory that it found before it allocates any. The first allocation makes a manager of it, whose metadata,
+/// 1.6 % of the memory, is taken from the largest piece. Memory that is handed over later is refused, but for what fills a hole.
+///
+/// Memory of 4 KiB to 1 GiB, at any alignment up to that. A size that is no power of two is cut out of a block of the next one, and
+/// the rest of that is free again; a larger size has no block and gets none. OSTD gives every page back by itself, so blocks are
+/// divided into pages when they are handed out: a page is freed at the cost of a page, to the CPU's cache.
+#[derive(Debug)]
+pub struct OstdFrames {
+    pub(crate) platform: Ostd,
+    early: SpinLock<Early, LocalIrqDisabled>,
+    manager: AtomicPtr<Manager>,
+    refused: AtomicU64,
+}
+
+impl Default for OstdFrames {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl OstdFrames {
+    /// Without memory.
+    pub const fn new() -> Self {
+        // Empty, until it counts.
+        let empty = match Extent::new(Pfn::new(0), 0) {
+            Ok(extent) => extent,
+            Err(_) => unreachable!(),
+        };
+        OstdFrames {
+            platform: Ostd::new(),
+            early: SpinLock::new(Early { extents: [empty; MOST], count: 0 }),
+            manager: AtomicPtr::new(ptr::null_mut()),
+            refused: AtomicU64::new(0),
+        }
+    }
+
+    /// What is free, and how large extents of it are. Looks at all regions with the node locked. All zero before there is a
+    /// manager.
+    pub fn stats(&self) -> NodeStats {
+        self.manager().map_or_else(NodeStats::default, |manager| self.platform.with_cx(|cx| manager.stats(cx)))
+    }
+
+    /// Frames that can be had, what CPUs have cached included.
+    pub fn available(&self) -> u64 {
+        self.manager().map_or(0, |manager| self.platform.with_cx(|cx| manager.available(cx)))
+    }
+
+    /// Frames that were handed over and could not be managed.
+    pub fn refused(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.refused.load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    pub(crate) fn manager(&self) -> Option<&'static Manager> {
+        // Acquire pairs with the Release in `start`.
+        // SAFETY: null, or what `start` has written for good.
+        unsafe { self.manager.load(Ordering::Acquire).as_ref() }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn start(&self, cx: &CpuCx<'_, Ostd>) -> Option<&'static Manager> {
+        let mut early = self.early.lock();
+        if let Some(manager) = self.manager() {
+            return Some(manager);
+        }
+        let count = mem::take(&mut early.count);
+        let extents = &mut early.extents[..count];
+        extents.sort_unstable_by_key(|extent| extent.base());
+        let mut arenas = [ArenaSpec { extent: Extent::default(), node: NodeId(0), descriptors: None }; MOST];
+        let used = join(extents, &mut arenas);
+        let cpus = cx.platform().cpus();
+        // Enough for the smaller arenas that are left as well. The manager itself comes after its metadata.
+        let config = FramesConfig { arenas: &arenas[..used], cpus, cpu_nodes: &[] };
+        let bytes = Manager::required_bytes(&config).ok()?.size().next_multiple_of(align_of::<Manager>());
+        let pages = ((bytes + size_of::<Manager>()) as u64).div_ceil(PAGE_BYTES);
+        let largest = extents.iter_mut().max_by_key(|extent| extent.pages())?;
+        let (rest, metadata) = largest.split_at(largest.pages().checked_sub(pages)?);
+        let first = metadata.start().get() as usize;
+        let segment = Segment::<()>::from_unused(first..first + metadata.bytes() as usize, |_| ()).ok()?;
+        let memory = self.platform.learn(&segment);
+        // Nobody else ever sees this segment.
+        mem::forget(segment);
+        *largest = rest;
+        let used = join(extents, &mut arenas);
+        let config = FramesConfig { arenas: &arenas[..used], cpus, cpu_nodes: &[] };
+        // SAFETY: the segment is this manager's for good; its frames and those of the arenas were handed over once, so no other
+        // manager knows them; all contexts come from this platform.
+        let manager = unsafe {
+            let made = Manager::new(&config, Plain::default(), memory, bytes).ok()?;
+            let at = memory.add(bytes).cast::<Manager>();
+            at.write(made);
+            &*at
+        };
+        for extent in extents.iter() {
+            // SAFETY: handed over once, and released once.
+            unsafe { manager.release_extent(cx, *extent) };
+        }
+        self.manager.store(ptr::from_ref(manager).cast_mut(), Ordering::Release);
+        Some(manager)
+    }
+
+    fn refuse(&self, frames: u64) {
+        self.refused.fetch_add(frames, Ordering::Relaxed);
+    }
+}
+
+/// Arenas over extents in ascending order; holes that are not worth an arena's border become a part of one. How many.
+fn join(extents: &[Extent], arenas: &mut [ArenaSpec]) -> usize {
+    let mut used = 0_usize;
+    for extent in extents.iter().filter(|extent| !extent.is_empty()) {
+        if let Some(last) = used.checked_sub(1).and_then(|last| arenas.get_mut(last))
+            && let base = last.extent.base()
+            && extent.base().number().saturating_sub(last.extent.end().number()) <= HOLE
+            && let Ok(both) = Extent::new(base, extent.end().number() - base.number())
+        {
+            last.extent = both;
+        } else if let Some(next) = arenas.get_mut(used) {
+            next.extent = *extent;
+            used += 1;
+        }
+    }
+    used
+}
+
+/// Pages of a layout, and the order of the block that holds them.
+fn block_of(layout: Layout) -> Option<(u64, Order)> {
+    let pages = (layout.size() as u64).div_ceil(PAGE_BYTES);
+    let align = (layout.align() as u64) >> PAGE_SHIFT;
+    let order = Order::new(pages.max(align).next_power_of_two().trailing_zeros()).ok()?;
+    (pages != 0).then_some((pages, order))
+}
+
+fn extent_of(address: Paddr, size: usize) -> Option<Extent> {
+    Extent::from_bytes(PhysAddr::new(address as u64), size as u64).ok().filter(|extent| !extent.is_empty())
+}
+
+fn allocate<E: Env>(manager: &Frames<'static, E>, cx: &CpuCx<'_, Ostd>, pages: u64, order: Order) -> Option<Pfn> {
+    let block = manager.alloc(cx, order).ok()?;
+    let first = block.pfn();
+    if order != Order::ZERO {
+        // Whole in the map only if it is a block of its own, which it is.
+        let run = manager.split(block, Order::ZERO).ok()?;
+        let (_, rest) = run.into_dirty().into_extent().split_at(pages);
+        if !rest.is_empty() {
+            // SAFETY: the run was this caller's, who keeps only what comes before.
+            manager.free_extent(cx, unsafe { Dirty::assume_owned(rest) });
+        }
+    }
+    Some(first)
+}
+
+impl GlobalFrameAllocator for OstdFrames {
+    #[inline]
+    fn alloc(&self, layout: Layout) -> Option<Paddr> {
+        let (pages, order) = block_of(layout)?;
+        self.platform.with_cx(|cx| {
+            let manager = match self.manager() {
+                Some(manager) => manager,
+                None => self.start(cx)?,
+            };
+            allocate(manager, cx, pages, order).map(|pfn| pfn.start().get() as Paddr)
+        })
+    }
+
+    #[inline]
+    fn dealloc(&self, address: Paddr, size: usize) {
+        let (Some(manager), Some(extent)) = (self.manager(), extent_of(address, size)) else { return };
+        self.platform.with_cx(|cx| {
+            if extent.pages() == 1 {
+                // SAFETY: by the trait's contract the caller owns the page, and each is a block of its own since `alloc`. OSTD's
+                // own account sees to it that breaking the contract spoils nothing but the manager's.
+                manager.free(cx, unsafe { Frozen::assume_owned(extent.base(), Order::ZERO, Mobility::Unmovable) });
+            } else {
+                // SAFETY: as above.
+                manager.free_extent(cx, unsafe { Dirty::assume_owned(extent) });
+            }
+        });
+    }
+
+    fn add_free_memory(&self, address: Paddr, size: usize) {
+        let Some(extent) = extent_of(address, size) else { return };
+        self.platform.with_cx(|cx| {
+            let mut early = self.early.lock();
+            if let Some(manager) = self.manager() {
+                drop(early);
+                // SAFETY: by the trait's contract the memory was not handed over before.
+                let taken = unsafe { manager.release_extent(cx, extent) };
+                self.refuse(extent.pages() - taken);
+                return;
+            }
+            let count = early.count;
+            match early.extents.get_mut(count) {
+                Some(next) => {
+                    *next = extent;
+                    early.count += 1;
+                }
+                None => self.refuse(extent.pages()),
+            }
+        });
+    }
+}
