@@ -2,90 +2,30 @@
 
 mod support;
 
-use hugemm_base::PageSize;
-use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command, Output, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
-use support::{Scratch, document, hugemm, misused, rows};
+use std::process::{Command, Output};
+use support::lease::{Daemon, pool};
+use support::{document, hugemm, misused, rows};
 
-/// The kernel's pool with that many free pages, for one test at a time; `None`, and a line, where they are not to be had.
-fn pool(pages: u64) -> Option<(PoolGuard, File)> {
-    let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
-    let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
-    lock.lock().expect("locked");
-    match HugetlbPool::new().ensure(PageSize::Size2M, pages, None) {
-        Ok(more) => Some((more, lock)),
-        Err(error) => {
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
-}
-
-/// A daemon with one file of 8 MiB ready, ended when dropped.
-struct Daemon {
-    child: Child,
-    scratch: Scratch,
-}
-
-impl Daemon {
-    fn start(name: &str) -> Self {
-        let scratch = Scratch::new(name);
-        let child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
-            .args(["pool", "serve", "--size", "8MB", "--shape", "8MB"])
-            .args(["--socket", &scratch.path("socket"), "--metrics", &scratch.path("metrics")])
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("a daemon");
-        let daemon = Daemon { child, scratch };
-        daemon.wait_for("\"ready\":[8388608]");
-        daemon
-    }
-
-    /// Waits until the status has this in it.
-    #[track_caller]
-    fn wait_for(&self, what: &str) {
-        let end = Instant::now() + Duration::from_secs(60);
-        loop {
-            let output = hugemm(&["pool", "status", "--json", "--socket", &self.scratch.path("socket")]);
-            let said = String::from_utf8_lossy(&output.stdout);
-            if said.contains(what) {
-                return;
-            }
-            assert!(Instant::now() < end, "never {what}: {said}");
-            thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    /// Runs a command of the shell on the memory that is kept as `cache`.
-    fn on_kept(&self, options: &[&str], command: &str) -> Output {
-        let (socket, secret) = (self.scratch.path("socket"), self.scratch.path("secret"));
-        let mut words = vec!["lease", "8MB", "--require", "--socket", &socket, "--keep", "cache", "--secret", &secret];
-        words.extend(options);
-        words.extend(["--", "sh", "-c", command]);
-        let output = hugemm(&words);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        self.wait_for("\"leases\":[]");
-        output
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Runs a command of the shell on the memory that is kept as `cache`.
+fn on_kept(daemon: &Daemon, options: &[&str], command: &str) -> Output {
+    let (socket, secret) = (daemon.scratch.path("socket"), daemon.scratch.path("secret"));
+    let mut words = vec!["lease", "8MB", "--require", "--socket", &socket, "--keep", "cache", "--secret", &secret];
+    words.extend(options);
+    words.extend(["--", "sh", "-c", command]);
+    let output = hugemm(&words);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    daemon.wait_for("\"leases\":[]");
+    output
 }
 
 /// Kept memory has its bytes, all of them, until its owner wants it cleared; then none.
 #[test]
 fn kept_memory_is_cleared_where_its_owner_says_so() {
     let Some(_pool) = pool(8) else { return };
-    let daemon = Daemon::start("leased-scrub");
+    let daemon = Daemon::start("leased-scrub", 8, &[]);
     // Huge pages cannot be written by `write`; a program that maps them can.
     let me = std::env::current_exe().expect("a path");
     let write =
@@ -95,9 +35,9 @@ fn kept_memory_is_cleared_where_its_owner_says_so() {
         let line = text.lines().find_map(|line| line.split("bytes set: ").nth(1)).map(str::to_owned);
         line.unwrap_or_else(|| panic!("{text}"))
     };
-    assert_eq!(count(&daemon.on_kept(&[], &write)), "0", "fresh");
-    assert_eq!(count(&daemon.on_kept(&[], &write)), "8388608", "kept");
-    let cleared = daemon.on_kept(&["--scrub"], &write);
+    assert_eq!(count(&on_kept(&daemon, &[], &write)), "0", "fresh");
+    assert_eq!(count(&on_kept(&daemon, &[], &write)), "8388608", "kept");
+    let cleared = on_kept(&daemon, &["--scrub"], &write);
     assert_eq!(count(&cleared), "0", "cleared");
     assert!(String::from_utf8_lossy(&cleared.stderr).contains("cleared what was kept"));
     misused(&["lease", "8MB", "--scrub", "--", "true"], "--keep");
@@ -131,7 +71,7 @@ fn program_that_maps_what_is_leased() {
 #[test]
 fn figures_are_fetched_from_a_socket() {
     let Some(_pool) = pool(8) else { return };
-    let daemon = Daemon::start("leased-metrics");
+    let daemon = Daemon::start("leased-metrics", 8, &[]);
     let output = hugemm(&["lease", "8MB", "--require", "--socket", &daemon.scratch.path("socket"), "--", "true"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let fetch = |request: &str| {

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test program uses its part")]
 
+pub(crate) mod lease;
+
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::{Command, Output};

@@ -1,0 +1,118 @@
+//! Stock programs on leased memory: what docs/lease.md says of each. One that is not installed is passed over with a line.
+
+mod support;
+
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::process::{Command, Output};
+use support::hugemm;
+use support::lease::{Daemon, pool};
+
+/// A user who owns nothing.
+const NOBODY: u32 = 65534;
+
+/// Whether a program is installed; a line if it is not.
+fn installed(program: &str) -> bool {
+    let found = Command::new(program).arg("--version").output().is_ok();
+    if !found {
+        eprintln!("skipped: no {program}");
+    }
+    found
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// Runs a program on a lease of 32 MiB, waits until that has ended, and says what the program said.
+#[track_caller]
+fn run_leased(daemon: &Daemon, command: &[&str]) -> String {
+    let socket = daemon.scratch.path("socket");
+    let output = hugemm(&[&["lease", "32MB", "--require", "--socket", &socket, "--"], command].concat());
+    assert!(output.status.success(), "{}", text(&output));
+    daemon.wait_for("\"leases\":[]");
+    text(&output)
+}
+
+#[test]
+fn fio_takes_a_path() {
+    if !installed("fio") {
+        return;
+    }
+    let Some(_pool) = pool(32) else { return };
+    let daemon = Daemon::start("programs-fio", 32, &[]);
+    let job = ["fio", "--name=leased", "--ioengine=null", "--rw=write", "--bs=16M", "--size=64M"];
+    run_leased(&daemon, &[&job[..], &["--mem=mmaphuge:@LEASE@"]].concat());
+    daemon.wait_for("\"unused\":0");
+    daemon.wait_for("\"hits\":1");
+}
+
+/// The heap of ZGC is a file of the lease's length.
+#[test]
+fn the_heap_of_openjdk_is_placed() {
+    if !installed("java") {
+        return;
+    }
+    // It looks whether there is a free page before it asks for more.
+    let Some(_pool) = pool(64) else { return };
+    let daemon = Daemon::start("programs-java", 32, &[]);
+    run_leased(&daemon, &["java", "-XX:+UseZGC", "-XX:+UseLargePages", "-Xms32m", "-Xmx32m", "-version"]);
+    daemon.wait_for("\"placed\":1");
+}
+
+/// A domain of a user's own libvirt that differs from any other in its emulator alone. libvirt starts the emulator to ask
+/// what it can do, too.
+#[test]
+fn libvirt_starts_a_domain() {
+    if !["virsh", "qemu-system-x86_64", "unshare", "setpriv"].into_iter().all(installed) {
+        return;
+    }
+    let Some(_pool) = pool(32) else { return };
+    let policy = std::env::temp_dir().join(format!("hugemm-test-policy-{}", std::process::id()));
+    std::fs::write(&policy, format!("uid {NOBODY} 1GB\n")).expect("written");
+    let daemon = Daemon::start("programs-libvirt", 32, &["--policy", policy.to_str().expect("UTF-8")]);
+    std::fs::remove_file(policy).expect("read by now");
+    let [command, emulator, home, domain] =
+        ["hugemm", "emulator", "home", "domain.xml"].map(|name| daemon.scratch.path(name));
+    // Where the user can reach it.
+    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &command).expect("copied");
+    let socket = daemon.scratch.path("socket");
+    let script = format!("#!/bin/sh\nexec {command} lease 32MB --socket {socket} -- qemu-system-x86_64 \"$@\"\n");
+    daemon.scratch.put("emulator", script);
+    for program in [&command, &emulator] {
+        std::fs::set_permissions(program, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    }
+    std::fs::create_dir(&home).expect("a directory");
+    chown(&home, Some(NOBODY), Some(NOBODY)).expect("given away");
+    daemon.scratch.put(
+        "domain.xml",
+        format!(
+            "<domain type='qemu'><name>leased</name><memory unit='MiB'>32</memory><vcpu>1</vcpu>
+            <memoryBacking><hugepages><page size='2' unit='M'/></hugepages><source type='memfd'/>
+            <access mode='shared'/><allocation mode='immediate'/></memoryBacking>
+            <os><type arch='x86_64' machine='q35'>hvm</type></os>
+            <devices><emulator>{emulator}</emulator></devices></domain>"
+        ),
+    );
+    // In a process namespace of its own, with which libvirt's daemons end.
+    let virsh = "virsh -q -c qemu:///session";
+    let script = format!("{virsh} create {domain} && {virsh} domstate leased && {virsh} destroy leased");
+    let output = Command::new("unshare")
+        .args(["--pid", "--fork", "--kill-child", "--mount-proc"])
+        .args(["setpriv", "--reuid", &NOBODY.to_string(), "--regid", &NOBODY.to_string(), "--clear-groups"])
+        .args(["sh", "-c", &script])
+        .env("HOME", &home)
+        .env("XDG_RUNTIME_DIR", &home)
+        .env_remove("XDG_CONFIG_HOME")
+        .env_remove("XDG_CACHE_HOME")
+        .output()
+        .expect("unshare starts");
+    let said = text(&output);
+    if said.contains("unshare failed") {
+        eprintln!("skipped: {said}");
+        return;
+    }
+    assert!(output.status.success() && said.contains("running"), "{said}");
+    daemon.wait_for("\"placed\":1");
+    daemon.wait_for("\"leases\":[]");
+    daemon.wait_for("\"private\":0");
+}

@@ -1,0 +1,68 @@
+//! A pool of huge pages, and a daemon that lends them.
+
+use super::{Scratch, hugemm};
+use hugemm_base::PageSize;
+use hugemm_inspect::pool::{HugetlbPool, PoolGuard};
+use std::fs::File;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The kernel's pool with that many free pages, for one test at a time; `None`, and a line, where they are not to be had.
+pub(crate) fn pool(pages: u64) -> Option<(PoolGuard, File)> {
+    let lock = std::env::temp_dir().join("hugemm-lease-pool.lock");
+    let lock = File::options().create(true).truncate(false).write(true).open(lock).expect("a lock file");
+    lock.lock().expect("locked");
+    match HugetlbPool::new().ensure(PageSize::Size2M, pages, None) {
+        Ok(more) => Some((more, lock)),
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}
+
+/// A daemon, ended when dropped.
+pub(crate) struct Daemon {
+    child: Child,
+    pub(crate) scratch: Scratch,
+}
+
+impl Daemon {
+    /// One with a file of so many MiB ready.
+    pub(crate) fn start(name: &str, megabytes: u64, options: &[&str]) -> Self {
+        let (scratch, size) = (Scratch::new(name), format!("{megabytes}MB"));
+        let child = Command::new(env!("CARGO_BIN_EXE_hugemm"))
+            .args(["pool", "serve", "--size", &size, "--shape", &size])
+            .args(["--socket", &scratch.path("socket"), "--metrics", &scratch.path("metrics")])
+            .args(options)
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("a daemon");
+        let daemon = Daemon { child, scratch };
+        daemon.wait_for(&format!("\"ready\":[{}]", megabytes << 20));
+        daemon
+    }
+
+    /// Waits until the status has this in it.
+    #[track_caller]
+    pub(crate) fn wait_for(&self, what: &str) {
+        let end = Instant::now() + Duration::from_secs(60);
+        loop {
+            let output = hugemm(&["pool", "status", "--json", "--socket", &self.scratch.path("socket")]);
+            let said = String::from_utf8_lossy(&output.stdout);
+            if said.contains(what) {
+                return;
+            }
+            assert!(Instant::now() < end, "never {what}: {said}");
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
