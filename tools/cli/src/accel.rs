@@ -4,11 +4,11 @@
 use crate::arch::Arch;
 use crate::boot::{CPU_MODEL, Unfinished, VirtualMachine};
 use crate::qemu::{self, Accel};
-use crate::size::Size;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use hugemm_inspect::interrupt;
-use hugemm_kernel_commands::request::{Request, Trial};
+use hugemm_workloads::request::{Request, Trial};
+use hugemm_workloads::size::Size;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 

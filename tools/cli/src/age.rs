@@ -18,15 +18,16 @@ use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
-use anyhow::{Result, bail};
+use anyhow::Result;
 use hugemm_base::PageSize;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::{AgeFigures, METRICS};
+use hugemm_workloads::request::Age as Processes;
+use hugemm_workloads::size::Size;
 use serde_json::{Map, Value};
 use std::time::Duration;
 
@@ -117,7 +118,8 @@ impl Lines {
 }
 
 /// What the processes have.
-pub fn title(procs: u32, [shared, memory, swap]: [u64; 3], cpus: u64, seconds: f64) -> String {
+pub fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: u32) -> String {
+    let Processes { procs, seconds, .. } = processes;
     format!(
         "{procs} processes, {} shared, {} of memory, swap at most {} of it, {cpus} CPUs, {seconds} s each",
         Size(shared),
@@ -154,36 +156,28 @@ impl Alone {
 pub fn run(args: &Age) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let real = machine.topology.cpus.len() as u32;
-    let cpus = args.cpus.unwrap_or(real.min(args.procs));
-    // What follows from the other size is made a number of large pages.
-    let round = |bytes: u64| Size(bytes / PageSize::Size2M.bytes() * PageSize::Size2M.bytes());
-    let wanted = args.memory.or(args.shared.map(|shared| round(shared.0 / 3 * 2))).unwrap_or(Size(128 << 20));
-    let memory = machine.whole_pages(wanted, PageSize::Size2M)?;
-    let shared = machine.whole_pages(args.shared.unwrap_or(round(memory / 2 * 3)), PageSize::Size2M)?;
-    let swap = args.swap.map_or(memory / 2, |size| size.0);
-    if memory < 32 << 20 {
-        bail!("--memory {wanted} is too little; give at least 32MB");
-    }
-    if !(args.seconds.is_finite() && args.seconds > 0.0) {
-        bail!("--seconds {} is no time; give a number above 0", args.seconds);
-    }
+    let Processes { procs, seconds, young, lru, page: pages, .. } = args.processes;
+    let cpus = args.cpus.unwrap_or(real.min(procs));
+    let [shared, memory, swap] = args.processes.sizes(128 << 20);
+    machine.whole_pages(Size(memory), PageSize::Size2M)?;
+    machine.whole_pages(Size(shared), PageSize::Size2M)?;
     let interrupts = if cpus > 1 { Some(MembarrierIpi::register(cpus as usize, real as usize)?) } else { None };
     let places = machine.places(cpus as usize)?;
     let mut environment = Environment::read()?;
     let mut region = machine.memory(memory, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("hugemm", &region);
     let mut configs = Vec::new();
-    for page in args.page.iter().map(|page| PageSize::from(*page)) {
-        for policy in args.lru.iter().map(|lru| LruPolicy::from(*lru)) {
-            configs.extend(args.young.iter().map(|young| RunConfig {
+    for page in pages.iter() {
+        for policy in lru.iter() {
+            configs.extend(young.iter().map(|ageing| RunConfig {
                 page,
                 policy,
-                ageing: Ageing::from(*young),
-                procs: args.procs,
+                ageing,
+                procs,
                 cpus,
                 shared,
                 swap,
-                time: Duration::from_secs_f64(args.seconds),
+                time: Duration::from_secs_f64(seconds),
                 check: args.check,
             }));
         }
@@ -209,13 +203,13 @@ pub fn run(args: &Age) -> Result<()> {
     }
     bar.finish_and_clear();
     let mut costs = Vec::new();
-    if !args.check && args.page.iter().any(|page| PageSize::from(*page) == PageSize::Size4K) {
+    if !args.check && args.processes.page.contains(PageSize::Size4K) {
         // Everything fits: what goes is what ageing finds idle.
         let config = RunConfig {
             page: PageSize::Size4K,
             policy: LruPolicy::Generations,
             ageing: Ageing::Batch,
-            procs: args.procs,
+            procs,
             cpus: 1,
             shared: (memory / 2).min(shared) / PageSize::Size2M.bytes() * PageSize::Size2M.bytes(),
             swap,
@@ -224,14 +218,7 @@ pub fn run(args: &Age) -> Result<()> {
         };
         costs = ageing_costs(&machine, region.as_mut_slice(), &places[..1], &config, RATE_RUNS)?;
     }
-    report(
-        args,
-        &machine,
-        environment,
-        &lines,
-        &costs,
-        title(args.procs, [shared, memory, swap], cpus.into(), args.seconds),
-    )
+    report(args, &machine, environment, &lines, &costs, title(&args.processes, [shared, memory, swap], cpus))
 }
 
 fn report(
@@ -257,12 +244,18 @@ fn report(
         );
         goals.at_least_noted("age.reclaim_of_ceiling_4k", &alone.speedup.per_run_ratio(&alone.ceiling), 0.8, &note);
         for (name, rate) in ["batch", "noflush"].into_iter().zip(&alone.rate) {
-            rows.push(Row::median("bench.age.rate", rate, "1/s").label("young", name).label("procs", args.procs));
+            rows.push(
+                Row::median("bench.age.rate", rate, "1/s").label("young", name).label("procs", args.processes.procs),
+            );
         }
-        rows.push(Row::median("bench.age.reclaim_speedup", &alone.speedup, "ratio").label("procs", args.procs));
-        rows.push(Row::median("bench.age.reclaim_ceiling", &alone.ceiling, "ratio").label("procs", args.procs));
+        rows.push(
+            Row::median("bench.age.reclaim_speedup", &alone.speedup, "ratio").label("procs", args.processes.procs),
+        );
+        rows.push(
+            Row::median("bench.age.reclaim_ceiling", &alone.ceiling, "ratio").label("procs", args.processes.procs),
+        );
         let wrong: u64 = costs.iter().map(|pair| pair[0].refaults).sum();
-        rows.push(Row::single("bench.age.wrongly_old", wrong as f64, "pages").label("procs", args.procs));
+        rows.push(Row::single("bench.age.wrongly_old", wrong as f64, "pages").label("procs", args.processes.procs));
     }
     if !machine.quiet() {
         environment_text::print(&environment);
@@ -273,7 +266,7 @@ fn report(
         } else {
             lines.print(&title);
             println!("  Invalidations of nosync are counted here and not executed.");
-            if alone.is_none() && args.page.iter().any(|page| PageSize::from(*page) == PageSize::Size4K) {
+            if alone.is_none() && args.processes.page.contains(PageSize::Size4K) {
                 println!(
                     "\n  The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8"
                 );
@@ -281,7 +274,7 @@ fn report(
             if let Some(alone) = &alone {
                 println!(
                     "  Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
-                    args.procs,
+                    args.processes.procs,
                     alone.rate[0].median() / 1e6,
                     alone.rate[1].median() / 1e6
                 );

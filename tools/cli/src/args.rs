@@ -1,16 +1,18 @@
 //! The command line.
 
-use crate::boot::args::{BOOT_HELP, Boot};
+use crate::boot::args::Boot;
 use crate::frames::args as frames;
 use crate::linux::args::{LINUX_HELP, Linux};
 use crate::paging::args as paging;
 use crate::run::args::{RUN_HELP, Run};
-use crate::size::Size;
 use crate::unmeasured_args as unmeasured;
-use clap::builder::{RangedI64ValueParser, RangedU64ValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hugemm_base::{Order, PageSize, PreemptModel};
+use hugemm_base::{PageSize, PreemptModel};
 use hugemm_clear::Primitive;
+use hugemm_workloads::options::{cpus, list, named, runs};
+use hugemm_workloads::request::Function;
+use hugemm_workloads::size::Size;
+use hugemm_workloads::words::List;
 use std::path::PathBuf;
 
 /// Memory management by extents: probes this machine, measures, compares.
@@ -65,12 +67,13 @@ pub enum Command {
     /// Print the manual page, or write one for each command.
     Man(unmeasured::Man),
     /// Boot the reference kernel under QEMU and run a command in it, on real page tables and real interrupts.
-    #[command(after_help = BOOT_HELP)]
+    #[command(after_help = crate::boot::args::help())]
     Boot(Boot),
 }
 
 /// The workloads.
 #[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant, reason = "there is one value of it")]
 pub enum Bench {
     /// Every goal that this machine can measure, by the commands that measure it: goal, measured, met or not. A minute or
     /// two.
@@ -205,39 +208,6 @@ pub struct Memset {
     pub common: Common,
 }
 
-/// Page sizes by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Page {
-    /// Normal pages.
-    #[value(name = "4KB", alias = "4kb")]
-    Size4K,
-    /// Huge pages.
-    #[value(name = "2MB", alias = "2mb")]
-    Size2M,
-    /// Gigantic pages (hugetlb only).
-    #[value(name = "1GB", alias = "1gb")]
-    Size1G,
-}
-
-impl From<Page> for PageSize {
-    fn from(page: Page) -> Self {
-        match page {
-            Page::Size4K => PageSize::Size4K,
-            Page::Size2M => PageSize::Size2M,
-            Page::Size1G => PageSize::Size1G,
-        }
-    }
-}
-
-/// Who populates the pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Function {
-    /// Touching each page in turn.
-    Demand,
-    /// One request for all of it (`MADV_POPULATE_WRITE`).
-    Populate,
-}
-
 /// How hugemm clears: values of the same policy, for comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Clear {
@@ -255,11 +225,11 @@ pub enum Clear {
 #[derive(Debug, Args)]
 pub struct Mmap {
     /// Page size.
-    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
-    pub page: Page,
+    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
+    pub page: PageSize,
     /// Who populates.
-    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "demand")]
-    pub function: Vec<Function>,
+    #[arg(short, long, default_value = "demand", value_parser = list(named::<Function>()))]
+    pub function: List<Function>,
     /// Memory per loop on each side [default: an eighth of what is available, at most 4 GiB].
     #[arg(short, long)]
     pub size: Option<Size>,
@@ -444,26 +414,4 @@ pub struct Replay {
     pub strict: bool,
     #[command(flatten)]
     pub common: Common,
-}
-
-/// How often something may be measured.
-pub fn runs() -> RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(1..=1000)
-}
-
-/// How many CPUs or threads there may be.
-pub fn cpus() -> RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(1..=4096)
-}
-
-/// How long something may take: a day.
-pub fn seconds() -> RangedU64ValueParser {
-    clap::value_parser!(u64).range(1..=86_400)
-}
-
-/// Reads an order.
-pub fn order(text: &str) -> Result<Order, String> {
-    let help = "orders are 0 (4 KiB) to 18 (1 GiB)";
-    let number: u32 = text.parse().map_err(|_| format!("'{text}' is no order; {help}"))?;
-    Order::new(number).map_err(|_| format!("there is no order {number}; {help}"))
 }

@@ -12,12 +12,12 @@ use crate::document::{self, Document};
 use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::run::{self, Log, Setting, Side};
-use crate::size::Size;
 use crate::{age, environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_inspect::environment::{Environment, GuestInfo};
 use hugemm_kernel::{ExitCode, MAX_CPUS, MIN_MEMORY};
-use hugemm_kernel_commands::request::Request;
+use hugemm_workloads::request::{self, Request};
+use hugemm_workloads::size::Size;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -160,8 +160,7 @@ pub fn run(args: &Boot) -> Result<()> {
             run::text::print(log, accounting, &setting, sides);
         }
         if let Request::Age(args) = request {
-            let sizes = [args.shared, args.memory, args.swap];
-            aged.print(&age::title(args.procs, sizes, boot.cpus.into(), args.millis as f64 / 1e3));
+            aged.print(&age::title(&args, args.sizes(request::Age::KERNEL_MEMORY), boot.cpus));
         }
         if !goals.is_empty() {
             goals.print();

@@ -4,7 +4,6 @@ use crate::args::{ClearExtent, Kind};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow};
@@ -13,6 +12,7 @@ use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Lane, Outcome, ParallelCl
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
+use hugemm_workloads::size::Size;
 use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 

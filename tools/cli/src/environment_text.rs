@@ -1,7 +1,7 @@
 //! The environment block: what of the machine matters for the figures below it.
 
-use crate::size::Size;
 use hugemm_inspect::environment::Environment;
+use hugemm_workloads::size::Size;
 
 /// Features that clearing and flushing depend on, in the order in which they are printed.
 const FEATURES: [&str; 12] = [

@@ -3,13 +3,13 @@
 use crate::args::{Explain, Kind, Warm};
 use crate::document::Row;
 use crate::machine::Machine;
-use crate::size::Size;
 use crate::table;
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Never, PAGE_SHIFT, PageSize, PreemptModel, Sweep};
 use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Unit, Warmth, folio};
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_inspect::environment::Environment;
+use hugemm_workloads::size::Size;
 
 /// Runs the command.
 pub fn run(args: &Explain) -> Result<()> {

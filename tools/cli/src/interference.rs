@@ -4,7 +4,6 @@ use crate::args::{Interference, Kind};
 use crate::document::Row;
 use crate::machine::Machine;
 use crate::measure::Repeat;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
@@ -14,6 +13,7 @@ use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::chase::Chase;
+use hugemm_workloads::size::Size;
 use std::sync::Barrier;
 
 /// Runs the command.

@@ -1,9 +1,9 @@
 //! What `perf bench mem mmap` does: map, populate, time; then unmap, untimed. The kernel's side of `bench mem mmap`.
 
-use crate::args::Function;
 use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
 use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
+use hugemm_workloads::request::Function;
 use std::time::Instant;
 
 /// Nanoseconds.

@@ -6,12 +6,12 @@ pub mod doctor;
 pub mod pool;
 mod scrub;
 
-use crate::size::Size;
 use anyhow::{Context, Result, anyhow, bail};
 use args::Lease;
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::supervisor::{attach, private_by_arguments};
 use hugemm_lease::wire::Wish;
+use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 use std::ffi::{OsStr, OsString};

@@ -6,21 +6,22 @@ pub mod image;
 pub mod reference;
 
 use crate::arch::Arch;
-use crate::args::Page;
 use crate::document::{self, Document, Row};
 use crate::image::Image;
-use crate::linux::args::{GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Hvo, Linux};
+use crate::linux::args::{GuestBench, GuestCommand, GuestLine, GuestMem, GuestPool, Linux};
 use crate::linux::faults::Populate;
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::linux::reference::Reference;
 use crate::qemu::{Accel, Ended, Guest};
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{cli_text, environment_text, noise, progress, table};
 use anyhow::{Result, bail};
 use clap::Parser;
 use hugemm_base::PageSize;
 use hugemm_inspect::environment::Environment;
+use hugemm_workloads::request::Optimization;
+use hugemm_workloads::size::Size;
+use hugemm_workloads::words::Named;
 use serde_json::Value;
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -110,8 +111,7 @@ fn one_line(error: clap::Error) -> anyhow::Error {
 fn words(work: &GuestBench, runs: u32) -> String {
     match work {
         GuestBench::Pool(pool) => {
-            let sides: Vec<_> = pool.hvo.iter().map(|side| side.name()).collect();
-            format!("pool {} {} {runs} {}", pool.n, kib(pool.page), sides.join(","))
+            format!("pool {} {} {runs} {}", pool.n, kib(pool.page), pool.hvo)
         }
         GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).words(runs),
         GuestBench::VmCreate(create) => Populate::from(create).words(runs),
@@ -119,8 +119,8 @@ fn words(work: &GuestBench, runs: u32) -> String {
 }
 
 /// A page's size in KiB.
-pub fn kib(page: Page) -> u64 {
-    PageSize::from(page).bytes() >> 10
+pub fn kib(page: PageSize) -> u64 {
+    page.bytes() >> 10
 }
 
 /// Boots one guest and collects its events. The outer error ends the command, the inner one is the cell's.
@@ -229,7 +229,7 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
             continue;
         };
         let mut sides = Vec::new();
-        for optimizer in &pool.hvo {
+        for optimizer in pool.hvo.iter() {
             let name = optimizer.name();
             let columns = POOL.map(|(.., field)| samples(events, "hvo", name, field));
             let pages = samples(events, "hvo", name, |event| event["pages"].as_f64()).median();
@@ -250,10 +250,10 @@ fn report_pool(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
                 format!("{up_ipis:.0}"),
                 format!("{down_ipis:.0}"),
             ]);
-            sides.push((*optimizer, median));
+            sides.push((optimizer, median));
         }
         let side = |which| sides.iter().find(|(optimizer, _)| *optimizer == which).map(|(_, median)| median);
-        if let (Some(off), Some(on)) = (side(Hvo::Off), side(Hvo::On)) {
+        if let (Some(off), Some(on)) = (side(Optimization::Off), side(Optimization::On)) {
             let tax = [on[0] / off[0], on[1] / off[1]];
             taxes.add_row([
                 cell.kernel.clone(),

@@ -2,7 +2,6 @@
 
 use crate::args::{Calibration, Common, Kind};
 use crate::document::{self, Document, Row};
-use crate::size::Size;
 use crate::{noise, profile_file, progress};
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_base::{CpuId, NodeId, PageSize};
@@ -12,6 +11,7 @@ use hugemm_inspect::environment::Environment;
 use hugemm_inspect::limits::Limits;
 use hugemm_inspect::memory::{MemoryError, Region, RegionBacking, RegionRequest};
 use hugemm_inspect::topology::MachineTopology;
+use hugemm_workloads::size::Size;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 

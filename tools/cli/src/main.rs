@@ -41,7 +41,6 @@ mod replay;
 mod report;
 mod run;
 mod saved;
-mod size;
 mod stand_in;
 mod stats;
 mod table;

@@ -1,6 +1,5 @@
 //! Repeated measurement of several subjects on the same memory, in alternating order.
 
-use crate::size::Size;
 use crate::stats::Samples;
 use anyhow::Result;
 use hugemm_base::{CpuCx, Dirty, PAGE_SHIFT};
@@ -8,6 +7,7 @@ use hugemm_clear::{Clearer, Primitive, Warmth};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::Pass;
+use hugemm_workloads::size::Size;
 use hugemm_workloads::sweep::{self, ClearWith};
 
 /// Bytes that are cleared untimed before a hot measurement, at least.

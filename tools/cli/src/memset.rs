@@ -4,13 +4,13 @@ use crate::args::{Memset, primitive};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
-use crate::size::Size;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow, bail};
 use hugemm_base::{CpuId, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Primitive, Profile};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
+use hugemm_workloads::size::Size;
 
 /// perf's gigabyte: 2^30 bytes.
 pub const PERF_GB: f64 = (1_u64 << 30) as f64;

@@ -5,12 +5,11 @@
 //! in the order of the same faults, but its fault is a function call: a *software fault*, without a trap and without
 //! page tables. The two are printed under one another and never divided by each other.
 
-use crate::args::{Clear, Function, Kind, Mmap};
+use crate::args::{Clear, Kind, Mmap};
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
 use crate::memset::PERF_GB;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, bail};
@@ -22,6 +21,8 @@ use hugemm_inspect::interrupt::{self, UserStops};
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_workloads::faults::{self, Populate};
+use hugemm_workloads::request::Function;
+use hugemm_workloads::size::Size;
 use std::sync::Barrier;
 
 /// Who is measured.
@@ -74,7 +75,7 @@ impl Job {
 /// Runs the command.
 pub fn run(args: &Mmap) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let page = PageSize::from(args.page);
+    let page = args.page;
     let places = machine.places(args.threads as usize)?;
     let bytes = match args.size {
         Some(size) => machine.whole_pages(size, page)?,
@@ -104,12 +105,12 @@ pub fn run(args: &Mmap) -> Result<()> {
     sides.extend(args.clear.iter().copied().map(Side::Hugemm));
 
     let repeat = Repeat { runs: args.loops, warmup: args.warmup.warmup };
-    let bar = progress::bar((sides.len() * args.function.len() * repeat.all()) as u64, machine.quiet());
+    let bar = progress::bar((sides.len() * args.function.iter().count() * repeat.all()) as u64, machine.quiet());
     // SAFETY: the only owner of the host's frames, made once.
     let mut memory = unsafe { host.own_frames() };
     let mut rows = Vec::new();
     let mut tables = Vec::new();
-    for function in args.function.iter().copied() {
+    for function in args.function.iter() {
         let mut samples = vec![Samples::default(); sides.len()];
         for turn in 0..repeat.all() {
             for i in 0..sides.len() {

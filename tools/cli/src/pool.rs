@@ -8,7 +8,7 @@ pub mod projection;
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::machine::Machine;
-use crate::pool::args::{Flush, Hvo, Pool};
+use crate::pool::args::Pool;
 use crate::pool::machine::{Ground, Plan};
 use crate::pool::projection::Here;
 use crate::stats::Samples;
@@ -20,13 +20,15 @@ use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_workloads::pool::{self, Cycle, Timed};
+use hugemm_workloads::request::{FlushEach, Optimization, Pool as Resizes};
+use hugemm_workloads::words::{List, Named};
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// One way to resize, and what was measured of it.
 struct Side {
-    hvo: Hvo,
-    flush: Flush,
+    hvo: Optimization,
+    flush: FlushEach,
     threads: u32,
     n: u64,
     up: Samples,
@@ -37,10 +39,10 @@ struct Side {
 impl Side {
     fn name(&self) -> String {
         match (self.hvo, self.flush) {
-            (Hvo::Off, _) => "off".to_owned(),
-            (Hvo::On, Flush::Batch) => "on".to_owned(),
-            (Hvo::On, Flush::Page) => "on, flush per page".to_owned(),
-            (Hvo::InPlace, _) => "on, in place".to_owned(),
+            (Optimization::Off, _) => "off".to_owned(),
+            (Optimization::On, FlushEach::Batch) => "on".to_owned(),
+            (Optimization::On, FlushEach::Page) => "on, flush per page".to_owned(),
+            (Optimization::InPlace, _) => "on, in place".to_owned(),
         }
     }
 }
@@ -48,9 +50,9 @@ impl Side {
 /// Runs the command.
 pub fn run(args: &Pool) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let size = PageSize::from(args.page);
+    let Resizes { n, page: size, hvo, flush, runs } = args.resizes;
     let default = if size == PageSize::Size2M { 2000 } else { 8 };
-    let counts = if args.n.is_empty() { vec![default] } else { args.n.clone() };
+    let counts: Vec<u64> = n.map_or(vec![default], |counts| counts.iter().collect());
     let most = counts.iter().copied().max().unwrap_or(default);
     let threads = args.threads.iter().copied().max().unwrap_or(1);
     let plan = Plan::new(size, most, threads)?;
@@ -62,26 +64,26 @@ pub fn run(args: &Pool) -> Result<()> {
     let mut sides = Vec::new();
     for n in &counts {
         for threads in &args.threads {
-            for hvo in &args.hvo {
+            for hvo in hvo.iter() {
                 // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
-                let ways: &[Flush] = if *hvo == Hvo::On { &args.flush } else { &[Flush::Batch] };
-                for flush in ways {
+                let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
+                for flush in ways.iter() {
                     let (up, down, last) = (Samples::default(), Samples::default(), Cycle::default());
-                    sides.push(Side { hvo: *hvo, flush: *flush, threads: *threads, n: *n, up, down, last });
+                    sides.push(Side { hvo, flush, threads: *threads, n: *n, up, down, last });
                 }
             }
         }
     }
-    let bar = progress::bar(sides.len() as u64 * u64::from(args.runs), machine.quiet());
+    let bar = progress::bar(sides.len() as u64 * u64::from(runs), machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
         println!(
             "\nFrames are numbers and descriptors are behind software tables; nothing is cleared. Median of {} runs.\n\
              Interrupts are modelled: a flush interrupts every other CPU.",
-            args.runs
+            runs
         );
     }
-    for run in 0..args.runs {
+    for run in 0..runs {
         for index in 0..sides.len() {
             interrupt::check()?;
             let turn = (index + run as usize) % sides.len();
@@ -110,11 +112,11 @@ pub fn run(args: &Pool) -> Result<()> {
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
 fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side) -> Result<()> {
     let policy = match side.flush {
-        Flush::Batch => OptimizerPolicy { swap: side.hvo != Hvo::InPlace, ..OptimizerPolicy::default() },
-        Flush::Page => OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
+        FlushEach::Batch => OptimizerPolicy { swap: side.hvo != Optimization::InPlace, ..OptimizerPolicy::default() },
+        FlushEach::Page => OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true },
     };
     let optimizer = ground.optimizer(policy);
-    optimizer.set_enabled(side.hvo != Hvo::Off);
+    optimizer.set_enabled(side.hvo != Optimization::Off);
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| match side.threads {
             1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n))??),
@@ -211,9 +213,9 @@ fn print(args: &Pool, sides: &[Side], size: PageSize) {
 fn side_rows(args: &Pool, side: &Side, size: PageSize) -> Vec<Row> {
     let name = |what: &str| format!("bench.pool.{what}");
     let label = |row: Row| {
-        row.label("hvo", side.hvo != Hvo::Off)
-            .label("swap", side.hvo == Hvo::On && side.flush == Flush::Batch)
-            .label("flush", if side.flush == Flush::Batch { "batch" } else { "page" })
+        row.label("hvo", side.hvo != Optimization::Off)
+            .label("swap", side.hvo == Optimization::On && side.flush == FlushEach::Batch)
+            .label("flush", side.flush.name())
             .label("page", size.to_string())
             .label("n", side.n)
             .label("threads", side.threads)
@@ -241,7 +243,10 @@ fn summarise(sides: &[Side], size: PageSize, plan: &Plan, quiet: bool, goals: &m
     let find = |hvo, flush| {
         sides.iter().find(|side| Some(side.n) == most && side.threads == 1 && side.hvo == hvo && side.flush == flush)
     };
-    let (Some(off), Some(on)) = (find(Hvo::Off, Flush::Batch), find(Hvo::On, Flush::Batch)) else { return };
+    let (Some(off), Some(on)) = (find(Optimization::Off, FlushEach::Batch), find(Optimization::On, FlushEach::Batch))
+    else {
+        return;
+    };
     let extra = |on: &Samples, off: &Samples| {
         let mut extra = Samples::default();
         extra.push(on.median() - off.median());
@@ -267,7 +272,7 @@ fn summarise(sides: &[Side], size: PageSize, plan: &Plan, quiet: bool, goals: &m
     goals.at_most("frames.metadata_pct_pool", &once(100.0 * described / bytes + shared), "percent", 0.25);
     rows.push(Row::single("pool.tax_up", on.up.median() / off.up.median(), "ratio"));
     rows.push(Row::single("pool.tax_down", on.down.median() / off.down.median(), "ratio"));
-    if let Some(old) = find(Hvo::On, Flush::Page).filter(|_| size == PageSize::Size2M) {
+    if let Some(old) = find(Optimization::On, FlushEach::Page).filter(|_| size == PageSize::Size2M) {
         let here = |extra: &Samples, timed: &Timed, old: &Timed| Here {
             extra_ns: extra.median(),
             flushes: timed.report.flushes as f64,

@@ -4,7 +4,6 @@ use crate::args::{Calibration, Probe};
 use crate::document::{self, Row};
 use crate::machine::{Calibrated, GIB, Machine};
 use crate::measure::{Field, Repeat, Subject, bandwidths};
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, goals, profile_file, progress, table};
 use anyhow::Result;
@@ -13,6 +12,7 @@ use hugemm_clear::{ClearPolicy, ClearRequest, Clearer, Primitive, PrimitiveClass
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
+use hugemm_workloads::size::Size;
 
 const MIB: u64 = 1 << 20;
 

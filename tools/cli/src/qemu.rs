@@ -1,10 +1,10 @@
 //! A virtual machine under QEMU: finding the program, starting it, reading its serial port, and seeing to it that it ends.
 
 use crate::arch::Arch;
-use crate::size::Size;
 use anyhow::{Context, Result, anyhow, bail};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::limits::Limits;
+use hugemm_workloads::size::Size;
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, ErrorKind, Read};

@@ -11,7 +11,6 @@ use crate::document::{self, Document, Row};
 use crate::machine::{GIB, Machine};
 use crate::pool::machine;
 use crate::run::args::Run;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, noise, progress, report, saved};
 use anyhow::{Context, Result, bail};
@@ -20,6 +19,7 @@ use hugemm_clear::ClearPolicy;
 use hugemm_host::cpu::{BASE_FRAME, Host};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
+use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 

@@ -9,13 +9,11 @@
 pub mod args;
 pub mod pool;
 
-use crate::args::Function;
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
-use crate::size::Size;
 use crate::stats::Samples;
-use crate::vm_create::args::{Clearing, How, Source, VmCreate};
+use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
@@ -32,7 +30,10 @@ use hugemm_lz4::Lz4;
 use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
-use hugemm_workloads::vm_create::{Creation, Split, software_faults};
+use hugemm_workloads::request::{Clearing, Function, PagesFrom};
+use hugemm_workloads::size::Size;
+use hugemm_workloads::vm_create::{CreateMethod, Creation, Split, software_faults};
+use hugemm_workloads::words::Named;
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
 use std::sync::{Barrier, Mutex, PoisonError};
@@ -63,7 +64,7 @@ const SWAP: u64 = 1024;
 /// One line of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Line {
-    how: How,
+    how: CreateMethod,
     workers: u32,
     /// `None` is this machine's kernel.
     clear: Option<Clearing>,
@@ -88,7 +89,7 @@ struct Measured {
 /// Runs the command.
 pub fn run(args: &VmCreate) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let page = PageSize::from(args.page);
+    let page = args.page;
     let bytes = match args.size {
         Some(size) => machine.whole_pages(size, page)?,
         None => {
@@ -123,12 +124,12 @@ pub fn run(args: &VmCreate) -> Result<()> {
     host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
 
     let mut lines = Vec::new();
-    for how in args.how.iter().copied() {
+    for how in args.how.iter() {
         for workers in workers.iter().copied() {
-            if how != How::Pin && kernel_backing.is_some() {
+            if how != CreateMethod::Pin && kernel_backing.is_some() {
                 lines.push(Line { how, workers, clear: None });
             }
-            lines.extend(args.clear.iter().map(|clear| Line { how, workers, clear: Some(*clear) }));
+            lines.extend(args.clear.iter().map(|clear| Line { how, workers, clear: Some(clear) }));
         }
     }
     lines.dedup();
@@ -143,7 +144,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
         kernel_backing,
         pool: None,
     };
-    let measured = if args.from == Source::Pool && page != PageSize::Size4K {
+    let measured = if args.from == PagesFrom::Pool && page != PageSize::Size4K {
         with_pool(&host, &frames, page, bytes / page.bytes(), |pool| {
             measure(&Side { pool: Some(pool), ..side }, &lines, args.runs, &bar)
         })?
@@ -189,14 +190,14 @@ impl Measured {
 /// is dropped; and what the user should know.
 fn kernel_side_memory(
     page: PageSize,
-    from: Source,
+    from: PagesFrom,
     ours: RegionBacking,
     bytes: u64,
 ) -> (Option<RegionBacking>, Option<impl Drop>, Option<String>) {
     let backing = match page {
         PageSize::Size4K => RegionBacking::Small,
         // The kernel's free memory, then, and its LRU.
-        PageSize::Size2M if from == Source::Frames => RegionBacking::Thp,
+        PageSize::Size2M if from == PagesFrom::Frames => RegionBacking::Thp,
         PageSize::Size2M => ours,
         PageSize::Size1G => RegionBacking::Hugetlb(page),
     };
@@ -232,7 +233,7 @@ impl Side<'_, '_, '_> {
 
     /// The time of the slowest thread.
     fn kernel(&self, line: &Line) -> Result<u64> {
-        let function = if line.how == How::Demand { Function::Demand } else { Function::Populate };
+        let function = if line.how == CreateMethod::Demand { Function::Demand } else { Function::Populate };
         let pages = self.bytes / self.page.bytes();
         let workers = u64::from(line.workers);
         let Some(backing) = self.kernel_backing else { bail!("no memory for the kernel's side") };
@@ -290,12 +291,12 @@ impl Side<'_, '_, '_> {
             let area = vm.map(cx, &space, span, kind, From::Private)?;
             anyhow::Ok((space, area))
         })??;
-        let creation = Creation::new(&vm, &space, area, line.how.into(), u64::from(line.workers));
+        let creation = Creation::new(&vm, &space, area, line.how, u64::from(line.workers));
         let start = Barrier::new(line.workers as usize);
         let pins: Mutex<Vec<Pinned>> = Mutex::default();
         let results = self.host.run_on_each((0..line.workers).map(CpuId), |cx| {
             let worker = u64::from(cx.platform().current().0);
-            let mut mine = Vec::with_capacity(if line.how == How::Pin { 4096 } else { 0 });
+            let mut mine = Vec::with_capacity(if line.how == CreateMethod::Pin { 4096 } else { 0 });
             start.wait();
             let split = creation.work(cx, worker, &UserStops, |run| mine.push(run), software_faults(&vm, &space));
             pins.lock().unwrap_or_else(PoisonError::into_inner).append(&mut mine);
@@ -332,10 +333,6 @@ fn title(line: &Line) -> String {
     side.to_owned()
 }
 
-fn how_name(how: How) -> String {
-    format!("{how:?}").to_lowercase()
-}
-
 #[allow(clippy::too_many_arguments, reason = "what was measured")]
 fn report(
     args: &VmCreate,
@@ -356,7 +353,7 @@ fn report(
         };
         let seconds = bytes as f64 / measured.gbps.median().max(f64::MIN_POSITIVE) / 1e9;
         out.add_row([
-            how_name(line.how),
+            line.how.name().to_owned(),
             line.workers.to_string(),
             title(line),
             format!("{:.1} ms", seconds * 1e3),
@@ -367,14 +364,14 @@ fn report(
             percent(&measured.map),
         ]);
         let label = |row: Row| {
-            let side = line.clear.map_or("kernel".to_owned(), |clear| format!("hugemm-{clear:?}").to_lowercase());
+            let side = line.clear.map_or("kernel".to_owned(), |clear| format!("hugemm-{}", clear.name()));
             row.label("side", side)
-                .label("how", how_name(line.how))
+                .label("how", line.how.name())
                 .label("workers", line.workers)
                 .label("page", page.to_string())
                 .label("size", bytes)
-                .label("from", if args.from == Source::Pool && page != PageSize::Size4K { "pool" } else { "frames" })
-                .label("software_fault", line.clear.is_some() && line.how == How::Demand)
+                .label("from", if args.from == PagesFrom::Pool && page != PageSize::Size4K { "pool" } else { "frames" })
+                .label("software_fault", line.clear.is_some() && line.how == CreateMethod::Demand)
         };
         rows.push(label(Row::median("bench.vm_create", &measured.gbps, "GB/s")));
         if measured.clear.runs() > 0 {
@@ -402,19 +399,19 @@ fn report(
 }
 
 /// Judged where both sides take pages from free memory and put them on an LRU.
-fn goals(lines: &[Line], measured: &[Measured], page: PageSize, from: Source) -> Goals {
+fn goals(lines: &[Line], measured: &[Measured], page: PageSize, from: PagesFrom) -> Goals {
     let mut goals = Goals::new();
     let find = |how, workers, clear| {
         let wanted = Line { how, workers, clear };
         lines.iter().position(|line| *line == wanted).map(|index| &measured[index])
     };
-    if page != PageSize::Size2M || from != Source::Frames {
+    if page != PageSize::Size2M || from != PagesFrom::Frames {
         return goals;
     }
-    if let Some(faults) = find(How::Demand, 1, Some(Clearing::Bulk)) {
+    if let Some(faults) = find(CreateMethod::Demand, 1, Some(Clearing::Bulk)) {
         goals.at_most("fault.outside_clear_pct", &faults.outside, "percent", 2.0);
     }
-    let (ours, theirs) = (find(How::Prefault, 1, Some(Clearing::Bulk)), find(How::Prefault, 1, None));
+    let (ours, theirs) = (find(CreateMethod::Prefault, 1, Some(Clearing::Bulk)), find(CreateMethod::Prefault, 1, None));
     if let (Some(ours), Some(theirs)) = (ours, theirs) {
         goals.at_least("vm.create_vs_host_kernel", &ours.gbps.per_run_ratio(&theirs.gbps), 2.2);
     }

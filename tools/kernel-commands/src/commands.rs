@@ -18,17 +18,16 @@ mod vm_create;
 
 use crate::output;
 use core::fmt;
-use hugemm_base::PageSize;
 use hugemm_clear::{CalibrateError, ProfileError};
 use hugemm_frames::AllocError;
 use hugemm_hugetlb::PoolError;
 use hugemm_kernel::{BootInfo, Cx, ExitCode};
-use hugemm_kernel_commands::request::{Request, RequestError};
 use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
 use hugemm_workloads::Reason;
 use hugemm_workloads::alloc_free::Exhausted;
 use hugemm_workloads::alloc_free::ranges::RangesError;
+use hugemm_workloads::request::{Request, RequestError};
 
 macro_rules! failures {
     ($($(#[$doc:meta])* $variant:ident($type:ty),)+) => {
@@ -125,15 +124,6 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
         Request::Trial(args) => trial::run(cx, args),
         Request::Selftest(args) => selftest::run(cx, args),
         Request::CrashTest(args) => crash::run(cx, args.how),
-    }
-}
-
-/// The size of a page of this order.
-fn page_size(order: u32) -> PageSize {
-    match order {
-        0 => PageSize::Size4K,
-        9 => PageSize::Size2M,
-        _ => PageSize::Size1G,
     }
 }
 

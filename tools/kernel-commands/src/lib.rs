@@ -3,11 +3,9 @@
 //!
 //! | module | rule it owns |
 //! |---|---|
-//! | [`request`] | commands and their arguments, as one line from the host |
 //! | [`report`] | results, as JSON lines to the host |
 //! | [`patience`] | how long something is waited for on a slow host |
 #![cfg_attr(not(test), no_std)]
 
 pub mod patience;
 pub mod report;
-pub mod request;

@@ -19,21 +19,30 @@
 //! | [`random`] | random numbers that are the same everywhere |
 //! | [`record`] | what a run measured: sent by name, rendered on the host |
 //! | [`replay`] | the allocator under a plan of operations, such as a Linux trace |
-#![cfg_attr(not(test), no_std)]
+//! | [`request`] | which of them the reference kernel runs, with which arguments |
+//! | [`words`] | how arguments are written as one line |
+//! | `options`, `size` | how a command line's are read; with the feature `clap` |
+#![cfg_attr(not(any(test, feature = "clap")), no_std)]
 
 pub mod age;
 pub mod alloc_free;
 pub mod chase;
 pub mod faults;
 pub mod mapping;
+#[cfg(feature = "clap")]
+pub mod options;
 pub mod pool;
 pub mod random;
 pub mod record;
 pub mod replay;
+pub mod request;
 pub mod shootdown;
+#[cfg(feature = "clap")]
+pub mod size;
 pub mod sweep;
 pub mod vm_create;
 pub mod vm_host;
+pub mod words;
 
 use hugemm_base::{Clock, Dirty, Extent};
 use hugemm_clear::StopReason;

@@ -5,19 +5,21 @@
 //! does, with any number of workers. What the time went into is measured by a stopwatch that the fault path tells what it
 //! is doing; it reads the clock four times per page or batch, and its own time counts as mapping and allocating.
 
+use crate::words::named;
 use core::cell::Cell;
 use hugemm_base::{Cancel, Clock, PAGE_SHIFT, VirtAddr};
 use hugemm_vm::{Access, AddressSpace, Cx, Phase, Phases, Pinned, Prefault, Served, Setup, Vm, VmError, VmaInfo};
 
-/// Who asks for the pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CreateMethod {
-    /// A task that touches each page in turn: a fault each.
-    Demand,
-    /// One request for all of it.
-    Prefault,
-    /// One request for all of it, and every page pinned.
-    Pin,
+named! {
+    /// How memory is asked for.
+    CreateMethod {
+        /// A fault for each page, as a task or a guest causes them by touching it: software faults in a process.
+        Demand = "demand",
+        /// One request for all of it.
+        Prefault = "prefault",
+        /// One request for all of it, and every page pinned, as for a device.
+        Pin = "pin",
+    }
 }
 
 /// Where the time went, in nanoseconds.

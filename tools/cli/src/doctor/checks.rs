@@ -1,9 +1,9 @@
 //! The checks: each looks at the facts and says ok, limits or blocks, and the one line to type.
 
 use super::facts::Facts;
-use crate::size::Size;
 use hugemm_inspect::environment::PoolInfo;
 use hugemm_inspect::limits::Bound;
+use hugemm_workloads::size::Size;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;

@@ -40,7 +40,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     let plan = Plan::new(&machine, args.size, most, largest)?;
     for order in &args.orders {
         if plan.extent.pages() / u64::from(most) < 2 * order.pages() {
-            let block = crate::size::Size(order.bytes());
+            let block = hugemm_workloads::size::Size(order.bytes());
             bail!("{} hold too few blocks of order {order} ({block}) for {most} CPUs; use a larger --size", args.size);
         }
     }

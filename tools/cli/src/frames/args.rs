@@ -1,10 +1,11 @@
 //! Options of the commands that measure the frame allocator.
 
-use crate::args::{Common, Warmup, cpus, order, runs, seconds};
+use crate::args::{Common, Warmup};
 use crate::measure::Repeat;
-use crate::size::Size;
 use clap::{Args, ValueEnum};
 use hugemm_base::Order;
+use hugemm_workloads::options::{cpus, order, runs, seconds};
+use hugemm_workloads::size::Size;
 
 /// Options of all of them.
 #[derive(Debug, Args)]

@@ -6,7 +6,6 @@ use crate::frames::args::Churn;
 use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::{Bound, Goals};
 use crate::machine::Machine;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow};
@@ -17,6 +16,7 @@ use hugemm_inspect::interrupt;
 use hugemm_workloads::alloc_free::churn::{self, Churned, Live};
 use hugemm_workloads::alloc_free::{FrozenBlocks, Source};
 use hugemm_workloads::random::Random;
+use hugemm_workloads::size::Size;
 use indicatif::ProgressBar;
 
 /// Steps between looks at the clock.

@@ -5,7 +5,6 @@ use crate::frames::area::{Area, Side, alternate, cell};
 use crate::frames::args::Free;
 use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::machine::Machine;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::table;
 use anyhow::{Result, anyhow, bail};
@@ -13,6 +12,7 @@ use hugemm_base::{CpuId, Extent, Order, PAGE_SHIFT, Pfn};
 use hugemm_host::cpu::Host;
 use hugemm_workloads::alloc_free::ranges::{self, ArrayWay, FreeMethod};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Unclaimed};
+use hugemm_workloads::size::Size;
 use indicatif::ProgressBar;
 
 /// Pages of a contiguous claim, as in the series' second benchmark (64 MiB), and of an array (256 MiB).

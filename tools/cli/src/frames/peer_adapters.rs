@@ -1,13 +1,13 @@
 //! One adapter for each allocator that is compared with. What each can do is in [`Peer`]'s constants.
 
 use crate::frames::peers::{Peer, Visit};
-use crate::size::Size;
 use anyhow::{Result, ensure};
 use bitmap_allocator::{BitAlloc, BitAlloc16M};
 use buddy_slab_allocator::BuddyAllocator;
 use buddy_system_allocator::FrameAllocator;
 use free_list::{FreeList, PageLayout, PageRange};
 use hugemm_base::{Order, PAGE_BYTES, PAGE_SHIFT};
+use hugemm_workloads::size::Size;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Visits all of them.

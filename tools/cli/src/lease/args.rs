@@ -1,9 +1,10 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
-use crate::args::{Calibration, Common, Warmup, runs};
-use crate::size::Size;
+use crate::args::{Calibration, Common, Warmup};
 use clap::{Args, Subcommand, ValueHint};
 use hugemm_lease::memory_file::Page;
+use hugemm_workloads::options::runs;
+use hugemm_workloads::size::Size;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::str::FromStr;

@@ -3,7 +3,6 @@
 use super::args::Ask;
 use crate::doctor::checks::{Finding, limits, ok};
 use crate::document::{self, Document};
-use crate::size::Size;
 use anyhow::Result;
 use hugemm_base::PageSize;
 use hugemm_inspect::cgroup::{CgroupLimit, hugetlb_cgroups, memory_cgroups};
@@ -16,6 +15,7 @@ use hugemm_lease::memory_file::page_of;
 use hugemm_lease::seccomp::{FilterError, report_ftruncate};
 use hugemm_lease::status::Status;
 use hugemm_lease::wire::{Answer, Request};
+use hugemm_workloads::size::Size;
 use rustix::fs::{Mode, OFlags};
 use std::collections::BTreeMap;
 use std::fs;

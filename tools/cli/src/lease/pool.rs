@@ -2,7 +2,6 @@
 
 use super::args::{Ask, ForgetKept, Pool, Serve};
 use super::doctor;
-use crate::size::Size;
 use crate::table;
 use anyhow::{Context, Result, bail};
 use comfy_table::CellAlignment;
@@ -19,6 +18,7 @@ use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{Answer, Forget, Keep, Request};
+use hugemm_workloads::size::Size;
 use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;

@@ -1,9 +1,14 @@
 //! Options of `hugemm linux`.
 
 use crate::accel::Choice;
-use crate::args::{Common, Function, Page, seconds};
-use crate::size::Size;
+use crate::args::Common;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use hugemm_base::PageSize;
+use hugemm_workloads::options::{list, named, one_of, seconds};
+use hugemm_workloads::request::{Function, Optimization};
+use hugemm_workloads::size::Size;
+use hugemm_workloads::vm_create::CreateMethod;
+use hugemm_workloads::words::List;
 use std::path::PathBuf;
 
 /// Where kernels come from, and what the figures are worth.
@@ -96,25 +101,6 @@ pub enum GuestMem {
     Mmap(GuestMmap),
 }
 
-/// Vmemmap optimization by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
-pub enum Hvo {
-    /// Every huge page keeps all its descriptors.
-    Off,
-    /// Redundant descriptors are given back.
-    On,
-}
-
-impl Hvo {
-    /// Its name on the command line and in results.
-    pub fn name(self) -> &'static str {
-        match self {
-            Hvo::Off => "off",
-            Hvo::On => "on",
-        }
-    }
-}
-
 /// `bench pool`
 #[derive(Debug, Args)]
 pub struct GuestPool {
@@ -122,11 +108,11 @@ pub struct GuestPool {
     #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..))]
     pub n: u64,
     /// Their size.
-    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
-    pub page: Page,
+    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
+    pub page: PageSize,
     /// Vmemmap optimization.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "off,on")]
-    pub hvo: Vec<Hvo>,
+    #[arg(long, default_value = "off,on", value_parser = list(one_of(|hvo: Optimization| hvo != Optimization::InPlace)))]
+    pub hvo: List<Optimization>,
 }
 
 /// `bench mem mmap`
@@ -136,11 +122,11 @@ pub struct GuestMmap {
     #[arg(short, long)]
     pub size: Size,
     /// Page size.
-    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
-    pub page: Page,
+    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
+    pub page: PageSize,
     /// Who populates.
-    #[arg(short, long, value_enum, value_delimiter = ',', default_value = "demand")]
-    pub function: Vec<Function>,
+    #[arg(short, long, default_value = "demand", value_parser = list(named::<Function>()))]
+    pub function: List<Function>,
     /// What Linux's huge pages are.
     #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
     pub kind: GuestKind,
@@ -153,26 +139,17 @@ pub struct GuestVmCreate {
     #[arg(short, long)]
     pub size: Size,
     /// Page size.
-    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
-    pub page: Page,
+    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
+    pub page: PageSize,
     /// How the memory is asked for: Linux cannot pin without a device.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "demand,prefault")]
-    pub how: Vec<GuestHow>,
+    #[arg(long, default_value = "demand,prefault", value_parser = list(one_of(|how: CreateMethod| how != CreateMethod::Pin)))]
+    pub how: List<CreateMethod>,
     /// Numbers of CPUs that fill it.
-    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u32).range(1..=255))]
-    pub workers: Vec<u32>,
+    #[arg(short, long, default_value = "1,2", value_parser = list(clap::value_parser!(u32).range(1..=255)))]
+    pub workers: List<u32>,
     /// What Linux's huge pages are.
     #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
     pub kind: GuestKind,
-}
-
-/// How memory is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum GuestHow {
-    /// Touching each page.
-    Demand,
-    /// One request (`MADV_POPULATE_WRITE`) for each worker's share.
-    Prefault,
 }
 
 /// Linux's kinds of huge pages.

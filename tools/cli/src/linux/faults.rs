@@ -2,79 +2,67 @@
 //!
 //! Both commands are one work: memory mapped, and populated by touching each page or by one request, by some workers.
 
-use crate::args::{Function, Page};
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::{GuestHow, GuestKind, GuestMmap, GuestVmCreate};
+use crate::linux::args::{GuestKind, GuestMmap, GuestVmCreate};
 use crate::linux::reference::NAME;
 use crate::linux::{Cell, kib, samples};
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::table;
-use anyhow::Result;
 use hugemm_base::PageSize;
-use hugemm_kernel_commands::request::{List, Request, VmCreate};
+use hugemm_workloads::request::{Clearing, Function, PagesFrom, Request, VmCreate};
+use hugemm_workloads::size::Size;
+use hugemm_workloads::vm_create::CreateMethod;
+use hugemm_workloads::words::{List, Named};
 use serde_json::{Value, json};
 
 /// The work.
-pub struct Populate<'a> {
+pub struct Populate {
     size: u64,
-    page: Page,
-    functions: Vec<Function>,
-    workers: &'a [u32],
+    page: PageSize,
+    functions: List<Function>,
+    workers: List<u32>,
     kind: GuestKind,
 }
 
-impl<'a> From<&'a GuestMmap> for Populate<'a> {
-    fn from(mmap: &'a GuestMmap) -> Self {
-        let (size, functions) = (mmap.size.0, mmap.function.clone());
-        Populate { size, page: mmap.page, functions, workers: &[1], kind: mmap.kind }
+impl From<&GuestMmap> for Populate {
+    fn from(mmap: &GuestMmap) -> Self {
+        let (size, functions) = (mmap.size.0, mmap.function);
+        Populate { size, page: mmap.page, functions, workers: List::one(1), kind: mmap.kind }
     }
 }
 
-impl<'a> From<&'a GuestVmCreate> for Populate<'a> {
-    fn from(create: &'a GuestVmCreate) -> Self {
-        let function = |how: &GuestHow| match how {
-            GuestHow::Demand => Function::Demand,
-            GuestHow::Prefault => Function::Populate,
-        };
-        let functions = create.how.iter().map(function).collect();
-        Populate { size: create.size.0, page: create.page, functions, workers: &create.workers, kind: create.kind }
+impl From<&GuestVmCreate> for Populate {
+    fn from(create: &GuestVmCreate) -> Self {
+        let function = |how| if how == CreateMethod::Demand { Function::Demand } else { Function::Populate };
+        let (size, functions, workers) = (create.size.0, create.how.map(function), create.workers);
+        Populate { size, page: create.page, functions, workers, kind: create.kind }
     }
 }
 
-fn name(function: Function) -> &'static str {
-    match function {
-        Function::Demand => "demand",
-        Function::Populate => "populate",
-    }
-}
-
-impl Populate<'_> {
+impl Populate {
     /// The arguments of the guest's init.
     pub fn words(&self, runs: u32) -> String {
-        let functions: Vec<_> = self.functions.iter().map(|function| name(*function)).collect();
-        let workers: Vec<_> = self.workers.iter().map(u32::to_string).collect();
-        let (size, kib, kind) = (self.size, kib(self.page), self.kind.name());
-        format!("faults {size} {runs} {kib} {} {} {kind}", functions.join(","), workers.join(","))
+        let Populate { size, functions, workers, .. } = self;
+        format!("faults {size} {runs} {} {functions} {workers} {}", kib(self.page), self.kind.name())
     }
 
     /// The request that is the same work for hugemm's kernel, as it clears by itself.
-    pub fn request(&self, runs: u32) -> Result<Request> {
-        Ok(Request::VmCreate(VmCreate {
+    pub fn request(&self, runs: u32) -> Request {
+        let how = |function| match function {
+            Function::Demand => CreateMethod::Demand,
+            Function::Populate => CreateMethod::Prefault,
+        };
+        Request::VmCreate(VmCreate {
             size: self.size,
-            order: List::new([PageSize::from(self.page).order().get().into()])?,
-            demand: self.functions.contains(&Function::Demand),
-            prefault: self.functions.contains(&Function::Populate),
-            pin: false,
-            workers: List::new(self.workers.iter().map(|workers| u64::from(*workers)))?,
-            page: false,
-            extent: false,
-            bulk: true,
-            pooled: self.kind == GuestKind::Hugetlb,
+            page: List::one(self.page),
+            how: self.functions.map(how),
+            workers: self.workers,
+            clear: List::one(Clearing::Bulk),
+            from: if self.kind == GuestKind::Hugetlb { PagesFrom::Pool } else { PagesFrom::Frames },
             runs,
-        }))
+        })
     }
 
     /// The kernel's runs as a Linux guest reports its own.
@@ -103,33 +91,33 @@ impl Populate<'_> {
             for (function, workers) in self.ways() {
                 let mine: Vec<Value> = events.iter().filter(|event| event["workers"] == workers).cloned().collect();
                 let gbps = |event: &Value| Some(event["bytes"].as_f64()? / event["ns"].as_f64()?);
-                let rate = samples(&mine, "function", name(function), gbps);
+                let rate = samples(&mine, "function", function.name(), gbps);
                 if rate.runs() == 0 {
                     continue;
                 }
                 lines.add_row([
                     cell.kernel.clone(),
                     cell.cpus.to_string(),
-                    name(function).to_owned(),
+                    function.name().to_owned(),
                     workers.to_string(),
                     format!("{:.2}", rate.median()),
                     format!("{:.1}%", rate.stdev_percent()),
                 ]);
                 let row = Row::median("linux.mmap", &rate, "GB/s").label("kernel", cell.kernel.as_str());
-                let row = row.label("cpus", cell.cpus).label("function", name(function)).label("workers", workers);
+                let row = row.label("cpus", cell.cpus).label("function", function.name()).label("workers", workers);
                 rows.push(row.label("page_kib", kib(self.page)).label("kind", self.kind.name()));
             }
         }
         if !quiet {
             let pages = Size(kib(self.page) << 10);
-            let kind = if self.page == Page::Size4K { "" } else { self.kind.name() };
+            let kind = if self.page == PageSize::Size4K { "" } else { self.kind.name() };
             table::print(&format!("{} populated in {pages} pages {kind}", Size(self.size)), &lines);
         }
         rows
     }
 
     fn ways(&self) -> impl Iterator<Item = (Function, u32)> {
-        self.functions.iter().flat_map(|function| self.workers.iter().map(|workers| (*function, *workers)))
+        self.functions.iter().flat_map(|function| self.workers.iter().map(move |workers| (function, workers)))
     }
 }
 
@@ -198,22 +186,21 @@ mod tests {
     fn both_commands_are_one_work() {
         let create = GuestVmCreate {
             size: Size(1 << 30),
-            page: Page::Size2M,
-            how: vec![GuestHow::Demand, GuestHow::Prefault],
-            workers: vec![1, 4],
+            page: PageSize::Size2M,
+            how: List::new([CreateMethod::Demand, CreateMethod::Prefault]).expect("short"),
+            workers: List::new([1, 4]).expect("short"),
             kind: GuestKind::Thp,
         };
         let work = Populate::from(&create);
         assert_eq!(work.words(3), "faults 1073741824 3 2048 demand,populate 1,4 thp");
         assert_eq!(
-            work.request(3).expect("short lists").to_string(),
-            "vm-create size=1073741824 order=9 demand=true prefault=true pin=false workers=1,4 page=false extent=false \
-             bulk=true pooled=false runs=3"
+            work.request(3).to_string(),
+            "bench vm-create size=1073741824 page=2MB how=demand,prefault workers=1,4 clear=bulk from=frames runs=3"
         );
         let mmap = GuestMmap {
             size: Size(4096),
-            page: Page::Size4K,
-            function: vec![Function::Populate],
+            page: PageSize::Size4K,
+            function: List::one(Function::Populate),
             kind: GuestKind::Hugetlb,
         };
         assert_eq!(Populate::from(&mmap).words(1), "faults 4096 1 4 populate 1 hugetlb");

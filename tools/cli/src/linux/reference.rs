@@ -12,7 +12,7 @@ use crate::stats::Samples;
 use crate::table;
 use anyhow::Result;
 use hugemm_inspect::interrupt;
-use hugemm_kernel_commands::request::Request;
+use hugemm_workloads::request::Request;
 use serde_json::Value;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -31,9 +31,9 @@ impl<'w> Reference<'w> {
     /// Finds or builds the image.
     pub fn new(args: &Linux, work: &'w GuestBench) -> Result<Self> {
         let request = match work {
-            GuestBench::Pool(pool) => Request::Pool(pool_kernel::request(pool, args.runs)?),
-            GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs)?,
-            GuestBench::VmCreate(create) => Populate::from(create).request(args.runs)?,
+            GuestBench::Pool(pool) => Request::Pool(pool_kernel::request(pool, args.runs)),
+            GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs),
+            GuestBench::VmCreate(create) => Populate::from(create).request(args.runs),
         };
         let reference = Reference { image: Arch::X86.kernel().find(None)?, request, work };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;

@@ -1,8 +1,8 @@
 //! Options of the commands that measure page tables.
 
 use crate::frames::args::Measured;
-use crate::size::Size;
 use clap::Args;
+use hugemm_workloads::size::Size;
 
 /// `hugemm bench map`
 #[derive(Debug, Args)]

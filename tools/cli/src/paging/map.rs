@@ -18,7 +18,6 @@ use crate::frames::peers;
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::paging::args::Map;
-use crate::size::Size;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
@@ -30,6 +29,7 @@ use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::memory::Region;
 use hugemm_paging::{FrameTables, PageTable, X86_64};
 use hugemm_workloads::mapping::{ByRange, Field, MapperLoop, Times, pass, pass_in_tables, pass_with_tables};
+use hugemm_workloads::size::Size;
 
 /// Where the range begins: a border of 512 GiB.
 const AT: VirtAddr = VirtAddr::new(2 << 40);

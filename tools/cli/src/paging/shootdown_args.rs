@@ -1,7 +1,8 @@
 //! Options of `hugemm bench shootdown`.
 
-use crate::args::{Common, cpus, runs, seconds};
+use crate::args::Common;
 use clap::Args;
+use hugemm_workloads::options::{cpus, runs, seconds};
 
 /// `hugemm bench shootdown`
 #[derive(Debug, Args)]

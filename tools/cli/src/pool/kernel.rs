@@ -3,10 +3,11 @@
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::{GuestPool, Hvo};
+use crate::linux::args::GuestPool;
 use crate::stats::Samples;
 use hugemm_base::PageSize;
-use hugemm_kernel_commands::request::{List, Pool, TooMany};
+use hugemm_workloads::request::{FlushEach, Optimization, Pool};
+use hugemm_workloads::words::{List, Named};
 use serde_json::{Map, Value, json};
 
 /// Whether a figure is one of this side: optimization off, or on with whole blocks swapped and flushes per batch.
@@ -49,16 +50,14 @@ pub fn goals(rows: &[Row], emulated: bool) -> (Goals, Vec<Row>) {
 }
 
 /// The request that is the same work as a Linux guest's.
-pub fn request(pool: &GuestPool, runs: u32) -> Result<Pool, TooMany> {
-    let (off, on) = (pool.hvo.contains(&Hvo::Off), pool.hvo.contains(&Hvo::On));
-    let order = PageSize::from(pool.page).order().get();
-    Ok(Pool { n: List::new([pool.n])?, order, off, on, in_place: false, per_page: false, runs })
+pub fn request(pool: &GuestPool, runs: u32) -> Pool {
+    Pool { n: Some(List::one(pool.n)), page: pool.page, hvo: pool.hvo, flush: List::one(FlushEach::Batch), runs }
 }
 
 /// The kernel's runs as a Linux guest reports its own.
 pub fn events(transcript: &Transcript) -> Vec<Value> {
     let mut events = Vec::new();
-    for (on, optimizer) in [(false, Hvo::Off.name()), (true, Hvo::On.name())] {
+    for (on, optimizer) in [(false, Optimization::Off.name()), (true, Optimization::On.name())] {
         let values = |what: &str| {
             let metric = format!("bench.pool.{what}");
             let found = transcript.samples().find(|(of, labels, _)| *of == metric && is_side(labels, on));

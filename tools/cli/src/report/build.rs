@@ -4,9 +4,9 @@ use super::plot::{Mark, Plot, Point, Scale, Series, X};
 use super::views::View;
 use crate::document::Row;
 use crate::saved::{identity, plain};
-use crate::size::Size;
 use crate::units::better;
 use hugemm_clear::{Primitive, PrimitiveClass};
+use hugemm_workloads::size::Size;
 use std::collections::HashMap;
 
 /// A row, and the document that it comes from where several have its metric.

@@ -4,8 +4,8 @@
 use super::plot::number;
 use crate::document::Row;
 use crate::saved::{identity, plain};
-use crate::size::Size;
 use hugemm_inspect::environment::Environment;
+use hugemm_workloads::size::Size;
 use serde::Deserialize;
 use serde_json::Value;
 

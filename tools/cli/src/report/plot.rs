@@ -1,7 +1,7 @@
 //! What a plot shows, before anything is drawn: series of figures over numbers or over groups.
 
-use crate::size::Size;
 use crate::units::Better;
+use hugemm_workloads::size::Size;
 
 /// How the numbers on the horizontal axis are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

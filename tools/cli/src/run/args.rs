@@ -1,8 +1,9 @@
 //! Options of `hugemm run`.
 
-use crate::args::{Calibration, Common, Kind, runs};
-use crate::size::Size;
+use crate::args::{Calibration, Common, Kind};
 use clap::Args;
+use hugemm_workloads::options::runs;
+use hugemm_workloads::size::Size;
 use std::path::PathBuf;
 
 /// What the run consists of.

@@ -1,12 +1,12 @@
 //! What this machine's kernel can be asked to do of the run, from a process: fill a hugetlb pool, populate memory, unmap it.
 
-use crate::args::Function;
 use crate::kernel_side::{self, Took};
 use anyhow::Result;
 use hugemm_base::PageSize;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
+use hugemm_workloads::request::Function;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
 use std::sync::Barrier;
 use std::time::Instant;

@@ -2,8 +2,8 @@
 
 use super::{Log, Measured, Setting, Side};
 use crate::frames::area::figure;
-use crate::size::Size;
 use crate::table;
+use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_host::RunPhase;
 use hugemm_workloads::vm_host::accounting::Accounting;
 

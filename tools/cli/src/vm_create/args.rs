@@ -1,50 +1,13 @@
 //! Options of `hugemm bench vm-create`.
 
-use crate::args::{Calibration, Common, Kind, Page, cpus, runs};
-use crate::size::Size;
-use clap::{Args, ValueEnum};
-use hugemm_workloads::vm_create;
-
-/// How the memory is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum How {
-    /// A fault for each page, as a guest causes them: software faults on hugemm's side.
-    Demand,
-    /// One request for all of it.
-    Prefault,
-    /// One request for all of it, and every page pinned, as for a device.
-    Pin,
-}
-
-impl From<How> for vm_create::CreateMethod {
-    fn from(how: How) -> Self {
-        match how {
-            How::Demand => vm_create::CreateMethod::Demand,
-            How::Prefault => vm_create::CreateMethod::Prefault,
-            How::Pin => vm_create::CreateMethod::Pin,
-        }
-    }
-}
-
-/// How hugemm clears: values of the same policy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Clearing {
-    /// 4 KiB at a time, cached, with a reschedule point each: the old way.
-    Page,
-    /// Whole extents, cached.
-    Extent,
-    /// What the calibrated policy makes of the size of the whole request.
-    Bulk,
-}
-
-/// Where hugemm's huge pages come from; pages of 4 KiB come from free memory always.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Source {
-    /// A pool that has been filled before, and has promised all of them.
-    Pool,
-    /// Free memory.
-    Frames,
-}
+use crate::args::{Calibration, Common, Kind};
+use clap::Args;
+use hugemm_base::PageSize;
+use hugemm_workloads::options::{cpus, list, named, runs};
+use hugemm_workloads::request::{Clearing, PagesFrom};
+use hugemm_workloads::size::Size;
+use hugemm_workloads::vm_create::CreateMethod;
+use hugemm_workloads::words::List;
 
 /// `hugemm bench vm-create`
 #[derive(Debug, Args)]
@@ -54,20 +17,20 @@ pub struct VmCreate {
     #[arg(short, long)]
     pub size: Option<Size>,
     /// Page size.
-    #[arg(short, long, value_enum, default_value_t = Page::Size2M)]
-    pub page: Page,
+    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
+    pub page: PageSize,
     /// How it is asked for.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "demand,prefault,pin")]
-    pub how: Vec<How>,
+    #[arg(long, default_value = "demand,prefault,pin", value_parser = list(named::<CreateMethod>()))]
+    pub how: List<CreateMethod>,
     /// Numbers of CPUs that fill it [default: 1 and all].
     #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub workers: Vec<u32>,
     /// How hugemm clears.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "page,extent,bulk")]
-    pub clear: Vec<Clearing>,
+    #[arg(long, default_value = "page,extent,bulk", value_parser = list(named::<Clearing>()))]
+    pub clear: List<Clearing>,
     /// Where hugemm's huge pages come from.
-    #[arg(long, value_enum, default_value_t = Source::Pool)]
-    pub from: Source,
+    #[arg(long, default_value = "pool", value_parser = named::<PagesFrom>())]
+    pub from: PagesFrom,
     /// Runs of each, after an untimed one.
     #[arg(short, long, default_value_t = 5, value_parser = runs())]
     pub runs: u32,

@@ -1,30 +1,22 @@
 //! Processes that share more memory than there is, in every way of ageing that is asked for.
 
 use super::processes::{self, Plan};
-use super::{Cx, Failure, page_size};
+use super::{Cx, Failure};
 use crate::output::{progress, record};
 use hugemm_base::PAGE_BYTES;
 use hugemm_kernel::percpu;
-use hugemm_kernel_commands::request::Age;
-use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::AgeFigures;
+use hugemm_workloads::request::Age;
 
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
-    let policies = [(LruPolicy::TwoList, args.classic), (LruPolicy::Generations, args.generations)];
-    let ways = [
-        (Ageing::Flush, args.flush),
-        (Ageing::NoSync, args.nosync),
-        (Ageing::NoFlush, args.noflush),
-        (Ageing::Batch, args.batch),
-    ];
-    let asked = |all: &[bool]| all.iter().filter(|asked| **asked).count() as u64;
-    let of = args.page.items().len() as u64 * asked(&policies.map(|it| it.1)) * asked(&ways.map(|it| it.1));
+    let [shared, memory, swap] = args.sizes(Age::KERNEL_MEMORY);
+    let of = (args.page.iter().count() * args.lru.iter().count() * args.young.iter().count()) as u64;
     let mut done = 0;
-    for page in args.page.items().iter().map(|order| page_size(*order as u32)) {
-        for (policy, _) in policies.into_iter().filter(|(_, asked)| *asked) {
-            for (ageing, _) in ways.into_iter().filter(|(_, asked)| *asked) {
+    for page in args.page.iter() {
+        for policy in args.lru.iter() {
+            for ageing in args.young.iter() {
                 progress(done, of, "age");
                 done += 1;
                 let plan = Plan {
@@ -32,10 +24,10 @@ pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
                     policy,
                     ageing,
                     procs: args.procs,
-                    frames: args.memory / PAGE_BYTES,
-                    swap: args.swap / PAGE_BYTES,
-                    shared: args.shared.next_multiple_of(page.bytes()),
-                    time: args.millis * 1_000_000,
+                    frames: memory / PAGE_BYTES,
+                    swap: swap / PAGE_BYTES,
+                    shared: shared.next_multiple_of(page.bytes()),
+                    time: (args.seconds * 1e9) as u64,
                     least: 0,
                     hot: 0,
                     forks: false,

@@ -10,8 +10,8 @@ use hugemm_kernel::MAX_CPUS;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::smp::{self, Rendezvous};
 use hugemm_kernel::{percpu, platform::Kernel};
-use hugemm_kernel_commands::request::Alloc;
 use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source, Spent, pairs};
+use hugemm_workloads::request::Alloc;
 
 /// Pairs between two looks at the clock.
 const BATCH: u64 = 1000;
@@ -20,12 +20,11 @@ const BATCH: u64 = 1000;
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Alloc) -> Result<(), Failure> {
     let counts = cpu_counts(percpu::count()).count() as u64;
-    let of = u64::from(args.runs) * args.order.items().len() as u64 * counts;
+    let of = u64::from(args.runs) * args.orders.iter().count() as u64 * counts;
     let mut done = 0;
     for _ in 0..args.runs {
         sample("kernel.pin_ns", pin(cx), "ns per pin", &[]);
-        for order in args.order.items() {
-            let order = Order::new(*order as u32).unwrap_or(Order::MAX);
+        for order in args.orders.iter() {
             for cpus in cpu_counts(percpu::count()) {
                 progress(done, of, "alloc");
                 done += 1;

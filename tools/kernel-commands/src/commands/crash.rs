@@ -3,7 +3,7 @@
 use super::{Cx, Failure};
 use hugemm_kernel::arch::{self, interrupts};
 use hugemm_kernel::{percpu, smp};
-use hugemm_kernel_commands::request::Crash;
+use hugemm_workloads::request::Crash;
 
 /// An address in the upper half where nothing is ever mapped.
 const NOWHERE: *const u64 = 0xffff_c000_dead_b000 as *const u64;

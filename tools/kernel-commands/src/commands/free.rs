@@ -5,9 +5,9 @@ use crate::output::{progress, sample};
 use hugemm_base::{Extent, Order};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{percpu, platform::Kernel};
-use hugemm_kernel_commands::request::Free;
 use hugemm_workloads::alloc_free::ranges::{self, FreeMethod};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
+use hugemm_workloads::request::Free;
 
 /// Pages that the default number of blocks makes.
 const PAGES: u64 = 1 << 18;
@@ -18,10 +18,9 @@ const HELD: u64 = 64;
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Free) -> Result<(), Failure> {
-    let of = u64::from(args.runs) * args.order.items().len() as u64;
+    let of = u64::from(args.runs) * args.order.iter().count() as u64;
     let mut done = 0;
-    for order in args.order.items() {
-        let order = Order::new(*order as u32).unwrap_or(Order::MAX);
+    for order in args.order.iter() {
         for run in 0..args.runs {
             progress(done, of, "free");
             done += 1;
@@ -33,8 +32,15 @@ pub fn run(cx: Cx<'_>, args: &Free) -> Result<(), Failure> {
 }
 
 /// One run of one side: both ways of freeing, either first by turns.
-fn side<S: Source<Kernel>>(cx: Cx<'_>, name: &str, source: &S, order: Order, n: u64, run: u32) -> Result<(), Failure> {
-    let n = if n == 0 { (PAGES >> order.get()).max(4) } else { n };
+fn side<S: Source<Kernel>>(
+    cx: Cx<'_>,
+    name: &str,
+    source: &S,
+    order: Order,
+    n: Option<u64>,
+    run: u32,
+) -> Result<(), Failure> {
+    let n = n.unwrap_or((PAGES >> order.get()).max(4));
     let fit = (frames().managed() >> order.get()) / 2;
     let held = HELD.min(n).min(fit.max(1));
     let extents = Scratch::new(cx, held as usize, Extent::default)?;

@@ -5,7 +5,7 @@ use super::{Cx, Failure, region};
 use crate::output::{progress, sample};
 use hugemm_clear::Features;
 use hugemm_kernel::memory::frames;
-use hugemm_kernel_commands::request::Memset;
+use hugemm_workloads::request::Memset;
 use hugemm_workloads::sweep::{self, ClearWith};
 
 /// perf's gigabyte.
@@ -21,10 +21,10 @@ pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
     // Once untimed: the hypervisor gives memory when it is touched first.
     let first = ClearWith::Primitive { primitive: hugemm_clear::Primitive::Portable, features: &features };
     (memory, _) = sweep::pass(cx, first, memory, 4096, false).map_err(|stopped| stopped.reason)?;
-    let of = u64::from(args.runs) * args.chunk.items().len() as u64 * usable().count() as u64;
+    let of = u64::from(args.loops) * args.chunk.iter().count() as u64 * usable().count() as u64;
     let mut done = 0;
-    for chunk in args.chunk.items().iter().copied().filter(|chunk| *chunk <= bytes) {
-        for _ in 0..args.runs {
+    for chunk in args.chunk.iter().filter(|chunk| *chunk <= bytes) {
+        for _ in 0..args.loops {
             for primitive in usable() {
                 let name = primitive.name();
                 progress(done, of, name);

@@ -1,12 +1,13 @@
 //! Memory mapped and populated: by touching each page, which is a page fault each, or by one request.
 
 use super::populate::{self, Fill, calibrated};
-use super::{Cx, Failure, page_size};
+use super::{Cx, Failure};
 use crate::output::{progress, sample};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
-use hugemm_kernel_commands::request::Mmap;
 use hugemm_vm::Pools;
+use hugemm_workloads::request::{Function, Mmap};
 use hugemm_workloads::vm_create::{CreateMethod, Split};
+use hugemm_workloads::words::Named;
 
 /// perf's gigabyte.
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -16,15 +17,18 @@ const GIB: f64 = (1_u64 << 30) as f64;
 pub fn run(cx: Cx<'_>, args: &Mmap) -> Result<(), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(calibrated(cx, &features)?))?;
-    let page = page_size(args.order);
+    let page = args.page;
     let bytes = args.size.next_multiple_of(page.bytes());
-    let ways = [("demand", CreateMethod::Demand, args.demand), ("populate", CreateMethod::Prefault, args.populate)];
-    let ways = || ways.into_iter().filter(|(.., asked)| *asked);
-    let of = u64::from(args.runs) * ways().count() as u64;
+    let of = u64::from(args.loops) * args.function.iter().count() as u64;
     let mut done = 0;
-    for run in 0..=args.runs {
-        for (name, how, _) in ways() {
+    for run in 0..=args.loops {
+        for function in args.function.iter() {
+            let name = function.name();
             progress(done, of, name);
+            let how = match function {
+                Function::Demand => CreateMethod::Demand,
+                Function::Populate => CreateMethod::Prefault,
+            };
             let fill = Fill { bytes, page, how, workers: 1, pooled: false };
             let nanos = Split::total(&populate::pass(cx, clearer, Pools::default(), &fill)?.slowest);
             // The first pass is the hypervisor's: it gives memory when it is touched first.

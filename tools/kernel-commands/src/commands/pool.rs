@@ -10,8 +10,9 @@ use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::Scratch;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
 use hugemm_kernel::{percpu, tlb};
-use hugemm_kernel_commands::request::Pool;
 use hugemm_workloads::pool::{Timed, resize};
+use hugemm_workloads::request::{FlushEach, Optimization, Pool};
+use hugemm_workloads::words::List;
 
 /// One way to resize.
 #[derive(Clone, Copy)]
@@ -22,13 +23,20 @@ struct Side {
 
 const BATCHED: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Batch, swap: true, carve: true };
 
-/// Every way, in the order of the request's switches.
-const SIDES: [Side; 4] = [
-    Side { hvo: false, policy: BATCHED },
-    Side { hvo: true, policy: BATCHED },
-    Side { hvo: true, policy: OptimizerPolicy { swap: false, ..BATCHED } },
-    Side { hvo: true, policy: OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true } },
+/// Every way, and the optimization and flushes that it is asked for by.
+const SIDES: [(Side, Optimization, FlushEach); 4] = [
+    (Side { hvo: false, policy: BATCHED }, Optimization::Off, FlushEach::Batch),
+    (Side { hvo: true, policy: BATCHED }, Optimization::On, FlushEach::Batch),
+    (Side { hvo: true, policy: OptimizerPolicy { swap: false, ..BATCHED } }, Optimization::InPlace, FlushEach::Batch),
+    (
+        Side { hvo: true, policy: OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: true } },
+        Optimization::On,
+        FlushEach::Page,
+    ),
 ];
+
+/// Pages, if nothing is said.
+const PAGES: u64 = 200;
 
 /// A resize, and the CPUs that it interrupted.
 #[derive(Clone, Copy)]
@@ -40,11 +48,10 @@ struct Step {
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Pool) -> Result<(), Failure> {
-    if !vmemmap::CAN_OPTIMIZE && (args.on || args.in_place || args.per_page) {
+    if !vmemmap::CAN_OPTIMIZE && args.hvo.iter().any(|hvo| hvo != Optimization::Off) {
         return Err(Failure::NotHere("descriptors cannot be given back on arm64 yet; use bench pool --hvo off"));
     }
-    let size = if args.order == PageSize::Size1G.order().get() { PageSize::Size1G } else { PageSize::Size2M };
-    with_empty(cx, size, |cx, pool| all_sides(cx, args, pool))
+    with_empty(cx, args.page, |cx, pool| all_sides(cx, args, pool))
 }
 
 /// Runs `f` with an empty pool, which is empty again when it ends.
@@ -66,11 +73,13 @@ pub fn with_empty<T>(
 }
 
 fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<(), Failure> {
-    let asked = [args.off, args.on, args.in_place, args.per_page];
-    let sides = || SIDES.into_iter().zip(asked).filter(|(_, asked)| *asked).map(|(side, _)| side);
-    let of = args.n.items().len() as u64 * u64::from(args.runs);
+    // How flushes are shared is asked of whole optimization only.
+    let asked = |hvo, flush| args.hvo.contains(hvo) && (hvo != Optimization::On || args.flush.contains(flush));
+    let sides = || SIDES.into_iter().filter(|(_, hvo, flush)| asked(*hvo, *flush)).map(|(side, ..)| side);
+    let counts = args.n.unwrap_or(List::one(PAGES));
+    let of = counts.iter().count() as u64 * u64::from(args.runs);
     let mut done = 0;
-    for n in args.n.items() {
+    for n in counts.iter() {
         for _ in 0..args.runs {
             progress(done, of, "pool");
             done += 1;
@@ -79,15 +88,15 @@ fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<()
                 let optimizer = unsafe { vmemmap::optimizer(side.policy) };
                 optimizer.set_enabled(side.hvo);
                 // The first cycle finds the tables as another side has left them.
-                cycle(cx, pool, &optimizer, *n)?;
-                let [up, down] = cycle(cx, pool, &optimizer, *n)?;
-                if up.timed.report.entered < *n && done == 1 {
+                cycle(cx, pool, &optimizer, n)?;
+                let [up, down] = cycle(cx, pool, &optimizer, n)?;
+                if up.timed.report.entered < n && done == 1 {
                     note(format_args!(
                         "{} of {n} pages were had; times are per page that was had; use a larger --memory",
                         up.timed.report.entered
                     ));
                 }
-                report(pool.size(), side, *n, up, down);
+                report(pool.size(), side, n, up, down);
             }
         }
     }

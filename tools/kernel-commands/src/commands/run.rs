@@ -17,11 +17,11 @@ use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::vm::{KernelVm, OnKernel};
 use hugemm_kernel::{percpu, smp, vm, vmemmap};
-use hugemm_kernel_commands::request::Run;
 use hugemm_lz4::Lz4;
 use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Ageing, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
+use hugemm_workloads::request::Run;
 use hugemm_workloads::vm_create::Creation;
 use hugemm_workloads::vm_host::{
     FlushCounts, Granularity, HostRun, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts,

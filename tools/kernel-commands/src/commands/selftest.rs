@@ -15,9 +15,9 @@ use crate::output::{progress, sample};
 use core::fmt;
 use hugemm_base::{Clock, PageSize};
 use hugemm_kernel::{tlb, vmemmap};
-use hugemm_kernel_commands::request::{Part, Plant, Selftest};
 use hugemm_reclaim::Ageing;
 use hugemm_workloads::alloc_free::stress::Broken;
+use hugemm_workloads::request::{Part, Plant, Selftest};
 
 /// Nanoseconds of each part of a round.
 const SLICE_LEAST: u64 = 100_000_000;

@@ -11,8 +11,8 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, smp};
-use hugemm_kernel_commands::request::Shootdown;
 use hugemm_paging::{PagingError, ShootdownPolicy};
+use hugemm_workloads::request::Shootdown;
 use hugemm_workloads::shootdown::{Operation, Shot};
 
 /// Where ranges are mapped.

@@ -6,8 +6,8 @@ use super::{Cx, Failure};
 use hugemm_base::{PAGE_BYTES, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_kernel::percpu;
-use hugemm_kernel_commands::request::Trial;
 use hugemm_vm::Pools;
+use hugemm_workloads::request::Trial;
 use hugemm_workloads::vm_create::CreateMethod;
 
 /// Runs the command. In each round all CPUs touch the pages of a new address space, and all of it is taken away again.

@@ -1,19 +1,17 @@
 //! A virtual machine's memory allocated, cleared and mapped, in every way that is asked for.
 
 use super::populate::{self, Fill, Took, calibrated, with_pool};
-use super::{Cx, Failure, page_size};
+use super::{Cx, Failure};
 use crate::output::{progress, sample};
 use hugemm_base::PageSize;
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_hugetlb::HugePool;
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::percpu;
-use hugemm_kernel_commands::request::VmCreate;
 use hugemm_vm::Pools;
-use hugemm_workloads::vm_create::{CreateMethod, Split};
-
-/// A way to clear: values of the same policy.
-type Way = (&'static str, Clearer);
+use hugemm_workloads::request::{Clearing, PagesFrom, VmCreate};
+use hugemm_workloads::vm_create::Split;
+use hugemm_workloads::words::Named;
 
 /// Runs the command.
 #[inline(never)]
@@ -23,15 +21,13 @@ pub fn run(cx: Cx<'_>, args: &VmCreate) -> Result<(), Failure> {
     let cached = ClearPolicy { threshold: Some(u64::MAX), ..policy };
     let page_at_a_time = ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached };
     let ways = [
-        ("page", Clearer::new(features, page_at_a_time)?, args.page),
-        ("extent", Clearer::new(features, cached)?, args.extent),
-        ("bulk", Clearer::new(features, policy)?, args.bulk),
+        (Clearing::Page, Clearer::new(features, page_at_a_time)?),
+        (Clearing::Extent, Clearer::new(features, cached)?),
+        (Clearing::Bulk, Clearer::new(features, policy)?),
     ];
-    let ways = ways.map(|(name, clearer, asked)| asked.then_some((name, clearer)));
-    for order in args.order.items() {
-        let page = page_size(*order as u32);
+    for page in args.page.iter() {
         let bytes = args.size.next_multiple_of(page.bytes());
-        if args.pooled && page != PageSize::Size4K {
+        if args.from == PagesFrom::Pool && page != PageSize::Size4K {
             with_pool(cx, page, bytes / page.bytes(), |cx, pool| all(cx, args, &ways, page, bytes, Some(pool)))?;
         } else {
             all(cx, args, &ways, page, bytes, None)?;
@@ -44,29 +40,23 @@ pub fn run(cx: Cx<'_>, args: &VmCreate) -> Result<(), Failure> {
 fn all(
     cx: Cx<'_>,
     args: &VmCreate,
-    ways: &[Option<Way>],
+    ways: &[(Clearing, Clearer)],
     page: PageSize,
     bytes: u64,
     pool: Option<&HugePool<'_, IrqLock>>,
 ) -> Result<(), Failure> {
-    let hows = [
-        ("demand", CreateMethod::Demand, args.demand),
-        ("prefault", CreateMethod::Prefault, args.prefault),
-        ("pin", CreateMethod::Pin, args.pin),
-    ];
     let of = u64::from(args.runs) + 1;
     for run in 0..of {
         progress(run, of, "vm-create");
-        for (name, how, _) in hows.into_iter().filter(|(.., asked)| *asked) {
-            let fitting = args.workers.items().iter().filter(|workers| **workers <= percpu::count().into());
-            for workers in fitting.map(|workers| *workers as u32) {
-                for (clearing, clearer) in ways.iter().flatten() {
+        for how in args.how.iter() {
+            for workers in args.workers.iter().filter(|workers| *workers <= percpu::count()) {
+                for (clearing, clearer) in ways.iter().filter(|(clearing, _)| args.clear.contains(*clearing)) {
                     let pools = pool.map_or_else(Pools::default, |pool| Pools::default().with(pool));
                     let fill = Fill { bytes, page, how, workers, pooled: pool.is_some() };
                     let took = populate::pass(cx, *clearer, pools, &fill)?;
                     // The first pass is the hypervisor's: it gives memory when it is touched first.
                     if run > 0 {
-                        report(&fill, name, clearing, &took);
+                        report(&fill, *clearing, &took);
                     }
                 }
             }
@@ -75,7 +65,8 @@ fn all(
     Ok(())
 }
 
-fn report(fill: &Fill, how: &'static str, clearing: &'static str, took: &Took) {
+fn report(fill: &Fill, clearing: Clearing, took: &Took) {
+    let (how, clearing) = (fill.how.name(), clearing.name());
     let labels = [
         ("how", (&how).into()),
         ("workers", fill.workers.into()),

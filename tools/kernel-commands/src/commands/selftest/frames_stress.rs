@@ -7,9 +7,9 @@ use hugemm_base::{Clock, Extent, Order, Pfn};
 use hugemm_frames::{AllocRequest, Mobility};
 use hugemm_kernel::memory::{self, Scratch, frames};
 use hugemm_kernel::{percpu, smp};
-use hugemm_kernel_commands::request::Plant;
 use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership};
 use hugemm_workloads::random::Random;
+use hugemm_workloads::request::Plant;
 
 /// Steps of each CPU in a round, at most.
 const STEPS: u64 = 5_000;

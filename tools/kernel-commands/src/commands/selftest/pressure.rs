@@ -7,8 +7,8 @@ use hugemm_base::{Clock, Order, PAGE_BYTES, PageSize};
 use hugemm_frames::{AllocError, AllocRequest, Frozen};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::percpu;
-use hugemm_kernel_commands::request::Plant;
 use hugemm_reclaim::{Ageing, LruPolicy};
+use hugemm_workloads::request::Plant;
 
 /// Frames that the processes may have, and more for each CPU; pages of 2 MiB need a multiple.
 const FRAMES: u64 = 2048;

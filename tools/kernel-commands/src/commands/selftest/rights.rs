@@ -15,9 +15,9 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{percpu, smp};
-use hugemm_kernel_commands::request::Plant;
 use hugemm_paging::PagingError;
 use hugemm_workloads::random::Random;
+use hugemm_workloads::request::Plant;
 
 /// Where the pages are.
 const START: u64 = 0x20_0000_0000;

@@ -15,9 +15,9 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
-use hugemm_kernel_commands::request::Plant;
 use hugemm_paging::{PagingError, Run};
 use hugemm_workloads::random::Random;
+use hugemm_workloads::request::Plant;
 
 /// Where the pages are.
 const START: u64 = 0x10_0000_0000;

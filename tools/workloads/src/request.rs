@@ -1,0 +1,477 @@
+//! What can be asked of the reference kernel: commands and their arguments, as one line from the host: `name key=value key=value …`.
+//!
+//! One definition serves all: the host reads a command line by it and makes a line with `Display`, the kernel reads that with
+//! `FromStr`, and commands that do the same work on the host take the same arguments.
+
+#[cfg(feature = "clap")]
+use crate::options::{bytes, bytes_from, cpus, list, named, one_of, order, runs, time};
+use crate::vm_create::CreateMethod;
+use crate::words::{List, Word, named};
+use core::fmt;
+use core::str::FromStr;
+use hugemm_base::{Order, PageSize};
+use hugemm_reclaim::{Ageing, LruPolicy};
+
+/// Why a line is no request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RequestError {
+    /// There is no such command.
+    NoSuchCommand,
+    /// This argument is missing or has no valid value.
+    Argument(&'static str),
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RequestError::NoSuchCommand => {
+                f.write_str("the image does not know this command; rebuild it from the sources of this hugemm")
+            }
+            RequestError::Argument(name) => write!(f, "the argument {name} is missing or has no valid value"),
+        }
+    }
+}
+
+impl core::error::Error for RequestError {}
+
+/// What follows a command's name, which ends with the line or a space.
+fn after_name<'a>(name: &str, line: &'a str) -> Option<&'a str> {
+    line.trim().strip_prefix(name).filter(|rest| rest.is_empty() || rest.starts_with(' '))
+}
+
+/// An argument by its name.
+fn value<T: Word>(line: &str, name: &str) -> Option<T> {
+    line.split_ascii_whitespace().find_map(|word| T::read(word.strip_prefix(name)?.strip_prefix('=')?))
+}
+
+/// A command per line: its name, and a structure of its arguments, each with what a command line's parser has to know of it.
+macro_rules! requests {
+    ($($(#[$doc:meta])* $name:literal $type:ident {
+        $($(#[$fdoc:meta])* $field:ident: $kind:ty [$($arg:tt)*],)*
+    })+) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug, PartialEq)]
+            #[cfg_attr(feature = "clap", derive(clap::Args), group(skip))]
+            pub struct $type { $($(#[$fdoc])* #[cfg_attr(feature = "clap", arg($($arg)*))] pub $field: $kind,)* }
+        )+
+
+        /// A command with its arguments.
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub enum Request { $($(#[$doc])* $type($type),)+ }
+
+        impl fmt::Display for Request {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self {
+                    $(Request::$type(args) => {
+                        f.write_str($name)?;
+                        $(
+                            f.write_str(concat!(" ", stringify!($field), "="))?;
+                            args.$field.write(f)?;
+                        )*
+                        Ok(())
+                    })+
+                }
+            }
+        }
+
+        impl FromStr for Request {
+            type Err = RequestError;
+
+            fn from_str(line: &str) -> Result<Self, RequestError> {
+                $(if let Some(line) = after_name($name, line) {
+                    return Ok(Request::$type($type {
+                        $($field: value(line, stringify!($field)).ok_or(RequestError::Argument(stringify!($field)))?,)*
+                    }));
+                })+
+                Err(RequestError::NoSuchCommand)
+            }
+        }
+
+        #[cfg(feature = "clap")]
+        impl Request {
+            /// Every command, for a command line's parser and its help.
+            pub fn commands() -> impl Iterator<Item = clap::Command> {
+                [$(<$type as clap::Args>::augment_args(clap::Command::new($name).bin_name(concat!("hugemm boot -- ", $name))),)+]
+                    .into_iter()
+                    .map(|command| command.no_binary_name(true))
+            }
+
+            /// Reads a command from its matches.
+            fn from_matches(name: &str, matches: &clap::ArgMatches) -> Result<Option<Self>, clap::Error> {
+                Ok(match name {
+                    $($name => Some(Request::$type(clap::FromArgMatches::from_arg_matches(matches)?)),)+
+                    _ => None,
+                })
+            }
+
+            /// Reads the words of a command line; nothing if they do not begin with a command's name.
+            ///
+            /// # Errors
+            ///
+            /// What is wrong with the arguments, or the command's help, if that is asked for.
+            pub fn read(words: &[String]) -> Result<Option<Self>, clap::Error> {
+                for mut command in Self::commands() {
+                    let name = command.get_name().to_owned();
+                    let count = name.split(' ').count();
+                    if words.iter().take(count).eq(name.split(' ')) {
+                        let matches = command.try_get_matches_from_mut(&words[count..])?;
+                        return Self::from_matches(&name, &matches);
+                    }
+                }
+                Ok(None)
+            }
+        }
+    };
+}
+
+named! {
+    /// A bug that the self-test makes on purpose, to show that it would be found.
+    Plant {
+        /// None.
+        None = "none",
+        /// Frames are freed before the flush.
+        FreeBeforeFlush = "free-before-flush",
+        /// A CPU that may hold entries is left out of a shootdown.
+        MissedCpu = "missed-cpu",
+        /// A CPU that said it would be lazy uses the space without saying that it has woken.
+        LazyCpu = "lazy-cpu",
+        /// Pages become read-only and no CPU is told.
+        UnflushedProtect = "unflushed-protect",
+        /// An accessed bit is cleared by a load and a store, while hardware sets the dirty bit.
+        LostDirty = "lost-dirty",
+        /// A frame is handed out twice.
+        DoubleFree = "double-free",
+        /// Pages go to swap, and their frames are freed, without the flush before.
+        UnflushedSwap = "unflushed-swap",
+    }
+}
+
+impl Plant {
+    /// Which part of the self-test is to find it; all, if there is nothing to find.
+    pub const fn part(self) -> Part {
+        match self {
+            Plant::None => Part::All,
+            Plant::FreeBeforeFlush | Plant::MissedCpu | Plant::LazyCpu => Part::Translations,
+            Plant::UnflushedProtect | Plant::LostDirty => Part::Rights,
+            Plant::DoubleFree => Part::Frames,
+            Plant::UnflushedSwap => Part::Pressure,
+        }
+    }
+}
+
+named! {
+    /// A part of the self-test.
+    Part {
+        /// Each in turn.
+        All = "all",
+        /// Blocks are taken, passed on, divided and freed.
+        Frames = "frames",
+        /// Pages are touched and unmapped.
+        Translations = "translations",
+        /// Pages become read-only and writable.
+        Rights = "rights",
+        /// Descriptors' mapping changes under those who use them.
+        Descriptors = "descriptors",
+        /// All flush under a lock.
+        Convoy = "convoy",
+        /// Faults, forks and unmaps.
+        AddressSpaces = "address-spaces",
+        /// The same while pages go to swap and come back.
+        Pressure = "pressure",
+        /// Huge page pools grow and shrink.
+        Pools = "pools",
+    }
+}
+
+named! {
+    /// How the kernel is made to fail, to show what is reported.
+    Crash {
+        /// It panics.
+        Panic = "panic",
+        /// It reads an address that is not mapped.
+        Fault = "fault",
+        /// It runs off its stack.
+        Stack = "stack",
+        /// All CPUs spin with interrupts on and make no progress.
+        Hang = "hang",
+        /// One CPU spins with interrupts off.
+        Deaf = "deaf",
+        /// Every CPU spins with interrupts off: nothing inside can report it.
+        Dead = "dead",
+        /// The machine resets.
+        Reset = "reset",
+    }
+}
+
+named! {
+    /// Who populates memory.
+    Function {
+        /// Touching each page in turn.
+        Demand = "demand",
+        /// One request for all of it (`MADV_POPULATE_WRITE`).
+        Populate = "populate",
+    }
+}
+
+named! {
+    /// How hugemm clears: values of the same policy.
+    Clearing {
+        /// 4 KiB at a time, cached, with a reschedule point each: the old way.
+        Page = "page",
+        /// Whole extents, cached.
+        Extent = "extent",
+        /// What the calibrated policy makes of the size of the whole request.
+        Bulk = "bulk",
+    }
+}
+
+named! {
+    /// Where hugemm's huge pages come from; pages of 4 KiB come from free memory always.
+    PagesFrom {
+        /// A pool that has been filled before, and has promised all of them.
+        Pool = "pool",
+        /// Free memory.
+        Frames = "frames",
+    }
+}
+
+named! {
+    /// Vmemmap optimization.
+    Optimization {
+        /// Redundant descriptors are given back, whole blocks of them by one store.
+        On = "on",
+        /// The same, but every block is divided and its entries changed in place.
+        InPlace = "in-place",
+        /// They stay.
+        Off = "off",
+    }
+}
+
+named! {
+    /// How flushes are shared.
+    FlushEach {
+        /// One or two for each page, nothing swapped: the old way.
+        Page = "page",
+        /// At most two for the batch.
+        Batch = "batch",
+    }
+}
+
+requests! {
+    /// The work of a virtual machine host, once through: the phases of 'hugemm run'.
+    "run" Run {
+        /// Runs, after one that is not counted.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
+    /// Memory cleared chunk by chunk with each primitive.
+    "bench mem memset" Memset {
+        /// Memory to clear in each loop.
+        size: u64 [short, long, default_value = "256MB", value_parser = bytes],
+        /// Chunk sizes.
+        chunk: List<u64> [short = 'k', long, default_value = "4KB,64KB,2MB,32MB", value_parser = list(bytes)],
+        /// Loops.
+        loops: u32 [short = 'l', long, visible_alias = "runs", default_value_t = 3, value_parser = runs()],
+    }
+    /// Memory mapped and populated.
+    "bench mem mmap" Mmap {
+        /// Memory per loop.
+        size: u64 [short, long, default_value = "256MB", value_parser = bytes],
+        /// Page size.
+        page: PageSize [short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>()],
+        /// Who populates.
+        function: List<Function> [short, long, default_value = "demand,populate", value_parser = list(named::<Function>())],
+        /// Loops.
+        loops: u32 [short = 'l', long, visible_alias = "runs", default_value_t = 3, value_parser = runs()],
+    }
+    /// A virtual machine's memory allocated, cleared and mapped.
+    "bench vm-create" VmCreate {
+        /// Memory of the virtual machine.
+        size: u64 [short, long, default_value = "256MB", value_parser = bytes],
+        /// Page sizes.
+        page: List<PageSize> [short, long, ignore_case = true, default_value = "2MB", value_parser = list(named::<PageSize>())],
+        /// How it is asked for.
+        how: List<CreateMethod> [long, default_value = "demand,prefault,pin", value_parser = list(named::<CreateMethod>())],
+        /// Numbers of CPUs that fill it; more than there are are left out.
+        workers: List<u32> [short, long, default_value = "1,2", value_parser = list(cpus())],
+        /// How hugemm clears.
+        clear: List<Clearing> [long, default_value = "page,extent,bulk", value_parser = list(named::<Clearing>())],
+        /// Where hugemm's huge pages come from.
+        from: PagesFrom [long, default_value = "pool", value_parser = named::<PagesFrom>()],
+        /// Runs of each, after an untimed one.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
+    /// Blocks divided into pages and freed, as ranges and page by page.
+    "bench free" Free {
+        /// Blocks per run [default: as many as make a quarter million pages, at least 4].
+        n: Option<u64> [short, long, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
+        /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
+        order: List<Order> [short, long, default_value = "0,3,9", value_parser = list(order)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 5, value_parser = runs()],
+    }
+    /// Blocks taken and freed at once, on one to all CPUs.
+    "bench alloc" Alloc {
+        /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
+        orders: List<Order> [short, long, default_value = "0,9", value_parser = list(order)],
+        /// Milliseconds of each measurement, about.
+        millis: u64 [long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..=60_000)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 5, value_parser = runs()],
+    }
+    /// A huge page pool grown from nothing and shrunk to nothing.
+    "bench pool" Pool {
+        /// Pages [default: 2000 of 2MB, 8 of 1GB; 200 in the reference kernel].
+        n: Option<List<u64>> [short, long, value_parser = list(clap::value_parser!(u64).range(1..=1 << 22))],
+        /// Page size.
+        page: PageSize [short, long, ignore_case = true, default_value = "2MB", value_parser = one_of(|page: PageSize| page != PageSize::Size4K)],
+        /// Vmemmap optimization.
+        hvo: List<Optimization> [long, default_value = "off,on", value_parser = list(named::<Optimization>())],
+        /// How flushes are shared.
+        flush: List<FlushEach> [long, default_value = "page,batch", value_parser = list(named::<FlushEach>())],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 5, value_parser = runs()],
+    }
+    /// Processes that share more memory than there is: ageing and swapping.
+    "bench age" Age {
+        /// Address spaces that share the region.
+        procs: u32 [long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=14)],
+        /// The region that they share [default: one and a half times the memory].
+        shared: Option<u64> [long, value_parser = bytes],
+        /// Memory that there is, compressed pages included, 32MB at least [default: two thirds of the shared region, or 128MB;
+        /// 64MB in the reference kernel].
+        memory: Option<u64> [long, value_parser = bytes_from(LEAST_AGED)],
+        /// Memory that compressed pages may take [default: half of it].
+        swap: Option<u64> [long, value_parser = bytes],
+        /// Seconds for each line of the table.
+        seconds: f64 [long, default_value_t = 2.0, value_parser = time],
+        /// How accessed bits are read.
+        young: List<Ageing> [long, default_value = "flush,batch", value_parser = list(named::<Ageing>())],
+        /// Which pages are old.
+        lru: List<LruPolicy> [long, default_value = "generations", value_parser = list(named::<LruPolicy>())],
+        /// Sizes of the pages.
+        page: List<PageSize> [short, long, ignore_case = true, default_value = "4KB,2MB",
+            value_parser = list(one_of(|page: PageSize| page != PageSize::Size1G))],
+    }
+    /// Ranges unmapped and write-protected, in one batch and page by page.
+    "bench shootdown" Shootdown {
+        /// Largest range, in pages; each is eight times as large as the one before.
+        pages: u64 [long, default_value_t = 1 << 18, value_parser = clap::value_parser!(u64).range(1..=1 << 24)],
+        /// Largest range that is flushed page by page too.
+        each: u64 [long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 24)],
+        /// Runs of each measurement.
+        runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
+    }
+    /// Every system's stress on the real machine.
+    "selftest" Selftest {
+        /// Seconds in all.
+        seconds: u32 [short, long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400)],
+        /// Resizes of huge page pools, at least, however long they take: with allocations that fail, and a look at every descriptor
+        /// after each.
+        resizes: u64 [long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1_000_000)],
+        /// One part of it, with all the time to itself; a bug to make has its part to itself.
+        only: Part [long, default_value = "all", value_parser = named::<Part>()],
+        /// A bug to make on purpose, which it then has to find.
+        plant: Plant [long, default_value = "none", value_parser = named::<Plant>()],
+    }
+    /// A quantum of page faults, stores, page table edits and flushes.
+    "trial" Trial {
+        /// Pages that are touched in each round.
+        pages: u64 [long, default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1 << 18)],
+        /// Rounds.
+        rounds: u32 [long, default_value_t = 3, value_parser = runs()],
+    }
+    /// A failure on purpose, to show what is reported.
+    "crash" CrashTest {
+        /// Which.
+        how: Crash [value_parser = named::<Crash>()],
+    }
+}
+
+/// Least memory of processes that share more.
+const LEAST_AGED: u64 = 32 << 20;
+
+impl Age {
+    /// Memory in the reference kernel if nothing is said of it.
+    pub const KERNEL_MEMORY: u64 = 64 << 20;
+
+    /// Bytes that are shared, of memory, and of it for compressed pages. What is not given follows from the others, in whole 2 MiB;
+    /// if nothing is, from `memory`.
+    pub fn sizes(&self, memory: u64) -> [u64; 3] {
+        let whole = |bytes: u64| bytes / PageSize::Size2M.bytes() * PageSize::Size2M.bytes();
+        let of_shared = self.shared.map(|shared| whole(shared / 3 * 2).max(LEAST_AGED));
+        let memory = self.memory.or(of_shared).unwrap_or(memory);
+        [self.shared.unwrap_or(whole(memory / 2 * 3)), memory, self.swap.unwrap_or(memory / 2)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    #[test]
+    fn what_the_host_writes_the_kernel_reads() {
+        let orders = List::new([0, 9, 18].map(|order| Order::new(order).expect("an order"))).expect("short");
+        let list = |values: &[u64]| List::new(values.iter().copied()).expect("short");
+        for request in [
+            Request::Free(Free { n: Some(100_000), order: orders, runs: 5 }),
+            Request::Free(Free { n: None, order: orders, runs: 5 }),
+            Request::Alloc(Alloc { orders, millis: 20, runs: 7 }),
+            Request::Memset(Memset { size: 1 << 30, chunk: list(&[4096, 1 << 21]), loops: 3 }),
+            Request::Age(Age {
+                procs: 8,
+                shared: None,
+                memory: Some(64 << 20),
+                swap: None,
+                seconds: 0.25,
+                young: List::new([Ageing::NoSync, Ageing::Batch]).expect("short"),
+                lru: List::new([LruPolicy::TwoList]).expect("short"),
+                page: List::new([PageSize::Size4K]).expect("short"),
+            }),
+            Request::VmCreate(VmCreate {
+                size: 1 << 30,
+                page: List::new([PageSize::Size2M, PageSize::Size1G]).expect("short"),
+                how: List::new([CreateMethod::Demand, CreateMethod::Pin]).expect("short"),
+                workers: List::new([1, 2]).expect("short"),
+                clear: List::new([Clearing::Extent]).expect("short"),
+                from: PagesFrom::Frames,
+                runs: 3,
+            }),
+            Request::Selftest(Selftest { seconds: 60, resizes: 100, only: Part::All, plant: Plant::MissedCpu }),
+            Request::CrashTest(CrashTest { how: Crash::Deaf }),
+            Request::Trial(Trial { pages: 4096, rounds: 3 }),
+        ] {
+            assert_eq!(request.to_string().parse(), Ok(request), "{request}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_is_named() {
+        for nothing in ["", "nonsense runs=1", "bench", "bench freedom n=1"] {
+            assert_eq!(nothing.parse::<Request>(), Err(RequestError::NoSuchCommand), "{nothing}");
+        }
+        for (line, argument) in [
+            ("bench free order=0 runs=1", "n"),
+            ("bench free n=1 order=x runs=1", "order"),
+            ("bench free n=1 order=0,19 runs=1", "order"),
+            ("selftest seconds=1 resizes=0 only=all plant=x", "plant"),
+        ] {
+            assert_eq!(line.parse::<Request>(), Err(RequestError::Argument(argument)), "{line}");
+        }
+    }
+
+    #[test]
+    fn sizes_follow_from_what_is_given() {
+        let none = "bench age procs=8 shared=- memory=- swap=- seconds=2 young=flush lru=classic page=4KB";
+        let sizes = |given: &str, instead: &str| match none.replace(given, instead).parse() {
+            Ok(Request::Age(age)) => age.sizes(64 << 20).map(|bytes| bytes >> 20),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(sizes("", ""), [96, 64, 32]);
+        assert_eq!(sizes("memory=-", "memory=134217728"), [192, 128, 64]);
+        assert_eq!(sizes("shared=-", "shared=402653184"), [384, 256, 128]);
+        assert_eq!(sizes("shared=-", "shared=4194304"), [4, 32, 16]);
+        assert_eq!(sizes("swap=-", "swap=4194304"), [96, 64, 4]);
+    }
+}
