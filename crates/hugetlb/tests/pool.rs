@@ -337,6 +337,9 @@ fn pages_come_evenly_and_from_where_there_are_some() {
         set(m, &pool, 600);
         let [first, second, third] = on();
         assert!(first > 40 && first < 64 && third > 150 && third <= 192 && first + second + third == 600, "{:?}", on());
+        // More than there is: what there is, and an end.
+        let all = m.set(&pool, 100_000).entered + 600;
+        assert!((640..12 * 64).contains(&all) && m.free_frames() < 3 * 512, "{all}");
         set(m, &pool, 0);
     });
 }

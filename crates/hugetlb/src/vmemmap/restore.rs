@@ -27,12 +27,11 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         source: &mut Source<'_>,
         edit: &mut Edit,
     ) -> u64 {
-        let (frame, shared) = match self.map.mapped(work.block) {
+        let frame = match self.map.mapped(work.block) {
             Mapped::Whole(_) => return work.mask,
             _ if !self.map.may_edit_live() => return 0,
-            Mapped::Table(frame) if self.is_shared(frame) => (None, true),
-            Mapped::Table(frame) => (Some(frame), false),
-            Mapped::Absent => (None, false),
+            Mapped::Table(frame) if !self.is_shared(frame) => Some(frame),
+            Mapped::Table(_) | Mapped::Absent => None,
         };
         if work.frozen == u64::MAX
             && let Some(whole) = self.obtain(cx, 9, work.node, source, edit)
@@ -46,14 +45,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
             }
             return work.mask;
         }
-        let frame = match frame {
-            Some(frame) => frame,
-            None if shared => match self.private_table(cx, work, source, edit) {
-                Some(frame) => frame,
-                None => return 0,
-            },
-            None => return 0,
-        };
+        let Some(frame) = frame.or_else(|| self.private_table(cx, work, source, edit)) else { return 0 };
         let Ok(table) = self.table(frame) else { return 0 };
         let mut done = 0;
         for group in each(work.mask) {
@@ -105,7 +97,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         true
     }
 
-    /// A table of its own for a block that has the node's.
+    /// A table of its own for a block that has the node's, or none.
     fn private_table<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
