@@ -3,7 +3,7 @@
 mod support;
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CancelFlag, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CancelFlag, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{DescriptorMap, FlushPolicy, Mapped, Nodes, OptimizerPolicy};
 use support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine};
@@ -41,6 +41,24 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
         assert_eq!(m.free_frames(), before - 1, "all but the shared page");
         assert!(pool.is_consistent(&cx));
         assert_eq!(m.map.hw().flushes.load(std::sync::atomic::Ordering::Relaxed), 2);
+    });
+}
+
+/// Heads go where there is room, a frame at a time if need be.
+#[test]
+fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
+    machine(&Shape::spans(2), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        let used = occupy_the_first_span(m);
+        for frame in (0..80).map(|index| m.descriptors.end().number() + 2 * index) {
+            // SAFETY: of the first span, which was occupied just now.
+            m.frames.free_extent(&cx, unsafe { Dirty::assume_owned(extent(frame, 1)) });
+        }
+        let up = pool.set_size(&mut cx, &m.optimizer, 64, Nodes::All, &Never).expect("idle");
+        assert_eq!((up.entered, up.lean, up.flushes, up.batches), (64, 64, 1, 1), "{up:?}");
+        assert_eq!((up.freed_frames, up.taken_frames), (512, 65));
+        assert_nothing_is_lost(m, used - 80 + 64 * 512);
     });
 }
 
