@@ -53,7 +53,7 @@ pub mod worker;
 
 pub use compressed::{Compressed, Usage};
 pub use compressor::{Compressor, Corrupt, PageBytes};
-pub use lru::{BATCH, Batch, Folio, Lru, LruEnd, LruPolicy, LruRemoval, LruStats, LruVerdict, Neighbours, Was};
+pub use lru::{BATCH, Lru, LruPolicy, LruStats};
 pub use reclaim::Reclaim;
 pub use shrink::{ShrinkBudget, ShrinkProgress};
 pub use swap::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};

@@ -15,15 +15,15 @@
 //!
 //! # Protocol
 //!
-//! * The owner of a folio [inserts](Lru::insert) it when it has been mapped, and [removes](Lru::remove) it before the
-//!   last reference is dropped. So what is on a list is alive.
-//! * [`isolate`](Lru::isolate) takes up to [`BATCH`] folios off in one lock round, taking a reference to each under the
-//!   lock; they are judged without it; [`put_back`](Lru::put_back) takes one more round. The isolator then drops its
-//!   references.
-//! * An owner that removes a folio while it is isolated is told so. The isolator finds the folio marked as
-//!   [left](Folio::left) when it puts it back, and its reference may be the last one.
-//! * A folio that may be named to [`promote`](Lru::promote) or `remove` without being on the LRU (a locked one) has been
-//!   [left out](Lru::leave_out).
+//! All of it is for this crate alone, because numbers are taken for folios that somebody holds, and links are written into
+//! their descriptors.
+//!
+//! * The pager inserts a folio when it is told of it, and drops references with `let_go`, which takes the folio off with the
+//!   last. So what is on a list is alive.
+//! * `isolate` takes up to [`BATCH`] folios off in one lock round, taking a reference to each under the lock; they are judged
+//!   without it; `put_back` takes one more round. The isolator then drops its references.
+//! * A folio that goes while it is isolated is only marked. The isolator finds it *left* when it puts it back.
+//! * A folio that may be named to `promote` or `let_go` without being on the LRU (a locked one) has been left out.
 //!
 //! Context: any but NMI. The lock is held for a batch at most, 32 folios, and pinned. One lock per node; a fault takes a
 //! round per insertion of up to a batch, reclaim two per batch, so what contends are faults of one node's CPUs.
@@ -38,8 +38,10 @@ mod state;
 mod tests;
 mod two_list;
 
-pub use batch::{BATCH, Batch, Folio, Neighbours};
-pub use policy::{LruPolicy, LruVerdict, Was};
+pub use batch::BATCH;
+pub(crate) use batch::{Batch, Folio, Neighbours};
+pub use policy::LruPolicy;
+pub(crate) use policy::LruVerdict;
 
 use crate::links::Words;
 use crate::words::STATE;
@@ -52,16 +54,16 @@ use lists::Lists;
 
 /// Where to take folios from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LruEnd {
+pub(crate) enum LruEnd {
     /// The coldest: candidates for eviction.
     Oldest,
     /// The youngest list's oldest, to see whether they still are young; when [`Batch::ageing_due`] says so.
     Youngest,
 }
 
-/// What [`Lru::remove`] found.
+/// What taking a folio off found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LruRemoval {
+pub(crate) enum LruRemoval {
     /// It was on a list and is not any more.
     Yes,
     /// Somebody is looking at it; it will not come back.
@@ -140,7 +142,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// Puts folios on that are not: head and order of each. For their owner, who holds references to them. One lock
     /// round per [`BATCH`].
-    pub fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, folios: &[(Pfn, Order)]) {
+    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, folios: &[(Pfn, Order)]) {
         for some in folios.chunks(BATCH) {
             self.locked(cx, |lists| {
                 for (pfn, order) in some {
@@ -151,19 +153,14 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     }
 
     /// Says of an allocated folio that it is not on the LRU: its descriptor is anything until then. For its owner.
-    pub fn leave_out(&self, head: Pfn) {
+    pub(crate) fn leave_out(&self, head: Pfn) {
         self.frames.set_word(head, STATE, 0);
-    }
-
-    /// Takes a folio off for good. For its owner, before the last reference is dropped.
-    pub fn remove<P: Cpu>(&self, cx: &CpuCx<'_, P>, head: Pfn) -> LruRemoval {
-        self.locked(cx, |lists| lists.remove(self.frames, head))
     }
 
     /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is
     /// taken off in the same breath, so that nobody finds it here without references. What `put` got is in `last`. At most
     /// [`BATCH`] of them; one lock round.
-    pub fn let_go<P: Cpu, T>(
+    pub(crate) fn let_go<P: Cpu, T>(
         &self,
         cx: &CpuCx<'_, P>,
         heads: impl Iterator<Item = Pfn>,
@@ -183,7 +180,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
     /// Takes folios off for a look, into an empty batch: at most [`BATCH`], and none more once there are `most_pages`.
     /// `hold` takes a reference, under the lock, and says whether it could; folios that cannot be held are passed over, and
     /// counted in [`Batch::refused`]. One lock round, in which at most twice as many folios are looked at as a batch holds.
-    pub fn isolate<P: Cpu>(
+    pub(crate) fn isolate<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
         source: LruEnd,
@@ -196,7 +193,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// Does with each folio of a batch what its verdict says, and marks those whose owners took them off meanwhile. One
     /// lock round. The batch keeps the folios, so that their references can be dropped.
-    pub fn put_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &mut Batch) {
+    pub(crate) fn put_back<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &mut Batch) {
         if batch.is_empty() {
             return;
         }
@@ -209,7 +206,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// Puts those folios of a batch on again that were released and whose verdict has been changed since. For the isolator,
     /// while it is the only one to know them. One lock round.
-    pub fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
+    pub(crate) fn put_again<P: Cpu>(&self, cx: &CpuCx<'_, P>, batch: &Batch) {
         self.locked(cx, |lists| {
             for folio in batch.folios() {
                 lists.put_again(self.frames, folio);
@@ -219,7 +216,7 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
 
     /// Look-around: treats folios as looked at and found young; how many were on the LRU. The caller holds references to
     /// them. One lock round.
-    pub fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours) -> usize {
+    pub(crate) fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours) -> usize {
         if neighbours.heads().is_empty() {
             return 0;
         }

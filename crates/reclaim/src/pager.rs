@@ -96,7 +96,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
 impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<'_, '_, S, W, L, O> {
     const ACTIVE: bool = true;
 
-    fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
+    unsafe fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
         self.by_node(frames, pages, order, |lru, some| {
             let Some(lru) = lru else { return };
             let heads = heads(some, order);
@@ -113,15 +113,16 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
         });
     }
 
-    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun) {
+    unsafe fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun) {
         let order = pages.order();
         self.by_node(frames, pages.into_extent(), order, |lru, some| {
-            // SAFETY: the run's references: each of its heads is passed here once.
+            // SAFETY: the run's references: each of its heads is passed here once. The pages are on their node's LRU, or
+            // left out of it.
             unsafe { self.put_all(frames, cx, lru, heads(some, order)) };
         });
     }
 
-    fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
+    unsafe fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
         for some in heads.chunks(Neighbours::MOST) {
             for (node, lru) in self.lrus() {
                 let mut here = Neighbours::new();
@@ -133,16 +134,18 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
         }
     }
 
-    fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
-        with_slot(slot, |slot| self.swap().load(cx, slot, into, page)).map_err(|_| LostPage)
+    unsafe fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
+        // SAFETY: the caller's promise.
+        unsafe { with_slot(slot, |slot| self.swap().load(cx, slot, into, page)) }.map_err(|_| LostPage)
     }
 
-    fn share(&self, cx: &Cx<'_, S>, slot: u64) -> Option<u64> {
-        with_slot(slot, |slot| self.swap().share(cx, slot)).ok().map(SwapSlot::into_bits)
+    unsafe fn share(&self, cx: &Cx<'_, S>, slot: u64) -> Option<u64> {
+        // SAFETY: the caller's promise.
+        unsafe { with_slot(slot, |slot| self.swap().share(cx, slot)) }.ok().map(SwapSlot::into_bits)
     }
 
-    fn free(&self, cx: &Cx<'_, S>, slot: u64) {
-        // SAFETY: slots come from this pager, and whoever frees one was its holder.
+    unsafe fn free(&self, cx: &Cx<'_, S>, slot: u64) {
+        // SAFETY: the caller's promise: it was the holder.
         let slot = unsafe { SwapSlot::from_bits(slot) };
         if let Err((_, slot)) = self.swap().free(cx, slot) {
             // The back end's own: nothing that a holder could do about it.
@@ -187,8 +190,12 @@ impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<
 }
 
 /// Uses a slot that its holder keeps.
-fn with_slot<R>(bits: u64, f: impl FnOnce(&SwapSlot) -> R) -> R {
-    // SAFETY: the caller holds the slot, which is looked at and not given away.
+///
+/// # Safety
+///
+/// The caller holds the slot.
+unsafe fn with_slot<R>(bits: u64, f: impl FnOnce(&SwapSlot) -> R) -> R {
+    // SAFETY: the caller's promise; it is looked at and not given away.
     let slot = unsafe { SwapSlot::from_bits(bits) };
     let result = f(&slot);
     let _ = slot.into_bits();

@@ -110,7 +110,7 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
     ///
     /// # Safety
     ///
-    /// The references are the caller's, as numbers, and are given up.
+    /// The references are the caller's, as numbers, and are given up. `lru` is that of the pages' node.
     pub(crate) unsafe fn put_all(
         &self,
         frames: &Frames<'_, S::Env>,

@@ -10,7 +10,7 @@ use core::cell::Cell;
 use hugemm_base::lock::RawLock;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Cpu, NodeId, Order, PageSize, Pfn, TlbHw};
-use hugemm_frames::{Env, FolioRef, Frames, RefError};
+use hugemm_frames::{Env, FolioRef, Frames, Frozen, RefError};
 use hugemm_paging::{DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
 use hugemm_vm::{AgeRun, Cx, Recency, Setup, UnhookedPage, Vm, VmError};
@@ -261,15 +261,15 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
     ) -> Result<u64, (Unwritten, Unhooked<'s, S>)> {
         self.pager.steps().enter(Step::Write);
         let swap = self.pager.swap();
-        let written = self.vm.page_out(
-            cx,
-            page,
-            |cx, block| match swap.evict(cx, block) {
-                Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
-                Err((error, block)) => Err((error.into(), block)),
-            },
-            |cx, block, page| swap.store(cx, block, page).map(SwapSlot::into_bits).map_err(Unwritten::from),
-        );
+        let evict = |cx: &Cx<'_, S>, block| match swap.evict(cx, block) {
+            Ok(evicted) => Ok((evicted.slot.into_bits(), evicted.freed)),
+            Err((error, block)) => Err((error.into(), block)),
+        };
+        let store = |cx: &Cx<'_, S>, block: &Frozen, page| {
+            swap.store(cx, block, page).map(SwapSlot::into_bits).map_err(Unwritten::from)
+        };
+        // SAFETY: new slots of the swap of this `vm`'s pager.
+        let written = unsafe { self.vm.page_out(cx, page, evict, store) };
         self.pager.steps().enter(Step::Other);
         written
     }

@@ -4,11 +4,7 @@
 mod support;
 
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{Order, Pfn};
-use hugemm_reclaim::{
-    Batch, Compressed, Level, Lru, LruEnd, LruPolicy, LruRemoval, Neighbours, ShrinkProgress, StoreError, Swap,
-    Watermarks,
-};
+use hugemm_reclaim::{Compressed, Level, ShrinkProgress, StoreError, Swap, Watermarks};
 use support::{Runs, assert_nothing_lost, machine, with_frames};
 
 const NUMBERS: [u64; 8] = [0, 1, 31, 1 << 16, 1 << 40, 1 << 63, u64::MAX - 1, u64::MAX];
@@ -29,7 +25,7 @@ fn marks_and_figures() {
 }
 
 #[test]
-fn stores_and_lists() {
+fn stores() {
     let machine = machine(256, 1);
     with_frames(&machine, NoFaults, |frames| {
         let cx = machine.cx();
@@ -42,22 +38,6 @@ fn stores_and_lists() {
                     }
                     Err(error) => assert!(matches!(error, StoreError::Full | StoreError::NoMemory)),
                 }
-            }
-        }
-        for policy in [LruPolicy::TwoList, LruPolicy::Generations] {
-            let lru: Lru<'_, '_, _> = Lru::new(frames, policy);
-            for number in [1 << 39, 1 << 40, u64::MAX].map(Pfn::new) {
-                lru.leave_out(number);
-                assert_eq!(lru.remove(&cx, number), LruRemoval::NotThere);
-                let mut neighbours = Neighbours::new();
-                neighbours.push(number);
-                assert_eq!(lru.promote(&cx, &neighbours), 0);
-                lru.insert(&cx, &[(number, Order::MAX)]);
-                let mut batch = Batch::new();
-                for end in [LruEnd::Oldest, LruEnd::Youngest] {
-                    lru.isolate(&cx, end, u64::MAX, &mut batch, |_| false);
-                }
-                let _ = lru.stats(&cx).pages();
             }
         }
         assert_nothing_lost(&machine, frames);

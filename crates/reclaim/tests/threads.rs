@@ -15,7 +15,7 @@ fn every_type() {
     hugemm_threads::across_threads! {
         concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { }
         both {
-            Lru<'static, 'static, Plain>, LruPolicy, LruEnd, LruRemoval, LruStats, LruVerdict, Batch, Folio, Neighbours, Was,
+            Lru<'static, 'static, Plain>, LruPolicy, LruStats,
             Compressed<'static, 'static, Plain, Runs>, Usage, Corrupt, SwapSlot, SwapStats, SlotError, StoreError, Evicted,
             Reclaim<'static, 'static, Here, Compressed<'static, 'static, Carved, Runs>>, ReclaimCounts, Ageing, Step,
             ShrinkBudget, ShrinkProgress, Watermarks, Level, Wake, Turn,

@@ -29,7 +29,11 @@ impl<S: Setup> Vm<'_, S> {
     /// The page, and why: the store's own error; [`InUse`](VmError::InUse) if somebody has it after all,
     /// [`NoMemory`](VmError::NoMemory) for a 2 MiB page's slots, [`OtherKind`](VmError::OtherKind) for a size that
     /// cannot be stored.
-    pub fn page_out<'d, M: AsRef<[AtomicU64]>, E: From<VmError>>(
+    ///
+    /// # Safety
+    ///
+    /// A slot that `evict` or `store` answers with is this manager's pager's, and nobody else holds it.
+    pub unsafe fn page_out<'d, M: AsRef<[AtomicU64]>, E: From<VmError>>(
         &self,
         cx: &mut Cx<'_, S>,
         mut page: UnhookedPage<'d, S, M>,
@@ -82,12 +86,16 @@ impl<S: Setup> Vm<'_, S> {
             let error = match store(cx, block, page) {
                 Ok(slot) if self.set_slot(cx, &slots, page, slot) => continue,
                 Ok(slot) => {
-                    self.pager().free(cx, slot);
+                    // SAFETY: `store`'s answer, which nobody has been told.
+                    unsafe { self.pager().free(cx, slot) };
                     VmError::Unreachable.into()
                 }
                 Err(error) => error,
             };
-            (0..page).filter_map(|page| self.get_slot(cx, &slots, page)).for_each(|slot| self.pager().free(cx, slot));
+            for slot in (0..page).filter_map(|page| self.get_slot(cx, &slots, page)) {
+                // SAFETY: as above, of earlier pages; the frame that has them is freed.
+                unsafe { self.pager().free(cx, slot) };
+            }
             self.frames().free(cx, slots);
             return Err(error);
         }

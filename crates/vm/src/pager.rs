@@ -17,34 +17,68 @@ pub const SLOT_BITS: u32 = 50;
 pub struct LostPage;
 
 /// See the [module](self). A slot is a number below `1 << 50` with one holder, who frees it once.
+///
+/// What takes numbers is `unsafe`: they stand for references and slots that somebody holds.
+///
+/// ```compile_fail,E0133
+/// # use hugemm_vm::{Cx, Pager, Setup, Vm};
+/// # fn any<S: Setup>(vm: &Vm<'_, S>, cx: &Cx<'_, S>) {
+/// vm.pager().free(cx, 7); // whose?
+/// # }
+/// ```
 pub trait Pager<S: Setup> {
     /// Whether it takes pages away at all. If not, nothing of this costs anything.
     const ACTIVE: bool;
 
     /// Blocks of `order` have become counted pages of their objects, with one reference each: the caller's. No lock is
     /// held that a reclaiming task takes.
-    fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
+    ///
+    /// # Safety
+    ///
+    /// They are, of `frames`; the pager is told once, and gets every reference to them that goes, through
+    /// [`drop_references`](Pager::drop_references) or by holding it itself.
+    unsafe fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order);
 
     /// Drops references, frees the pages that lose their last, and forgets them before anybody can get them anew. May be
     /// called under a page table's lock; passes no reschedule point.
-    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun);
+    ///
+    /// # Safety
+    ///
+    /// The pager has been told of the pages.
+    unsafe fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: FolioRun);
 
     /// Pages have been used, as somebody else found out who has taken their accessed bits: they are as young as if reclaim
-    /// had found it. The caller holds a reference to each, and no lock.
-    fn used(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _heads: &[Pfn]) {}
+    /// had found it. No lock is held.
+    ///
+    /// # Safety
+    ///
+    /// The caller holds a reference to each, and the pager has been told of them.
+    unsafe fn used(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _heads: &[Pfn]) {}
 
     /// Copies what is in a slot into page number `page` of the block. The slot stays.
     ///
     /// # Errors
     ///
     /// [`LostPage`]: the content cannot be had again. The slot stays.
-    fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage>;
+    ///
+    /// # Safety
+    ///
+    /// The caller holds the slot, or a lock that keeps its holder from freeing it.
+    unsafe fn load(&self, cx: &Cx<'_, S>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage>;
 
     /// Another holder's handle on the slot; `None` if there are too many. May be called under a page table's lock.
-    fn share(&self, cx: &Cx<'_, S>, slot: u64) -> Option<u64>;
+    ///
+    /// # Safety
+    ///
+    /// As [`load`](Pager::load).
+    unsafe fn share(&self, cx: &Cx<'_, S>, slot: u64) -> Option<u64>;
 
     /// Gives a slot back. May be called under a page table's lock.
-    fn free(&self, cx: &Cx<'_, S>, slot: u64);
+    ///
+    /// # Safety
+    ///
+    /// The caller holds the slot, and does not any more.
+    unsafe fn free(&self, cx: &Cx<'_, S>, slot: u64);
 
     /// Whether a block of `order` may be taken without reclaiming first: not if what is free then is needed to store pages.
     fn may_take(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, order: Order) -> bool;
@@ -60,23 +94,23 @@ pub struct NoPager;
 impl<S: Setup> Pager<S> for NoPager {
     const ACTIVE: bool = false;
 
-    fn lru_add(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
+    unsafe fn lru_add(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}
 
-    fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, mut pages: FolioRun) {
+    unsafe fn drop_references(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, mut pages: FolioRun) {
         while let Some(folio) = pages.pop() {
             let _ = frames.put(cx, folio);
         }
     }
 
-    fn load(&self, _cx: &Cx<'_, S>, _slot: u64, _into: &mut Frozen, _page: u64) -> Result<(), LostPage> {
+    unsafe fn load(&self, _cx: &Cx<'_, S>, _slot: u64, _into: &mut Frozen, _page: u64) -> Result<(), LostPage> {
         Err(LostPage)
     }
 
-    fn share(&self, _cx: &Cx<'_, S>, _slot: u64) -> Option<u64> {
+    unsafe fn share(&self, _cx: &Cx<'_, S>, _slot: u64) -> Option<u64> {
         None
     }
 
-    fn free(&self, _cx: &Cx<'_, S>, _slot: u64) {}
+    unsafe fn free(&self, _cx: &Cx<'_, S>, _slot: u64) {}
 
     fn may_take(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _order: Order) -> bool {
         true

@@ -236,7 +236,8 @@ impl<S: Setup> Vm<'_, S> {
             }
         }
         if !want.pooled {
-            self.pager().lru_add(self.frames(), cx, extent, order);
+            // SAFETY: counted just now; all references of pages that are not a pool's go through `drop_pages`.
+            unsafe { self.pager().lru_add(self.frames(), cx, extent, order) };
         }
         Ok(extent)
     }
@@ -249,7 +250,8 @@ impl<S: Setup> Vm<'_, S> {
         }
         // The numbers are the references from here on.
         let extent = self.frames().count_run(run).map_err(|_| VmError::Unreachable)?.into_extent();
-        self.pager().lru_add(self.frames(), cx, extent, Order::ZERO);
+        // SAFETY: as above.
+        unsafe { self.pager().lru_add(self.frames(), cx, extent, Order::ZERO) };
         Ok(extent)
     }
 
@@ -323,7 +325,8 @@ impl<S: Setup> Vm<'_, S> {
         // SAFETY: the callers' references: of entries that they took away or did not make, or their own.
         let mut pages = unsafe { FolioRun::from_extent(extent, page.order()) };
         if S::Pager::ACTIVE && !pooled {
-            return self.pager().drop_references(self.frames(), cx, pages);
+            // SAFETY: pages of no pool, of which the pager was told when they became counted.
+            return unsafe { self.pager().drop_references(self.frames(), cx, pages) };
         }
         if page == PageSize::Size4K && !pooled {
             while !pages.extent().is_empty() {

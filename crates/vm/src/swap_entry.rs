@@ -72,7 +72,9 @@ impl<S: Setup> Vm<'_, S> {
         match SwapEntry::of(word) {
             SwapEntry::Moving { .. } => Err(VmError::InUse),
             SwapEntry::Slot(slot) => {
-                self.pager().share(cx, slot).map(|slot| SwapEntry::Slot(slot).word()).ok_or(VmError::NoMemory)
+                // SAFETY: the word's slot; the caller keeps the word from being dropped.
+                let share = unsafe { self.pager().share(cx, slot) };
+                share.map(|slot| SwapEntry::Slot(slot).word()).ok_or(VmError::NoMemory)
             }
             SwapEntry::Slots(frame) => self.get_page(cx, frame).map(|()| word),
         }
@@ -82,13 +84,15 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn drop_away(&self, cx: &Cx<'_, S>, word: u64) {
         match SwapEntry::of(word) {
             SwapEntry::Moving { .. } => {}
-            SwapEntry::Slot(slot) => self.pager().free(cx, slot),
+            // SAFETY: the entry held it, and is gone.
+            SwapEntry::Slot(slot) => unsafe { self.pager().free(cx, slot) },
             SwapEntry::Slots(frame) => {
                 // SAFETY: the entry's word was a reference to the frame of slots, and the entry is gone.
                 if let Ok(Some(block)) = self.frames().put_frozen(unsafe { FolioRef::from_pfn(frame) }) {
                     for page in 0..SLOTS {
                         if let Some(slot) = self.slot(cx, frame, page) {
-                            self.pager().free(cx, slot);
+                            // SAFETY: the frame held it, of which that was the last reference.
+                            unsafe { self.pager().free(cx, slot) };
                         }
                     }
                     self.frames().free(cx, block);
@@ -102,10 +106,12 @@ impl<S: Setup> Vm<'_, S> {
         let lost = |_| VmError::Lost;
         match SwapEntry::of(word) {
             SwapEntry::Moving { .. } => Err(VmError::InUse),
-            SwapEntry::Slot(slot) => self.pager().load(cx, slot, into, 0).map_err(lost),
+            // SAFETY: the caller holds the word, hence its slots, here and below.
+            SwapEntry::Slot(slot) => unsafe { self.pager().load(cx, slot, into, 0) }.map_err(lost),
             SwapEntry::Slots(frame) => (0..SLOTS).try_for_each(|page| {
                 let slot = self.slot(cx, frame, page).ok_or(VmError::Unreachable)?;
-                self.pager().load(cx, slot, into, page).map_err(lost)
+                // SAFETY: as above.
+                unsafe { self.pager().load(cx, slot, into, page) }.map_err(lost)
             }),
         }
     }

@@ -118,7 +118,8 @@ impl<S: Setup> Vm<'_, S> {
         }
         drop(areas);
         if held > 0 {
-            self.pager().used(self.frames(), cx, &heads[..held]);
+            // SAFETY: a reference to each, taken above and dropped below; pages of no pool, so the pager knows them.
+            unsafe { self.pager().used(self.frames(), cx, &heads[..held]) };
             for run in heads[..held].chunk_by(|head, next| next.number() == head.number() + page) {
                 let run = Extent::new(run[0], run.len() as u64 * page).unwrap_or_default();
                 self.drop_pages(cx, run, size, false);

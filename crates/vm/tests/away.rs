@@ -31,12 +31,16 @@ fn page_out<'h>(rig: &SwapEntry<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<M
     let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
     let unhooked = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), &deferred).expect("nobody else has it");
     let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
-    let freed: Result<u64, (VmError, UnhookedPage<'_, Model<'h, Metered, true>>)> = rig.vm.page_out(
-        cx,
-        unhooked,
-        |cx: &Cx<'_, 'h>, block| Ok((store(cx, &block, 0), Some(block))),
-        |cx: &Cx<'_, 'h>, block: &Frozen, page| Ok(store(cx, block, page)),
-    );
+    let freed: Result<u64, (VmError, UnhookedPage<'_, Model<'h, Metered, true>>)> =
+        // SAFETY: the slots are new ones of this pager.
+        unsafe {
+            rig.vm.page_out(
+                cx,
+                unhooked,
+                |cx: &Cx<'_, 'h>, block| Ok((store(cx, &block, 0), Some(block))),
+                |cx: &Cx<'_, 'h>, block: &Frozen, page| Ok(store(cx, block, page)),
+            )
+        };
     assert_eq!(freed.ok(), Some(leaf.size.pages()));
 }
 

@@ -50,8 +50,10 @@ fn nobody_takes_pages_away(vm: &Vm<'_, Single>, cx: &mut Cx<'_>, space: &Address
     let pager = vm.pager();
     let mut block = vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
     let frames = vm.frames();
-    assert_eq!(Pager::<Single>::load(pager, cx, 5, &mut block, 0), Err(LostPage));
-    assert_eq!(Pager::<Single>::share(pager, cx, 5), None);
+    // SAFETY: it has no slots, and says so; here and below.
+    assert_eq!(unsafe { Pager::<Single>::load(pager, cx, 5, &mut block, 0) }, Err(LostPage));
+    // SAFETY: as above.
+    assert_eq!(unsafe { Pager::<Single>::share(pager, cx, 5) }, None);
     assert!(Pager::<Single>::may_take(pager, frames, cx, Order::ZERO));
     let need = Shortfall { order: Order::ZERO, pages: 1, node: None, may_sleep: true };
     assert_eq!(pager.relieve(vm, cx, need), 0);
@@ -61,7 +63,8 @@ fn nobody_takes_pages_away(vm: &Vm<'_, Single>, cx: &mut Cx<'_>, space: &Address
     let _ = folio.into_pfn();
     // SAFETY: the reference that was taken out of its handle just now.
     let pages = unsafe { FolioRun::from_extent(Extent::block(head, Order::ZERO), Order::ZERO) };
-    Pager::<Single>::drop_references(pager, frames, cx, pages);
+    // SAFETY: it needs to be told of no pages.
+    unsafe { Pager::<Single>::drop_references(pager, frames, cx, pages) };
     assert_eq!(frames.references(head), 0, "it was the last");
     let pooled = VmaKind::private(PageSize::Size2M).pooled();
     let area = vm.map(cx, space, span(1 << 30, 512), pooled, Backing::Private);

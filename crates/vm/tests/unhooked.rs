@@ -76,17 +76,15 @@ fn page_out<'d, 'h>(
     room: u64,
 ) -> Result<u64, (VmError, Page<'d, 'h>)> {
     let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| rig.vm.pager().store(cx, block, page);
-    rig.vm.page_out(
-        cx,
-        page,
-        |cx: &Cx<'_, 'h>, block| match room {
-            0 => Err((VmError::NoMemory, block)),
-            _ => Ok((store(cx, &block, 0), Some(block))),
-        },
-        |cx: &Cx<'_, 'h>, block: &Frozen, page| {
-            if page < room { Ok(store(cx, block, page)) } else { Err(VmError::NoMemory) }
-        },
-    )
+    let evict = |cx: &Cx<'_, 'h>, block| match room {
+        0 => Err((VmError::NoMemory, block)),
+        _ => Ok((store(cx, &block, 0), Some(block))),
+    };
+    let store = |cx: &Cx<'_, 'h>, block: &Frozen, page| {
+        if page < room { Ok(store(cx, block, page)) } else { Err(VmError::NoMemory) }
+    };
+    // SAFETY: the slots are new ones of this pager.
+    unsafe { rig.vm.page_out(cx, page, evict, store) }
 }
 
 /// What a leaf allowed and what was known of its use comes back with it, whether it was put back, could not be stored, or

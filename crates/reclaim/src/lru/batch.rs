@@ -8,7 +8,7 @@ pub const BATCH: usize = 32;
 
 /// A folio on its way through a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Folio {
+pub(crate) struct Folio {
     /// Its head.
     pub pfn: Pfn,
     /// Its size.
@@ -43,7 +43,7 @@ impl Folio {
 /// Up to [`BATCH`] folios. The references that isolation took are the holder's to drop, after `put_back`.
 #[derive(Debug)]
 #[must_use = "dropping this leaves its folios off the LRU: put them back"]
-pub struct Batch {
+pub(crate) struct Batch {
     folios: [Folio; BATCH],
     len: usize,
     pages: u64,
@@ -61,27 +61,27 @@ impl Default for Batch {
 
 impl Batch {
     /// An empty batch.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Batch { folios: [Folio::NONE; BATCH], len: 0, pages: 0, ageing_due: false, refused: 0 }
     }
 
     /// The folios.
-    pub fn folios(&self) -> &[Folio] {
+    pub(crate) fn folios(&self) -> &[Folio] {
         &self.folios[..self.len]
     }
 
     /// The folios, to be judged.
-    pub fn folios_mut(&mut self) -> &mut [Folio] {
+    pub(crate) fn folios_mut(&mut self) -> &mut [Folio] {
         &mut self.folios[..self.len]
     }
 
     /// Base pages in all of them.
-    pub const fn pages(&self) -> u64 {
+    pub(crate) const fn pages(&self) -> u64 {
         self.pages
     }
 
     /// Whether there are none.
-    pub const fn is_empty(&self) -> bool {
+    pub(crate) const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
@@ -102,7 +102,7 @@ impl Batch {
 /// reference to each: they are promoted after the page tables have been unlocked. What does not fit is not remembered:
 /// recency is a hint.
 #[derive(Debug)]
-pub struct Neighbours {
+pub(crate) struct Neighbours {
     pfns: [Pfn; Neighbours::MOST],
     len: usize,
 }
@@ -115,21 +115,21 @@ impl Default for Neighbours {
 
 impl Neighbours {
     /// Most that are remembered.
-    pub const MOST: usize = 64;
+    pub(crate) const MOST: usize = 64;
 
     /// None.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Neighbours { pfns: [Pfn::new(0); Neighbours::MOST], len: 0 }
     }
 
     /// Whether there is room for one more.
-    pub const fn has_room(&self) -> bool {
+    pub(crate) const fn has_room(&self) -> bool {
         self.len < Neighbours::MOST
     }
 
     /// Remembers one, with the reference that the caller took; false, and the reference is the caller's, if there is no
     /// room.
-    pub fn push(&mut self, head: Pfn) -> bool {
+    pub(crate) fn push(&mut self, head: Pfn) -> bool {
         let Some(slot) = self.pfns.get_mut(self.len) else { return false };
         *slot = head;
         self.len += 1;
@@ -137,7 +137,7 @@ impl Neighbours {
     }
 
     /// Those remembered.
-    pub fn heads(&self) -> &[Pfn] {
+    pub(crate) fn heads(&self) -> &[Pfn] {
         &self.pfns[..self.len]
     }
 }

@@ -29,7 +29,7 @@ impl LruPolicy {
 
 /// What is known of a folio when it is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Was {
+pub(crate) struct Was {
     /// On the youngest list.
     pub youngest: bool,
     /// Found young once since it was last put on a list from outside or judged idle.
@@ -38,7 +38,7 @@ pub struct Was {
 
 /// What becomes of a folio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LruVerdict {
+pub(crate) enum LruVerdict {
     /// It leaves the LRU: to be evicted, or given up by its owner.
     Release,
     /// It stays as old as it is, behind the others; and whether it counts as found young once.
@@ -54,7 +54,7 @@ pub enum LruVerdict {
 
 impl LruPolicy {
     /// Judges a folio by whether a mapping has used it since the last look.
-    pub const fn judge(self, was: Was, young: bool) -> LruVerdict {
+    pub(crate) const fn judge(self, was: Was, young: bool) -> LruVerdict {
         match self {
             LruPolicy::TwoList => two_list::judge(was, young),
             LruPolicy::Generations => generations::judge(young),

@@ -1,6 +1,7 @@
 //! The lists against an oracle that keeps them as vectors, and the protocol's corners.
 
 use super::lists::Lists;
+use super::policy::Was;
 use super::ring::Ring;
 use super::*;
 use proptest::prelude::*;

@@ -52,7 +52,8 @@ fn hold(rig: &Rig<'_>, head: Pfn) -> FolioRef {
 fn put<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, folio: FolioRef, order: Order) {
     // SAFETY: the handle's reference.
     let page = unsafe { FolioRun::from_extent(Extent::block(folio.into_pfn(), order), order) };
-    Pager::<Model<'h>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page);
+    // SAFETY: a page of the space, which the pager was told of.
+    unsafe { Pager::<Model<'h>>::drop_references(rig.vm.pager(), rig.vm.frames(), cx, page) };
 }
 
 /// Pins one run of frames.
@@ -138,7 +139,8 @@ fn page_out<'d, 'h>(
     page: UnhookedPage<'d, Model<'h>>,
 ) -> Result<u64, (VmError, UnhookedPage<'d, Model<'h>>)> {
     let refuse = |_: &Cx<'_, 'h>, block: Frozen| Err((VmError::NoMemory, block));
-    rig.vm.page_out(cx, page, refuse, |_: &Cx<'_, 'h>, _: &Frozen, _| Err(VmError::NoMemory))
+    // SAFETY: there are no slots.
+    unsafe { rig.vm.page_out(cx, page, refuse, |_: &Cx<'_, 'h>, _: &Frozen, _| Err(VmError::NoMemory)) }
 }
 
 /// What a leaf allowed and what was known of its use comes back with it, exactly.

@@ -79,20 +79,20 @@ impl<const AWAY: bool> Slots<AWAY> {
 impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AWAY> {
     const ACTIVE: bool = AWAY;
 
-    fn lru_add(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
+    unsafe fn lru_add(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
 
-    fn drop_references(&self, frames: &Frames<'_, Plain<&'h FaultPlan>>, cx: &Cx<'_, 'h>, mut pages: FolioRun) {
+    unsafe fn drop_references(&self, frames: &Frames<'_, Plain<&'h FaultPlan>>, cx: &Cx<'_, 'h>, mut pages: FolioRun) {
         while let Some(folio) = pages.pop() {
             let _ = frames.put(cx, folio);
         }
     }
 
-    fn used(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, heads: &[Pfn]) {
+    unsafe fn used(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, heads: &[Pfn]) {
         assert!(!heads.is_empty(), "told of nothing");
         self.state().used.extend(heads);
     }
 
-    fn load(&self, cx: &Cx<'_, 'h>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
+    unsafe fn load(&self, cx: &Cx<'_, 'h>, slot: u64, into: &mut Frozen, page: u64) -> Result<(), LostPage> {
         let state = self.state();
         let (content, _) = state.slots.get(&slot).ok_or(LostPage)?;
         // SAFETY: the caller's block.
@@ -100,12 +100,12 @@ impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AW
         Ok(())
     }
 
-    fn share(&self, _: &Cx<'_, 'h>, slot: u64) -> Option<u64> {
+    unsafe fn share(&self, _: &Cx<'_, 'h>, slot: u64) -> Option<u64> {
         self.state().slots.get_mut(&slot).expect("held").1 += 1;
         Some(slot)
     }
 
-    fn free(&self, cx: &Cx<'_, 'h>, slot: u64) {
+    unsafe fn free(&self, cx: &Cx<'_, 'h>, slot: u64) {
         let points = cx.platform().counters().reschedules.get();
         let mut state = self.state();
         if points != state.points {
