@@ -14,7 +14,7 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{
     CpuCx, Extent, FlushDomain, Flushed, PAGE_SHIFT, PageSize, Pfn, PhysMap, TlbHw, VirtAddr, VirtRange,
 };
-use hugemm_paging::tlb_space::Kernel;
+use hugemm_paging::tlb_space::KernelSpace;
 use hugemm_paging::{Flags, Keep, PageFormat, ShootdownBatch, ShootdownPolicy, TlbShootdown, TlbSpace};
 
 /// Bits of a table index.
@@ -31,7 +31,7 @@ const WRITE: Flags = READ.with(Flags::WRITE).with(Flags::DIRTY);
 pub struct PagedMap<'m, F, X, H, M> {
     root: Pfn,
     memory: &'m X,
-    space: &'m TlbSpace<Kernel, Keep, M>,
+    space: &'m TlbSpace<KernelSpace, Keep, M>,
     shootdown: &'m TlbShootdown<'m, H>,
     policy: ShootdownPolicy,
     format: PhantomData<F>,
@@ -57,7 +57,7 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
     pub const unsafe fn new(
         root: Pfn,
         memory: &'m X,
-        space: &'m TlbSpace<Kernel, Keep, M>,
+        space: &'m TlbSpace<KernelSpace, Keep, M>,
         shootdown: &'m TlbShootdown<'m, H>,
         policy: ShootdownPolicy,
     ) -> Self {
@@ -94,7 +94,7 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
 // data, not executable, write-back. Shootdowns of the kernel's space reach every CPU and say that tables are among what
 // goes.
 unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> DescriptorMap for PagedMap<'_, F, X, H, M> {
-    type Kind = Kernel;
+    type Kind = KernelSpace;
     type Held = Keep;
 
     fn mapped(&self, block: VirtAddr) -> Mapped {
@@ -132,11 +132,11 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
         (entry & 1 != 0).then(|| DescriptorLeaf { frame: F::frame(entry), writable: writable() })
     }
 
-    fn domain(&self) -> &FlushDomain<Kernel, Keep> {
+    fn domain(&self) -> &FlushDomain<KernelSpace, Keep> {
         self.space.domain()
     }
 
-    fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Kernel, Keep> {
+    fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, KernelSpace, Keep> {
         let mut batch = ShootdownBatch::new(self.space);
         let debt = batch.unhooked((), range, PageSize::Size4K, true);
         let receipt = batch.flush(self.shootdown, cx, &self.policy);

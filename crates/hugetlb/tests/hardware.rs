@@ -15,7 +15,7 @@ use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, FlatMemory, FlushPolicy, Group, HugePageCounts, HugePool, Mapped, Nodes,
     OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
-use hugemm_paging::tlb_space::Kernel;
+use hugemm_paging::tlb_space::KernelSpace;
 use hugemm_paging::{Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64};
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -37,7 +37,7 @@ struct Watched<'m> {
 
 // SAFETY: everything is the map's but for the planted bug.
 unsafe impl DescriptorMap for Watched<'_> {
-    type Kind = Kernel;
+    type Kind = KernelSpace;
     type Held = Keep;
 
     fn mapped(&self, block: VirtAddr) -> Mapped {
@@ -72,11 +72,11 @@ unsafe impl DescriptorMap for Watched<'_> {
         self.mmu.meanwhile();
     }
 
-    fn domain(&self) -> &FlushDomain<Kernel, Keep> {
+    fn domain(&self) -> &FlushDomain<KernelSpace, Keep> {
         self.map.domain()
     }
 
-    fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, Kernel, Keep> {
+    fn flush<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange) -> Flushed<'_, KernelSpace, Keep> {
         if !self.deaf {
             return self.map.flush(cx, range);
         }
@@ -144,7 +144,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     // SAFETY: the model's CPUs, and nobody else's.
     let shootdown = unsafe { TlbShootdown::new(&cpus, &inboxes, mmu) }.expect("fits");
     // SAFETY: the kernel's tables, which stay; there is no other space.
-    let space: TlbSpace<Kernel> = unsafe { TlbSpace::new(&shootdown, tables[0].start()) }.expect("few CPUs");
+    let space: TlbSpace<KernelSpace> = unsafe { TlbSpace::new(&shootdown, tables[0].start()) }.expect("few CPUs");
     for cpu in 0..CPUS {
         mmu.as_cpu(CpuId(cpu), |cx| space.online(&shootdown, cx));
     }

@@ -29,7 +29,7 @@
 
 use crate::ipi::{ANY_SPACE, Request};
 use crate::tlb_shootdown::{TlbShootdown, TlbShootdownError};
-use crate::tlb_space::{Keep, TlbSpace, User};
+use crate::tlb_space::{Keep, TlbSpace, UserSpace};
 use core::fmt;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, AtomicWord, Ordering, spin_loop};
@@ -137,7 +137,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     /// nobody.
     pub fn unmapped<T, R, N: AsRef<[AtomicU64]>>(
         &self,
-        space: &TlbSpace<User, R, N>,
+        space: &TlbSpace<UserSpace, R, N>,
         value: T,
         range: VirtRange,
     ) -> Pending<T, TlbFlush<'_, Deferred, Q>>
@@ -197,7 +197,7 @@ impl<Q, M: AsRef<[AtomicU64]>> DeferredUnmap<Q, M> {
     }
 }
 
-impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
+impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     /// Makes sure that entries found empty or demoted are so for every CPU: flushes the space if a deferred unmap of its
     /// pages may still be unflushed. Called under the lock of its tables (see the [module](self)), not with interrupts
     /// off. One load if there is nothing to do.

@@ -14,8 +14,8 @@
 //!
 //! ```compile_fail,E0624
 //! # use hugemm_base::FlushDomain;
-//! # use hugemm_paging::{Keep, Unhooked, User};
-//! fn rule(unhooked: Unhooked, any: &FlushDomain<User, Keep>) {
+//! # use hugemm_paging::{Keep, Unhooked, UserSpace};
+//! fn rule(unhooked: Unhooked, any: &FlushDomain<UserSpace, Keep>) {
 //!     let _debt = unhooked.behind(any); // error: private
 //! }
 //! ```

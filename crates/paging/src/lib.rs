@@ -115,7 +115,7 @@ pub use shootdown_counters::ShootdownCounts;
 pub use stale::Stale;
 pub use table::publish_if_empty;
 pub use tlb_shootdown::{TlbCpu, TlbShootdown, TlbShootdownError};
-pub use tlb_space::{Keep, Kernel, SpaceKind, TlbSpace, User};
+pub use tlb_space::{Keep, KernelSpace, SpaceKind, TlbSpace, UserSpace};
 pub use walk::Lookup;
 pub use x86_64::{X86, X86_64, X86_64La57};
 pub use young::Young;

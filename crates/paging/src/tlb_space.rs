@@ -3,16 +3,16 @@
 //! Whoever says which tables are a space's answers for them, and so does who says that a CPU uses none of its addresses:
 //!
 //! ```compile_fail,E0133
-//! # use hugemm_paging::{Counting, TlbSpace, TlbShootdown, User};
+//! # use hugemm_paging::{Counting, TlbSpace, TlbShootdown, UserSpace};
 //! fn rule(shootdown: &TlbShootdown<'_, Counting>) {
-//!     let _space: Result<TlbSpace<User>, _> = TlbSpace::new(shootdown, hugemm_base::PhysAddr::new(0x1000)); // error: unsafe
+//!     let _space: Result<TlbSpace<UserSpace>, _> = TlbSpace::new(shootdown, hugemm_base::PhysAddr::new(0x1000)); // error: unsafe
 //! }
 //! ```
 //!
 //! ```compile_fail,E0133
 //! # use hugemm_base::{CpuCx, platform::Cpu};
-//! # use hugemm_paging::{Counting, TlbSpace, TlbShootdown, User};
-//! fn rule<P: Cpu>(space: &TlbSpace<User>, shootdown: &TlbShootdown<'_, Counting>, cx: &CpuCx<'_, P>) {
+//! # use hugemm_paging::{Counting, TlbSpace, TlbShootdown, UserSpace};
+//! fn rule<P: Cpu>(space: &TlbSpace<UserSpace>, shootdown: &TlbShootdown<'_, Counting>, cx: &CpuCx<'_, P>) {
 //!     space.enter_lazy(shootdown, cx); // error: unsafe
 //! }
 //! ```
@@ -32,17 +32,17 @@ pub trait SpaceKind {
 
 /// An address space that CPUs load and leave.
 #[derive(Debug)]
-pub enum User {}
+pub enum UserSpace {}
 
 /// The kernel's half, which every CPU uses.
 #[derive(Debug)]
-pub enum Kernel {}
+pub enum KernelSpace {}
 
-impl SpaceKind for User {
+impl SpaceKind for UserSpace {
     const SCOPE: TlbScope = TlbScope::Space;
 }
 
-impl SpaceKind for Kernel {
+impl SpaceKind for KernelSpace {
     const SCOPE: TlbScope = TlbScope::Kernel;
 }
 
@@ -143,7 +143,7 @@ impl<K: SpaceKind, Q, M: AsRef<[AtomicU64]>> TlbSpace<K, Q, M> {
     }
 }
 
-impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
+impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<UserSpace, Q, M> {
     /// Loads the space on the calling CPU, or wakes the CPU if it has it loaded lazily. What was flushed while it was away
     /// is caught up with. The space that was loaded before is to be given to [`switch_out`](TlbSpace::switch_out) after
     /// this. Any context; pins. Two atomics and one full fence; the invalidation only if a flush was missed.
@@ -249,7 +249,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<User, Q, M> {
     }
 }
 
-impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<Kernel, Q, M> {
+impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
     /// The calling CPU may from here on hold translations of the kernel's half. At start-up, before it uses memory whose
     /// mapping may change; starts with a flush. Pins.
     pub fn online<P: Cpu, H: TlbHw>(&self, shootdown: &TlbShootdown<'_, H>, cx: &CpuCx<'_, P>) {

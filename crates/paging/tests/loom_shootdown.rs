@@ -10,7 +10,7 @@ use hugemm_base::sync::{AtomicU64, FencePoint, Ordering, spin_loop};
 use hugemm_base::{
     Counters, Cpu, CpuCx, CpuId, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
-use hugemm_paging::{DeferredUnmap, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, User};
+use hugemm_paging::{DeferredUnmap, ShootdownBatch, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, UserSpace};
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Mutex};
 use loom::thread;
@@ -113,7 +113,7 @@ struct Machine {
     cpus: Vec<TlbCpu>,
     inboxes: Vec<AtomicU64>,
     hw: Hw,
-    space: TlbSpace<User>,
+    space: TlbSpace<UserSpace>,
     deferred: DeferredUnmap,
     /// CPUs that have nothing more to ask.
     done: AtomicU64,

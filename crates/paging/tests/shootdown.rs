@@ -9,9 +9,9 @@ use hugemm_base::{
     Counters, Cpu, CpuCx, CpuId, Invalidation, PageSize, PhysAddr, PreemptModel, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_paging::{
-    Counting, DeferredUnmap, Detached, EditLock, Editing, Flags, Keep, Kernel, Lookup, Mapping, PageTable, PagingError,
-    ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu, TlbShootdown, TlbShootdownError, TlbSpace,
-    User, X86_64,
+    Counting, DeferredUnmap, Detached, EditLock, Editing, Flags, Keep, KernelSpace, Lookup, Mapping, PageTable,
+    PagingError, ShootdownBatch, ShootdownCounts, ShootdownPolicy, SpaceKind, TlbCpu, TlbShootdown, TlbShootdownError,
+    TlbSpace, UserSpace, X86_64,
 };
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -105,7 +105,7 @@ fn range(page: u64, pages: u64) -> VirtRange {
 fn change<H: TlbHw>(
     shootdown: &TlbShootdown<'_, H>,
     cx: &CpuCx<'_, Player>,
-    space: &TlbSpace<User, Keep, Vec<AtomicU64>>,
+    space: &TlbSpace<UserSpace, Keep, Vec<AtomicU64>>,
     pages: u64,
     policy: &ShootdownPolicy,
 ) -> ShootdownCounts {
@@ -145,7 +145,7 @@ fn a_batch_costs_the_same_for_any_number_of_pages_and_any_number_of_cpus_is_reac
 fn lazy_cpus_and_those_that_left_are_not_asked_and_catch_up() {
     let parts = Parts::new(130);
     let shootdown = parts.shootdown(Counting);
-    let (space, other) = (parts.space::<User, _>(&shootdown), parts.space::<User, _>(&shootdown));
+    let (space, other) = (parts.space::<UserSpace, _>(&shootdown), parts.space::<UserSpace, _>(&shootdown));
     let cpu = Player::new(0);
     let on = |number: u32, f: &dyn Fn(&CpuCx<'_, Player>)| {
         cpu.number.set(number);
@@ -217,7 +217,7 @@ unsafe impl TlbHw for &Tagging {
 fn what_is_kept_under_tags_expires() {
     let (hw, parts) = (Tagging::default(), Parts::new(2));
     let shootdown = parts.shootdown(&hw);
-    let spaces = [parts.space::<User, _>(&shootdown), parts.space::<User, _>(&shootdown)];
+    let spaces = [parts.space::<UserSpace, _>(&shootdown), parts.space::<UserSpace, _>(&shootdown)];
     let cpu = Player::new(0);
     let turn = || {
         hw.kept.lock().expect("not poisoned").clear();
@@ -248,7 +248,7 @@ fn what_is_kept_under_tags_expires() {
 fn a_space_is_retired_when_only_lazy_cpus_are_left() {
     let parts = Parts::new(3);
     let shootdown = parts.shootdown(Counting);
-    let space = parts.space::<User, _>(&shootdown);
+    let space = parts.space::<UserSpace, _>(&shootdown);
     let cpu = Player::new(1);
     cpu.run(|cx| space.switch_in(&shootdown, cx));
     cpu.number.set(0);
@@ -266,7 +266,7 @@ fn a_space_is_retired_when_only_lazy_cpus_are_left() {
 fn others_flushes_are_made_use_of_and_nothing_is_flushed_for_nothing() {
     let parts = Parts::new(2);
     let shootdown = parts.shootdown(Counting);
-    let space = parts.space::<User, _>(&shootdown);
+    let space = parts.space::<UserSpace, _>(&shootdown);
     let cpu = Player::new(0);
     cpu.run(|cx| {
         space.switch_in(&shootdown, cx);
@@ -286,7 +286,7 @@ fn others_flushes_are_made_use_of_and_nothing_is_flushed_for_nothing() {
 fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
     let parts = Parts::new(3);
     let shootdown = parts.shootdown(Counting);
-    let spaces = [parts.space::<User, _>(&shootdown), parts.space(&shootdown)];
+    let spaces = [parts.space::<UserSpace, _>(&shootdown), parts.space(&shootdown)];
     // SAFETY: one machine.
     let deferred = unsafe { DeferredUnmap::new(&shootdown) }.expect("fits");
     let cpu = Player::new(0);
@@ -353,7 +353,7 @@ fn a_broadcast_interrupts_nobody() {
 fn the_kernels_half_reaches_every_cpu_that_is_online() {
     let parts = Parts::new(70);
     let shootdown = parts.shootdown(Counting);
-    let (kernel, cpu) = (parts.space::<Kernel, _>(&shootdown), Player::new(0));
+    let (kernel, cpu) = (parts.space::<KernelSpace, _>(&shootdown), Player::new(0));
     for number in (0..70).rev() {
         cpu.number.set(number);
         cpu.run(|cx| kernel.online(&shootdown, cx));
@@ -392,7 +392,8 @@ fn parts_that_do_not_fit_are_refused() {
     assert_eq!(unsafe { TlbShootdown::new(&[], &[], Counting) }.expect_err("none"), TlbShootdownError::NoCpus);
     let shootdown = parts.shootdown(Counting);
     // SAFETY: never used.
-    let error = unsafe { TlbSpace::<User>::new(&shootdown, PhysAddr::new(0)) }.expect_err("two masks of two words");
+    let error =
+        unsafe { TlbSpace::<UserSpace>::new(&shootdown, PhysAddr::new(0)) }.expect_err("two masks of two words");
     assert_eq!(error, TlbShootdownError::TooFewWords { needed: 4, given: 2 });
     // SAFETY: one machine.
     let error = unsafe { DeferredUnmap::new(&shootdown) }.expect_err("two masks of two words");
@@ -493,7 +494,7 @@ fn what_was_detached_is_paid_for_by_its_own_space() {
     let new = |table: &PageTable<X86_64, EditLock>| {
         let masks = words(2);
         // SAFETY: each of another table; nothing is walked.
-        unsafe { TlbSpace::<User, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), masks) }
+        unsafe { TlbSpace::<UserSpace, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), masks) }
             .expect("fits")
     };
     let (space, others) = (new(&table), new(&other));
@@ -540,7 +541,7 @@ fn detached_tables_are_not_paid_for_by_a_flush_of_leaves() {
     let table = table(&heap);
     // SAFETY: nothing is walked.
     let space =
-        unsafe { TlbSpace::<User, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), words(2)) };
+        unsafe { TlbSpace::<UserSpace, _, _>::with_masks(&shootdown, table.root().start(), Kept::default(), words(2)) };
     let space = space.expect("fits");
     let small = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
     table.exclusive(&heap).map(span(0, 1024), [extent(0, 1024)], small).expect("mapped");

@@ -10,12 +10,12 @@ type Frames = FrameTables<'static, 'static, 'static, Threads<Memory>, Plain>;
 #[test]
 fn every_type() {
     hugemm_threads::across_threads! {
-        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { Aarch64, Invlpgb, X86, Kernel, User, Deferred, TableContent, NoTable }
+        concat!(env!("CARGO_MANIFEST_DIR"), "/src"), private { Aarch64, Invlpgb, X86, KernelSpace, UserSpace, Deferred, TableContent, NoTable }
         both {
             PageTable<X86_64>, EditLock, Editing, Change, Flags, Leaf, Leaves<'static, X86_64>, Lookup, Mapping, OwnerNext, PagingError,
             Run, Stale, Young, Harvest, Detached, Unhooked, Keep, Counting, Broadcast, TlbCpu, TlbShootdownError,
-            TlbShootdown<'static, Counting>, TlbSpace<User>, DeferredUnmap, ShootdownCounts, ShootdownPolicy,
-            ShootdownBatch<'static, User, Keep, [hugemm_base::sync::AtomicU64; 2]>,
+            TlbShootdown<'static, Counting>, TlbSpace<UserSpace>, DeferredUnmap, ShootdownCounts, ShootdownPolicy,
+            ShootdownBatch<'static, UserSpace, Keep, [hugemm_base::sync::AtomicU64; 2]>,
         }
         // The task's context is in it; a table is unlocked where it was locked.
         neither { FrameTables<'static, 'static, 'static, Threads<Memory>, Plain>, }

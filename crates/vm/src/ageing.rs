@@ -91,7 +91,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 .unwrap_or((first, last));
                 let start = area.info.range.first_page() + (first - area.info.offset);
-                let Some(span) = crate::unmap::pages(start, start + (last - first)) else { continue };
+                let Some(span) = crate::vma::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
                 let mut table = space.table.shared(self.tables(&task));
                 // Both go up.

@@ -7,10 +7,10 @@ use core::ptr::NonNull;
 use core::slice;
 use hugemm_base::TlbHw;
 use hugemm_base::sync::AtomicU64;
-use hugemm_paging::{Keep, TlbShootdown, TlbSpace, User};
+use hugemm_paging::{Keep, TlbShootdown, TlbSpace, UserSpace};
 
 /// A space's part in shootdowns.
-pub type SpaceTlb = TlbSpace<User, Keep, CpuMasks>;
+pub type SpaceTlb = TlbSpace<UserSpace, Keep, CpuMasks>;
 
 /// The masks of one space. They live as long as its memory.
 pub struct CpuMasks {

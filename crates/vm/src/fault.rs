@@ -17,7 +17,7 @@ use crate::error::VmError;
 use crate::object::{Index, Object, Owner};
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
+use crate::space::{AddressSpace, AddressSpaceCounters, Site};
 use crate::supply::Want;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
@@ -71,6 +71,20 @@ pub enum Served {
     Meanwhile,
 }
 
+impl AddressSpaceCounters {
+    pub(crate) fn count(&self, served: &Result<Served, VmError>) {
+        let counter = match served {
+            Ok(Served::Mapped) => &self.mapped,
+            Ok(Served::Copied) => &self.copied,
+            Ok(Served::Reused) => &self.reused,
+            Ok(Served::Refaulted) => &self.refaulted,
+            Ok(Served::Meanwhile) => &self.waited,
+            Err(_) => &self.failed,
+        };
+        counter.add(1);
+    }
+}
+
 /// What is at an address.
 enum Found<S: Setup> {
     /// Nothing is mapped. The object, with a reference, if it is a shared one.
@@ -84,21 +98,6 @@ enum Found<S: Setup> {
     /// Somebody is at the page, or has the space to itself.
     Busy,
 }
-
-/// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
-pub(crate) struct Site<'a, S: Setup, O> {
-    pub(crate) space: &'a AddressSpace<S>,
-    pub(crate) area: &'a VmaInfo,
-    pub(crate) phases: &'a O,
-}
-
-impl<S: Setup, O> Clone for Site<'_, S, O> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<S: Setup, O> Copy for Site<'_, S, O> {}
 
 impl<S: Setup> Vm<'_, S> {
     /// Serves a fault of the calling task at `at` in `space`. Interrupts are on; may sleep where the platform says so.
@@ -245,7 +244,9 @@ impl<S: Setup> Vm<'_, S> {
         let entered = self.enter(cx, space, area, page, [extent], fresh_flags(area, access));
         phases.enter(Phase::Other);
         if entered == Ok(Served::Mapped) {
-            self.entered(cx, &want, 1);
+            if want.reserved {
+                self.entered(cx, want.page, 1);
+            }
         } else {
             space.counters().wasted.add(1);
             self.return_pages(cx, extent, &want);
@@ -363,7 +364,9 @@ impl<S: Setup> Vm<'_, S> {
                 let made = self.try_map(cx, |task| index.table.shared(self.tables(task)).map(place, [extent], how));
                 phases.enter(Phase::Other);
                 if made == Ok(Served::Mapped) {
-                    self.entered(cx, &want, 1);
+                    if want.reserved {
+                        self.entered(cx, want.page, 1);
+                    }
                 } else {
                     self.return_pages(cx, extent, &want);
                 }

@@ -6,12 +6,11 @@
 //! what the space reads.
 
 use crate::error::VmError;
-use crate::fault::Site;
 use crate::setup::{Cx, Setup};
-use crate::space::{AddressSpace, SpaceId};
-use crate::unmap::pages;
+use crate::space::{AddressSpace, Site, SpaceId};
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
+use crate::vma::pages;
 use core::cell::RefCell;
 use core::fmt;
 use hugemm_base::sync::{AtomicU64, Ordering};

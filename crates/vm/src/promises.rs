@@ -11,7 +11,6 @@
 
 use crate::error::VmError;
 use crate::setup::{Cx, Setup};
-use crate::supply::Want;
 use crate::vm::Vm;
 use hugemm_base::{Dirty, PageSize, Zeroed};
 use hugemm_frames::Placement;
@@ -80,12 +79,10 @@ impl<S: Setup> Vm<'_, S> {
         self.give_up(cx, size, promises.of(size).put_down(1));
     }
 
-    /// `pages` pages as wanted have been entered where they were lacking.
-    pub(crate) fn entered(&self, cx: &Cx<'_, S>, want: &Want, pages: u64) {
-        if want.reserved {
-            let mut promises = self.promises().exclusive();
-            self.give_up(cx, want.page, promises.of(want.page).put_down(pages));
-        }
+    /// `pages` promised pages have been entered where they were lacking.
+    pub(crate) fn entered(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+        let mut promises = self.promises().exclusive();
+        self.give_up(cx, size, promises.of(size).put_down(pages));
     }
 
     /// Nobody needs the promises of `pages` pages any more.

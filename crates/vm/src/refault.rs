@@ -6,10 +6,11 @@
 //! and of those that it forked come back one by one, each to its own.
 
 use crate::error::VmError;
-use crate::fault::{Access, Served, Site, fresh_flags};
+use crate::fault::{Access, Served, fresh_flags};
 use crate::object::{Object, Owner};
 use crate::phases::Phases;
 use crate::setup::{Cx, Setup};
+use crate::space::Site;
 use crate::supply::Want;
 use crate::swap_entry::SwapEntry;
 use crate::vm::Vm;

@@ -2,15 +2,13 @@
 
 use crate::cpu_masks::{CpuMasks, SpaceTlb};
 use crate::error::VmError;
-use crate::fault::Served;
 use crate::followers::Followers;
 use crate::guarded::Guarded;
 use crate::inflight_faults::InflightFaults;
 use crate::pin::Pins;
 use crate::setup::{Cx, Setup, Task};
-use crate::unmap::pages;
 use crate::vm::Vm;
-use crate::vma::{Areas, VmaInfo};
+use crate::vma::{Areas, VmaInfo, pages};
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -64,20 +62,6 @@ pub struct AddressSpaceCounters {
     pub reused: Counter,
     /// Faults that could not be served.
     pub failed: Counter,
-}
-
-impl AddressSpaceCounters {
-    pub(crate) fn count(&self, served: &Result<Served, VmError>) {
-        let counter = match served {
-            Ok(Served::Mapped) => &self.mapped,
-            Ok(Served::Copied) => &self.copied,
-            Ok(Served::Reused) => &self.reused,
-            Ok(Served::Refaulted) => &self.refaulted,
-            Ok(Served::Meanwhile) => &self.waited,
-            Err(_) => &self.failed,
-        };
-        counter.add(1);
-    }
 }
 
 impl<S: Setup> fmt::Debug for AddressSpace<S> {
@@ -138,6 +122,21 @@ impl<S: Setup> AddressSpace<S> {
         self.areas.shared().meeting(0, u64::MAX).for_each(|area| visit(&area.info));
     }
 }
+
+/// Where pages go, and who is told what is going on: the same in all steps of a fault or of a fill.
+pub(crate) struct Site<'a, S: Setup, O> {
+    pub(crate) space: &'a AddressSpace<S>,
+    pub(crate) area: &'a VmaInfo,
+    pub(crate) phases: &'a O,
+}
+
+impl<S: Setup, O> Clone for Site<'_, S, O> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Setup, O> Copy for Site<'_, S, O> {}
 
 /// The owner of an address space. It ends with [`Vm::destroy`]; dropping this loses the space and all that is mapped.
 #[must_use = "dropping this loses the space's memory: destroy it"]

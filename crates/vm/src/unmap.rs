@@ -9,7 +9,7 @@ use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::AddressSpace;
 use crate::vm::Vm;
-use crate::vma::{Areas, Vma, VmaInfo};
+use crate::vma::{Areas, Vma, VmaInfo, pages};
 use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
@@ -287,9 +287,4 @@ fn cuts<S: Setup>(areas: &Areas<S>, first: u64, end: u64) -> Result<usize, VmErr
 fn part(area: &VmaInfo, first: u64, end: u64) -> (u64, u64) {
     let (begins, ends) = (area.range.first_page(), area.range.end_page());
     (begins.max(first), ends.min(end))
-}
-
-/// The span from page `from` to page `to`.
-pub(crate) fn pages(from: u64, to: u64) -> Option<VirtRange> {
-    VirtRange::new(VirtAddr::new(from << hugemm_base::PAGE_SHIFT), (to - from) << hugemm_base::PAGE_SHIFT).ok()
 }

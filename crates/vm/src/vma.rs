@@ -207,3 +207,8 @@ impl<S: Setup> Areas<S> {
         self.tree.find_mut(&first).remove()
     }
 }
+
+/// The span from page `from` to page `to`.
+pub(crate) fn pages(from: u64, to: u64) -> Option<VirtRange> {
+    VirtRange::new(VirtAddr::new(from << hugemm_base::PAGE_SHIFT), (to - from) << hugemm_base::PAGE_SHIFT).ok()
+}

@@ -1,6 +1,6 @@
 //! Leases for programs in C: what `include/hugemm_lease.h` says, on [`hugemm_lease::client`].
 
-use hugemm_lease::client::{Connection, Lease, Mapping, default_socket};
+use hugemm_lease::client::{Connection, Lease, MappedLease, default_socket};
 use hugemm_lease::memory_file::Page;
 use hugemm_lease::wire::Wish;
 use std::cell::RefCell;
@@ -14,7 +14,7 @@ use std::ptr::{NonNull, null_mut};
 #[derive(Debug)]
 pub struct HugemmLease {
     lease: Lease,
-    mapping: Option<Mapping>,
+    mapping: Option<MappedLease>,
 }
 
 /// What is wanted: `struct hugemm_lease_options`.

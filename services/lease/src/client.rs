@@ -1,7 +1,7 @@
 //! A client's side: ask a daemon, get a descriptor.
 
 use crate::server::connect;
-use crate::wire::{self, Answer, Forget, Keep, Leased, Refused, Request, Seen, Wish};
+use crate::wire::{self, Answer, Forget, KeepAs, Leased, Refused, Request, Seen, Wish};
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::ffi::c_void;
@@ -86,27 +86,27 @@ impl Lease {
     /// # Errors
     ///
     /// The system's: no address space.
-    pub fn map(&self) -> io::Result<Mapping> {
+    pub fn map(&self) -> io::Result<MappedLease> {
         let bytes = usize::try_from(self.about.bytes).map_err(io::Error::other)?;
         let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: at an address of the kernel's choice; no memory that exists is touched.
         let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, rights, flags, &self.file, 0) }?;
         let at = NonNull::new(at).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Mapping { at, bytes })
+        Ok(MappedLease { at, bytes })
     }
 }
 
 /// A shared mapping of a lease. Whoever has the file can write it at any time, so it is no slice; a sole owner makes one of it.
 #[derive(Debug)]
-pub struct Mapping {
+pub struct MappedLease {
     at: NonNull<c_void>,
     bytes: usize,
 }
 
 // SAFETY: an address and a length, which no thread's state belongs to.
-unsafe impl Send for Mapping {}
+unsafe impl Send for MappedLease {}
 
-impl Mapping {
+impl MappedLease {
     /// Where it begins.
     pub fn at(&self) -> NonNull<c_void> {
         self.at
@@ -118,7 +118,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for MappedLease {
     fn drop(&mut self) {
         // SAFETY: mapped by `Lease::map`; who uses an address of it answers for it being dropped later.
         let _ = unsafe { rustix::mm::munmap(self.at.as_ptr(), self.bytes) };
@@ -182,13 +182,13 @@ impl Connection {
     pub fn lease_kept(self, mut wish: Wish, name: &str, file: &Path) -> Result<Lease, ClientError> {
         let secret = |what, cause| ClientError::Secret { path: file.to_owned(), what, cause };
         let known = read_secret(file).map_err(|cause| secret("cannot be read", cause))?;
-        wish.keep = Some(Keep { name: name.to_owned(), secret: known });
+        wish.keep = Some(KeepAs { name: name.to_owned(), secret: known });
         let lease = self.lease(wish)?;
         if let (Some(new), false) = (&lease.about.secret, lease.about.resumed) {
             let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(file);
             if let Err(cause) = made.and_then(|mut made| writeln!(made, "{new}")) {
                 // Nobody could have it again.
-                let keep = Keep { name: name.to_owned(), secret: Some(new.clone()) };
+                let keep = KeepAs { name: name.to_owned(), secret: Some(new.clone()) };
                 let _ = lease.connection.ask(&Request::Forget(Forget { keep, uid: None }));
                 return Err(secret("cannot be written, so the memory is not kept", cause));
             }

@@ -1,12 +1,12 @@
 //! The daemon's state: what is ready, who has what; taking, lending, ending. No socket here, and no thread of its own.
 
-use crate::kept::{Kept, MOST_NAME, Owner};
+use crate::kept::{Kept, MOST_NAME, OwnerProcess};
 use crate::memory_file::{FileError, MemoryFile, Page};
 use crate::policy::{Asker, LendingPolicy, Refusal};
 use crate::service;
 use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Lent, Status};
 use crate::stock::{Choice, Shapes, choose, missing};
-use crate::wire::{Forget, Keep, Leased, Refused, RefusedKind, Seen, Wish};
+use crate::wire::{Forget, KeepAs, Leased, Refused, RefusedKind, Seen, Wish};
 use rustix::rand::GetRandomFlags;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -116,7 +116,7 @@ impl Daemon {
     }
 
     /// Takes memory that a predecessor kept; if its program still runs, with a lease, which is returned.
-    pub fn adopt_kept(&self, memory: Kept, running: Option<Owner>) -> Option<u64> {
+    pub fn adopt_kept(&self, memory: Kept, running: Option<OwnerProcess>) -> Option<u64> {
         let mut state = self.state();
         let (uid, name) = memory.key();
         let asker = Asker { uid, gid: uid };
@@ -247,12 +247,12 @@ impl Daemon {
         pid: u32,
         mut leased: Leased,
         file: MemoryFile,
-        keep: Option<&Keep>,
+        keep: Option<&KeepAs>,
     ) -> Result<(Leased, OwnedFd), Refused> {
         let Some(keep) = keep else { return Ok((leased, file.into_fd())) };
         let new = |secret: String| {
             let memory = file.as_fd().try_clone_to_owned()?;
-            Kept::new(memory, asker.uid, keep.name.clone(), secret, Owner::of(pid))
+            Kept::new(memory, asker.uid, keep.name.clone(), secret, OwnerProcess::of(pid))
         };
         let refusal = match secret().map(new) {
             Some(Ok(memory)) => {
@@ -272,7 +272,7 @@ impl Daemon {
     }
 
     /// Leases kept memory to its owner again; `None` if there is none of that name.
-    fn resume(&self, asker: Asker, pid: u32, bytes: u64, keep: &Keep) -> Option<Result<(Leased, OwnedFd), Refused>> {
+    fn resume(&self, asker: Asker, pid: u32, bytes: u64, keep: &KeepAs) -> Option<Result<(Leased, OwnedFd), Refused>> {
         let mut state = self.state();
         let key = (asker.uid, keep.name.clone());
         let kept = state.kept.get_mut(&key)?;
@@ -287,7 +287,7 @@ impl Daemon {
             return no(&format!("the kept memory has {} bytes", kept.memory.bytes()));
         }
         let Ok(file) = kept.memory.memory() else { return no("no descriptor is left in the daemon") };
-        if let Err(error) = kept.memory.set_owner(Owner::of(pid)) {
+        if let Err(error) = kept.memory.set_owner(OwnerProcess::of(pid)) {
             return no(&format!("it cannot be written who has the memory: {error}"));
         }
         let (page, secret) = (kept.memory.page(), kept.memory.secret().to_owned());

@@ -23,24 +23,24 @@ struct Record {
     secret: String,
     /// Of the file that it is about.
     inode: u64,
-    owner: Option<Owner>,
+    owner: Option<OwnerProcess>,
 }
 
 /// The process that has the memory, or had it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owner {
+pub struct OwnerProcess {
     pid: u32,
     /// In ticks since the machine's start: no two processes of one number have the same.
     started: u64,
 }
 
-impl Owner {
+impl OwnerProcess {
     /// The process of that number, if there is one.
     pub fn of(pid: u32) -> Option<Self> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // Behind the name, which may have anything in it; field 22 of all (proc_pid_stat(5)).
         let started = stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()?;
-        Some(Owner { pid, started })
+        Some(OwnerProcess { pid, started })
     }
 
     /// Its number.
@@ -72,7 +72,13 @@ impl Kept {
     /// # Errors
     ///
     /// The system's: no descriptor, no memory.
-    pub fn new(memory: OwnedFd, uid: u32, name: String, secret: String, owner: Option<Owner>) -> io::Result<Self> {
+    pub fn new(
+        memory: OwnedFd,
+        uid: u32,
+        name: String,
+        secret: String,
+        owner: Option<OwnerProcess>,
+    ) -> io::Result<Self> {
         let stat = rustix::fs::fstat(&memory)?;
         let page = page_of(memory.as_fd()).ok_or(io::ErrorKind::InvalidInput)?;
         let written = File::from(memfd_create(c"hugemm-lease-record", MemfdFlags::CLOEXEC)?);
@@ -128,7 +134,7 @@ impl Kept {
     }
 
     /// Who has it, or had it.
-    pub fn owner(&self) -> Option<Owner> {
+    pub fn owner(&self) -> Option<OwnerProcess> {
         self.record.owner
     }
 
@@ -137,7 +143,7 @@ impl Kept {
     /// # Errors
     ///
     /// The system's.
-    pub fn set_owner(&mut self, owner: Option<Owner>) -> io::Result<()> {
+    pub fn set_owner(&mut self, owner: Option<OwnerProcess>) -> io::Result<()> {
         self.record.owner = owner;
         self.write(&serde_json::to_vec(&self.record)?)
     }

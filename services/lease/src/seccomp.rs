@@ -124,7 +124,7 @@ pub struct Call {
 
 /// How a call is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum CallAnswer {
     /// The kernel executes it as if nobody had asked.
     Continue,
     /// It is said to have succeeded.
@@ -211,10 +211,10 @@ pub fn replace_descriptor(
 /// # Errors
 ///
 /// The kernel's: `NOENT` if the call waits no more.
-pub fn answer(listener: BorrowedFd<'_>, call: &Call, answer: Answer) -> Result<(), Errno> {
+pub fn answer(listener: BorrowedFd<'_>, call: &Call, answer: CallAnswer) -> Result<(), Errno> {
     let flags = match answer {
-        Answer::Continue => libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32,
-        Answer::Done => 0,
+        CallAnswer::Continue => libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32,
+        CallAnswer::Done => 0,
     };
     let mut response = libc::seccomp_notif_resp { id: call.id, val: 0, error: 0, flags };
     ioctl(listener, SEND, &mut response).map(drop)

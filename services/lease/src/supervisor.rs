@@ -9,7 +9,7 @@
 
 use crate::client::{Connection, Lease};
 use crate::memory_file::{Page, copy_seals, page_of};
-use crate::seccomp::{self, Answer, Call, FilterError};
+use crate::seccomp::{self, Call, CallAnswer, FilterError};
 use crate::wire::Seen;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -183,7 +183,7 @@ impl Supervisor {
     /// Answers a call. An error of an answer means that nobody waits for it any more.
     fn answer(&mut self, call: &Call) {
         let placed = call.length == self.length && self.place(call).is_some();
-        let answer = if placed { Answer::Done } else { Answer::Continue };
+        let answer = if placed { CallAnswer::Done } else { CallAnswer::Continue };
         let _ = seccomp::answer(self.listener.as_fd(), call, answer);
     }
 

@@ -49,13 +49,13 @@ pub struct Wish {
     pub node: Option<u32>,
     /// Under which name the memory is kept when its program ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keep: Option<Keep>,
+    pub keep: Option<KeepAs>,
 }
 
 /// Memory that outlives its program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Keep {
+pub struct KeepAs {
     /// Its name, of its user's own.
     pub name: String,
     /// What the first lease under the name was given; without it the name must be new.
@@ -68,7 +68,7 @@ pub struct Keep {
 #[serde(deny_unknown_fields)]
 pub struct Forget {
     /// Its name, and the secret, which root and the daemon's own user need not have.
-    pub keep: Keep,
+    pub keep: KeepAs,
     /// Whose it is: the asker's, if nobody is named. For root and the daemon's own user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,

@@ -19,7 +19,7 @@ use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::supervisor::{AttachError, attach};
-use hugemm_lease::wire::{Answer, Forget, Keep, Request, Wish};
+use hugemm_lease::wire::{Answer, Forget, KeepAs, Request, Wish};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -148,7 +148,7 @@ fn keeper(socket: &Path) {
 }
 
 fn kept(socket: &Path, secret: Option<&str>) -> Result<hugemm_lease::client::Lease, ClientError> {
-    let keep = Keep { name: "cache".to_owned(), secret: secret.map(str::to_owned) };
+    let keep = KeepAs { name: "cache".to_owned(), secret: secret.map(str::to_owned) };
     Connection::open(socket)?.lease(Wish { bytes: LEASE, page: None, node: None, keep: Some(keep) })
 }
 
@@ -646,7 +646,7 @@ fn kept_memory_survives_the_daemon(_: &Pool) {
     with_bytes(&lease, |memory| assert!(memory.iter().all(|byte| *byte == 0x5a), "it has its bytes"));
     drop(lease);
     let forget = |secret: &str, uid| {
-        let keep = Keep { name: "cache".to_owned(), secret: Some(secret.to_owned()) };
+        let keep = KeepAs { name: "cache".to_owned(), secret: Some(secret.to_owned()) };
         Connection::open(&served.socket)?.ask(&Request::Forget(Forget { keep, uid }))
     };
     assert!(forget(secret, Some(4711)).is_err(), "another's of that name is not there");

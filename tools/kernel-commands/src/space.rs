@@ -12,7 +12,7 @@ use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{layout, page_fault, tables};
 use hugemm_paging::{
     Change, Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
-    ShootdownPolicy, TlbSpace, User,
+    ShootdownPolicy, TlbSpace, UserSpace,
 };
 use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
@@ -29,7 +29,7 @@ pub trait Pages: Sync {
 /// An address space.
 pub struct BareSpace<'a> {
     table: PageTable<Format>,
-    tlb: TlbSpace<User>,
+    tlb: TlbSpace<UserSpace>,
     pages: Option<&'a dyn Pages>,
 }
 

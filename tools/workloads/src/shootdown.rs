@@ -10,7 +10,7 @@ use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw, VirtRange
 use hugemm_frames::{Env, Frames};
 use hugemm_paging::{
     Change, Editing, Flags, FrameTables, Keep, Mapping, PageFormat, PageTable, PagingError, RawEditLock,
-    ShootdownBatch, ShootdownCounts, ShootdownPolicy, TableMemory, TlbShootdown, TlbSpace, User,
+    ShootdownBatch, ShootdownCounts, ShootdownPolicy, TableMemory, TlbShootdown, TlbSpace, UserSpace,
 };
 
 /// Where tables come from, for the time of one operation.
@@ -62,7 +62,7 @@ pub struct ShootdownRig<'a, H, F, L, T, M> {
     /// All TLBs.
     pub shootdown: &'a TlbShootdown<'a, H>,
     /// Whose users are flushed.
-    pub space: &'a TlbSpace<User, Keep, M>,
+    pub space: &'a TlbSpace<UserSpace, Keep, M>,
     /// Its tables.
     pub table: &'a PageTable<F, L>,
     /// Where they come from.

@@ -18,7 +18,7 @@ use hugemm_base::{
 use hugemm_host::cpu::Host;
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
-    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, TlbCpu, TlbShootdown, TlbSpace, User, X86_64,
+    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, TlbCpu, TlbShootdown, TlbSpace, UserSpace, X86_64,
 };
 use std::cell::{Cell, RefCell};
 
@@ -76,7 +76,7 @@ unsafe impl TlbHw for Hw<'_> {
 
 pub struct Space {
     pub table: PageTable<X86_64, EditLock>,
-    pub tlb: TlbSpace<User>,
+    pub tlb: TlbSpace<UserSpace>,
 }
 
 type Late<'w> = (usize, Pending<Detached, TlbFlush<'w, Deferred, Keep>>);

@@ -4,7 +4,8 @@ use super::{World, at};
 use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
-    Editing, Flags, Kernel, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory, TlbSpace, User, X86_64,
+    Editing, Flags, KernelSpace, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory, TlbSpace, UserSpace,
+    X86_64,
 };
 
 const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest: PageSize::Size4K };
@@ -112,10 +113,12 @@ impl World {
         // SAFETY: as above, and the kernel's table stays.
         let tables = [(); 2].map(|()| unsafe { PageTable::beside(&mut memory, lower, &kernel) }.expect("a root"));
         // SAFETY: each has a table of its own, which stays.
-        let half: TlbSpace<Kernel> = unsafe { TlbSpace::new(&self.shootdown, kernel.root().start()) }.expect("fits");
+        let half: TlbSpace<KernelSpace> =
+            unsafe { TlbSpace::new(&self.shootdown, kernel.root().start()) }.expect("fits");
         let spaces = tables.each_ref().map(|table: &PageTable<X86_64>| {
             // SAFETY: as above.
-            let space: TlbSpace<User> = unsafe { TlbSpace::new(&self.shootdown, table.root().start()) }.expect("fits");
+            let space: TlbSpace<UserSpace> =
+                unsafe { TlbSpace::new(&self.shootdown, table.root().start()) }.expect("fits");
             space
         });
         let walk = |cpu| (0..64).for_each(|page| _ = self.mmu.load(cpu, at(page * 8)));

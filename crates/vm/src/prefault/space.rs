@@ -3,15 +3,15 @@
 
 use super::{PIECE, Prefault};
 use crate::error::VmError;
-use crate::fault::{Access, Served, Site};
+use crate::fault::{Access, Served};
 use crate::object::Owner;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
-use crate::space::AddressSpace;
+use crate::space::{AddressSpace, Site};
 use crate::supply::Want;
-use crate::unmap::pages;
 use crate::vm::Vm;
 use crate::vma::VmaInfo;
+use crate::vma::pages;
 use core::cell::RefCell;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{Cancel, Extent, Order, PAGE_SHIFT, PageSize, VirtAddr};
@@ -202,7 +202,9 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         phases.enter(Phase::Other);
         let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
         if entered == Ok(Served::Mapped) {
-            self.vm.entered(cx, &want, batch.pages / size.pages());
+            if want.reserved {
+                self.vm.entered(cx, want.page, batch.pages / size.pages());
+            }
             return match lack {
                 // What could be had is mapped; the next round meets the lack again, or finds it gone.
                 Some(VmError::Cancelled) => Err(VmError::Cancelled),

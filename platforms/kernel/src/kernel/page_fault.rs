@@ -12,7 +12,7 @@ use super::{fault, layout};
 use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, VirtAddr};
-use hugemm_paging::{Keep, TlbSpace, User};
+use hugemm_paging::{Keep, TlbSpace, UserSpace};
 use hugemm_vm::Access;
 
 /// Serves a fault of the calling CPU; whether the access can be tried again.
@@ -24,7 +24,7 @@ pub(crate) struct Server<'a>(&'a Serve<'a>);
 /// Runs `f` with an address space loaded on the calling CPU, whose faults `serve` serves meanwhile.
 pub fn with<'p, R, M: AsRef<[AtomicU64]>>(
     cx: &mut CpuCx<'p, Kernel>,
-    space: &TlbSpace<User, Keep, M>,
+    space: &TlbSpace<UserSpace, Keep, M>,
     serve: &Serve<'_>,
     f: impl FnOnce(&mut CpuCx<'p, Kernel>) -> R,
 ) -> R {

@@ -7,7 +7,7 @@ use super::{percpu, tables};
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{CpuCx, CpuId, Invalidation, PhysAddr, TlbHw, TlbScope};
-use hugemm_paging::{Kernel as KernelHalf, TlbCpu, TlbShootdown, TlbSpace};
+use hugemm_paging::{KernelSpace, TlbCpu, TlbShootdown, TlbSpace};
 
 /// The architecture's instructions and interrupts.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +102,7 @@ unsafe impl TlbHw for Hardware {
 pub type KernelTlbs = TlbShootdown<'static, Hardware>;
 
 static TLBS: Once<KernelTlbs> = Once::new();
-static KERNEL_HALF: Once<TlbSpace<KernelHalf>> = Once::new();
+static KERNEL_HALF: Once<TlbSpace<KernelSpace>> = Once::new();
 
 /// The TLBs of this machine.
 pub fn shootdown() -> &'static KernelTlbs {
@@ -110,7 +110,7 @@ pub fn shootdown() -> &'static KernelTlbs {
 }
 
 /// The kernel's half of all address spaces.
-pub fn kernel_half() -> &'static TlbSpace<KernelHalf> {
+pub fn kernel_half() -> &'static TlbSpace<KernelSpace> {
     KERNEL_HALF.get()
 }
 

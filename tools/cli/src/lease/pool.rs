@@ -17,7 +17,7 @@ use hugemm_lease::server::{Listener, adopt, serve as serve_socket};
 use hugemm_lease::service;
 use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
-use hugemm_lease::wire::{Answer, Forget, Keep, Request};
+use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
 use hugemm_workloads::size::Size;
 use std::fs;
 use std::os::fd::AsFd;
@@ -42,7 +42,7 @@ fn forget(args: &ForgetKept) -> Result<()> {
         Some(path) => read_secret(path).with_context(|| format!("{} cannot be read", path.display()))?,
         None => None,
     };
-    let keep = Keep { name: args.name.clone(), secret };
+    let keep = KeepAs { name: args.name.clone(), secret };
     tell(args.socket.as_deref(), &Request::Forget(Forget { keep, uid: args.user }))?;
     match &args.secret {
         Some(path) if path.exists() => {

@@ -28,7 +28,7 @@ use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_paging::{
     Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace,
-    User, X86_64,
+    UserSpace, X86_64,
 };
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -214,7 +214,7 @@ fn on_machine<H: TlbHw + Sync>(
             Ok::<_, anyhow::Error>(unsafe { PageTable::new(&mut memory, bounds) }?)
         })?
         .context("an empty page table")?;
-    let space: TlbSpace<User, Keep, Vec<AtomicU64>> =
+    let space: TlbSpace<UserSpace, Keep, Vec<AtomicU64>> =
         // SAFETY: no CPU of these translates by anything, and there is no other space.
         unsafe { TlbSpace::with_masks(&shootdown, table.root().start(), Keep, words(2 * tlb_cpus.len().div_ceil(64))) }?;
     // SAFETY: the host's memory is a direct map.
