@@ -9,7 +9,7 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr};
 use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig, Frozen, Mobility, NodeStats, Plain};
 use ostd::mm::frame::GlobalFrameAllocator;
-use ostd::mm::{Paddr, Segment};
+use ostd::mm::{Paddr, Segment, UniqueFrame};
 use ostd::sync::{LocalIrqDisabled, SpinLock};
 
 /// The manager that the adapter makes.
@@ -32,7 +32,8 @@ struct Early {
 /// hugemm's frames as a kernel's `#[ostd::global_frame_allocator]`.
 ///
 /// OSTD hands over all memory that it found before it allocates any. The first allocation makes a manager of it, whose metadata,
-/// 1.6 % of the memory, is taken from the largest piece. Memory that is handed over later is refused, but for what fills a hole.
+/// 1.6 % of the memory, is taken from the largest piece. Memory that is handed over later brings its own
+/// metadata along ([`Frames::add`]).
 ///
 /// Memory of 4 KiB to 1 GiB, at any alignment up to that. A size that is no power of two is cut out of a block of the next one, and
 /// the rest of that is free again; a larger size has no block and gets none. OSTD gives every page back by itself, so blocks are
@@ -134,6 +135,30 @@ impl OstdFrames {
         Some(manager)
     }
 
+    /// Memory that comes while the manager runs; how many of its frames are used, for the metadata too.
+    fn add(&self, cx: &CpuCx<'_, Ostd>, manager: &'static Manager, extent: Extent) -> Option<u64> {
+        let spec = |extent| ArenaSpec { extent, node: NodeId(0), descriptors: None };
+        // Enough for what is left as well.
+        let bytes = Manager::added_bytes(&spec(extent)).ok()?.size();
+        let pages = (bytes as u64).div_ceil(PAGE_BYTES);
+        let (rest, metadata) = extent.split_at(extent.pages().checked_sub(pages).filter(|rest| *rest != 0)?);
+        let first = metadata.start().get() as usize;
+        let segment = Segment::<()>::from_unused(first..first + metadata.bytes() as usize, |_| ()).ok()?;
+        let memory = self.platform.learn(&segment);
+        // SAFETY: the segment is the manager's for good, once the arena is there; by the trait's contract nobody has handed the
+        // frames over before.
+        if unsafe { manager.add(&spec(rest), memory, bytes) }.is_err() {
+            // Its frames are still nobody's but the caller's, who does not want them back from OSTD.
+            for frame in segment {
+                UniqueFrame::try_from(frame).ok()?.reset_as_unused();
+            }
+            return None;
+        }
+        mem::forget(segment);
+        // SAFETY: as above; once.
+        Some(unsafe { manager.release_extent(cx, rest) } + pages)
+    }
+
     fn refuse(&self, frames: u64) {
         self.refused.fetch_add(frames, Ordering::Relaxed);
     }
@@ -218,8 +243,7 @@ impl GlobalFrameAllocator for OstdFrames {
             let mut early = self.early.lock();
             if let Some(manager) = self.manager() {
                 drop(early);
-                // SAFETY: by the trait's contract the memory was not handed over before.
-                let taken = unsafe { manager.release_extent(cx, extent) };
+                let taken = self.add(cx, manager, extent).unwrap_or(0);
                 self.refuse(extent.pages() - taken);
                 return;
             }

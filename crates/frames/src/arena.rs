@@ -234,6 +234,12 @@ impl<'m> Arena<'m> {
         self.first_region + ((pfn.number() >> REGION_ORDER) - first) as usize
     }
 
+    /// Its regions have the numbers from `first` on: for an arena that nobody else knows yet, with rows of its own.
+    pub(crate) fn renumber(&mut self, first: usize) {
+        self.first_region = first;
+        self.rows = self.rows.renumbered(first);
+    }
+
     /// Whether a frame is in the arena: one comparison, because what is below the base wraps.
     #[inline]
     pub(crate) fn contains(&self, pfn: Pfn) -> bool {

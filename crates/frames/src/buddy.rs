@@ -150,9 +150,12 @@ impl<'m, E: Env> Frames<'m, E> {
         }
     }
 
-    /// Where the node's free blocks are.
-    pub(crate) fn places(&self, lists: &FreeLists) -> Option<Places<'m>> {
-        Some(Places { rows: self.nodes.get(lists.node as usize)?.rows, arenas: self.arenas })
+    /// Where the node's free blocks are: those of arenas that were added come last.
+    pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
+        let (node, arenas) = (lists.node, self.arenas);
+        let first = self.nodes.get(node as usize).map(|owner| Places { rows: owner.rows, arenas });
+        let added = self.added().filter(move |arena| arena.node == node);
+        first.into_iter().chain(added.map(|arena| Places { rows: arena.rows, arenas: core::slice::from_ref(arena) }))
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

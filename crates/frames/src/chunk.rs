@@ -17,7 +17,7 @@ use crate::blockmap::{WORDS, first_run};
 use crate::frames::{Env, Frames};
 use crate::free2m::Sought;
 use crate::free4k::{Place, kind};
-use crate::freelist::FreeLists;
+use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
 use hugemm_base::Pfn;
@@ -110,25 +110,27 @@ impl<'m, E: Env> Frames<'m, E> {
         sought: Sought,
     ) -> Option<Place<'m>> {
         self.in_own_chunk(own, order, mobility, sought).or_else(|| {
-            let places = self.places(lists)?;
-            let found = (order..BLOCK_ORDER).filter_map(|larger| {
-                let kind = kind(mobility, sought, larger);
-                let (arena, region, base) = places.at(places.rows.first(kind)?)?;
-                region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES).find_map(|at| {
-                    let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
-                    let block = arena.block(near);
-                    let mut room = if block.mobility() == mobility { block.room(sought) } else { [0; WORDS] };
-                    for half in 0..HALVES {
-                        let pfn = Pfn::new(near.number() - in_block(near) as u64 + ((half as u64) << CHUNK_SHIFT));
-                        if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
-                            room = without(room, half);
+            let in_places = |places: Places<'m>| {
+                let found = (order..BLOCK_ORDER).filter_map(|larger| {
+                    let kind = kind(mobility, sought, larger);
+                    let (arena, region, base) = places.at(places.rows.first(kind)?)?;
+                    region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES).find_map(|at| {
+                        let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
+                        let block = arena.block(near);
+                        let mut room = if block.mobility() == mobility { block.room(sought) } else { [0; WORDS] };
+                        for half in 0..HALVES {
+                            let pfn = Pfn::new(near.number() - in_block(near) as u64 + ((half as u64) << CHUNK_SHIFT));
+                            if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
+                                room = without(room, half);
+                            }
                         }
-                    }
-                    let index = first_run(order, |at| room[at % WORDS])?;
-                    Some(Place { arena, near, index, room })
-                })
-            });
-            found.min_by_key(Place::pfn)
+                        let index = first_run(order, |at| room[at % WORDS])?;
+                        Some(Place { arena, near, index, room })
+                    })
+                });
+                found.min_by_key(Place::pfn)
+            };
+            self.places(lists).find_map(in_places)
         })
     }
 

@@ -1,5 +1,6 @@
 //! The manager: what it consists of, and how frames come to it in the first place.
 
+use crate::added::Added;
 use crate::arena::Arena;
 use crate::buddy::{Content, Node};
 use crate::counted::FrozenRun;
@@ -66,7 +67,10 @@ unsafe impl<I: Inject> Env for Plain<I> {
 /// calls. [`Frames::carve`] makes one out of nothing but memory; [`Frames::new`] gives more choice, and every context that
 /// is given to such a manager must come from one platform.
 pub struct Frames<'m, E: Env = Plain> {
+    /// Those that it was made with.
     pub(crate) arenas: &'m [Arena<'m>],
+    /// Those that were added.
+    pub(crate) added: Added,
     pub(crate) nodes: &'m [Node<'m, E::Lock>],
     pub(crate) cpus: &'m [PerCpu<'m>],
     pub(crate) frames: u64,
@@ -83,8 +87,8 @@ pub struct Frames<'m, E: Env = Plain> {
 impl<E: Env> fmt::Debug for Frames<'_, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Frames")
-            .field("arenas", &self.arenas.len())
-            .field("frames", &self.frames)
+            .field("arenas", &self.arenas().count())
+            .field("frames", &self.frames())
             .finish_non_exhaustive()
     }
 }
@@ -129,6 +133,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let Parts { arenas, nodes, cpus, frames } = unsafe { layout::build::<E::Lock>(config, memory, bytes) }?;
         Ok(Frames {
             arenas,
+            added: Added::new(),
             nodes,
             cpus,
             frames,
@@ -179,7 +184,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     fn free_new<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
         let mut sum = 0;
-        for arena in self.arenas {
+        for arena in self.arenas() {
             let part = extent.intersection(arena.extent);
             if !part.is_empty() {
                 cx.pinned(|pin| {
@@ -198,7 +203,12 @@ impl<'m, E: Env> Frames<'m, E> {
         &self.env
     }
 
-    /// The arena of a frame. O(log arenas), one comparison for the first.
+    /// All arenas: those that the manager was made with in ascending order, then those that were added.
+    pub(crate) fn arenas(&self) -> impl Iterator<Item = &'m Arena<'m>> {
+        self.arenas.iter().chain(self.added())
+    }
+
+    /// The arena of a frame. O(log arenas), one comparison for the first; O(arenas) for those that were added.
     #[inline]
     pub(crate) fn arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let first = self.arenas.first()?;
@@ -209,15 +219,19 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline(never)]
     fn later_arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
         let after = self.arenas.partition_point(|arena| arena.extent.base() <= pfn);
-        self.arenas.get(after.checked_sub(1)?).filter(|arena| arena.contains(pfn))
+        let found = after.checked_sub(1).and_then(|at| self.arenas.get(at)).filter(|arena| arena.contains(pfn));
+        found.or_else(|| self.added().find(|arena| arena.contains(pfn)))
     }
 
-    /// The arenas' parts of an extent, in ascending order.
+    /// The arenas' parts of an extent, in the order of [`arenas`](Frames::arenas).
     pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> {
         let arenas = self.arenas;
         let from = arenas.partition_point(|arena| arena.extent.end() <= extent.base());
         let upto = arenas.iter().skip(from).take_while(move |arena| arena.extent.base() < extent.end());
-        upto.map(move |arena| (arena, extent.intersection(arena.extent))).filter(|(_, part)| !part.is_empty())
+        let added = self.added().filter(move |arena| !arena.extent.intersection(extent).is_empty());
+        upto.chain(added)
+            .map(move |arena| (arena, extent.intersection(arena.extent)))
+            .filter(|(_, part)| !part.is_empty())
     }
 
     #[inline]

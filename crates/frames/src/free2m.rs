@@ -19,7 +19,7 @@ use crate::arena::{Arena, BLOCK, BLOCK_ORDER, Region, in_region};
 use crate::blockmap::{WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
-use crate::freelist::{BIG, FreeLists, SMALL_KINDS};
+use crate::freelist::{BIG, FreeLists, Places, SMALL_KINDS};
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::stats::ORDERS;
@@ -254,7 +254,16 @@ impl<'m, E: Env> Frames<'m, E> {
         sought: Sought,
         mut find: impl FnMut(&'m Region, u64, usize) -> Option<R>,
     ) -> Option<R> {
-        let places = self.places(lists)?;
+        self.places(lists).find_map(|places| self.seek_in(&places, log, sought, &mut find))
+    }
+
+    fn seek_in<R>(
+        &self,
+        places: &Places<'m>,
+        log: u32,
+        sought: Sought,
+        find: &mut impl FnMut(&'m Region, u64, usize) -> Option<R>,
+    ) -> Option<R> {
         loop {
             let number = places.rows.first(SMALL_KINDS + sought.row(log))?;
             let (_, region, base) = places.at(number)?;
@@ -319,7 +328,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
     pub(crate) fn count_2m(&self, node: u32, blocks: &mut [u64; ORDERS]) {
-        for region in self.arenas.iter().filter(|arena| arena.node == node).flat_map(|arena| arena.regions) {
+        for region in self.arenas().filter(|arena| arena.node == node).flat_map(|arena| arena.regions) {
             let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
             for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
                 *sum += count;

@@ -335,9 +335,18 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The lowest run of an order, and the number of its region.
     fn seek_4k(&self, lists: &FreeLists, order: u32, mobility: Mobility, sought: Sought) -> Option<(usize, Place<'m>)> {
-        let places = self.places(lists)?;
+        self.places(lists).find_map(|places| self.seek_4k_in(&places, order, mobility, sought))
+    }
+
+    fn seek_4k_in(
+        &self,
+        places: &Places<'m>,
+        order: u32,
+        mobility: Mobility,
+        sought: Sought,
+    ) -> Option<(usize, Place<'m>)> {
         loop {
-            let (number, at) = self.lowest_4k(&places, order, mobility, sought)?;
+            let (number, at) = self.lowest_4k(places, order, mobility, sought)?;
             let (arena, region, base) = places.at(number)?;
             let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
             let (block, mut end) = (arena.block(near), 0);
@@ -448,7 +457,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
     pub(crate) fn count_4k(&self, node: u32, blocks: &mut [u64; ORDERS]) {
-        for arena in self.arenas.iter().filter(|arena| arena.node == node) {
+        for arena in self.arenas().filter(|arena| arena.node == node) {
             for block in arena.blocks.iter().filter(|block| block.count.load(Ordering::Relaxed) != 0) {
                 for (sum, count) in blocks.iter_mut().zip(count_runs(block.free.snapshot())) {
                     *sum += count;
@@ -574,7 +583,7 @@ mod tests {
             blocks: &[],
             regions: &[],
             first_region: 0,
-            rows: crate::freelist::Rows::new(&[]),
+            rows: crate::freelist::Rows::new(&[], 0),
         };
         let mut room = [0; WORDS];
         (room[0], room[1], room[2], room[3]) = (0xffff_0000, u64::MAX, u64::MAX, u64::MAX);

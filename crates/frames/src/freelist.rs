@@ -27,12 +27,14 @@ pub(crate) const SMALL_KINDS: usize = 2 * 3 * SMALL;
 /// Kinds of what is sought among whole 2 MiB: content, order.
 pub(crate) const BIG_KINDS: usize = 3 * BIG;
 
-/// A node's bits: for each kind one per region of the manager, clear where the region certainly has none. Under the lock.
+/// A node's bits: for each kind one per region of the arenas that the manager was made with, or of one that was added; clear where the region certainly has none. Under the lock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows<'m> {
     words: &'m [AtomicU64],
     /// Words per kind.
     width: usize,
+    /// The number of the first region that has a bit.
+    base: usize,
 }
 
 impl<'m> Rows<'m> {
@@ -41,12 +43,19 @@ impl<'m> Rows<'m> {
         (SMALL_KINDS + BIG_KINDS) as u64 * regions.div_ceil(64)
     }
 
-    pub(crate) fn new(words: &'m [AtomicU64]) -> Self {
-        Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS) }
+    /// Rows for the regions from number `base` on.
+    pub(crate) fn new(words: &'m [AtomicU64], base: usize) -> Self {
+        Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS), base }
+    }
+
+    /// The same for other regions.
+    pub(crate) fn renumbered(self, base: usize) -> Self {
+        Rows { base, ..self }
     }
 
     // Relaxed: the lock orders.
     pub(crate) fn put(&self, kind: usize, region: usize, value: bool) {
+        let region = region - self.base;
         if let Some(word) = self.words.get(kind * self.width + region / 64) {
             let (old, bit) = (word.load(Ordering::Relaxed), 1 << (region % 64));
             word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
@@ -57,7 +66,8 @@ impl<'m> Rows<'m> {
     pub(crate) fn first(&self, kind: usize) -> Option<usize> {
         let row = self.words.get(kind * self.width..(kind + 1) * self.width)?;
         let words = row.iter().map(|word| word.load(Ordering::Relaxed)).enumerate();
-        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * 64 + word.trailing_zeros() as usize)
+        let found = words.into_iter().find(|(_, word)| *word != 0);
+        found.map(|(at, word)| self.base + at * 64 + word.trailing_zeros() as usize)
     }
 }
 
@@ -91,12 +101,12 @@ impl FreeLists {
     }
 }
 
-/// Where a node's free memory is. For whoever holds its lock.
+/// Where a node's free memory is, in some arenas. For whoever holds its lock.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Places<'m> {
-    /// The node's.
+    /// The node's, of these arenas.
     pub(crate) rows: Rows<'m>,
-    /// All of the manager.
+    /// Those that the manager was made with, or one that was added.
     pub(crate) arenas: &'m [Arena<'m>],
 }
 
@@ -126,12 +136,19 @@ mod tests {
     fn rows_give_the_lowest_region_of_a_kind() {
         assert_eq!((SMALL_KINDS, BIG_KINDS), (54, 30));
         assert_eq!([Rows::words(1), Rows::words(64), Rows::words(65)], [84, 84, 168]);
+        for base in [0, 1000] {
+            rows_from(base);
+        }
+    }
+
+    /// Rows of the regions from `base` on.
+    fn rows_from(base: usize) {
         let words: Vec<AtomicU64> = (0..Rows::words(128)).map(|_| AtomicU64::new(0)).collect();
-        let rows = Rows::new(&words);
+        let rows = Rows::new(&words, base);
         let last = SMALL_KINDS + BIG_KINDS - 1;
         for kind in [0, 1, 40, last] {
             assert_eq!(rows.first(kind), None);
-            for region in [127, 64, 63, 5] {
+            for region in [127, 64, 63, 5].map(|at| base + at) {
                 // Twice: it is a set.
                 rows.put(kind, region, true);
                 rows.put(kind, region, true);
@@ -141,8 +158,8 @@ mod tests {
         for kind in [last, 1, 0, 40] {
             for next in [Some(63), Some(64), Some(127), None] {
                 rows.put(kind, rows.first(kind).expect("some"), false);
-                rows.put(kind, 2, false);
-                assert_eq!(rows.first(kind), next);
+                rows.put(kind, base + 2, false);
+                assert_eq!(rows.first(kind), next.map(|at| base + at));
             }
         }
         assert!(words.iter().all(|word| word.load(Ordering::Relaxed) == 0));

@@ -39,6 +39,8 @@ pub enum FramesConfigError {
     },
     /// The sizes do not fit in the address space.
     TooLarge,
+    /// The manager has no such node.
+    NoSuchNode(NodeId),
 }
 
 impl fmt::Display for FramesConfigError {
@@ -52,6 +54,7 @@ impl fmt::Display for FramesConfigError {
                 write!(f, "the manager needs {bytes} bytes aligned to {align} for its metadata")
             }
             FramesConfigError::TooLarge => f.write_str("the metadata would not fit in the address space"),
+            FramesConfigError::NoSuchNode(node) => write!(f, "the manager was made without {node}"),
         }
     }
 }
@@ -59,14 +62,25 @@ impl fmt::Display for FramesConfigError {
 impl core::error::Error for FramesConfigError {}
 
 /// Places one array after another; with no memory it only adds up.
-struct Carver<'m> {
+pub(crate) struct Carver<'m> {
     base: *mut u8,
     used: usize,
     memory: PhantomData<&'m mut u8>,
 }
 
 impl<'m> Carver<'m> {
-    fn place<T>(&mut self, count: u64) -> Result<usize, FramesConfigError> {
+    /// At the beginning of some memory, or of none.
+    pub(crate) fn at(base: *mut u8) -> Self {
+        Carver { base, used: 0, memory: PhantomData }
+    }
+
+    /// Size and alignment of what was placed.
+    pub(crate) fn layout(&self) -> Result<Layout, FramesConfigError> {
+        Layout::from_size_align(self.used, 4096).map_err(|_| FramesConfigError::TooLarge)
+    }
+
+    /// Where the next array of `T` goes, in bytes; room for it is taken.
+    pub(crate) fn place<T>(&mut self, count: u64) -> Result<usize, FramesConfigError> {
         let count = usize::try_from(count).map_err(|_| FramesConfigError::TooLarge)?;
         let layout = Layout::array::<T>(count).map_err(|_| FramesConfigError::TooLarge)?;
         let at = self.used.checked_next_multiple_of(layout.align()).ok_or(FramesConfigError::TooLarge)?;
@@ -79,7 +93,11 @@ impl<'m> Carver<'m> {
     /// # Safety
     ///
     /// `base` points to memory that is large enough for everything placed, writable and the manager's alone for `'m`.
-    unsafe fn fill<T>(&mut self, count: u64, mut make: impl FnMut(usize) -> T) -> Result<&'m [T], FramesConfigError> {
+    pub(crate) unsafe fn fill<T>(
+        &mut self,
+        count: u64,
+        mut make: impl FnMut(usize) -> T,
+    ) -> Result<&'m [T], FramesConfigError> {
         let at = self.place::<T>(count)?;
         // SAFETY: in bounds by the contract, aligned by `place`; every element is written before the slice is made, and
         // nothing else overlaps it.
@@ -90,6 +108,42 @@ impl<'m> Carver<'m> {
             }
             Ok(core::slice::from_raw_parts(first, count as usize))
         }
+    }
+}
+
+/// Places what an arena needs.
+pub(crate) fn place_arena(carver: &mut Carver<'_>, spec: &ArenaSpec) -> Result<(), FramesConfigError> {
+    carver.place::<Region>(touched(spec.extent, REGION_ORDER))?;
+    carver.place::<Block>(touched(spec.extent, BLOCK_ORDER))?;
+    if spec.descriptors.is_none() {
+        carver.place::<Descriptor>(spec.extent.pages())?;
+    }
+    Ok(())
+}
+
+/// An arena, with what [`place_arena`] placed.
+///
+/// # Safety
+///
+/// As [`Carver::fill`]; descriptors that are given are valid for `'m` and nobody else's.
+pub(crate) unsafe fn fill_arena<'m>(
+    carver: &mut Carver<'m>,
+    spec: &ArenaSpec,
+    rows: Rows<'m>,
+    first_region: usize,
+) -> Result<Arena<'m>, FramesConfigError> {
+    // SAFETY: the caller's promise, passed on.
+    unsafe {
+        let regions = carver.fill(touched(spec.extent, REGION_ORDER), |_| Region::new())?;
+        let blocks = carver.fill(touched(spec.extent, BLOCK_ORDER), |_| Block::new())?;
+        let descriptors = match spec.descriptors {
+            Some(given) => given.as_ptr(),
+            None => {
+                let at = carver.place::<Descriptor>(spec.extent.pages())?;
+                carver.base.add(at).cast()
+            }
+        };
+        Ok(Arena { extent: spec.extent, node: spec.node.0, descriptors, blocks, regions, first_region, rows })
     }
 }
 
@@ -140,7 +194,7 @@ fn check(config: &FramesConfig<'_>) -> Result<(), FramesConfigError> {
 /// Size and alignment of the memory that a manager needs: O(arenas).
 pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, FramesConfigError> {
     check(config)?;
-    let mut carver = Carver { base: core::ptr::null_mut(), used: 0, memory: PhantomData };
+    let mut carver = Carver::at(core::ptr::null_mut());
     carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
     carver.place::<Node<'_, L>>(nodes(config))?;
     let rows = nodes(config).checked_mul(Rows::words(regions(config))).ok_or(FramesConfigError::TooLarge)?;
@@ -149,13 +203,9 @@ pub(crate) fn required<L: RawLock>(config: &FramesConfig<'_>) -> Result<Layout, 
     let entries = PerCpu::entries(&PerCpu::capacities(frames(config), config.cpus));
     carver.place::<AtomicU64>(entries.checked_mul(config.cpus.into()).ok_or(FramesConfigError::TooLarge)?)?;
     for arena in config.arenas {
-        carver.place::<Region>(touched(arena.extent, REGION_ORDER))?;
-        carver.place::<Block>(touched(arena.extent, BLOCK_ORDER))?;
-        if arena.descriptors.is_none() {
-            carver.place::<Descriptor>(arena.extent.pages())?;
-        }
+        place_arena(&mut carver, arena)?;
     }
-    Layout::from_size_align(carver.used, 4096).map_err(|_| FramesConfigError::TooLarge)
+    carver.layout()
 }
 
 /// Everything placed.
@@ -181,7 +231,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         return Err(FramesConfigError::Memory { bytes: need.size(), align: need.align() });
     }
     let total = frames(config);
-    let mut carver = Carver { base: memory, used: 0, memory: PhantomData };
+    let mut carver = Carver::at(memory);
     // The arenas' table comes first and is filled last: it refers to the rest.
     let table = carver.place::<Arena<'_>>(config.arenas.len() as u64)?;
     // SAFETY: the memory is at least as large as `required` says, which placed the same arrays in the same order, and
@@ -190,7 +240,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let (count, words) = (nodes(config), Rows::words(regions(config)));
         let nodes_at = carver.place::<Node<'_, L>>(count)?;
         let all_rows = carver.fill(count * words, |_| AtomicU64::new(0))?;
-        let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize]);
+        let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize], 0);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
         for node in 0..count as usize {
             nodes.add(node).write(Node::new(node as u32, rows(node)));
@@ -211,26 +261,9 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let arenas = carver.base.add(table).cast::<Arena<'m>>();
         let mut first_region = 0;
         for (index, spec) in config.arenas.iter().enumerate() {
-            let regions = carver.fill(touched(spec.extent, REGION_ORDER), |_| Region::new())?;
-            let blocks = carver.fill(touched(spec.extent, BLOCK_ORDER), |_| Block::new())?;
-            let descriptors = match spec.descriptors {
-                Some(given) => given.as_ptr(),
-                None => {
-                    let at = carver.place::<Descriptor>(spec.extent.pages())?;
-                    carver.base.add(at).cast()
-                }
-            };
-            let (node, rows) = (spec.node.0, rows(spec.node.0 as usize));
-            arenas.add(index).write(Arena {
-                extent: spec.extent,
-                node,
-                descriptors,
-                blocks,
-                regions,
-                first_region,
-                rows,
-            });
-            first_region += regions.len();
+            let arena = fill_arena(&mut carver, spec, rows(spec.node.0 as usize), first_region)?;
+            first_region += arena.regions.len();
+            arenas.add(index).write(arena);
         }
         Ok(Parts {
             arenas: core::slice::from_raw_parts(arenas, config.arenas.len()),

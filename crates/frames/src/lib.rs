@@ -15,6 +15,7 @@
 //! | `carve.rs` | a manager that lives in the memory it manages |
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
+//! | `added.rs` | arenas that come while the manager runs |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
@@ -46,6 +47,7 @@
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 
+mod added;
 mod alloc_contig;
 mod arena;
 mod blockmap;

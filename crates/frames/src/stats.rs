@@ -121,7 +121,7 @@ impl<E: Env> Frames<'_, E> {
 
     /// Frames in all arenas, reserved ones included.
     pub fn frames(&self) -> u64 {
-        self.frames
+        self.frames + self.added().map(|arena| arena.extent.pages()).sum::<u64>()
     }
 
     /// Frames that have been released to the manager.

@@ -6,6 +6,20 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 use ostd::mm::frame::GlobalFrameAllocator;
 use ostd::mm::{PAGE_SIZE, Paddr};
 
+/// How much memory is held back at the start.
+const LATER: usize = 64 << 20;
+
+/// Where it is, until it is added.
+static HELD_BACK: AtomicUsize = AtomicUsize::new(0);
+
+/// Adds the memory that was held back; how many pages.
+pub(crate) fn add_held_back() -> usize {
+    let address = HELD_BACK.swap(1, Ordering::Relaxed);
+    assert!(address > 1, "memory that can be held back");
+    INNER.add_free_memory(address, LATER);
+    LATER / PAGE_SIZE
+}
+
 /// In the order of their numbers, from 1.
 const NAMES: [&str; 4] = ["double", "leak", "short", "refusal"];
 
@@ -57,7 +71,13 @@ impl GlobalFrameAllocator for Planted {
         }
     }
 
+    /// Holds back the end of a large piece, for a test to add.
     fn add_free_memory(&self, address: Paddr, size: usize) {
-        INNER.add_free_memory(address, size);
+        let mut rest = size;
+        if size > 8 * LATER && HELD_BACK.load(Ordering::Relaxed) == 0 {
+            rest -= LATER;
+            HELD_BACK.store(address + rest, Ordering::Relaxed);
+        }
+        INNER.add_free_memory(address, rest);
     }
 }

@@ -134,6 +134,14 @@ fn memory_can_be_used_up_and_comes_back() {
     });
 }
 
+#[ktest]
+fn memory_can_be_added_later() {
+    let before = free_pages() as usize;
+    let added = crate::plant::add_held_back();
+    let more = free_pages() as usize - before;
+    assert!(more <= added && more * 100 >= added * 98, "{more} of {added} pages can be had");
+}
+
 /// Log of the pages of the largest block that can be had.
 pub(crate) fn largest() -> u32 {
     let found = (0..=18).rev().find(|log| {

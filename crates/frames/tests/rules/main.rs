@@ -1,5 +1,6 @@
 //! One test per rule that random operations do not single out, by subject.
 
+mod added;
 mod claims;
 mod configuration;
 mod counted;
