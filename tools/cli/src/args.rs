@@ -176,8 +176,12 @@ pub struct Probe {
     #[command(flatten)]
     pub warmup: Warmup,
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "matrix")]
     pub save_profile: Option<PathBuf>,
+    /// Measure something else: the CPUs of each node on the memory of each node, by their number, and a neighbour's
+    /// latency meanwhile. SIZE is taken of each node.
+    #[arg(long)]
+    pub matrix: bool,
     #[command(flatten)]
     pub calibration: Calibration,
     #[command(flatten)]

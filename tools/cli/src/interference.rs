@@ -124,7 +124,7 @@ fn working_sets(args: &Interference, machine: &Machine) -> Result<Vec<u64>> {
 }
 
 /// A byte slice as cache lines.
-fn lines_in(bytes: &mut [u8]) -> &mut [[u64; 8]] {
+pub fn lines_in(bytes: &mut [u8]) -> &mut [[u64; 8]] {
     // SAFETY: any bytes are valid u64s.
     let (_, lines, _) = unsafe { bytes.align_to_mut::<[u64; 8]>() };
     lines

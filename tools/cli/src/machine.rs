@@ -72,22 +72,32 @@ impl Machine {
     /// Memory of a page size, populated and verified, with a progress bar. `kind` decides between transparent and
     /// hugetlb pages where both can be.
     pub fn memory(&self, bytes: u64, page: PageSize, kind: Kind) -> Result<Region> {
+        self.memory_of(bytes, page, kind, None)
+    }
+
+    /// The same with 2 MiB pages of one node.
+    pub fn memory_on(&self, bytes: u64, kind: Kind, node: u32) -> Result<Region> {
+        self.memory_of(bytes, PageSize::Size2M, kind, Some(node))
+    }
+
+    fn memory_of(&self, bytes: u64, page: PageSize, kind: Kind, node: Option<u32>) -> Result<Region> {
+        let allocate = |backing| self.allocate(bytes, backing, node);
         match (page, kind) {
-            (PageSize::Size4K, _) => self.allocate(bytes, RegionBacking::Small),
+            (PageSize::Size4K, _) => allocate(RegionBacking::Small),
             (PageSize::Size1G, Kind::Thp) => bail!("transparent huge pages have no 1 GiB size; use --kind hugetlb"),
-            (PageSize::Size2M, Kind::Thp) => self.allocate(bytes, RegionBacking::Thp),
-            (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => self.allocate(bytes, RegionBacking::Hugetlb(page)),
-            (PageSize::Size2M, Kind::Auto) => match self.allocate(bytes, RegionBacking::Hugetlb(page)) {
-                Err(error) if !is_interrupt(&error) => self.allocate(bytes, RegionBacking::Thp),
+            (PageSize::Size2M, Kind::Thp) => allocate(RegionBacking::Thp),
+            (PageSize::Size1G, Kind::Auto) | (_, Kind::Hugetlb) => allocate(RegionBacking::Hugetlb(page)),
+            (PageSize::Size2M, Kind::Auto) => match allocate(RegionBacking::Hugetlb(page)) {
+                Err(error) if !is_interrupt(&error) => allocate(RegionBacking::Thp),
                 result => result,
             },
         }
     }
 
-    fn allocate(&self, bytes: u64, backing: RegionBacking) -> Result<Region> {
+    fn allocate(&self, bytes: u64, backing: RegionBacking, node: Option<u32>) -> Result<Region> {
         let bar = progress::bar(bytes, self.quiet);
         bar.set_message(format!("taking and touching {} of memory", Size(bytes)));
-        let request = RegionRequest { bytes, backing, raise_pool: true, ..RegionRequest::default() };
+        let request = RegionRequest { bytes, backing, raise_pool: true, node, ..RegionRequest::default() };
         let region = Region::allocate_with(&request, |progress| {
             bar.set_position(progress.done);
             ControlFlow::Continue(())

@@ -27,6 +27,7 @@ mod kernel_side;
 mod lease;
 mod linux;
 mod machine;
+mod matrix;
 mod measure;
 mod memset;
 mod mmap;
