@@ -48,6 +48,23 @@ pub struct Follower<S: Setup>(NonNull<Node<S>>);
 // SAFETY: it is the right to remove the node, which any task may do.
 unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
 
+/// A change under way. Whoever was told of its beginning is told of its end, whether it comes by returning or by unwinding.
+struct UnderWay<'a, 'p, S: Setup> {
+    space: &'a AddressSpace<S>,
+    cx: &'a mut Cx<'p, S>,
+    range: VirtRange,
+    /// How many followers know, from the first on: the list stays as it is meanwhile.
+    told: usize,
+}
+
+impl<S: Setup> Drop for UnderWay<'_, '_, S> {
+    fn drop(&mut self) {
+        let followers = self.space.followers.shared();
+        followers.list.iter().take(self.told).for_each(|node| node.notifier.end(self.cx, self.range));
+        followers.under_way.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl<S: Setup> AddressSpace<S> {
     /// Whether anybody follows the space.
     pub(crate) fn is_followed(&self) -> bool {
@@ -66,17 +83,17 @@ impl<S: Setup> AddressSpace<S> {
         range: VirtRange,
         change: impl FnOnce(&mut Cx<'p, S>) -> R,
     ) -> R {
+        let mut under_way = UnderWay { space: self, cx, range, told: 0 };
         {
             let followers = self.followers.shared();
             // Relaxed: read under the exclusive lock only.
             followers.under_way.fetch_add(1, Ordering::Relaxed);
-            followers.list.iter().for_each(|node| node.notifier.begin(cx, range));
+            for node in followers.list.iter() {
+                under_way.told += 1;
+                node.notifier.begin(under_way.cx, range);
+            }
         }
-        let result = change(cx);
-        let followers = self.followers.shared();
-        followers.list.iter().for_each(|node| node.notifier.end(cx, range));
-        followers.under_way.fetch_sub(1, Ordering::Relaxed);
-        result
+        change(under_way.cx)
     }
 }
 

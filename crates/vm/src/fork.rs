@@ -11,6 +11,7 @@
 //! pinned is not known by the page; while anything of the space is pinned, every page with more than one reference is
 //! taken for it.
 
+use crate::cpu_masks::CpuMasks;
 use crate::error::VmError;
 use crate::object::{Object, Owner};
 use crate::pager::Pager;
@@ -25,7 +26,7 @@ use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::ClearRequest;
-use hugemm_paging::{Change, Editing, Flags, Lookup, Mapping, PagingError, ShootdownBatch, Stale};
+use hugemm_paging::{Change, Editing, Flags, Keep, Lookup, Mapping, PagingError, ShootdownBatch, Stale, UserSpace};
 use intrusive_collections::UnsafeRef;
 
 /// How often a fork is begun again after it ran out of memory and somebody gave some back.
@@ -34,10 +35,40 @@ const ROUNDS: u32 = 3;
 /// Pages that are shared between two reschedule points, under one lock round of the parent's table: 0.2 ms.
 const PART: u64 = 1 << 14;
 
+/// The mark that a space is being forked; without it the space is everybody's again.
+struct Mark<'a, S: Setup>(&'a AddressSpace<S>);
+
+impl<S: Setup> Drop for Mark<'_, S> {
+    fn drop(&mut self) {
+        self.0.areas.exclusive().forking = false;
+    }
+}
+
+/// A fork under way. However it ends: entries have lost rights, and no store through an old one may go on.
+struct Forking<'a, 'v, 'p, S: Setup> {
+    vm: &'a Vm<'v, S>,
+    cx: &'a mut Cx<'p, S>,
+    mark: Mark<'a, S>,
+    batch: ShootdownBatch<'a, UserSpace, Keep, CpuMasks>,
+}
+
+impl<S: Setup> Drop for Forking<'_, '_, '_, S> {
+    fn drop(&mut self) {
+        let batch = core::mem::replace(&mut self.batch, ShootdownBatch::new(self.mark.0.tlb()));
+        if !batch.is_empty() {
+            batch.flush(self.vm.shootdown(), self.cx, self.vm.shootdown_policy());
+        }
+    }
+}
+
 impl<S: Setup> Vm<'_, S> {
     /// A space with the areas and the content of `parent`. Waits for other CPUs once, however much there is. Meanwhile the
     /// parent's areas neither come nor go, and its faults wait. When memory runs out, the parent is as it was, apart from
     /// write-protection that its next stores undo. Passes reschedule points; may sleep.
+    ///
+    /// A page that has been [unhooked](Vm::unhook) is waited for, at reschedule points and with nothing locked. That ends:
+    /// storing it, moving it and putting it back take the page table's lock and wait for no fork. A task that loses an
+    /// [`UnhookedPage`](crate::UnhookedPage) is waited for for ever, here as by a fault.
     ///
     /// # Errors
     ///
@@ -69,14 +100,9 @@ impl<S: Setup> Vm<'_, S> {
             // Another fork.
             self.breathe(cx);
         }
-        let mut batch = ShootdownBatch::new(parent.tlb());
-        let done = self.inherit_all(cx, parent, child, |stale| batch.stale(stale));
-        // Also after a failure: entries have lost rights, and a store through an old one must not go on.
-        if !batch.is_empty() {
-            batch.flush(self.shootdown(), cx, self.shootdown_policy());
-        }
-        parent.areas.exclusive().forking = false;
-        done
+        let mut forking = Forking { vm: self, cx, mark: Mark(parent), batch: ShootdownBatch::new(parent.tlb()) };
+        let batch = &mut forking.batch;
+        self.inherit_all(forking.cx, parent, child, |stale| batch.stale(stale))
     }
 
     /// Gives the child every area of the parent, and what is in the private ones.

@@ -7,7 +7,7 @@ mod support;
 use hugemm_base::{CpuId, Never, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Lookup};
-use hugemm_vm::{AddressSpace, Backing, UnhookedPage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind};
 use support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
 
 const AT: u64 = 0x4000_0000;
@@ -42,6 +42,33 @@ fn page_out<'h>(rig: &SwapEntry<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<M
             )
         };
     assert_eq!(freed.ok(), Some(leaf.size.pages()));
+}
+
+/// A fork that ends by unwinding leaves a parent that others can use: nobody waits for its mark. Here the pager fails, which
+/// has lost a slot.
+#[test]
+fn a_fork_that_unwinds_is_over() {
+    let used = std::cell::Cell::new(false);
+    let test = std::panic::AssertUnwindSafe(|| {
+        with_rig(16, 52, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind::private(PageSize::Size4K);
+                rig.vm.map(cx, &space, span(AT, 0x8000), kind, Backing::Private).expect("an area");
+                rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
+                page_out(rig, cx, &space, AT);
+                // SAFETY: nothing of the space is used after this but its list of areas.
+                unsafe { Pager::<Model<'_, Metered, true>>::free(rig.vm.pager(), cx, 1) };
+                let fork = std::panic::AssertUnwindSafe(|| rig.vm.fork(cx, &space).is_ok());
+                assert!(std::panic::catch_unwind(fork).is_err(), "it is lost");
+                rig.vm.map(cx, &space, span(2 * AT, 0x8000), kind, Backing::Private).expect("an area");
+                used.set(true);
+            });
+        });
+    });
+    // The memory of parent and child is missed at the end.
+    assert!(std::panic::catch_unwind(test).is_err());
+    assert!(used.get());
 }
 
 /// Content that is away goes with its address, and no other does, wherever the range ends.

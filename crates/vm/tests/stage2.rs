@@ -234,6 +234,46 @@ fn a_reference_follows_too() {
     });
 }
 
+/// Fails where it is told.
+struct Failing;
+
+impl<'h> Notifier<Cpus<'h>> for Failing {
+    fn begin(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {
+        panic!("planned");
+    }
+
+    fn end(&self, _cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {}
+}
+
+/// A change that ends by unwinding has ended: whoever was told that it begins is told so, and nobody waits for it.
+#[test]
+fn a_change_that_unwinds_is_over() {
+    with_rig(16, 1, 34, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            rig.vm
+                .map(cx, &space, span(AT, 0x8000), VmaKind::private(PageSize::Size4K), Backing::Private)
+                .expect("one");
+            let told = [0, 1].map(|_| Arc::new(Told::default()));
+            let mut followers = Vec::new();
+            for who in [Follower(told[0].clone()), Follower(Arc::new(Failing)), Follower(told[1].clone())] {
+                followers.push(rig.vm.follow(cx, &space, who).expect("memory"));
+            }
+            let all = span(AT, 0x1000);
+            let unmap = std::panic::AssertUnwindSafe(|| rig.vm.unmap(cx, &space, all).is_ok());
+            assert!(std::panic::catch_unwind(unmap).is_err(), "the second fails");
+            assert_eq!(*told[0].0.lock().expect("told"), [("begin", all), ("end", all)]);
+            assert_eq!(*told[1].0.lock().expect("told"), [], "nobody came so far");
+            for follower in followers {
+                // SAFETY: it follows this space.
+                drop(unsafe { rig.vm.unfollow(cx, &space, follower) });
+            }
+            rig.vm.unmap(cx, &space, all).expect("as it was");
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
 /// Every change is announced before and after to all followers, with the range that it concerns.
 #[test]
 fn followers_are_told_of_every_change() {
