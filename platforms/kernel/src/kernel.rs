@@ -33,7 +33,6 @@
 //! | `interrupts` | on, off, waiting |
 //! | `percpu` | the calling CPU's number |
 //! | `traps` | `load`: what happens at an exception or an interrupt; `Frame`: where it was |
-//! | `access` | accesses that may fail |
 //! | `controller` | interrupts to other CPUs, among them one that cannot be kept off; starting CPUs; the timer |
 //! | `counter` | time |
 //! | `mmu` | control bits, loading tables, invalidating here and everywhere |

@@ -9,6 +9,7 @@ use super::percpu;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::shootdown;
 use super::{fault, layout};
+use core::arch::naked_asm;
 use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, VirtAddr};
@@ -79,25 +80,45 @@ fn served(frame: &mut Frame, fault: &PageFault) -> bool {
     if (server.0)(&mut cx, VirtAddr::new(fault.at), fault.access) {
         return true;
     }
-    let guarded = [&raw const store_at, &raw const load_at].map(|at| at.addr() as u64).contains(&frame.at());
+    let guarded = frame.at() == store_word as *const () as u64 || frame.at() == load_word as *const () as u64;
     if guarded {
-        frame.go_on_at((&raw const access_failed).addr() as u64);
+        frame.go_on_at(access_failed as *const () as u64);
     }
     guarded
 }
 
-// The accesses are the architecture's.
-unsafe extern "C" {
-    /// Stores; 0 if that could not be served.
-    fn store_word(at: u64, word: u64) -> u32;
-    /// Loads; 0 if that could not be served.
-    fn load_word(at: u64, word: &mut u64) -> u32;
-    /// The storing instruction.
-    static store_at: u8;
-    /// The loading instruction.
-    static load_at: u8;
-    /// Where to go on if either cannot be served.
-    static access_failed: u8;
+#[cfg(target_arch = "aarch64")]
+macro_rules! of_arch {
+    (aarch64: $code:literal, x86_64: $_:literal) => {
+        $code
+    };
+}
+#[cfg(target_arch = "x86_64")]
+macro_rules! of_arch {
+    (aarch64: $_:literal, x86_64: $code:literal) => {
+        $code
+    };
+}
+
+/// Stores; 0 if that could not be served. Its first instruction is the access.
+#[unsafe(naked)]
+unsafe extern "C" fn store_word(at: u64, word: u64) -> u32 {
+    naked_asm!(of_arch!(aarch64: "str x1, [x0]\nmov w0, #1\nret", x86_64: "mov [rdi], rsi\nmov eax, 1\nret"))
+}
+
+/// Loads; 0 if that could not be served. Its first instruction is the access.
+#[unsafe(naked)]
+unsafe extern "C" fn load_word(at: u64, word: &mut u64) -> u32 {
+    naked_asm!(of_arch!(
+        aarch64: "ldr x2, [x0]\nstr x2, [x1]\nmov w0, #1\nret",
+        x86_64: "mov rax, [rdi]\nmov [rsi], rax\nmov eax, 1\nret"
+    ))
+}
+
+/// Where either goes on if it cannot be served: nothing has been pushed.
+#[unsafe(naked)]
+extern "C" fn access_failed() -> u32 {
+    naked_asm!(of_arch!(aarch64: "mov w0, #0\nret", x86_64: "xor eax, eax\nret"))
 }
 
 /// Stores a word at an aligned address of the loaded space, as a task does; false if the fault could not be served.

@@ -8,7 +8,6 @@
 //! | `mmu.rs` | control registers, loading tables, invalidating |
 //! | `percpu.rs` | the calling CPU's data, by TPIDR_EL1 |
 //! | `traps.rs` | what happens at an exception or an interrupt; syndromes |
-//! | `access.rs` | accesses that may fail |
 //! | `controller.rs`, `counter.rs` | interrupts to other CPUs (GICv3), timer, time |
 //! | `interrupts.rs` | interrupts on and off |
 //! | `serial.rs`, `exit.rs` | words, the end |
@@ -16,7 +15,6 @@
 #[cfg(target_feature = "neon")]
 compile_error!("the kernel saves no vector registers: build it for aarch64-unknown-none-softfloat");
 
-pub(super) mod access;
 pub(super) mod controller;
 pub(super) mod counter;
 pub(super) mod entry;

@@ -7,12 +7,10 @@
 //! | `mmu.rs` | control bits, page sizes, invalidating, interrupting, loading tables |
 //! | `percpu.rs` | the calling CPU's data, by GS |
 //! | `segments.rs`, `traps.rs` | descriptor tables; what happens at an exception or an interrupt |
-//! | `access.rs` | accesses that may fail |
 //! | `controller.rs`, `counter.rs` | interrupts to other CPUs, timer, time |
 //! | `interrupts.rs` | interrupts on and off |
 //! | `serial.rs`, `exit.rs` | words, the end |
 
-pub(super) mod access;
 pub(super) mod controller;
 pub(super) mod counter;
 pub(super) mod entry;
