@@ -69,7 +69,7 @@ test-bare:
 	    else echo "skipped: $$target"; fi; \
 	done
 	@if scripts/need.sh target x86_64-unknown-none; then \
-	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64; fi
+	    $(CARGO) check --locked --target x86_64-unknown-none -p hugemm-x86_64 -p hugemm-page-table-multiarch; fi
 	@for feature in clear frames heap paging hugetlb vm reclaim; do \
 	    $(CARGO) check --locked --quiet -p hugemm --no-default-features --features $$feature || exit 1; \
 	done
