@@ -6,13 +6,17 @@
 //! is translate by the tables, so a refill after a flush costs less than it would.
 
 pub mod args;
+pub mod costs;
 pub mod mmu;
 pub mod poison;
+pub mod rig;
 pub mod run;
+pub mod steps;
 pub mod watch;
 
 use crate::age::args::Age;
-use crate::age::run::{Cost, RunConfig, ageing_costs, run as run_one};
+use crate::age::costs::{Cost, ageing_costs};
+use crate::age::run::{RunConfig, run as run_one};
 use crate::args::Kind;
 use crate::boot::lines::Transcript;
 use crate::document::Row;

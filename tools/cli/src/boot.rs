@@ -11,7 +11,7 @@ use crate::boot::symbols::Symbols;
 use crate::document::{self, Document};
 use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
-use crate::run::{self, Log, Setting, Side};
+use crate::run::{self, Log, RunConditions, Side};
 use crate::{age, environment_text, progress, table};
 use anyhow::{Result, bail};
 use hugemm_inspect::environment::{Environment, GuestInfo};
@@ -51,7 +51,8 @@ impl VirtualMachine<'_> {
     /// Whether the kernel runs on such a machine.
     pub fn check(&self) -> Result<()> {
         if self.cpus == 0 || self.cpus > MAX_CPUS {
-            bail!("the kernel runs on 1 to {MAX_CPUS} CPUs, not on {}; use --cpus {MAX_CPUS} or less", self.cpus);
+            let most = self.cpus.clamp(1, MAX_CPUS);
+            bail!("the kernel runs on 1 to {MAX_CPUS} CPUs, not on {}; use --cpus {most}", self.cpus);
         }
         if self.memory.0 < MIN_MEMORY {
             bail!(
@@ -141,7 +142,7 @@ pub fn run(args: &Boot) -> Result<()> {
     rows.extend(aged.rows());
     let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
     let host = Log::of_guest(&transcript);
-    let setting = Setting { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
+    let setting = RunConditions { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
     if let Some((log, accounting)) = &host {
         rows.extend(run::rows(log, sides, &setting, accounting));
     }

@@ -9,7 +9,7 @@ use crate::document::Row;
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::pool::args::Pool;
-use crate::pool::machine::{Ground, Plan};
+use crate::pool::machine::{Ground, GroundPlan};
 use crate::pool::projection::Here;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -55,7 +55,7 @@ pub fn run(args: &Pool) -> Result<()> {
     let counts: Vec<u64> = n.map_or(vec![default], |counts| counts.iter().collect());
     let most = counts.iter().copied().max().unwrap_or(default);
     let threads = args.threads.iter().copied().max().unwrap_or(1);
-    let plan = Plan::new(size, most, threads)?;
+    let plan = GroundPlan::new(size, most, threads)?;
     let mut environment = Environment::read()?;
     let bytes = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(bytes, PageSize::Size2M, crate::args::Kind::Thp)?;
@@ -238,7 +238,7 @@ fn side_rows(args: &Pool, side: &Side, size: PageSize) -> Vec<Row> {
 }
 
 /// Goals and projections: of the largest number of pages on one thread.
-fn summarise(sides: &[Side], size: PageSize, plan: &Plan, quiet: bool, goals: &mut Goals, rows: &mut Vec<Row>) {
+fn summarise(sides: &[Side], size: PageSize, plan: &GroundPlan, quiet: bool, goals: &mut Goals, rows: &mut Vec<Row>) {
     let most = sides.iter().map(|side| side.n).max();
     let find = |hvo, flush| {
         sides.iter().find(|side| Some(side.n) == most && side.threads == 1 && side.hvo == hvo && side.flush == flush)

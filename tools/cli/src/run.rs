@@ -64,7 +64,7 @@ pub struct Measured {
 }
 
 /// On what it was run.
-pub struct Setting {
+pub struct RunConditions {
     /// Bytes of memory.
     pub bytes: u64,
     /// CPUs that create machines.
@@ -141,7 +141,7 @@ pub fn run(args: &Run) -> Result<()> {
     environment.note_region("hugemm", &region);
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let all = Extent::new(BASE_FRAME, bytes / 4096).context("the memory cannot be numbered; use a smaller --size")?;
-    let plan = machine::Plan::over(all, workers)?;
+    let plan = machine::GroundPlan::over(all, workers)?;
     let metadata = (plan.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
     let mut metadata = machine.memory(metadata, PageSize::Size2M, crate::args::Kind::Thp)?;
     environment.note_region("metadata", &metadata);
@@ -170,7 +170,7 @@ pub fn run(args: &Run) -> Result<()> {
                 }
                 _ => {
                     let features = machine.features;
-                    let how = host::Setting { side, sizes, policy, features, workers, vcpus: args.vcpus };
+                    let how = host::SideSetup { side, sizes, policy, features, workers, vcpus: args.vcpus };
                     // SAFETY: the region is the host's, which is used by this run alone, and initialised.
                     accounting = Some(unsafe { host::run(&how, &plan, start, &host, &mut metadata, &mut tell) }?);
                 }
@@ -180,7 +180,7 @@ pub fn run(args: &Run) -> Result<()> {
     bar.finish_and_clear();
     let Some(accounting) = accounting else { bail!("nothing was run") };
     let flushed_cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
-    let setting = Setting { bytes, workers, flushed_cpus, runs: args.runs, ipis: "modelled IPIs" };
+    let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.runs, ipis: "modelled IPIs" };
     let rows = rows(&log, sides, &setting, &accounting);
     if !machine.quiet() {
         environment_text::print(&environment);
@@ -204,7 +204,7 @@ pub fn run(args: &Run) -> Result<()> {
 }
 
 /// One row per figure, the sides told apart by a label.
-pub fn rows(log: &Log, sides: &[Side], setting: &Setting, accounting: &Accounting) -> Vec<Row> {
+pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Accounting) -> Vec<Row> {
     let mut rows = Vec::new();
     for side in sides {
         for phase in RunPhase::ALL {

@@ -267,7 +267,8 @@ fn what_cannot_be_booted_is_refused() {
     refused(&["boot", "--", "nonsense"], &["no command 'nonsense'", "selftest"]);
     refused(&["boot", "--", "bench", "churn"], &["no command 'bench churn'"]);
     refused(&["boot", "--", "bench", "free", "--nonsense"], &["--nonsense", "hugemm boot -- bench free --help"]);
-    refused(&["boot", "--cpus", "65", "--", "selftest"], &["1 to 64 CPUs", "--cpus 64"]);
+    refused(&["boot", "--cpus", "65", "--", "selftest"], &["1 to 64 CPUs", "use --cpus 64"]);
+    refused(&["boot", "--cpus", "0", "--", "selftest"], &["1 to 64 CPUs", "use --cpus 1"]);
     refused(&["boot", "--memory", "1MB", "--", "selftest"], &["64MB", "--memory"]);
     refused(&["boot", "--image", "/nonexistent", "--", "selftest"], &["there is no file /nonexistent"]);
     let text = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");

@@ -31,7 +31,7 @@ use crate::roots::{Human, Roots};
 use error::{call_error, shortage_cause};
 use hugemm_base::PageSize;
 use hugemm_host::mmap::{Kind, Mmap};
-use plan::{Plan, bind_to, map_hugetlb};
+use plan::{RegionPlan, bind_to, map_hugetlb};
 use rustix::io::Errno;
 use smaps::Seen;
 use std::fmt;
@@ -151,7 +151,7 @@ pub struct Region {
     // Dropped in this order: first the memory, then the pool that it came from is put back.
     mapping: Mmap,
     pool: Option<PoolGuard>,
-    plan: Plan,
+    plan: RegionPlan,
     verified: Verified,
     roots: Roots,
 }
@@ -190,7 +190,7 @@ impl Region {
         request: &RegionRequest,
         mut on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
     ) -> Result<Self, MemoryError> {
-        let plan = Plan::check(roots, request)?;
+        let plan = RegionPlan::check(roots, request)?;
         let bind = bind_to(roots, request.node)?;
         let (pool, mapping) = match plan.backing {
             RegionBacking::Hugetlb(size) => map_hugetlb(roots, &plan, size, request)?,

@@ -5,21 +5,18 @@
 //! thread that is the CPU alone. Between looking a page up and using it the thread serves no shootdown, so a flush that is
 //! complete is complete here as well.
 
-use crate::age::run::is_ageing;
+use crate::age::steps::is_ageing;
 use hugemm_base::{CpuId, Invalidation, PhysAddr, TlbHw, TlbScope, VirtAddr};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::ipi::MembarrierIpi;
+use hugemm_paging::{Flags, PageFormat, X86_64};
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+/// The bit that decides whether hardware uses an entry, in every format.
 const PRESENT: u64 = 1;
-const WRITE: u64 = 1 << 1;
-const ACCESSED: u64 = 1 << 5;
-const DIRTY: u64 = 1 << 6;
-const LARGE: u64 = 1 << 7;
-const FRAME: u64 = 0x000f_ffff_ffff_f000;
 
 /// Translations of 4 KiB that a CPU remembers, and of 2 MiB: about what second-level TLBs hold.
 const SMALL: usize = 2048;
@@ -138,7 +135,7 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
         let mut table = tlb.root;
         for level in (0..4).rev() {
             let index = at.get() >> (12 + 9 * level) & 511;
-            let entry = self.reach(table & FRAME | index << 3)?.cast::<AtomicU64>();
+            let entry = self.reach(table | index << 3)?.cast::<AtomicU64>();
             // SAFETY: an aligned word of the host's memory, which everybody accesses atomically while it is a table's. A
             // table that is freed has been flushed from this CPU before.
             let entry = unsafe { entry.as_ref() };
@@ -146,28 +143,30 @@ impl<'a, 'h> SoftMmu<'a, 'h> {
             if value & PRESENT == 0 {
                 return None;
             }
-            if level > 0 && value & LARGE == 0 {
-                table = value;
+            if !X86_64::is_leaf(value, level) {
+                table = X86_64::frame(value).start().get();
                 continue;
             }
             // As hardware does: a locked update of the entry as it was seen.
-            let set = if write { ACCESSED | DIRTY } else { ACCESSED };
-            loop {
-                if value & PRESENT == 0 || write && value & WRITE == 0 {
+            let used = if write { Flags::HARDWARE } else { Flags::ACCESSED };
+            let flags = loop {
+                let flags = X86_64::flags(value);
+                if value & PRESENT == 0 || write && !flags.contains(Flags::WRITE) {
                     return None;
                 }
-                if value & set == set {
-                    break;
+                if flags.contains(used) {
+                    break flags;
                 }
-                match entry.compare_exchange_weak(value, value | set, Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(_) => break,
+                let set = X86_64::change(value, used, Flags::NONE);
+                match entry.compare_exchange_weak(value, set, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => break flags,
                     Err(now) => value = now,
                 }
-            }
+            };
             // Writable only once it is dirty: the first store has to be noted in the entry.
-            let writable = value & WRITE != 0 && (write || value & DIRTY != 0);
+            let writable = flags.contains(Flags::WRITE) && (write || flags.contains(Flags::DIRTY));
             let reach = 1_u64 << (12 + 9 * level);
-            let phys = value & FRAME & !(reach - 1);
+            let phys = X86_64::frame(value).start().get();
             if level == 0 {
                 let page = at.get() >> 12;
                 tlb.small[page as usize % SMALL] = Known { page: page + 1, phys, writable };

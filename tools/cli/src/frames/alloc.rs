@@ -1,7 +1,7 @@
 //! `hugemm bench alloc`: pairs, bulk and random frees on one to N CPUs, and the cost over the number of CPUs.
 
 use crate::document::Row;
-use crate::frames::area::{Area, Columns, Plan, Sides, Work, alternate, cell, figure, mean_each, rounds_in};
+use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure, mean_each, rounds_in};
 use crate::frames::args::{Alloc, Pattern};
 use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Goals;
@@ -37,7 +37,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     let most = threads.iter().max().copied().unwrap_or(1);
     let largest = args.orders.iter().max().copied().unwrap_or(Order::ZERO);
     machine.places(most as usize)?;
-    let plan = Plan::new(&machine, args.size, most, largest)?;
+    let plan = AreaPlan::new(&machine, args.size, most, largest)?;
     for order in &args.orders {
         if plan.extent.pages() / u64::from(most) < 2 * order.pages() {
             let block = hugemm_workloads::size::Size(order.bytes());

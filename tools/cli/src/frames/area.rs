@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// What is to be managed.
-pub struct Plan {
+pub struct AreaPlan {
     /// Which frames.
     pub extent: Extent,
     cpus: u32,
@@ -29,7 +29,7 @@ pub struct Plan {
     pub metadata: usize,
 }
 
-impl Plan {
+impl AreaPlan {
     /// Checks the user's size: whole 2 MiB pages, at least one block of `largest`.
     pub fn new(machine: &Machine, size: Size, cpus: u32, largest: Order) -> Result<Self> {
         let bytes = machine.whole_pages(size, PageSize::Size2M)?;
@@ -39,7 +39,7 @@ impl Plan {
         }
         let extent = Extent::new(BASE_FRAME, bytes >> PAGE_SHIFT)
             .map_err(|_| anyhow!("{size} is more than physical addresses can number; use a smaller --size"))?;
-        let mut plan = Plan { extent, cpus, metadata: 0 };
+        let mut plan = AreaPlan { extent, cpus, metadata: 0 };
         plan.metadata = Frames::<Plain>::required_bytes(&plan.config(&[plan.arena()]))?.size();
         Ok(plan)
     }

@@ -1,7 +1,7 @@
 //! `hugemm bench churn`: mixed sizes with random lifetimes for a while, then the extents that can still be had.
 
 use crate::document::Row;
-use crate::frames::area::{Plan, figure};
+use crate::frames::area::{AreaPlan, figure};
 use crate::frames::args::Churn;
 use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::{Bound, Goals};
@@ -50,7 +50,7 @@ struct State {
 /// Runs the command.
 pub fn run(args: &Churn) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let plan = Plan::new(&machine, args.size, 1, Order::MAX)?;
+    let plan = AreaPlan::new(&machine, args.size, 1, Order::MAX)?;
     let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
     environment.note_region("metadata", &memory);

@@ -3,7 +3,7 @@
 
 use super::parts;
 use crate::document::Row;
-use crate::frames::area::{Area, Columns, Plan, Sides, Work, alternate, cell, figure};
+use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure};
 use crate::frames::args::Free;
 use crate::frames::peers::{self, Peer, Visit};
 use crate::goals::Goals;
@@ -38,7 +38,7 @@ pub fn run(args: &Free) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let largest = args.order.iter().max().copied().unwrap_or(Order::ZERO);
     let cpus = machine.topology.cpus.len().min(2) as u32;
-    let plan = Plan::new(&machine, args.size, cpus, largest)?;
+    let plan = AreaPlan::new(&machine, args.size, cpus, largest)?;
     for order in &args.order {
         check(args, &plan, *order)?;
     }
@@ -113,7 +113,7 @@ fn held(args: &Free, plan_pages: u64, order: Order) -> u64 {
     args.held.unwrap_or(64.min(fit)).min(blocks(args, order))
 }
 
-fn check(args: &Free, plan: &Plan, order: Order) -> Result<()> {
+fn check(args: &Free, plan: &AreaPlan, order: Order) -> Result<()> {
     let n = blocks(args, order);
     if n.checked_mul(order.pages()).is_none_or(|pages| pages > MOST_PAGES) {
         bail!("{n} blocks of order {order} would take days; use -n {} or less", MOST_PAGES >> order.get());
@@ -220,7 +220,7 @@ where
     all.first().copied().ok_or_else(|| anyhow!("no CPU"))
 }
 
-fn print_blocks(args: &Free, plan: &Plan, order: Order, names: &[&str], columns: &[Columns]) {
+fn print_blocks(args: &Free, plan: &AreaPlan, order: Order, names: &[&str], columns: &[Columns]) {
     let (n, pages) = (blocks(args, order), order.pages());
     let mut lines = table::new([
         "ns per block",

@@ -3,7 +3,7 @@
 //! the other. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
 
 use crate::document::Row;
-use crate::frames::area::Plan;
+use crate::frames::area::AreaPlan;
 use crate::frames::args::Stress;
 use crate::machine::Machine;
 use crate::{environment_text, progress, table};
@@ -29,7 +29,7 @@ pub fn run(args: &Stress) -> Result<()> {
     let machine = Machine::new(&args.common)?;
     let threads = args.threads.unwrap_or(machine.topology.cpus.len() as u32);
     machine.places(threads as usize)?;
-    let plan = Plan::new(&machine, args.size, threads, Order::new(stress::LARGEST)?)?;
+    let plan = AreaPlan::new(&machine, args.size, threads, Order::new(stress::LARGEST)?)?;
     let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
     environment.note_region("metadata", &memory);

@@ -74,25 +74,25 @@ pub struct Ground<'m> {
 }
 
 /// The memory of a machine for pools of up to `pages` pages of `size`.
-pub struct Plan {
+pub struct GroundPlan {
     all: Extent,
     /// Bytes of the allocator's own data.
     pub metadata: usize,
 }
 
-impl Plan {
+impl GroundPlan {
     /// Room for the pages, their descriptors and some more.
     pub fn new(size: PageSize, pages: u64, cpus: u32) -> Result<Self> {
         let frames = pages * size.pages();
         // Descriptors take a 64th; what holds them must not be in the way of the last page.
         let room = (frames + frames / 32).next_multiple_of(SPAN) + 2 * size.pages().max(SPAN);
         let all = Extent::new(BASE_FRAME, room).context("the pages cannot be numbered; use a smaller -n")?;
-        Plan::over(all, cpus)
+        GroundPlan::over(all, cpus)
     }
 
     /// For a machine that has these frames, which begin and end at a multiple of 128 MiB.
     pub fn over(all: Extent, cpus: u32) -> Result<Self> {
-        let mut plan = Plan { all, metadata: 0 };
+        let mut plan = GroundPlan { all, metadata: 0 };
         plan.metadata = Frames::<Soft<'_>>::required_bytes(&plan.config(&[plan.arena()], cpus))?.size();
         Ok(plan)
     }

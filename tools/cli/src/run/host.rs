@@ -1,7 +1,7 @@
 //! The run on this machine's memory: frames, descriptors behind software tables, CPUs that nobody plays.
 
 use super::Side;
-use crate::pool::machine::{Ground, Plan, Soft};
+use crate::pool::machine::{Ground, GroundPlan, Soft};
 use crate::stand_in::StandIn;
 use anyhow::{Context, Result, bail};
 use hugemm_base::sync::AtomicU64;
@@ -25,7 +25,7 @@ use std::ptr::NonNull;
 use std::sync::Barrier;
 
 /// How it is run.
-pub struct Setting {
+pub struct SideSetup {
     /// By whom.
     pub side: Side,
     /// How large everything is.
@@ -64,10 +64,10 @@ impl<'h, 'e, 'r> Setup for OnHost<'h, 'e, 'r> {
 ///
 /// # Safety
 ///
-/// As [`Plan::build_in`]; the memory is `host`'s.
+/// As [`GroundPlan::build_in`]; the memory is `host`'s.
 pub unsafe fn run(
-    setting: &Setting,
-    plan: &Plan,
+    setting: &SideSetup,
+    plan: &GroundPlan,
     start: NonNull<u8>,
     host: &Host<'_>,
     metadata: &mut Region,
@@ -78,7 +78,7 @@ pub unsafe fn run(
 }
 
 fn on_ground(
-    setting: &Setting,
+    setting: &SideSetup,
     host: &Host<'_>,
     ground: &Ground<'_>,
     tell: &mut impl FnMut(RunPhase, &PhaseFigures),
@@ -138,7 +138,7 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'r: 'm> {
     host: &'a Host<'h>,
     shootdown: &'a TlbShootdown<'a, Counting>,
     optimizer: &'a VmemmapOptimizer<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
-    setting: &'a Setting,
+    setting: &'a SideSetup,
     pins: Vec<Pinned>,
 }
 

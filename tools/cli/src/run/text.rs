@@ -1,6 +1,6 @@
 //! The run on a terminal: one table, the accounting, and a paragraph.
 
-use super::{Log, Measured, Setting, Side};
+use super::{Log, Measured, RunConditions, Side};
 use crate::frames::area::figure;
 use crate::table;
 use hugemm_workloads::size::Size;
@@ -8,7 +8,7 @@ use hugemm_workloads::vm_host::RunPhase;
 use hugemm_workloads::vm_host::accounting::Accounting;
 
 /// Prints everything.
-pub fn print(log: &Log, accounting: &Accounting, setting: &Setting, sides: &[Side]) {
+pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides: &[Side]) {
     let with_kernel = sides.contains(&Side::Kernel);
     let mut heads =
         vec!["", "memory", "page by page", "by extent, cached", "past the cache", "each", "flushes", "IPIs"];
@@ -38,7 +38,7 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &Setting, sides: &[Sid
         }
         lines.add_row(cells);
     }
-    let Setting { workers, flushed_cpus, .. } = setting;
+    let RunConditions { workers, flushed_cpus, .. } = setting;
     table::print(
         &format!(
             "{} of memory, median of {} runs (GB = 10^9). {workers} CPUs create machines; flushes are counted for \

@@ -12,14 +12,14 @@ use rustix::io::Errno;
 
 /// A request that has been checked.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
+pub(super) struct RegionPlan {
     pub(super) backing: RegionBacking,
     pub(super) page: u64,
     pub(super) required: f64,
     pub(super) bytes: u64,
 }
 
-impl Plan {
+impl RegionPlan {
     pub(super) fn check(roots: &Roots, request: &RegionRequest) -> Result<Self, MemoryError> {
         let &RegionRequest { bytes, backing, .. } = request;
         let sizes = PageSizes::read(roots);
@@ -88,7 +88,7 @@ pub(super) fn bind_to(roots: &Roots, node: Option<u32>) -> Result<Option<u32>, M
 
 pub(super) fn map_hugetlb(
     roots: &Roots,
-    plan: &Plan,
+    plan: &RegionPlan,
     size: PageSize,
     request: &RegionRequest,
 ) -> Result<(Option<PoolGuard>, Mmap), MemoryError> {

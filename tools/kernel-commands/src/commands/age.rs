@@ -1,6 +1,6 @@
 //! Processes that share more memory than there is, in every way of ageing that is asked for.
 
-use super::processes::{self, Plan};
+use super::processes::{self, ProcessPlan};
 use super::{Cx, Failure};
 use crate::output::{progress, record};
 use hugemm_base::PAGE_BYTES;
@@ -19,7 +19,7 @@ pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
             for ageing in args.young.iter() {
                 progress(done, of, "age");
                 done += 1;
-                let plan = Plan {
+                let plan = ProcessPlan {
                     page,
                     policy,
                     ageing,
@@ -41,7 +41,7 @@ pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
     Ok(())
 }
 
-fn report(plan: &Plan, figures: &AgeFigures) {
+fn report(plan: &ProcessPlan, figures: &AgeFigures) {
     let (lru, young) = (plan.policy.name(), plan.ageing.name());
     let labels = [
         ("page", (&plan.page).into()),

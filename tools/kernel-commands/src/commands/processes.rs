@@ -45,7 +45,7 @@ const FORK_EACH: usize = 4;
 
 /// What is run.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct ProcessPlan {
     /// Size of all pages: 4 KiB or 2 MiB.
     pub page: PageSize,
     /// Which pages are old.
@@ -76,7 +76,7 @@ pub struct Plan {
 
 /// Runs processes on all CPUs.
 #[inline(never)]
-pub fn run(cx: Cx<'_>, plan: &Plan) -> Result<AgeFigures, Failure> {
+pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
     let own =
         if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
     let record = (plan.shared + 2 * own) / PAGE_BYTES;
@@ -105,7 +105,7 @@ fn run_processes<'a>(
     cx: Cx<'_>,
     vm: &SwapVm<'a>,
     store: &Store,
-    plan: &Plan,
+    plan: &ProcessPlan,
     own: u64,
     records: &mut [u32],
 ) -> Result<AgeFigures, Failure> {
@@ -128,7 +128,7 @@ fn set_up<'a>(
     vm: &SwapVm<'a>,
     space: &AddressSpace<OurSpaces<'a>>,
     object: &SharedRef<'_, OurSpaces<'a>>,
-    plan: &Plan,
+    plan: &ProcessPlan,
     own: u64,
 ) -> Result<(), VmError> {
     let kind = VmaKind::private(plan.page);
@@ -164,7 +164,7 @@ fn play_all<'a>(
     cx: Cx<'_>,
     vm: &SwapVm<'a>,
     store: &Store,
-    plan: &Plan,
+    plan: &ProcessPlan,
     own: u64,
     spaces: &[Option<AddressSpaceRef<'_, OurSpaces<'a>>>],
     records: &mut [u32],
@@ -228,7 +228,7 @@ fn play_all<'a>(
 struct Task<'t, 'v, 'a> {
     vm: &'t SwapVm<'a>,
     store: &'t Store,
-    plan: &'t Plan,
+    plan: &'t ProcessPlan,
     spaces: &'t [Option<AddressSpaceRef<'v, OurSpaces<'a>>>],
     stop: &'t AtomicBool,
     until: u64,

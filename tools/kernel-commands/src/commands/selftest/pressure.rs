@@ -1,7 +1,7 @@
 //! Nothing is lost when memory is short: on all CPUs, processes share more memory than there is, have some of their own,
 //! fork, and unmap and map anew, while pages go to compressed swap and come back. Every touch checks what is in the page.
 
-use super::super::processes::{self, Plan};
+use super::super::processes::{self, ProcessPlan};
 use super::{Cx, Failure, Finding};
 use hugemm_base::{Clock, Order, PAGE_BYTES, PageSize};
 use hugemm_frames::{AllocError, AllocRequest, Frozen};
@@ -76,7 +76,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         let (swap, time) = (frames / 2, left / (2 - index as u64));
         let (forks, unflushed) = (true, plant == Plant::UnflushedSwap);
         let (least, hot) = (LEAST, HOT);
-        let plan = Plan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
+        let plan =
+            ProcessPlan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
         // Every other round of small pages begins with more memory in pieces than they may have.
         let pieces = (page == PageSize::Size4K && seed & 1 == 1).then(|| Pieces::make(cx, 4 * frames)).transpose()?;
         let figures = processes::run(cx, &plan);

@@ -1,0 +1,184 @@
+//! A machine for processes that share memory: frames, CPUs that serve each other's flushes, compressed swap, and reclaim.
+
+use crate::age::mmu::SoftMmu;
+use crate::age::poison::Poison;
+use crate::age::run::RunConfig;
+use crate::age::steps::{Clocked, STEP};
+use crate::machine::Machine;
+use anyhow::{Context, Result, anyhow, bail};
+use hugemm_base::{Cpu, CpuCx, CpuId, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
+use hugemm_clear::Clearer;
+use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_host::cpu::{CpuPlace, Host};
+use hugemm_host::crew::{Crew, Serving};
+use hugemm_inspect::ipi::MembarrierIpi;
+use hugemm_lz4::Lz4;
+use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
+use hugemm_reclaim::{Compressed, Lru, Reclaim, Step};
+use hugemm_vm::{AddressSpaceRef, Backing, Cx, Parts, Setup, SharedRef, Vm, VmaKind};
+use hugemm_workloads::age::{InPlace, Touch, marks};
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+
+/// Where the shared region begins in every space, and where a process's own memory does.
+pub const SHARED_AT: VirtAddr = VirtAddr::new(1 << 40);
+pub const OWN_AT: VirtAddr = VirtAddr::new(2 << 40);
+
+pub const NODE: NodeId = NodeId(0);
+
+/// Address spaces that processes on this machine use.
+pub struct OnHost<'h>(PhantomData<&'h ()>);
+
+type Store<'h> = Compressed<'h, 'h, Plain, Lz4>;
+type Pages<'h> = Reclaim<'h, 'h, OnHost<'h>, Store<'h>, hugemm_base::lock::SpinLock, Clocked>;
+
+impl<'h> Setup for OnHost<'h> {
+    type Platform = Host<'h>;
+    type Env = Plain;
+    type Format = X86_64;
+    type Lock = EditLock<Serving>;
+    type Tlb = &'h SoftMmu<'h, 'h>;
+    type Pager = Pages<'h>;
+    type Pressure = NoPressure;
+    type Notifier = ();
+}
+
+/// A process's accesses.
+pub struct Touches<'a, 'h>(pub &'a SoftMmu<'h, 'h>);
+
+impl<'h> Touch<OnHost<'h>> for Touches<'_, 'h> {
+    type Page = InPlace;
+
+    fn reach(&self, cx: &Cx<'_, OnHost<'h>>, at: VirtAddr, write: bool) -> Option<InPlace> {
+        // SAFETY: a context is used by the thread that is its CPU, which serves shootdowns between touches only; processes
+        // access words atomically.
+        unsafe { self.0.access(cx.platform().current(), at, write).map(|page| InPlace::new(page)) }
+    }
+}
+
+/// Builds the machine, calls `f` on it, and checks that no frame is lost.
+pub fn on_machine<R>(
+    machine: &Machine,
+    memory: &mut [u8],
+    places: &[CpuPlace],
+    interrupts: Option<&MembarrierIpi>,
+    config: &RunConfig,
+    f: impl for<'h> FnOnce(&Rig<'_, 'h>) -> Result<R>,
+) -> Result<R> {
+    let host = Host::new(places, memory)?;
+    host.set_preempt_model(PreemptModel::Full);
+    let mmu = SoftMmu::new(&host, config.cpus, interrupts);
+    let arenas = [ArenaSpec { extent: host.frames(), node: NODE, descriptors: None }];
+    let layout = FramesConfig { arenas: &arenas, cpus: config.cpus, cpu_nodes: &[] };
+    let bytes = Frames::<Plain>::required_bytes(&layout)?.size() as u64;
+    let mut metadata = machine.memory(bytes.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
+    let metadata = metadata.as_mut_slice();
+    // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
+    let frames = unsafe { Frames::new(&layout, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
+    // SAFETY: the only owner of the host's frames, released once.
+    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
+    let slots: Vec<TlbCpu> = (0..config.cpus).map(|_| TlbCpu::default()).collect();
+    let words = TlbShootdown::<&SoftMmu<'_, '_>>::inbox_words(slots.len());
+    let inboxes: Vec<_> = (0..words).map(|_| hugemm_base::sync::AtomicU64::new(0)).collect();
+    // SAFETY: this view only, of the host's CPUs.
+    let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, &mmu) }?;
+    let lrus = [Lru::new(&frames, config.policy)];
+    let store = host
+        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, Lz4, config.cpus, config.swap >> 12))?
+        .context("no memory for the compressor; give --swap more")?;
+    let store = ManuallyDrop::new(store);
+    let pager: Pages<'_> = Reclaim::new(&lrus, &*store, marks(host.frames().pages(), config.page), Clocked::default());
+    pager.set_ageing(config.ageing);
+    let parts = Parts::with_pager(&frames, &shootdown, Clearer::uncalibrated(), pager);
+    // SAFETY: the host's memory is one mapping, so its map is direct; all contexts are the host's.
+    let vm: Vm<'_, OnHost<'_>> = unsafe { Vm::new(parts) }.ok_or_else(|| anyhow!("a lock too large for a slab"))?;
+    let poison = Poison::default();
+    let rig = Rig { host: &host, mmu: &mmu, vm: &vm, store: &store, crew: Crew::default(), poison: &poison };
+    let result = f(&rig)?;
+    host.run_on(CpuId(0), |cx| vm.trim(cx))?;
+    drop(vm);
+    host.run_on(CpuId(0), |cx| {
+        // SAFETY: whoever borrowed it has been dropped, though the types' lifetimes go on; it is not used again.
+        let store: Store<'_> = unsafe { std::ptr::read(&*store) };
+        store.close(cx).map_err(|_| anyhow!("pages were left in swap"))
+    })??;
+    for cpu in 0..config.cpus {
+        host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
+    }
+    let stats = host.run_on(CpuId(0), |cx| frames.stats(cx))?;
+    if stats.free + stats.refused != frames.managed() {
+        bail!("frames were lost: {stats:?}");
+    }
+    if poison.check(&host, stats.refused)? != config.check {
+        bail!("frames are poisoned in a run that checks, and in no other");
+    }
+    Ok(result)
+}
+
+/// The machine while something runs on it.
+pub struct Rig<'a, 'h> {
+    pub host: &'a Host<'h>,
+    pub mmu: &'a SoftMmu<'h, 'h>,
+    pub vm: &'a Vm<'h, OnHost<'h>>,
+    pub store: &'a Store<'h>,
+    crew: Crew,
+    pub poison: &'a Poison,
+}
+
+impl<'h> Rig<'_, 'h> {
+    /// Makes the calling thread a CPU that serves shootdowns while it waits for locks, and after it has
+    /// [finished](Crew::work).
+    pub fn as_cpu<R>(&self, cpu: CpuId, f: impl FnOnce(&mut CpuCx<'_, Host<'h>>) -> R) -> Result<R> {
+        let serve = || {
+            // SAFETY: an interrupt's context, which ends before the interrupted one is used again.
+            let cx = unsafe { CpuCx::new(self.host) };
+            // What others want is none of what this thread is at.
+            let step = STEP.replace((Step::Outside, None));
+            self.vm.shootdown().handle_ipi(&cx);
+            STEP.set(step);
+        };
+        Ok(self.host.run_on(cpu, |cx| self.crew.work(&serve, || f(cx)))?)
+    }
+
+    /// So many processes that share a region, each with `own` bytes of its own.
+    pub fn spaces<'v>(
+        &'v self,
+        config: &RunConfig,
+        own: u64,
+    ) -> Result<(SharedRef<'v, OnHost<'h>>, Vec<AddressSpaceRef<'v, OnHost<'h>>>)> {
+        self.as_cpu(CpuId(0), |cx| {
+            let object = self.vm.create_shared(cx, config.shared >> 12, config.page, false)?;
+            let mut spaces = Vec::new();
+            for _ in 0..config.procs {
+                let space = self.vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47)?)?;
+                let kind = VmaKind::private(config.page);
+                let span = VirtRange::new(SHARED_AT, config.shared)?;
+                self.vm.map(cx, &space, span, kind, Backing::Shared(&object, 0))?;
+                if own > 0 {
+                    self.vm.map(cx, &space, VirtRange::new(OWN_AT, own)?, kind, Backing::Private)?;
+                }
+                spaces.push(space);
+            }
+            Ok((object, spaces))
+        })?
+    }
+
+    /// Ends the processes.
+    pub fn end<'v>(
+        &'v self,
+        object: SharedRef<'v, OnHost<'h>>,
+        spaces: Vec<AddressSpaceRef<'v, OnHost<'h>>>,
+    ) -> Result<()> {
+        self.as_cpu(CpuId(0), |cx| {
+            for space in spaces {
+                if self.vm.destroy(cx, space).is_err() {
+                    bail!("an address space is in use");
+                }
+            }
+            if self.vm.close(cx, object).is_err() {
+                bail!("the shared object is another manager's");
+            }
+            Ok(())
+        })?
+    }
+}
