@@ -30,6 +30,9 @@ const EMULATED: Duration = Duration::from_secs(120);
 pub enum Choice {
     /// Translation in software: works everywhere, and only ratios and counts mean something.
     Tcg,
+    /// The same by one thread, by a clock that an instruction advances by a nanosecond: ratios hold on a busy machine too,
+    /// and caches cost nothing.
+    Icount,
     /// The processor, through /dev/kvm.
     Kvm,
     /// kvm where a short trial of page faults and flushes ends sooner under it than under tcg, else tcg.
@@ -53,6 +56,7 @@ impl Choice {
     pub fn decide(self, arch: Arch, image: impl FnOnce() -> Result<PathBuf>) -> Result<Accel> {
         let verdict = match self {
             Choice::Tcg => return Ok(Accel::Tcg),
+            Choice::Icount => return Ok(Accel::Icount),
             Choice::Kvm => return Ok(Accel::Kvm),
             // Another architecture is always emulated.
             Choice::Auto if arch != Arch::NATIVE => return Ok(Accel::Tcg),
@@ -127,7 +131,7 @@ mod tests {
         let verdict = judge(|accel, limit| {
             asked.borrow_mut().push((accel, limit));
             match accel {
-                Accel::Tcg => Ok(TCG),
+                Accel::Tcg | Accel::Icount => Ok(TCG),
                 Accel::Kvm => kvm(limit),
             }
         });

@@ -136,7 +136,7 @@ pub fn run(args: &Boot) -> Result<()> {
         managed_bytes: boot.memory,
     });
     let mut rows = transcript.rows();
-    let (mut goals, unjudged) = pool_kernel::goals(&rows, accel == Accel::Tcg);
+    let (mut goals, unjudged) = pool_kernel::goals(&rows, accel != Accel::Kvm);
     let aged = age::Lines::of_guest(&transcript);
     aged.judge(&mut goals);
     rows.extend(aged.rows());
@@ -148,7 +148,7 @@ pub fn run(args: &Boot) -> Result<()> {
     }
     if !quiet {
         environment_text::print(&environment);
-        if accel == Accel::Tcg {
+        if accel != Accel::Kvm {
             println!("  note      instructions are emulated: only ratios and counts mean something");
         }
         for note in &transcript.notes {

@@ -120,6 +120,7 @@ const STEPS: &[Step] = &[
 /// What no process can measure, and the command that does.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("pool.on_vs_linux_off", "hugemm linux VMLINUZ --reference -- bench pool -n 2000"),
+    ("age.vs_linux, age.vs_linux_cpu", "hugemm linux VMLINUZ --accel icount --cpus 1 --reference -- bench age"),
     ("frames.pair0_* with interrupts turned off and on", "hugemm boot -- bench alloc"),
 ];
 

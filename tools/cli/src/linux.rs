@@ -1,8 +1,10 @@
 //! `hugemm linux`: the same work in stock Linux guests on the same virtual machine, one table out.
 
+pub mod age;
 pub mod args;
 pub mod faults;
 pub mod image;
+pub mod modules;
 pub mod reference;
 
 use crate::arch::Arch;
@@ -40,16 +42,23 @@ pub fn run(args: &Linux) -> Result<()> {
     let quiet = args.common.json_only();
     let environment = Environment::read()?;
     args.accel.ready(Arch::X86, args.memory)?;
-    let initramfs = Initramfs::new(&INIT.find(args.init.as_deref())?)?;
+    let words = words(&work, args.runs)?;
+    let init = INIT.find(args.init.as_deref())?;
+    let modules = |image: &LinuxImage| match &work {
+        GuestBench::Age(_) => modules::of(image, &age::MODULES),
+        _ => Ok(Vec::new()),
+    };
+    let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
+    let initramfs = initramfs.collect::<Result<Vec<_>>>()?;
     let reference = if args.reference { Some(Reference::new(args, &work)?) } else { None };
     let accel = args.accel.decide(Arch::X86, || Arch::X86.kernel().find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
     let mut cells = Vec::new();
-    for image in &images {
+    for (image, initramfs) in images.iter().zip(&initramfs) {
         for &cpus in &args.cpus {
             bar.set_message(format!("{} on {cpus} CPUs", image.release));
-            let events = boot(args, accel, image, &initramfs, cpus, &words(&work, args.runs))?;
+            let events = boot(args, accel, image, initramfs, cpus, &words)?;
             cells.push(Cell { kernel: image.release.clone(), cpus, events });
             bar.inc(1);
         }
@@ -71,11 +80,13 @@ pub fn run(args: &Linux) -> Result<()> {
         GuestBench::Pool(pool) => report_pool(pool, &cells, quiet),
         GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).report(&cells, quiet),
         GuestBench::VmCreate(create) => Populate::from(create).report(&cells, quiet),
+        GuestBench::Age(work) => age::report(work, &cells, quiet),
     };
     // A side that clears its pages does more.
     if reference.is_some() && !args.init_on_alloc {
         rows.extend(match &work {
             GuestBench::Pool(_) => reference::compare(&rows, quiet),
+            GuestBench::Age(_) => age::compare(&rows, quiet),
             _ => faults::compare(&rows, quiet),
         });
     }
@@ -108,14 +119,15 @@ fn one_line(error: clap::Error) -> anyhow::Error {
 }
 
 /// The arguments of the guest's init.
-fn words(work: &GuestBench, runs: u32) -> String {
-    match work {
+fn words(work: &GuestBench, runs: u32) -> Result<String> {
+    Ok(match work {
         GuestBench::Pool(pool) => {
             format!("pool {} {} {runs} {}", pool.n, kib(pool.page), pool.hvo)
         }
         GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).words(runs),
         GuestBench::VmCreate(create) => Populate::from(create).words(runs),
-    }
+        GuestBench::Age(work) => age::words(work, runs)?,
+    })
 }
 
 /// A page's size in KiB.

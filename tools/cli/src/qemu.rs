@@ -31,15 +31,18 @@ const OWN_BYTES: u64 = 256 << 20;
 pub enum Accel {
     /// Translation in software: works everywhere, and only ratios and counts mean something.
     Tcg,
+    /// The same, and time is counted: an instruction takes a nanosecond, whatever else this machine does.
+    Icount,
     /// The processor, through /dev/kvm.
     Kvm,
 }
 
 impl Accel {
-    /// The name in QEMU's options, and for people.
+    /// The name for people.
     pub fn name(self) -> &'static str {
         match self {
             Accel::Tcg => "tcg",
+            Accel::Icount => "icount",
             Accel::Kvm => "kvm",
         }
     }
@@ -185,7 +188,11 @@ impl Guest {
     fn command(&self) -> Command {
         let mut command = Command::new(self.arch.qemu().0);
         let cpu = if self.accel == Accel::Kvm { "host" } else { &self.cpu_model };
-        command.args(["-machine", self.arch.machine(), "-accel", self.accel.name(), "-cpu", cpu]);
+        let accel = if self.accel == Accel::Kvm { "kvm" } else { "tcg" };
+        command.args(["-machine", self.arch.machine(), "-accel", accel, "-cpu", cpu]);
+        if self.accel == Accel::Icount {
+            command.args(["-icount", "shift=0,sleep=off"]);
+        }
         command.args(["-smp", &self.cpus.to_string(), "-m", &format!("{}M", self.memory.0 >> 20)]);
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]);
         command.args(["-serial", "stdio"]).arg("-kernel").arg(&self.kernel);

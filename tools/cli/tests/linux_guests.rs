@@ -35,6 +35,8 @@ fn files_and_commands_are_checked_before_anything_boots() {
     let init = scratch.put("init", b"\x7fELF: a program that nobody gets to");
     let create = ["linux", &kernel, "--init", &init, "--", "bench", "vm-create", "-s", "2MB"];
     refused(&[&create[..], &["--how", "pin"]].concat(), &["after '--'", "pin"]);
+    let age = ["linux", &kernel, "--init", &init, "--", "bench", "age"];
+    refused(&age, &["the modules of 0.1-hanging are not beside", "unpack its whole package"]);
     misused(&["linux", &kernel], "required");
     misused(&["linux", &kernel, "--cpus", "0", "--", "bench", "pool", "-n", "1"], "0 is not in 1..=255");
 }

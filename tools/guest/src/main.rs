@@ -6,6 +6,7 @@
 //! must expect the kernel's own messages between the lines.
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
+mod age;
 mod faults;
 mod interrupts;
 mod pool;
@@ -17,14 +18,19 @@ use serde_json::{Value, json};
 use std::io::Write;
 
 fn main() {
-    let result = prepare().and_then(|()| {
-        let arguments: Vec<String> = std::env::args().skip(1).collect();
-        let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        match words.as_slice() {
-            ["pool", rest @ ..] => pool::run(rest),
-            ["faults", rest @ ..] => faults::run(rest),
-            other => bail!("this init does not know how to do '{}'", other.join(" ")),
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    if let ["age-process", rest @ ..] = words.as_slice() {
+        if let Err(error) = age::run_process(rest) {
+            eprintln!("{}", json!({"failed": format!("{error:#}")}));
         }
+        return;
+    }
+    let result = prepare().and_then(|()| match words.as_slice() {
+        ["age", rest @ ..] => age::run(rest),
+        ["pool", rest @ ..] => pool::run(rest),
+        ["faults", rest @ ..] => faults::run(rest),
+        other => bail!("this init does not know how to do '{}'", other.join(" ")),
     });
     match result {
         Ok(()) => say(json!({"event": "done"})),

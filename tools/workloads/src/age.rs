@@ -250,15 +250,42 @@ impl Process<'_> {
         hot: u64,
         touched: &mut Touched,
     ) -> Result<(), Failed> {
+        self.each_of_window(hot, |process, page, write| process.touch(cx, vm, space, touch, page, write, touched))
+    }
+
+    /// The same window without `hot` pages, where another kernel serves the faults: `reach` gives the words of a page.
+    pub fn window_elsewhere<W: Words>(
+        &mut self,
+        reach: impl Fn(u64) -> W,
+        touched: &mut Touched,
+    ) -> Result<(), Failed> {
+        self.each_of_window(0, |process, page, write| {
+            let words = reach(page);
+            touched.pages += 1;
+            let done = match process.look(page, &words, write)? {
+                Look::Right => true,
+                Look::Empty => process.fill(page, &words),
+                Look::Refused => false,
+            };
+            touched.refused += u64::from(!done);
+            Ok(())
+        })
+    }
+
+    fn each_of_window(
+        &mut self,
+        hot: u64,
+        mut touch: impl FnMut(&mut Self, u64, bool) -> Result<(), Failed>,
+    ) -> Result<(), Failed> {
         let pages = self.wrote.len() as u64;
         let window = WINDOW.min(pages);
         let first = self.random.below(pages - window + 1);
         for page in first..first + window {
             let write = self.random.below(4) == 0;
-            self.touch(cx, vm, space, touch, page, write, touched)?;
+            touch(self, page, write)?;
             if hot > 0 {
                 let again = first + self.random.below(hot.min(window));
-                self.touch(cx, vm, space, touch, again, !write, touched)?;
+                touch(self, again, !write)?;
             }
         }
         Ok(())

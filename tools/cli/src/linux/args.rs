@@ -4,6 +4,7 @@ use crate::accel::Choice;
 use crate::args::Common;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use hugemm_base::PageSize;
+use hugemm_reclaim::LruPolicy;
 use hugemm_workloads::options::{list, named, one_of, seconds};
 use hugemm_workloads::request::{Function, Optimization};
 use hugemm_workloads::size::Size;
@@ -20,10 +21,12 @@ COMMAND is one of
   bench mem mmap -s SIZE [-p 4KB|2MB|1GB] [-f demand,populate] [--kind hugetlb|thp]
   bench vm-create -s SIZE [-p 4KB|2MB|1GB] [--how demand,prefault] [--workers N,…]
                   [--kind hugetlb|thp]
+  bench age [--memory SIZE] [--procs N] [--seconds S] [--lru classic,generations]
 
 With --reference hugemm's pages come from a pool where Linux's do (hugetlb), else from free memory.
 
-Under tcg only ratios and counts mean something, milliseconds do not; the CPU model leaves out 'erms', because QEMU's \
+Under tcg only ratios and counts mean something, milliseconds do not; under icount they mean instructions, whatever else \
+the machine does. The CPU model leaves out 'erms', because QEMU's \
 emulation of `rep stosb` is several times slower than plain stores and the kernel would use it.";
 
 /// `hugemm linux`
@@ -92,6 +95,8 @@ pub enum GuestBench {
     Mem(GuestMem),
     /// Allocate, clear and map a virtual machine's memory.
     VmCreate(GuestVmCreate),
+    /// Processes that share more memory than there is.
+    Age(GuestAge),
 }
 
 /// The workloads of `bench mem`.
@@ -150,6 +155,24 @@ pub struct GuestVmCreate {
     /// What Linux's huge pages are.
     #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
     pub kind: GuestKind,
+}
+
+/// `bench age`
+#[derive(Debug, Args)]
+pub struct GuestAge {
+    /// Memory that there is, compressed pages included; half of it at most is theirs. The processes share one and a half times
+    /// as much.
+    #[arg(long, default_value = "128MB")]
+    pub memory: Size,
+    /// Processes that share the region.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=14))]
+    pub procs: u32,
+    /// Seconds of each run.
+    #[arg(long, default_value_t = 15, value_parser = seconds())]
+    pub seconds: u64,
+    /// Which pages are old.
+    #[arg(long, default_value = "classic,generations", value_parser = list(named::<LruPolicy>()))]
+    pub lru: List<LruPolicy>,
 }
 
 /// Linux's kinds of huge pages.

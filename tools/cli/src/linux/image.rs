@@ -1,5 +1,6 @@
 //! What a stock Linux guest boots from: the kernel image that the user names, and an initial file system with one program.
 
+use crate::linux::modules::Module;
 use anyhow::{Context, Result, bail};
 use cpio::newc::{Builder, ModeFileType, trailer};
 use std::fs::File;
@@ -49,17 +50,18 @@ fn version_offset(sectors: &[u8]) -> Option<usize> {
     is_image.then(|| usize::from(u16::from_le_bytes([pointer[0], pointer[1]])) + 0x200)
 }
 
-/// An initial file system that consists of the program `init` and a console; removed on drop.
+/// An initial file system that consists of the program `init`, a console, and modules; removed on drop.
 #[derive(Debug)]
 pub struct Initramfs(PathBuf);
 
 impl Initramfs {
-    /// Writes it to the system's directory for temporary files.
-    pub fn new(init: &Path) -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("hugemm-initramfs-{}.cpio", std::process::id()));
+    /// Writes one, of a number that no other has, to the system's directory for temporary files. The program is to insert the
+    /// modules in the order of their files' names.
+    pub fn new(number: usize, init: &Path, modules: &[Module]) -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("hugemm-initramfs-{}-{number}.cpio", std::process::id()));
         let initramfs = Initramfs(path.clone());
         let program = std::fs::read(init).with_context(|| format!("cannot read {}", init.display()))?;
-        write(&path, &program).with_context(|| format!("cannot write {}", path.display()))?;
+        write(&path, &program, modules).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(initramfs)
     }
 
@@ -76,12 +78,12 @@ impl Drop for Initramfs {
     }
 }
 
-fn write(path: &Path, program: &[u8]) -> Result<()> {
+fn write(path: &Path, program: &[u8], modules: &[Module]) -> Result<()> {
     let mut out = BufWriter::new(File::create(path)?);
     let entry = |name: &str, inode: u32, kind, rights: u32| {
         Builder::new(name).ino(inode).nlink(1).mode(rights).set_mode_file_type(kind)
     };
-    for (name, inode) in [("dev", 1), ("proc", 2), ("sys", 3)] {
+    for (name, inode) in [("dev", 1), ("proc", 2), ("sys", 3), ("modules", 6)] {
         entry(name, inode, ModeFileType::Directory, 0o755).write(&mut out, 0).finish()?;
     }
     // Without it the kernel gives its first process no standard output.
@@ -90,6 +92,13 @@ fn write(path: &Path, program: &[u8]) -> Result<()> {
     let mut file = entry("init", 5, ModeFileType::Regular, 0o755).write(&mut out, size);
     file.write_all(program)?;
     file.finish()?;
+    for (index, module) in (0..).zip(modules) {
+        let size = u32::try_from(module.content.len()).context("a module is larger than the format allows")?;
+        let name = format!("modules/{index:02}-{}.ko", module.name);
+        let mut file = entry(&name, 7 + index, ModeFileType::Regular, 0o644).write(&mut out, size);
+        file.write_all(&module.content)?;
+        file.finish()?;
+    }
     trailer(&mut out)?;
     out.flush()?;
     Ok(())

@@ -4,6 +4,7 @@ use crate::arch::Arch;
 use crate::boot::{Done, VirtualMachine};
 use crate::document::Row;
 use crate::goals::Goals;
+use crate::linux::age;
 use crate::linux::args::{GuestBench, GuestMem, Linux};
 use crate::linux::faults::Populate;
 use crate::pool::kernel as pool_kernel;
@@ -34,6 +35,7 @@ impl<'w> Reference<'w> {
             GuestBench::Pool(pool) => Request::Pool(pool_kernel::request(pool, args.runs)),
             GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs),
             GuestBench::VmCreate(create) => Populate::from(create).request(args.runs),
+            GuestBench::Age(work) => age::request(work, args.runs)?,
         };
         let reference = Reference { image: Arch::X86.kernel().find(None)?, request, work };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;
@@ -53,6 +55,7 @@ impl<'w> Reference<'w> {
             GuestBench::Pool(_) => pool_kernel::events(&done.transcript),
             GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).events(&done.transcript),
             GuestBench::VmCreate(create) => Populate::from(create).events(&done.transcript),
+            GuestBench::Age(_) => age::events(&done.transcript),
         };
         Ok(done.map(|done| events(&done)).map_err(|error| format!("{error:#}")))
     }
