@@ -8,6 +8,7 @@ use crate::side::{self, Side};
 use crate::swap::{Swap, SwapSlot};
 use crate::ways::{Step, Steps};
 use crate::worker::Turn;
+use core::ptr;
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Cancel, Extent, NodeId, Order, Pfn, Shortfall};
 use hugemm_frames::{FolioRun, Frames, Frozen};
@@ -26,6 +27,8 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
 
     /// One turn of a node's worker: evicts until *high* pages are free, or about `scan` pages have been looked at. A
     /// platform's thread calls it in a loop, resting in between as [`Wake`](crate::Wake) allows.
+    ///
+    /// [`Hopeless`](Turn::Hopeless) too if there is no such node, or `vm` has another pager.
     ///
     /// Context: may sleep; interrupts on, nothing locked. Reschedule and cancellation points before each batch.
     pub fn balance(
@@ -76,20 +79,30 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         self.with_batch(vm, cx, |cx, deferred| f(cx, &Side::new(vm, self, node, lru, deferred)))
     }
 
-    /// A reclaiming task's time, with what it needs for its flushes; `None` on more CPUs than there are masks for.
+    /// A reclaiming task's time, with what it needs for its flushes; `None` on more CPUs than there are masks for, and if
+    /// the pager of `vm` is another: whose pages would be unhooked with this one's TLBs, and stored in the wrong swap?
     fn with_batch<R>(
         &self,
         vm: &Vm<'_, S>,
         cx: &mut Cx<'_, S>,
         f: impl FnOnce(&mut Cx<'_, S>, &side::Batch) -> R,
     ) -> Option<R> {
-        // SAFETY: the sides unhook pages of this `vm`, and their flushes ask the TLBs of this `vm`.
+        if !self.is_of(vm) {
+            return None;
+        }
+        // SAFETY: the sides unhook pages of this `vm`, whose pager this is, and their flushes ask the TLBs of this `vm`.
         let deferred = unsafe { side::batch(vm.shootdown()) }?;
         self.steps().enter(Step::Other);
         let result = f(cx, &deferred);
         self.expire(vm, cx);
         self.steps().enter(Step::Outside);
         Some(result)
+    }
+
+    /// Whether this is the pager of `vm`, or a part of it.
+    fn is_of(&self, vm: &Vm<'_, S>) -> bool {
+        let (pager, this) = (ptr::from_ref(vm.pager()).addr(), ptr::from_ref(self).addr());
+        (pager..pager + size_of::<S::Pager>()).contains(&this)
     }
 }
 

@@ -5,7 +5,7 @@ use crate::rules::{AT, SIZE, filled};
 use hugemm_base::{CancelFlag, CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_paging::Lookup;
-use hugemm_reclaim::{LruPolicy, ShrinkBudget, ShrinkProgress, Swap, Turn};
+use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, ShrinkProgress, Swap, Turn};
 use hugemm_vm::{Backing, Pager, VmError, VmaKind};
 
 fn at(index: u64) -> u64 {
@@ -221,5 +221,18 @@ fn out_of_everything_is_an_error_of_one_access() {
             rig.leave(cx, &space);
             rig.vm.destroy(cx, space).expect("destroyed");
         });
+    });
+}
+
+/// Its LRUs say nothing of this machine's pages, and its swap is not where they go.
+#[test]
+fn the_pager_of_another_machine_reclaims_nothing() {
+    with_pages(100, SIZE, |policy, rig, cx, _| {
+        let lrus = [Lru::new(rig.vm.frames(), policy)];
+        let own = rig.vm.pager();
+        let other: Reclaim<_, _> = Reclaim::new(&lrus, rig.store, own.marks(), ());
+        assert_eq!(own.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Balanced);
+        assert_eq!(other.balance(&rig.vm, cx, NODE, 1000, &Never).0, Turn::Hopeless);
+        assert!(!other.gather(&rig.vm, cx, NODE));
     });
 }
