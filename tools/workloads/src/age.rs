@@ -530,16 +530,34 @@ impl Process<'_> {
             Err(error) => return Err(error.into()),
         }
         self.wrote[first as usize..end as usize].fill(0);
-        // What was just given back is enough for two small objects, unless others were faster.
-        for _ in 0..TRIES {
-            match vm.map(cx, space, span, VmaKind::private(page), Backing::Private) {
-                Ok(_) => return Ok(()),
-                Err(VmError::NoMemory) => {}
-                Err(error) => return Err(error.into()),
-            }
-            vm.shootdown().handle_ipi(cx);
-            cx.cond_resched();
+        if map_anew(cx, vm, space, span, page)? {
+            return Ok(());
         }
-        Err(VmError::NoMemory.into())
+        // Others were faster. All that the process has is enough, and giving it back takes no memory.
+        touched.refused += 1;
+        let whole = VirtRange::new(self.at, pages * PAGE_BYTES).map_err(|_| VmError::OutOfBounds { at: self.at })?;
+        vm.unmap(cx, space, whole)?;
+        self.wrote.fill(0);
+        if map_anew(cx, vm, space, whole, page)? { Ok(()) } else { Err(VmError::NoMemory.into()) }
     }
+}
+
+/// Maps what was just unmapped; false if there is no memory even for two small objects.
+fn map_anew<S: Setup>(
+    cx: &mut Cx<'_, S>,
+    vm: &Vm<'_, S>,
+    space: &AddressSpace<S>,
+    span: VirtRange,
+    page: PageSize,
+) -> Result<bool, Failed> {
+    for _ in 0..TRIES {
+        match vm.map(cx, space, span, VmaKind::private(page), Backing::Private) {
+            Ok(_) => return Ok(true),
+            Err(VmError::NoMemory) => {}
+            Err(error) => return Err(error.into()),
+        }
+        vm.shootdown().handle_ipi(cx);
+        cx.cond_resched();
+    }
+    Ok(false)
 }
