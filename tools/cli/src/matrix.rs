@@ -186,7 +186,8 @@ mod tests {
 
     /// Two nodes of two cores of two CPUs each, and a node of memory alone.
     fn two_nodes() -> MachineTopology {
-        let cpu = |id: u32| HostCpu { id, node: id % 4 / 2, core: id % 4, package: 0 };
+        // Siblings have adjoining numbers: the last two CPUs of a node are one core.
+        let cpu = |id: u32| HostCpu { id, node: id / 4, core: id / 2 * 2, package: 0 };
         let node = |id: u32| HostNode { id, cpus: vec![], memory_total: 1, memory_free: 1, distances: vec![] };
         MachineTopology {
             cpus: (0..8).map(cpu).collect(),
