@@ -92,7 +92,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if bytes < need.size() || !memory.addr().is_multiple_of(need.align()) || memory.is_null() {
             return Err(FramesConfigError::Memory { bytes: need.size(), align: need.align() });
         }
-        if spec.node.0 as usize >= self.nodes.len() {
+        if self.node(spec.node).is_none() {
             return Err(FramesConfigError::NoSuchNode(spec.node));
         }
         let overlap = |arena: &Arena<'_>| {

@@ -17,7 +17,7 @@
 //! Two claims never overlap: the second finds the marks and fails.
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{SPAN, WORD_BITS, spans};
+use crate::blockmap::{Pages, Position, SPAN, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{pages, take_word};
 use crate::freelist::FreeLists;
@@ -167,7 +167,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The first frame of the extent that is not free.
     fn all_free(&self, arena: &Arena<'m>, extent: Extent) -> Result<(), AllocContigError> {
-        if in_block(extent.base()) == 0
+        if in_block(extent.base()) == Position::FIRST
             && extent.pages().is_multiple_of(SPAN as u64)
             && arena.words_2m(extent).all(|(region, _, at, bits)| region.free.load(at) & bits == bits)
         {
@@ -176,13 +176,13 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut rest = extent;
         while !rest.is_empty() {
             let pfn = rest.base();
-            let (now, later) = rest.split_at((SPAN - in_block(pfn)) as u64);
+            let (now, later) = rest.split_at(in_block(pfn).left() as u64);
             if !arena.region(pfn).free.get(in_region(pfn)) {
                 let free = &arena.block(pfn).free;
                 let mut used = spans(in_block(pfn), now.pages() as usize).map(|(at, bits)| (at, bits & !free.load(at)));
                 if let Some((at, used)) = used.find(|(_, used)| *used != 0) {
-                    let index = at * WORD_BITS + used.trailing_zeros() as usize;
-                    return Err(AllocContigError::InUse(Pfn::new(pfn.number() - in_block(pfn) as u64 + index as u64)));
+                    let index = Position::<Pages>::in_word(at, used.trailing_zeros());
+                    return Err(AllocContigError::InUse(index.pfn(pfn)));
                 }
             }
             rest = later;
@@ -214,12 +214,12 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut rest = extent;
         while !rest.is_empty() {
             let pfn = rest.base();
-            let (inside, later) = rest.split_at((SPAN - in_block(pfn)) as u64);
+            let (inside, later) = rest.split_at(in_block(pfn).left() as u64);
             rest = later;
             let region = arena.region(pfn);
             if region.free.get(in_region(pfn)) {
                 // A part of free 2 MiB: whole ones have been taken above.
-                let whole = Extent::block(Pfn::new(pfn.number() - in_block(pfn) as u64), BLOCK);
+                let whole = Extent::block(Position::<Pages>::FIRST.pfn(pfn), BLOCK);
                 let content = self.remove_block(lists, arena, whole.base(), BLOCK_ORDER);
                 self.cut_ends(arena, inside);
                 let before = inside.base().number() - whole.base().number();

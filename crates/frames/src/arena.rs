@@ -11,7 +11,7 @@
 //!
 //! 33 480 bytes per 2 MiB: 1.596 % of memory, of which references take 0.76 bytes per frame.
 
-use crate::blockmap::{Bits512, SPAN, SPAN_SHIFT, WORD_BITS, WORDS, spans};
+use crate::blockmap::{Bits512, Blocks, Pages, Position, SPAN, SPAN_SHIFT, WORDS, spans};
 use crate::chunk::Takers;
 use crate::descriptor::Descriptor;
 use crate::freelist::{Rows, SMALL_KINDS};
@@ -64,13 +64,13 @@ pub(crate) struct Block {
     /// Which CPUs' caches were filled from here last. Node's lock.
     pub(crate) takers: Takers,
     /// Where blocks start; valid while the block is split.
-    pub(crate) starts: Bits512,
+    pub(crate) starts: Bits512<Pages>,
     /// Which pages are free in the node, while it is a group. Node's lock.
-    pub(crate) free: Bits512,
+    pub(crate) free: Bits512<Pages>,
     /// Which of the free ones are known to be zero; none where nothing is free. Node's lock.
-    pub(crate) zero: Bits512,
+    pub(crate) zero: Bits512<Pages>,
     /// Frames that must never be handed out again. Node's lock; bits are only ever set.
-    pub(crate) refused: Bits512,
+    pub(crate) refused: Bits512<Pages>,
     pub(crate) refs: BlockRefs,
 }
 
@@ -130,22 +130,22 @@ impl Block {
 #[derive(Debug)]
 pub(crate) struct Region {
     /// Where blocks of order 9 and more start, and groups of smaller ones.
-    pub(crate) starts: Bits512,
+    pub(crate) starts: Bits512<Blocks>,
     /// Which 2 MiB blocks are groups of smaller ones. Never set inside a block of order 9 or more, so that those can be
     /// divided down to order 9 without a look at what is kept per 2 MiB. Written as start bits are.
-    pub(crate) split: Bits512,
+    pub(crate) split: Bits512<Blocks>,
     /// Which 2 MiB blocks are free as a whole. Each of them is a start, and none a group. Node's lock.
-    pub(crate) free: Bits512,
+    pub(crate) free: Bits512<Blocks>,
     /// Which of those are known to be zero. Node's lock; meaningless where nothing is free.
-    pub(crate) zero: Bits512,
+    pub(crate) zero: Bits512<Blocks>,
     /// Which blocks have refused frames. Node's lock.
-    pub(crate) refused: Bits512,
+    pub(crate) refused: Bits512<Blocks>,
     /// Which blocks are isolated for a claim. Node's lock.
-    pub(crate) isolated: Bits512,
+    pub(crate) isolated: Bits512<Blocks>,
     /// Which of the node's rows of 2 MiB have this region's bit set: see [`free2m`](crate::free2m). Node's lock.
     pub(crate) hints: AtomicU64,
     /// For each kind of less than 2 MiB, which 2 MiB blocks may have some. Node's lock.
-    pub(crate) has: [Bits512; SMALL_KINDS],
+    pub(crate) has: [Bits512<Blocks>; SMALL_KINDS],
 }
 
 impl Region {
@@ -174,7 +174,7 @@ const _: () = assert!(size_of::<Block>() == 704 && size_of::<Region>() == 3904);
 pub(crate) struct Arena<'m> {
     pub(crate) extent: Extent,
     /// Index in the manager's node table.
-    pub(crate) node: u32,
+    pub(crate) node: NodeId,
     /// First descriptor.
     pub(crate) descriptors: *mut Descriptor,
     /// One per 2 MiB block that the arena touches.
@@ -203,14 +203,14 @@ pub(crate) const fn touched(extent: Extent, order: u32) -> u64 {
 
 /// Position of a frame in its 2 MiB block.
 #[inline]
-pub(crate) const fn in_block(pfn: Pfn) -> usize {
-    pfn.number() as usize & (SPAN - 1)
+pub(crate) const fn in_block(pfn: Pfn) -> Position<Pages> {
+    Position::of(pfn)
 }
 
 /// Position of a frame's 2 MiB block in its region.
 #[inline]
-pub(crate) const fn in_region(pfn: Pfn) -> usize {
-    (pfn.number() >> BLOCK_ORDER) as usize & (SPAN - 1)
+pub(crate) const fn in_region(pfn: Pfn) -> Position<Blocks> {
+    Position::of(pfn)
 }
 
 impl<'m> Arena<'m> {
@@ -265,11 +265,10 @@ impl<'m> Arena<'m> {
         let region = self.region(pfn);
         if region.split.get(in_region(pfn)) {
             let (start, order) = self.block(pfn).starts.block_at(in_block(pfn));
-            return (Pfn::new(pfn.number() >> BLOCK_ORDER << BLOCK_ORDER | start as u64), order);
+            return (start.pfn(pfn), order);
         }
         let (start, log) = region.starts.block_at(in_region(pfn));
-        let base = pfn.number() >> REGION_ORDER << REGION_ORDER;
-        (Pfn::new(base | (start as u64) << BLOCK_ORDER), BLOCK_ORDER + log)
+        (start.pfn(pfn), BLOCK_ORDER + log)
     }
 
     /// Makes `[pfn, pfn + 2^order)`, which the caller owns and at which a block starts, one block in the map.
@@ -309,7 +308,7 @@ impl<'m> Arena<'m> {
             for first in (0..1_u64 << from).step_by(SPAN) {
                 let block = self.block(Pfn::new(pfn.number() + first));
                 block.open(mobility);
-                block.starts.split_even(0, BLOCK_ORDER, to);
+                block.starts.split_even(Position::FIRST, BLOCK_ORDER, to);
             }
         }
         let region = self.region(pfn);
@@ -324,14 +323,14 @@ impl<'m> Arena<'m> {
         let region = self.region(pfn);
         if !region.split.get(in_region(pfn)) {
             region.starts.cut(in_region(pfn));
-            if in_block(pfn) == 0 {
+            if in_block(pfn) == Position::FIRST {
                 return;
             }
             let (head, order) = self.block_of(pfn);
             if order > BLOCK_ORDER {
                 // The 2 MiB that holds `pfn` begins its block; what comes after it goes its own way. Past the last it is the
                 // region's first block, which starts there.
-                region.starts.cut(in_region(pfn) + 1);
+                region.starts.cut(Position::new(in_region(pfn).number() + 1));
             }
             self.open(head, Mobility::Unmovable);
         }
@@ -345,7 +344,7 @@ impl<'m> Arena<'m> {
         core::iter::from_fn(move || {
             let pfn = Pfn::new(next << BLOCK_ORDER);
             let (at, bits) = spans(in_region(pfn), (end - next).min(SPAN as u64) as usize).next()?;
-            let base = Pfn::new((next - (in_region(pfn) % WORD_BITS) as u64) << BLOCK_ORDER);
+            let base = Position::<Blocks>::in_word(at, 0).pfn(pfn);
             next += u64::from(bits.count_ones());
             Some((self.region(pfn), base, at, bits))
         })

@@ -23,10 +23,13 @@
 //! Readers without ownership ([`Frames::head_of`](crate::Frames::head_of) for a walker that races with everything) read relaxed and get a
 //! guess, which they must check after taking a reference.
 
+mod position;
 mod runs;
 
+pub(crate) use position::{Blocks, Pages, Position};
 pub(crate) use runs::{count_runs, every, first_run, runs_in, spans};
 
+use core::marker::PhantomData;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use runs::mask;
 
@@ -42,31 +45,38 @@ pub(crate) const WORD_BITS: usize = 64;
 /// Words of a map.
 pub(crate) const WORDS: usize = SPAN / WORD_BITS;
 
-/// One level's 512 bits: a cache line. Indices are taken modulo 512.
+/// One level's 512 bits: a cache line.
 #[repr(C, align(64))]
-#[derive(Debug, Default)]
-pub(crate) struct Bits512 {
+#[derive(Debug)]
+pub(crate) struct Bits512<L> {
     words: [AtomicU64; WORDS],
+    level: PhantomData<L>,
 }
 
-impl Bits512 {
+impl<L> Default for Bits512<L> {
+    fn default() -> Self {
+        Bits512 { words: Default::default(), level: PhantomData }
+    }
+}
+
+impl<L: position::Level> Bits512<L> {
     #[inline]
-    fn word(&self, index: usize) -> &AtomicU64 {
-        &self.words[(index & (SPAN - 1)) / WORD_BITS]
+    fn word(&self, index: Position<L>) -> &AtomicU64 {
+        &self.words[index.word()]
     }
 
     /// Relaxed throughout this file: bits become meaningful to another CPU together with the block itself, which is
     /// handed over under a lock or by its owner.
     #[inline]
-    pub(crate) fn get(&self, index: usize) -> bool {
-        self.word(index).load(Ordering::Relaxed) >> (index % WORD_BITS) & 1 != 0
+    pub(crate) fn get(&self, index: Position<L>) -> bool {
+        self.word(index).load(Ordering::Relaxed) >> index.bit() & 1 != 0
     }
 
     /// Plain read, change, write: for words that one lock protects.
     #[inline]
-    pub(crate) fn put_locked(&self, index: usize, value: bool) {
+    pub(crate) fn put_locked(&self, index: Position<L>, value: bool) {
         let word = self.word(index);
-        let bit = 1 << (index % WORD_BITS);
+        let bit = 1 << index.bit();
         let old = word.load(Ordering::Relaxed);
         word.store(if value { old | bit } else { old & !bit }, Ordering::Relaxed);
     }
@@ -112,24 +122,23 @@ impl Bits512 {
 
     /// [`set_shared`](Bits512::set_shared) for `[index, index + 2^order)`.
     #[inline]
-    pub(crate) fn fill_shared(&self, index: usize, order: u32, value: bool) {
-        for (at, bits) in spans(index & (SPAN - 1), 1 << order.min(SPAN_SHIFT)) {
+    pub(crate) fn fill_shared(&self, index: Position<L>, order: u32, value: bool) {
+        for (at, bits) in spans(index, 1 << order.min(SPAN_SHIFT)) {
             self.set_shared(at, bits, value);
         }
     }
 
     /// Calls `f` with each word that the aligned range touches and the range's bits in it.
     #[inline]
-    fn for_words(&self, index: usize, order: u32, mut f: impl FnMut(&AtomicU64, u64)) {
-        let index = index & (SPAN - 1);
+    fn for_words(&self, index: Position<L>, order: u32, mut f: impl FnMut(&AtomicU64, u64)) {
         let count = 1_usize << order.min(SPAN_SHIFT);
         if count <= WORD_BITS {
-            f(self.word(index), mask(index % WORD_BITS, count));
+            f(self.word(index), mask(index.bit(), count));
         } else if count == SPAN {
             // A loop of a length that is known is unrolled.
             self.words.iter().for_each(|word| f(word, u64::MAX));
         } else {
-            for word in self.words.iter().skip(index / WORD_BITS).take(count / WORD_BITS) {
+            for word in self.words.iter().skip(index.word()).take(count / WORD_BITS) {
                 f(word, u64::MAX);
             }
         }
@@ -150,19 +159,17 @@ impl Bits512 {
     /// Whether a block of order 0 starts at `index`, and the next one right after it in the same word: for every other
     /// case, and for every 64th position, [`block_at`](Bits512::block_at) knows.
     #[inline]
-    pub(crate) fn is_single(&self, index: usize) -> bool {
+    pub(crate) fn is_single(&self, index: Position<L>) -> bool {
         // The top position's neighbour is in the next word: the shift brings a 0 in.
-        self.word(index).load(Ordering::Relaxed) >> (index % WORD_BITS) & 3 == 3
+        self.word(index).load(Ordering::Relaxed) >> index.bit() & 3 == 3
     }
 
     /// The block that holds `index`: where it starts and its size as log2. A racing reader can see a length that no
     /// block has; it is rounded down.
     #[inline]
-    pub(crate) fn block_at(&self, index: usize) -> (usize, u32) {
-        let index = index & (SPAN - 1);
-        let at = index / WORD_BITS;
+    pub(crate) fn block_at(&self, index: Position<L>) -> (Position<L>, u32) {
+        let (at, bit) = (index.word(), index.bit());
         let here = self.words[at].load(Ordering::Relaxed);
-        let bit = index % WORD_BITS;
         let upto = here & (u64::MAX >> (WORD_BITS - 1 - bit));
         let start = if upto != 0 {
             at * WORD_BITS + upto.ilog2() as usize
@@ -183,20 +190,19 @@ impl Bits512 {
                 .find(|(_, w)| *w != 0)
                 .map_or(SPAN, |(i, w)| i * WORD_BITS + w.trailing_zeros() as usize)
         };
-        (start, (next - start).ilog2())
+        (Position::new(start), (next - start).ilog2())
     }
 
     /// Makes `[index, index + 2^order)` one block. The caller owns all of it and a block starts at `index`. One atomic
     /// below order 6, at most 8 plain stores above.
     #[inline]
-    pub(crate) fn merge(&self, index: usize, order: u32) {
+    pub(crate) fn merge(&self, index: Position<L>, order: u32) {
         if order == 0 {
             return;
         }
-        let index = index & (SPAN - 1);
-        let start = 1 << (index % WORD_BITS);
+        let start = 1 << index.bit();
         if order < 6 {
-            let inside = mask(index % WORD_BITS, 1 << order) & !start;
+            let inside = mask(index.bit(), 1 << order) & !start;
             self.word(index).fetch_and(!inside, Ordering::Relaxed);
             return;
         }
@@ -213,50 +219,48 @@ impl Bits512 {
 
     /// Splits `[index, index + 2^from)` evenly into blocks of order `to`. One atomic below order 6, at most 8 plain
     /// stores above.
-    pub(crate) fn split_even(&self, index: usize, from: u32, to: u32) {
+    pub(crate) fn split_even(&self, index: Position<L>, from: u32, to: u32) {
         if to >= from {
             return;
         }
-        let index = index & (SPAN - 1);
         if from < 6 {
             let starts = every(to) & mask(0, 1 << from);
-            self.word(index).fetch_or(starts << (index % WORD_BITS), Ordering::Relaxed);
+            self.word(index).fetch_or(starts << index.bit(), Ordering::Relaxed);
         } else if to <= 6 {
             self.for_words(index, from, |word, _| word.store(every(to), Ordering::Relaxed));
         } else {
             for piece in (0..1_usize << from).step_by(1 << to) {
-                self.word(index + piece).store(1, Ordering::Relaxed);
+                self.word(Position::new(index.number() + piece)).store(1, Ordering::Relaxed);
             }
         }
     }
 
     /// Makes a block start at `index`, by halving the block that holds it until one does. The caller owns that block.
-    pub(crate) fn cut(&self, index: usize) {
-        let index = index & (SPAN - 1);
+    pub(crate) fn cut(&self, index: Position<L>) {
         loop {
             let (start, order) = self.block_at(index);
             if start == index || order == 0 {
                 return;
             }
-            let middle = start + (1 << (order - 1));
-            self.word(middle).fetch_or(1 << (middle % WORD_BITS), Ordering::Relaxed);
+            let middle = Position::new(start.number() + (1 << (order - 1)));
+            self.word(middle).fetch_or(1 << middle.bit(), Ordering::Relaxed);
         }
     }
 
     /// The first set bit of the words that `pick` makes of these.
-    pub(crate) fn first(&self, pick: impl Fn(u64) -> u64) -> Option<usize> {
+    pub(crate) fn first(&self, pick: impl Fn(u64) -> u64) -> Option<Position<L>> {
         let words = self.words.iter().map(|word| pick(word.load(Ordering::Relaxed))).enumerate();
-        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| at * WORD_BITS + word.trailing_zeros() as usize)
+        words.into_iter().find(|(_, word)| *word != 0).map(|(at, word)| Position::in_word(at, word.trailing_zeros()))
     }
 
     /// Every set bit, ascending.
-    pub(crate) fn positions(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn positions(&self) -> impl Iterator<Item = Position<L>> {
         (0..WORDS).flat_map(|at| {
             let mut left = self.load(at);
             core::iter::from_fn(move || {
                 let bit = (left != 0).then(|| left.trailing_zeros())?;
                 left &= left - 1;
-                Some(at * WORD_BITS + bit as usize)
+                Some(Position::in_word(at, bit))
             })
         })
     }

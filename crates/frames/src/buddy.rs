@@ -2,14 +2,14 @@
 //! [`free4k`](crate::free4k), the rest in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{SPAN, spans};
+use crate::blockmap::{Position, SPAN, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, take_word};
 use crate::freelist::{FreeLists, Places, Rows};
 use crate::mobility::Mobility;
 use hugemm_base::lock::{LockGuard, PinnedLock, RawLock};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{CpuPin, Extent, Pfn};
+use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
 
 /// One NUMA node's free memory. On lines of its own.
 #[repr(C, align(128))]
@@ -27,7 +27,7 @@ pub(crate) struct Node<'m, L> {
 }
 
 impl<'m, L: RawLock> Node<'m, L> {
-    pub(crate) fn new(number: u32, rows: Rows<'m>) -> Self {
+    pub(crate) fn new(number: NodeId, rows: Rows<'m>) -> Self {
         Node {
             lists: PinnedLock::new(FreeLists::new(number)),
             rows,
@@ -62,8 +62,8 @@ pub(crate) struct Taken {
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Runs `f` under a node's lock: one lock round. Frees what was deferred first.
-    pub(crate) fn with_node<R>(&self, pin: CpuPin<'_>, node: u32, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
-        let owner = self.nodes.get(node as usize)?;
+    pub(crate) fn with_node<R>(&self, pin: CpuPin<'_>, node: NodeId, f: impl FnOnce(&mut FreeLists) -> R) -> Option<R> {
+        let owner = self.node(node)?;
         if let Some(own) = self.own(pin) {
             own.forget_lowest();
         }
@@ -75,10 +75,10 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn try_with_node<R>(
         &self,
         pin: CpuPin<'_>,
-        node: u32,
+        node: NodeId,
         f: impl FnOnce(&mut FreeLists) -> R,
     ) -> Option<R> {
-        let owner = self.nodes.get(node as usize)?;
+        let owner = self.node(node)?;
         let mut lists = owner.lists.try_lock(pin)?;
         if let Some(own) = self.own(pin) {
             own.forget_lowest();
@@ -153,7 +153,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Where the node's free blocks are: those of arenas that were added come last.
     pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
         let (node, arenas) = (lists.node, self.arenas);
-        let first = self.nodes.get(node as usize).map(|owner| Places { rows: owner.rows, arenas });
+        let first = self.node(node).map(|owner| Places { rows: owner.rows, arenas });
         let added = self.added().filter(move |arena| arena.node == node);
         first.into_iter().chain(added.map(|arena| Places { rows: arena.rows, arenas: core::slice::from_ref(arena) }))
     }
@@ -175,9 +175,9 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut rest = extent;
         while !rest.is_empty() {
             let base = rest.base();
-            let room = SPAN as u64 - in_region(base) as u64;
-            let whole = if in_block(base) == 0 { (rest.pages() >> BLOCK_ORDER).min(room) } else { 0 };
-            let upto = if whole == 0 { SPAN as u64 - in_block(base) as u64 } else { whole << BLOCK_ORDER };
+            let room = in_region(base).left() as u64;
+            let whole = if in_block(base) == Position::FIRST { (rest.pages() >> BLOCK_ORDER).min(room) } else { 0 };
+            let upto = if whole == 0 { in_block(base).left() as u64 } else { whole << BLOCK_ORDER };
             let (now, later) = rest.split_at(upto.min(rest.pages()));
             if whole == 0 {
                 self.free_small(lists, arena, base, now.pages() as usize, content);

@@ -13,7 +13,7 @@
 //! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
-use crate::blockmap::{WORDS, first_run};
+use crate::blockmap::{Pages, Position, WORDS, first_run};
 use crate::frames::{Env, Frames};
 use crate::free2m::Sought;
 use crate::free4k::{Place, kind};
@@ -74,7 +74,7 @@ const fn chunk_of(pfn: Pfn) -> u64 {
 
 /// Which of a 2 MiB block's chunks a frame is in.
 const fn half_of(pfn: Pfn) -> usize {
-    in_block(pfn) >> CHUNK_SHIFT
+    in_block(pfn).number() >> CHUNK_SHIFT
 }
 
 /// Bits of a 2 MiB block without those of one chunk.
@@ -115,11 +115,11 @@ impl<'m, E: Env> Frames<'m, E> {
                     let kind = kind(mobility, sought, larger);
                     let (arena, region, base) = places.at(places.rows.first(kind)?)?;
                     region.has[kind].positions().filter(|at| !region.isolated.get(*at)).take(TRIES).find_map(|at| {
-                        let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
+                        let near = at.pfn(base).max(arena.extent.base());
                         let block = arena.block(near);
                         let mut room = if block.mobility() == mobility { block.room(sought) } else { [0; WORDS] };
                         for half in 0..HALVES {
-                            let pfn = Pfn::new(near.number() - in_block(near) as u64 + ((half as u64) << CHUNK_SHIFT));
+                            let pfn = Position::<Pages>::new(half << CHUNK_SHIFT).pfn(near);
                             if self.is_anothers(own, arena, pfn.max(arena.extent.base())) {
                                 room = without(room, half);
                             }
@@ -137,7 +137,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The lowest in the CPU's own chunk.
     fn in_own_chunk(&self, own: &PerCpu<'m>, order: u32, mobility: Mobility, sought: Sought) -> Option<Place<'m>> {
         let near = Pfn::new(own.chunks.of(mobility)? << CHUNK_SHIFT);
-        let arena = self.arena(near).filter(|arena| arena.node == own.node.0)?;
+        let arena = self.arena(near).filter(|arena| arena.node == own.node)?;
         let (region, block, half) = (arena.region(near), arena.block(near), half_of(near));
         let ours = region.split.get(in_region(near))
             && !region.isolated.get(in_region(near))

@@ -208,6 +208,12 @@ impl<'m, E: Env> Frames<'m, E> {
         self.arenas.iter().chain(self.added())
     }
 
+    /// A node, if there is one of this number.
+    #[inline]
+    pub(crate) fn node(&self, node: NodeId) -> Option<&'m Node<'m, E::Lock>> {
+        self.nodes.get(node.0 as usize)
+    }
+
     /// The arena of a frame. O(log arenas), one comparison for the first; O(arenas) for those that were added.
     #[inline]
     pub(crate) fn arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
@@ -286,7 +292,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// The node of a frame.
     pub fn node_of(&self, pfn: Pfn) -> Option<NodeId> {
-        self.arena(pfn).map(|arena| NodeId(arena.node))
+        self.arena(pfn).map(|arena| arena.node)
     }
 
     /// Head and order of the block that a frame belongs to. Right if the caller owns or has a reference to the block; a
@@ -304,7 +310,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// A CPU's node; the first arena's if the CPU has no cache.
     pub(crate) fn node_of_cache(&self, own: Option<&PerCpu<'m>>) -> NodeId {
-        own.map_or_else(|| NodeId(self.arenas.first().map_or(0, |arena| arena.node)), |own| own.node)
+        own.map_or_else(|| self.arenas.first().map_or(NodeId(0), |arena| arena.node), |own| own.node)
     }
 
     /// The cache of the CPU that the caller is pinned to.

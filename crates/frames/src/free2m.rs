@@ -16,7 +16,7 @@
 //! nothing per 2 MiB or per frame.
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, Region, in_region};
-use crate::blockmap::{WORD_BITS, WORDS, count_runs, first_run, spans};
+use crate::blockmap::{Blocks, Position, WORD_BITS, WORDS, count_runs, first_run, spans};
 use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
 use crate::freelist::{BIG, FreeLists, Places, SMALL_KINDS};
@@ -24,7 +24,7 @@ use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::stats::ORDERS;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{CpuPin, Pfn};
+use hugemm_base::{CpuPin, NodeId, Pfn};
 
 /// log2 of the frames that a word of a region stands for.
 const WORD_SHIFT: u32 = BLOCK_ORDER + WORD_BITS.ilog2();
@@ -112,7 +112,7 @@ const ROUND: u32 = 16;
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Batch {
     /// First frame that the word stands for.
-    base: u64,
+    base: Pfn,
     blocks: u64,
     zero: u64,
 }
@@ -125,7 +125,7 @@ impl Batch {
     pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
         let Batch { base, blocks, zero } = *self;
         descending(blocks).map(move |bit| {
-            let pfn = Pfn::new(base + ((bit as u64) << BLOCK_ORDER));
+            let pfn = Pfn::new(base.number() + ((bit as u64) << BLOCK_ORDER));
             Taken { pfn, zero: zero >> bit & 1 != 0 }
         })
     }
@@ -161,7 +161,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let careful = self.is_careful();
         if count.is_multiple_of(WORD_BITS) && content == Content::Dirty && !careful {
             // Whole words, as in 1 GiB.
-            let first = in_region(pfn) / WORD_BITS;
+            let first = in_region(pfn).word();
             for at in first..(first + count / WORD_BITS).min(WORDS) {
                 region.starts.fill(at, true);
                 if divided {
@@ -182,7 +182,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words.
-    pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: u32, words: &[u64]) {
+    pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: NodeId, words: &[u64]) {
         let (mut pieces, mut used) = ([Piece::default(); PIECES], 0);
         for block in words.iter().map(|word| Frozen::from_word(*word)) {
             let number = block.pfn().number() >> BLOCK_ORDER;
@@ -199,7 +199,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Frees the pieces with these numbers.
-    fn free_pieces(&self, pin: CpuPin<'_>, node: u32, pieces: &[Piece; PIECES], numbers: u64) {
+    fn free_pieces(&self, pin: CpuPin<'_>, node: NodeId, pieces: &[Piece; PIECES], numbers: u64) {
         let mut numbers = descending(numbers).peekable();
         while numbers.peek().is_some() {
             self.with_node(pin, node, |lists| {
@@ -217,7 +217,7 @@ impl<'m, E: Env> Frames<'m, E> {
                         }
                         continue;
                     };
-                    free_word(lists, arena.region(first), in_region(first) / WORD_BITS, bits, content, false);
+                    free_word(lists, arena.region(first), in_region(first).word(), bits, content, false);
                     freed += pages(bits);
                     self.hint(arena, first, rows_of(content));
                 }
@@ -252,7 +252,7 @@ impl<'m, E: Env> Frames<'m, E> {
         lists: &FreeLists,
         log: u32,
         sought: Sought,
-        mut find: impl FnMut(&'m Region, u64, usize) -> Option<R>,
+        mut find: impl FnMut(&'m Region, Pfn, usize) -> Option<R>,
     ) -> Option<R> {
         self.places(lists).find_map(|places| self.seek_in(&places, log, sought, &mut find))
     }
@@ -262,7 +262,7 @@ impl<'m, E: Env> Frames<'m, E> {
         places: &Places<'m>,
         log: u32,
         sought: Sought,
-        find: &mut impl FnMut(&'m Region, u64, usize) -> Option<R>,
+        find: &mut impl FnMut(&'m Region, Pfn, usize) -> Option<R>,
     ) -> Option<R> {
         loop {
             let number = places.rows.first(SMALL_KINDS + sought.row(log))?;
@@ -300,7 +300,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if log != 0 {
             region.starts.merge(index, log);
         }
-        Some(Taken { pfn: Pfn::new(base + ((index as u64) << BLOCK_ORDER)), zero: all_zero })
+        Some(Taken { pfn: index.pfn(base), zero: all_zero })
     }
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends
@@ -312,7 +312,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let word = |sought| {
                 self.seek(lists, 0, sought, |region, base, _| {
                     let found = (0..WORDS).map(|at| (at, region.available(at, sought))).find(|(_, word)| *word != 0);
-                    found.map(|(at, word)| (region, at, word, base + ((at as u64) << WORD_SHIFT)))
+                    found.map(|(at, word)| (region, at, word, Position::<Blocks>::in_word(at, 0).pfn(base)))
                 })
             };
             let found = word(Sought::Dirty).or_else(|| word(Sought::Any));
@@ -327,7 +327,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
-    pub(crate) fn count_2m(&self, node: u32, blocks: &mut [u64; ORDERS]) {
+    pub(crate) fn count_2m(&self, node: NodeId, blocks: &mut [u64; ORDERS]) {
         for region in self.arenas().filter(|arena| arena.node == node).flat_map(|arena| arena.regions) {
             let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
             for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
@@ -415,7 +415,7 @@ mod tests {
 
     #[test]
     fn a_batch_is_taken_apart_from_the_top() {
-        let batch = Batch { base: 1 << 18, blocks: 1 << 63 | 0b101, zero: 1 << 63 | 0b1 };
+        let batch = Batch { base: Pfn::new(1 << 18), blocks: 1 << 63 | 0b101, zero: 1 << 63 | 0b1 };
         let taken: Vec<_> = batch.descending().map(|taken| (taken.pfn.number(), taken.zero)).collect();
         assert_eq!(taken, [((1 << 18) + (63 << 9), true), ((1 << 18) + (2 << 9), false), (1 << 18, true)]);
     }

@@ -18,7 +18,9 @@
 //! Taking: the same, and a scan of the row and of the region's bits.
 
 use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
-use crate::blockmap::{Bits512, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans};
+use crate::blockmap::{
+    Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
+};
 use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, descending, lowest};
@@ -26,8 +28,8 @@ use crate::freelist::{FreeLists, Places, SMALL};
 use crate::mobility::Mobility;
 use crate::pcp::{self, PerCpu};
 use crate::stats::ORDERS;
-use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
+use hugemm_base::{NodeId, Pfn};
 
 /// Kinds of one mobility.
 const ROWS: usize = 3 * SMALL;
@@ -81,7 +83,7 @@ fn end_in(word: u64) -> u32 {
 
 /// The largest order of runs in 2 MiB plus 1, 0 if there is none.
 fn end_of(room: &[u64; WORDS]) -> u32 {
-    let whole = |order: u32| first_run(order, |at| room[at % WORDS]).is_some();
+    let whole = |order: u32| first_run::<Pages>(order, |at| room[at % WORDS]).is_some();
     match room.iter().map(|word| end_in(*word)).max() {
         Some(7) => 7 + u32::from(whole(7)) + u32::from(whole(8)),
         end => end.unwrap_or(0),
@@ -90,7 +92,7 @@ fn end_of(room: &[u64; WORDS]) -> u32 {
 
 /// The largest order of which there may be a run that touches word `at`, plus 1.
 #[inline]
-fn end_at(free: &Bits512, at: usize) -> u32 {
+fn end_at(free: &Bits512<Pages>, at: usize) -> u32 {
     let end = end_in(free.load(at));
     if end < 7 {
         return end;
@@ -102,7 +104,7 @@ fn end_at(free: &Bits512, at: usize) -> u32 {
 /// Whether the pages `bits` of word `at` may be in a free run of an order, or the word be full if that is larger. No only if
 /// they are certainly not.
 #[inline]
-fn may_be_in_run(free: &Bits512, at: usize, bits: u64, order: u32) -> bool {
+fn may_be_in_run(free: &Bits512<Pages>, at: usize, bits: u64, order: u32) -> bool {
     let size = 1 << order.min(WORD_BITS.ilog2());
     let run = u64::MAX >> (WORD_BITS as u32 - size) << (bits.trailing_zeros() & !(size - 1) & 63);
     bits & !run != 0 || free.load(at) & run == run
@@ -115,7 +117,7 @@ pub(crate) struct Place<'m> {
     /// A frame of the 2 MiB.
     pub(crate) near: Pfn,
     /// Where the run is among its 512.
-    pub(crate) index: usize,
+    pub(crate) index: Position<Pages>,
     /// Which pages can be had.
     pub(crate) room: [u64; WORDS],
 }
@@ -123,12 +125,12 @@ pub(crate) struct Place<'m> {
 impl Place<'_> {
     /// The run's first frame.
     pub(crate) fn pfn(&self) -> Pfn {
-        Pfn::new(self.near.number() - in_block(self.near) as u64 + self.index as u64)
+        self.index.pfn(self.near)
     }
 
     /// Whether what can be had is no larger than the order.
     fn is_exact(&self, order: u32) -> bool {
-        let pair = self.index & !((2 << order) - 1);
+        let pair = Position::<Pages>::new(self.index.number() & !((2 << order) - 1));
         !spans(pair, 2 << order).all(|(at, bits)| self.room[at] & bits == bits)
     }
 }
@@ -136,7 +138,7 @@ impl Place<'_> {
 /// Blocks of one order that were taken together: of one word if they are smaller, otherwise one.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Run {
-    base: u64,
+    base: Pfn,
     starts: u64,
     zero: u64,
 }
@@ -150,7 +152,8 @@ impl Run {
     /// Each, the highest first.
     pub(crate) fn descending(&self) -> impl Iterator<Item = Taken> {
         let Run { base, starts, zero } = *self;
-        descending(starts).map(move |bit| Taken { pfn: Pfn::new(base + bit as u64), zero: zero >> bit & 1 != 0 })
+        descending(starts)
+            .map(move |bit| Taken { pfn: Pfn::new(base.number() + bit as u64), zero: zero >> bit & 1 != 0 })
     }
 }
 
@@ -291,7 +294,7 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline(never)]
     fn make_2m(&self, lists: &mut FreeLists, arena: &Arena<'m>, near: Pfn) {
         let block = arena.block(near);
-        let base = Pfn::new(near.number() - in_block(near) as u64);
+        let base = Position::<Pages>::FIRST.pfn(near);
         let zeroes = block.zeroes.load(Ordering::Relaxed);
         self.set_hints(arena, near, Hints::none(block.mobility()));
         block.set_free(false);
@@ -318,11 +321,17 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         lists.pages += SPAN as u64;
         self.raise(arena, taken.pfn, freed_as(taken.zero), SMALL as u32);
-        Some(Place { arena, near: taken.pfn, index: 0, room: [u64::MAX; WORDS] })
+        Some(Place { arena, near: taken.pfn, index: Position::FIRST, room: [u64::MAX; WORDS] })
     }
 
     /// The lowest 2 MiB that may have a run of an order: its region, and its number in there.
-    fn lowest_4k(&self, places: &Places<'m>, order: u32, mobility: Mobility, sought: Sought) -> Option<(usize, usize)> {
+    fn lowest_4k(
+        &self,
+        places: &Places<'m>,
+        order: u32,
+        mobility: Mobility,
+        sought: Sought,
+    ) -> Option<(usize, Position<Blocks>)> {
         let at = |kind: usize| loop {
             let number = places.rows.first(kind)?;
             if let Some(at) = places.at(number)?.1.has[kind].first(|word| word) {
@@ -348,7 +357,7 @@ impl<'m, E: Env> Frames<'m, E> {
         loop {
             let (number, at) = self.lowest_4k(places, order, mobility, sought)?;
             let (arena, region, base) = places.at(number)?;
-            let near = Pfn::new(base + ((at as u64) << BLOCK_ORDER)).max(arena.extent.base());
+            let near = at.pfn(base).max(arena.extent.base());
             let (block, mut end) = (arena.block(near), 0);
             // What was freed as a whole since may have been divided for the other mobility.
             if !region.isolated.get(at) && block.mobility() == mobility {
@@ -427,13 +436,12 @@ impl<'m, E: Env> Frames<'m, E> {
     ) -> (Run, Option<Place<'m>>) {
         let Place { arena, near, index, mut room } = place;
         let block = arena.block(near);
-        let first = near.number() - in_block(near) as u64;
         if order >= WORD_BITS.ilog2() {
             let zero = take_words(lists, block, index, 1 << order);
             block.starts.merge(index, order);
-            return (Run { base: first + index as u64, starts: 1, zero: zero.into() }, None);
+            return (Run { base: index.pfn(near), starts: 1, zero: zero.into() }, None);
         }
-        let (at, bit) = (index / WORD_BITS, index % WORD_BITS);
+        let (at, bit) = (index.word(), index.bit());
         let starts = lowest(runs_in(room[at] & u64::MAX << bit, order), want);
         // Every bit of each: they do not overlap.
         let bits = starts.wrapping_mul((1 << (1_u64 << order)) - 1);
@@ -444,7 +452,7 @@ impl<'m, E: Env> Frames<'m, E> {
         }
         room[at] &= !bits;
         let next = first_run(order, |at| room[at % WORDS]).map(|index| Place { arena, near, index, room });
-        (Run { base: first + (at * WORD_BITS) as u64, starts, zero }, next)
+        (Run { base: Position::<Pages>::in_word(at, 0).pfn(near), starts, zero }, next)
     }
 
     /// Takes particular pages of one 2 MiB, which are free; says whether all were zero.
@@ -456,7 +464,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
-    pub(crate) fn count_4k(&self, node: u32, blocks: &mut [u64; ORDERS]) {
+    pub(crate) fn count_4k(&self, node: NodeId, blocks: &mut [u64; ORDERS]) {
         for arena in self.arenas().filter(|arena| arena.node == node) {
             for block in arena.blocks.iter().filter(|block| block.count.load(Ordering::Relaxed) != 0) {
                 for (sum, count) in blocks.iter_mut().zip(count_runs(block.free.snapshot())) {
@@ -468,7 +476,7 @@ impl<'m, E: Env> Frames<'m, E> {
 }
 
 /// Takes free pages of 2 MiB from a position on; says whether all were zero.
-fn take_words(lists: &mut FreeLists, block: &Block, index: usize, count: usize) -> bool {
+fn take_words(lists: &mut FreeLists, block: &Block, index: Position<Pages>, count: usize) -> bool {
     let words = spans(index, count);
     words.fold(true, |zero, (at, bits)| (take_bits(lists, block, at, bits) == bits) & zero)
 }
@@ -533,11 +541,11 @@ mod tests {
         ) {
             let free = Bits512::default();
             for (first, count) in ranges {
-                spans(first, count).for_each(|(at, bits)| free.set_locked(at, bits, true));
+                spans(Position::<Pages>::new(first), count).for_each(|(at, bits)| free.set_locked(at, bits, true));
             }
-            holes.iter().for_each(|hole| free.put_locked(*hole, false));
+            holes.iter().for_each(|hole| free.put_locked(Position::new(*hole), false));
             let room = free.snapshot();
-            let whole = |first: usize, order: u32| (first..first + (1 << order)).all(|index| free.get(index));
+            let whole = |first: usize, order: u32| (first..first + (1 << order)).all(|index| free.get(Position::new(index)));
             let run = |order: u32, from: usize, upto: usize| (from..upto).step_by(1 << order).any(|first| whole(first, order));
             let expected = (0..BLOCK_ORDER).filter(|order| run(*order, 0, SPAN)).max().map_or(0, |order| order + 1);
             prop_assert_eq!(end_of(&room), expected);
@@ -549,7 +557,7 @@ mod tests {
                 let expected = (0..BLOCK_ORDER).filter(touching).max().map_or(0, |order| order + 1);
                 prop_assert_eq!(end_at(&free, at), expected);
             }
-            for index in (0..SPAN).filter(|index| free.get(*index)) {
+            for index in (0..SPAN).filter(|index| free.get(Position::new(*index))) {
                 for order in 0..=BLOCK_ORDER {
                     let inside = order.min(6);
                     let found = may_be_in_run(&free, index / WORD_BITS, 1 << (index % WORD_BITS), order);
@@ -565,7 +573,7 @@ mod tests {
         for order in 0..BLOCK_ORDER {
             for first in [0, (SPAN / 2) >> order << order, SPAN - (1 << order)] {
                 let free = Bits512::default();
-                spans(first, 1 << order).for_each(|(at, bits)| free.set_locked(at, bits, true));
+                spans(Position::<Pages>::new(first), 1 << order).for_each(|(at, bits)| free.set_locked(at, bits, true));
                 let found = (end_of(&free.snapshot()), end_at(&free, first / WORD_BITS));
                 assert_eq!(found, (order + 1, order + 1), "at {first}");
             }
@@ -578,7 +586,7 @@ mod tests {
         let extent = hugemm_base::Extent::new(Pfn::new(1 << 9), 1 << 9).expect("in range");
         let arena = Arena {
             extent,
-            node: 0,
+            node: NodeId(0),
             descriptors: core::ptr::null_mut(),
             blocks: &[],
             regions: &[],
@@ -587,7 +595,7 @@ mod tests {
         };
         let mut room = [0; WORDS];
         (room[0], room[1], room[2], room[3]) = (0xffff_0000, u64::MAX, u64::MAX, u64::MAX);
-        let place = |index| Place { arena: &arena, near: Pfn::new(512 + 7), index, room };
+        let place = |index| Place { arena: &arena, near: Pfn::new(512 + 7), index: Position::new(index), room };
         assert_eq!(place(16).pfn(), Pfn::new(512 + 16));
         assert!(place(16).is_exact(4) && !place(16).is_exact(3) && !place(24).is_exact(3));
         assert!(place(64).is_exact(6) && !place(128).is_exact(6) && place(128).is_exact(7));

@@ -14,6 +14,7 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, REGION_ORDER, Region};
 use hugemm_base::sync::{AtomicU64, Ordering};
+use hugemm_base::{NodeId, Pfn};
 
 /// Orders of blocks inside 2 MiB.
 pub(crate) const SMALL: usize = BLOCK_ORDER as usize;
@@ -87,11 +88,11 @@ pub(crate) struct FreeLists {
     /// Frames taken out for good.
     pub(crate) refused: u64,
     /// Which node.
-    pub(crate) node: u32,
+    pub(crate) node: NodeId,
 }
 
 impl FreeLists {
-    pub(crate) const fn new(node: u32) -> Self {
+    pub(crate) const fn new(node: NodeId) -> Self {
         FreeLists { pages: 0, rounds: 0, zero_2m: 0, zero_4k: 0, isolated: 0, refused: 0, node }
     }
 
@@ -119,12 +120,12 @@ impl<'m> Places<'m> {
         }
     }
 
-    /// A region by its number: its arena, what is kept about it, and its first frame's number.
-    pub(crate) fn at(&self, number: usize) -> Option<(&'m Arena<'m>, &'m Region, u64)> {
+    /// A region by its number: its arena, what is kept about it, and its first frame.
+    pub(crate) fn at(&self, number: usize) -> Option<(&'m Arena<'m>, &'m Region, Pfn)> {
         let arena = self.arena(number)?;
         let index = number - arena.first_region;
         let base = ((arena.extent.base().number() >> REGION_ORDER) + index as u64) << REGION_ORDER;
-        Some((arena, arena.regions.get(index)?, base))
+        Some((arena, arena.regions.get(index)?, Pfn::new(base)))
     }
 }
 
@@ -167,7 +168,7 @@ mod tests {
 
     #[test]
     fn zeroes_are_known_whatever_their_size() {
-        let mut lists = FreeLists::new(0);
+        let mut lists = FreeLists::new(NodeId(0));
         assert!(!lists.has_zero());
         lists.zero_4k = 1;
         assert!(lists.has_zero());

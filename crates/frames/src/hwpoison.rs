@@ -195,7 +195,7 @@ impl<'m, E: Env> Frames<'m, E> {
             let pfn = Pfn::new(at);
             let region = arena.region(pfn);
             // One word of region bits at a time.
-            let word = region.refused.snapshot()[in_region(pfn) / 64] >> (in_region(pfn) % 64);
+            let word = region.refused.load(in_region(pfn).word()) >> in_region(pfn).bit();
             if word == 0 {
                 at = ((at >> (BLOCK_ORDER + 6)) + 1) << (BLOCK_ORDER + 6);
                 continue;

@@ -143,7 +143,7 @@ pub(crate) unsafe fn fill_arena<'m>(
                 carver.base.add(at).cast()
             }
         };
-        Ok(Arena { extent: spec.extent, node: spec.node.0, descriptors, blocks, regions, first_region, rows })
+        Ok(Arena { extent: spec.extent, node: spec.node, descriptors, blocks, regions, first_region, rows })
     }
 }
 
@@ -243,7 +243,7 @@ pub(crate) unsafe fn build<'m, L: RawLock + 'm>(
         let rows = |node: usize| Rows::new(&all_rows[node * words as usize..(node + 1) * words as usize], 0);
         let nodes = carver.base.add(nodes_at).cast::<Node<'m, L>>();
         for node in 0..count as usize {
-            nodes.add(node).write(Node::new(node as u32, rows(node)));
+            nodes.add(node).write(Node::new(NodeId(node as u32), rows(node)));
         }
         let nodes = core::slice::from_raw_parts(nodes, count as usize);
         let cpus_at = carver.place::<PerCpu<'_>>(config.cpus.into())?;

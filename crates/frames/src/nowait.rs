@@ -11,7 +11,7 @@ use crate::descriptor::DescMut;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
-use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC, Placement};
+use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicWord, Ordering};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
@@ -32,21 +32,13 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.env.fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
-        let (first, fallback) = match request.from {
-            Placement::Local => (0, true),
-            Placement::Prefer(node) => (node.0, true),
-            Placement::Only(node) => (node.0, false),
-        };
-        let nodes = self.nodes.len() as u32;
-        if first >= nodes {
-            return Err(AllocError::NoSuchNode);
-        }
+        let (first, fallback) = self.choose(None, request.from)?;
         let mut error = AllocError::OutOfMemory;
-        for step in 0..if fallback { nodes } else { 1 } {
+        for node in self.nodes_from(first, fallback) {
             let take = |lists: &mut FreeLists| {
                 self.take_block(lists, request.order.get(), request.mobility, request.prefer_zeroed)
             };
-            match cx.pinned(|pin| self.try_with_node(pin, (first + step) % nodes, take)) {
+            match cx.pinned(|pin| self.try_with_node(pin, node, take)) {
                 None => error = AllocError::WouldWait,
                 Some(None) => {}
                 Some(Some(taken)) => {
@@ -64,7 +56,7 @@ impl<'m, E: Env> Frames<'m, E> {
         let Some(arena) = self.arena(pfn) else { return };
         let free = |lists: &mut FreeLists| self.free_owned(lists, arena, pfn, order);
         let freed = cx.pinned(|pin| self.try_with_node(pin, arena.node, free));
-        let Some(node) = self.nodes.get(arena.node as usize).filter(|_| freed.is_none()) else { return };
+        let Some(node) = self.node(arena.node).filter(|_| freed.is_none()) else { return };
         // SAFETY: the block's handle was given here, and whoever takes it out of the queue looks at nothing of this.
         let desc = unsafe { DescMut::new(self.desc_in(arena, pfn)) };
         desc.store(ORDER, order.get().into());

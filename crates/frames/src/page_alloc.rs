@@ -189,13 +189,19 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The node of a request, and whether others will do.
-    fn choose(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Result<(u32, bool), AllocError> {
+    pub(crate) fn choose(&self, own: Option<&PerCpu<'m>>, from: Placement) -> Result<(NodeId, bool), AllocError> {
         let (node, fallback) = match from {
-            Placement::Local => (self.node_of_cache(own).0, true),
-            Placement::Prefer(node) => (node.0, true),
-            Placement::Only(node) => (node.0, false),
+            Placement::Local => (self.node_of_cache(own), true),
+            Placement::Prefer(node) => (node, true),
+            Placement::Only(node) => (node, false),
         };
-        if (node as usize) < self.nodes.len() { Ok((node, fallback)) } else { Err(AllocError::NoSuchNode) }
+        self.node(node).map(|_| (node, fallback)).ok_or(AllocError::NoSuchNode)
+    }
+
+    /// The nodes to ask, from the first on.
+    pub(crate) fn nodes_from(&self, first: NodeId, fallback: bool) -> impl Iterator<Item = NodeId> {
+        let nodes = self.nodes();
+        (0..if fallback { nodes } else { 1 }).map(move |step| NodeId((first.0 + step) % nodes))
     }
 
     /// The parts of a request, so that they travel in registers.
@@ -218,7 +224,7 @@ impl<'m, E: Env> Frames<'m, E> {
             self.return_leavers(pin, own);
         }
         let (first, fallback) = self.choose(own, from)?;
-        let near = own.filter(|own| own.node.0 == first && !want_zero);
+        let near = own.filter(|own| own.node == first && !want_zero);
         let class =
             near.and_then(|own| Some((own, own.stock(order.get(), mobility)?))).filter(|(_, class)| class.enabled());
         if let Some(block) = near
@@ -250,15 +256,13 @@ impl<'m, E: Env> Frames<'m, E> {
                     }
                 }
             }
-            let count = if fallback { self.nodes.len() as u32 } else { 1 };
-            for step in 0..count {
-                let node = (first + step) % self.nodes.len() as u32;
+            for node in self.nodes_from(first, fallback) {
                 let taken = self.with_node(pin, node, |lists| {
                     own.into_iter().for_each(|own| self.return_gathered(lists, own));
                     self.take_block(lists, order.get(), mobility, want_zero)
                 });
                 if let Some(block) = taken.flatten().map(frozen) {
-                    near.into_iter().filter(|own| own.node.0 == node).for_each(|own| own.note_lowest(&block));
+                    near.into_iter().filter(|own| own.node == node).for_each(|own| own.note_lowest(&block));
                     return Ok(block);
                 }
             }
@@ -318,7 +322,7 @@ impl<'m, E: Env> Frames<'m, E> {
             return self.free_careful(pin, arena, block.extent(), content);
         }
         let mut block = block;
-        let local = own.filter(|own| own.node.0 == arena.node);
+        let local = own.filter(|own| own.node == arena.node);
         let class = local.and_then(|own| Some((own, own.class_of(&block)?)));
         if let Some((own, class)) = class.filter(|(_, class)| class.enabled()) {
             for _ in 0..if own.is_far(class, &block) { 2 } else { 0 } {

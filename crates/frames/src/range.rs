@@ -186,14 +186,14 @@ impl<'m, E: Env> Frames<'m, E> {
         let mut at = at;
         while at < upto {
             let index = in_block(Pfn::new(at));
-            let first_lane = index % LANES;
+            let first_lane = index.number() % LANES;
             let count = (LANES - first_lane).min((upto - at) as usize);
             let lanes = (u32::MAX >> (LANES - count)) << first_lane;
             // Which of the lanes are order-0 blocks: a block starts there and right after.
-            let word = index / 64;
-            let here = starts[word] >> (index / LANES * LANES % 64);
+            let word = index.word();
+            let here = starts[word] >> (index.bit() / LANES * LANES);
             let beyond = starts.get(word + 1).copied().unwrap_or(1);
-            let next = if index % 64 < LANES { here >> 1 } else { here >> 1 & !(1 << 31) | (beyond & 1) << 31 };
+            let next = if index.bit() < LANES { here >> 1 } else { here >> 1 & !(1 << 31) | (beyond & 1) << 31 };
             let valid = if single { (here & next) as u32 & lanes } else { 0 };
             let (state, _) = block.refs.word(index);
             let dropped = refs::put_lanes(state, valid);

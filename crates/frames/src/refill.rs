@@ -16,7 +16,7 @@ use crate::frozen::Frozen;
 use crate::mobility::Mobility;
 use crate::pcp::{self, PerCpu};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, CpuPin, Order};
+use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId, Order};
 
 /// Entries that a drain of blocks of less than 2 MiB hands over at once: one lock round.
 const BATCH: usize = 64;
@@ -31,7 +31,7 @@ impl<'m, E: Env> Frames<'m, E> {
         pin: CpuPin<'_>,
         own: &PerCpu<'m>,
         class: &Class<'m>,
-        node: u32,
+        node: NodeId,
         size: Order,
         mobility: Mobility,
     ) {
@@ -77,7 +77,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Moves up to `count` of a class's entries to the node, those that lie highest: one lock round per 64, or less.
-    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: u32, count: u64) {
+    pub(crate) fn drain_class(&self, pin: CpuPin<'_>, class: &Class<'m>, order: u32, node: NodeId, count: u64) {
         class.drain_highest(count, |words| self.free_cached(pin, node, order, words));
     }
 
@@ -94,7 +94,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Under the node's lock: gives back what [`return_leavers`](Frames::return_leavers) has left.
     pub(crate) fn return_gathered(&self, lists: &mut FreeLists, own: &PerCpu<'m>) {
-        if lists.node == own.node.0 {
+        if lists.node == own.node {
             own.gathered().for_each(|(class, order)| {
                 class.drain_highest(class.len(), |words| self.free_batch(lists, order, words));
             });
@@ -103,11 +103,11 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Moves blocks that are on their way to the node there.
     pub(crate) fn drain_leavers(&self, pin: CpuPin<'_>, own: &PerCpu<'m>, class: &Class<'m>, order: u32) {
-        own.drain_leavers(class, |words| self.free_cached(pin, own.node.0, order, words));
+        own.drain_leavers(class, |words| self.free_cached(pin, own.node, order, words));
     }
 
     /// Frees cached blocks of one order: one lock round per 64, or less.
-    fn free_cached(&self, pin: CpuPin<'_>, node: u32, order: u32, words: &[u64]) {
+    fn free_cached(&self, pin: CpuPin<'_>, node: NodeId, order: u32, words: &[u64]) {
         match order {
             BLOCK_ORDER => self.free_cached_2m(pin, node, words),
             _ => words.chunks(BATCH).for_each(|batch| self.free_cached_small(pin, node, order, batch)),
@@ -115,7 +115,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The same for blocks of less than 2 MiB: one lock round.
-    fn free_cached_small(&self, pin: CpuPin<'_>, node: u32, order: u32, batch: &[u64]) {
+    fn free_cached_small(&self, pin: CpuPin<'_>, node: NodeId, order: u32, batch: &[u64]) {
         self.warm(batch);
         self.with_node(pin, node, |lists| self.free_batch(lists, order, batch));
     }
@@ -130,7 +130,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 self.free_handle(lists, arena, first);
                 continue;
             }
-            let mask = |block: &Frozen| ((1 << (1_u64 << order)) - 1) << (in_block(block.pfn()) % WORD_BITS);
+            let mask = |block: &Frozen| ((1 << (1_u64 << order)) - 1) << in_block(block.pfn()).bit();
             let mut bits = mask(&first);
             while let Some(next) = blocks.next_if(|next| {
                 next.pfn().number() / WORD_BITS as u64 == first.pfn().number() / WORD_BITS as u64
@@ -139,7 +139,7 @@ impl<'m, E: Env> Frames<'m, E> {
             }) {
                 bits |= mask(&next);
             }
-            let at = in_block(first.pfn()) / WORD_BITS;
+            let at = in_block(first.pfn()).word();
             if order != 0 {
                 arena.block(first.pfn()).starts.set_shared(at, bits, true);
             }
@@ -179,7 +179,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 continue;
             }
             // Under the lock it is seen whether they must be looked at.
-            self.drain_class(pin, class, order, own.node.0, class.len());
+            self.drain_class(pin, class, order, own.node, class.len());
             self.drain_leavers(pin, own, class, order);
         }
     }

@@ -42,6 +42,7 @@ pub use lanes::{Dropped, hold_lanes, put_lanes};
 pub(crate) use side::install_wide;
 pub use side::{PackedSide, SideCount, WideCounts};
 
+use crate::blockmap::{Pages, Position};
 use core::fmt;
 use hugemm_base::sync::{AtomicPtr, AtomicU64, AtomicWord, Ordering, fence, spin_loop};
 use side::{SIDE_LANES, SIDE_WIDE};
@@ -265,18 +266,18 @@ impl BlockRefs {
 
     /// The state word of frame `index` of the block, and its lane.
     #[inline]
-    pub(crate) fn word(&self, index: usize) -> (&AtomicU64, u32) {
-        let index = index & 511;
+    pub(crate) fn word(&self, index: Position<Pages>) -> (&AtomicU64, u32) {
+        let index = index.number() & 511;
         (&self.state[index / LANES], (index % LANES) as u32)
     }
 
     #[inline]
     pub(crate) fn side<'a>(
         &'a self,
-        index: usize,
+        index: Position<Pages>,
         wide: &'a AtomicPtr<WideCounts>,
     ) -> PackedSide<'a, AtomicU64, impl Fn() -> Option<&'a AtomicU64>> {
-        let index = index & 511;
+        let index = index.number() & 511;
         let wide = move || {
             // Acquire pairs with the Release in `install_wide`: the counters are zero before the pointer is seen.
             let wide = wide.load(Ordering::Acquire);
@@ -288,7 +289,7 @@ impl BlockRefs {
     }
 
     /// References now held on frame `index`. A guess unless the caller holds one.
-    pub(crate) fn count(&self, index: usize, wide: &AtomicPtr<WideCounts>) -> u64 {
+    pub(crate) fn count(&self, index: Position<Pages>, wide: &AtomicPtr<WideCounts>) -> u64 {
         let (word, lane) = self.word(index);
         let side = self.side(index, wide);
         match bits(word.load(Ordering::Relaxed), lane) {
@@ -311,7 +312,7 @@ mod tests {
     #[test]
     fn sixteen_atomics_drop_a_block() {
         let refs = BlockRefs::new();
-        for index in (0..512).step_by(LANES) {
+        for index in (0..512).step_by(LANES).map(Position::new) {
             hold_lanes(refs.word(index).0, u32::MAX);
             assert_eq!(put_lanes(refs.word(index).0, u32::MAX), Dropped { last: u32::MAX, shared: 0, dead: 0 });
         }
@@ -334,7 +335,7 @@ mod tests {
             let slot = AtomicPtr::new(if wide { &raw mut memory } else { core::ptr::null_mut() });
             let mut model = [0_u64; 4];
             for (frame, op) in ops {
-                let index = 30 + frame; // across a word border
+                let index = Position::new(30 + frame); // across a word border
                 let (word, lane) = refs.word(index);
                 let side = refs.side(index, &slot);
                 let count = model[frame];
@@ -366,7 +367,7 @@ mod tests {
                     }
                 }
                 for (frame, &count) in model.iter().enumerate() {
-                    prop_assert_eq!(refs.count(30 + frame, &slot), count);
+                    prop_assert_eq!(refs.count(Position::new(30 + frame), &slot), count);
                 }
             }
         }

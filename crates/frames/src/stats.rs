@@ -68,14 +68,14 @@ impl<E: Env> Frames<'_, E> {
     /// node, and about 0.2 µs for each 2 MiB of which only parts are free: not for hot paths, which want
     /// [`node_available`](Frames::node_available). Any context but NMI.
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
-        let Some(owner) = self.nodes.get(node.0 as usize) else { return NodeStats::default() };
+        let Some(owner) = self.node(node) else { return NodeStats::default() };
         cx.pinned(|pin| {
             let cached = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
             let mut blocks = [0; ORDERS];
-            let stats = self.with_node(pin, node.0, |lists| NodeStats {
+            let stats = self.with_node(pin, node, |lists| NodeStats {
                 blocks: {
-                    self.count_2m(node.0, &mut blocks);
-                    self.count_4k(node.0, &mut blocks);
+                    self.count_2m(node, &mut blocks);
+                    self.count_4k(node, &mut blocks);
                     blocks
                 },
                 free: lists.pages,
@@ -93,25 +93,24 @@ impl<E: Env> Frames<'_, E> {
     /// How many frames of a node can be allocated, in one way or another; 0 if there is no such node. Takes the node's lock (one
     /// round, counted). O(CPUs). Any context but NMI.
     pub fn node_available<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> u64 {
-        let Some(owner) = self.nodes.get(node.0 as usize) else { return 0 };
+        let Some(owner) = self.node(node) else { return 0 };
         cx.pinned(|pin| {
             let cached: u64 = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
             // Relaxed: a statistic.
             let deferred = owner.deferred_pages.load(Ordering::Relaxed);
-            self.with_node(pin, node.0, |lists| lists.pages).unwrap_or(0) + cached + deferred
+            self.with_node(pin, node, |lists| lists.pages).unwrap_or(0) + cached + deferred
         })
     }
 
     /// The sum over all nodes.
     pub fn available<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> u64 {
-        (0..self.nodes.len() as u32).map(|node| self.node_available(cx, NodeId(node))).sum()
+        (0..self.nodes()).map(|node| self.node_available(cx, NodeId(node))).sum()
     }
 
     /// The sum over all nodes. Exact when nothing else runs: frames released = available + refused + in use. As
     /// [`node_stats`](Frames::node_stats) for each.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> NodeStats {
-        (0..self.nodes.len() as u32)
-            .fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId(node))))
+        (0..self.nodes()).fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId(node))))
     }
 
     /// How many nodes there are.

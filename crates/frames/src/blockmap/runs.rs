@@ -1,6 +1,6 @@
 //! Runs of positions, 64 to a word.
 
-use super::{SPAN, SPAN_SHIFT, WORD_BITS, WORDS};
+use super::{Pages, Position, SPAN, SPAN_SHIFT, WORD_BITS, WORDS};
 
 /// Bits `from..from + count` of a word; `count` is at most 64.
 pub(super) const fn mask(from: usize, count: usize) -> u64 {
@@ -9,8 +9,8 @@ pub(super) const fn mask(from: usize, count: usize) -> u64 {
 
 /// The words that `[first, first + count)` touches, by number, and its bits in each.
 #[inline]
-pub(crate) fn spans(first: usize, count: usize) -> impl Iterator<Item = (usize, u64)> {
-    let (mut next, end) = (first, (first + count).min(SPAN));
+pub(crate) fn spans<L: Copy>(first: Position<L>, count: usize) -> impl Iterator<Item = (usize, u64)> {
+    let (mut next, end) = (first.number(), (first.number() + count).min(SPAN));
     core::iter::from_fn(move || {
         let (at, bit) = (next / WORD_BITS, next % WORD_BITS);
         let count = (WORD_BITS - bit).min(end.checked_sub(next).filter(|left| *left != 0)?);
@@ -28,15 +28,15 @@ pub(crate) fn runs_in(word: u64, order: u32) -> u64 {
 
 /// The first naturally aligned run of `2^order` positions that are all set in the words that `word` gives.
 #[inline]
-pub(crate) fn first_run(order: u32, word: impl Fn(usize) -> u64) -> Option<usize> {
+pub(crate) fn first_run<L>(order: u32, word: impl Fn(usize) -> u64) -> Option<Position<L>> {
     if order >= WORD_BITS.ilog2() {
         let words = 1_usize << (order.min(SPAN_SHIFT) - WORD_BITS.ilog2());
         let whole = |first: &usize| (*first..*first + words).all(|at| word(at) == u64::MAX);
-        return (0..WORDS).step_by(words).find(whole).map(|at| at * WORD_BITS);
+        return (0..WORDS).step_by(words).find(whole).map(|at| Position::in_word(at, 0));
     }
     (0..WORDS).find_map(|at| {
         let runs = runs_in(word(at), order);
-        (runs != 0).then(|| at * WORD_BITS + runs.trailing_zeros() as usize)
+        (runs != 0).then(|| Position::in_word(at, runs.trailing_zeros()))
     })
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn count_runs(words: [u64; WORDS]) -> [u64; SPAN_SHIFT as usize + 1] 
     let mut counts = [0; SPAN_SHIFT as usize + 1];
     let mut left = words;
     for order in (0..=SPAN_SHIFT).rev() {
-        while let Some(first) = first_run(order, |at| left[at % WORDS]) {
+        while let Some(first) = first_run::<Pages>(order, |at| left[at % WORDS]) {
             counts[order as usize] += 1;
             spans(first, 1 << order).for_each(|(at, bits)| left[at % WORDS] &= !bits);
         }
