@@ -147,7 +147,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// [`Contended`](AllocContigError::Contended) one in which another call is at work. Nothing has changed.
     pub fn alloc_contig_range<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> Result<Dirty, AllocContigError> {
         let arena = self.arena_of(extent)?;
-        if self.env.fault(FAULT_CLAIM) {
+        if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
         let result = cx.pinned(|pin| {
@@ -251,7 +251,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if !aligned(extent.base().number()) || !aligned(extent.pages()) {
             return Err(AllocContigError::Misaligned);
         }
-        if self.env.fault(FAULT_CLAIM) {
+        if self.env().fault(FAULT_CLAIM) {
             return Err(AllocContigError::InUse(extent.base()));
         }
         let claim = Claim { frames: self, cx, arena, extent, isolated: Cell::new(false) };
@@ -278,13 +278,12 @@ impl<'m, E: Env> Frames<'m, E> {
             let changed = u64::from((bits & !groups).count_ones());
             region.isolated.set_locked(at, bits & !groups, isolated);
             let free = pages(region.free.load(at) & bits);
-            // Relaxed: see `is_isolating`.
             if isolated {
                 lists.isolated += free;
-                self.isolated.fetch_add(changed, Ordering::Relaxed);
+                self.careful().isolate(changed, true);
             } else {
                 lists.isolated -= free;
-                self.isolated.fetch_sub(changed, Ordering::Relaxed);
+                self.careful().isolate(changed, false);
                 self.hint_all(arena, first.max(extent.base()));
             }
             while groups != 0 {
@@ -299,20 +298,19 @@ impl<'m, E: Env> Frames<'m, E> {
     fn mark_group(&self, lists: &mut FreeLists, arena: &Arena<'m>, group: Pfn, isolated: bool) {
         arena.region(group).isolated.put_locked(in_region(group), isolated);
         let free = arena.block(group).count.load(Ordering::Relaxed);
-        // Relaxed: as above.
         if isolated {
             lists.isolated += free;
-            self.isolated.fetch_add(1, Ordering::Relaxed);
+            self.careful().isolate(1, true);
         } else {
             lists.isolated -= free;
-            self.isolated.fetch_sub(1, Ordering::Relaxed);
+            self.careful().isolate(1, false);
             self.raise_all(arena, group);
         }
     }
 
     /// Step 2. Waits for the others within reason: a CPU that is idle and never serves keeps what it has.
     fn drain_everywhere<P: Cpu>(&self, cx: &mut CpuCx<'_, P>) {
-        for cpu in self.cpus {
+        for cpu in self.caches() {
             cpu.mailbox.post();
         }
         for _ in 0..PATIENCE {
@@ -320,7 +318,7 @@ impl<'m, E: Env> Frames<'m, E> {
             self.serve(cx);
             // An empty cache has nothing to give, even if its owner has not answered; what its owner frees from now on
             // may still go there, which is why steps 3 and 4 look at the blocks and not at the answers.
-            if self.cpus.iter().all(|cpu| !cpu.mailbox.pending() || cpu.pages() == 0) {
+            if self.caches().iter().all(|cpu| !cpu.mailbox.pending() || cpu.pages() == 0) {
                 return;
             }
             if cx.platform().may_sleep() {

@@ -1,64 +1,16 @@
-//! One node: its lock, and blocks and extents of any size freed and taken under it. What is less than 2 MiB is in
+//! Blocks and extents of any size freed and taken under a node's lock. What is less than 2 MiB is in
 //! [`free4k`](crate::free4k), the rest in [`free2m`](crate::free2m).
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::{Position, SPAN, spans};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, take_word};
-use crate::freelist::{FreeLists, Places, Rows};
+use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
-use hugemm_base::lock::{LockGuard, PinnedLock, RawLock};
-use hugemm_base::sync::{AtomicU64, Ordering};
+use crate::node::{Content, Node, Taken};
+use hugemm_base::lock::LockGuard;
+use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuPin, Extent, NodeId, Pfn};
-
-/// One NUMA node's free memory. On lines of its own.
-#[repr(C, align(128))]
-#[derive(Debug)]
-pub(crate) struct Node<'m, L> {
-    pub(crate) lists: PinnedLock<L, FreeLists>,
-    /// Where what is counted there is. Written under the lock.
-    pub(crate) rows: Rows<'m>,
-    /// Blocks freed by whoever must not wait: a stack through their descriptors. See `nowait`.
-    pub(crate) deferred: AtomicU64,
-    /// Frames on it.
-    pub(crate) deferred_pages: AtomicU64,
-    /// Whether known-zero blocks were free when the lock was last released: a hint.
-    pub(crate) zero_hint: AtomicU64,
-}
-
-impl<'m, L: RawLock> Node<'m, L> {
-    pub(crate) fn new(number: NodeId, rows: Rows<'m>) -> Self {
-        Node {
-            lists: PinnedLock::new(FreeLists::new(number)),
-            rows,
-            deferred: AtomicU64::new(0),
-            deferred_pages: AtomicU64::new(0),
-            zero_hint: AtomicU64::new(0),
-        }
-    }
-}
-
-/// What the freer of a block knows of its content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
-    Dirty,
-    Zero,
-    /// Goes back to where it was: the region's zero bits still hold.
-    AsMapped,
-}
-
-impl Content {
-    pub(crate) const fn of(zero: bool) -> Self {
-        if zero { Content::Zero } else { Content::Dirty }
-    }
-}
-
-/// A block taken out of the lists: whole in the map, nobody's, refcounts zero.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Taken {
-    pub(crate) pfn: Pfn,
-    pub(crate) zero: bool,
-}
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Runs `f` under a node's lock: one lock round. Frees what was deferred first.
@@ -152,10 +104,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Where the node's free blocks are: those of arenas that were added come last.
     pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
-        let (node, arenas) = (lists.node, self.arenas);
-        let first = self.node(node).map(|owner| Places { rows: owner.rows, arenas });
-        let added = self.added().filter(move |arena| arena.node == node);
-        first.into_iter().chain(added.map(|arena| Places { rows: arena.rows, arenas: core::slice::from_ref(arena) }))
+        let rows = self.node(lists.node).map(|node| node.rows);
+        self.arena_table().places(lists.node, rows)
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

@@ -12,7 +12,7 @@
 //! So one CPU alone gets the places that it would get without chunks, and a CPU holds at most one per mobility. All of it
 //! is under the node's lock, and nothing is to be undone: what is out of date does not agree.
 
-use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
+use crate::arena::{Arena, BLOCK_ORDER, in_region};
 use crate::blockmap::{Pages, Position, WORDS, first_run};
 use crate::frames::{Env, Frames};
 use crate::free2m::Sought;
@@ -20,14 +20,8 @@ use crate::free4k::{Place, kind};
 use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
 use crate::pcp::PerCpu;
+use crate::takers::{CHUNK_SHIFT, HALVES, chunk_of, half_of};
 use hugemm_base::Pfn;
-use hugemm_base::sync::{AtomicU64, Ordering};
-
-/// log2 of the frames in a chunk: two bits each fill a line of 64 bytes.
-const CHUNK_SHIFT: u32 = 8;
-
-/// Chunks of a 2 MiB block.
-const HALVES: usize = 1 << (BLOCK_ORDER - CHUNK_SHIFT);
 
 /// 2 MiB blocks that may have room that are looked at for a place in nobody's chunk.
 const TRIES: usize = 4;
@@ -36,45 +30,6 @@ const TRIES: usize = 4;
 /// dropping the same few again and again, and shares at the edges of what it got only; the look costs as much as the rest.
 pub(crate) const fn is_worth_it(blocks: u64) -> bool {
     blocks < 1 << (CHUNK_SHIFT - 3)
-}
-
-/// Which CPU took from each chunk of a 2 MiB block last: its number plus 1 in 32 bits each. Node's lock.
-#[derive(Debug, Default)]
-pub(crate) struct Takers(AtomicU64);
-
-impl Takers {
-    fn of(&self, half: usize) -> Option<u32> {
-        // Relaxed: the lock orders, here and below.
-        ((self.0.load(Ordering::Relaxed) >> (half % HALVES * 32)) as u32).checked_sub(1)
-    }
-
-    fn note(&self, half: usize, cpu: u32) {
-        let (old, shift) = (self.0.load(Ordering::Relaxed), half % HALVES * 32);
-        self.0.store(old & !(u64::from(u32::MAX) << shift) | (u64::from(cpu) + 1) << shift, Ordering::Relaxed);
-    }
-}
-
-/// The chunk that a CPU took from last, for each mobility: its number plus 1.
-#[derive(Debug, Default)]
-pub(crate) struct Chunks([AtomicU64; 2]);
-
-impl Chunks {
-    fn of(&self, mobility: Mobility) -> Option<u64> {
-        self.0[mobility.index()].load(Ordering::Relaxed).checked_sub(1)
-    }
-
-    fn note(&self, mobility: Mobility, chunk: u64) {
-        self.0[mobility.index()].store(chunk + 1, Ordering::Relaxed);
-    }
-}
-
-const fn chunk_of(pfn: Pfn) -> u64 {
-    pfn.number() >> CHUNK_SHIFT
-}
-
-/// Which of a 2 MiB block's chunks a frame is in.
-const fn half_of(pfn: Pfn) -> usize {
-    in_block(pfn).number() >> CHUNK_SHIFT
 }
 
 /// Bits of a 2 MiB block without those of one chunk.
@@ -96,7 +51,7 @@ impl<'m, E: Env> Frames<'m, E> {
     pub(crate) fn is_anothers(&self, own: &PerCpu<'m>, arena: &Arena<'m>, pfn: Pfn) -> bool {
         let block = arena.block(pfn);
         let taker = block.takers.of(half_of(pfn)).filter(|taker| *taker != own.number);
-        let taker = taker.and_then(|taker| self.cpus.get(taker as usize));
+        let taker = taker.and_then(|taker| self.caches().get(taker as usize));
         taker.is_some_and(|taker| taker.chunks.of(block.mobility()) == Some(chunk_of(pfn)))
     }
 
@@ -152,34 +107,6 @@ impl<'m, E: Env> Frames<'m, E> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_block_remembers_the_last_taker_of_each_half() {
-        let takers = Takers::default();
-        let both = || [takers.of(0), takers.of(1)];
-        assert_eq!(both(), [None, None]);
-        takers.note(0, 7);
-        assert_eq!(both(), [Some(7), None]);
-        takers.note(1, 0);
-        assert_eq!(both(), [Some(7), Some(0)]);
-        takers.note(0, u32::MAX - 1);
-        takers.note(1, 5);
-        assert_eq!(both(), [Some(u32::MAX - 1), Some(5)]);
-        takers.note(0, 2);
-        assert_eq!(both(), [Some(2), Some(5)]);
-    }
-
-    #[test]
-    fn a_cpu_has_one_chunk_of_each_mobility() {
-        let chunks = Chunks::default();
-        let both = || Mobility::ALL.map(|mobility| chunks.of(mobility));
-        assert_eq!(both(), [None, None]);
-        chunks.note(Mobility::Unmovable, 0);
-        assert_eq!(both(), [Some(0), None]);
-        chunks.note(Mobility::Movable, 9);
-        chunks.note(Mobility::Unmovable, 4);
-        assert_eq!(both(), [Some(4), Some(9)]);
-    }
 
     #[test]
     fn a_chunk_is_half_of_2_mib() {

@@ -8,48 +8,11 @@
 use crate::arena::{Arena, BLOCK_ORDER, in_block};
 use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
-use crate::frozen::Frozen;
+use crate::frozen::{Frozen, FrozenRun};
 use crate::refs::{self, LANES, Put, RefError, TryGet, WideCounts};
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, Order, Pfn};
-
-/// Several adjoining frozen blocks of one order: what [`split`](Frames::split) makes of one.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use = "dropping this loses the frames: free them"]
-pub struct FrozenRun {
-    extent: Extent,
-    order: Order,
-    mobility: crate::Mobility,
-}
-
-impl FrozenRun {
-    /// Which frames.
-    pub const fn extent(&self) -> Extent {
-        self.extent
-    }
-
-    /// Order of each block.
-    pub const fn order(&self) -> Order {
-        self.order
-    }
-
-    /// Takes the first block off.
-    pub fn pop(&mut self) -> Option<Frozen> {
-        let (first, rest) = self.extent.split_at(self.order.pages());
-        if first.is_empty() {
-            return None;
-        }
-        self.extent = rest;
-        Some(Frozen::make(first.base(), self.order, self.mobility, false))
-    }
-
-    /// Ownership of the extent, whatever is in it; [`Frames::free_extent`] takes it.
-    pub fn into_dirty(self) -> hugemm_base::Dirty {
-        // SAFETY: the run owned the frames.
-        unsafe { hugemm_base::Dirty::assume_owned(self.extent) }
-    }
-}
+use hugemm_base::{CpuCx, Order, Pfn};
 
 impl<'m, E: Env> Frames<'m, E> {
     /// Makes a frozen block counted, with one reference. One atomic. Whatever the owner has written to the block or its
@@ -140,7 +103,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// nothing to save before the atomic, which would have to wait for that.
     #[inline]
     fn put_page(&self, pfn: Pfn) -> Option<Frozen> {
-        let arena = self.arenas.first().filter(|arena| arena.contains(pfn) && arena.is_page(pfn))?;
+        let arena = self.arena_table().first().filter(|arena| arena.contains(pfn) && arena.is_page(pfn))?;
         let block = arena.block(pfn);
         let mine = Frozen::make(pfn, Order::ZERO, block.mobility(), false);
         let (word, lane) = block.refs.word(in_block(pfn));
@@ -262,7 +225,7 @@ impl<'m, E: Env> Frames<'m, E> {
         if to < order {
             arena.map_split_even(pfn, order.get(), to.get(), mobility);
         }
-        Ok(FrozenRun { extent: block.extent(), order: to, mobility })
+        Ok(FrozenRun::make(block.extent(), to, mobility))
     }
 
     /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0.
@@ -271,7 +234,7 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// The run, if it is another manager's.
     pub fn count_run(&self, run: FrozenRun) -> Result<FolioRun, FrozenRun> {
-        let FrozenRun { extent, order, mobility } = run;
+        let (extent, order, mobility) = (run.extent(), run.order(), run.mobility());
         let Some(arena) = self.arena(extent.base()) else { return Err(run) };
         let (mut at, end) = (extent.base().number(), extent.end().number());
         while at < end {

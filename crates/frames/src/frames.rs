@@ -1,13 +1,12 @@
 //! The manager: what it consists of, and how frames come to it in the first place.
 
-use crate::added::Added;
-use crate::arena::Arena;
-use crate::buddy::{Content, Node};
-use crate::counted::FrozenRun;
+use crate::arena::{Arena, ArenaSpec};
+use crate::arenas::Arenas;
+use crate::careful::Careful;
 use crate::descriptor::{DescMut, DescRef, Descriptor};
-use crate::frozen::Frozen;
-use crate::hwpoison::Watched;
+use crate::frozen::{Frozen, FrozenRun};
 use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
+use crate::node::{Content, Node};
 use crate::pcp::PerCpu;
 use core::alloc::Layout;
 use core::fmt;
@@ -67,20 +66,13 @@ unsafe impl<I: Inject> Env for Plain<I> {
 /// calls. [`Frames::carve`] makes one out of nothing but memory; [`Frames::new`] gives more choice, and every context that
 /// is given to such a manager must come from one platform.
 pub struct Frames<'m, E: Env = Plain> {
-    /// Those that it was made with.
-    pub(crate) arenas: &'m [Arena<'m>],
-    /// Those that were added.
-    pub(crate) added: Added,
-    pub(crate) nodes: &'m [Node<'m, E::Lock>],
-    pub(crate) cpus: &'m [PerCpu<'m>],
-    pub(crate) frames: u64,
+    arenas: Arenas<'m>,
+    nodes: &'m [Node<'m, E::Lock>],
+    caches: &'m [PerCpu<'m>],
     /// How many frames have been released.
-    pub(crate) managed: AtomicU64,
-    /// Blocks of 2 MiB that are isolated: while there are some, nobody takes the fast path.
-    pub(crate) isolated: AtomicU64,
-    /// Which blocks must be looked at when they are freed: see [`refuse`](crate::HwPoisoned).
-    pub(crate) watched: Watched,
-    pub(crate) env: E,
+    managed: AtomicU64,
+    careful: Careful,
+    env: E,
     memory: PhantomData<&'m mut u8>,
 }
 
@@ -132,14 +124,11 @@ impl<'m, E: Env> Frames<'m, E> {
         // SAFETY: the caller's promise, passed on.
         let Parts { arenas, nodes, cpus, frames } = unsafe { layout::build::<E::Lock>(config, memory, bytes) }?;
         Ok(Frames {
-            arenas,
-            added: Added::new(),
+            arenas: Arenas::new(arenas, frames),
             nodes,
-            cpus,
-            frames,
+            caches: cpus,
             managed: AtomicU64::new(0),
-            isolated: AtomicU64::new(0),
-            watched: Watched::new(),
+            careful: Careful::new(),
             env,
             memory: PhantomData,
         })
@@ -161,6 +150,41 @@ impl<'m, E: Env> Frames<'m, E> {
     {
         // SAFETY: the slice is what `new` asks for; the rest is the caller's promise.
         unsafe { Self::new(config, env, memory.as_mut_ptr(), memory.len()) }
+    }
+
+    /// Size and alignment of the metadata that [`add`](Frames::add) needs for an arena.
+    ///
+    /// # Errors
+    ///
+    /// [`Empty`](FramesConfigError::Empty) or [`TooLarge`](FramesConfigError::TooLarge).
+    pub fn added_bytes(spec: &ArenaSpec) -> Result<Layout, FramesConfigError> {
+        Arenas::added_bytes(spec)
+    }
+
+    /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). It stays for good.
+    /// Any number can be added, from any CPU; what looks for a frame's arena goes through all that were. O(2 MiB blocks) and
+    /// O(arenas); no lock, and nobody waits.
+    ///
+    /// The CPUs' caches stay as large as they were made: whoever knows all of memory at the start gives all of it to
+    /// [`new`](Frames::new).
+    ///
+    /// # Errors
+    ///
+    /// [`Empty`](FramesConfigError::Empty); [`Overlap`](FramesConfigError::Overlap) with an arena that there is;
+    /// [`NoSuchNode`](FramesConfigError::NoSuchNode) for one that no arena was on when the manager was made;
+    /// [`Memory`](FramesConfigError::Memory) and [`TooLarge`](FramesConfigError::TooLarge). Nothing has changed then, and the memory is
+    /// the caller's again.
+    ///
+    /// # Safety
+    ///
+    /// As [`new`](Frames::new) of the memory, the descriptors and the frame numbers; and the memory and the descriptors stay valid as
+    /// long as anybody uses the manager, not only for the `'m` that is seen here.
+    pub unsafe fn add(&self, spec: &ArenaSpec, memory: *mut u8, bytes: usize) -> Result<(), FramesConfigError> {
+        if self.node(spec.node).is_none() {
+            return Err(FramesConfigError::NoSuchNode(spec.node));
+        }
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.arenas.add(spec, memory, bytes) }
     }
 
     /// [`release`](Frames::release) for frames that are known by their numbers alone.
@@ -203,9 +227,20 @@ impl<'m, E: Env> Frames<'m, E> {
         &self.env
     }
 
-    /// All arenas: those that the manager was made with in ascending order, then those that were added.
-    pub(crate) fn arenas(&self) -> impl Iterator<Item = &'m Arena<'m>> {
-        self.arenas.iter().chain(self.added())
+    /// Frames in all arenas, reserved ones included.
+    pub fn frames(&self) -> u64 {
+        self.arenas.frames()
+    }
+
+    /// Frames that have been released to the manager.
+    pub fn managed(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.managed.load(Ordering::Relaxed)
+    }
+
+    /// How many nodes there are.
+    pub fn nodes(&self) -> u32 {
+        self.nodes.len() as u32
     }
 
     /// A node, if there is one of this number.
@@ -214,30 +249,32 @@ impl<'m, E: Env> Frames<'m, E> {
         self.nodes.get(node.0 as usize)
     }
 
-    /// The arena of a frame. O(log arenas), one comparison for the first; O(arenas) for those that were added.
+    /// Whether known-zero blocks may be free: a hint, which saves a lock round where there are none.
+    pub(crate) fn may_have_zero(&self) -> bool {
+        // Relaxed: a hint.
+        self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0)
+    }
+
+    /// What the manager knows of its arenas.
+    #[inline]
+    pub(crate) fn arena_table(&self) -> &Arenas<'m> {
+        &self.arenas
+    }
+
+    /// All arenas.
+    pub(crate) fn arenas(&self) -> impl Iterator<Item = &'m Arena<'m>> + use<'m, E> {
+        self.arenas.all()
+    }
+
+    /// The arena of a frame: see [`Arenas::of`].
     #[inline]
     pub(crate) fn arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
-        let first = self.arenas.first()?;
-        if first.contains(pfn) { Some(first) } else { self.later_arena(pfn) }
+        self.arenas.of(pfn)
     }
 
-    #[cold]
-    #[inline(never)]
-    fn later_arena(&self, pfn: Pfn) -> Option<&'m Arena<'m>> {
-        let after = self.arenas.partition_point(|arena| arena.extent.base() <= pfn);
-        let found = after.checked_sub(1).and_then(|at| self.arenas.get(at)).filter(|arena| arena.contains(pfn));
-        found.or_else(|| self.added().find(|arena| arena.contains(pfn)))
-    }
-
-    /// The arenas' parts of an extent, in the order of [`arenas`](Frames::arenas).
-    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> {
-        let arenas = self.arenas;
-        let from = arenas.partition_point(|arena| arena.extent.end() <= extent.base());
-        let upto = arenas.iter().skip(from).take_while(move |arena| arena.extent.base() < extent.end());
-        let added = self.added().filter(move |arena| !arena.extent.intersection(extent).is_empty());
-        upto.chain(added)
-            .map(move |arena| (arena, extent.intersection(arena.extent)))
-            .filter(|(_, part)| !part.is_empty())
+    /// The arenas' parts of an extent.
+    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> + use<'m, E> {
+        self.arenas.parts(extent)
     }
 
     #[inline]
@@ -316,20 +353,32 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The cache of the CPU that the caller is pinned to.
     #[inline]
     pub(crate) fn own(&self, pin: CpuPin<'_>) -> Option<&PerCpu<'m>> {
-        if self.env.has_cache(pin) { self.cpus.get(pin.cpu().0 as usize) } else { None }
+        if self.env.has_cache(pin) { self.caches.get(pin.cpu().0 as usize) } else { None }
+    }
+
+    /// The caches of all CPUs, by number.
+    #[inline]
+    pub(crate) fn caches(&self) -> &'m [PerCpu<'m>] {
+        self.caches
+    }
+
+    /// What has to be looked at.
+    #[inline]
+    pub(crate) fn careful(&self) -> &Careful {
+        &self.careful
     }
 
     /// Whether a block of 2 MiB is isolated.
     #[inline]
     pub(crate) fn is_isolating(&self) -> bool {
-        // Relaxed: whoever isolates posts a request to every cache afterwards, whose serving acquires.
-        self.isolated.load(Ordering::Relaxed) != 0
+        // Whoever isolates posts a request to every cache afterwards, whose serving acquires.
+        self.careful.is_isolating()
     }
 
     /// Whether frames that are freed have to be looked at: some are isolated, or refused and still in use.
     #[inline]
     pub(crate) fn is_careful(&self) -> bool {
-        self.is_isolating() || self.watched.any()
+        self.careful.is_isolating() || self.careful.is_watching()
     }
 }
 

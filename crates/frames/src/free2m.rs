@@ -17,11 +17,12 @@
 
 use crate::arena::{Arena, BLOCK, BLOCK_ORDER, Region, in_region};
 use crate::blockmap::{Blocks, Position, WORD_BITS, WORDS, count_runs, first_run, spans};
-use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
-use crate::freelist::{BIG, FreeLists, Places, SMALL_KINDS};
+use crate::freelist::{FreeLists, Places};
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
+use crate::node::{Content, Taken};
+use crate::rows::{BIG, SMALL_KINDS};
 use crate::stats::ORDERS;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuPin, NodeId, Pfn};

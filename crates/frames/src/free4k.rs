@@ -21,12 +21,13 @@ use crate::arena::{Arena, BLOCK_ORDER, Block, in_block, in_region};
 use crate::blockmap::{
     Bits512, Blocks, Pages, Position, SPAN, WORD_BITS, WORDS, count_runs, every, first_run, runs_in, spans,
 };
-use crate::buddy::{Content, Taken};
 use crate::frames::{Env, Frames};
 use crate::free2m::{Sought, descending, lowest};
-use crate::freelist::{FreeLists, Places, SMALL};
+use crate::freelist::{FreeLists, Places};
 use crate::mobility::Mobility;
+use crate::node::{Content, Taken};
 use crate::pcp::{self, PerCpu};
+use crate::rows::SMALL;
 use crate::stats::ORDERS;
 use hugemm_base::sync::Ordering;
 use hugemm_base::{NodeId, Pfn};
@@ -512,7 +513,7 @@ mod tests {
                 numbers.extend((0..BLOCK_ORDER).map(|order| kind(mobility, sought, order)));
             }
         }
-        assert!(numbers.into_iter().eq(0..crate::freelist::SMALL_KINDS));
+        assert!(numbers.into_iter().eq(0..crate::rows::SMALL_KINDS));
     }
 
     #[test]
@@ -591,7 +592,7 @@ mod tests {
             blocks: &[],
             regions: &[],
             first_region: 0,
-            rows: crate::freelist::Rows::new(&[], 0),
+            rows: crate::rows::Rows::new(&[], 0),
         };
         let mut room = [0; WORDS];
         (room[0], room[1], room[2], room[3]) = (0xffff_0000, u64::MAX, u64::MAX, u64::MAX);

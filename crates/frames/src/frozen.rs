@@ -158,6 +158,53 @@ impl fmt::Debug for Frozen {
     }
 }
 
+/// Several adjoining frozen blocks of one order: what [`Frames::split`](crate::Frames::split) makes of one.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "dropping this loses the frames: free them"]
+pub struct FrozenRun {
+    extent: Extent,
+    order: Order,
+    mobility: Mobility,
+}
+
+impl FrozenRun {
+    /// Adjoining blocks that the caller owns.
+    pub(crate) const fn make(extent: Extent, order: Order, mobility: Mobility) -> Self {
+        FrozenRun { extent, order, mobility }
+    }
+
+    /// Of each block.
+    pub(crate) const fn mobility(&self) -> Mobility {
+        self.mobility
+    }
+
+    /// Which frames.
+    pub const fn extent(&self) -> Extent {
+        self.extent
+    }
+
+    /// Order of each block.
+    pub const fn order(&self) -> Order {
+        self.order
+    }
+
+    /// Takes the first block off.
+    pub fn pop(&mut self) -> Option<Frozen> {
+        let (first, rest) = self.extent.split_at(self.order.pages());
+        if first.is_empty() {
+            return None;
+        }
+        self.extent = rest;
+        Some(Frozen::make(first.base(), self.order, self.mobility, false))
+    }
+
+    /// Ownership of the extent, whatever is in it; [`Frames::free_extent`](crate::Frames::free_extent) takes it.
+    pub fn into_dirty(self) -> Dirty {
+        // SAFETY: the run owned the frames.
+        unsafe { Dirty::assume_owned(self.extent) }
+    }
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;

@@ -20,13 +20,10 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
-use crate::buddy::Content;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
-use crate::mobility::Mobility;
-use crate::pcp::{self, Watch};
-use hugemm_base::sync::{AtomicU64, Ordering};
+use crate::node::Content;
 use hugemm_base::{CpuPin, Extent, Order, Pfn};
 
 /// Where a poisoned frame was.
@@ -40,62 +37,6 @@ pub enum HwPoisoned {
     Already,
     /// In no arena.
     NotManaged,
-}
-
-/// Refused frames that are in use, by the places of the blocks that may be freed with them in it.
-#[derive(Debug)]
-pub(crate) struct Watched {
-    frames: AtomicU64,
-    /// For each place, frames that have it.
-    counts: [AtomicU64; 64],
-}
-
-// Relaxed throughout: a cache's owner reads this when it serves the request that was posted after an addition, and acquires
-// what came before it; and under a node's lock everything is known of that node's frames.
-impl Watched {
-    pub(crate) fn new() -> Self {
-        Watched { frames: AtomicU64::new(0), counts: core::array::from_fn(|_| AtomicU64::new(0)) }
-    }
-
-    /// Whether there are any.
-    #[inline]
-    pub(crate) fn any(&self) -> bool {
-        self.frames.load(Ordering::Relaxed) != 0
-    }
-
-    /// The places, as bits.
-    fn places(&self) -> u64 {
-        if !self.any() {
-            return 0;
-        }
-        let bit = |(place, count): (usize, &AtomicU64)| u64::from(count.load(Ordering::Relaxed) != 0) << place;
-        self.counts.iter().enumerate().map(bit).sum()
-    }
-
-    /// The places of blocks that hold a frame and are allocated from caches, as bits.
-    fn places_of(pfn: Pfn) -> u64 {
-        let stocked =
-            (0..=BLOCK_ORDER).filter(|order| pcp::is_stocked(*order)).filter_map(|order| Order::new(order).ok());
-        stocked.fold(0, |bits, order| {
-            bits | 1 << Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Unmovable, false).place()
-        })
-    }
-
-    fn change(&self, pfn: Pfn, by: u64) {
-        self.frames.fetch_add(by, Ordering::Relaxed);
-        let places = Self::places_of(pfn);
-        for (_, count) in self.counts.iter().enumerate().filter(|(place, _)| places >> place & 1 != 0) {
-            count.fetch_add(by, Ordering::Relaxed);
-        }
-    }
-
-    fn add(&self, pfn: Pfn) {
-        self.change(pfn, 1);
-    }
-
-    fn remove(&self, pfn: Pfn) {
-        self.change(pfn, 1_u64.wrapping_neg());
-    }
 }
 
 impl<'m, E: Env> Frames<'m, E> {
@@ -113,7 +54,7 @@ impl<'m, E: Env> Frames<'m, E> {
                 let (head, order) = arena.block_of(pfn);
                 if !self.is_free(arena, head, order) {
                     // Before any cache is asked: what is freed after that is looked at.
-                    self.watched.add(pfn);
+                    self.careful().add(pfn);
                     return HwPoisoned::InUse;
                 }
                 let content = self.remove_block(lists, arena, head, order);
@@ -133,7 +74,7 @@ impl<'m, E: Env> Frames<'m, E> {
             });
             if outcome == Some(HwPoisoned::InUse) {
                 // A cache may have it already.
-                for cpu in self.cpus {
+                for cpu in self.caches() {
                     cpu.mailbox.post();
                 }
             }
@@ -160,12 +101,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// A refused frame was given back: it is out for good, and nobody has to look for it any more.
     fn note_retired(&self, lists: &mut FreeLists, pfn: Pfn) {
         lists.refused += 1;
-        self.watched.remove(pfn);
-    }
-
-    /// What keeps caches off their fast paths, for [`Mailbox::serve`](crate::pcp::Mailbox::serve).
-    pub(crate) fn watch(&self) -> Watch {
-        if self.is_isolating() { Watch::Everything } else { Watch::Places(self.watched.places()) }
+        self.careful().remove(pfn);
     }
 
     /// A cached block if it may be handed out; if not, what can be kept of it has been freed.
@@ -263,8 +199,10 @@ impl<'m, E: Env> Frames<'m, E> {
 mod tests {
     use super::*;
     use crate::arena::{ArenaSpec, BLOCK};
+    use crate::careful::Careful;
     use crate::frames::Plain;
     use crate::layout::FramesConfig;
+    use crate::mobility::Mobility;
     use crate::page_alloc::AllocRequest;
     use hugemm_base::{CpuCx, Dirty, NodeId};
     use hugemm_threads::{Memory, Threads, run_as};
@@ -284,7 +222,7 @@ mod tests {
         let cx = threads.cx();
         // SAFETY: once; there is no memory behind the numbers.
         unsafe { frames.release(&cx, Dirty::assume_owned(extent)) };
-        test(&frames, &cx, &frames.cpus[0]);
+        test(&frames, &cx, &frames.caches()[0]);
     }
 
     /// One poisoned frame closes the fast path for itself, and for none of its neighbours; and when it is out, for nobody.
@@ -302,12 +240,12 @@ mod tests {
             );
             frames.serve(cx);
             assert!(own.mailbox.is_quiet() && !own.mailbox.admits(&bad));
-            assert!(others.iter().all(|block| own.mailbox.admits(block)), "{:#x}", frames.watched.places());
+            assert!(others.iter().all(|block| own.mailbox.admits(block)), "{:#x}", frames.careful().places());
             // Nearly everywhere else, too.
-            let closed = frames.watched.places().count_ones();
+            let closed = frames.careful().places().count_ones();
             assert!((1..=5).contains(&closed), "{closed} places of 64");
             frames.free(cx, bad);
-            assert!(!frames.is_careful() && frames.watched.places() == 0);
+            assert!(!frames.is_careful() && frames.careful().places() == 0);
             for block in others {
                 frames.free(cx, block);
             }
@@ -322,7 +260,7 @@ mod tests {
     fn every_cached_block_that_holds_a_frame_has_one_of_its_places() {
         for pfn in [0, 1, 0x1ff, 0x200, 0xdead_beef, 0x1234_5677] {
             let pfn = Pfn::new(pfn);
-            let places = Watched::places_of(pfn);
+            let places = Careful::places_of(pfn);
             for order in [0, 1, 2, 3, BLOCK_ORDER].map(|order| Order::new(order).expect("valid")) {
                 let block = Frozen::make(Extent::block(pfn, order).base(), order, Mobility::Movable, true);
                 assert_eq!(places >> block.place() & 1, 1, "{block:?}");

@@ -1,10 +1,10 @@
 //! What goes where in the memory that the caller supplies.
 
 use crate::arena::{Arena, ArenaSpec, BLOCK_ORDER, Block, REGION_ORDER, Region, touched};
-use crate::buddy::Node;
 use crate::descriptor::Descriptor;
-use crate::freelist::Rows;
+use crate::node::Node;
 use crate::pcp::PerCpu;
+use crate::rows::Rows;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;

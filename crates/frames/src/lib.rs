@@ -9,21 +9,23 @@
 //! | file | the rule it owns |
 //! |---|---|
 //! | `frames.rs` | what a manager is; handing memory over |
-//! | `frozen.rs` | the handle on a block |
+//! | `frozen.rs` | the handles on a block, and on several of one order |
 //! | `folio.rs` | the handle on a reference |
 //! | `layout.rs` | what goes where in the caller's memory |
 //! | `carve.rs` | a manager that lives in the memory it manages |
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
-//! | `added.rs` | arenas that come while the manager runs |
+//! | `arenas.rs` | which arena a frame is in; arenas that come while the manager runs |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
-//! | `freelist.rs` | how much a node has free, and the bits that lead to it, under its lock |
+//! | `rows.rs` | which 1 GiB may have something free |
+//! | `freelist.rs` | how much a node has free, and where, under its lock |
+//! | `node.rs` | a node |
 //! | `free4k.rs` | free memory inside 2 MiB: a bit per page |
 //! | `free2m.rs` | free memory from 2 MiB to 1 GiB: a bit per 2 MiB |
-//! | `buddy.rs` | a node and its lock: blocks and extents of any size freed and taken |
-//! | `chunk.rs` | CPUs fill their caches from places whose references share no line |
+//! | `buddy.rs` | blocks and extents of any size freed and taken, under the lock |
+//! | `takers.rs`, `chunk.rs` | CPUs fill their caches from places whose references share no line |
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
 //! | `refill.rs` | what moves between a cache and its node |
@@ -31,6 +33,7 @@
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
 //! | `alloc_contig.rs` | particular frames; isolation and migration |
+//! | `careful.rs` | whether frames that are freed have to be looked at |
 //! | `hwpoison.rs` | poisoned frames |
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
@@ -47,11 +50,12 @@
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 
-mod added;
 mod alloc_contig;
 mod arena;
+mod arenas;
 mod blockmap;
 mod buddy;
+mod careful;
 mod carve;
 mod chunk;
 mod class;
@@ -66,23 +70,25 @@ mod frozen;
 mod hwpoison;
 mod layout;
 mod mobility;
+mod node;
 mod nowait;
 mod page_alloc;
 pub mod pcp;
 mod range;
 mod refill;
 pub mod refs;
+mod rows;
 mod slab;
 mod stats;
+mod takers;
 
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;
 pub use carve::{CarveError, CarveReason, Carved};
-pub use counted::FrozenRun;
 pub use descriptor::{DescMut, DescRef, Descriptor};
 pub use folio::{FolioRef, FolioRun};
 pub use frames::{Env, Frames, Plain};
-pub use frozen::Frozen;
+pub use frozen::{Frozen, FrozenRun};
 pub use hwpoison::HwPoisoned;
 pub use layout::{FramesConfig, FramesConfigError};
 pub use mobility::Mobility;

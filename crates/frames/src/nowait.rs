@@ -6,11 +6,11 @@
 //! with one compare-and-swap and taken as a whole by whoever takes the lock next, so that it has no ABA problem.
 
 use crate::arena::Arena;
-use crate::buddy::{Content, Node};
 use crate::descriptor::DescMut;
 use crate::frames::{Env, Frames};
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
+use crate::node::{Content, Node};
 use crate::page_alloc::{AllocError, AllocRequest, FAULT_ALLOC};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicWord, Ordering};
@@ -29,7 +29,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// [`WouldWait`](AllocError::WouldWait) if a lock is taken, [`OutOfMemory`](AllocError::OutOfMemory) if nothing
     /// of that order is free, [`NoSuchNode`](AllocError::NoSuchNode).
     pub fn alloc_nowait<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: AllocRequest) -> Result<Frozen, AllocError> {
-        if self.env.fault(FAULT_ALLOC) {
+        if self.env().fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
         let (first, fallback) = self.choose(None, request.from)?;

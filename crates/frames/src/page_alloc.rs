@@ -19,16 +19,15 @@
 //! first, with [`AllocRequest::prefer_zeroed`], and clears what turns out to be dirty: the allocator clears nothing.
 
 use crate::arena::BLOCK_ORDER;
-use crate::buddy::{Content, Taken};
 use crate::class::Class;
 use crate::frames::{Env, Frames};
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
+use crate::node::{Content, Taken};
 use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::Ordering;
 use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize, Pressure, Shortfall};
 
 /// Where every allocation can be made to fail.
@@ -138,7 +137,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// or ask for a smaller order. [`NoSuchNode`](AllocError::NoSuchNode).
     #[inline]
     pub fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, request: impl Into<AllocRequest>) -> Result<Frozen, AllocError> {
-        if self.env.fault(FAULT_ALLOC) {
+        if self.env().fault(FAULT_ALLOC) {
             return Err(AllocError::OutOfMemory);
         }
         let request = request.into();
@@ -215,8 +214,7 @@ impl<'m, E: Env> Frames<'m, E> {
         from: Placement,
         prefer_zeroed: bool,
     ) -> Result<Frozen, AllocError> {
-        // Relaxed: a hint that saves a lock round where nothing is known to be zero.
-        let want_zero = prefer_zeroed && self.nodes.iter().any(|node| node.zero_hint.load(Ordering::Relaxed) != 0);
+        let want_zero = prefer_zeroed && self.may_have_zero();
         let own = self.own(pin);
         let frozen = |taken: Taken| Frozen::make(taken.pfn, order, mobility, taken.zero);
         if let Some(own) = own {

@@ -29,10 +29,10 @@
 //! to free. Nothing of the frame itself is touched.
 
 use crate::arena::{BLOCK_ORDER, REGION_ORDER};
-use crate::chunk::Chunks;
 use crate::class::Class;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
+use crate::takers::Chunks;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering, fence};
 use hugemm_base::{Extent, NodeId, Pfn};
 

@@ -19,9 +19,9 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block, in_region};
 use crate::blockmap::SPAN;
-use crate::buddy::Content;
 use crate::folio::{FolioRef, FolioRun};
 use crate::frames::{Env, Frames};
+use crate::node::Content;
 use crate::refs::{self, LANES, Put};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn, Zeroed};

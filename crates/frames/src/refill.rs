@@ -5,7 +5,6 @@
 
 use crate::arena::{Arena, BLOCK_ORDER, in_block};
 use crate::blockmap::WORD_BITS;
-use crate::buddy::{Content, Taken};
 use crate::chunk;
 use crate::class::Class;
 use crate::frames::{Env, Frames};
@@ -14,6 +13,7 @@ use crate::free4k::Run;
 use crate::freelist::FreeLists;
 use crate::frozen::Frozen;
 use crate::mobility::Mobility;
+use crate::node::{Content, Taken};
 use crate::pcp::{self, PerCpu};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, CpuPin, NodeId, Order};
@@ -186,14 +186,14 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Serves what others have asked this CPU for.
     pub(crate) fn serve_own(&self, pin: CpuPin<'_>, own: &PerCpu<'m>) {
-        if own.mailbox.wants_service(self.watched.any()) {
-            own.mailbox.serve(|| self.drain_cache(pin, own), || self.watch());
+        if own.mailbox.wants_service(self.careful().is_watching()) {
+            own.mailbox.serve(|| self.drain_cache(pin, own), || self.careful().watch());
         }
     }
 
     /// Asks every CPU that has something cached for it. This one's cache is empty.
     pub(crate) fn request_drains(&self) {
-        self.cpus.iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
+        self.caches().iter().filter(|cpu| cpu.pages() != 0).for_each(|cpu| cpu.mailbox.post());
     }
 
     /// Serves what other CPUs have asked this one for: to be called from idle loops and from an interrupt sent for the
@@ -224,7 +224,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// The CPU runs nothing that uses this manager until this returns: it is offline, or has never been started.
     pub unsafe fn drain_offline<P: Cpu>(&self, cx: &CpuCx<'_, P>, cpu: CpuId) {
         cx.pinned(|pin| {
-            if let Some(cpu) = self.cpus.get(cpu.0 as usize) {
+            if let Some(cpu) = self.caches().get(cpu.0 as usize) {
                 self.serve_own(pin, cpu);
                 self.drain_cache(pin, cpu);
             }

@@ -70,7 +70,7 @@ impl<E: Env> Frames<'_, E> {
     pub fn node_stats<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> NodeStats {
         let Some(owner) = self.node(node) else { return NodeStats::default() };
         cx.pinned(|pin| {
-            let cached = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
+            let cached = self.caches().iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
             let mut blocks = [0; ORDERS];
             let stats = self.with_node(pin, node, |lists| NodeStats {
                 blocks: {
@@ -95,7 +95,7 @@ impl<E: Env> Frames<'_, E> {
     pub fn node_available<P: Cpu>(&self, cx: &CpuCx<'_, P>, node: NodeId) -> u64 {
         let Some(owner) = self.node(node) else { return 0 };
         cx.pinned(|pin| {
-            let cached: u64 = self.cpus.iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
+            let cached: u64 = self.caches().iter().filter(|cpu| cpu.node == node).map(|cpu| cpu.pages()).sum();
             // Relaxed: a statistic.
             let deferred = owner.deferred_pages.load(Ordering::Relaxed);
             self.with_node(pin, node, |lists| lists.pages).unwrap_or(0) + cached + deferred
@@ -111,22 +111,6 @@ impl<E: Env> Frames<'_, E> {
     /// [`node_stats`](Frames::node_stats) for each.
     pub fn stats<P: Cpu>(&self, cx: &CpuCx<'_, P>) -> NodeStats {
         (0..self.nodes()).fold(NodeStats::default(), |sum, node| sum.plus(&self.node_stats(cx, NodeId(node))))
-    }
-
-    /// How many nodes there are.
-    pub fn nodes(&self) -> u32 {
-        self.nodes.len() as u32
-    }
-
-    /// Frames in all arenas, reserved ones included.
-    pub fn frames(&self) -> u64 {
-        self.frames + self.added().map(|arena| arena.extent.pages()).sum::<u64>()
-    }
-
-    /// Frames that have been released to the manager.
-    pub fn managed(&self) -> u64 {
-        // Relaxed: a statistic.
-        self.managed.load(Ordering::Relaxed)
     }
 }
 
