@@ -1,6 +1,6 @@
 //! Poisoned frames stay out, however they were given back, and cost others nothing.
 
-use super::support::{counted_pages, extent, pages, with_one_arena};
+use super::support::{counted_pages, extent, pages, run_as, with_one_arena};
 use super::{order, request};
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_frames::{AllocContigError, Frames, Frozen, HwPoisoned, NoMigration, Plain, Put};
@@ -48,6 +48,34 @@ fn a_poisoned_frame_leaves_a_cache() {
         assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse, "as far as can be told: it is cached");
         assert_eq!(all_but(frames, &cx, bad), 4095);
     });
+}
+
+/// A block that is only gathered on its way to the node is not handed out from there, though no path is closed to it.
+#[test]
+fn a_poisoned_block_that_was_gathered_is_not_taken_again() {
+    for log in 4..=8 {
+        with_one_arena(0, 1 << 16, 2, |frames, threads| {
+            let cx = threads.cx();
+            let first = frames.alloc(&cx, request(log)).expect("memory");
+            // The lowest there is, as far as this CPU knows until it is at the node again: another CPU poisons it. Not at
+            // its beginning, which may be that of a block whose path is closed.
+            let block = frames.alloc(&cx, request(log)).expect("memory");
+            let bad = Pfn::new(block.pfn().number() + 8);
+            run_as(1);
+            assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::InUse);
+            run_as(0);
+            frames.serve(&cx);
+            frames.free(&cx, block);
+            run_as(1);
+            assert_eq!(frames.stats(&cx).cached, 1 << log, "order {log} is gathered");
+            run_as(0);
+            let next = frames.alloc(&cx, request(log)).expect("memory");
+            assert!(!next.extent().contains(bad), "order {log}");
+            frames.free(&cx, next);
+            frames.free(&cx, first);
+            assert_eq!(all_but(frames, &cx, bad), (1 << 16) - 1);
+        });
+    }
 }
 
 /// A drain takes as many lock rounds as without a poisoned frame somewhere.
