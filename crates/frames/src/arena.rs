@@ -271,15 +271,14 @@ impl<'m> Arena<'m> {
         (start.pfn(pfn), BLOCK_ORDER + log)
     }
 
-    /// Makes `[pfn, pfn + 2^order)`, which the caller owns and at which a block starts, one block in the map.
+    /// Makes `[pfn, pfn + 2^order)`, of 2 MiB at most, which the caller owns and whose ends are block borders, one block in the
+    /// map.
     #[inline]
     pub(crate) fn map_merge(&self, pfn: Pfn, order: u32) {
         if order < BLOCK_ORDER {
             self.block(pfn).starts.merge(in_block(pfn), order);
         } else {
-            let region = self.region(pfn);
-            region.split.fill_shared(in_region(pfn), order - BLOCK_ORDER, false);
-            region.starts.merge(in_region(pfn), order - BLOCK_ORDER);
+            self.region(pfn).split.fill_shared(in_region(pfn), 0, false);
         }
     }
 

@@ -184,11 +184,10 @@ impl<L: position::Level> Bits512<L> {
         let next = if beyond != 0 {
             at * WORD_BITS + beyond.trailing_zeros() as usize
         } else {
-            let above = self.words.iter().enumerate().skip(at + 1);
-            above
-                .map(|(i, w)| (i, w.load(Ordering::Relaxed)))
-                .find(|(_, w)| *w != 0)
-                .map_or(SPAN, |(i, w)| i * WORD_BITS + w.trailing_zeros() as usize)
+            // What starts in a word starts at its beginning too: blocks are aligned.
+            let mut above = self.words.iter().skip(at + 1);
+            let whole = above.position(|word| word.load(Ordering::Relaxed) != 0);
+            whole.map_or(SPAN, |words| (at + 1 + words) * WORD_BITS)
         };
         (Position::new(start), (next - start).ilog2())
     }

@@ -20,15 +20,6 @@ fn rounds(base: u64) -> u64 {
     if cfg!(miri) { base / 2000 + 5 } else { base * soak }
 }
 
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
-    }
-}
-
 /// One bit per frame: set while somebody owns it.
 struct Shadow {
     base: u64,
@@ -86,7 +77,7 @@ fn mixed(frames: &Manager<'_>, threads: &Threads, shadow: &Shadow, orders: u64, 
             scope.spawn(move || {
                 hugemm_threads::run_as(cpu);
                 let cx = threads.cx();
-                let mut rng = Rng(u64::from(cpu) + 1);
+                let mut rng = Random(u64::from(cpu) + 1);
                 let mut held: Vec<Frozen> = Vec::new();
                 barrier.wait();
                 for _ in 0..count {
@@ -186,7 +177,7 @@ fn parts_of_one_block_are_freed_by_several_cpus_at_once() {
                     scope.spawn(move || {
                         hugemm_threads::run_as(cpu);
                         let mut cx = threads.cx();
-                        let mut rng = Rng(round * 8 + u64::from(cpu));
+                        let mut rng = Random(round * 8 + u64::from(cpu));
                         barrier.wait();
                         let mut extra = Vec::new();
                         for _ in 0..8 {
@@ -232,7 +223,7 @@ fn claims_race_with_frees() {
                 scope.spawn(move || {
                     hugemm_threads::run_as(cpu);
                     let cx = threads.cx();
-                    let mut rng = Rng(u64::from(cpu));
+                    let mut rng = Random(u64::from(cpu));
                     let mut held: Vec<Frozen> = Vec::new();
                     while !stop.load(Ordering::SeqCst) {
                         if held.len() < 40 && rng.below(2) == 0 {
@@ -257,7 +248,7 @@ fn claims_race_with_frees() {
             }
             hugemm_threads::run_as(0);
             let mut cx = threads.cx();
-            let mut rng = Rng(99);
+            let mut rng = Random(99);
             for _ in 0..rounds(300) {
                 let range = extent(rng.below(6) * 512, 512 * (1 + rng.below(2)));
                 // Waits for others to let go of what is in the way, in place of migrating it.

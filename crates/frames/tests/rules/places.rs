@@ -21,6 +21,7 @@ fn nodes_are_preferred_and_fallen_back_from() {
     let local = frames.alloc(&cx, request(0)).expect("memory");
     let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId(0)))).expect("memory");
     assert_eq!((node(&local), node(&other)), (1, 0));
+    assert_eq!(frames.local_node(&cx), NodeId(1));
     frames.free(&cx, local);
     frames.free(&cx, other);
     let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);

@@ -3,7 +3,7 @@
 use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release, with_one_arena};
 use super::{GIB, counters, order, request};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{CpuCx, Dirty, NodeId, Pfn};
+use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
 use hugemm_frames::{AllocContigError, FolioRef, FramesConfig, HwPoisoned, Placement, Put, RangeReport};
 
 /// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
@@ -128,6 +128,28 @@ fn arrays_are_freed_by_runs() {
         // The largest number there is followed by the smallest.
         let ends = [u64::MAX, 0].map(|pfn| folio(Pfn::new(pfn)));
         assert_eq!(frames.free_array(&mut cx, ends).invalid, 2);
+    });
+}
+
+/// 2 MiB that were divided are one block in a cache, and what is divided beside them stays so.
+#[test]
+fn extents_become_cached_blocks_by_themselves() {
+    with_one_arena(0, 1 << 16, 1, |frames, threads| {
+        let cx = threads.cx();
+        let blocks = [9, 3].map(|log| frames.alloc(&cx, request(log)).expect("memory"));
+        let beside = frames.alloc(&cx, request(0)).expect("memory");
+        assert!(blocks[0].pfn() < beside.pfn());
+        for block in blocks {
+            let log = block.order().get();
+            let (whole, cached) = (block.extent(), frames.stats(&cx).cached);
+            let pages = frames.split(block, Order::ZERO).expect("managed");
+            assert_eq!(frames.head_of(whole.base()), Some((whole.base(), Order::ZERO)));
+            assert_eq!(frames.free_extent(&cx, pages.into_dirty()), whole.pages());
+            assert_eq!(frames.stats(&cx).cached, cached + whole.pages());
+            assert_eq!(frames.head_of(whole.base()), Some((whole.base(), order(log))));
+            assert_eq!(frames.head_of(beside.pfn()), Some((beside.pfn(), Order::ZERO)));
+        }
+        frames.free(&cx, beside);
     });
 }
 
