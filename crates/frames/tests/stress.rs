@@ -6,6 +6,7 @@ mod support;
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, Extent, Order, Pfn};
 use hugemm_frames::{AllocRequest, Frames, FramesConfig, Frozen, Mobility, Plain, Put};
+use hugemm_threads::Random;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use support::{Memory, Threads, arena, counted_pages, extent, pages, release, with_one_arena};

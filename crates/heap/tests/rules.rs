@@ -1,19 +1,16 @@
 //! What a heap promises, on one CPU or two that take turns.
 
-mod support;
-
 use hugemm_base::inject::{FaultPlan, NoFaults};
 use hugemm_base::{Extent, LinearMap, NodeId, Order, Pfn, PhysMap, Ram, SingleCpu, VirtAddr, Window, Zeroed};
 use hugemm_frames::{AllocRequest, ArenaSpec, Carved, Frames, FramesConfig, Plain};
 #[cfg(all(debug_assertions, not(miri)))]
 use hugemm_heap::Misuse;
 use hugemm_heap::{Heap, HeapError};
-use hugemm_threads::{Memory, Threads, run_as};
+use hugemm_threads::{Memory, Random, Threads, run_as};
 use std::alloc::Layout;
 use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use support::Rng;
 
 type TestHeap<'m> = Heap<'m, Carved>;
 type Cx<'a> = hugemm_base::CpuCx<'a, Threads<Memory>>;
@@ -80,7 +77,7 @@ fn memory_is_aligned_and_nobody_elses() {
 #[test]
 fn pieces_are_handed_out_once() {
     with_heap(8, |threads, _, heap| {
-        let (cx, mut rng) = (threads.cx(), Rng(1));
+        let (cx, mut rng) = (threads.cx(), Random(1));
         let layout = layout(48, 8);
         let (mut held, mut seen) = (Vec::new(), HashSet::new());
         for _ in 0..if cfg!(miri) { 600 } else { 20_000 } {
@@ -257,7 +254,7 @@ fn the_owner_finds_what_others_free() {
 #[test]
 fn a_slab_that_two_cpus_empty_goes_back() {
     with_heap(8, |threads, _, heap| {
-        let (cx, mut rng) = (threads.cx(), Rng(3));
+        let (cx, mut rng) = (threads.cx(), Random(3));
         for round in 0..if cfg!(miri) { 3 } else { 200 } {
             let layout = layout([64, 1024, 5000][round % 3], 8);
             let mut held: Vec<_> = (0..150).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
@@ -278,7 +275,7 @@ fn a_slab_that_two_cpus_empty_goes_back() {
 fn interrupts_may_allocate_and_free() {
     with_heap(8, |threads, _, heap| {
         let mut mine: Vec<(NonNull<u8>, Layout)> = Vec::new();
-        let mut rng = Rng(5);
+        let mut rng = Random(5);
         let handler = |cx: &mut Cx<'_>| {
             let layout = layout([40, 700, 4096][rng.below(3) as usize], 8);
             if mine.len() < 60 && rng.below(2) == 0 {

@@ -1,16 +1,13 @@
 //! Several CPUs on one heap, with blocks that change hands: every byte is its owner's until it frees it, and at the end all
 //! memory is back.
 
-mod support;
-
 use hugemm_frames::Frames;
 use hugemm_heap::Heap;
-use hugemm_threads::{Threads, run_as};
+use hugemm_threads::{Random, Threads, run_as};
 use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use support::Rng;
 
 const CPUS: u32 = 4;
 
@@ -51,7 +48,7 @@ impl Held {
 }
 
 /// The sizes that a CPU asks for; most of them small.
-fn size(rng: &mut Rng) -> usize {
+fn size(rng: &mut Random) -> usize {
     let most = [64, 64, 64, 256, 256, 2000, 7000, 40_000][rng.below(8) as usize];
     (8 + rng.below(most) as usize).next_multiple_of(8)
 }
@@ -68,7 +65,7 @@ fn stress(exchange: u64, trims: bool) {
             let (threads, heap, stamps, shelf) = (&threads, &heap, &stamps, &shelf);
             scope.spawn(move || {
                 run_as(cpu);
-                let (cx, mut rng, mut mine) = (threads.cx(), Rng(u64::from(cpu)), Vec::<Held>::new());
+                let (cx, mut rng, mut mine) = (threads.cx(), Random(u64::from(cpu)), Vec::<Held>::new());
                 for _ in 0..rounds(60_000) {
                     if mine.len() < 400 && rng.below(20) < 11 {
                         let layout = Layout::from_size_align(size(&mut rng), 8 << rng.below(5)).expect("valid");

@@ -210,16 +210,15 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                 s.spawn(move || {
                     run_as(cpu);
                     let cx = m.threads.cx();
-                    let mut seed = u64::from(cpu);
+                    let mut random = Random(cpu.into());
                     while !stop.load(Ordering::Relaxed) {
-                        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                        let pfn = match seed >> 60 {
+                        let pfn = match random.below(16) {
                             0 => counted,
-                            _ => Pfn::new(BASE + (seed >> 20) % m.all.pages()),
+                            _ => Pfn::new(BASE + random.below(m.all.pages())),
                         };
                         // What a PFN walker does: looks up the head, loads from the descriptor, tries to get it.
                         let head = m.frames.head_of(pfn);
-                        std::hint::black_box(m.frames.descriptor(pfn).map(|tail| tail.load((seed >> 50) as usize)));
+                        std::hint::black_box(m.frames.descriptor(pfn).map(|tail| tail.load(random.word() as usize)));
                         if let Ok(Some(folio)) = m.frames.try_get(&cx, pfn) {
                             assert_eq!((pfn, head.map(|(head, _)| head)), (counted, Some(counted)));
                             got.fetch_add(1, Ordering::Relaxed);
@@ -230,11 +229,8 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
                 });
             }
             let _stop = Stop(&stop);
-            let mut seed = 7_u64;
-            let mut dice = |sides: u64| {
-                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (seed >> 33) % sides
-            };
+            let mut random = Random(7);
+            let mut dice = |sides| random.below(sides);
             for cycle in 0..100 {
                 let faults = &m.frames.env().inject;
                 if dice(3) == 0 {

@@ -17,6 +17,7 @@ use hugemm_hugetlb::{
 };
 use hugemm_paging::tlb_space::KernelSpace;
 use hugemm_paging::{Keep, PageFormat, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, X86_64};
+use hugemm_threads::Random;
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
@@ -108,11 +109,6 @@ unsafe impl Env for Seen<'_> {
     }
 }
 
-fn dice(seed: &mut u64, sides: u64) -> u64 {
-    *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    (*seed >> 33) % sides
-}
-
 fn descriptor_of(pfn: Pfn) -> VirtAddr {
     VirtAddr::new(ORIGIN + pfn.number() * 64)
 }
@@ -180,7 +176,7 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     let mut nodes = [HugePageCounts::default()];
     let pool: HugePool<'_> = HugePool::new(PageSize::Size2M, &mut areas, &mut groups, &mut nodes).expect("enough");
 
-    let mut seed = seed;
+    let mut random = Random(seed);
     let mut others: Vec<(Frozen, u64)> = Vec::new();
     mmu.as_cpu(CpuId(0), |cx| {
         for order in [0, 9, 3, 0, 9, 9, 1, 0] {
@@ -190,22 +186,22 @@ fn cycles(seed: u64, policy: OptimizerPolicy, deaf: bool) -> Result<(), hugemm_h
     });
     for step in 0..40 {
         for _ in 0..50 {
-            let cpu = CpuId(dice(&mut seed, u64::from(CPUS)) as u32);
-            let pick = dice(&mut seed, others.len() as u64) as usize;
+            let cpu = CpuId(random.below(u64::from(CPUS)) as u32);
+            let pick = random.below(others.len() as u64) as usize;
             let head = descriptor_of(others[pick].0.pfn());
             assert_eq!(mmu.load(cpu, VirtAddr::new(head.get() + 56)), Ok(others[pick].1), "step {step}");
-            others[pick].1 = seed;
-            assert_eq!(mmu.store(cpu, VirtAddr::new(head.get() + 56), seed), Ok(()));
+            others[pick].1 = random.word();
+            assert_eq!(mmu.store(cpu, VirtAddr::new(head.get() + 56), others[pick].1), Ok(()));
             // A walker.
-            let any = Pfn::new(all.base().number() + dice(&mut seed, all.pages()));
+            let any = Pfn::new(all.base().number() + random.below(all.pages()));
             let _ = mmu.load(cpu, descriptor_of(any)).expect("every descriptor can be read");
         }
-        mmu.as_cpu(CpuId(dice(&mut seed, 2) as u32), |cx| {
-            if dice(&mut seed, 4) == 0 {
-                frames.env().1.set(dice(&mut seed, 100));
+        mmu.as_cpu(CpuId(random.below(2) as u32), |cx| {
+            if random.below(4) == 0 {
+                frames.env().1.set(random.below(100));
             }
-            optimizer.set_enabled(dice(&mut seed, 6) != 0);
-            let target = dice(&mut seed, 4) * dice(&mut seed, 100);
+            optimizer.set_enabled(random.below(6) != 0);
+            let target = random.below(4) * random.below(100);
             pool.set_size(cx, &optimizer, target, Nodes::All, &Never).expect("idle");
             frames.env().1.set(0);
             assert!(pool.is_consistent(cx));

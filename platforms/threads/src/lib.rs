@@ -53,7 +53,7 @@ pub use lock::TestLock;
 pub use memory::Memory;
 
 /// Random numbers, the same ones for the same seed: SplitMix64, for which any seed is as good as any other, also one beside it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Random(pub u64);
 
 impl Random {

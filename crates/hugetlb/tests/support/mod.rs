@@ -13,7 +13,7 @@ use hugemm_hugetlb::{
 };
 use hugemm_paging::Keep;
 pub use hugemm_threads::{CPUS, run_as};
-use hugemm_threads::{Memory, Threads, this_cpu};
+use hugemm_threads::{Memory, Random, Threads, this_cpu};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 use std::sync::Mutex;
@@ -25,7 +25,7 @@ use std::time::Duration;
 struct Tlb {
     entries: BTreeMap<u64, DescriptorLeaf>,
     frames: BTreeSet<(u64, u64)>,
-    seed: u64,
+    random: Random,
 }
 
 impl Tlb {
@@ -69,7 +69,7 @@ fn last(left: &AtomicU64) {
 
 impl ModelTlbs {
     pub fn new(remember: bool) -> Self {
-        let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { seed: 0x9e37_79b9 + cpu, ..Tlb::default() })).collect();
+        let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { random: Random(cpu), ..Tlb::default() })).collect();
         // 0: never.
         let none = || AtomicU64::new(0);
         let delay = Mutex::new(Duration::ZERO);
@@ -86,8 +86,7 @@ unsafe impl WalkCache for ModelTlbs {
         }
         let page = at.get() & !(PAGE_BYTES - 1);
         let mut slot = self.cpus[this_cpu()].lock().unwrap();
-        slot.seed = slot.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        if (slot.seed >> 33).is_multiple_of(4) {
+        if slot.random.below(4) == 0 {
             slot.remove(page);
         }
         if let Some(leaf) = slot.entries.get(&page) {
