@@ -12,30 +12,15 @@ pub(crate) fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
 
 /// Frees blocks, adjoining ones together.
 pub(crate) fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl Iterator<Item = Frozen>) {
-    let mut run: Option<Frozen> = None;
-    let mut more = Extent::default();
-    let give = |first: Option<Frozen>, more: Extent| match first {
-        Some(block) if more.is_empty() => frames.free(cx, block),
-        Some(block) => {
-            let pages = block.extent().pages() + more.pages();
-            let base = block.into_dirty().into_extent().base();
-            if let Ok(extent) = Extent::new(base, pages) {
-                // SAFETY: the blocks were the caller's, and adjoin.
-                frames.free_extent(cx, unsafe { Dirty::assume_owned(extent) });
-            }
-        }
-        None => {}
-    };
+    let mut run = Extent::default();
+    // SAFETY: the blocks were the caller's, and adjoin.
+    let give = |run| frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
     for block in blocks {
-        let extent = block.extent();
-        let end = run.as_ref().map(|first| Pfn::new(first.extent().end().number() + more.pages()));
-        if end == Some(extent.base()) {
-            let base = if more.is_empty() { extent.base() } else { more.base() };
-            more = Extent::new(base, more.pages() + extent.pages()).unwrap_or_default();
-            let _ = block.into_dirty().into_extent();
-        } else {
-            give(run.replace(block), core::mem::take(&mut more));
-        }
+        let next = block.into_dirty().into_extent();
+        run = run.join(next).unwrap_or_else(|| {
+            give(run);
+            next
+        });
     }
-    give(run, more);
+    give(run);
 }
