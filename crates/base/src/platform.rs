@@ -344,6 +344,8 @@ pub enum TlbScope {
 ///   has interrupts on (a CPU that waits for a shootdown of its own does so by itself).
 /// * After [`load`](TlbHw::load) the CPU walks `root` and uses only translations tagged with `tag`, and, unless `keep`,
 ///   none made before. After [`unload`](TlbHw::unload) it walks no address space's tables but the kernel's own.
+/// * Nothing of it unwinds, nor an interrupt handler that runs meanwhile: nobody could say which CPUs have been asked, and a
+///   flush that is left would be waited for for ever. A shootdown that is left by unwinding ends the program.
 pub unsafe trait TlbHw {
     /// Invalidates on the calling CPU. Called with interrupts off.
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);

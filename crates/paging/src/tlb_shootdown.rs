@@ -209,6 +209,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
 
     /// The same as CPU `cpu`, which is the caller's, pinned, or one that a simulation plays.
     fn handle_ipi_as(&self, cpu: CpuId) {
+        let whole = Whole;
         let words = Self::mask_words(self.cpus.len());
         let own = &self.cpus[cpu.0 as usize];
         for (word, inbox) in self.inboxes[cpu.0 as usize * words..][..words].iter().enumerate() {
@@ -219,6 +220,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 slot.acknowledge();
             }
         }
+        core::mem::forget(whole);
     }
 
     /// Does what a request asks, on the calling CPU, pinned.
@@ -277,6 +279,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             platform.interrupts_on(),
             "a shootdown with interrupts off deadlocks with a CPU that waits for this one: release the lock first"
         );
+        let whole = Whole;
         cx.staying(|| {
             let me = platform.current();
             let own = &self.cpus[me.0 as usize];
@@ -292,6 +295,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 self.shoot_by_interrupt(cx, me, users, lazy, request);
             }
         });
+        core::mem::forget(whole);
     }
 
     fn shoot_by_interrupt<P: Cpu>(
@@ -345,6 +349,18 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             self.handle_ipi(cx);
             spin_loop();
         }
+    }
+}
+
+/// A part of a shootdown that is forgotten when it has been done. If it is left by unwinding instead, this panics once more,
+/// which ends the program: others would wait for this CPU for ever, or it for them. Costs nothing where panics do not unwind.
+struct Whole;
+
+impl Drop for Whole {
+    fn drop(&mut self) {
+        // loom unwinds the threads of a model in which another has failed.
+        #[cfg(not(loom))]
+        panic!("a shootdown was left by unwinding: what `TlbHw` and interrupt handlers do must not panic");
     }
 }
 

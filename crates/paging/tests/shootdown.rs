@@ -582,3 +582,47 @@ fn what_was_detached_knows_its_stride() {
     assert_eq!(stride(0, 514), PageSize::Size4K);
     assert_eq!(stride(514, 3), PageSize::Size4K);
 }
+
+/// Hardware that fails: when it interrupts, or when it invalidates.
+struct Failing(bool);
+
+// SAFETY: none: what unwinds here is what the test is about, in a process of its own.
+unsafe impl TlbHw for Failing {
+    fn invalidate(&self, _: CpuId, _: TlbScope, _: &Invalidation) {
+        assert!(self.0, "planned");
+    }
+
+    fn interrupt(&self, _: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
+        assert!(!self.0, "planned");
+        serve(CpuId(first.0 + cpus.trailing_zeros()));
+    }
+
+    fn load(&self, _: CpuId, _: PhysAddr, _: usize, _: bool) {}
+
+    fn unload(&self, _: CpuId) {}
+}
+
+/// A shootdown that unwinds ends the program, whoever would catch it: nobody is left to wait for ever.
+#[test]
+#[cfg_attr(miri, ignore = "starts processes")]
+fn a_shootdown_that_unwinds_is_the_end() {
+    const NAME: &str = "HUGEMM_TEST_SHOOTDOWN_UNWINDS";
+    if let Ok(interrupts) = std::env::var(NAME) {
+        let parts = Parts::new(2);
+        let shootdown = parts.shootdown(Failing(interrupts == "true"));
+        let (space, cpu) = (parts.space(&shootdown), Player::new(1));
+        cpu.run(|cx| space.switch_in(&shootdown, cx));
+        cpu.number.set(0);
+        let flush = || cpu.run(|cx| change(&shootdown, cx, &space, 1, &ShootdownPolicy::BATCHED));
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(flush));
+        std::process::exit(0);
+    }
+    for interrupts in ["true", "false"] {
+        let mut again = std::process::Command::new(std::env::current_exe().expect("this program"));
+        let again = again.args(["--exact", "a_shootdown_that_unwinds_is_the_end", "--nocapture"]).env(NAME, interrupts);
+        let output = again.output().expect("it starts");
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), None, "it was not ended by a signal: {err}");
+        assert!(err.contains("planned") && err.contains("a shootdown was left by unwinding"), "{err}");
+    }
+}
