@@ -126,8 +126,7 @@ pub(crate) struct Shape {
 impl Shape {
     const fn of(class: usize) -> Self {
         let piece = piece(class);
-        let align = 1 << piece.trailing_zeros();
-        let first = if align > HEADER { align } else { HEADER };
+        let first = HEADER.next_multiple_of(1 << piece.trailing_zeros());
         let mut log = 0;
         loop {
             let bytes = 1_u32 << (PAGE_SHIFT + log);

@@ -189,7 +189,7 @@ impl Slab {
 
 /// What says in debug builds that the piece at an offset is free.
 const fn mark(offset: u32) -> u32 {
-    0xf4ee_b10c ^ offset.wrapping_mul(0x9e37_79b9)
+    0xf4ee_b10c_u32.wrapping_add(offset)
 }
 
 /// The owner's view of a slab.
@@ -351,5 +351,53 @@ impl OwnSlab {
         }
         self.set_armed(false);
         true
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[repr(align(4096))]
+    struct Block([u8; 4096]);
+
+    /// A slab of pieces of 128 bytes.
+    fn slab(block: &mut Block) -> OwnSlab {
+        let class = SHAPES.iter().position(|shape| shape.piece == 128).expect("a size") as u8;
+        // SAFETY: the test's block, which is larger than a slab of the class; there is one CPU, and it is this one.
+        unsafe { Slab::new(NonNull::from(block).cast(), Pfn::new(0), class, 0).own() }
+    }
+
+    /// Pieces that were never used are linked a few at a time, and the others' memory stays as it is.
+    #[test]
+    fn memory_is_touched_as_it_is_needed() {
+        let mut block = Block([0xaa; 4096]);
+        let slab = slab(&mut block);
+        let touched = (slab.shape().first + FRESH * 128) as usize;
+        assert!(slab.replenish() && touched + 128 < slab.shape().end as usize);
+        for _ in 0..FRESH {
+            assert!(slab.pop().is_some());
+        }
+        assert!(slab.pop().is_none() && slab.replenish() && slab.pop().is_some());
+        // The second few begin where the first end.
+        assert_eq!(slab.fresh(), slab.shape().end.min(touched as u32 + FRESH * 128));
+
+        let mut block = Block([0xaa; 4096]);
+        assert!(self::slab(&mut block).replenish());
+        assert!(block.0[touched..].iter().all(|byte| *byte == 0xaa));
+    }
+
+    /// What another CPU has freed just now is found, not slept over.
+    #[test]
+    fn a_slab_that_others_have_given_pieces_is_not_put_aside() {
+        let mut block = Block([0; 4096]);
+        let own = slab(&mut block);
+        let offset = own.shape().first;
+        own.set_used(1);
+        // SAFETY: nobody has the piece.
+        assert!(!own.slab().remote().push(offset, |next| unsafe { own.slab().link(offset, next) }));
+        assert!(!own.put_aside() && !own.armed());
+        assert!(own.replenish() && own.pop().is_some());
+        assert!(own.put_aside() && own.armed() && own.place() == Place::Full);
     }
 }

@@ -108,6 +108,14 @@ fn zeroed_memory_is_zero_and_a_change_of_size_keeps_the_content() {
                 free(heap, &cx, memory, layout);
             }
         }
+        // What nobody wants zeroed is not cleared.
+        let block = layout(70_000, 8);
+        let memory = heap.alloc(&cx, block).expect("enough memory");
+        fill(memory, block, 7);
+        free(heap, &cx, memory, block);
+        assert_eq!(heap.alloc(&cx, block), Ok(memory));
+        assert!(holds(memory, block, 7));
+        free(heap, &cx, memory, block);
         // What is known to be zero is taken first: nobody else has it.
         let order = Order::new(9).expect("valid");
         let block = frames.alloc(&cx, AllocRequest::order(order)).expect("2 MiB");
@@ -236,17 +244,20 @@ fn the_owner_finds_what_others_free() {
     with_heap(8, |threads, _, heap| {
         let cx = threads.cx();
         let layout = layout(256, 8);
-        for round in 0..3 {
-            let held: Vec<_> = (0..200).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
-            let full = heap.stats().pages;
-            assert!((13..=20).contains(&full), "round {round}: {full}");
-            run_as(1);
-            held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
-            assert_eq!(heap.stats().pages, full, "only the owner gives back");
-            run_as(0);
+        for owner in [0, 1] {
+            run_as(owner);
+            for round in 0..3 {
+                let held: Vec<_> = (0..200).map(|_| heap.alloc(&cx, layout).expect("enough memory")).collect();
+                let full = heap.stats().pages;
+                assert!((13..=20).contains(&full), "round {round}: {full}");
+                run_as(1 - owner);
+                held.into_iter().for_each(|memory| free(heap, &cx, memory, layout));
+                assert_eq!(heap.stats().pages, full, "only the owner gives back");
+                run_as(owner);
+            }
+            heap.trim(&cx);
+            assert_eq!(heap.stats().pages, 0);
         }
-        heap.trim(&cx);
-        assert_eq!(heap.stats().pages, 0);
     });
 }
 
@@ -518,6 +529,13 @@ fn wrong_frees_are_named_and_left_alone() {
         free(heap, &cx, piece, small);
         free(heap, &cx, block, large);
         frames.free(&cx, page);
+        // Whatever a user is likely to have in there.
+        for value in [0, 1, 0xff] {
+            let memory = heap.alloc(&cx, small).expect("memory");
+            // SAFETY: the test's memory, of 25 words.
+            (0..25).for_each(|word| unsafe { memory.cast::<u32>().add(word).write(value) });
+            free(heap, &cx, memory, small);
+        }
         assert_eq!(heap.stats().misused, 14);
     });
 }
