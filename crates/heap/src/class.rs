@@ -45,13 +45,9 @@ impl Source {
     /// That of a layout.
     #[inline]
     pub(crate) const fn of(layout: Layout) -> Self {
-        let (size, align) = (layout.size(), layout.align());
-        let most = Order::MAX.bytes() as usize;
-        if size > most || align > most {
-            return Source::TooLarge;
-        }
-        // Neither is above 1 GiB, so this does not overflow.
-        let bytes = (if size == 0 { 1 } else { size }).next_multiple_of(align);
+        let size = if layout.size() == 0 { 1 } else { layout.size() };
+        // Layouts promise that this does not overflow.
+        let bytes = size.next_multiple_of(layout.align());
         if bytes > MOST {
             return block(bytes);
         }
@@ -209,12 +205,14 @@ mod tests {
             (1, 1 << 30, order(18)),
             ((1 << 30) + 1, 1, Source::TooLarge),
             (1, 1 << 31, Source::TooLarge),
+            (1, 1 << 62, Source::TooLarge),
             (isize::MAX as usize, 1, Source::TooLarge),
         ] {
             assert_eq!(Source::of(layout(size, align)), source, "{size} {align}");
             let bytes = if let Source::Block(order) = source { Some(order.bytes() as usize) } else { None };
             assert_eq!(usable_size(layout(size, align)), bytes);
         }
+        assert_eq!((usable_size(layout(MOST, 8)), usable_size(layout(MOST + 1, 8))), (Some(6144), Some(8192)));
     }
 
     #[test]

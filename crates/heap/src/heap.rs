@@ -523,7 +523,7 @@ impl<'m, E: Env> Heap<'m, E> {
         for slab in own.take_woken() {
             if slab.place() == Place::Full {
                 // The pieces that it was woken for may have been found already; then it sleeps again, unless there are more.
-                if slab.free() == 0 && !slab.replenish() && slab.put_aside() {
+                if !slab.replenish() && slab.put_aside() {
                     continue;
                 }
                 own.link(slab);

@@ -44,17 +44,14 @@ impl fmt::Display for Misuse {
 /// The word of a descriptor in which debug builds say what a block is to the heap.
 const WORD: usize = 7;
 
-const SLAB: u64 = 0x4845_4150_0000_0100;
-const BLOCK: u64 = 0x4845_4150_0000_0200;
-
 /// What a block is.
 pub(crate) const fn slab_of(class: u8) -> u64 {
-    SLAB + class as u64
+    u64::from_be_bytes([b'h', b'e', b'a', b'p', 0, 0, 1, class])
 }
 
 /// What a block is that was allocated as one.
 pub(crate) const fn block_of(order: Order) -> u64 {
-    BLOCK + order.get() as u64
+    u64::from_be_bytes([b'h', b'e', b'a', b'p', 0, 0, 2, order.get() as u8])
 }
 
 /// Debug builds: says what the block with this head is; 0 for nothing to the heap.

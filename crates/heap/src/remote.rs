@@ -36,7 +36,7 @@ impl<W: AtomicWord> Remote<W> {
         // Acquire pairs with the Release in `sleep`: the owner has read the slab's link in the list of woken ones before.
         let before = self.0.transition(Ordering::AcqRel, Ordering::Relaxed, |word| {
             link(word as u32);
-            Some((((word & !ASLEEP) >> COUNT_SHIFT) + 1) << COUNT_SHIFT | u64::from(offset))
+            Some(((((word & !ASLEEP) >> COUNT_SHIFT) + 1) << COUNT_SHIFT) + u64::from(offset))
         });
         before.is_ok_and(|word| word & ASLEEP != 0)
     }

@@ -379,8 +379,10 @@ mod tests {
             assert!(slab.pop().is_some());
         }
         assert!(slab.pop().is_none() && slab.replenish() && slab.pop().is_some());
-        // The second few begin where the first end.
+        // The second few begin where the first end, and there are no more than there is room for.
         assert_eq!(slab.fresh(), slab.shape().end.min(touched as u32 + FRESH * 128));
+        while slab.pop().is_some() || slab.replenish() {}
+        assert_eq!((slab.used(), slab.free()), ((4096 - 128) / 128, 0));
 
         let mut block = Block([0xaa; 4096]);
         assert!(self::slab(&mut block).replenish());

@@ -261,6 +261,37 @@ fn the_owner_finds_what_others_free() {
     });
 }
 
+/// The owner looks at what others have emptied of any size when it runs out of one, and keeps one slab of each.
+#[test]
+fn what_others_empty_goes_back_but_for_one() {
+    with_heap(8, |threads, _, heap| {
+        let (cx, wanted) = (threads.cx(), layout(6144, 8));
+        // Four slabs of five pieces each; of the last one all are in use.
+        let mut held: Vec<_> = (0..20).map(|_| heap.alloc(&cx, wanted).expect("memory")).collect();
+        run_as(1);
+        held.drain(..15).for_each(|memory| free(heap, &cx, memory, wanted));
+        run_as(0);
+        assert_eq!(heap.stats().pages, 4 * 8);
+        let small = heap.alloc(&cx, layout(64, 8)).expect("memory");
+        assert_eq!(heap.stats().pages, 2 * 8 + 1, "the one in use, the one that is kept, and a new one");
+        free(heap, &cx, small, layout(64, 8));
+        held.into_iter().for_each(|memory| free(heap, &cx, memory, wanted));
+    });
+}
+
+#[test]
+fn errors_say_what_to_do() {
+    let errors = [HeapError::OutOfMemory, HeapError::TooLarge, HeapError::NotMapped, HeapError::OtherCpu];
+    let said: HashSet<_> = errors.iter().map(HeapError::to_string).collect();
+    assert!(said.len() == errors.len() && said.iter().all(|text| text.len() > 20));
+    #[cfg(all(debug_assertions, not(miri)))]
+    {
+        let wrong = [Misuse::NotManaged, Misuse::NotAllocated, Misuse::NotTheStart, Misuse::FreedTwice];
+        let said: HashSet<_> = wrong.iter().map(Misuse::to_string).collect();
+        assert!(said.len() == wrong.len() && said.iter().all(|text| text.starts_with("freed")));
+    }
+}
+
 /// Of two CPUs each frees a part: the slab goes back once, when the owner knows of all.
 #[test]
 fn a_slab_that_two_cpus_empty_goes_back() {
