@@ -57,13 +57,14 @@ struct Entry<'a> {
     left: Box<dyn Fn() -> Result<[u64; 2]> + 'a>,
 }
 
-fn entry<'a, S: Side + 'a>(name: &'static str, host: &'a Host<'a>, side: S) -> Entry<'a> {
+fn entry<'a, S: Side + 'a>(name: &'static str, host: &'a Host<'a>, most: u32, side: S) -> Entry<'a> {
     let side = std::sync::Arc::new(side);
     let counted = std::sync::Arc::clone(&side);
     let run = move |work, rounds, cpus| {
         let (shared, side) = (Shared::new(cpus), &*side);
         let each = host.run_on_each((0..cpus).map(CpuId), |cx| {
             let cpu = cx.pinned(|pin| pin.cpu().0);
+            sides::set_cpu(cpu);
             work::run(side, cx, work, rounds, cpu, &shared)
         })?;
         let each = each.into_iter().collect::<Result<Vec<f64>>>()?;
@@ -71,6 +72,7 @@ fn entry<'a, S: Side + 'a>(name: &'static str, host: &'a Host<'a>, side: S) -> E
     };
     let left = move || {
         let side = &*counted;
+        host.run_on_each((0..most).map(CpuId), |cx| side.idle(cx))?;
         host.run_on_each([CpuId(0)], |cx| work::left(side, cx))?.remove(0)
     };
     Entry { name, run: Box::new(run), left: Box::new(left) }
@@ -105,7 +107,7 @@ pub fn run(args: &HeapArgs) -> Result<()> {
         // SAFETY: the frames are owned once, and released once.
         unsafe { frames.release(cx, host.own_frames()) };
         let heap = Heap::new(frames, cx, most)?;
-        compare(args, &machine, &host, &environment, &threads, heap)
+        compare(args, &machine, &host, &environment, &threads, frames, heap)
     })??;
     machine.report(&args.common, environment, rows)
 }
@@ -117,14 +119,15 @@ fn compare<'a>(
     host: &'a Host<'a>,
     environment: &Environment,
     threads: &[u32],
+    frames: &'a Frames<'a, Plain>,
     heap: Heap<'a, Plain>,
 ) -> Result<Vec<Row>> {
-    let bytes = host.frames().bytes();
-    let mut entries = vec![entry("hugemm", host, Own(heap))];
+    let (bytes, most) = (host.frames().bytes(), threads.iter().max().copied().unwrap_or(1));
+    let mut entries = vec![entry("hugemm", host, most, Own { heap, frames })];
     if !args.no_peers {
-        add_peers(machine, host, bytes, &mut entries)?;
+        add_peers(machine, host, bytes, most, &mut entries)?;
     }
-    entries.push(entry(MALLOC, host, Global(System)));
+    entries.push(entry(MALLOC, host, most, Global(System)));
 
     let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
     let turns = Work::ALL.len() * threads.len() * entries.len() * repeat.all();
@@ -204,19 +207,26 @@ fn rounds(own: &Entry<'_>, work: Work, cpus: u32, millis: u64) -> Result<u64> {
 }
 
 #[cfg(feature = "peers")]
-fn add_peers<'a>(machine: &Machine, host: &'a Host<'a>, bytes: u64, entries: &mut Vec<Entry<'a>>) -> Result<()> {
+fn add_peers<'a>(
+    machine: &Machine,
+    host: &'a Host<'a>,
+    bytes: u64,
+    most: u32,
+    entries: &mut Vec<Entry<'a>>,
+) -> Result<()> {
     // For as long as the process runs: their heaps know no end.
     let memory = || -> Result<&'static mut [u8]> {
         let region = Box::leak(Box::new(machine.memory(bytes, PageSize::Size2M, Kind::Thp)?));
         Ok(region.as_mut_slice())
     };
-    entries.push(entry("talc", host, sides::peers::talc(memory()?)?));
-    entries.push(entry("linked_list_allocator", host, sides::peers::list(memory()?)));
-    entries.push(entry("buddy_system_allocator", host, sides::peers::buddy(memory()?)));
+    entries.push(entry("talc", host, most, sides::peers::talc(memory()?)?));
+    entries.push(entry("linked_list_allocator", host, most, sides::peers::list(memory()?)));
+    entries.push(entry("buddy_system_allocator", host, most, sides::peers::buddy(memory()?)));
+    entries.push(entry("buddy-slab-allocator", host, most, sides::peers::buddy_slab(memory()?, most)?));
     Ok(())
 }
 
 #[cfg(not(feature = "peers"))]
-fn add_peers<'a>(_: &Machine, _: &'a Host<'a>, _: u64, _: &mut Vec<Entry<'a>>) -> Result<()> {
+fn add_peers<'a>(_: &Machine, _: &'a Host<'a>, _: u64, _: u32, _: &mut Vec<Entry<'a>>) -> Result<()> {
     Ok(())
 }
