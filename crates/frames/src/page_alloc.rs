@@ -28,7 +28,7 @@ use crate::pcp::PerCpu;
 use core::fmt;
 use hugemm_base::inject::FaultPoint;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize, Pressure, Shortfall};
+use hugemm_base::{CpuCx, CpuPin, Extent, NodeId, Order, PageSize};
 
 /// Where every allocation can be made to fail.
 pub const FAULT_ALLOC: FaultPoint = FaultPoint("frames.alloc");
@@ -122,9 +122,6 @@ impl fmt::Display for AllocError {
 
 impl core::error::Error for AllocError {}
 
-/// How often exhaustion asks for pressure relief before it is final.
-const RELIEF_ROUNDS: u32 = 3;
-
 impl<'m, E: Env> Frames<'m, E> {
     /// Allocates one block. Its bytes are anything unless [`Frozen::is_zero`] says that they are zero, and its
     /// descriptor's words are anything. Any context but NMI.
@@ -155,36 +152,6 @@ impl<'m, E: Env> Frames<'m, E> {
             }
             self.alloc_slow(pin, order, mobility, from, prefer_zeroed)
         })
-    }
-
-    /// The same, but calls `pressure` when memory is short, with nothing locked and unpinned, and tries again while it
-    /// helps.
-    ///
-    /// # Errors
-    ///
-    /// As [`alloc`](Frames::alloc), once `pressure` frees nothing more.
-    pub fn alloc_or_relieve<P: Cpu>(
-        &self,
-        cx: &mut CpuCx<'_, P>,
-        request: AllocRequest,
-        pressure: &impl Pressure<P>,
-    ) -> Result<Frozen, AllocError> {
-        let node = match request.from {
-            Placement::Only(node) => Some(node),
-            Placement::Local | Placement::Prefer(_) => None,
-        };
-        let may_sleep = cx.platform().may_sleep();
-        for _ in 0..RELIEF_ROUNDS {
-            match self.alloc(cx, request) {
-                Err(AllocError::OutOfMemory) => {}
-                decided => return decided,
-            }
-            let need = Shortfall { order: request.order, pages: request.order.pages(), node, may_sleep };
-            if pressure.relieve(cx, need) == 0 {
-                break;
-            }
-        }
-        self.alloc(cx, request)
     }
 
     /// The node of a request, and whether others will do.

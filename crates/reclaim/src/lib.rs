@@ -1,15 +1,15 @@
 //! Reclaim: which pages nobody uses, and where they go.
 //!
-//! Folios stand on an [`Lru`] by when they were last found used. A worker is woken when free memory is below a watermark:
-//! it ages folios by their accessed bits, without a flush, and what has not been used for long goes to [`Compressed`] swap.
+//! Folios stand on an [`Lru`] by when they were last found used. When free memory is below a watermark a worker
+//! ages folios by their accessed bits, without a flush, and what has not been used for long goes to [`Compressed`] swap.
 //!
 //! ```
 //! use hugemm_reclaim::{Level, Watermarks};
 //!
 //! let marks = Watermarks::for_node(4 << 18); // a node of 4 GiB, in pages of 4 KiB
-//! assert_eq!(marks.level(marks.low() - 1), Level::Short); // the worker is woken
-//! assert!(marks.works(true, marks.high() - 1) && !marks.works(true, marks.high())); // and rests from `high` on
-//! assert!(marks.direct(marks.min() - 1)); // whoever allocates helps
+//! assert_eq!(marks.level(marks.high()), Level::Ample); // the worker rests
+//! assert_eq!(marks.level(marks.low() - 1), Level::Short); // it begins
+//! assert_eq!(marks.level(marks.min() - 1), Level::Critical); // whoever allocates helps
 //! ```
 //!
 //! | file | the rule it owns |
@@ -18,7 +18,7 @@
 //! | [`compressor`] | the seam to a compression library |
 //! | [`compressed`] | swap in memory, compressed, over the manager's own frames |
 //! | [`lru`] | which folios have not been used for long; two policies as values |
-//! | [`watermark`] | how much should be free; when a worker is woken and when it rests |
+//! | [`watermark`] | how much should be free; when a worker begins and when it rests |
 //! | [`reclaim`] | reclaim from address spaces: who is on which LRU, and when a reference to a page ends |
 //! | `pager.rs` | what a [`Vm`](hugemm_vm::Vm) needs of a pager; workers' turns, direct reclaim |
 //! | [`worker`] | how much of an LRU a pass looks at, and when to give up |
@@ -31,7 +31,7 @@
 //!
 //! Everything here is `no_std`, allocates from [`hugemm_frames`] only, by requests that never call reclaim, and does not
 //! panic on bad input or exhaustion.
-#![cfg_attr(not(any(test, loom)), no_std)]
+#![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 
@@ -57,6 +57,6 @@ pub use lru::{BATCH, Lru, LruPolicy, LruStats};
 pub use reclaim::Reclaim;
 pub use shrink::{ShrinkBudget, ShrinkProgress};
 pub use swap::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};
-pub use watermark::{Level, Wake, Watermarks};
+pub use watermark::{Level, Watermarks};
 pub use ways::{Ageing, ReclaimCounts, Step, Steps};
 pub use worker::Turn;

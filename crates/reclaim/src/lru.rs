@@ -34,7 +34,7 @@ mod lists;
 mod policy;
 mod ring;
 mod state;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests;
 mod two_list;
 

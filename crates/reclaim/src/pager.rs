@@ -25,8 +25,8 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     /// Most CPUs: with more nothing is reclaimed.
     pub const MOST_CPUS: usize = side::MOST_CPUS;
 
-    /// One turn of a node's worker: evicts until *high* pages are free, or about `scan` pages have been looked at. A
-    /// platform's thread calls it in a loop, resting in between as [`Wake`](crate::Wake) allows.
+    /// One turn of a node's worker: evicts until *high* pages are free, or about `scan` pages have been looked at. To be called
+    /// where less than *low* is free: [`level`](crate::Watermarks::level).
     ///
     /// [`Hopeless`](Turn::Hopeless) too if there is no such node, or `vm` has another pager.
     ///

@@ -1,15 +1,14 @@
-//! How much memory should be free: three marks per node, and when somebody is woken or has to help.
+//! How much memory should be free: three marks per node, when a worker begins and when somebody has to help.
 //!
-//! | free pages | the worker | who allocates |
-//! |---|---|---|
-//! | from *high* on | goes to rest | goes on |
-//! | from *low* to below *high* | finishes what it began, and does not begin | goes on |
-//! | from *min* to below *low* | is woken | goes on |
-//! | below *min* | works | reclaims directly when it may |
+//! | free pages | level | the worker | who allocates |
+//! |---|---|---|---|
+//! | from *high* on | [`Ample`](Level::Ample) | rests | goes on |
+//! | from *low* to below *high* | [`Fair`](Level::Fair) | finishes what it began, and does not begin | goes on |
+//! | from *min* to below *low* | [`Short`](Level::Short) | begins | goes on |
+//! | below *min* | [`Critical`](Level::Critical) | works | reclaims directly when it may |
 //!
-//! What is below *min* is for those who free memory by using some.
-
-use hugemm_base::sync::{AtomicBool, Ordering, fence};
+//! What is below *min* is for those who free memory by using some. Who looks at the level, and how often, is the platform's choice:
+//! a worker between two pieces of other work, or whoever allocates, to wake one.
 
 /// The marks of one node, in base pages; `min <= low <= high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +52,7 @@ impl Watermarks {
         self.min
     }
 
-    /// Below this, the worker is woken.
+    /// Below this, the worker begins.
     pub const fn low(self) -> u64 {
         self.low
     }
@@ -75,70 +74,13 @@ impl Watermarks {
             Level::Ample
         }
     }
-
-    /// Whether the worker should work, given whether it does. Pure; in between it stays as it is, so that it neither
-    /// wakes for every page nor runs for ever.
-    pub const fn works(self, working: bool, free: u64) -> bool {
-        match self.level(free) {
-            Level::Critical | Level::Short => true,
-            Level::Fair => working,
-            Level::Ample => false,
-        }
-    }
-
-    /// Whether whoever allocates should reclaim directly, if it may.
-    pub const fn direct(self, free: u64) -> bool {
-        matches!(self.level(free), Level::Critical)
-    }
 }
 
-/// Whether a worker works or rests, so that it is woken once when it is needed, and never misses it.
-///
-/// An allocator that has made memory short sees a resting worker, or the worker sees the shortage before it rests: each
-/// writes, then fences, then reads what the other wrote. Checked by loom.
-#[derive(Debug)]
-pub struct Wake(AtomicBool);
-
-impl Default for Wake {
-    fn default() -> Self {
-        Wake::new()
-    }
-}
-
-impl Wake {
-    /// A worker that rests.
-    pub fn new() -> Self {
-        Wake(AtomicBool::new(false))
-    }
-
-    /// To be asked after an allocation, with what is free now: true if the caller must wake the worker, which is told to
-    /// one caller per rest. Any context. Free of fences while memory is not short.
-    pub fn needed(&self, marks: Watermarks, free: u64) -> bool {
-        if !marks.works(false, free) {
-            return false;
-        }
-        // Pairs with the fence in `rests`: either we see that the worker rests, or it sees what we took.
-        fence(Ordering::SeqCst);
-        // Relaxed, here and below: the flag guards nothing, and the fences order it with the free count.
-        !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Relaxed)
-    }
-
-    /// For the worker, when it has nothing to do: true if it may wait to be woken, false if memory is short again and it
-    /// goes on. `free` reads what is free now.
-    pub fn rests(&self, marks: Watermarks, free: impl FnOnce() -> u64) -> bool {
-        self.0.store(false, Ordering::Relaxed);
-        // Pairs with the fence in `needed`.
-        fence(Ordering::SeqCst);
-        // If somebody has marked it working by now, it is about to be woken, and may wait for that.
-        !marks.works(false, free()) || self.0.swap(true, Ordering::Relaxed)
-    }
-}
-
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Every set of marks up to 8 and every free count: the levels are in order, and the worker has hysteresis.
+    /// Every set of marks up to 8 and every free count: each mark is where a level begins.
     #[test]
     fn all_small_marks() {
         for (min, low, high) in (0..=8_u64).flat_map(|a| (0..=8).flat_map(move |b| (0..=8).map(move |c| (a, b, c)))) {
@@ -152,11 +94,10 @@ mod tests {
                 let level = marks.level(free);
                 assert!(level >= last);
                 last = level;
-                assert_eq!(marks.direct(free), free < min);
-                assert_eq!(marks.works(false, free), free < low);
-                assert_eq!(marks.works(true, free), free < high);
-                // Whoever must help finds the worker working.
-                assert!(!marks.direct(free) || marks.works(false, free));
+                assert_eq!(
+                    (level == Level::Critical, level <= Level::Short, level <= Level::Fair),
+                    (free < min, free < low, free < high)
+                );
             }
         }
     }
@@ -187,47 +128,5 @@ mod tests {
         assert_eq!(of(1 << 22), (4096, 4096 + 4194, 4096 + 2 * 4194), "a thousandth of it apart");
         assert_eq!(of(90), (32, 40, 45), "half of it at most");
         assert_eq!(of(41), (20, 20, 20));
-    }
-
-    #[test]
-    fn a_worker_is_woken_once() {
-        let marks = Watermarks::new(1, 2, 4).expect("in order");
-        let wake = Wake::new();
-        assert!(!wake.needed(marks, 2));
-        assert!(wake.needed(marks, 1));
-        assert!(!wake.needed(marks, 0), "it is working already");
-        assert!(!wake.rests(marks, || 1), "memory is short");
-        assert!(!wake.needed(marks, 1));
-        assert!(wake.rests(marks, || 3));
-        assert!(wake.needed(marks, 0));
-    }
-}
-
-#[cfg(all(test, loom))]
-mod loom_tests {
-    use super::*;
-    use hugemm_base::sync::AtomicU64;
-    use loom::sync::Arc;
-
-    /// The worker never waits while memory is short and nobody is going to wake it.
-    #[test]
-    fn no_wake_is_lost() {
-        loom::model(|| {
-            let marks = Watermarks::new(1, 2, 4).expect("in order");
-            let shared = Arc::new((Wake::new(), AtomicU64::new(4)));
-            assert!(shared.0.needed(marks, 1), "starts at rest");
-            let takers: [_; 2] = core::array::from_fn(|_| {
-                let shared = Arc::clone(&shared);
-                loom::thread::spawn(move || {
-                    let before = shared.1.fetch_sub(2, Ordering::Relaxed);
-                    shared.0.needed(marks, before - 2)
-                })
-            });
-            let rests = shared.0.rests(marks, || shared.1.load(Ordering::Relaxed));
-            let woken = takers.map(|taker| taker.join().unwrap()).into_iter().filter(|woken| *woken).count();
-            // Both took: 0 pages are free, which is short.
-            assert!(!rests || woken == 1, "waits for ever");
-            assert!(rests || woken == 0, "woken while it works");
-        });
     }
 }

@@ -21,7 +21,7 @@ const LEAST: u64 = BATCH as u64;
 /// How a worker's turn ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// Enough is free: the worker may [rest](crate::Wake::rests).
+    /// Enough is free: the worker may rest until the [level](crate::Watermarks::level) says otherwise.
     Balanced,
     /// The budget is used up and memory is still short: call again.
     Unfinished,

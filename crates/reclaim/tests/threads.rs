@@ -18,7 +18,7 @@ fn every_type() {
             Lru<'static, 'static, Plain>, LruPolicy, LruStats,
             Compressed<'static, 'static, Plain, Runs>, Usage, Corrupt, SwapSlot, SwapStats, SlotError, StoreError, Evicted,
             Reclaim<'static, 'static, Here, Compressed<'static, 'static, Carved, Runs>>, ReclaimCounts, Ageing, Step,
-            ShrinkBudget, ShrinkProgress, Watermarks, Level, Wake, Turn,
+            ShrinkBudget, ShrinkProgress, Watermarks, Level, Turn,
         }
     }
 }

@@ -150,7 +150,7 @@ impl fmt::Display for Percent {
 pub struct Region {
     // Dropped in this order: first the memory, then the pool that it came from is put back.
     mapping: Mmap,
-    pool: Option<PoolGuard>,
+    _pool: Option<PoolGuard>,
     plan: RegionPlan,
     verified: Verified,
     roots: Roots,
@@ -210,7 +210,7 @@ impl Region {
             mapping.bind(node).map_err(|e| call_error(e, plan.bytes))?;
         }
         let verified = Verified { huge_bytes: 0, resident_bytes: 0, total_bytes: plan.bytes, page_size: plan.page };
-        let mut region = Self { mapping, pool, plan, verified, roots: roots.clone() };
+        let mut region = Self { mapping, _pool: pool, plan, verified, roots: roots.clone() };
         if request.populate {
             region.populate_from(true, &mut on_progress)?;
         }
@@ -346,11 +346,6 @@ impl Region {
     /// What the kernel reported when it was asked last; nothing resident if the region was never populated.
     pub fn verified(&self) -> Verified {
         self.verified
-    }
-
-    /// How many pages the hugetlb pool was raised by for this region.
-    pub fn pool_pages_added(&self) -> u64 {
-        self.pool.as_ref().map_or(0, PoolGuard::added)
     }
 
     /// Gives the pages of a range back to the kernel; the range reads as zeros afterwards, in new pages. The range

@@ -59,6 +59,8 @@ impl PoolStatus {
 #[derive(Clone, Debug)]
 pub struct HugetlbPool {
     roots: Roots,
+    /// Raised by at most so much in one write to the kernel, one page at least. Larger steps are faster by little and cannot be
+    /// interrupted by other threads.
     step_bytes: u64,
 }
 
@@ -78,13 +80,6 @@ impl HugetlbPool {
     pub fn at(roots: Roots) -> Self {
         // One step is what an interruption waits for: about a second where memory is cold.
         Self { roots, step_bytes: 1 << 30 }
-    }
-
-    /// Raises pools by at most `bytes` in one write to the kernel, 1 GiB unless set; at least one page. Larger steps
-    /// are faster by little and cannot be interrupted by other threads.
-    pub fn with_step(mut self, bytes: u64) -> Self {
-        self.step_bytes = bytes;
-        self
     }
 
     /// The pool's numbers, of the whole machine or of one node. Reads five small files.

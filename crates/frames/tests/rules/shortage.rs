@@ -2,40 +2,9 @@
 
 use super::request;
 use super::slabs::Bytes;
-use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
-use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
-use hugemm_base::{CpuCx, Order, Pressure, Shortfall};
-use hugemm_frames::{Frames, FramesConfig, Frozen, Mobility, NoMigration, Plain, Slab};
-use std::cell::RefCell;
-
-#[test]
-fn pressure_is_asked_with_nothing_locked() {
-    struct Hoard<'a, 'm>(&'a Frames<'m, Plain<NoFaults>>, RefCell<Vec<Frozen>>);
-    impl Pressure<Threads> for Hoard<'_, '_> {
-        fn relieve(&self, cx: &mut CpuCx<'_, Threads>, need: Shortfall) -> u64 {
-            assert_eq!((need.order, need.pages, need.node), (Order::ZERO, 1, None));
-            // Would wait for ever if a lock were held.
-            self.1.borrow_mut().pop().map_or(0, |block| {
-                self.0.free(cx, block);
-                1
-            })
-        }
-    }
-    with_one_arena(0, 512, 1, |frames, threads| {
-        let mut cx = threads.cx();
-        let mut held = Vec::new();
-        while let Ok(block) = frames.alloc(&cx, request(0)) {
-            held.push(block);
-        }
-        let hoard = Hoard(frames, RefCell::new(held));
-        let block = frames.alloc_or_relieve(&mut cx, request(0), &hoard).expect("relieved");
-        frames.free(&cx, block);
-        for block in hoard.1.take() {
-            frames.free(&cx, block);
-        }
-        assert_eq!(frames.stats(&cx).available(), 512);
-    });
-}
+use super::support::{Memory, Threads, arena, extent, release};
+use hugemm_base::inject::{FaultPlan, every_fault};
+use hugemm_frames::{FramesConfig, Mobility, NoMigration, Slab};
 
 /// Every place where an allocation can fail, failed in turn; each time everything is there afterwards.
 #[test]

@@ -123,7 +123,7 @@ impl Blocks {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::compressed::classes::TABLE;

@@ -78,7 +78,7 @@ impl ClassSpec {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

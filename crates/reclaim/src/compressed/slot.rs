@@ -62,7 +62,7 @@ pub(crate) fn fill(page: &mut PageBytes, word: u32) {
     words.fill(word.to_ne_bytes());
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::swap::SwapSlot;

@@ -38,7 +38,7 @@ pub(crate) fn prepare(mut ring: Ring, is_empty: impl Fn(u64) -> bool) -> Ring {
     ring
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::lru::ring::{LABELS, label};

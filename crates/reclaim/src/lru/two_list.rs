@@ -47,7 +47,7 @@ pub(crate) fn ageing_due(inactive: u64, active: u64) -> bool {
     inactive.saturating_mul(ratio) < active
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

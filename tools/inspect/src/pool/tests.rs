@@ -32,7 +32,8 @@ fn pool(m: &FakeMachine) -> HugetlbPool {
 #[test]
 fn only_what_is_missing_is_added_and_put_back_on_drop() {
     let m = machine(3, true);
-    let guard = pool(&m).with_step(4 << 20).ensure(PageSize::Size2M, 10, None).unwrap();
+    let small_steps = HugetlbPool { step_bytes: 4 << 20, ..pool(&m) };
+    let guard = small_steps.ensure(PageSize::Size2M, 10, None).unwrap();
     assert_eq!((guard.added(), setting(&m).as_str()), (7, "10"));
     drop(guard);
     assert_eq!(setting(&m), "3");
