@@ -20,8 +20,8 @@ use crate::age::run::{RunConfig, run as run_one};
 use crate::args::Kind;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
-use crate::goals::Goals;
 use crate::machine::Machine;
+use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::Result;
@@ -32,97 +32,52 @@ use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::age::{AgeFigures, METRICS};
 use hugemm_workloads::request::Age as Processes;
 use hugemm_workloads::size::Size;
-use serde_json::{Map, Value};
 use std::time::Duration;
 
 /// Runs of the comparison of ageing rates.
 const RATE_RUNS: u32 = 7;
 
-/// One line: what was run, and what came of it.
-struct Line {
-    /// As rows are labelled: `page`, `lru`, `young`, `procs`, `cpus`.
-    labels: Map<String, Value>,
-    figures: AgeFigures,
-    /// Interrupts by the kernel's count, which includes others'.
-    taken: Option<u64>,
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript, processes: &Processes, cpus: u32) -> Results {
+    let sizes = processes.sizes(Processes::KERNEL_MEMORY);
+    results_of(&results::of_guest(transcript), title(processes, sizes, cpus))
 }
 
-impl Line {
-    fn is_ours(&self) -> bool {
-        self.labels.get("young").is_some_and(|young| young == Ageing::Batch.name())
-    }
-
-    fn label(&self, name: &str) -> String {
-        match self.labels.get(name) {
-            Some(Value::String(text)) => text.clone(),
-            Some(other) => other.to_string(),
-            None => String::new(),
-        }
-    }
-}
-
-/// What came of one or more runs: here, or in the reference kernel.
-pub struct Lines(Vec<Line>);
-
-impl Lines {
-    /// What the reference kernel has measured.
-    pub fn of_guest(transcript: &Transcript) -> Self {
-        let line = |(figures, labels): (AgeFigures, &Map<String, Value>)| Line {
-            labels: labels.clone(),
-            figures,
-            taken: None,
-        };
-        Lines(transcript.records().map(line).collect())
-    }
-
-    /// A row per metric and run.
-    pub fn rows(&self) -> Vec<Row> {
-        let rows = self.0.iter().flat_map(|line| {
-            let metrics = METRICS.iter().map(|metric| (metric.name, (metric.of)(&line.figures), metric.unit));
-            let taken = line.taken.map(|taken| ("bench.age.interrupts_taken", taken as f64, "count"));
-            metrics.chain(taken).map(|(metric, value, unit)| {
-                let row = Row::single(metric, value, unit);
-                line.labels.iter().fold(row, |row, (name, value)| row.label(name, value.clone()))
-            })
+/// A line per run; judged is what is ours: ageing by runs.
+fn results_of(lines: &[Line<AgeFigures>], title: String) -> Results {
+    let mut results =
+        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
+    let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
+    let mut out = table::new(["page", "lists", "young"].into_iter().chain(columns().map(|metric| metric.head)));
+    for line in lines {
+        let cells = columns().map(|metric| match (line.samples(metric).median(), metric.unit) {
+            (value, "count") => format!("{value:.0}"),
+            (value, "percent") => format!("{value:.1}%"),
+            (value, _) => format!("{value:.1}"),
         });
-        rows.collect()
+        out.add_row(["page", "lru", "young"].map(|name| line.label(name)).into_iter().chain(cells));
     }
-
-    /// Judges what is ours: ageing by runs.
-    pub fn judge(&self, goals: &mut Goals) {
-        for metric in &METRICS {
-            let Some((name, most)) = metric.goal else { continue };
-            let mut samples = Samples::default();
-            self.0.iter().filter(|line| line.is_ours()).for_each(|line| samples.push((metric.of)(&line.figures)));
-            if samples.runs() > 0 {
-                goals.at_most(name, &samples, metric.unit, most);
-            }
+    for metric in &METRICS {
+        let Some((name, most)) = metric.goal else { continue };
+        let mut samples = Samples::default();
+        let ours = lines.iter().filter(|line| line.label("young") == Ageing::Batch.name());
+        ours.flat_map(|line| &line.runs).for_each(|figures| samples.push((metric.of)(figures)));
+        if samples.runs() > 0 {
+            results.goals.at_most(name, &samples, metric.unit, most);
         }
     }
-
-    /// One line per run.
-    pub fn print(&self, title: &str) {
-        let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
-        let mut out = table::new(["page", "lists", "young"].into_iter().chain(columns().map(|metric| metric.head)));
-        for line in &self.0 {
-            let cells = columns().map(|metric| match ((metric.of)(&line.figures), metric.unit) {
-                (value, "count") => format!("{value:.0}"),
-                (value, "percent") => format!("{value:.1}%"),
-                (value, _) => format!("{value:.1}"),
-            });
-            out.add_row(["page", "lru", "young"].map(|name| line.label(name)).into_iter().chain(cells));
-        }
-        table::print(title, &out);
-        println!(
-            "\n  Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 \
-             flushes nothing\n  when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages, and on \
-             arm64, where nosync is the cheaper\n  form."
-        );
-    }
+    results.tables.push((title, out));
+    results.remarks.push(
+        "Every touch checked what was in the page. Shares are of the time spent in reclaim. Linux on x86-64 flushes nothing\n  \
+         when it ages 4 KiB pages (as noflush); flush is what it does for 2 MiB pages, and on arm64, where nosync is the \
+         cheaper\n  form."
+            .to_owned(),
+    );
+    results
 }
 
 /// What the processes have.
-pub fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: u32) -> String {
+fn title(processes: &Processes, [shared, memory, swap]: [u64; 3], cpus: u32) -> String {
     let Processes { procs, seconds, .. } = processes;
     format!(
         "{procs} processes, {} shared, {} of memory, swap at most {} of it, {cpus} CPUs, {seconds} s each",
@@ -188,21 +143,24 @@ pub fn run(args: &Age) -> Result<()> {
     }
     configs.dedup();
     let bar = progress::bar(configs.len() as u64, machine.quiet());
-    let mut lines = Lines(Vec::new());
+    let (mut lines, mut interrupted) = (Vec::new(), Vec::new());
     for config in configs {
         bar.set_message(format!("{} pages, {}, {}", config.page, config.policy.name(), config.ageing.name()));
         let before = function_call_interrupts();
         let figures = run_one(&machine, region.as_mut_slice(), &places, interrupts.as_ref(), &config)?;
         let taken = before.zip(function_call_interrupts()).map(|(before, after)| after.saturating_sub(before));
-        let labels = [
+        let mut line = Line::new([
             ("page", config.page.to_string().into()),
             ("lru", config.policy.name().into()),
             ("young", config.ageing.name().into()),
             ("procs", config.procs.into()),
             ("cpus", config.cpus.into()),
-        ];
-        let labels = labels.map(|(name, value): (&str, Value)| (name.to_owned(), value)).into_iter().collect();
-        lines.0.push(Line { labels, figures, taken });
+        ]);
+        line.runs.push(figures);
+        // By the kernel's count, which includes others'.
+        let row = |taken| Row::single("bench.age.interrupts_taken", taken as f64, "count");
+        interrupted.extend(taken.map(|taken| line.labelled(row(taken))));
+        lines.push(line);
         bar.inc(1);
     }
     bar.finish_and_clear();
@@ -222,22 +180,31 @@ pub fn run(args: &Age) -> Result<()> {
         };
         costs = ageing_costs(&machine, region.as_mut_slice(), &places[..1], &config, RATE_RUNS)?;
     }
-    report(args, &machine, environment, &lines, &costs, title(&args.processes, [shared, memory, swap], cpus))
+    let title = title(&args.processes, [shared, memory, swap], cpus);
+    if args.check {
+        if !machine.quiet() {
+            let of = |count: fn(&AgeFigures) -> u64| lines.iter().flat_map(|line| &line.runs).map(count).sum::<u64>();
+            let (pages, refaults) = (of(|it| it.touched.pages), of(|it| it.swap.loads));
+            environment_text::print(&environment);
+            println!("\n{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
+        }
+        let rows = lines.iter().flat_map(|line| line.rows(&METRICS)).chain(interrupted).collect();
+        return machine.report(&args.common, environment, rows);
+    }
+    let mut results = results_of(&lines, title);
+    results.remarks.push("Invalidations of nosync are counted here and not executed.".to_owned());
+    results.rows.extend(interrupted);
+    alone(&costs, args, &mut results);
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        results.print();
+    }
+    machine.report(&args.common, environment, results.into_rows())
 }
 
-fn report(
-    args: &Age,
-    machine: &Machine,
-    environment: Environment,
-    lines: &Lines,
-    costs: &[[Cost; 2]],
-    title: String,
-) -> Result<()> {
-    let mut rows = lines.rows();
-    let mut goals = Goals::new();
-    if !args.check {
-        lines.judge(&mut goals);
-    }
+/// What ageing takes alone: its figures and goals.
+fn alone(costs: &[[Cost; 2]], args: &Age, results: &mut Results) {
+    let Results { rows, goals, remarks, .. } = results;
     let alone = (!costs.is_empty()).then(|| Alone::of(costs));
     if let Some(alone) = &alone {
         goals.at_least("age.speedup_4k", &alone.rate[0].per_run_ratio(&alone.rate[1]), 5.0);
@@ -260,32 +227,15 @@ fn report(
         );
         let wrong: u64 = costs.iter().map(|pair| pair[0].refaults).sum();
         rows.push(Row::single("bench.age.wrongly_old", wrong as f64, "pages").label("procs", args.processes.procs));
+        remarks.push(format!(
+            "Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
+            args.processes.procs,
+            alone.rate[0].median() / 1e6,
+            alone.rate[1].median() / 1e6
+        ));
+    } else if args.processes.page.contains(PageSize::Size4K) {
+        remarks.push(
+            "The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8".to_owned(),
+        );
     }
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        if args.check {
-            let pages: u64 = lines.0.iter().map(|line| line.figures.touched.pages).sum();
-            let refaults: u64 = lines.0.iter().map(|line| line.figures.swap.loads).sum();
-            println!("\n{title}\n  {pages} touches checked, {refaults} pages came back from swap: nothing was lost");
-        } else {
-            lines.print(&title);
-            println!("  Invalidations of nosync are counted here and not executed.");
-            if alone.is_none() && args.processes.page.contains(PageSize::Size4K) {
-                println!(
-                    "\n  The rate of ageing alone is not measured: so few processes do not keep pages; use --procs 8"
-                );
-            }
-            if let Some(alone) = &alone {
-                println!(
-                    "  Ageing with all that it causes, {} mappings of 4 KiB: {:.1} pages/µs by the run, {:.1} page by page",
-                    args.processes.procs,
-                    alone.rate[0].median() / 1e6,
-                    alone.rate[1].median() / 1e6
-                );
-            }
-            goals.print();
-        }
-    }
-    rows.extend(goals.into_rows());
-    machine.report(&args.common, environment, rows)
 }

@@ -7,12 +7,11 @@ use crate::paging::args as paging;
 use crate::run::args::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use hugemm_base::{PageSize, PreemptModel};
+use hugemm_base::PreemptModel;
 use hugemm_clear::Primitive;
-use hugemm_workloads::options::{cpus, list, named, runs};
-use hugemm_workloads::request::Function;
+use hugemm_workloads::options::{cpus, runs};
+use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
-use hugemm_workloads::words::List;
 use std::path::PathBuf;
 
 /// Memory management by extents: probes this machine, measures, compares.
@@ -190,19 +189,14 @@ pub struct Probe {
 
 /// `hugemm bench mem memset`
 #[derive(Debug, Args)]
+#[command(mut_arg("chunk", |arg| arg.default_value("4KB,64KB,2MB,8MB,32MB,128MB,1GB")))]
+#[command(mut_arg("loops", |arg| arg.default_value("5")))]
 pub struct Memset {
-    /// Memory to clear in each loop [default: a sixth of what is available, 1 GiB to 4 GiB].
-    #[arg(short, long)]
-    pub size: Option<Size>,
-    /// Chunk sizes.
-    #[arg(short = 'k', long, value_delimiter = ',', default_value = "4KB,64KB,2MB,8MB,32MB,128MB,1GB")]
-    pub chunk: Vec<Size>,
+    #[command(flatten)]
+    pub loops: request::Memset,
     /// Primitives by name, or `all` that this CPU has.
     #[arg(short, long, value_delimiter = ',', default_value = "all")]
     pub function: Vec<String>,
-    /// Loops.
-    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = runs())]
-    pub loops: u32,
     #[command(flatten)]
     pub warmup: Warmup,
     /// Kind of huge pages.
@@ -227,19 +221,11 @@ pub enum Clear {
 
 /// `hugemm bench mem mmap`
 #[derive(Debug, Args)]
+#[command(mut_arg("function", |arg| arg.default_value("demand")))]
+#[command(mut_arg("loops", |arg| arg.default_value("5")))]
 pub struct Mmap {
-    /// Page size.
-    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
-    pub page: PageSize,
-    /// Who populates.
-    #[arg(short, long, default_value = "demand", value_parser = list(named::<Function>()))]
-    pub function: List<Function>,
-    /// Memory per loop on each side [default: an eighth of what is available, at most 4 GiB].
-    #[arg(short, long)]
-    pub size: Option<Size>,
-    /// Loops.
-    #[arg(short = 'l', long, visible_alias = "runs", default_value_t = 5, value_parser = runs())]
-    pub loops: u32,
+    #[command(flatten)]
+    pub loops: request::Mmap,
     #[command(flatten)]
     pub warmup: Warmup,
     /// Threads; the memory is divided among them.

@@ -9,14 +9,14 @@ use crate::boot::args::Boot;
 use crate::boot::lines::{BootLine, Transcript};
 use crate::boot::symbols::Symbols;
 use crate::document::{self, Document};
-use crate::pool::kernel as pool_kernel;
 use crate::qemu::{Accel, Ended, Guest};
+use crate::results::Results;
 use crate::run::{self, Log, RunConditions, Side};
-use crate::{age, environment_text, progress, table};
+use crate::{age, environment_text, frames, memset, mmap, paging, pool, progress, vm_create};
 use anyhow::{Result, bail};
 use hugemm_inspect::environment::{Environment, GuestInfo};
 use hugemm_kernel::{ExitCode, MAX_CPUS, MIN_MEMORY};
-use hugemm_workloads::request::{self, Request};
+use hugemm_workloads::request::Request;
 use hugemm_workloads::size::Size;
 use std::fmt;
 use std::ops::ControlFlow;
@@ -135,17 +135,22 @@ pub fn run(args: &Boot) -> Result<()> {
         interrupt_controller: boot.interrupt_controller,
         managed_bytes: boot.memory,
     });
-    let mut rows = transcript.rows();
-    let (mut goals, unjudged) = pool_kernel::goals(&rows, accel != Accel::Kvm);
-    let aged = age::Lines::of_guest(&transcript);
-    aged.judge(&mut goals);
-    rows.extend(aged.rows());
-    let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
+    let mut results = match &request {
+        Request::Memset(_) => memset::of_guest(&transcript),
+        Request::Mmap(_) => mmap::of_guest(&transcript),
+        Request::VmCreate(_) => vm_create::of_guest(&transcript),
+        Request::Free(_) => frames::free::of_guest(&transcript),
+        Request::Alloc(_) => frames::alloc::of_guest(&transcript),
+        Request::Pool(_) => pool::of_guest(&transcript),
+        Request::Age(args) => age::of_guest(&transcript, args, boot.cpus),
+        Request::Shootdown(_) => paging::shootdown::of_guest(&transcript),
+        Request::Run(_) => Results::default(),
+        Request::Selftest(_) | Request::Trial(_) | Request::CrashTest(_) => transcript.figures(),
+    };
+    let unjudged = if accel == Accel::Kvm { Vec::new() } else { results.goals.unjudged() };
     let host = Log::of_guest(&transcript);
+    let (sides, runs) = (&Side::ALL[..3], if let Request::Run(args) = request { args.runs } else { 0 });
     let setting = RunConditions { bytes: boot.memory, workers: boot.cpus, flushed_cpus: boot.cpus, runs, ipis: "IPIs" };
-    if let Some((log, accounting)) = &host {
-        rows.extend(run::rows(log, sides, &setting, accounting));
-    }
     if !quiet {
         environment_text::print(&environment);
         if accel != Accel::Kvm {
@@ -154,23 +159,19 @@ pub fn run(args: &Boot) -> Result<()> {
         for note in &transcript.notes {
             println!("  note      {note}");
         }
-        for (title, lines) in transcript.tables() {
-            table::print(&title, &lines);
-        }
+        results.print();
         if let Some((log, accounting)) = &host {
             run::text::print(log, accounting, &setting, sides);
         }
-        if let Request::Age(args) = request {
-            aged.print(&age::title(&args, args.sizes(request::Age::KERNEL_MEMORY), boot.cpus));
-        }
-        if !goals.is_empty() {
-            goals.print();
-        }
         for row in &unjudged {
-            println!("  {} is {:.0} {}, not judged under emulation", row.metric(), row.value(), row.unit());
+            println!("  {} is {:.2} {}, not judged under emulation", row.metric(), row.value(), row.unit());
         }
     }
-    rows.extend(goals.into_rows().chain(unjudged));
+    let mut rows = results.into_rows();
+    if let Some((log, accounting)) = &host {
+        rows.extend(run::rows(log, sides, &setting, accounting));
+    }
+    rows.extend(unjudged);
     Document::new(environment, rows).write(args.common.json.as_deref())
 }
 

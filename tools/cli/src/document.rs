@@ -70,6 +70,12 @@ impl Row {
         self
     }
 
+    /// The same without some of its labels.
+    pub fn without(mut self, names: &[&str]) -> Self {
+        self.labels.retain(|name, _| !names.contains(&name.as_str()));
+        self
+    }
+
     /// The figure's name.
     pub fn metric(&self) -> &str {
         &self.metric

@@ -104,6 +104,15 @@ impl Goals {
         self.add(noted(row, note), Bound::AtMost, goal);
     }
 
+    /// Takes out what is no count, and gives its rows back without a verdict: where instructions are emulated, only counts can be
+    /// judged.
+    pub fn unjudged(&mut self) -> Vec<Row> {
+        let (counts, others) =
+            std::mem::take(&mut self.0).into_iter().partition(|(row, ..)| ["count", "per batch"].contains(&row.unit()));
+        self.0 = counts;
+        others.into_iter().map(|(row, ..): (Row, _, _)| row.without(&["goal", "met", "bound"])).collect()
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

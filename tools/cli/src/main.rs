@@ -40,6 +40,7 @@ mod progress;
 mod qemu;
 mod replay;
 mod report;
+mod results;
 mod run;
 mod saved;
 mod stand_in;

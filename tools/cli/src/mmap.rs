@@ -6,11 +6,12 @@
 //! page tables. The two are printed under one another and never divided by each other.
 
 use crate::args::{Clear, Kind, Mmap};
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::machine::{GIB, Machine};
 use crate::measure::Repeat;
-use crate::memset::PERF_GB;
-use crate::stats::Samples;
+use crate::memset::{PERF_GB, RATE};
+use crate::results::{self, Line, Results};
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Result, bail};
 use hugemm_base::{CpuId, Dirty, PageSize, PreemptModel};
@@ -20,34 +21,29 @@ use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt::{self, UserStops};
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
+use hugemm_workloads::Pass;
 use hugemm_workloads::faults::{self, Populate};
-use hugemm_workloads::request::Function;
+use hugemm_workloads::request::{self, Function};
 use hugemm_workloads::size::Size;
+use hugemm_workloads::words::Named;
 use std::sync::Barrier;
 
-/// Who is measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Side {
-    Kernel,
-    Hugemm(Clear),
+/// Who is measured: hugemm with a policy value, or this machine's kernel.
+type Side = Option<Clear>;
+
+/// A side as rows are labelled.
+fn label(side: Side) -> String {
+    side.map_or("kernel".to_owned(), |clear| format!("hugemm-{clear:?}").to_lowercase())
 }
 
-impl Side {
-    fn name(self) -> &'static str {
-        match self {
-            Side::Kernel => "this machine's kernel",
-            Side::Hugemm(Clear::Page) => "hugemm, page at a time",
-            Side::Hugemm(Clear::Batch) => "hugemm, 8 MiB units, cached",
-            Side::Hugemm(Clear::Extent) => "hugemm, whole extents, cached",
-            Side::Hugemm(Clear::Policy) => "hugemm, calibrated policy",
-        }
-    }
-
-    fn label(self) -> String {
-        match self {
-            Side::Kernel => "kernel".into(),
-            Side::Hugemm(clear) => format!("hugemm-{clear:?}").to_lowercase(),
-        }
+/// A side as the table shows it, by its label.
+fn name_of(label: &str) -> &'static str {
+    match label {
+        "kernel" => "this machine's kernel",
+        "hugemm-page" => "hugemm, page at a time",
+        "hugemm-batch" => "hugemm, 8 MiB units, cached",
+        "hugemm-extent" => "hugemm, whole extents, cached",
+        _ => "hugemm, calibrated policy",
     }
 }
 
@@ -75,10 +71,10 @@ impl Job {
 /// Runs the command.
 pub fn run(args: &Mmap) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let page = args.page;
+    let request::Mmap { size, page, function: functions, loops } = args.loops;
     let places = machine.places(args.threads as usize)?;
-    let bytes = match args.size {
-        Some(size) => machine.whole_pages(size, page)?,
+    let bytes = match size {
+        Some(size) => machine.whole_pages(Size(size), page)?,
         None => machine.default_size(8, page.bytes(), 4 * GIB)?,
     };
     let share = page.bytes() * u64::from(args.threads);
@@ -101,46 +97,54 @@ pub fn run(args: &Mmap) -> Result<()> {
     let calibrated = Clearer::new(machine.features, calibrate(&machine, args, region.as_mut_slice())?)?;
     let host = Host::new(&places, region.as_mut_slice())?;
     let job = Job { bytes, page, backing, threads: args.threads, seed: args.randomize };
-    let mut sides = vec![Side::Kernel];
-    sides.extend(args.clear.iter().copied().map(Side::Hugemm));
+    let sides: Vec<Side> = std::iter::once(None).chain(args.clear.iter().copied().map(Some)).collect();
 
-    let repeat = Repeat { runs: args.loops, warmup: args.warmup.warmup };
-    let bar = progress::bar((sides.len() * args.function.iter().count() * repeat.all()) as u64, machine.quiet());
+    let repeat = Repeat { runs: loops, warmup: args.warmup.warmup };
+    let bar = progress::bar((sides.len() * functions.iter().count() * repeat.all()) as u64, machine.quiet());
     // SAFETY: the only owner of the host's frames, made once.
     let mut memory = unsafe { host.own_frames() };
-    let mut rows = Vec::new();
-    let mut tables = Vec::new();
-    for function in args.function.iter() {
-        let mut samples = vec![Samples::default(); sides.len()];
+    let mut results = Results::default();
+    for function in functions.iter() {
+        let line = |side: &Side| {
+            Line::new([
+                ("side", label(*side).into()),
+                ("function", function.name().into()),
+                ("page", page.to_string().into()),
+                ("backing", backing_name(backing).into()),
+                ("size", bytes.into()),
+                ("threads", args.threads.into()),
+                ("software_fault", side.is_some().into()),
+            ])
+        };
+        let mut lines: Vec<Line<Pass>> = sides.iter().map(line).collect();
         for turn in 0..repeat.all() {
             for i in 0..sides.len() {
                 interrupt::check()?;
                 let index = (i + turn) % sides.len();
-                bar.set_message(sides[index].name());
+                bar.set_message(name_of(&label(sides[index])));
                 let nanos;
                 (memory, nanos) = match sides[index] {
-                    Side::Kernel => (memory, kernel_pass(&job, function)?),
-                    Side::Hugemm(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
+                    None => (memory, kernel_pass(&job, function)?),
+                    Some(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
                 };
                 if repeat.is_measured(turn) {
-                    samples[index].push(bytes as f64 / PERF_GB / (nanos as f64 / 1e9));
+                    lines[index].runs.push(Pass { bytes, nanos });
                 }
                 bar.inc(1);
             }
         }
-        tables.push(report(function, &sides, &samples, &job, args.loops, &mut rows));
+        report(&lines, &mut results);
     }
     bar.finish_and_clear();
+    results.remarks.push(
+        "A hugemm fault here is a software fault: a function call, without trap and page tables; the kernel's are real."
+            .to_owned(),
+    );
     if !machine.quiet() {
         environment_text::print(&environment);
-        for (title, lines) in &tables {
-            table::print(title, lines);
-        }
-        println!(
-            "\n  A hugemm fault here is a software fault: a function call, without trap and page tables; the kernel's are real."
-        );
+        results.print();
     }
-    machine.report(&args.common, environment, rows)
+    machine.report(&args.common, environment, results.into_rows())
 }
 
 /// The profile for the calibrated side; cold memory is what faults get.
@@ -224,43 +228,38 @@ fn hugemm_pass(
 }
 
 /// The table and the rows of one function.
-fn report(
-    function: Function,
-    sides: &[Side],
-    samples: &[Samples],
-    job: &Job,
-    loops: u32,
-    rows: &mut Vec<Row>,
-) -> (String, comfy_table::Table) {
-    let name = format!("{function:?}").to_lowercase();
-    let mut lines = table::new(["", "GB/sec", "± stdev", "per page"]);
-    for (side, samples) in sides.iter().zip(samples) {
-        let micros = job.page.bytes() as f64 / PERF_GB / samples.mean().max(f64::MIN_POSITIVE) * 1e6;
-        lines.add_row([
-            side.name().to_owned(),
+fn report(lines: &[Line<Pass>], results: &mut Results) {
+    let Some(first) = lines.first() else { return };
+    let of = |name| first.label(name);
+    let page = PageSize::by_name(&of("page")).unwrap_or(PageSize::Size4K);
+    let mut out = table::new(["", "GB/sec", "± stdev", "per page"]);
+    for line in lines {
+        let samples = line.samples(&RATE);
+        let micros = page.bytes() as f64 / PERF_GB / samples.mean().max(f64::MIN_POSITIVE) * 1e6;
+        out.add_row([
+            name_of(&line.label("side")).to_owned(),
             format!("{:.2}", samples.mean()),
             format!("{:.2}%", samples.stdev_percent()),
             format!("{micros:.1} µs"),
         ]);
-        rows.push(
-            Row::mean("bench.mem.mmap", samples, "GiB/s")
-                .label("side", side.label())
-                .label("function", name.clone())
-                .label("page", job.page.to_string())
-                .label("backing", backing_name(job.backing))
-                .label("size", job.bytes)
-                .label("threads", job.threads)
-                .label("software_fault", *side != Side::Kernel),
-        );
+        results.rows.push(line.labelled(Row::mean("bench.mem.mmap", &samples, RATE.unit)));
     }
-    let threads = if job.threads == 1 { "1 thread".to_owned() } else { format!("{} threads", job.threads) };
+    let threads = if first.number("threads") == 1 { "1 thread".to_owned() } else { of("threads") + " threads" };
     let title = format!(
-        "mmap -p {} -f {name} -s {} -l {loops}, {}, {threads}, GB = 2^30",
-        job.page,
-        Size(job.bytes),
-        backing_name(job.backing)
+        "mmap -p {page} -f {} -s {} -l {}, {}, {threads}, GB = 2^30",
+        of("function"),
+        Size(first.number("size")),
+        first.runs.len(),
+        of("backing")
     );
-    (title, lines)
+    results.tables.push((title, out));
+}
+
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let (lines, mut results) = (results::of_guest(transcript), Results::default());
+    lines.chunk_by(|a, b| a.label("function") == b.label("function")).for_each(|lines| report(lines, &mut results));
+    results
 }
 
 fn backing_name(backing: RegionBacking) -> &'static str {

@@ -1,16 +1,16 @@
 //! `hugemm bench pool`: a pool grown and shrunk, with vmemmap optimization and without, flushes per batch and per page.
 
 pub mod args;
-pub mod kernel;
 pub mod machine;
 pub mod projection;
 
+use crate::boot::lines::Transcript;
 use crate::document::Row;
-use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::pool::args::Pool;
 use crate::pool::machine::{Ground, GroundPlan};
 use crate::pool::projection::Here;
+use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
@@ -19,7 +19,7 @@ use hugemm_host::cpu::{CpuError, Host};
 use hugemm_hugetlb::{FlushPolicy, HugePool, Nodes, OptimizerPolicy, Resize};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
-use hugemm_workloads::pool::{self, Cycle, Timed};
+use hugemm_workloads::pool::{self, Cycle, INTERRUPTS, METRICS, Timed};
 use hugemm_workloads::request::{FlushEach, Optimization, Pool as Resizes};
 use hugemm_workloads::words::{List, Named};
 use std::hint::spin_loop;
@@ -31,19 +31,30 @@ struct Side {
     flush: FlushEach,
     threads: u32,
     n: u64,
-    up: Samples,
-    down: Samples,
-    last: Cycle,
+    line: Line<Cycle>,
 }
 
 impl Side {
-    fn name(&self) -> String {
-        match (self.hvo, self.flush) {
-            (Optimization::Off, _) => "off".to_owned(),
-            (Optimization::On, FlushEach::Batch) => "on".to_owned(),
-            (Optimization::On, FlushEach::Page) => "on, flush per page".to_owned(),
-            (Optimization::InPlace, _) => "on, in place".to_owned(),
-        }
+    fn new(hvo: Optimization, flush: FlushEach, threads: u32, n: u64, page: PageSize) -> Self {
+        let line = Line::new([
+            ("hvo", (hvo != Optimization::Off).into()),
+            ("swap", (hvo == Optimization::On && flush == FlushEach::Batch).into()),
+            ("flush", flush.name().into()),
+            ("page", page.to_string().into()),
+            ("n", n.into()),
+            ("threads", threads.into()),
+        ]);
+        Side { hvo, flush, threads, n, line }
+    }
+}
+
+/// A way to resize by the labels of a line.
+fn name(line: &Line<Cycle>) -> &'static str {
+    match [line.label("hvo"), line.label("swap"), line.label("flush")].each_ref().map(String::as_str) {
+        ["true", "true", _] => "on",
+        ["true", _, "page"] => "on, flush per page",
+        ["true", ..] => "on, in place",
+        _ => "off",
     }
 }
 
@@ -68,8 +79,7 @@ pub fn run(args: &Pool) -> Result<()> {
                 // Without the optimizer there is nothing to flush; page by page nothing can be swapped.
                 let ways = if hvo == Optimization::On { flush } else { List::one(FlushEach::Batch) };
                 for flush in ways.iter() {
-                    let (up, down, last) = (Samples::default(), Samples::default(), Cycle::default());
-                    sides.push(Side { hvo, flush, threads: *threads, n: *n, up, down, last });
+                    sides.push(Side::new(hvo, flush, *threads, *n, size));
                 }
             }
         }
@@ -94,19 +104,29 @@ pub fn run(args: &Pool) -> Result<()> {
         }
     }
     bar.finish_and_clear();
-    let (mut rows, mut goals) = (Vec::new(), Goals::new());
-    for side in &sides {
-        rows.extend(side_rows(args, side, size));
+    let lines: Vec<Line<Cycle>> = sides.into_iter().map(|side| side.line).collect();
+    let modelled = |line: &Line<Cycle>, cpus: &u32| {
+        let flushes = |metric| line.samples(metric).median() * f64::from(*cpus - 1);
+        [flushes(&METRICS[2]), flushes(&METRICS[3])]
+    };
+    let heads: Vec<String> = args.cpus.iter().map(|cpus| format!("IPIs on {cpus}")).collect();
+    let mut results = results_of(&lines, &heads, |line| {
+        let cells = args.cpus.iter().map(|cpus| modelled(line, cpus)).map(|[up, down]| format!("{up:.0} / {down:.0}"));
+        cells.collect()
+    });
+    for line in &lines {
+        for cpus in &args.cpus {
+            for (metric, count) in INTERRUPTS.iter().zip(modelled(line, cpus)) {
+                let row = Row::single(metric.name, count, "modelled IPIs").label("cpus", *cpus);
+                results.rows.push(line.labelled(row));
+            }
+        }
     }
+    summarise(&lines, size, &plan, &mut results);
     if !machine.quiet() {
-        print(args, &sides, size);
+        results.print();
     }
-    summarise(&sides, size, &plan, machine.quiet(), &mut goals, &mut rows);
-    if !machine.quiet() {
-        goals.print();
-    }
-    rows.extend(goals.into_rows());
-    machine.report(&args.common, environment, rows)
+    machine.report(&args.common, environment, results.into_rows())
 }
 
 /// Grows and shrinks twice; the first time, which touches the memory, is not counted.
@@ -117,6 +137,7 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
     };
     let optimizer = ground.optimizer(policy);
     optimizer.set_enabled(side.hvo != Optimization::Off);
+    let mut run = Cycle::default();
     for counted in [false, true] {
         let cycle = ground.with_pool(size, |pool| match side.threads {
             1 => Ok(host.run_on(CpuId(0), |cx| pool::cycle(cx, pool, &optimizer, side.n))??),
@@ -130,15 +151,14 @@ fn measure(host: &Host<'_>, ground: &Ground<'_>, size: PageSize, side: &mut Side
         if (entered, left) != (side.n, side.n) {
             bail!("{entered} of {} pages entered and {left} left; use a smaller -n", side.n);
         }
+        // Tables are made the first time: what most flushes are about. The time is that of the second.
         if counted {
-            side.up.push(cycle.up.each());
-            side.down.push(cycle.down.each());
-        }
-        // Tables are made the first time: what most flushes were about.
-        if !counted {
-            side.last = cycle;
+            (run.up.nanos, run.down.nanos) = (cycle.up.nanos, cycle.down.nanos);
+        } else {
+            run = cycle;
         }
     }
+    side.line.runs.push(run);
     Ok(())
 }
 
@@ -181,104 +201,93 @@ fn together<'e>(
             });
         })
     })??;
-    Ok(Timed { report, nanos: nanos? })
+    Ok(Timed { report, nanos: nanos?, interrupts: 0 })
 }
 
-fn ipis(flushes: u64, cpus: u32) -> u64 {
-    flushes * u64::from(cpus - 1)
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let lines = results::of_guest(transcript);
+    let heads = INTERRUPTS.map(|metric| metric.head.to_owned());
+    let counts = |line: &Line<Cycle>| INTERRUPTS.map(|metric| format!("{:.0}", line.samples(&metric).median())).into();
+    let mut results = results_of(&lines, &heads, counts);
+    results.rows.extend(lines.iter().flat_map(|line| line.rows(&INTERRUPTS)));
+    results
 }
 
-fn saved_kib(side: &Side) -> f64 {
-    side.last.up.saved_kib()
-}
-
-fn print(args: &Pool, sides: &[Side], size: PageSize) {
-    let mut heads = vec!["hvo".to_owned(), "pages".into(), "threads".into()];
-    heads.extend(["up ns/page", "down ns/page", "flushes up", "down", "KiB saved/page"].map(str::to_owned));
-    heads.extend(args.cpus.iter().map(|cpus| format!("IPIs on {cpus}")));
-    let mut lines = table::new(heads);
-    for side in sides {
-        let (up, down) = (side.last.up.report.flushes, side.last.down.report.flushes);
-        let mut cells = vec![side.name(), side.n.to_string(), side.threads.to_string()];
-        for samples in [&side.up, &side.down] {
-            cells.push(format!("{:.1} ±{:.0}%", samples.median(), samples.stdev_percent()));
-        }
-        cells.extend([up.to_string(), down.to_string(), format!("{:.2}", saved_kib(side))]);
-        cells.extend(args.cpus.iter().map(|cpus| format!("{} / {}", ipis(up, *cpus), ipis(down, *cpus))));
-        lines.add_row(cells);
+/// The table, with more cells at the end of each line, and the goals: of the largest number of pages on one thread.
+fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle>) -> Vec<String>) -> Results {
+    let mut results =
+        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
+    let columns = || METRICS.iter().filter(|metric| !metric.head.is_empty());
+    let heads = ["hvo", "pages", "threads"].into_iter().chain(columns().map(|metric| metric.head)).map(str::to_owned);
+    let mut out = table::new(heads.chain(more.iter().cloned()));
+    for line in lines {
+        let mut all = vec![name(line).to_owned(), line.label("n"), line.label("threads")];
+        all.extend(columns().map(|metric| match (line.samples(metric), metric.unit) {
+            (samples, "ns per page") => format!("{:.1} ±{:.0}%", samples.median(), samples.stdev_percent()),
+            (samples, "flushes") => format!("{:.0}", samples.median()),
+            (samples, _) => format!("{:.2}", samples.median()),
+        }));
+        all.extend(cells(line));
+        out.add_row(all);
     }
-    table::print(&format!("Pools of {size} pages, grown from nothing and shrunk to nothing"), &lines);
+    let page = lines.first().map(|line| line.label("page")).unwrap_or_default();
+    results.tables.push((format!("Pools of {page} pages, grown from nothing and shrunk to nothing"), out));
+    let Some(on) = find(lines, "on") else { return results };
+    if let Some((up, down)) = find(lines, "off").filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off)) {
+        results.goals.at_most("pool.extra_ns_up", &once(up), "ns per page", 200.0);
+        results.goals.at_most("pool.extra_ns_down", &once(down), "ns per page", 60.0);
+    }
+    if let Some(last) = on.runs.last() {
+        results.goals.at_most("pool.flushes_up", &once(last.up.flushes_each()), "per batch", 2.0);
+        results.goals.at_most("pool.flushes_down", &once(last.down.flushes_each()), "per batch", 1.0);
+    }
+    results
 }
 
-fn side_rows(args: &Pool, side: &Side, size: PageSize) -> Vec<Row> {
-    let name = |what: &str| format!("bench.pool.{what}");
-    let label = |row: Row| {
-        row.label("hvo", side.hvo != Optimization::Off)
-            .label("swap", side.hvo == Optimization::On && side.flush == FlushEach::Batch)
-            .label("flush", side.flush.name())
-            .label("page", size.to_string())
-            .label("n", side.n)
-            .label("threads", side.threads)
-    };
-    let mut rows = vec![
-        Row::median(name("up_ns"), &side.up, "ns per page"),
-        Row::median(name("down_ns"), &side.down, "ns per page"),
-        Row::single(name("saved_kib"), saved_kib(side), "KiB per page"),
-    ];
-    for (direction, timed) in [("up", &side.last.up), ("down", &side.last.down)] {
-        let flushes = timed.report.flushes;
-        rows.push(Row::single(name(&format!("flushes_{direction}")), flushes as f64, "flushes"));
-        rows.push(Row::single(name(&format!("batches_{direction}")), timed.report.batches as f64, "batches"));
-        for cpus in &args.cpus {
-            let modelled = ipis(flushes, *cpus) as f64;
-            rows.push(Row::single(name(&format!("ipis_{direction}")), modelled, "modelled IPIs").label("cpus", *cpus));
-        }
-    }
-    rows.into_iter().map(label).collect()
+/// The line of a way to resize, of the largest number of pages on one thread.
+fn find<'a>(lines: &'a [Line<Cycle>], wanted: &str) -> Option<&'a Line<Cycle>> {
+    let most = lines.iter().map(|line| line.number("n")).max();
+    lines.iter().find(|line| Some(line.number("n")) == most && line.number("threads") == 1 && name(line) == wanted)
 }
 
-/// Goals and projections: of the largest number of pages on one thread.
-fn summarise(sides: &[Side], size: PageSize, plan: &GroundPlan, quiet: bool, goals: &mut Goals, rows: &mut Vec<Row>) {
-    let most = sides.iter().map(|side| side.n).max();
-    let find = |hvo, flush| {
-        sides.iter().find(|side| Some(side.n) == most && side.threads == 1 && side.hvo == hvo && side.flush == flush)
-    };
-    let (Some(off), Some(on)) = (find(Optimization::Off, FlushEach::Batch), find(Optimization::On, FlushEach::Batch))
-    else {
-        return;
-    };
-    let extra = |on: &Samples, off: &Samples| {
-        let mut extra = Samples::default();
-        extra.push(on.median() - off.median());
-        extra
-    };
-    let (up, down) = (extra(&on.up, &off.up), extra(&on.down, &off.down));
-    let once = |value: f64| {
-        let mut samples = Samples::default();
-        samples.push(value);
-        samples
-    };
-    if size == PageSize::Size2M {
-        goals.at_most("pool.extra_ns_up", &up, "ns per page", 200.0);
-        goals.at_most("pool.extra_ns_down", &down, "ns per page", 60.0);
-    }
-    let flushes = |timed: &Timed| timed.report.flushes as f64 / timed.report.batches.max(1) as f64;
-    goals.at_most("pool.flushes_up", &once(flushes(&on.last.up)), "per batch", 2.0);
-    goals.at_most("pool.flushes_down", &once(flushes(&on.last.down)), "per batch", 1.0);
+/// The median times of a page, up and down.
+fn each(line: &Line<Cycle>) -> [f64; 2] {
+    [&METRICS[0], &METRICS[1]].map(|metric| line.samples(metric).median())
+}
+
+/// What the optimization adds to them.
+fn extra(on: &Line<Cycle>, off: &Line<Cycle>) -> (f64, f64) {
+    let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
+    (on_up - off_up, on_down - off_down)
+}
+
+fn once(value: f64) -> Samples {
+    let mut samples = Samples::default();
+    samples.push(value);
+    samples
+}
+
+/// What only this machine of numbers can say, and projections.
+fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: &mut Results) {
+    let (Some(off), Some(on)) = (find(lines, "off"), find(lines, "on")) else { return };
+    let Some(last) = on.runs.last() else { return };
     // What is left of the descriptors, and the allocator's share of its other data.
-    let bytes = (on.n * size.bytes()) as f64;
-    let described = bytes / 64.0 - saved_kib(on) * 1024.0 * on.n as f64;
-    let shared = plan.metadata_share();
-    goals.at_most("frames.metadata_pct_pool", &once(100.0 * described / bytes + shared), "percent", 0.25);
-    rows.push(Row::single("pool.tax_up", on.up.median() / off.up.median(), "ratio"));
-    rows.push(Row::single("pool.tax_down", on.down.median() / off.down.median(), "ratio"));
-    if let Some(old) = find(Optimization::On, FlushEach::Page).filter(|_| size == PageSize::Size2M) {
-        let here = |extra: &Samples, timed: &Timed, old: &Timed| Here {
-            extra_ns: extra.median(),
+    let bytes = (last.up.report.entered * size.bytes()) as f64;
+    let described = bytes / 64.0 - last.up.saved_kib() * 1024.0 * last.up.report.entered as f64;
+    let left = 100.0 * described / bytes + plan.metadata_share();
+    results.goals.at_most("frames.metadata_pct_pool", &once(left), "percent", 0.25);
+    let ([on_up, on_down], [off_up, off_down]) = (each(on), each(off));
+    results.rows.push(Row::single("pool.tax_up", on_up / off_up, "ratio"));
+    results.rows.push(Row::single("pool.tax_down", on_down / off_down, "ratio"));
+    let old = find(lines, "on, flush per page").and_then(|line| line.runs.last());
+    if let Some(old) = old.filter(|_| size == PageSize::Size2M) {
+        let here = |extra_ns: f64, timed: &Timed, old: &Timed| Here {
+            extra_ns,
             flushes: timed.report.flushes as f64,
-            old_flushes: old.report.flushes as f64 / on.n as f64,
+            old_flushes: old.report.flushes as f64 / last.up.report.entered as f64,
         };
-        let (up, down) = (here(&up, &on.last.up, &old.last.up), here(&down, &on.last.down, &old.last.down));
-        projection::print(up, down, quiet, rows);
+        let (up, down) = extra(on, off);
+        projection::add(here(up, &last.up, &old.up), here(down, &last.down, &old.down), results);
     }
 }

@@ -149,7 +149,7 @@ pub fn run(args: &Run) -> Result<()> {
     let host = Host::new(&places, region.as_mut_slice())?;
 
     let sides = &Side::ALL[..if args.no_kernel { 3 } else { 4 }];
-    let runs = args.runs as usize + 1;
+    let runs = args.host.runs as usize + 1;
     let bar = progress::bar((runs * sides.len() * RunPhase::ALL.len()) as u64, machine.quiet());
     let (mut log, mut accounting, mut notes) = (Log::default(), None, Vec::new());
     for run in 0..runs {
@@ -180,7 +180,7 @@ pub fn run(args: &Run) -> Result<()> {
     bar.finish_and_clear();
     let Some(accounting) = accounting else { bail!("nothing was run") };
     let flushed_cpus = workers + (GUESTS as u32 + 1) * args.vcpus;
-    let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.runs, ipis: "modelled IPIs" };
+    let setting = RunConditions { bytes, workers, flushed_cpus, runs: args.host.runs, ipis: "modelled IPIs" };
     let rows = rows(&log, sides, &setting, &accounting);
     if !machine.quiet() {
         environment_text::print(&environment);

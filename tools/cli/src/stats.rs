@@ -10,11 +10,6 @@ impl Samples {
         self.0.push(value);
     }
 
-    /// The values, in the order of the runs.
-    pub fn values(&self) -> &[f64] {
-        &self.0
-    }
-
     /// How many runs.
     pub fn runs(&self) -> usize {
         self.0.len()

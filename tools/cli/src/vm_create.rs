@@ -9,10 +9,10 @@
 pub mod args;
 pub mod pool;
 
-use crate::document::Row;
+use crate::boot::lines::Transcript;
 use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
-use crate::stats::Samples;
+use crate::results::{self, Line, Results};
 use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
@@ -30,9 +30,9 @@ use hugemm_lz4::Lz4;
 use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
-use hugemm_workloads::request::{Clearing, Function, PagesFrom};
+use hugemm_workloads::request::{self, Clearing, Function, PagesFrom};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::vm_create::{CreateMethod, Creation, Split, software_faults};
+use hugemm_workloads::vm_create::{CreateMethod, Created, Creation, OUTSIDE, RATE, SHARES, Split, software_faults};
 use hugemm_workloads::words::Named;
 use indicatif::ProgressBar;
 use std::marker::PhantomData;
@@ -61,47 +61,58 @@ impl<'h, 'r, 'e> Setup for OnHost<'h, 'r, 'e> {
 /// Pages that swap may take; nothing goes there, because there is room.
 const SWAP: u64 = 1024;
 
-/// One line of the table.
+/// One way to create a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Line {
+struct Way {
     how: CreateMethod,
     workers: u32,
     /// `None` is this machine's kernel.
     clear: Option<Clearing>,
 }
 
-/// What one pass took.
-#[derive(Clone, Copy, Debug, Default)]
-struct Pass {
-    nanos: u64,
-    split: Option<Split>,
-}
-
-#[derive(Default)]
-struct Measured {
-    gbps: Samples,
-    clear: Samples,
-    allocate: Samples,
-    map: Samples,
-    outside: Samples,
-}
-
 /// Runs the command.
 pub fn run(args: &VmCreate) -> Result<()> {
     let machine = Machine::new(&args.common)?;
-    let page = args.page;
-    let bytes = match args.size {
-        Some(size) => machine.whole_pages(size, page)?,
+    let mut environment = Environment::read()?;
+    let (mut lines, mut remarks) = (Vec::new(), Vec::new());
+    for page in args.creations.page.iter() {
+        let (measured, note) = by_pages_of(page, args, &machine, &mut environment)?;
+        lines.extend(measured);
+        remarks.extend(note);
+    }
+    let mut results = results_of(&lines);
+    results.remarks.push(
+        "Both sides allocate, clear and enter page tables. A hugemm demand fault is a software fault: a function call, without \
+         a trap."
+            .to_owned(),
+    );
+    results.remarks.extend(remarks);
+    if !machine.quiet() {
+        environment_text::print(&environment);
+        results.print();
+    }
+    machine.report(&args.common, environment, results.into_rows())
+}
+
+/// A line for each way, and what has to be known to read them.
+fn by_pages_of(
+    page: PageSize,
+    args: &VmCreate,
+    machine: &Machine,
+    environment: &mut Environment,
+) -> Result<(Vec<Line<Created>>, Option<String>)> {
+    let request::VmCreate { size, how, workers, clear, from, runs, .. } = args.creations;
+    let bytes = match size {
+        Some(size) => machine.whole_pages(Size(size), page)?,
         None => {
             let most = if page == PageSize::Size4K { GIB / 2 } else { 8 * GIB };
             machine.default_size(4, page.bytes(), most)?
         }
     };
     let cpus = machine.topology.cpus.len() as u32;
-    let workers = if args.workers.is_empty() { vec![1, cpus] } else { args.workers.clone() };
+    let workers: Vec<u32> = workers.map_or(vec![1, cpus], |workers| workers.iter().collect());
     let most = workers.iter().copied().max().unwrap_or(1);
     let places = machine.places(most as usize)?;
-    let mut environment = Environment::read()?;
     // Tables and small objects besides the memory itself.
     let slack = (bytes / 256).next_multiple_of(2 << 20).max(32 << 20);
     let total = (bytes + slack).next_multiple_of(PageSize::Size2M.bytes());
@@ -109,7 +120,7 @@ pub fn run(args: &VmCreate) -> Result<()> {
     let mut region =
         machine.memory(total, if page == PageSize::Size4K { page } else { PageSize::Size2M }, args.kind)?;
     environment.note_region("hugemm", &region);
-    let (kernel_backing, _pool, note) = kernel_side_memory(page, args.from, region.backing(), bytes);
+    let (kernel_backing, _pool, note) = kernel_side_memory(page, from, region.backing(), bytes);
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;
 
@@ -123,17 +134,17 @@ pub fn run(args: &VmCreate) -> Result<()> {
     // SAFETY: the only owner of the host's frames, released once.
     host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
 
-    let mut lines = Vec::new();
-    for how in args.how.iter() {
+    let mut ways = Vec::new();
+    for how in how.iter() {
         for workers in workers.iter().copied() {
             if how != CreateMethod::Pin && kernel_backing.is_some() {
-                lines.push(Line { how, workers, clear: None });
+                ways.push(Way { how, workers, clear: None });
             }
-            lines.extend(args.clear.iter().map(|clear| Line { how, workers, clear: Some(clear) }));
+            ways.extend(clear.iter().map(|clear| Way { how, workers, clear: Some(clear) }));
         }
     }
-    lines.dedup();
-    let bar = progress::bar(lines.len() as u64 * u64::from(args.runs + 1), machine.quiet());
+    ways.dedup();
+    let bar = progress::bar(ways.len() as u64 * u64::from(runs + 1), machine.quiet());
     let side = Side {
         host: &host,
         frames: &frames,
@@ -144,46 +155,46 @@ pub fn run(args: &VmCreate) -> Result<()> {
         kernel_backing,
         pool: None,
     };
-    let measured = if args.from == PagesFrom::Pool && page != PageSize::Size4K {
+    let lines = if from == PagesFrom::Pool && page != PageSize::Size4K {
         with_pool(&host, &frames, page, bytes / page.bytes(), |pool| {
-            measure(&Side { pool: Some(pool), ..side }, &lines, args.runs, &bar)
+            measure(&Side { pool: Some(pool), ..side }, &ways, runs, &bar)
         })?
     } else {
-        measure(&side, &lines, args.runs, &bar)?
+        measure(&side, &ways, runs, &bar)?
     };
     bar.finish_and_clear();
-    report(args, &machine, environment, &lines, &measured, page, bytes, note.as_deref())
+    Ok((lines, note))
 }
 
-/// Every line in turn, in an order that changes from run to run.
-fn measure(side: &Side<'_, '_, '_>, lines: &[Line], runs: u32, bar: &ProgressBar) -> Result<Vec<Measured>> {
-    let mut measured: Vec<Measured> = lines.iter().map(|_| Measured::default()).collect();
+/// Every way in turn, in an order that changes from run to run.
+fn measure(side: &Side<'_, '_, '_>, ways: &[Way], runs: u32, bar: &ProgressBar) -> Result<Vec<Line<Created>>> {
+    let from = if side.pool.is_some() { PagesFrom::Pool } else { PagesFrom::Frames };
+    let line = |way: &Way| {
+        Line::new([
+            ("side", way.clear.map_or("kernel", Clearing::side).into()),
+            ("how", way.how.name().into()),
+            ("workers", way.workers.into()),
+            ("page", side.page.to_string().into()),
+            ("size", side.bytes.into()),
+            ("from", from.name().into()),
+            ("software_fault", (way.clear.is_some() && way.how == CreateMethod::Demand).into()),
+        ])
+    };
+    let mut lines: Vec<Line<Created>> = ways.iter().map(line).collect();
     for turn in 0..=runs as usize {
-        for i in 0..lines.len() {
+        for i in 0..ways.len() {
             interrupt::check()?;
-            let index = (i + turn) % lines.len();
+            let index = (i + turn) % ways.len();
             bar.set_message(title(&lines[index]));
-            let pass = side.pass(&lines[index])?;
+            let (nanos, split) = side.pass(&ways[index])?;
             bar.inc(1);
             // The first turn touches memory that may be new to the machine below a virtual one.
             if turn > 0 {
-                measured[index].push(&pass, side.bytes);
+                lines[index].runs.push(Created { bytes: side.bytes, nanos, split });
             }
         }
     }
-    Ok(measured)
-}
-
-impl Measured {
-    fn push(&mut self, pass: &Pass, bytes: u64) {
-        self.gbps.push(bytes as f64 / pass.nanos.max(1) as f64);
-        let Some(split) = pass.split else { return };
-        let percent = |part: u64| 100.0 * part as f64 / split.total().max(1) as f64;
-        self.allocate.push(percent(split.allocate));
-        self.clear.push(percent(split.clear));
-        self.map.push(percent(split.map));
-        self.outside.push(100.0 - percent(split.clear));
-    }
+    Ok(lines)
 }
 
 /// What the kernel's mapping is made of, `None` if it cannot be measured; the pool it uses, which goes back when the guard
@@ -224,15 +235,16 @@ struct Side<'a, 'h, 'm> {
 }
 
 impl Side<'_, '_, '_> {
-    fn pass(&self, line: &Line) -> Result<Pass> {
+    /// Nanoseconds, and where hugemm's went.
+    fn pass(&self, line: &Way) -> Result<(u64, Split)> {
         match line.clear {
-            None => Ok(Pass { nanos: self.kernel(line)?, split: None }),
+            None => Ok((self.kernel(line)?, Split::default())),
             Some(clear) => self.hugemm(line, clear),
         }
     }
 
     /// The time of the slowest thread.
-    fn kernel(&self, line: &Line) -> Result<u64> {
+    fn kernel(&self, line: &Way) -> Result<u64> {
         let function = if line.how == CreateMethod::Demand { Function::Demand } else { Function::Populate };
         let pages = self.bytes / self.page.bytes();
         let workers = u64::from(line.workers);
@@ -258,7 +270,7 @@ impl Side<'_, '_, '_> {
         Ok(times.into_iter().max().unwrap_or(0))
     }
 
-    fn hugemm(&self, line: &Line, clear: Clearing) -> Result<Pass> {
+    fn hugemm(&self, line: &Way, clear: Clearing) -> Result<(u64, Split)> {
         let cached = ClearPolicy { threshold: Some(u64::MAX), ..self.policy };
         let (model, policy) = match clear {
             Clearing::Page => (PreemptModel::None, ClearPolicy { unit: Some(4096), ..cached }),
@@ -319,101 +331,68 @@ impl Side<'_, '_, '_> {
         })??;
         drop(vm);
         let closed = self.host.run_on(CpuId(0), |cx| store.close(cx).is_ok())?;
-        if closed { Ok(Pass { nanos, split: Some(split) }) } else { bail!("pages were left in swap") }
+        if closed { Ok((nanos, split)) } else { bail!("pages were left in swap") }
     }
 }
 
-fn title(line: &Line) -> String {
-    let side = match line.clear {
-        None => "this machine's kernel",
-        Some(Clearing::Page) => "hugemm, page at a time",
-        Some(Clearing::Extent) => "hugemm, extents, cached",
-        Some(Clearing::Bulk) => "hugemm, calibrated",
-    };
-    side.to_owned()
+fn title(line: &Line<Created>) -> &'static str {
+    match line.label("side").as_str() {
+        "kernel" => "this machine's kernel",
+        "hugemm-page" => "hugemm, page at a time",
+        "hugemm-extent" => "hugemm, extents, cached",
+        _ => "hugemm, calibrated",
+    }
 }
 
-#[allow(clippy::too_many_arguments, reason = "what was measured")]
-fn report(
-    args: &VmCreate,
-    machine: &Machine,
-    environment: Environment,
-    lines: &[Line],
-    measured: &[Measured],
-    page: PageSize,
-    bytes: u64,
-    note: Option<&str>,
-) -> Result<()> {
-    let mut rows = Vec::new();
-    let mut out = table::new(["how", "workers", "", "time", "GB/s", "± stdev", "allocate", "clear", "map"]);
-    for (line, measured) in lines.iter().zip(measured) {
-        let percent = |samples: &Samples| match samples.runs() {
-            0 => "–".to_owned(),
-            _ => format!("{:.2}%", samples.median()),
-        };
-        let seconds = bytes as f64 / measured.gbps.median().max(f64::MIN_POSITIVE) / 1e9;
-        out.add_row([
-            line.how.name().to_owned(),
-            line.workers.to_string(),
-            title(line),
-            format!("{:.1} ms", seconds * 1e3),
-            format!("{:.2}", measured.gbps.median()),
-            format!("{:.1}%", measured.gbps.stdev_percent()),
-            percent(&measured.allocate),
-            percent(&measured.clear),
-            percent(&measured.map),
-        ]);
-        let label = |row: Row| {
-            let side = line.clear.map_or("kernel".to_owned(), |clear| format!("hugemm-{}", clear.name()));
-            row.label("side", side)
-                .label("how", line.how.name())
-                .label("workers", line.workers)
-                .label("page", page.to_string())
-                .label("size", bytes)
-                .label("from", if args.from == PagesFrom::Pool && page != PageSize::Size4K { "pool" } else { "frames" })
-                .label("software_fault", line.clear.is_some() && line.how == CreateMethod::Demand)
-        };
-        rows.push(label(Row::median("bench.vm_create", &measured.gbps, "GB/s")));
-        if measured.clear.runs() > 0 {
-            rows.push(label(Row::median("bench.vm_create.allocate", &measured.allocate, "percent")));
-            rows.push(label(Row::median("bench.vm_create.clear", &measured.clear, "percent")));
-            rows.push(label(Row::median("bench.vm_create.map", &measured.map, "percent")));
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript) -> Results {
+    results_of(&results::of_guest(transcript))
+}
+
+/// A table for each page size, and the goals.
+fn results_of(lines: &[Line<Created>]) -> Results {
+    let mut results = Results::default();
+    for lines in lines.chunk_by(|a, b| a.label("page") == b.label("page")) {
+        let heads = ["how", "workers", "", "time", RATE.head, "± stdev"];
+        let mut out = table::new(heads.into_iter().chain(SHARES.map(|share| share.head)));
+        for line in lines {
+            let rate = line.samples(&RATE);
+            let seconds = line.number("size") as f64 / rate.median().max(f64::MIN_POSITIVE) / 1e9;
+            let mut cells = vec![line.label("how"), line.label("workers"), title(line).to_owned()];
+            cells.push(format!("{:.1} ms", seconds * 1e3));
+            cells.extend([format!("{:.2}", rate.median()), format!("{:.1}%", rate.stdev_percent())]);
+            cells.extend(SHARES.iter().map(|share| match line.samples(share) {
+                samples if samples.runs() == 0 => "–".to_owned(),
+                samples => format!("{:.2}%", samples.median()),
+            }));
+            out.add_row(cells);
+            results.rows.extend(line.rows(&[RATE]));
+            results.rows.extend(line.rows(&SHARES));
         }
+        let (size, page, runs) = (Size(lines[0].number("size")), lines[0].label("page"), lines[0].runs.len());
+        results.tables.push((format!("vm-create --size {size} --page {page}, median of {runs} runs, GB = 10^9"), out));
     }
-    let goals = goals(lines, measured, page, args.from);
-    if !machine.quiet() {
-        environment_text::print(&environment);
-        let title = format!("vm-create --size {} --page {page}, median of {} runs, GB = 10^9", Size(bytes), args.runs);
-        table::print(&title, &out);
-        goals.print();
-        println!(
-            "\n  Both sides allocate, clear and enter page tables. A hugemm demand fault is a software fault: a function \
-             call, without a trap."
-        );
-        if let Some(note) = note {
-            println!("  {note}");
-        }
-    }
-    rows.extend(goals.into_rows());
-    machine.report(&args.common, environment, rows)
+    judge(lines, &mut results.goals);
+    results
 }
 
 /// Judged where both sides take pages from free memory and put them on an LRU.
-fn goals(lines: &[Line], measured: &[Measured], page: PageSize, from: PagesFrom) -> Goals {
-    let mut goals = Goals::new();
-    let find = |how, workers, clear| {
-        let wanted = Line { how, workers, clear };
-        lines.iter().position(|line| *line == wanted).map(|index| &measured[index])
+fn judge(lines: &[Line<Created>], goals: &mut Goals) {
+    let find = |how: CreateMethod, side: &str| {
+        lines.iter().find(|line| {
+            line.label("from") == PagesFrom::Frames.name()
+                && line.label("page") == PageSize::Size2M.name()
+                && line.label("how") == how.name()
+                && line.number("workers") == 1
+                && line.label("side") == side
+        })
     };
-    if page != PageSize::Size2M || from != PagesFrom::Frames {
-        return goals;
+    let bulk = Clearing::Bulk.side();
+    if let Some(faults) = find(CreateMethod::Demand, bulk) {
+        goals.at_most(OUTSIDE.name, &faults.samples(&OUTSIDE), OUTSIDE.unit, 2.0);
     }
-    if let Some(faults) = find(CreateMethod::Demand, 1, Some(Clearing::Bulk)) {
-        goals.at_most("fault.outside_clear_pct", &faults.outside, "percent", 2.0);
+    if let (Some(ours), Some(theirs)) = (find(CreateMethod::Prefault, bulk), find(CreateMethod::Prefault, "kernel")) {
+        let ratio = ours.samples(&RATE).per_run_ratio(&theirs.samples(&RATE));
+        goals.at_least("vm.create_vs_host_kernel", &ratio, 2.2);
     }
-    let (ours, theirs) = (find(CreateMethod::Prefault, 1, Some(Clearing::Bulk)), find(CreateMethod::Prefault, 1, None));
-    if let (Some(ours), Some(theirs)) = (ours, theirs) {
-        goals.at_least("vm.create_vs_host_kernel", &ours.gbps.per_run_ratio(&theirs.gbps), 2.2);
-    }
-    goals
 }

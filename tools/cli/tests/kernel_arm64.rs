@@ -76,7 +76,7 @@ fn workloads_run() {
         ("bench mem memset -s 16MB -k 2MB -l 1", "bench.mem.memset"),
         ("bench mem mmap -s 4MB -p 4KB -l 1", "bench.mem.mmap"),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", "bench.vm_create"),
-        ("bench shootdown --pages 512 --each 8 -r 1", "bench.shootdown.flushes"),
+        ("bench shootdown --pages 1,8,512 -r 1", "bench.shootdown.flushes"),
         ("bench pool -n 50 --hvo off -r 1", "bench.pool.pages"),
     ] {
         let command: Vec<_> = command.split(' ').collect();

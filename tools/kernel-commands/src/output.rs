@@ -27,7 +27,7 @@ pub fn line(kind: &str, fields: Fields<'_>) {
     write(kind, fields, None);
 }
 
-/// One run's value of a metric, and what tells it from others.
+/// A figure of no workload, and what tells it from others.
 pub fn sample(metric: &str, value: f64, unit: &str, labels: Fields<'_>) {
     write("sample", &[("metric", (&metric).into()), ("value", value.into()), ("unit", (&unit).into())], Some(labels));
 }

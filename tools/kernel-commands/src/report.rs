@@ -6,8 +6,8 @@
 //! |---|---|
 //! | `boot` | `cpus`, `memory` (bytes that the allocator manages), `counter_khz`, `interrupt_controller` |
 //! | `progress` | `done`, `of`, `what` |
-//! | `sample` | one run's `value` of `metric` in `unit`, with the `labels` that tell it from others |
-//! | `record` | the `name` of a record of `hugemm_workloads`, its fields by their names, and `labels` |
+//! | `sample` | a figure: the `value` of `metric` in `unit`, with the `labels` that tell it from others |
+//! | `record` | what one run counted: the `name` of a record of `hugemm_workloads`, its fields by their names, and `labels` |
 //! | `note` | `text`, for the user |
 //! | `failed` | `text`: the command failed, and why; the last line |
 //! | `done` | nothing: the command succeeded; the last line |

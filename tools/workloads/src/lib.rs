@@ -63,6 +63,10 @@ impl Pass {
     }
 }
 
+record::record! {
+    Pass = "pass" { bytes: u64, nanos: u64, }
+}
+
 /// A pass that ended early; the frames come back with it.
 #[derive(Debug)]
 pub struct Interrupted {

@@ -4,6 +4,7 @@
 //! One implementation for every platform: on a host with descriptors behind software tables it shows counts and the cost
 //! of the work; in the kernel it shows the cost with real flushes.
 
+use crate::record::{Metric, record};
 use crate::timed;
 use hugemm_base::lock::RawLock;
 use hugemm_base::platform::Cpu;
@@ -18,6 +19,8 @@ pub struct Timed {
     pub report: ResizeReport,
     /// Nanoseconds.
     pub nanos: u64,
+    /// CPUs that its flushes interrupted, where that is counted.
+    pub interrupts: u64,
 }
 
 impl Timed {
@@ -25,6 +28,11 @@ impl Timed {
     pub fn saved_kib(&self) -> f64 {
         let frames = self.report.freed_frames as f64 - self.report.taken_frames as f64;
         if self.report.entered == 0 { 0.0 } else { frames * 4.0 / self.report.entered as f64 }
+    }
+
+    /// Flushes for one batch.
+    pub fn flushes_each(&self) -> f64 {
+        self.report.flushes as f64 / self.report.batches.max(1) as f64
     }
 
     /// Nanoseconds for one page; 0 if none moved.
@@ -43,6 +51,40 @@ pub struct Cycle {
     pub down: Timed,
 }
 
+record! {
+    Cycle = "pool" {
+        up.nanos: u64,
+        up.interrupts: u64,
+        up.report.entered: u64,
+        up.report.freed_frames: u64,
+        up.report.taken_frames: u64,
+        up.report.flushes: u64,
+        up.report.batches: u64,
+        down.nanos: u64,
+        down.interrupts: u64,
+        down.report.left: u64,
+        down.report.flushes: u64,
+        down.report.batches: u64,
+    }
+}
+
+/// All metrics but interrupts, which a machine of numbers has none of.
+pub const METRICS: [Metric<Cycle>; 7] = [
+    Metric::new("bench.pool.up_ns", "ns per page", |it: &Cycle| it.up.each()).column("up ns/page"),
+    Metric::new("bench.pool.down_ns", "ns per page", |it: &Cycle| it.down.each()).column("down ns/page"),
+    Metric::new("bench.pool.flushes_up", "flushes", |it: &Cycle| it.up.report.flushes as f64).column("flushes up"),
+    Metric::new("bench.pool.flushes_down", "flushes", |it: &Cycle| it.down.report.flushes as f64).column("down"),
+    Metric::new("bench.pool.saved_kib", "KiB per page", |it: &Cycle| it.up.saved_kib()).column("KiB saved/page"),
+    Metric::new("bench.pool.batches_up", "batches", |it: &Cycle| it.up.report.batches as f64),
+    Metric::new("bench.pool.batches_down", "batches", |it: &Cycle| it.down.report.batches as f64),
+];
+
+/// Interrupts that were sent.
+pub const INTERRUPTS: [Metric<Cycle>; 2] = [
+    Metric::new("bench.pool.ipis_up", "IPIs", |it: &Cycle| it.up.interrupts as f64).column("IPIs up"),
+    Metric::new("bench.pool.ipis_down", "IPIs", |it: &Cycle| it.down.interrupts as f64).column("down"),
+];
+
 /// Brings a pool to `pages` on one CPU. Fewer pages than asked for are in the report.
 pub fn resize<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
     cx: &mut CpuCx<'_, P>,
@@ -52,7 +94,7 @@ pub fn resize<'e, P: Cpu + Clock, L: RawLock, E: Env, V: DescriptorMap>(
 ) -> Result<Timed, PoolError> {
     let clock = cx.platform();
     let (report, nanos) = timed(clock, || pool.set_size(cx, optimizer, pages, Nodes::All, &Never));
-    Ok(Timed { report: report?, nanos })
+    Ok(Timed { report: report?, nanos, interrupts: 0 })
 }
 
 /// Brings an empty pool to `pages` and back to none, on one CPU. Fewer pages than asked for are in the report.

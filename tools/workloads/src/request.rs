@@ -226,6 +226,17 @@ named! {
     }
 }
 
+impl Clearing {
+    /// The side that it is in tables and results.
+    pub const fn side(self) -> &'static str {
+        match self {
+            Clearing::Page => "hugemm-page",
+            Clearing::Extent => "hugemm-extent",
+            Clearing::Bulk => "hugemm-bulk",
+        }
+    }
+}
+
 named! {
     /// Where hugemm's huge pages come from; pages of 4 KiB come from free memory always.
     PagesFrom {
@@ -266,8 +277,8 @@ requests! {
     }
     /// Memory cleared chunk by chunk with each primitive.
     "bench mem memset" Memset {
-        /// Memory to clear in each loop.
-        size: u64 [short, long, default_value = "256MB", value_parser = bytes],
+        /// Memory to clear in each loop [default: a sixth of what is available, 1 GiB to 4 GiB; 256MB in the reference kernel].
+        size: Option<u64> [short, long, value_parser = bytes],
         /// Chunk sizes.
         chunk: List<u64> [short = 'k', long, default_value = "4KB,64KB,2MB,32MB", value_parser = list(bytes)],
         /// Loops.
@@ -275,8 +286,8 @@ requests! {
     }
     /// Memory mapped and populated.
     "bench mem mmap" Mmap {
-        /// Memory per loop.
-        size: u64 [short, long, default_value = "256MB", value_parser = bytes],
+        /// Memory per loop [default: an eighth of what is available, at most 4 GiB; 256MB in the reference kernel].
+        size: Option<u64> [short, long, value_parser = bytes],
         /// Page size.
         page: PageSize [short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>()],
         /// Who populates.
@@ -286,14 +297,15 @@ requests! {
     }
     /// A virtual machine's memory allocated, cleared and mapped.
     "bench vm-create" VmCreate {
-        /// Memory of the virtual machine.
-        size: u64 [short, long, default_value = "256MB", value_parser = bytes],
+        /// Memory of the virtual machine [default: a quarter of what is available, at most 8 GiB, or 512 MiB by pages of 4KB, each
+        /// of which is a fault; 256MB in the reference kernel].
+        size: Option<u64> [short, long, value_parser = bytes],
         /// Page sizes.
         page: List<PageSize> [short, long, ignore_case = true, default_value = "2MB", value_parser = list(named::<PageSize>())],
         /// How it is asked for.
         how: List<CreateMethod> [long, default_value = "demand,prefault,pin", value_parser = list(named::<CreateMethod>())],
-        /// Numbers of CPUs that fill it; more than there are are left out.
-        workers: List<u32> [short, long, default_value = "1,2", value_parser = list(cpus())],
+        /// Numbers of CPUs that fill it [default: 1 and all].
+        workers: Option<List<u32>> [short, long, value_parser = list(cpus())],
         /// How hugemm clears.
         clear: List<Clearing> [long, default_value = "page,extent,bulk", value_parser = list(named::<Clearing>())],
         /// Where hugemm's huge pages come from.
@@ -303,7 +315,7 @@ requests! {
     }
     /// Blocks divided into pages and freed, as ranges and page by page.
     "bench free" Free {
-        /// Blocks per run [default: as many as make a quarter million pages, at least 4].
+        /// Blocks per run [default: as many as make a million pages, a quarter million in the reference kernel, at least 4].
         n: Option<u64> [short, long, value_parser = clap::value_parser!(u64).range(1..=1 << 32)],
         /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
         order: List<Order> [short, long, default_value = "0,3,9", value_parser = list(order)],
@@ -355,10 +367,11 @@ requests! {
     }
     /// Ranges unmapped and write-protected, in one batch and page by page.
     "bench shootdown" Shootdown {
-        /// Largest range, in pages; each is eight times as large as the one before.
-        pages: u64 [long, default_value_t = 1 << 18, value_parser = clap::value_parser!(u64).range(1..=1 << 24)],
-        /// Largest range that is flushed page by page too.
-        each: u64 [long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 24)],
+        /// Pages per operation.
+        pages: List<u64> [short, long, default_value = "1,8,33,34,512,4096,32768,262144",
+            value_parser = list(clap::value_parser!(u64).range(1..=1 << 18))],
+        /// Seconds that the page-at-a-time side of one measurement may take; what would take longer is left out, and said.
+        limit: f64 [long, default_value_t = 0.1, value_name = "SECONDS", value_parser = time],
         /// Runs of each measurement.
         runs: u32 [short, long, default_value_t = 3, value_parser = runs()],
     }
@@ -387,6 +400,9 @@ requests! {
         how: Crash [value_parser = named::<Crash>()],
     }
 }
+
+/// Memory of a workload in the reference kernel, if nothing is said of it.
+pub const KERNEL_SIZE: u64 = 256 << 20;
 
 /// Least memory of processes that share more.
 const LEAST_AGED: u64 = 32 << 20;
@@ -418,7 +434,7 @@ mod tests {
             Request::Free(Free { n: Some(100_000), order: orders, runs: 5 }),
             Request::Free(Free { n: None, order: orders, runs: 5 }),
             Request::Alloc(Alloc { orders, millis: 20, runs: 7 }),
-            Request::Memset(Memset { size: 1 << 30, chunk: list(&[4096, 1 << 21]), loops: 3 }),
+            Request::Memset(Memset { size: Some(1 << 30), chunk: list(&[4096, 1 << 21]), loops: 3 }),
             Request::Age(Age {
                 procs: 8,
                 shared: None,
@@ -430,10 +446,10 @@ mod tests {
                 page: List::new([PageSize::Size4K]).expect("short"),
             }),
             Request::VmCreate(VmCreate {
-                size: 1 << 30,
+                size: None,
                 page: List::new([PageSize::Size2M, PageSize::Size1G]).expect("short"),
                 how: List::new([CreateMethod::Demand, CreateMethod::Pin]).expect("short"),
-                workers: List::new([1, 2]).expect("short"),
+                workers: Some(List::new([1, 2]).expect("short")),
                 clear: List::new([Clearing::Extent]).expect("short"),
                 from: PagesFrom::Frames,
                 runs: 3,

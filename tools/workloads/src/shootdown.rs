@@ -4,6 +4,7 @@
 //! serve. Timed are the change, which is one walk whatever the policy, its flushes, and what the CPU then translates anew.
 //! Nothing accesses the pages, which all are one frame.
 
+use crate::record::{Metric, record};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::AtomicU64;
 use hugemm_base::{Clock, CpuCx, Extent, PageSize, Pfn, PhysMap, TlbHw, VirtRange};
@@ -55,6 +56,50 @@ pub struct Shot {
     pub nanos: u64,
     /// What was asked of the CPUs.
     pub counts: ShootdownCounts,
+}
+
+impl Shot {
+    /// Flushes of either kind.
+    pub fn flushes(&self) -> u64 {
+        self.counts.flushes_all + self.counts.flushes_range
+    }
+}
+
+record! {
+    Shot = "shootdown" {
+        nanos: u64,
+        counts.flushes_all: u64,
+        counts.flushes_range: u64,
+        counts.targets: u64,
+        counts.interrupts: u64,
+    }
+}
+
+/// The time, where it is measured.
+pub const TIME: Metric<Shot> = Metric::new("bench.shootdown.time", "ns", |it: &Shot| it.nanos as f64);
+
+/// What is counted.
+pub const COUNTS: [Metric<Shot>; 3] = [
+    Metric::new("bench.shootdown.flushes", "count", |it: &Shot| it.flushes() as f64).column("flushes"),
+    Metric::new("bench.shootdown.targets", "count", |it: &Shot| it.counts.targets as f64),
+    Metric::new("bench.shootdown.ipis", "count", |it: &Shot| it.counts.interrupts as f64).column("IPIs"),
+];
+
+/// The policies, by name: every change is measured under both.
+pub const POLICIES: [(&str, ShootdownPolicy); 2] =
+    [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
+
+/// Pages by which it is found out how long a flush for each of more of them would take.
+pub const PROBE: u64 = 64;
+
+/// How often what takes long is run in all.
+pub const LONG_RUNS: u64 = 4;
+
+/// The seconds that [`LONG_RUNS`] of a flush per page for `pages` pages take, if they are more than `limit`; `probed` is the
+/// nanoseconds that [`PROBE`] pages took.
+pub fn too_long(probed: u64, pages: u64, limit: f64) -> Option<f64> {
+    let all = (probed * LONG_RUNS) as f64 * pages as f64 / PROBE as f64 / 1e9;
+    (all > limit).then_some(all)
 }
 
 /// The machine as the workload uses it.
@@ -201,5 +246,17 @@ impl<'f, 'm, P: Cpu + PhysMap, E: Env> Tables<P> for FromFrames<'f, 'm, E> {
     fn memory<'a, 'p>(&'a self, cx: &'a mut CpuCx<'p, P>) -> Self::Memory<'a, 'p> {
         // SAFETY: the promise made to `new`.
         unsafe { FrameTables::new(self.0, cx) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_takes_longer_than_the_limit_is_left_out() {
+        // 1 µs per page: four times 2^17 pages take half a second, four times 2^18 pages more than one.
+        assert_eq!(too_long(64_000, 1 << 17, 1.0), None);
+        assert_eq!(too_long(64_000, 1 << 18, 1.0), Some(1.048_576));
     }
 }

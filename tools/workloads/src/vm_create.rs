@@ -5,6 +5,7 @@
 //! does, with any number of workers. What the time went into is measured by a stopwatch that the fault path tells what it
 //! is doing; it reads the clock four times per page or batch, and its own time counts as mapping and allocating.
 
+use crate::record::{Metric, record};
 use crate::words::named;
 use core::cell::Cell;
 use hugemm_base::{Cancel, Clock, PAGE_SHIFT, VirtAddr};
@@ -51,6 +52,50 @@ impl Split {
         }
     }
 }
+
+/// What one creation took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Created {
+    /// Memory that was filled.
+    pub bytes: u64,
+    /// Nanoseconds of the worker that took longest.
+    pub nanos: u64,
+    /// Of all workers; nothing where it is not known.
+    pub split: Split,
+}
+
+impl Created {
+    /// Percent of the workers' time; not a number where it is not known.
+    fn percent(&self, part: u64) -> f64 {
+        100.0 * part as f64 / self.split.total() as f64
+    }
+}
+
+record! {
+    Created = "vm-create" {
+        bytes: u64,
+        nanos: u64,
+        split.allocate: u64,
+        split.clear: u64,
+        split.map: u64,
+        split.other: u64,
+    }
+}
+
+/// How fast it was.
+pub const RATE: Metric<Created> =
+    Metric::new("bench.vm_create", "GB/s", |it: &Created| it.bytes as f64 / it.nanos.max(1) as f64).column("GB/s");
+
+/// Where the time went.
+pub const SHARES: [Metric<Created>; 3] = [
+    Metric::new("bench.vm_create.allocate", "percent", |it: &Created| it.percent(it.split.allocate)).column("allocate"),
+    Metric::new("bench.vm_create.clear", "percent", |it: &Created| it.percent(it.split.clear)).column("clear"),
+    Metric::new("bench.vm_create.map", "percent", |it: &Created| it.percent(it.split.map)).column("map"),
+];
+
+/// What is not clearing: a goal, for page faults.
+pub const OUTSIDE: Metric<Created> =
+    Metric::new("fault.outside_clear_pct", "percent", |it: &Created| 100.0 - it.percent(it.split.clear));
 
 /// Adds up the time between phases.
 struct Stopwatch<'c, C> {

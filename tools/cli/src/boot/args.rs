@@ -97,7 +97,7 @@ mod tests {
             ("bench pool -n 7,9 --hvo off,on --flush page", "bench pool n=7,9 page=2MB hvo=off,on flush=page runs=5"),
             (
                 "bench vm-create -p 2MB,1GB --how pin -w 4 --clear bulk --from frames",
-                "bench vm-create size=268435456 page=2MB,1GB how=pin workers=4 clear=bulk from=frames runs=3",
+                "bench vm-create size=- page=2MB,1GB how=pin workers=4 clear=bulk from=frames runs=3",
             ),
             (
                 "bench age --memory 64MB --seconds 0.5 -p 4KB --young batch",

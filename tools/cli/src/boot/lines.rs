@@ -1,7 +1,9 @@
 //! The JSON lines of the reference kernel: read, checked for gaps, and gathered into rows.
 
 use crate::document::Row;
-use crate::stats::Samples;
+use crate::frames::area::figure;
+use crate::results::Results;
+use crate::table;
 use anyhow::{Context, Result, bail};
 use hugemm_kernel::LAST_WORDS;
 use hugemm_workloads::record::Record;
@@ -23,7 +25,7 @@ pub enum Line {
         /// What is being done.
         what: String,
     },
-    /// One run's value.
+    /// A figure.
     Sample(Sample),
     /// What a run counted.
     Record(Counted),
@@ -52,7 +54,7 @@ pub struct BootLine {
     pub interrupt_controller: String,
 }
 
-/// One run's value.
+/// A figure.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Sample {
     metric: String,
@@ -83,8 +85,8 @@ pub struct Transcript {
     next: u64,
     /// What the machine is.
     pub boot: Option<BootLine>,
-    /// Results so far.
-    rows: Vec<(Sample, Samples)>,
+    /// What was said of single figures.
+    pub rows: Vec<Row>,
     /// What runs counted, in order.
     counted: Vec<Counted>,
     /// Remarks.
@@ -118,7 +120,10 @@ impl Transcript {
         match line {
             Line::Boot(boot) => self.boot = Some(boot),
             Line::Progress { done, of, what } => return Ok(Some((done, of, what))),
-            Line::Sample(sample) => self.add(sample),
+            Line::Sample(Sample { metric, value, unit, labels }) => {
+                let row = Row::single(metric, value.unwrap_or(f64::NAN), unit);
+                self.rows.push(labels.into_iter().fold(row, |row, (name, value)| row.label(&name, value)));
+            }
             Line::Record(counted) => self.counted.push(counted),
             Line::Note { text } => self.notes.push(text),
             Line::Failed { text } => self.result = Some(Err(text)),
@@ -127,17 +132,19 @@ impl Transcript {
         Ok(None)
     }
 
-    fn add(&mut self, sample: Sample) {
-        let same = |of: &Sample| of.metric == sample.metric && of.unit == sample.unit && of.labels == sample.labels;
-        let value = sample.value.unwrap_or(f64::NAN);
-        match self.rows.iter_mut().find(|(of, _)| same(of)) {
-            Some((_, samples)) => samples.push(value),
-            None => {
-                let mut samples = Samples::default();
-                samples.push(value);
-                self.rows.push((sample, samples));
-            }
+    /// What was said of single figures: a table and its rows.
+    pub fn figures(&self) -> Results {
+        let mut lines = table::new(["", "count", "of what"]);
+        for row in &self.rows {
+            let labels = row.labels().values().filter_map(Value::as_str).map(|label| format!(", {label}"));
+            lines.add_row([
+                row.metric().to_owned() + &labels.collect::<String>(),
+                figure(row.value()),
+                row.unit().to_owned(),
+            ]);
         }
+        let tables = if self.rows.is_empty() { Vec::new() } else { vec![("What was done".to_owned(), lines)] };
+        Results { tables, rows: self.rows.clone(), ..Results::default() }
     }
 
     /// Every record of this kind with its labels. A field that this hugemm does not know is left out.
@@ -150,69 +157,35 @@ impl Transcript {
             (record, &counted.labels)
         })
     }
-
-    /// Every metric with its labels and its runs.
-    pub fn samples(&self) -> impl Iterator<Item = (&str, &Map<String, Value>, &Samples)> {
-        self.rows.iter().map(|(sample, samples)| (sample.metric.as_str(), &sample.labels, samples))
-    }
-
-    /// The results: medians over runs.
-    pub fn rows(&self) -> Vec<Row> {
-        let row = |(sample, samples): &(Sample, Samples)| {
-            let row = Row::median(sample.metric.clone(), samples, sample.unit.clone());
-            sample.labels.iter().fold(row, |row, (name, value)| row.label(name, value.clone()))
-        };
-        self.rows.iter().map(row).collect()
-    }
-
-    /// The results as tables: one for each metric, labels on the left.
-    pub fn tables(&self) -> Vec<(String, comfy_table::Table)> {
-        let mut tables: Vec<(String, comfy_table::Table)> = Vec::new();
-        for (sample, samples) in &self.rows {
-            let title = format!("{}, {}: median of {} runs", sample.metric, sample.unit, samples.runs());
-            let values = sample.labels.values().map(|value| match value {
-                Value::String(text) => text.clone(),
-                other => other.to_string(),
-            });
-            let line: Vec<String> = values
-                .chain([format!("{:.2}", samples.median()), format!("±{:.1}%", samples.stdev_percent())])
-                .collect();
-            match tables.iter_mut().find(|(of, _)| *of == title) {
-                Some((_, table)) => _ = table.add_row(line),
-                None => {
-                    let heads = sample.labels.keys().cloned().chain(["value".to_owned(), "stdev".to_owned()]);
-                    let mut table = crate::table::new(heads);
-                    table.add_row(line);
-                    tables.push((title, table));
-                }
-            }
-        }
-        tables
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::results;
+    use hugemm_workloads::Pass;
     use hugemm_workloads::age::AgeFigures;
     use hugemm_workloads::vm_host::PhaseFigures;
 
-    fn sample(seq: u64, value: f64, order: u32) -> String {
+    fn sample(seq: u64) -> String {
         format!(
-            "{{\"seq\":{seq},\"kind\":\"sample\",\"metric\":\"m\",\"value\":{value:?},\"unit\":\"ns\",\
-             \"labels\":{{\"order\":{order}}}}}"
+            "{{\"seq\":{seq},\"kind\":\"sample\",\"metric\":\"m\",\"value\":1.0,\"unit\":\"ns\",\"labels\":{{\"order\":9}}}}"
         )
     }
 
     #[test]
-    fn samples_of_one_metric_and_labels_become_a_row() {
+    fn records_with_the_same_labels_are_runs_of_one_line() {
         let mut transcript = Transcript::default();
-        for (seq, (value, order)) in [(1.0, 0), (5.0, 9), (3.0, 0), (2.0, 0)].into_iter().enumerate() {
-            transcript.take(&sample(seq as u64, value, order)).expect("valid");
+        for (seq, (nanos, side)) in [(1, "a"), (5, "b"), (3, "a")].into_iter().enumerate() {
+            let line = format!(
+                "{{\"seq\":{seq},\"kind\":\"record\",\"name\":\"pass\",\"bytes\":8.0,\"nanos\":{nanos}.0,\
+                 \"labels\":{{\"side\":\"{side}\"}}}}"
+            );
+            transcript.take(&line).expect("valid");
         }
-        let rows = transcript.rows();
-        assert_eq!(rows.iter().map(Row::value).collect::<Vec<_>>(), [2.0, 5.0]);
-        assert_eq!(transcript.tables().len(), 2, "three runs, one run");
+        let lines: Vec<results::Line<Pass>> = results::of_guest(&transcript);
+        let nanos: Vec<Vec<u64>> = lines.iter().map(|line| line.runs.iter().map(|pass| pass.nanos).collect()).collect();
+        assert_eq!(nanos, [vec![1, 3], vec![5]]);
     }
 
     #[test]
@@ -229,8 +202,9 @@ mod tests {
     #[test]
     fn a_missing_line_is_noticed() {
         let mut transcript = Transcript::default();
-        transcript.take(&sample(0, 1.0, 0)).expect("valid");
-        let error = transcript.take(&sample(2, 1.0, 0)).expect_err("a gap").to_string();
+        transcript.take(&sample(0)).expect("valid");
+        assert_eq!((transcript.rows[0].value(), &transcript.rows[0].labels()["order"]), (1.0, &9.into()));
+        let error = transcript.take(&sample(2)).expect_err("a gap").to_string();
         assert!(error.contains("line 1"), "{error}");
     }
 

@@ -1,5 +1,6 @@
 //! `hugemm bench alloc`: pairs, bulk and random frees on one to N CPUs, and the cost over the number of CPUs.
 
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure, mean_each, rounds_in};
 use crate::frames::args::{Alloc, Pattern};
@@ -7,14 +8,17 @@ use crate::frames::peers::{self, Locked, Peer, Visit};
 use crate::goals::Goals;
 use crate::headline;
 use crate::machine::Machine;
+use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
+use comfy_table::Table;
 use hugemm_base::{CpuId, Order};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent, pairs};
+use hugemm_workloads::alloc_free::pairs::{self, PAIR, PIN, Pair};
+use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 
 /// Most blocks that are freed at random where an allocator's time grows with the number of holes.
 const MOST_HOLES: u64 = 16_384;
@@ -35,10 +39,10 @@ pub fn run(args: &Alloc) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
     let threads = threads(args, &machine);
     let most = threads.iter().max().copied().unwrap_or(1);
-    let largest = args.orders.iter().max().copied().unwrap_or(Order::ZERO);
+    let largest = args.pairs.orders.iter().max().unwrap_or(Order::ZERO);
     machine.places(most as usize)?;
     let plan = AreaPlan::new(&machine, args.size, most, largest)?;
-    for order in &args.orders {
+    for order in args.pairs.orders.iter() {
         if plan.extent.pages() / u64::from(most) < 2 * order.pages() {
             let block = hugemm_workloads::size::Size(order.bytes());
             bail!("{} hold too few blocks of order {order} ({block}) for {most} CPUs; use a larger --size", args.size);
@@ -52,7 +56,7 @@ pub fn run(args: &Alloc) -> Result<()> {
     let cases: Vec<Case> = args
         .pattern
         .iter()
-        .flat_map(|pattern| args.orders.iter().map(|order| Case { pattern: *pattern, order: *order }))
+        .flat_map(|pattern| args.pairs.orders.iter().map(|order| Case { pattern: *pattern, order }))
         .collect();
     let pin = pin(&area)?;
     let pin_note = format!(
@@ -62,13 +66,13 @@ pub fn run(args: &Alloc) -> Result<()> {
     let mut others = Others { area: &area, names: Vec::new() };
     peers::each(args.measured.no_peers, &mut others)?;
     let sides = 1 + usize::from(args.counted) + others.names.len();
-    let turns = cases.len() * threads.len() * sides * args.measured.repeat().all();
+    let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.pairs.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let atomic = headline::atomic().median();
     let (mut rows, mut goals) = (Vec::new(), Goals::new());
     if !machine.quiet() {
         environment_text::print(&environment);
-        println!("\n{} of numbered frames; median of {} runs; ns per operation", args.size, args.measured.runs);
+        println!("\n{} of numbered frames; median of {} runs; ns per operation", args.size, args.pairs.runs);
     }
     for case in cases {
         let mut curve = Vec::new();
@@ -79,7 +83,10 @@ pub fn run(args: &Alloc) -> Result<()> {
             names = found;
             curve.push(columns);
         }
-        bar.suspend(|| print(&machine, case, &threads, &names, &curve));
+        if !machine.quiet() {
+            let (title, lines) = curve_table(case, &threads, &names, &curve);
+            bar.suspend(|| table::print(&title, &lines));
+        }
         rows.extend(rows_of(case, &threads, &names, &curve));
     }
     bar.finish_and_clear();
@@ -90,7 +97,7 @@ pub fn run(args: &Alloc) -> Result<()> {
         println!("  A figure is the mean over CPUs. Lock rounds are hugemm's own, per operation. {pin_note}.");
         goals.print();
     }
-    rows.push(Row::single("bench.alloc.pin", pin, "ns").label("side", "host"));
+    rows.push(Row::single(PIN.name, pin, PIN.unit).label("side", "host"));
     rows.extend(goals.into_rows());
     machine.report(&args.measured.common, environment, rows)
 }
@@ -219,13 +226,13 @@ fn measure<'a>(
     args: &Alloc,
     bar: &indicatif::ProgressBar,
 ) -> Result<(Vec<&'static str>, Vec<Columns>)> {
-    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.millis * 1_000_000, held: args.held });
+    let mut sides = Sides::new(area, Loops { case, threads, nanos: args.pairs.millis * 1_000_000, held: args.held });
     sides.add(FROZEN, FrozenBlocks(&area.frames), true);
     if args.counted {
         sides.add(COUNTED, CountedPages(&area.frames), true);
     }
     peers::each(args.measured.no_peers, &mut sides)?;
-    let columns = alternate(&mut sides.sides, args.measured.repeat(), bar)?;
+    let columns = alternate(&mut sides.sides, args.measured.repeat(args.pairs.runs), bar)?;
     Ok((sides.sides.iter().map(|side| side.name).collect(), columns))
 }
 
@@ -311,10 +318,8 @@ fn note_goals(goals: &mut Goals, case: Case, threads: u32, names: &[&str], colum
     }
 }
 
-fn print(machine: &Machine, case: Case, threads: &[u32], names: &[&str], curve: &[Vec<Columns>]) {
-    if machine.quiet() {
-        return;
-    }
+/// The figures over the number of CPUs: a title and a table.
+fn curve_table(case: Case, threads: &[u32], names: &[impl AsRef<str>], curve: &[Vec<Columns>]) -> (String, Table) {
     let mut heads = vec![String::new()];
     for threads in threads {
         let cpus = if *threads == 1 { "1 CPU".to_owned() } else { format!("{threads} CPUs") };
@@ -327,7 +332,7 @@ fn print(machine: &Machine, case: Case, threads: &[u32], names: &[&str], curve: 
     let mut lines = table::new(heads);
     let count = figures(case.pattern).len();
     for (side, name) in names.iter().enumerate() {
-        let mut line = vec![(*name).to_owned()];
+        let mut line = vec![name.as_ref().to_owned()];
         let mut sums = Vec::new();
         for columns in curve {
             let columns = &columns[side][..count];
@@ -347,7 +352,30 @@ fn print(machine: &Machine, case: Case, threads: &[u32], names: &[&str], curve: 
         Pattern::Fifo => "taken, then freed first first",
         Pattern::Random => "taken, then freed at random",
     };
-    table::print(&format!("Order {}, {what}", case.order), &lines);
+    (format!("Order {}, {what}", case.order), lines)
+}
+
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let (pairs, pins): (Vec<_>, Vec<_>) =
+        results::of_guest(transcript).into_iter().partition(|line: &Line<Pair>| line.label("pattern") == "pair");
+    let mut results =
+        Results { rows: pairs.iter().flat_map(|line| line.rows(&[PAIR])).collect(), ..Results::default() };
+    for line in &pins {
+        results.rows.extend(line.rows(&[PIN]));
+        results.remarks.push(format!("A pin takes {:.1} ns here; each pair has two.", line.samples(&PIN).median()));
+    }
+    for lines in pairs.chunk_by(|a, b| a.number("order") == b.number("order")) {
+        let Ok(order) = Order::new(lines[0].number("order") as u32) else { continue };
+        let name = |line: &Line<Pair>| format!("{}, interrupts {}", line.label("side"), line.label("interrupts"));
+        let cpus: Vec<&[Line<Pair>]> = lines.chunk_by(|a, b| a.number("cpus") == b.number("cpus")).collect();
+        let threads: Vec<u32> = cpus.iter().map(|lines| lines[0].number("cpus") as u32).collect();
+        let names: Vec<String> = cpus[0].iter().map(name).collect();
+        let column = |line| vec![Some(Line::samples(line, &PAIR)), None];
+        let curve: Vec<Vec<Columns>> = cpus.iter().map(|lines| lines.iter().map(column).collect()).collect();
+        results.tables.push(curve_table(Case { pattern: Pattern::Pair, order }, &threads, &names, &curve));
+    }
+    results
 }
 
 /// The figures as rows.

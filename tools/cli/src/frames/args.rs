@@ -3,17 +3,14 @@
 use crate::args::{Common, Warmup};
 use crate::measure::Repeat;
 use clap::{Args, ValueEnum};
-use hugemm_base::Order;
-use hugemm_workloads::options::{cpus, order, runs, seconds};
+use hugemm_workloads::options::{cpus, seconds};
+use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
 
-/// Options of all of them.
+/// Options of all of them. Runs are many short ones, so that whatever else runs disturbs a few only; sides that take long get
+/// three.
 #[derive(Debug, Args)]
 pub struct Measured {
-    /// Runs of each measurement: many short ones, so that whatever else runs disturbs a few only. Sides that take long
-    /// get three.
-    #[arg(short, long, default_value_t = 25, value_parser = runs())]
-    pub runs: u32,
     #[command(flatten)]
     pub warmup: Warmup,
     /// Measure hugemm alone, not the other libraries beside it.
@@ -25,20 +22,18 @@ pub struct Measured {
 
 impl Measured {
     /// How often each side is run.
-    pub fn repeat(&self) -> Repeat {
-        Repeat { runs: self.runs, warmup: self.warmup.warmup }
+    pub fn repeat(&self, runs: u32) -> Repeat {
+        Repeat { runs, warmup: self.warmup.warmup }
     }
 }
 
 /// `hugemm bench free`
 #[derive(Debug, Args)]
+#[command(mut_arg("order", |arg| arg.default_value("0,3,9,10,18")))]
+#[command(mut_arg("runs", |arg| arg.default_value("25")))]
 pub struct Free {
-    /// Blocks per run [default: as many as make a million pages, at least 4].
-    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
-    pub n: Option<u64>,
-    /// Orders of the blocks: 0 (4 KiB) to 18 (1 GiB).
-    #[arg(short, long, value_delimiter = ',', default_value = "0,3,9,10,18", value_parser = order)]
-    pub order: Vec<Order>,
+    #[command(flatten)]
+    pub blocks: request::Free,
     /// Blocks taken before they are freed [default: 64, or what half the memory holds].
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub held: Option<u64>,
@@ -64,13 +59,14 @@ pub enum Pattern {
 
 /// `hugemm bench alloc`
 #[derive(Debug, Args)]
+#[command(mut_arg("millis", |arg| arg.default_value("2")))]
+#[command(mut_arg("runs", |arg| arg.default_value("25")))]
 pub struct Alloc {
+    #[command(flatten)]
+    pub pairs: request::Alloc,
     /// Numbers of CPUs [default: 1, 2, 4, … and all].
     #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub threads: Vec<u32>,
-    /// Orders of the blocks.
-    #[arg(short, long, value_delimiter = ',', default_value = "0,9", value_parser = order)]
-    pub orders: Vec<Order>,
     /// What is done with them.
     #[arg(short, long, value_enum, value_delimiter = ',', default_value = "pair,bulk,random")]
     pub pattern: Vec<Pattern>,
@@ -80,9 +76,6 @@ pub struct Alloc {
     /// Measure counted pages and folios too, which are freed by dropping their last reference.
     #[arg(long)]
     pub counted: bool,
-    /// Milliseconds of each measurement, about.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60_000))]
-    pub millis: u64,
     /// Memory to manage. Only the allocators' own data exist; the frames are numbers.
     #[arg(short, long, default_value = "16GB")]
     pub size: Size,

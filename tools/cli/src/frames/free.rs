@@ -2,20 +2,23 @@
 //! "Optimize free_contig_range()"), whole frozen blocks. What else it measures is in `frames_parts`.
 
 use super::parts;
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure};
 use crate::frames::args::Free;
 use crate::frames::peers::{self, Peer, Visit};
 use crate::goals::Goals;
 use crate::machine::Machine;
+use crate::results::{self, Line, Results};
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, anyhow, bail};
+use comfy_table::Table;
 use hugemm_base::{CpuId, Extent, Order};
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_workloads::alloc_free::bulk::{self, Freeing};
-use hugemm_workloads::alloc_free::ranges::{self, FreeMethod, RangesError};
+use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod, METRICS, RangesError};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
 
 const COUNTED: &str = "hugemm, counted";
@@ -30,17 +33,14 @@ const WHOLE_NANOS: u64 = 2_000_000;
 /// Most pages that a run may take: what is beyond would take days.
 const MOST_PAGES: u64 = 1 << 40;
 
-/// The columns of the first table.
-const COLUMNS: [&str; 6] = ["take_divide", "free_range", "free_each", "speedup", "free_whole", "lock_rounds"];
-
 /// Runs the command.
 pub fn run(args: &Free) -> Result<()> {
     let machine = Machine::new(&args.measured.common)?;
-    let largest = args.order.iter().max().copied().unwrap_or(Order::ZERO);
+    let largest = args.blocks.order.iter().max().unwrap_or(Order::ZERO);
     let cpus = machine.topology.cpus.len().min(2) as u32;
     let plan = AreaPlan::new(&machine, args.size, cpus, largest)?;
-    for order in &args.order {
-        check(args, &plan, *order)?;
+    for order in args.blocks.order.iter() {
+        check(args, &plan, order)?;
     }
     let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
@@ -50,36 +50,34 @@ pub fn run(args: &Free) -> Result<()> {
     let mut names = Names::default();
     peers::each(args.measured.no_peers, &mut names)?;
     let sides = 2 + names.0.len();
-    let turns = (args.order.len() * sides + sides + 4 + 3) * args.measured.repeat().all();
+    let turns =
+        (args.blocks.order.iter().count() * sides + sides + 4 + 3) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
-        println!("\n{} of numbered frames; median of {} runs", args.size, args.measured.runs);
+        println!("\n{} of numbered frames; median of {} runs", args.size, args.blocks.runs);
     }
     let (mut rows, mut goals) = (Vec::new(), Goals::new());
-    for order in &args.order {
-        let mut sides = Sides::new(&area, Blocks { args, order: *order });
+    for order in args.blocks.order.iter() {
+        let mut sides = Sides::new(&area, Blocks { args, order });
         sides.add(COUNTED, CountedPages(&area.frames), true);
         sides.add(FROZEN, FrozenBlocks(&area.frames), true);
         peers::each(args.measured.no_peers, &mut sides)?;
-        let columns = alternate(&mut sides.sides, args.measured.repeat(), &bar)?;
+        let columns = alternate(&mut sides.sides, args.measured.repeat(args.blocks.runs), &bar)?;
         let names: Vec<_> = sides.sides.iter().map(|side| side.name).collect();
         if !machine.quiet() {
-            bar.suspend(|| print_blocks(args, &plan, *order, &names, &columns));
+            let held = held(args, plan.extent.pages(), order);
+            let (title, lines) = blocks_table(order, blocks(args, order), &names, &columns);
+            bar.suspend(|| table::print(&format!("{title}, {held} at a time"), &lines));
         }
         for (name, columns) in names.iter().zip(&columns) {
-            for (column, samples) in COLUMNS.iter().zip(columns) {
+            for (metric, samples) in METRICS.iter().zip(columns) {
                 let Some(samples) = samples else { continue };
-                let unit = match *column {
-                    "speedup" => "ratio",
-                    "lock_rounds" => "per block",
-                    _ => "ns per block",
-                };
-                let row = Row::median(format!("bench.free.{column}"), samples, unit).label("side", *name);
-                rows.push(row.label("order", order.get()).label("n", blocks(args, *order)));
+                let row = Row::median(metric.name, samples, metric.unit).label("side", *name);
+                rows.push(row.label("order", order.get()).label("n", blocks(args, order)));
             }
         }
-        note_goals(&mut goals, *order, &columns);
+        note_goals(&mut goals, order, &columns);
     }
     if cpus == 2 {
         let (ratio, more) = parts::two_cpus(&machine, &area, args, &bar)?;
@@ -104,7 +102,7 @@ pub fn run(args: &Free) -> Result<()> {
 
 /// How many blocks a run takes.
 fn blocks(args: &Free, order: Order) -> u64 {
-    args.n.unwrap_or((PAGES_PER_RUN >> order.get()).clamp(4, 65_536))
+    args.blocks.n.unwrap_or((PAGES_PER_RUN >> order.get()).clamp(4, 65_536))
 }
 
 /// How many it takes before it frees them.
@@ -161,8 +159,7 @@ impl<'a> Work<'a> for Blocks<'a> {
             } else {
                 [FreeMethod::EachPage, FreeMethod::Range]
             };
-            let mut taking = Spent::default();
-            let (mut range, mut each, mut locks) = (None, None, None);
+            let mut spent = DividedBlocks { lock_rounds: f64::NAN, ..DividedBlocks::default() };
             for way in ways {
                 area.on_cpus(1, &source, |_, _| Ok(()))?;
                 let before = area.lock_rounds()?;
@@ -176,32 +173,31 @@ impl<'a> Work<'a> for Blocks<'a> {
                         Ok((taking, ranges::give(cx, &source, extents, way)))
                     })?;
                     match done {
-                        Ok((took, gave)) => (taking, freeing) = (taking.plus(took), freeing.plus(gave)),
+                        Ok((took, gave)) => {
+                            spent.taking = spent.taking.plus(took);
+                            freeing = freeing.plus(gave);
+                        }
                         Err(RangesError::Indivisible) => break,
                         Err(error @ RangesError::Exhausted(_)) => return Err(error.into()),
                     }
                     left -= now;
                 }
-                if freeing.operations > 0 {
-                    let figure = Some(freeing.each());
-                    if way == FreeMethod::Range {
-                        range = figure;
-                        locks = own.then_some((area.lock_rounds()? - before) as f64 / n as f64);
-                    } else {
-                        each = figure;
-                    }
+                match way {
+                    FreeMethod::Range => spent.range = freeing,
+                    FreeMethod::EachPage => spent.each = freeing,
+                }
+                if own && way == FreeMethod::Range {
+                    spent.lock_rounds = (area.lock_rounds()? - before) as f64 / n as f64;
                 }
             }
-            let whole = whole(area, &source, order)?;
-            let speedup = each.zip(range).map(|(each, range)| each / range);
-            let taking = range.map(|_| taking.each());
-            Ok(vec![taking, range, each, speedup, Some(whole), locks])
+            spent.whole = whole(area, &source, order)?;
+            Ok(METRICS.iter().map(|metric| Some((metric.of)(&spent)).filter(|figure| figure.is_finite())).collect())
         })
     }
 }
 
-/// Frees whole blocks, as many as there are up to the size of a batch: nanoseconds for one.
-fn whole<'a, S>(area: &Area<'a>, source: &S, order: Order) -> Result<f64>
+/// Frees whole blocks, as many as there are up to the size of a batch.
+fn whole<'a, S>(area: &Area<'a>, source: &S, order: Order) -> Result<Spent>
 where
     S: Source<Host<'a>> + Sync,
     S::Block: Send,
@@ -215,13 +211,14 @@ where
             let (took, gave) = bulk::run(cx, source, order, &mut held, Freeing::Lifo)?;
             (all, freeing) = (all.plus(took).plus(gave), freeing.plus(gave));
         }
-        Ok(freeing.each())
+        Ok(freeing)
     })?;
     all.first().copied().ok_or_else(|| anyhow!("no CPU"))
 }
 
-fn print_blocks(args: &Free, plan: &AreaPlan, order: Order, names: &[&str], columns: &[Columns]) {
-    let (n, pages) = (blocks(args, order), order.pages());
+/// The figures of one order: a title and a table.
+fn blocks_table(order: Order, n: u64, names: &[impl AsRef<str>], columns: &[Columns]) -> (String, Table) {
+    let pages = order.pages();
     let mut lines = table::new([
         "ns per block",
         "take and split",
@@ -241,9 +238,10 @@ fn print_blocks(args: &Free, plan: &AreaPlan, order: Order, names: &[&str], colu
             let loop_ns = way.zip(median(0)).map(|(free, take)| (free + take) * n as f64);
             text(loop_ns, &|ns| format!("{:.4} s", ns / 1e9))
         };
+        let name = name.as_ref();
         let own = name.starts_with("hugemm");
         lines.add_row([
-            (*name).to_owned(),
+            name.to_owned(),
             cell(columns[0].as_ref()),
             cell(columns[1].as_ref()),
             text(median(1), &|ns| format!("{:.2}", ns / pages as f64)),
@@ -255,8 +253,24 @@ fn print_blocks(args: &Free, plan: &AreaPlan, order: Order, names: &[&str], colu
             seconds(median(2)),
         ]);
     }
-    let held = held(args, plan.extent.pages(), order);
-    table::print(&format!("Order {order}, {n} blocks of {pages} pages, {held} at a time"), &lines);
+    (format!("Order {order}, {n} blocks of {pages} pages"), lines)
+}
+
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let lines: Vec<Line<DividedBlocks>> = results::of_guest(transcript);
+    let mut results =
+        Results { rows: lines.iter().flat_map(|line| line.rows(&METRICS)).collect(), ..Results::default() };
+    for sides in lines.chunk_by(|a, b| a.number("order") == b.number("order")) {
+        let Ok(order) = Order::new(sides[0].number("order") as u32) else { continue };
+        let names: Vec<String> = sides.iter().map(|line| line.label("side")).collect();
+        let figures = |line: &Line<DividedBlocks>| METRICS.map(|metric| line.samples(&metric)).into_iter();
+        let columns: Vec<Columns> =
+            sides.iter().map(|line| figures(line).map(|it| (it.runs() > 0).then_some(it)).collect()).collect();
+        results.tables.push(blocks_table(order, sides[0].number("n"), &names, &columns));
+        note_goals(&mut results.goals, order, &columns);
+    }
+    results
 }
 
 fn note_goals(goals: &mut Goals, order: Order, columns: &[Columns]) {

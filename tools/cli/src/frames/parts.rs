@@ -56,7 +56,7 @@ pub fn two_cpus(machine: &Machine, area: &Area<'_>, args: &Free, bar: &ProgressB
         ("two CPUs, a half each", Parts::TwoCpus),
     ];
     let mut sides = ways.map(|(name, parts)| Side { name, run: Box::new(move || measure(parts)) });
-    let columns = alternate(&mut sides, args.measured.repeat(), bar)?;
+    let columns = alternate(&mut sides, args.measured.repeat(args.blocks.runs), bar)?;
     // The second CPU is idle from here on: what it has cached would be in the way of claims.
     area.on_cpus(2, &source, |_, _| Ok(()))?;
     let samples: Vec<Samples> = columns.into_iter().filter_map(|mut columns| columns.pop().flatten()).collect();
@@ -114,7 +114,7 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
         let mut claims = Claims { area, extents, sides: Vec::new() };
         claims.add("hugemm", FrozenBlocks(&area.frames));
         peers::each(args.measured.no_peers, &mut claims)?;
-        let columns = alternate(&mut claims.sides, args.measured.repeat(), bar)?;
+        let columns = alternate(&mut claims.sides, args.measured.repeat(args.blocks.runs), bar)?;
         let mut lines = table::new(["ns", "claim", "free"]);
         for (side, columns) in claims.sides.iter().zip(&columns) {
             lines.add_row([side.name.to_owned(), cell(columns[0].as_ref()), cell(columns[1].as_ref())]);
@@ -146,7 +146,7 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
         }),
     });
     area.on_cpus(1, &frames, |_, _| Ok(()))?;
-    let columns = alternate(&mut sides, args.measured.repeat(), bar)?;
+    let columns = alternate(&mut sides, args.measured.repeat(args.blocks.runs), bar)?;
     let mut lines = table::new(["ns per page", "free"]);
     for ((name, _), columns) in ways.iter().zip(&columns) {
         lines.add_row([(*name).to_owned(), cell(columns[0].as_ref())]);

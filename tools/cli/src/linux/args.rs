@@ -77,7 +77,8 @@ pub struct GuestLine {
     pub command: GuestCommand,
 }
 
-/// What a Linux guest can do.
+/// What a Linux guest can do. Its jobs have other parameters than the reference kernel's, which declare hugemm's own ways too:
+/// only what stock Linux can be asked for, one size in each, and what its huge pages are.
 #[derive(Debug, Subcommand)]
 pub enum GuestCommand {
     /// Measure one workload.

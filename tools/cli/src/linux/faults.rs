@@ -8,12 +8,13 @@ use crate::goals::Goals;
 use crate::linux::args::{GuestKind, GuestMmap, GuestVmCreate};
 use crate::linux::reference::NAME;
 use crate::linux::{Cell, kib, samples};
+use crate::results::{self, Line};
 use crate::stats::Samples;
 use crate::table;
 use hugemm_base::PageSize;
 use hugemm_workloads::request::{Clearing, Function, PagesFrom, Request, VmCreate};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::vm_create::CreateMethod;
+use hugemm_workloads::vm_create::{CreateMethod, Created};
 use hugemm_workloads::words::{List, Named};
 use serde_json::{Value, json};
 
@@ -55,10 +56,10 @@ impl Populate {
             Function::Populate => CreateMethod::Prefault,
         };
         Request::VmCreate(VmCreate {
-            size: self.size,
+            size: Some(self.size),
             page: List::one(self.page),
             how: self.functions.map(how),
-            workers: self.workers,
+            workers: Some(self.workers),
             clear: List::one(Clearing::Bulk),
             from: if self.kind == GuestKind::Hugetlb { PagesFrom::Pool } else { PagesFrom::Frames },
             runs,
@@ -67,16 +68,15 @@ impl Populate {
 
     /// The kernel's runs as a Linux guest reports its own.
     pub fn events(&self, transcript: &Transcript) -> Vec<Value> {
-        let rates = transcript.samples().filter(|(metric, ..)| *metric == "bench.vm_create");
-        let events = rates.flat_map(|(_, labels, samples)| {
-            let function = if labels["how"] == "demand" { "demand" } else { "populate" };
-            let (workers, bytes) = (labels["workers"].clone(), labels["size"].clone());
-            samples.values().iter().enumerate().map(move |(run, rate)| {
-                let nanos = bytes.as_f64().unwrap_or(0.0) / rate;
-                json!({"run": run + 1, "function": function, "workers": workers, "bytes": bytes, "ns": nanos})
-            })
-        });
-        events.collect()
+        let of_line = |line: Line<Created>| {
+            let function = if line.label("how") == "demand" { "demand" } else { "populate" };
+            let event = |(run, it): (usize, &Created)| {
+                let workers = line.number("workers");
+                json!({"run": run + 1, "function": function, "workers": workers, "bytes": it.bytes, "ns": it.nanos})
+            };
+            line.runs.iter().enumerate().map(event).collect::<Vec<_>>()
+        };
+        results::of_guest(transcript).into_iter().flat_map(of_line).collect()
     }
 
     /// The table and its rows.

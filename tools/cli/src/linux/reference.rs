@@ -4,10 +4,9 @@ use crate::arch::Arch;
 use crate::boot::{Done, VirtualMachine};
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::age;
 use crate::linux::args::{GuestBench, GuestMem, Linux};
 use crate::linux::faults::Populate;
-use crate::pool::kernel as pool_kernel;
+use crate::linux::{age, pool};
 use crate::qemu::Accel;
 use crate::stats::Samples;
 use crate::table;
@@ -32,7 +31,7 @@ impl<'w> Reference<'w> {
     /// Finds or builds the image.
     pub fn new(args: &Linux, work: &'w GuestBench) -> Result<Self> {
         let request = match work {
-            GuestBench::Pool(pool) => Request::Pool(pool_kernel::request(pool, args.runs)),
+            GuestBench::Pool(work) => Request::Pool(pool::request(work, args.runs)),
             GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs),
             GuestBench::VmCreate(create) => Populate::from(create).request(args.runs),
             GuestBench::Age(work) => age::request(work, args.runs)?,
@@ -52,7 +51,7 @@ impl<'w> Reference<'w> {
         let done = self.machine(args, accel, cpus).run(&self.request, |_, _, _| {});
         interrupt::check()?;
         let events = |done: &Done| match self.work {
-            GuestBench::Pool(_) => pool_kernel::events(&done.transcript),
+            GuestBench::Pool(_) => pool::events(&done.transcript),
             GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).events(&done.transcript),
             GuestBench::VmCreate(create) => Populate::from(create).events(&done.transcript),
             GuestBench::Age(_) => age::events(&done.transcript),

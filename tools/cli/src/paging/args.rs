@@ -2,6 +2,7 @@
 
 use crate::frames::args::Measured;
 use clap::Args;
+use hugemm_workloads::options::runs;
 use hugemm_workloads::size::Size;
 
 /// `hugemm bench map`
@@ -13,6 +14,9 @@ pub struct Map {
     /// How many bytes of the frames are contiguous [default: all]; each 4 KiB by itself is the worst that can happen.
     #[arg(short, long)]
     pub extent: Option<Size>,
+    /// Runs of each measurement.
+    #[arg(short, long, default_value_t = 25, value_parser = runs())]
+    pub runs: u32,
     #[command(flatten)]
     pub measured: Measured,
 }

@@ -133,12 +133,12 @@ pub fn run(args: &Map) -> Result<()> {
     let bench = Bench { host: &host, frames: &frames, offset, cost };
 
     let sides = if peers(args) { 2 } else { 1 };
-    let turns = fields.len() * sides * args.measured.repeat().all();
+    let turns = fields.len() * sides * args.measured.repeat(args.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     if !machine.quiet() {
         environment_text::print(&environment);
         let extent = args.extent.map_or("all of the range".to_owned(), |extent| extent.to_string());
-        println!("\nmedian of {} runs; contiguous frames: {extent}", args.measured.runs);
+        println!("\nmedian of {} runs; contiguous frames: {extent}", args.runs);
         println!(
             "a flush of everything takes {:.0} ns here, and the refill of {WORKING_SET} translations {:.0} ns (by mprotect)",
             cost.all_ns, cost.refill_ns
@@ -151,7 +151,7 @@ pub fn run(args: &Map) -> Result<()> {
         if peers(args) {
             sides.push(bench.per_page(field));
         }
-        let columns = alternate(&mut sides, args.measured.repeat(), &bar)?;
+        let columns = alternate(&mut sides, args.measured.repeat(args.runs), &bar)?;
         let names: Vec<_> = sides.iter().map(|side| side.name).collect();
         rows.extend(figures(*size, &names, &columns));
         lines.add_rows(whats().enumerate().map(|(index, what)| line(*size, what, index, &columns)));

@@ -8,10 +8,12 @@
 //! Both sides change the pages in one walk. Page by page there is a flush for each.
 
 use crate::args::Kind;
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::figure;
 use crate::machine::Machine;
 use crate::paging::shootdown_args::Shootdown;
+use crate::results::{self, Line, Results};
 use crate::stand_in::StandIn;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
@@ -27,10 +29,12 @@ use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
 use hugemm_inspect::interrupt;
 use hugemm_inspect::ipi::{MembarrierIpi, function_call_interrupts};
 use hugemm_paging::{
-    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownCounts, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace,
-    UserSpace, X86_64,
+    Counting, EditLock, FrameTables, Keep, PageTable, ShootdownPolicy, TlbCpu, TlbShootdown, TlbSpace, UserSpace,
+    X86_64,
 };
-use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
+use hugemm_workloads::shootdown::{
+    self, COUNTS, FromFrames, LONG_RUNS, Operation, POLICIES, PROBE, ShootdownRig, Shot, TIME, too_long,
+};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -42,16 +46,6 @@ const AT: VirtAddr = VirtAddr::new(1 << 40);
 
 /// A measurement that takes longer is run three times.
 const LONG: Duration = Duration::from_millis(100);
-
-/// How often a long measurement is run in all.
-const LONG_RUNS: u64 = 4;
-
-/// Pages by which it is found out how long more of them would take.
-const PROBE: u64 = 512;
-
-/// The policies, by name.
-const POLICIES: [(&str, ShootdownPolicy); 2] =
-    [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
 
 /// Interrupts as the kernel sends them, and invalidations that take as long as its own.
 struct Costly {
@@ -78,14 +72,12 @@ unsafe impl TlbHw for Costly {
 }
 
 /// What was measured of one operation under one policy.
-#[derive(Default)]
 struct Figures {
-    nanos: Samples,
-    counts: ShootdownCounts,
+    shots: Line<Shot>,
     /// Interrupts per operation by the kernel's count, which includes others'.
     taken: Option<Samples>,
-    /// Not measured: how long it would have taken.
-    left_out: Option<Duration>,
+    /// Not measured: how many seconds it would have taken.
+    left_out: Option<f64>,
 }
 
 /// Runs the command.
@@ -105,36 +97,28 @@ pub fn run(args: &Shootdown) -> Result<()> {
             Some(Costly { interrupts, cost: FlushCost::measure().context("what a flush costs")? })
         }
     };
-    let steps = (real.len() + args.counted.len()) * args.pages.len() * 4;
+    let steps = (real.len() + args.counted.len()) * args.ranges.pages.iter().count() * 4;
     let bar = progress::bar(steps as u64, machine.quiet());
     let mut rows = Vec::new();
-    let heads = ["operation", "pages", "CPUs"];
-    let mut timed = table::new(heads.into_iter().chain([
-        "batched, ns",
-        "per page, ns",
-        "ratio",
-        "flushes",
-        "per page",
-        "IPIs",
-        "per page",
-    ]));
-    let mut longest = None;
+    let mut timed = table::new(HEADS.into_iter().chain(TIMES).chain(COUNTED));
+    let mut longest = 0.0_f64;
     for &cpus in &real {
         let Some(interrupts) = &interrupts else { break };
-        let all = on_machine(&machine, &machine.places(cpus as usize)?, interrupts, cpus, args, args.runs, &bar)?;
+        let all =
+            on_machine(&machine, &machine.places(cpus as usize)?, interrupts, cpus, args, args.ranges.runs, &bar)?;
         for (operation, pages, figures) in all {
-            longest = longest.max(figures.iter().filter_map(|figures| figures.left_out).max());
-            rows.extend(rows_of(operation, pages, cpus, "membarrier", &figures));
-            timed.add_row(line(operation, pages, cpus, &figures, true));
+            longest = figures.iter().filter_map(|figures| figures.left_out).fold(longest, f64::max);
+            rows.extend(figures.iter().flat_map(Figures::rows));
+            timed.add_row(line(operation.name(), pages, cpus.into(), &figures, true));
         }
     }
-    let mut counted = table::new(heads.into_iter().chain(["flushes", "per page", "IPIs", "per page"]));
+    let mut counted = table::new(HEADS.into_iter().chain(COUNTED));
     let place = machine.places(1)?;
     for &cpus in &args.counted {
         let all = on_machine(&machine, &place, &Counting, cpus, args, 1, &bar)?;
         for (operation, pages, figures) in all {
-            rows.extend(rows_of(operation, pages, cpus, "counted", &figures));
-            counted.add_row(line(operation, pages, cpus, &figures, false));
+            rows.extend(figures.iter().flat_map(Figures::rows));
+            counted.add_row(line(operation.name(), pages, cpus.into(), &figures, false));
         }
     }
     bar.finish_and_clear();
@@ -148,11 +132,10 @@ pub fn run(args: &Shootdown) -> Result<()> {
                 cost.page_ns, cost.all_ns, cost.refill_ns
             );
             table::print("Time, flushes and interrupts (IPIs) per operation; real interrupts", &timed);
-            if let Some(longest) = longest {
+            if longest > 0.0 {
                 println!(
-                    "\n  – : a flush per page would have taken more than --limit {} s, up to {:.0} s; raise it to measure that too.",
-                    args.limit,
-                    longest.as_secs_f64()
+                    "\n  – : a flush per page would have taken more than --limit {} s, up to {longest:.0} s; raise it to measure that too.",
+                    args.ranges.limit,
                 );
             }
         }
@@ -174,7 +157,7 @@ fn doubling(all: u32) -> Vec<u32> {
     numbers
 }
 
-type Measured = Vec<(Operation, u64, Vec<Figures>)>;
+type Measured = Vec<(Operation, u64, [Figures; 2])>;
 
 /// Measures everything on `cpus` CPUs, of which the first `places.len()` are threads and the others are served for.
 fn on_machine<H: TlbHw + Sync>(
@@ -259,7 +242,7 @@ fn on_machine<H: TlbHw + Sync>(
                 std::thread::yield_now();
             }
             let mut all = Vec::new();
-            for &pages in &args.pages {
+            for pages in args.ranges.pages.iter() {
                 let span = VirtRange::new(AT, pages * PAGE_BYTES)?;
                 for operation in Operation::ALL {
                     bar.set_message(format!("{} {pages} pages, {cpus} CPUs", operation.name()));
@@ -271,9 +254,11 @@ fn on_machine<H: TlbHw + Sync>(
                     if pages > PROBE {
                         let probe = VirtRange::new(AT, PROBE * PAGE_BYTES)?;
                         let shot = shootdown::run(cx, &setup, probe, operation, &ShootdownPolicy::PER_PAGE)?;
-                        left_out = too_long(shot.nanos, pages, Duration::from_secs(args.limit));
+                        left_out = too_long(shot.nanos, pages, args.ranges.limit);
                     }
-                    all.push((operation, pages, alternate(cx, runs, left_out, once)?));
+                    let how = if places.len() as u32 == cpus && runs > 1 { "membarrier" } else { "counted" };
+                    let figures = POLICIES.map(|(policy, _)| Figures::new(operation, pages, cpus, policy, how));
+                    all.push((operation, pages, alternate(cx, runs, left_out, figures, once)?));
                     bar.inc(2);
                 }
             }
@@ -285,13 +270,6 @@ fn on_machine<H: TlbHw + Sync>(
         }
         measured?
     })
-}
-
-/// How long [`LONG_RUNS`] of a flush per page for `pages` pages take, if that is more than `limit`; `probed` is what
-/// [`PROBE`] pages took.
-fn too_long(probed: u64, pages: u64, limit: Duration) -> Option<Duration> {
-    let all = Duration::from_nanos(probed.saturating_mul(pages).saturating_mul(LONG_RUNS) / PROBE);
-    (all > limit).then_some(all)
 }
 
 /// Ends the peers, however the measurement ends.
@@ -307,10 +285,10 @@ impl Drop for StopOnDrop<'_> {
 fn alternate<P>(
     cx: &mut CpuCx<'_, P>,
     runs: u32,
-    left_out: Option<Duration>,
+    left_out: Option<f64>,
+    mut all: [Figures; 2],
     mut once: impl FnMut(&mut CpuCx<'_, P>, &ShootdownPolicy) -> Result<Shot>,
-) -> Result<Vec<Figures>> {
-    let mut all: Vec<Figures> = POLICIES.iter().map(|_| Figures::default()).collect();
+) -> Result<[Figures; 2]> {
     let mut left = [runs, if left_out.is_some() { 0 } else { runs }];
     all[1].left_out = left_out;
     for run in 0..=runs {
@@ -327,8 +305,7 @@ fn alternate<P>(
             }
             let figures = &mut all[index];
             left[index] -= 1;
-            figures.nanos.push(shot.nanos as f64);
-            figures.counts = shot.counts;
+            figures.shots.runs.push(shot);
             if let Some((before, after)) = before.zip(function_call_interrupts()) {
                 figures.taken.get_or_insert_default().push(after.saturating_sub(before) as f64);
             }
@@ -337,57 +314,73 @@ fn alternate<P>(
     Ok(all)
 }
 
-fn flushes(counts: &ShootdownCounts) -> u64 {
-    counts.flushes_all + counts.flushes_range
+impl Figures {
+    fn new(operation: Operation, pages: u64, cpus: u32, policy: &str, interrupts: &str) -> Self {
+        let shots = Line::new([
+            ("operation", operation.name().into()),
+            ("pages", pages.into()),
+            ("cpus", cpus.into()),
+            ("policy", policy.into()),
+            ("interrupts", interrupts.into()),
+        ]);
+        Figures { shots, taken: None, left_out: None }
+    }
+
+    fn nanos(&self) -> f64 {
+        self.shots.samples(&TIME).median()
+    }
+
+    /// A cell, unless there was no measurement.
+    fn shown(&self, cell: String) -> String {
+        if self.shots.runs.is_empty() { "–".to_owned() } else { cell }
+    }
+
+    fn rows(&self) -> Vec<Row> {
+        let mut rows = self.shots.rows(&COUNTS);
+        if self.shots.label("interrupts") != "counted" {
+            rows.extend(self.shots.rows(&[TIME]));
+        }
+        let taken = self.taken.iter().map(|taken| Row::median("bench.shootdown.interrupts_taken", taken, "count"));
+        rows.extend(taken.map(|row| self.shots.labelled(row)));
+        rows
+    }
 }
 
+const HEADS: [&str; 3] = ["operation", "pages", "CPUs"];
+const TIMES: [&str; 3] = ["batched, ns", "per page, ns", "ratio"];
+const COUNTED: [&str; 4] = ["flushes", "per page", "IPIs", "per page"];
+
 /// One line: both policies.
-fn line(operation: Operation, pages: u64, cpus: u32, figures: &[Figures], timed: bool) -> Vec<String> {
-    let mut cells = vec![operation.name().to_owned(), pages.to_string(), cpus.to_string()];
+fn line(operation: &str, pages: u64, cpus: u64, figures: &[Figures; 2], timed: bool) -> Vec<String> {
+    let mut cells = vec![operation.to_owned(), pages.to_string(), cpus.to_string()];
     if timed {
-        cells.extend(figures.iter().map(|f| shown(f, figure(f.nanos.median()))));
-        let ratio = figures[1].nanos.median() / figures[0].nanos.median().max(1.0);
-        cells.push(shown(&figures[1], format!("{ratio:.1} ×")));
+        cells.extend(figures.iter().map(|f| f.shown(figure(f.nanos()))));
+        let ratio = figures[1].nanos() / figures[0].nanos().max(1.0);
+        cells.push(figures[1].shown(format!("{ratio:.1} ×")));
     }
-    cells.extend(figures.iter().map(|f| shown(f, flushes(&f.counts).to_string())));
-    cells.extend(figures.iter().map(|f| shown(f, f.counts.interrupts.to_string())));
+    for metric in COUNTS.iter().filter(|metric| !metric.head.is_empty()) {
+        cells.extend(figures.iter().map(|f| f.shown(format!("{:.0}", f.shots.samples(metric).median()))));
+    }
     cells
 }
 
-/// A cell, unless there was no measurement.
-fn shown(figures: &Figures, cell: String) -> String {
-    if figures.left_out.is_some() { "–".to_owned() } else { cell }
-}
-
-fn rows_of(operation: Operation, pages: u64, cpus: u32, how: &str, figures: &[Figures]) -> Vec<Row> {
-    let mut rows = Vec::new();
-    for ((name, _), figures) in POLICIES.iter().zip(figures).filter(|(_, figures)| figures.left_out.is_none()) {
-        let label = |row: Row| {
-            let row = row.label("operation", operation.name()).label("pages", pages).label("cpus", cpus);
-            row.label("policy", *name).label("interrupts", how)
+/// What the reference kernel has measured.
+pub fn of_guest(transcript: &Transcript) -> Results {
+    let lines: Vec<Line<Shot>> = results::of_guest(transcript);
+    let mut results = Results::default();
+    let mut timed = table::new(HEADS.into_iter().chain(TIMES).chain(COUNTED));
+    let (batched, each): (Vec<_>, Vec<_>) = lines.into_iter().partition(|line| line.label("policy") == POLICIES[0].0);
+    let mut each = each.into_iter().peekable();
+    for shots in batched {
+        let (operation, pages, cpus) = (shots.label("operation"), shots.number("pages"), shots.number("cpus"));
+        let same = |line: &Line<Shot>| {
+            (line.label("operation"), line.number("pages"), line.number("cpus")) == (operation.clone(), pages, cpus)
         };
-        if how != "counted" {
-            rows.push(label(Row::median("bench.shootdown.time", &figures.nanos, "ns")));
-            if let Some(taken) = &figures.taken {
-                rows.push(label(Row::median("bench.shootdown.interrupts_taken", taken, "count")));
-            }
-        }
-        let count = |metric: &str, value: u64| label(Row::single(metric, value as f64, "count"));
-        rows.push(count("bench.shootdown.flushes", flushes(&figures.counts)));
-        rows.push(count("bench.shootdown.ipis", figures.counts.interrupts));
+        let per_page = each.next_if(same).unwrap_or_else(|| Line::new([]));
+        let figures = [shots, per_page].map(|shots| Figures { shots, taken: None, left_out: None });
+        timed.add_row(line(&operation, pages, cpus, &figures, true));
+        results.rows.extend(figures.iter().flat_map(Figures::rows));
     }
-    rows
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_takes_longer_than_the_limit_is_left_out() {
-        let limit = Duration::from_secs(1);
-        // 1 µs per page: four times 2^17 pages take half a second, four times 2^18 pages more than one.
-        assert_eq!(too_long(512_000, 1 << 17, limit), None);
-        assert_eq!(too_long(512_000, 1 << 18, limit), Some(Duration::from_nanos((1 << 20) * 1000)));
-    }
+    results.tables.push(("Time, flushes and interrupts (IPIs) per operation; real interrupts".to_owned(), timed));
+    results
 }

@@ -2,15 +2,16 @@
 
 use crate::args::Common;
 use clap::Args;
-use hugemm_workloads::options::{cpus, runs, seconds};
+use hugemm_workloads::options::cpus;
+use hugemm_workloads::request;
 
 /// `hugemm bench shootdown`
 #[derive(Debug, Args)]
+#[command(mut_arg("limit", |arg| arg.default_value("10")))]
+#[command(mut_arg("runs", |arg| arg.default_value("15")))]
 pub struct Shootdown {
-    /// Pages per operation.
-    #[arg(short, long, value_delimiter = ',', default_value = "1,8,33,34,512,4096,32768,262144",
-          value_parser = clap::value_parser!(u64).range(1..=1 << 18))]
-    pub pages: Vec<u64>,
+    #[command(flatten)]
+    pub ranges: request::Shootdown,
     /// Numbers of CPUs to interrupt for real, each a thread on a CPU of its own [default: 1, 2, 4, … and all].
     #[arg(short, long, value_delimiter = ',', value_parser = cpus())]
     pub cpus: Vec<u32>,
@@ -20,12 +21,6 @@ pub struct Shootdown {
     /// Send no real interrupts.
     #[arg(long)]
     pub counted_only: bool,
-    /// Runs of each measurement; those that take long get three.
-    #[arg(short, long, default_value_t = 15, value_parser = runs())]
-    pub runs: u32,
-    /// Seconds that the page-at-a-time side of one measurement may take; what would take longer is left out, and said.
-    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = seconds())]
-    pub limit: u64,
     #[command(flatten)]
     pub common: Common,
 }

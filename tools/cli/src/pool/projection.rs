@@ -2,6 +2,7 @@
 //! cost derived from published figures, which stand beside it.
 
 use crate::document::Row;
+use crate::results::Results;
 use crate::table;
 
 /// A machine of "Batch hugetlb vmemmap modification operations": seconds that Linux took for `pages` pages of
@@ -78,8 +79,9 @@ fn flush_cost(one: &Published, old_flushes: f64) -> f64 {
     ((one.on_page - one.off) - (one.batched_on - one.batched_off)) / one.pages / old_flushes
 }
 
-/// Prints the table and adds its rows.
-pub fn print(up: Here, down: Here, quiet: bool, rows: &mut Vec<Row>) {
+/// Adds the table and its rows.
+pub fn add(up: Here, down: Here, results: &mut Results) {
+    let rows = &mut results.rows;
     let mut lines = table::new([
         "machine",
         "CPUs",
@@ -118,12 +120,11 @@ pub fn print(up: Here, down: Here, quiet: bool, rows: &mut Vec<Row>) {
         rows.push(row(name, hugemm, "s").label("flush_us", flush * 1e6).label("published_linux_s", one.batched_on));
         rows.push(row(format!("calculated.pool.{}_page_s", one.direction), per_page, "s").label("error_pct", error));
     }
-    if !quiet {
-        table::print("Calculated, not measured: 2 MiB pages on the machines of the published figures", &lines);
-        println!(
-            "\n  A flush's cost comes from the published figures of the other direction (unbatched minus batched, per \
-             page);\n  hugemm's time is Linux's without the optimization, plus the extra time per page measured here, plus its \
-             flushes."
-        );
-    }
+    let title = "Calculated, not measured: 2 MiB pages on the machines of the published figures";
+    results.tables.push((title.to_owned(), lines));
+    results.remarks.push(
+        "A flush's cost comes from the published figures of the other direction (unbatched minus batched, per page);\n  \
+         hugemm's time is Linux's without the optimization, plus the extra time per page measured here, plus its flushes."
+            .to_owned(),
+    );
 }

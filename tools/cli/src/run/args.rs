@@ -2,7 +2,7 @@
 
 use crate::args::{Calibration, Common, Kind};
 use clap::Args;
-use hugemm_workloads::options::runs;
+use hugemm_workloads::request;
 use hugemm_workloads::size::Size;
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ The work of a virtual machine host, once through, by hugemm on memory of this ma
   failures        a machine too large for the pool, a guest that takes all there is, two frames that go bad
   destroy        everything is unmapped and freed
   shrink pool    the pool is emptied and its descriptors restored
-Then the accounting are checked: every frame is back, and every counter adds up.
+Then the accounting is checked: every frame is back, and every counter adds up.
 
 It is run in three ways, which are values of the same policies. Page by page is what kernels that work by pages do: \
 4 KiB cleared at a time, a fault for each page, an unmap that gathers some thousand pages, flushes once for them and frees them, \
@@ -42,9 +42,8 @@ pub struct Run {
     /// CPUs that each guest runs on, and that its flushes have to interrupt (counted, not sent).
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4))]
     pub vcpus: u32,
-    /// Runs, after one that is not counted.
-    #[arg(short, long, default_value_t = 3, value_parser = runs())]
-    pub runs: u32,
+    #[command(flatten)]
+    pub host: request::Run,
     /// Leave this machine's kernel out.
     #[arg(long)]
     pub no_kernel: bool,

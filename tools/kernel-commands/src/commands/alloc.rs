@@ -2,7 +2,7 @@
 //! off and on, and with interrupts off throughout; and what a pin costs by itself.
 
 use super::{Cx, Failure, cpu_counts};
-use crate::output::{progress, sample};
+use crate::output::{progress, record};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{Clock, Cpu, CpuCx, Order};
@@ -10,7 +10,8 @@ use hugemm_kernel::MAX_CPUS;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::smp::{self, Rendezvous};
 use hugemm_kernel::{percpu, platform::Kernel};
-use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source, Spent, pairs};
+use hugemm_workloads::alloc_free::pairs::{self, Pair};
+use hugemm_workloads::alloc_free::{CountedPages, Exhausted, FrozenBlocks, Source, Spent};
 use hugemm_workloads::request::Alloc;
 
 /// Pairs between two looks at the clock.
@@ -23,7 +24,7 @@ pub fn run(cx: Cx<'_>, args: &Alloc) -> Result<(), Failure> {
     let of = u64::from(args.runs) * args.orders.iter().count() as u64 * counts;
     let mut done = 0;
     for _ in 0..args.runs {
-        sample("kernel.pin_ns", pin(cx), "ns per pin", &[]);
+        record(&Pair { nanos: pin(cx) }, &[("side", (&"kernel").into()), ("pattern", (&"pin").into())]);
         for order in args.orders.iter() {
             for cpus in cpu_counts(percpu::count()) {
                 progress(done, of, "alloc");
@@ -91,11 +92,12 @@ fn side<S: Source<Kernel> + Sync>(cx: Cx<'_>, name: &str, source: &S, how: How) 
     let mean = (0..cpus as usize).map(each).sum::<f64>() / f64::from(cpus);
     let labels = [
         ("side", (&name).into()),
+        ("pattern", (&"pair").into()),
         ("order", order.get().into()),
         ("cpus", cpus.into()),
         ("interrupts", (&interrupts).into()),
     ];
-    sample("bench.alloc.pair", mean, "ns per pair", &labels);
+    record(&Pair { nanos: mean }, &labels);
     Ok(())
 }
 

@@ -1,12 +1,12 @@
 //! Blocks divided into pages and freed, as ranges and page by page: the loop of "Optimize free_contig_range()".
 
 use super::{Cx, Failure};
-use crate::output::{progress, sample};
+use crate::output::{progress, record};
 use hugemm_base::{Extent, Order};
 use hugemm_kernel::memory::{Scratch, frames};
 use hugemm_kernel::{percpu, platform::Kernel};
-use hugemm_workloads::alloc_free::ranges::{self, FreeMethod};
-use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source, Spent};
+use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod};
+use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source};
 use hugemm_workloads::request::Free;
 
 /// Pages that the default number of blocks makes.
@@ -49,30 +49,28 @@ fn side<S: Source<Kernel>>(
     } else {
         [FreeMethod::EachPage, FreeMethod::Range]
     };
-    let mut taking = Spent::default();
-    let (mut range, mut each) = (Spent::default(), Spent::default());
+    let mut spent = DividedBlocks::default();
     for way in ways {
         source.settle(cx);
+        let before = frames().stats(cx).lock_rounds;
         let mut left = n;
         while left > 0 {
             percpu::beat();
             let now = left.min(held);
             let part = &mut extents.items[..now as usize];
-            taking = taking.plus(ranges::take(cx, source, order, part)?);
-            let spent = ranges::give(cx, source, part, way);
-            if way == FreeMethod::Range {
-                range = range.plus(spent)
-            } else {
-                each = each.plus(spent)
+            spent.taking = spent.taking.plus(ranges::take(cx, source, order, part)?);
+            let given = ranges::give(cx, source, part, way);
+            match way {
+                FreeMethod::Range => spent.range = spent.range.plus(given),
+                FreeMethod::EachPage => spent.each = spent.each.plus(given),
             }
             left -= now;
         }
+        if way == FreeMethod::Range {
+            spent.lock_rounds = (frames().stats(cx).lock_rounds - before) as f64 / n as f64;
+        }
     }
     extents.free(cx);
-    let labels = [("side", (&name).into()), ("order", order.get().into()), ("n", n.into())];
-    sample("bench.free.take_divide", taking.each(), "ns per block", &labels);
-    sample("bench.free.free_range", range.each(), "ns per block", &labels);
-    sample("bench.free.free_each", each.each(), "ns per block", &labels);
-    sample("bench.free.speedup", each.each() / range.each().max(f64::MIN_POSITIVE), "ratio", &labels);
+    record(&spent, &[("side", (&name).into()), ("order", order.get().into()), ("n", n.into())]);
     Ok(())
 }

@@ -2,21 +2,18 @@
 //! clearing optimizations".
 
 use super::{Cx, Failure, region};
-use crate::output::{progress, sample};
+use crate::output::{progress, record};
 use hugemm_clear::Features;
 use hugemm_kernel::memory::frames;
-use hugemm_workloads::request::Memset;
+use hugemm_workloads::request::{KERNEL_SIZE, Memset};
 use hugemm_workloads::sweep::{self, ClearWith};
-
-/// perf's gigabyte.
-const GIB: f64 = (1_u64 << 30) as f64;
 
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
     let features = Features::detect();
     let usable = || features.iter().filter(|primitive| !primitive.needs_vector());
-    let mut memory = region(cx, args.size)?.into_dirty();
+    let mut memory = region(cx, args.size.unwrap_or(KERNEL_SIZE))?.into_dirty();
     let bytes = memory.extent().bytes();
     // Once untimed: the hypervisor gives memory when it is touched first.
     let first = ClearWith::Primitive { primitive: hugemm_clear::Primitive::Portable, features: &features };
@@ -32,9 +29,8 @@ pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
                 let how = ClearWith::Primitive { primitive, features: &features };
                 let pass;
                 (memory, pass) = sweep::pass(cx, how, memory, chunk, false).map_err(|stopped| stopped.reason)?;
-                let rate = pass.bytes as f64 / GIB / (pass.nanos.max(1) as f64 / 1e9);
                 let labels = [("chunk", chunk.into()), ("function", (&name).into()), ("size", bytes.into())];
-                sample("bench.mem.memset", rate, "GiB/s", &labels);
+                record(&pass, &labels);
             }
         }
     }

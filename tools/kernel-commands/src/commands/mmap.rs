@@ -2,15 +2,13 @@
 
 use super::populate::{self, Fill, calibrated};
 use super::{Cx, Failure};
-use crate::output::{progress, sample};
+use crate::output::{progress, record};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_vm::Pools;
-use hugemm_workloads::request::{Function, Mmap};
-use hugemm_workloads::vm_create::{CreateMethod, Split};
+use hugemm_workloads::Pass;
+use hugemm_workloads::request::{Function, KERNEL_SIZE, Mmap};
+use hugemm_workloads::vm_create::{CreateMethod, Created};
 use hugemm_workloads::words::Named;
-
-/// perf's gigabyte.
-const GIB: f64 = (1_u64 << 30) as f64;
 
 /// Runs the command.
 #[inline(never)]
@@ -18,7 +16,7 @@ pub fn run(cx: Cx<'_>, args: &Mmap) -> Result<(), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(calibrated(cx, &features)?))?;
     let page = args.page;
-    let bytes = args.size.next_multiple_of(page.bytes());
+    let bytes = args.size.unwrap_or(KERNEL_SIZE).next_multiple_of(page.bytes());
     let of = u64::from(args.loops) * args.function.iter().count() as u64;
     let mut done = 0;
     for run in 0..=args.loops {
@@ -30,15 +28,22 @@ pub fn run(cx: Cx<'_>, args: &Mmap) -> Result<(), Failure> {
                 Function::Populate => CreateMethod::Prefault,
             };
             let fill = Fill { bytes, page, how, workers: 1, pooled: false };
-            let nanos = Split::total(&populate::pass(cx, clearer, Pools::default(), &fill)?.slowest);
+            let Created { nanos, .. } = populate::pass(cx, clearer, Pools::default(), &fill)?;
             // The first pass is the hypervisor's: it gives memory when it is touched first.
             if run == 0 {
                 continue;
             }
             done += 1;
-            let rate = bytes as f64 / GIB / (nanos.max(1) as f64 / 1e9);
-            let labels = [("function", (&name).into()), ("page", page.bytes().into()), ("size", bytes.into())];
-            sample("bench.mem.mmap", rate, "GiB/s", &labels);
+            let labels = [
+                ("side", (&"hugemm-policy").into()),
+                ("function", (&name).into()),
+                ("page", (&page).into()),
+                ("backing", (&"free memory").into()),
+                ("size", bytes.into()),
+                ("threads", 1_u32.into()),
+                ("software_fault", false.into()),
+            ];
+            record(&Pass { bytes, nanos }, &labels);
         }
     }
     Ok(())

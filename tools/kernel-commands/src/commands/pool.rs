@@ -3,14 +3,14 @@
 //! The boot CPU works; the others are idle, and every flush has to reach them.
 
 use super::{Cx, Failure};
-use crate::output::{note, progress, sample};
+use crate::output::{note, progress, record};
 use hugemm_base::PageSize;
 use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::Scratch;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
 use hugemm_kernel::{percpu, tlb};
-use hugemm_workloads::pool::{Timed, resize};
+use hugemm_workloads::pool::{Cycle, Timed, resize};
 use hugemm_workloads::request::{FlushEach, Optimization, Pool};
 use hugemm_workloads::words::List;
 
@@ -37,13 +37,6 @@ const SIDES: [(Side, Optimization, FlushEach); 4] = [
 
 /// Pages, if nothing is said.
 const PAGES: u64 = 200;
-
-/// A resize, and the CPUs that it interrupted.
-#[derive(Clone, Copy)]
-struct Step {
-    timed: Timed,
-    ipis: u64,
-}
 
 /// Runs the command.
 #[inline(never)]
@@ -89,36 +82,36 @@ fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<()
                 optimizer.set_enabled(side.hvo);
                 // The first cycle finds the tables as another side has left them.
                 cycle(cx, pool, &optimizer, n)?;
-                let [up, down] = cycle(cx, pool, &optimizer, n)?;
-                if up.timed.report.entered < n && done == 1 {
+                let done_once = cycle(cx, pool, &optimizer, n)?;
+                let entered = done_once.up.report.entered;
+                if entered < n && done == 1 {
                     note(format_args!(
-                        "{} of {n} pages were had; times are per page that was had; use a larger --memory",
-                        up.timed.report.entered
+                        "{entered} of {n} pages were had; times are per page that was had; use a larger --memory"
                     ));
                 }
-                report(pool.size(), side, n, up, down);
+                report(pool.size(), side, n, &done_once);
             }
         }
     }
     Ok(())
 }
 
-/// Up and down.
+/// Up and down, with the CPUs that were interrupted.
 fn cycle(
     cx: Cx<'_>,
     pool: &HugePool<'_, IrqLock>,
     optimizer: &KernelOptimizer,
     pages: u64,
-) -> Result<[Step; 2], PoolError> {
+) -> Result<Cycle, PoolError> {
     let mut step = |pages| {
         let before = tlb::shootdown().counts();
         let timed = resize(cx, pool, optimizer, pages)?;
-        Ok(Step { timed, ipis: tlb::shootdown().counts().since(before).interrupts })
+        Ok::<_, PoolError>(Timed { interrupts: tlb::shootdown().counts().since(before).interrupts, ..timed })
     };
-    Ok([step(pages)?, step(0)?])
+    Ok(Cycle { up: step(pages)?, down: step(0)? })
 }
 
-fn report(size: PageSize, side: Side, n: u64, up: Step, down: Step) {
+fn report(size: PageSize, side: Side, n: u64, cycle: &Cycle) {
     let flush = if side.policy.flush == FlushPolicy::Batch { "batch" } else { "page" };
     let labels = [
         ("hvo", side.hvo.into()),
@@ -129,15 +122,5 @@ fn report(size: PageSize, side: Side, n: u64, up: Step, down: Step) {
         ("threads", 1_u32.into()),
         ("cpus", percpu::count().into()),
     ];
-    let tell = |metric: &str, value: f64, unit: &str| sample(metric, value, unit, &labels);
-    tell("bench.pool.up_ns", up.timed.each(), "ns per page");
-    tell("bench.pool.down_ns", down.timed.each(), "ns per page");
-    tell("bench.pool.pages", up.timed.report.entered as f64, "pages");
-    tell("bench.pool.saved_kib", up.timed.saved_kib(), "KiB per page");
-    tell("bench.pool.flushes_up", up.timed.report.flushes as f64, "flushes");
-    tell("bench.pool.flushes_down", down.timed.report.flushes as f64, "flushes");
-    tell("bench.pool.batches_up", up.timed.report.batches as f64, "batches");
-    tell("bench.pool.batches_down", down.timed.report.batches as f64, "batches");
-    tell("bench.pool.ipis_up", up.ipis as f64, "IPIs");
-    tell("bench.pool.ipis_down", down.ipis as f64, "IPIs");
+    record(cycle, &labels);
 }

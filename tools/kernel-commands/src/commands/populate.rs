@@ -17,7 +17,8 @@ use hugemm_lz4::Lz4;
 use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{Backing, Pinned, Pools, VmError, VmaKind};
-use hugemm_workloads::vm_create::{CreateMethod, Creation, Split};
+use hugemm_workloads::request::PagesFrom;
+use hugemm_workloads::vm_create::{CreateMethod, Created, Creation};
 
 /// Bytes that the machine is measured in.
 const SCRATCH: u64 = 64 << 20;
@@ -79,17 +80,15 @@ pub struct Fill {
     pub pooled: bool,
 }
 
-/// What a fill took.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Took {
-    /// The worker that took longest.
-    pub slowest: Split,
-    /// All workers.
-    pub all: Split,
+impl Fill {
+    /// Where its pages come from.
+    pub fn from(&self) -> PagesFrom {
+        if self.pooled { PagesFrom::Pool } else { PagesFrom::Frames }
+    }
 }
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
-pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill) -> Result<Took, Failure> {
+pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill) -> Result<Created, Failure> {
     let store = Store::new(frames(), cx, Lz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), LruPolicy::Generations)];
     let marks = Watermarks::for_node(frames().available(cx));
@@ -107,7 +106,7 @@ pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill
     }
 }
 
-fn filled(cx: Cx<'_>, manager: &vm::KernelVm<'_, Swapped<'_>>, fill: &Fill) -> Result<Took, Failure> {
+fn filled(cx: Cx<'_>, manager: &vm::KernelVm<'_, Swapped<'_>>, fill: &Fill) -> Result<Created, Failure> {
     let space = manager.create(cx, vm::lower_half()?)?;
     let kind = VmaKind::private(fill.page);
     let kind = if fill.pooled { kind.pooled() } else { kind };
@@ -132,13 +131,16 @@ fn run<'m, 'a>(
     space: &vm::KernelSpace<Swapped<'a>>,
     creation: &Creation<'_, '_, 'm, vm::OnKernel<Swapped<'a>>>,
     fill: &Fill,
-) -> Result<Took, Failure> {
+) -> Result<Created, Failure> {
     let workers = fill.workers.min(percpu::count()).max(1);
     // Each worker's pins; none is more than one page.
     let each = (fill.bytes / fill.page.bytes()).div_ceil(workers.into()) as usize;
     let each = if fill.how == CreateMethod::Pin { each } else { 1 };
     let pins = Scratch::new(cx, each * workers as usize, || None::<Pinned>)?;
-    let (took, start) = (Lock::<SpinLock, _>::new(Ok(Took::default())), smp::Rendezvous::new(workers));
+    let (took, start) = (
+        Lock::<SpinLock, _>::new(Ok(Created { bytes: fill.bytes, ..Created::default() })),
+        smp::Rendezvous::new(workers),
+    );
     let lists: Lock<SpinLock, _> = Lock::new(pins.items.chunks_mut(each));
     smp::on_cpus(cx, workers, &|cx, cpu| {
         let mut places = lists.lock().next().unwrap_or_default().iter_mut();
@@ -153,10 +155,8 @@ fn run<'m, 'a>(
         let mut took = took.lock();
         match (&mut *took, split) {
             (Ok(took), Ok(split)) => {
-                took.all = took.all.plus(split);
-                if split.total() > took.slowest.total() {
-                    took.slowest = split;
-                }
+                took.split = took.split.plus(split);
+                took.nanos = took.nanos.max(split.total());
             }
             (took, Err(error)) => *took = Err(error),
             (Err(_), Ok(_)) => {}

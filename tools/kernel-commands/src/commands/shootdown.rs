@@ -4,7 +4,7 @@
 //! The working CPU uses 512 other pages before and after: translating them anew is what a flush of everything costs besides.
 
 use super::{Cx, Failure, cpu_counts, region};
-use crate::output::{progress, sample};
+use crate::output::{note, progress, record};
 use crate::space::BareSpace;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
@@ -13,7 +13,7 @@ use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::{PagingError, ShootdownPolicy};
 use hugemm_workloads::request::Shootdown;
-use hugemm_workloads::shootdown::{Operation, Shot};
+use hugemm_workloads::shootdown::{Operation, POLICIES, PROBE, Shot, too_long};
 
 /// Where ranges are mapped.
 const START: u64 = 0x20_0000_0000;
@@ -21,12 +21,6 @@ const START: u64 = 0x20_0000_0000;
 /// Where the working set is, and how many pages it has.
 const WORKING_SET: u64 = 0x10_0000_0000;
 const WORKING_PAGES: u64 = 512;
-
-/// From one range to the next larger one.
-const STEP: u64 = 8;
-
-const POLICIES: [(&str, ShootdownPolicy); 2] =
-    [("batched", ShootdownPolicy::BATCHED), ("per page", ShootdownPolicy::PER_PAGE)];
 
 /// One measurement.
 #[derive(Clone, Copy)]
@@ -47,23 +41,36 @@ pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(WORKING_SET) })?;
     let one = (0..WORKING_PAGES).filter_map(|_| Extent::new(block.pfn(), 1).ok());
     space.map(cx, working, one, PageSize::Size4K)?;
-    let sizes = || core::iter::successors(Some(1), |pages| Some(pages * STEP)).take_while(|pages| *pages <= args.pages);
-    let of = (sizes().count() * cpu_counts(percpu::count()).count()) as u64;
-    let mut done = 0;
+    let of = (args.pages.iter().count() * cpu_counts(percpu::count()).count()) as u64;
+    let (mut done, mut longest) = (0, 0.0);
     for cpus in cpu_counts(percpu::count()) {
-        for pages in sizes() {
+        for pages in args.pages.iter() {
             progress(done, of, "shootdown");
             done += 1;
-            for _ in 0..args.runs {
-                for (name, policy) in POLICIES.into_iter().filter(|(_, p)| pages <= args.each || p.pages_per_batch > 1)
-                {
-                    for operation in Operation::ALL {
-                        let cell = Cell { cpus, pages, operation, name, policy };
+            for operation in Operation::ALL {
+                let cell = |(name, policy)| Cell { cpus, pages, operation, name, policy };
+                let mut policies = &POLICIES[..];
+                if pages > PROBE {
+                    let probe = Cell { pages: PROBE, ..cell(POLICIES[1]) };
+                    let probed = measure(cx, &space, block.pfn(), probe)?.nanos;
+                    if let Some(seconds) = too_long(probed, pages, args.limit) {
+                        policies = &POLICIES[..1];
+                        longest = seconds.max(longest);
+                    }
+                }
+                for _ in 0..args.runs {
+                    for &policy in policies {
+                        let cell = cell(policy);
                         report(cell, measure(cx, &space, block.pfn(), cell)?);
                     }
                 }
             }
         }
+    }
+    if longest > 0.0 {
+        note(format_args!(
+            "a flush per page for the largest ranges would have taken up to {longest:.0} s; use a larger --limit"
+        ));
     }
     space.free(cx, |_| ());
     frames().free(cx, block);
@@ -112,14 +119,7 @@ fn report(cell: Cell, shot: Shot) {
         ("pages", cell.pages.into()),
         ("cpus", cell.cpus.into()),
         ("policy", (&cell.name).into()),
+        ("interrupts", (&"sent").into()),
     ];
-    sample("bench.shootdown.time", shot.nanos as f64, "ns", &labels);
-    let counts = [
-        ("bench.shootdown.flushes", shot.counts.flushes_all + shot.counts.flushes_range),
-        ("bench.shootdown.targets", shot.counts.targets),
-        ("bench.shootdown.ipis", shot.counts.interrupts),
-    ];
-    for (metric, count) in counts {
-        sample(metric, count as f64, "count", &labels);
-    }
+    record(&shot, &labels);
 }

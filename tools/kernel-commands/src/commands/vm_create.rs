@@ -1,17 +1,17 @@
 //! A virtual machine's memory allocated, cleared and mapped, in every way that is asked for.
 
-use super::populate::{self, Fill, Took, calibrated, with_pool};
+use super::populate::{self, Fill, calibrated, with_pool};
 use super::{Cx, Failure};
-use crate::output::{progress, sample};
+use crate::output::{progress, record};
 use hugemm_base::PageSize;
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_hugetlb::HugePool;
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::percpu;
 use hugemm_vm::Pools;
-use hugemm_workloads::request::{Clearing, PagesFrom, VmCreate};
-use hugemm_workloads::vm_create::Split;
-use hugemm_workloads::words::Named;
+use hugemm_workloads::request::{Clearing, KERNEL_SIZE, PagesFrom, VmCreate};
+use hugemm_workloads::vm_create::Created;
+use hugemm_workloads::words::{List, Named};
 
 /// Runs the command.
 #[inline(never)]
@@ -26,7 +26,7 @@ pub fn run(cx: Cx<'_>, args: &VmCreate) -> Result<(), Failure> {
         (Clearing::Bulk, Clearer::new(features, policy)?),
     ];
     for page in args.page.iter() {
-        let bytes = args.size.next_multiple_of(page.bytes());
+        let bytes = args.size.unwrap_or(KERNEL_SIZE).next_multiple_of(page.bytes());
         if args.from == PagesFrom::Pool && page != PageSize::Size4K {
             with_pool(cx, page, bytes / page.bytes(), |cx, pool| all(cx, args, &ways, page, bytes, Some(pool)))?;
         } else {
@@ -46,10 +46,12 @@ fn all(
     pool: Option<&HugePool<'_, IrqLock>>,
 ) -> Result<(), Failure> {
     let of = u64::from(args.runs) + 1;
+    let cpus = percpu::count();
+    let workers = args.workers.or(List::new((1..=cpus).filter(|count| [1, cpus].contains(count))).ok());
     for run in 0..of {
         progress(run, of, "vm-create");
         for how in args.how.iter() {
-            for workers in args.workers.iter().filter(|workers| *workers <= percpu::count()) {
+            for workers in workers.iter().flat_map(List::iter).filter(|workers| *workers <= cpus) {
                 for (clearing, clearer) in ways.iter().filter(|(clearing, _)| args.clear.contains(*clearing)) {
                     let pools = pool.map_or_else(Pools::default, |pool| Pools::default().with(pool));
                     let fill = Fill { bytes, page, how, workers, pooled: pool.is_some() };
@@ -65,25 +67,16 @@ fn all(
     Ok(())
 }
 
-fn report(fill: &Fill, clearing: Clearing, took: &Took) {
-    let (how, clearing) = (fill.how.name(), clearing.name());
+fn report(fill: &Fill, clearing: Clearing, took: &Created) {
+    let (side, how, from) = (clearing.side(), fill.how.name(), fill.from().name());
     let labels = [
+        ("side", (&side).into()),
         ("how", (&how).into()),
         ("workers", fill.workers.into()),
-        ("clear", (&clearing).into()),
         ("page", (&fill.page).into()),
         ("size", fill.bytes.into()),
-        ("pool", fill.pooled.into()),
+        ("from", (&from).into()),
+        ("software_fault", false.into()),
     ];
-    let gbps = fill.bytes as f64 / Split::total(&took.slowest).max(1) as f64;
-    sample("bench.vm_create", gbps, "GB/s", &labels);
-    let percent = |part: u64| 100.0 * part as f64 / took.all.total().max(1) as f64;
-    for (what, part) in [("allocate", took.all.allocate), ("clear", took.all.clear), ("map", took.all.map)] {
-        let metric = match what {
-            "allocate" => "bench.vm_create.allocate",
-            "clear" => "bench.vm_create.clear",
-            _ => "bench.vm_create.map",
-        };
-        sample(metric, percent(part), "percent", &labels);
-    }
+    record(took, &labels);
 }

@@ -3,6 +3,7 @@
 
 use super::{Exhausted, Source, Spent, Unclaimed, timed};
 use crate::random::Random;
+use crate::record::{Metric, record};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{Clock, CpuCx, Extent, Order, Pfn};
 
@@ -36,6 +37,50 @@ impl core::fmt::Display for RangesError {
 }
 
 impl core::error::Error for RangesError {}
+
+/// What blocks of one order took; what was not done is nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DividedBlocks {
+    /// Taking and dividing them.
+    pub taking: Spent,
+    /// Freeing each by one call.
+    pub range: Spent,
+    /// Freeing each page by page.
+    pub each: Spent,
+    /// Freeing undivided ones.
+    pub whole: Spent,
+    /// Lock rounds of the allocator for each block that was freed by one call; not a number where they are not counted.
+    pub lock_rounds: f64,
+}
+
+record! {
+    DividedBlocks = "divided-blocks" {
+        taking.operations: u64,
+        taking.nanos: u64,
+        range.operations: u64,
+        range.nanos: u64,
+        each.operations: u64,
+        each.nanos: u64,
+        whole.operations: u64,
+        whole.nanos: u64,
+        lock_rounds: f64,
+    }
+}
+
+/// Nanoseconds for each; not a number if nothing was done.
+fn each(spent: Spent) -> f64 {
+    if spent.operations == 0 { f64::NAN } else { spent.each() }
+}
+
+/// All metrics of divided blocks.
+pub const METRICS: [Metric<DividedBlocks>; 6] = [
+    Metric::new("bench.free.take_divide", "ns per block", |it| each(it.taking)),
+    Metric::new("bench.free.free_range", "ns per block", |it| each(it.range)),
+    Metric::new("bench.free.free_each", "ns per block", |it| each(it.each)),
+    Metric::new("bench.free.speedup", "ratio", |it| each(it.each) / each(it.range)),
+    Metric::new("bench.free.free_whole", "ns per block", |it| each(it.whole)),
+    Metric::new("bench.free.lock_rounds", "per block", |it| it.lock_rounds),
+];
 
 /// Takes a block of `order` for each place of `held` and divides it into pages; an operation is one block.
 #[inline(never)]
