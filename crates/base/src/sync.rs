@@ -159,6 +159,9 @@ macro_rules! atomic_word {
 }
 
 atomic_word!(AtomicU64);
+// Words of hardware's, such as table entries, which loom does not have.
+#[cfg(loom)]
+atomic_word!(core::sync::atomic::AtomicU64);
 
 #[cfg(all(test, not(loom)))]
 mod tests {

@@ -51,6 +51,7 @@
 //! | `vmemmap/optimise.rs`, `vmemmap/restore.rs` | the edits |
 //! | `tail.rs` | the shared tail page of a node |
 //! | `mapping.rs` | the seam to the page tables behind descriptors |
+//! | `broken.rs` | entries that have to be invalid before they become others (arm64) |
 //! | `paged_map.rs` | hardware's page tables behind it |
 //! | `soft_map.rs` | such tables walked in software |
 //!
@@ -66,6 +67,7 @@
 #![warn(missing_debug_implementations)]
 #![deny(clippy::missing_errors_doc)]
 
+mod broken;
 pub mod counts;
 mod group;
 mod mapping;

@@ -12,7 +12,8 @@ use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, Extent, FlushDomain, Flushed, PAGE_SHIFT, PageSize, Pfn, PhysMap, TlbHw, VirtAddr, VirtRange,
+    CpuCx, CpuId, Extent, FlushDomain, Flushed, Invalidation, PAGE_SHIFT, PageSize, Pfn, PhysMap, TlbHw, TlbScope,
+    VirtAddr, VirtRange,
 };
 use hugemm_paging::tlb_space::KernelSpace;
 use hugemm_paging::{Flags, Keep, PageFormat, ShootdownBatch, ShootdownPolicy, TlbShootdown, TlbSpace};
@@ -54,6 +55,9 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
     /// * `memory` is a direct map of all frames that tables and descriptors are or will be in: its windows stay valid
     ///   without being closed.
     /// * `space` and `shootdown` are those of the kernel's addresses.
+    /// * Where the format demands [break-before-make](PageFormat::BREAK_BEFORE_MAKE), the hardware behind `shootdown`
+    ///   [broadcasts](TlbHw::broadcast), also with interrupts off, and the handler of translation faults calls
+    ///   [`help`](DescriptorMap::help) and touches no descriptor itself.
     pub const unsafe fn new(
         root: Pfn,
         memory: &'m X,
@@ -68,8 +72,15 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
         let window = self.memory.open(Extent::new(frame, 1).ok()?, None)?;
         NonNull::new(window.ptr.cast())
     }
+}
 
-    /// The entry of a block. `None` if the tables above it do not exist.
+// SAFETY: slots are the entries that hardware walks; they and tables are reached through a direct map; entries are kernel
+// data, not executable, write-back, and bit 0 is what makes one valid in every format. Shootdowns of the kernel's space reach every
+// CPU and say that tables are among what goes; so do broadcasts, which a map that breaks has (see `new`).
+unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> DescriptorMap for PagedMap<'_, F, X, H, M> {
+    type Kind = KernelSpace;
+    type Held = Keep;
+
     fn slot(&self, block: VirtAddr) -> Option<&AtomicU64> {
         let mut table = self.root;
         for level in (BLOCK_LEVEL..F::LEVELS).rev() {
@@ -88,34 +99,20 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
         }
         None
     }
-}
 
-// SAFETY: `set` is one store to the entry that hardware walks; tables are reached through a direct map; entries are kernel
-// data, not executable, write-back. Shootdowns of the kernel's space reach every CPU and say that tables are among what
-// goes.
-unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> DescriptorMap for PagedMap<'_, F, X, H, M> {
-    type Kind = KernelSpace;
-    type Held = Keep;
+    fn encode_block(&self, to: Mapped) -> u64 {
+        match to {
+            Mapped::Absent => 0,
+            Mapped::Whole(first) => F::leaf(first, BLOCK_LEVEL, WRITE),
+            Mapped::Table(table) => F::table(table),
+        }
+    }
 
-    fn mapped(&self, block: VirtAddr) -> Mapped {
-        // Relaxed: one resize edits the blocks that it asks for.
-        let entry = self.slot(block).map_or(0, |slot| slot.load(Ordering::Relaxed));
+    fn decode_block(&self, entry: u64) -> Mapped {
         match entry {
             0 => Mapped::Absent,
             leaf if F::is_leaf(leaf, BLOCK_LEVEL) => Mapped::Whole(F::frame(leaf)),
             table => Mapped::Table(F::frame(table)),
-        }
-    }
-
-    unsafe fn set(&self, block: VirtAddr, to: Mapped) {
-        let entry = match to {
-            Mapped::Absent => 0,
-            Mapped::Whole(first) => F::leaf(first, BLOCK_LEVEL, WRITE),
-            Mapped::Table(table) => F::table(table),
-        };
-        if let Some(slot) = self.slot(block) {
-            // Release pairs with hardware's walk, which reaches a table's content through the entry.
-            slot.store(entry, Ordering::Release);
         }
     }
 
@@ -130,6 +127,16 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
     fn decode(&self, entry: u64) -> Option<DescriptorLeaf> {
         let writable = || F::flags(entry).contains(Flags::WRITE);
         (entry & 1 != 0).then(|| DescriptorLeaf { frame: F::frame(entry), writable: writable() })
+    }
+
+    fn breaks(&self) -> bool {
+        F::BREAK_BEFORE_MAKE
+    }
+
+    fn broadcast(&self, cpu: CpuId, range: VirtRange) {
+        let what = Invalidation { ranges: range.into(), stride: PageSize::Size4K, tables: true };
+        let done = self.shootdown.hw().broadcast(cpu, TlbScope::Kernel, &what);
+        debug_assert!(done, "a format that breaks, on hardware that does not broadcast");
     }
 
     fn domain(&self) -> &FlushDomain<KernelSpace, Keep> {

@@ -10,6 +10,9 @@
 //!                                └─ memory was out ──┘
 //! ```
 //!
+//! Where entries have to be [invalid](crate::mapping::DescriptorMap::breaks) between edit and flush, *mend* makes them valid before
+//! *free*.
+//!
 //! Each word is a phase whose units (64 pages) any CPU may take; brackets are done once, between two phases, by whoever
 //! finished the phase. Phases that have nothing to do are left out, so a batch whose blocks are all swapped whole takes
 //! one flush. All pages enter in one lock round and leave in one, whatever their number.
@@ -47,6 +50,7 @@ mod phase {
     pub(super) const FREE: u64 = 3;
     pub(super) const RESTORE: u64 = 4;
     pub(super) const PAGEWISE: u64 = 5;
+    pub(super) const MEND: u64 = 6;
 }
 
 /// Extents freed by one unit.
@@ -273,6 +277,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
                 }
                 self.share(cx, debts);
             }
+            phase::MEND => group().into_iter().for_each(|(index, group, mask)| self.mend(index, group, mask)),
             phase::PAGEWISE => group().into_iter().for_each(|(index, group, mask)| {
                 each(mask).for_each(|bit| self.page_alone(cx, index, group, 1 << bit));
             }),
@@ -328,13 +333,14 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
                 self.flush(cx);
                 match self.ready.swap(false, Ordering::Relaxed) {
                     true => self.phases.open(phase::REMAP, self.units()),
-                    false => self.open_free(cx),
+                    false => self.open_mend(cx),
                 }
             }
             (phase::REMAP | phase::RESTORE, _) => {
                 self.flush(cx);
-                self.open_free(cx);
+                self.open_mend(cx);
             }
+            (phase::MEND, _) => self.open_free(cx),
             (_, Direction::Grow { .. } | Direction::Boot) => self.after_grow(cx),
             (_, Direction::Shrink { stay }) => self.after_shrink(cx, stay),
         }
@@ -349,6 +355,21 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     /// Grows whenever memory comes back.
     fn progress(&self) -> u64 {
         get(&self.tally.freed_frames) + get(&self.tally.gone)
+    }
+
+    fn open_mend<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        match self.optimizer.map.breaks() {
+            true => self.phases.open(phase::MEND, self.units()),
+            false => self.open_free(cx),
+        }
+    }
+
+    /// After the flush of whatever was done to these pages' descriptors: entries that had to be invalid meanwhile become valid.
+    pub(crate) fn mend(&self, index: usize, group: &Group, mask: u64) {
+        for work in self.works(index, group, mask).filter(|_| self.optimizer.map.breaks()) {
+            // SAFETY: the pages are staged, so no other resize edits these entries; the caller has flushed.
+            unsafe { self.optimizer.map.mend(work.block, work.mask) };
+        }
     }
 
     fn open_free<P: Cpu>(&self, cx: &CpuCx<'_, P>) {

@@ -10,8 +10,8 @@ use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{
-    CpuCx, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine, RangeSet,
-    VirtAddr, VirtRange,
+    CpuCx, CpuId, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine,
+    RangeSet, VirtAddr, VirtRange,
 };
 
 /// What a machine remembers of walks, if anything: a model of TLBs.
@@ -29,9 +29,9 @@ pub unsafe trait WalkCache {
     /// Forgets a range, on all CPUs.
     fn flush(&self, _range: VirtRange) {}
 
-    /// See [`DescriptorMap::may_edit_live`].
-    fn may_edit_live(&self) -> bool {
-        true
+    /// See [`DescriptorMap::breaks`].
+    fn breaks(&self) -> bool {
+        false
     }
 
     /// Frames are about to be freed.
@@ -114,12 +114,8 @@ impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
         self.memory
     }
 
-    fn slot(&self, at: VirtAddr) -> Option<&AtomicU64> {
-        let offset = at.get().checked_sub(self.first.get())?;
-        self.blocks.get(usize::try_from(offset / PageSize::Size2M.bytes()).ok()?)
-    }
-
-    /// The 4 KiB frame that an address is mapped to, and whether it may be written. `None` if it is not mapped.
+    /// The 4 KiB frame that an address is mapped to, and whether it may be written. `None` if it is not mapped, which where the
+    /// map [breaks](DescriptorMap::breaks) [`help`](DescriptorMap::help) may change.
     pub fn walk(&self, at: VirtAddr) -> Option<DescriptorLeaf> {
         // Acquire pairs with the Release in `set`: a table's content is seen by whoever sees the entry that points to it.
         let entry = self.slot(at)?.load(Ordering::Acquire);
@@ -153,31 +149,33 @@ fn pack(to: Mapped) -> u64 {
 
 fn unpack(entry: u64) -> Mapped {
     let pfn = Pfn::new(entry >> PAGE_SHIFT);
-    match entry & (PRESENT | WRITABLE | LARGE) {
-        0 => Mapped::Absent,
-        flags if flags & LARGE != 0 => Mapped::Whole(pfn),
-        _ => Mapped::Table(pfn),
+    match (entry & PRESENT != 0, entry & LARGE != 0) {
+        (false, _) => Mapped::Absent,
+        (true, true) => Mapped::Whole(pfn),
+        (true, false) => Mapped::Table(pfn),
     }
 }
 
-// SAFETY: `set` is one store that `walk`, the only reader, loads; tables are in `memory`, which its creator vouched for;
+// SAFETY: slots are what `walk`, the only reader, loads; no entry without PRESENT leads anywhere; tables are in `memory`, which its creator vouched for;
 // nothing is executable. `flush` reaches every CPU whose bit the creator gave.
 unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<'_, H, Q> {
     type Kind = Descriptors;
     type Held = Q;
 
     #[inline]
-    fn mapped(&self, block: VirtAddr) -> Mapped {
-        // Relaxed: one resize edits the blocks that it asks for.
-        self.slot(block).map_or(Mapped::Absent, |slot| unpack(slot.load(Ordering::Relaxed)))
+    fn slot(&self, block: VirtAddr) -> Option<&AtomicU64> {
+        let offset = block.get().checked_sub(self.first.get())?;
+        self.blocks.get(usize::try_from(offset / PageSize::Size2M.bytes()).ok()?)
     }
 
     #[inline]
-    unsafe fn set(&self, block: VirtAddr, to: Mapped) {
-        if let Some(slot) = self.slot(block) {
-            // Release pairs with the Acquire in `walk`.
-            slot.store(pack(to), Ordering::Release);
-        }
+    fn encode_block(&self, to: Mapped) -> u64 {
+        pack(to)
+    }
+
+    #[inline]
+    fn decode_block(&self, entry: u64) -> Mapped {
+        unpack(entry)
     }
 
     #[inline]
@@ -207,8 +205,12 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
         unsafe { self.domain.flush(ranges, true, |_| self.hw.flush(range)) }
     }
 
-    fn may_edit_live(&self) -> bool {
-        self.hw.may_edit_live()
+    fn breaks(&self) -> bool {
+        self.hw.breaks()
+    }
+
+    fn broadcast(&self, _cpu: CpuId, range: VirtRange) {
+        self.hw.flush(range);
     }
 
     fn freed(&self, frames: Extent) {
@@ -298,7 +300,7 @@ pub(crate) mod tests {
             assert_eq!(byte(0x5123), Some(start + 0x2123));
             assert_eq!(byte((1 << 21) + 0x10_0040), Some(start + 0x40));
             assert_eq!([byte(1 << 21), byte(0x6000)], [None; 2]);
-            assert!(map.may_edit_live());
+            assert!(!map.breaks());
         });
     }
 }

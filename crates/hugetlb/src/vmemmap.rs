@@ -52,7 +52,7 @@ mod restore;
 
 pub(crate) use restore::Source;
 
-use crate::mapping::{DescriptorMap, ENTRIES, Mapped, Table};
+use crate::mapping::{DescriptorMap, ENTRIES, Mapped, PAGES, Table};
 use crate::tail::{self, Tail};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
@@ -60,9 +60,6 @@ use hugemm_base::{
     CpuCx, Dirty, Extent, ExtentChain, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
 };
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Placement};
-
-/// Descriptor pages of a 2 MiB page.
-const PAGES: usize = 8;
 
 /// A block of descriptors and what a batch has to do with it.
 #[derive(Clone, Copy, Debug)]
@@ -114,7 +111,7 @@ pub(crate) enum Split {
     Swapped,
     /// There is a table; the second pass can remap its entries.
     Ready,
-    /// Nothing: the frames behind the descriptors are not the allocator's, or the CPUs do not allow the edit.
+    /// Nothing: the frames behind the descriptors are not the allocator's.
     Refused,
 }
 
@@ -232,7 +229,7 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
             Mapped::Table(table) => Table::at(self.map, table)?,
             Mapped::Absent | Mapped::Whole(_) => return None,
         };
-        let leaf = self.map.decode(table.get(index))?;
+        let leaf = self.map.leaf(table.get(index))?;
         let frame = Pfn::new(at.get().wrapping_sub(base.get()) / crate::group::DESCRIPTOR_BYTES);
         (!leaf.writable).then(|| (frame, self.frames.head_of(frame).map_or(frame, |(head, _)| head)))
     }
@@ -327,7 +324,7 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
     fn owned_runs(&self, table: Table, mut each: impl FnMut(Extent)) {
         let mut run = Extent::default();
         for index in 0..ENTRIES {
-            if let Some(leaf) = self.map.decode(table.get(index)).filter(|leaf| leaf.writable) {
+            if let Some(leaf) = self.map.leaf(table.get(index)).filter(|leaf| leaf.writable) {
                 run = extend(run, leaf.frame, &mut each);
             }
         }

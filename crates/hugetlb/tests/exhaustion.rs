@@ -105,8 +105,8 @@ fn every_allocation_of_a_resize_can_fail() {
 /// Memory that comes and goes, so that what an edit has already allocated must be given back.
 #[test]
 fn memory_runs_out_and_comes_back_at_random() {
-    for policy in POLICIES {
-        machine(&Shape { policy, ..Shape::spans(5) }, Faults::default(), |m| {
+    for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
+        machine(&Shape { policy, breaks, ..Shape::spans(5) }, Faults::default(), |m| {
             let mut memory = m.pool_memory(PageSize::Size2M);
             let (pool, cx) = (memory.pool(), m.threads.cx());
             let others = Others::new(m, 60);
@@ -142,10 +142,10 @@ fn memory_runs_out_and_comes_back_at_random() {
 
 #[test]
 fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
-    for policy in POLICIES {
+    for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
         let mut n = 0;
         loop {
-            let failed = machine(&Shape { policy, ..Shape::spans(24) }, Faults::default(), |m| {
+            let failed = machine(&Shape { policy, breaks, ..Shape::spans(24) }, Faults::default(), |m| {
                 let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
                 let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
                 let others = Others::new(m, 40);
@@ -192,7 +192,20 @@ fn every_allocation_of_1_gib_pages_demoting_and_dissolving_can_fail() {
 /// A store into a shared tail would end the process; a wrong reference would show as a frame that is freed twice.
 #[test]
 fn walkers_look_on_while_pools_are_resized_at_random() {
-    machine(&Shape::spans(24), Faults::default(), |m| {
+    machine(&Shape::spans(24), Faults::default(), walkers_look_on);
+}
+
+/// The same where entries must be invalid before they become others: not one look goes wrong, and some had to help.
+#[test]
+fn walkers_look_on_while_entries_break() {
+    machine(&Shape { breaks: true, ..Shape::spans(24) }, Faults::default(), |m| {
+        walkers_look_on(m);
+        assert!(m.map.hw().helped.load(Ordering::Relaxed) > 0);
+    });
+}
+
+fn walkers_look_on(m: &Machine<'_, Faults>) {
+    {
         let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         let others = Others::new(m, 100);
@@ -277,7 +290,7 @@ fn walkers_look_on_while_pools_are_resized_at_random() {
         }
         everything_is_somewhere(m, 0);
         assert!(SPAN > 0 && looked.load(Ordering::Relaxed) > 10_000 && got.load(Ordering::Relaxed) > 0);
-    });
+    }
 }
 
 /// Lets the walkers go, also when a cycle fails.

@@ -41,8 +41,16 @@ unsafe impl DescriptorMap for Watched<'_> {
     type Kind = KernelSpace;
     type Held = Keep;
 
-    fn mapped(&self, block: VirtAddr) -> Mapped {
-        self.map.mapped(block)
+    fn slot(&self, block: VirtAddr) -> Option<&AtomicU64> {
+        self.map.slot(block)
+    }
+
+    fn encode_block(&self, to: Mapped) -> u64 {
+        self.map.encode_block(to)
+    }
+
+    fn decode_block(&self, entry: u64) -> Mapped {
+        self.map.decode_block(entry)
     }
 
     unsafe fn set(&self, block: VirtAddr, to: Mapped) {

@@ -6,7 +6,8 @@ use hugemm_base::inject::NoFaults;
 use hugemm_base::{CancelFlag, Dirty, Never, NodeId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{DescriptorMap, FlushPolicy, Mapped, Nodes, OptimizerPolicy};
-use support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine};
+use std::sync::atomic::{AtomicBool, Ordering};
+use support::{BASE, Machine, ORIGIN, SPAN, Shape, extent, machine, run_as};
 
 const OLD_WAY: OptimizerPolicy = OptimizerPolicy { flush: FlushPolicy::Page, swap: false, carve: false };
 
@@ -25,7 +26,7 @@ fn occupy_the_first_span(m: &Machine<'_, NoFaults>) -> u64 {
 
 #[test]
 fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
-    machine(&Shape::spans(6), NoFaults, |m| {
+    let whole_blocks = |m: &Machine<'_, NoFaults>| {
         let mut memory = m.pool_memory(PageSize::Size2M);
         let (pool, mut cx) = (memory.pool(), m.threads.cx());
         let used = occupy_the_first_span(m);
@@ -40,8 +41,10 @@ fn whole_blocks_take_one_flush_up_and_one_down_and_keep_65_of_512_frames() {
         assert_eq!((down.left, down.flushes, down.batches, down.lent), (256, 1, 1, 0));
         assert_eq!(m.free_frames(), before - 1, "all but the shared page");
         assert!(pool.is_consistent(&cx));
-        assert_eq!(m.map.hw().flushes.load(std::sync::atomic::Ordering::Relaxed), 2);
-    });
+        assert_eq!(m.map.hw().flushes.load(Ordering::Relaxed), 2);
+    };
+    machine(&Shape::spans(6), NoFaults, whole_blocks);
+    machine(&Shape { breaks: true, ..Shape::spans(6) }, NoFaults, whole_blocks);
 }
 
 /// Heads go where there is room, a frame at a time if need be.
@@ -65,40 +68,44 @@ fn a_whole_block_is_swapped_when_free_memory_is_in_single_frames() {
 /// 1 of 8 descriptor pages is kept, 28 KiB are gained.
 #[test]
 fn parts_of_blocks_take_two_flushes_and_keep_one_of_eight_frames() {
-    machine(&Shape::spans(3), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        let used = occupy_the_first_span(m);
-        let up = pool.set_size(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
-        assert_eq!((up.entered, up.lean, up.flushes, up.batches), (40, 40, 2, 1));
-        assert_eq!((up.freed_frames, up.taken_frames), (40 * 8, 1 + 40));
-        // The same block again: its table is there.
-        let more = pool.set_size(&mut cx, &m.optimizer, 60, Nodes::All, &Never).expect("idle");
-        assert_eq!((more.entered, more.lean, more.flushes, more.taken_frames), (20, 20, 1, 20));
-        assert_nothing_is_lost(m, used + 60 * 512);
-        let down = pool.set_size(&mut cx, &m.optimizer, 1, Nodes::All, &Never).expect("idle");
-        assert_eq!((down.left, down.flushes), (59, 1));
-        assert_eq!(down.taken_frames, 59 * 7);
-        assert_nothing_is_lost(m, used + 512);
-    });
+    for breaks in [false, true] {
+        machine(&Shape { breaks, ..Shape::spans(3) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(PageSize::Size2M);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let used = occupy_the_first_span(m);
+            let up = pool.set_size(&mut cx, &m.optimizer, 40, Nodes::All, &Never).expect("idle");
+            assert_eq!((up.entered, up.lean, up.flushes, up.batches), (40, 40, 2, 1));
+            assert_eq!((up.freed_frames, up.taken_frames), (40 * 8, 1 + 40));
+            // The same block again: its table is there.
+            let more = pool.set_size(&mut cx, &m.optimizer, 60, Nodes::All, &Never).expect("idle");
+            assert_eq!((more.entered, more.lean, more.flushes, more.taken_frames), (20, 20, 1, 20));
+            assert_nothing_is_lost(m, used + 60 * 512);
+            let down = pool.set_size(&mut cx, &m.optimizer, 1, Nodes::All, &Never).expect("idle");
+            assert_eq!((down.left, down.flushes), (59, 1));
+            assert_eq!(down.taken_frames, 59 * 7);
+            assert_nothing_is_lost(m, used + 512);
+        });
+    }
 }
 
 /// 1 of 4096, and one table.
 #[test]
 fn a_1_gib_page_keeps_one_head_and_one_table() {
-    machine(&Shape::spans(24), NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size1G);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        let before = m.free_frames();
-        let up = pool.set_size(&mut cx, &m.optimizer, 2, Nodes::All, &Never).expect("idle");
-        assert_eq!((up.entered, up.lean, up.flushes), (2, 2, 1));
-        assert_eq!((up.freed_frames, up.taken_frames), (2 * 4096, 2 * 2));
-        assert_eq!(m.optimizer.shared_frames(), 2, "a page and a table of it");
-        assert_nothing_is_lost(m, 2 << 18);
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
-        assert_eq!((down.left, down.flushes, down.taken_frames), (2, 1, 2 * 4096));
-        assert_eq!(m.free_frames(), before - 2);
-    });
+    for breaks in [false, true] {
+        machine(&Shape { breaks, ..Shape::spans(24) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(PageSize::Size1G);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            let before = m.free_frames();
+            let up = pool.set_size(&mut cx, &m.optimizer, 2, Nodes::All, &Never).expect("idle");
+            assert_eq!((up.entered, up.lean, up.flushes), (2, 2, 1));
+            assert_eq!((up.freed_frames, up.taken_frames), (2 * 4096, 2 * 2));
+            assert_eq!(m.optimizer.shared_frames(), 2, "a page and a table of it");
+            assert_nothing_is_lost(m, 2 << 18);
+            let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
+            assert_eq!((down.left, down.flushes, down.taken_frames), (2, 1, 2 * 4096));
+            assert_eq!(m.free_frames(), before - 2);
+        });
+    }
 }
 
 #[test]
@@ -390,19 +397,43 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
     });
 }
 
-/// Where live entries may not change, pools made at boot are lean and stay; others stay fat.
+/// Where entries must be invalid before they become others, by the same flushes: a CPU that looks meanwhile makes what it needs
+/// itself, before the resize's flush, and no CPU ever knows two things of one address. The resize makes the rest.
 #[test]
-fn without_live_edits_only_boot_pools_are_lean() {
-    machine(&Shape { absent: 4, edit_live: false, ..Shape::spans(8) }, NoFaults, |m| {
-        let mut memory = m.pool_memory(PageSize::Size2M);
-        let (pool, mut cx) = (memory.pool(), m.threads.cx());
-        let boot = extent(BASE + 4 * SPAN, 4 * SPAN);
-        let up = pool.fill_at_boot(&mut cx, &m.optimizer, boot).expect("idle");
-        assert_eq!((up.entered, up.lean), (256, 256));
-        let up = pool.set_size(&mut cx, &m.optimizer, 300, Nodes::All, &Never).expect("idle");
-        assert_eq!((up.entered, up.lean, up.flushes), (44, 0, 0));
-        let down = pool.set_size(&mut cx, &m.optimizer, 0, Nodes::All, &Never).expect("idle");
-        assert_eq!((down.left, down.lent, down.flushes), (44, 256, 0));
-        assert!(pool.is_consistent(&cx));
-    });
+fn entries_that_break_first_are_made_by_whoever_needs_them() {
+    let policies = [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }, OLD_WAY];
+    for policy in policies {
+        machine(&Shape { breaks: true, policy, ..Shape::spans(4) }, NoFaults, |m| {
+            let mut memory = m.pool_memory(PageSize::Size2M);
+            let (pool, mut cx) = (memory.pool(), m.threads.cx());
+            occupy_the_first_span(m);
+            let all = || (0..m.all.pages()).step_by(64).map(|frame| Pfn::new(BASE + frame));
+            *m.map.hw().looker.lock().unwrap() = Some(4);
+            let mut resize = |pages| {
+                let stop = AtomicBool::new(false);
+                std::thread::scope(|s| {
+                    s.spawn(|| {
+                        run_as(4);
+                        while !stop.load(Ordering::Relaxed) {
+                            all().for_each(|frame| assert!(m.seen(frame).is_some(), "{frame}"));
+                            m.map.hw().rounds.fetch_add(1, Ordering::Relaxed);
+                        }
+                    });
+                    let report = pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
+                    stop.store(true, Ordering::Relaxed);
+                    report
+                })
+            };
+            let up = resize(100);
+            assert_eq!((up.entered, up.lean), (100, 100));
+            let helped = m.map.hw().helped.swap(0, Ordering::Relaxed);
+            assert!(all().all(|frame| m.map.walk(support::descriptor_of(frame)).is_some()), "nothing is left invalid");
+            let down = resize(0);
+            assert_eq!((down.left, m.map.hw().helped.load(Ordering::Relaxed).min(1), helped.min(1)), (100, 1, 1));
+            assert!(all().all(|frame| m.map.walk(support::descriptor_of(frame)).is_some_and(|leaf| leaf.writable)));
+            if policy.flush == FlushPolicy::Batch {
+                assert!(up.flushes <= 2 && down.flushes == 1, "{up:?} {down:?}");
+            }
+        });
+    }
 }

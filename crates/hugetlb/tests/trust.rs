@@ -37,7 +37,7 @@ fn look_at_all(m: &Machine<'_, NoFaults>) {
 /// Every descriptor of these frames can be written, by what this CPU remembers and by the tables.
 fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
     for frame in (frames.base().number()..frames.end().number()).step_by(64).map(Pfn::new) {
-        let tables = m.map.walk(support::descriptor_of(frame)).expect("mapped");
+        let tables = m.walk(frame).expect("mapped");
         assert!(tables.writable, "{frame} is free and its descriptor is a tail");
         assert_eq!(m.seen(frame), Some(tables), "{frame} is free and this CPU knows something older");
     }
@@ -47,8 +47,8 @@ fn can_be_written(m: &Machine<'_, NoFaults>, frames: Extent) {
 /// only when no CPU remembers the tails that were there, however many workers there are and however long a flush takes.
 #[test]
 fn whoever_gets_a_freed_page_can_write_its_descriptors() {
-    for policy in POLICIES {
-        machine(&Shape { policy, ..Shape::spans(4) }, NoFaults, |m| {
+    for (policy, breaks) in POLICIES.into_iter().flat_map(|policy| [(policy, false), (policy, true)]) {
+        machine(&Shape { policy, breaks, ..Shape::spans(4) }, NoFaults, |m| {
             let mut memory = m.pool_memory(PageSize::Size2M);
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
             pool.set_size(&mut cx, &m.optimizer, 130, Nodes::All, &Never).expect("idle");
@@ -132,8 +132,8 @@ fn whoever_gets_a_freed_page_can_write_its_descriptors() {
 fn a_resize_that_unwinds_frees_nothing_that_is_not_whole() {
     for (size, spans, pages) in [(PageSize::Size1G, 20, 2), (PageSize::Size2M, 5, 200)] {
         for (edits, flushes) in (1..20).map(|n| (n, 0)).chain([(0, 1), (0, 2)]) {
-            for shrinking in [false, true] {
-                let planned = machine(&Shape::spans(spans), NoFaults, |m| {
+            for (shrinking, breaks) in [(false, false), (true, false), (false, true), (true, true)] {
+                let planned = machine(&Shape { breaks, ..Shape::spans(spans) }, NoFaults, |m| {
                     let mut memory = m.pool_memory(size);
                     let (pool, mut cx) = (memory.pool(), m.threads.cx());
                     if shrinking {
@@ -335,8 +335,8 @@ fn a_page_is_demoted_only_into_a_pool_over_the_same_memory() {
 }
 
 /// A demotion whose `at`th call of the platform unwinds; how many there were, and how many pages went if it did not.
-fn demotion(at: u64) -> (u64, Option<u64>) {
-    machine(&Shape::spans(28), NoFaults, |m| {
+fn demotion(at: u64, breaks: bool) -> (u64, Option<u64>) {
+    machine(&Shape { breaks, ..Shape::spans(28) }, NoFaults, |m| {
         let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
         let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
         assert_eq!(m.set(&large, 2).entered, 2);
@@ -364,10 +364,12 @@ fn demotion(at: u64) -> (u64, Option<u64>) {
 /// A demotion that unwinds at any call of the platform loses no page: each is in one pool or the other, whole.
 #[test]
 fn a_demotion_that_unwinds_loses_no_page() {
-    let (calls, left) = demotion(u64::MAX);
-    assert_eq!(left, Some(2));
-    // What hundreds of allocations do in between is much the same.
-    for at in (1..30).chain((30..calls - 60).step_by(97)).chain(calls - 60..=calls) {
-        assert_eq!(demotion(at), (at, None));
+    for breaks in [false, true] {
+        let (calls, left) = demotion(u64::MAX, breaks);
+        assert_eq!(left, Some(2));
+        // What hundreds of allocations do in between is much the same.
+        for at in (1..30).chain((30..calls - 60).step_by(97)).chain(calls - 60..=calls) {
+            assert_eq!(demotion(at, breaks), (at, None));
+        }
     }
 }

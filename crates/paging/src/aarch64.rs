@@ -68,6 +68,8 @@ unsafe impl PageFormat for Aarch64 {
     // Only what raises a translation, address size or access flag fault is never kept; a permission fault drops nothing (Arm
     // ARM, D8.16).
     const FAULT_DROPS: bool = false;
+    // Arm ARM, D8.16. FEAT_BBM level 2 excuses a change of size.
+    const BREAK_BEFORE_MAKE: bool = true;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {

@@ -58,6 +58,10 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// given are found by the next try. Where it does not, giving rights owes a flush as taking them does.
     const FAULT_DROPS: bool;
 
+    /// Whether a valid entry that CPUs may be using has to be invalid, and flushed, before it maps something else or in
+    /// leaves of another size.
+    const BREAK_BEFORE_MAKE: bool;
+
     /// A leaf of `level` (at most 2) that maps the block at `frame`.
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64;
 

@@ -91,6 +91,8 @@ unsafe impl<const LEVELS: u32> PageFormat for X86<LEVELS> {
     // A page fault invalidates what the CPU keeps for its address (Intel SDM volume 3, "Operations that Invalidate TLBs and
     // Paging-Structure Caches").
     const FAULT_DROPS: bool = true;
+    // SDM vol. 3A, 4.10.2.3: CPUs use the old or the new one until they are flushed.
+    const BREAK_BEFORE_MAKE: bool = false;
 
     #[inline]
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {

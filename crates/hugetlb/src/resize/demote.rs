@@ -126,6 +126,11 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             }
         }
         self.pay(cx, &mut debts);
+        for unit in 0..self.units() {
+            if let Some((index, group, page)) = self.group_of(unit) {
+                self.mend(index, group, page);
+            }
+        }
         self.share(cx, debts);
         while self.free_some(cx) {}
     }

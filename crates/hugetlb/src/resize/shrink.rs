@@ -77,6 +77,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
             let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor), &mut debts);
             group.lean.remove_shared(done);
             self.pay(cx, &mut debts);
+            self.mend(index, group, lean);
             self.share(cx, debts);
             if done & 1 << bit == 0 {
                 group.staged.add_shared(1 << bit);
@@ -160,10 +161,12 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
                 self.pay(cx, &mut mine);
                 self.remap(cx, index, group, page, &mut mine);
                 self.pay(cx, &mut mine);
+                self.mend(index, group, page);
             }
             Direction::Shrink { .. } => {
                 self.restore(cx, index, group, page, &mut mine);
                 self.pay(cx, &mut mine);
+                self.mend(index, group, page);
                 self.free_pages(cx, index, group, page & !group.lean.get());
             }
         }

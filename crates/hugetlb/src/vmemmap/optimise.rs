@@ -65,7 +65,6 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
     pub(crate) fn split<P: Cpu>(&self, cx: &CpuCx<'_, P>, work: &Work, edit: &mut Edit) -> Result<Split, AllocError> {
         let whole = work.mask == u64::MAX && work.frozen == u64::MAX;
         match self.map.mapped(work.block) {
-            Mapped::Whole(_) | Mapped::Table(_) if !self.map.may_edit_live() => Ok(Split::Refused),
             Mapped::Whole(old) => {
                 let old = Extent::block(old, Order::largest_within(ENTRIES as u64).unwrap_or(Order::ZERO));
                 if self.frames.node_of(old.base()).is_none() {
@@ -115,8 +114,8 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         let Mapped::Table(frame) = self.map.mapped(work.block) else { return };
         let slot = self.tails.get(work.node.0 as usize).and_then(|slot| tail::published(&slot.page));
         let (Some(page), Some(table)) = (slot, Table::at(self.map, frame)) else { return };
-        let shared = self.map.encode(DescriptorLeaf { frame: page, writable: false });
-        let fat = |index: usize| self.map.decode(table.get(index)).filter(|leaf| leaf.writable);
+        let shared = self.map.replacement(DescriptorLeaf { frame: page, writable: false });
+        let fat = |index: usize| self.map.leaf(table.get(index)).filter(|leaf| leaf.writable);
         let mut heads = Heads { left: (work.mask & work.heads).count_ones().into(), spare: Extent::default() };
         let mut run = Extent::default();
         for group in each(work.mask) {
@@ -128,7 +127,9 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
             for index in first..first + PAGES {
                 let entry = match head {
                     Some(None) if index == first => continue,
-                    Some(Some(frame)) if index == first => self.map.encode(DescriptorLeaf { frame, writable: true }),
+                    Some(Some(frame)) if index == first => {
+                        self.map.replacement(DescriptorLeaf { frame, writable: true })
+                    }
                     _ => shared,
                 };
                 if let Some(leaf) = fat(index) {

@@ -29,7 +29,6 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
     ) -> u64 {
         let frame = match self.map.mapped(work.block) {
             Mapped::Whole(_) => return work.mask,
-            _ if !self.map.may_edit_live() => return 0,
             Mapped::Table(frame) if !self.is_shared(frame) => Some(frame),
             Mapped::Table(_) | Mapped::Absent => None,
         };
@@ -67,7 +66,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         source: &mut Source<'_>,
         edit: &mut Edit,
     ) -> bool {
-        let missing = |index: &usize| self.map.decode(table.get(*index)).is_none_or(|leaf| !leaf.writable);
+        let missing = |index: &usize| self.map.leaf(table.get(*index)).is_none_or(|leaf| !leaf.writable);
         let mut indices = (first..first + PAGES).filter(missing);
         let mut left = indices.clone().count() as u64;
         let mut got = [Extent::default(); PAGES];
@@ -91,7 +90,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
         }
         let frames = got.iter().flat_map(|extent| extent.base().number()..extent.end().number());
         for (pfn, index) in frames.zip(&mut indices) {
-            table.set(index, self.map.encode(DescriptorLeaf { frame: Pfn::new(pfn), writable: true }));
+            table.set(index, self.map.replacement(DescriptorLeaf { frame: Pfn::new(pfn), writable: true }));
             edit.stored = true;
         }
         true

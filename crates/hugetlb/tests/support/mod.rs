@@ -4,7 +4,7 @@
 
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject, NoFaults};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Dirty, Extent, Never, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, ArenaSpec, Descriptor, Env, Frames, FramesConfig, Frozen};
 use hugemm_host::sparse::Sparse;
 use hugemm_hugetlb::{
@@ -46,14 +46,21 @@ impl Tlb {
     }
 }
 
-/// TLBs of all CPUs: 4 KiB entries, kept until flushed or evicted at random.
+/// TLBs of all CPUs: 4 KiB entries, kept until flushed or evicted at random. A walk and what it leaves are one step, since a flush
+/// waits for walks.
 pub struct ModelTlbs {
-    cpus: Vec<Mutex<Tlb>>,
+    cpus: Mutex<Vec<Tlb>>,
     /// Off: nothing is remembered.
     remember: bool,
-    edit_live: bool,
+    /// Two CPUs may not know different things of one page.
+    breaks: bool,
     pub flushes: AtomicU64,
     pub hits: AtomicU64,
+    /// Faults on the way to something.
+    pub helped: AtomicU64,
+    /// Rounds of looks that a CPU has done; where there is such a CPU, every other one's flush waits for two of them.
+    pub looker: Mutex<Option<usize>>,
+    pub rounds: AtomicU64,
     /// How long a flush takes before the first CPU has forgotten anything.
     pub delay: Mutex<Duration>,
     /// Edits of live blocks, and flushes, until one panics.
@@ -69,12 +76,25 @@ fn last(left: &AtomicU64) {
 
 impl ModelTlbs {
     pub fn new(remember: bool) -> Self {
-        let cpus = (0..CPUS as u64).map(|cpu| Mutex::new(Tlb { random: Random(cpu), ..Tlb::default() })).collect();
+        let cpus = (0..CPUS as u64).map(|cpu| Tlb { random: Random(cpu), ..Tlb::default() }).collect();
+        let cpus = Mutex::new(cpus);
         // 0: never.
         let none = || AtomicU64::new(0);
         let delay = Mutex::new(Duration::ZERO);
-        let (edits_left, flushes_left) = (none(), none());
-        ModelTlbs { cpus, remember, edit_live: true, flushes: none(), hits: none(), delay, edits_left, flushes_left }
+        let (edits_left, flushes_left, looker) = (none(), none(), Mutex::new(None));
+        ModelTlbs {
+            cpus,
+            remember,
+            breaks: false,
+            flushes: none(),
+            hits: none(),
+            helped: none(),
+            looker,
+            rounds: none(),
+            delay,
+            edits_left,
+            flushes_left,
+        }
     }
 }
 
@@ -85,7 +105,8 @@ unsafe impl WalkCache for ModelTlbs {
             return walk();
         }
         let page = at.get() & !(PAGE_BYTES - 1);
-        let mut slot = self.cpus[this_cpu()].lock().unwrap();
+        let mut cpus = self.cpus.lock().unwrap();
+        let slot = &mut cpus[this_cpu()];
         if slot.random.below(4) == 0 {
             slot.remove(page);
         }
@@ -95,12 +116,18 @@ unsafe impl WalkCache for ModelTlbs {
         }
         let leaf = walk()?;
         slot.insert(page, leaf);
+        if self.breaks {
+            for (cpu, slot) in cpus.iter().enumerate() {
+                let known = slot.entries.get(&page);
+                assert!(known.is_none_or(|known| *known == leaf), "{page:#x}: cpu {cpu} knows {known:?}, now {leaf:?}");
+            }
+        }
         Some(leaf)
     }
 
-    fn may_edit_live(&self) -> bool {
+    fn breaks(&self) -> bool {
         last(&self.edits_left);
-        self.edit_live
+        self.breaks
     }
 
     fn flush(&self, range: VirtRange) {
@@ -108,16 +135,21 @@ unsafe impl WalkCache for ModelTlbs {
         self.flushes.fetch_add(1, Ordering::SeqCst);
         let delay = *self.delay.lock().unwrap();
         std::thread::sleep(delay);
-        for slot in &self.cpus {
-            slot.lock().unwrap().flush(range.start().get(), range.last().get());
+        let (others, rounds) = (*self.looker.lock().unwrap(), || self.rounds.load(Ordering::Relaxed));
+        let until = rounds() + 2;
+        while others.is_some_and(|looker| looker != this_cpu()) && rounds() < until {
+            std::thread::yield_now();
+        }
+        for slot in self.cpus.lock().unwrap().iter_mut() {
+            slot.flush(range.start().get(), range.last().get());
         }
     }
 
     /// The oracle: nobody can reach what is freed.
     fn freed(&self, frames: Extent) {
-        for (cpu, slot) in self.cpus.iter().enumerate() {
+        for (cpu, slot) in self.cpus.lock().unwrap().iter().enumerate() {
             let (first, end) = (frames.base().number(), frames.end().number());
-            let reached = slot.lock().unwrap().frames.range((first, 0)..(end, 0)).next().copied();
+            let reached = slot.frames.range((first, 0)..(end, 0)).next().copied();
             assert_eq!(reached, None, "cpu {cpu} reaches a freed frame: (frame, address)");
         }
     }
@@ -144,7 +176,21 @@ unsafe impl<I: Inject> Env for Soft<'_, I> {
 
     fn descriptor(&self, array: *mut Descriptor, index: usize) -> *mut Descriptor {
         let at = VirtAddr::new(array.addr() as u64 + index as u64 * 64);
-        self.map.locate(at).unwrap_or_else(|| panic!("descriptor {index} is not mapped")).as_ptr().cast()
+        or_help(self.map, at, || self.map.locate(at))
+            .unwrap_or_else(|| panic!("descriptor {index} is not mapped"))
+            .as_ptr()
+            .cast()
+    }
+}
+
+/// What an access finds, after as many translation faults as it takes.
+fn or_help<T>(map: &Map<'_>, at: VirtAddr, access: impl Fn() -> Option<T>) -> Option<T> {
+    loop {
+        let found = access();
+        if found.is_some() || !map.help(CpuId(this_cpu() as u32), at) {
+            return found;
+        }
+        map.hw().helped.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -182,13 +228,13 @@ pub struct Shape {
     pub absent: u64,
     pub policy: OptimizerPolicy,
     pub stale: bool,
-    /// Whether the CPUs allow live entries to change.
-    pub edit_live: bool,
+    /// Whether the CPUs demand break-before-make.
+    pub breaks: bool,
 }
 
 impl Shape {
     pub fn spans(spans: u64) -> Self {
-        Shape { nodes: vec![spans], absent: 0, policy: OptimizerPolicy::default(), stale: true, edit_live: true }
+        Shape { nodes: vec![spans], absent: 0, policy: OptimizerPolicy::default(), stale: true, breaks: false }
     }
 }
 
@@ -270,7 +316,7 @@ pub fn machine<I: Inject, R>(shape: &Shape, inject: I, test: impl FnOnce(&Machin
         first,
         &mut entries,
         flat,
-        ModelTlbs { edit_live: shape.edit_live, ..ModelTlbs::new(shape.stale) },
+        ModelTlbs { breaks: shape.breaks, ..ModelTlbs::new(shape.stale) },
         Keep,
     );
     let present = spans - shape.absent;
@@ -354,7 +400,13 @@ impl<I: Inject> Machine<'_, I> {
     /// What this CPU takes the descriptor of a frame to be mapped to: by what it remembers, or by the tables.
     pub fn seen(&self, frame: Pfn) -> Option<DescriptorLeaf> {
         let at = descriptor_of(frame);
-        self.map.hw().lookup(at, || self.map.walk(at))
+        or_help(self.map, at, || self.map.hw().lookup(at, || self.map.walk(at)))
+    }
+
+    /// What the descriptor of a frame is mapped to, by the tables.
+    pub fn walk(&self, frame: Pfn) -> Option<DescriptorLeaf> {
+        let at = descriptor_of(frame);
+        or_help(self.map, at, || self.map.walk(at))
     }
 
     pub fn free_frames(&self) -> u64 {
@@ -375,9 +427,8 @@ impl<I: Inject> Machine<'_, I> {
                     Mapped::Table(_) => {
                         1 + (0..512)
                             .filter(|page| {
-                                self.map
-                                    .walk(VirtAddr::new(block.get() + page * 4096))
-                                    .is_some_and(|leaf| leaf.writable)
+                                let at = VirtAddr::new(block.get() + page * 4096);
+                                or_help(self.map, at, || self.map.walk(at)).is_some_and(|leaf| leaf.writable)
                             })
                             .count() as u64
                     }

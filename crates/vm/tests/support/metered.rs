@@ -60,6 +60,7 @@ unsafe impl<const DROPS: bool> PageFormat for Metered<DROPS> {
     const READ_ONLY_TABLE: u64 = X86_64::READ_ONLY_TABLE;
     const CLAIMED: u64 = X86_64::CLAIMED;
     const FAULT_DROPS: bool = DROPS;
+    const BREAK_BEFORE_MAKE: bool = X86_64::BREAK_BEFORE_MAKE;
 
     fn leaf(frame: Pfn, level: u32, flags: Flags) -> u64 {
         note(1);

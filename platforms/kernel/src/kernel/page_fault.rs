@@ -8,7 +8,7 @@ use super::arch::traps::Frame;
 use super::percpu;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::shootdown;
-use super::{fault, layout};
+use super::{fault, layout, vmemmap};
 use core::arch::naked_asm;
 use core::ptr;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -65,6 +65,9 @@ pub(crate) fn handle(frame: &mut Frame, fault: &PageFault) {
         if served {
             return;
         }
+    }
+    if fault.cause == fault::ABSENT && vmemmap::arrives(fault.at) {
+        return;
     }
     fault::page_fault(frame, fault)
 }

@@ -3,23 +3,26 @@
 //! The area was mapped before there was an allocator. Here its frames become the allocator's, in use, so that the optimizer can
 //! free them to it and take others instead.
 
-use super::arch::{Format, mmu};
+use super::arch::Format;
 use super::memory::{self, KernelEnv, frames};
 use super::once::Once;
 use super::platform::{KERNEL, Kernel};
 use super::tlb::{Hardware, kernel_half, shootdown};
-use super::{layout, tables};
+use super::{layout, percpu, tables};
 use crate::memory_map::{MOST, MemoryMap};
 use core::sync::atomic::Ordering;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, Dirty, Extent, NodeId, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
-use hugemm_paging::ShootdownPolicy;
+use hugemm_paging::{PageFormat, ShootdownPolicy};
 
-/// Whether descriptors can be given back here: the entries of their area change while all CPUs use them.
-pub const CAN_OPTIMIZE: bool = mmu::REMAPS_LIVE;
+/// Whether entries of the area are invalid between their edit and its flush, so that CPUs fault on them (arm64).
+pub const BREAKS: bool = Format::BREAK_BEFORE_MAKE;
+
+/// Such faults.
+static FAULTS: AtomicU64 = AtomicU64::new(0);
 
 /// What one entry maps.
 const BLOCK: PageSize = PageSize::Size2M;
@@ -75,7 +78,8 @@ pub(crate) fn init(cx: &CpuCx<'static, Kernel>, memory: &MemoryMap) {
     let policy = ShootdownPolicy::BATCHED;
     // SAFETY: `tables` made the kernel's half for all CPUs, with the tables above every 2 MiB entry of the area, which
     // are never freed; the area is mapped by 2 MiB leaves. The self-test divides and joins leaves while no pool is at
-    // work. The platform's windows are the direct map. Space and TLBs are the kernel's.
+    // work. The platform's windows are the direct map. Space and TLBs are the kernel's. Where entries break, the page fault
+    // handler calls `arrives`, and uses no descriptor; TLBI needs no interrupts.
     let map = unsafe { KernelMap::new(tables::kernel().root(), &KERNEL, kernel_half(), shootdown(), policy) };
     let (mut areas, mut count) = ([PoolArena::new(Extent::default(), NodeId(0)); MOST], 0);
     for arena in memory::arenas(memory) {
@@ -102,6 +106,22 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
     // Theirs until the optimizer frees them.
     let _ = claimed.into_extent();
+}
+
+/// For a fault at an address where nothing is mapped: whether it is a descriptor on its way to another frame, so that the access
+/// is to be tried again. With whatever interrupts and locks.
+pub(crate) fn arrives(at: u64) -> bool {
+    let Some(vmemmap) = VMEMMAP.try_get().filter(|_| BREAKS && at >= layout::DESCRIPTORS) else { return false };
+    let arrives = vmemmap.map.help(CpuId(percpu::current()), VirtAddr::new(at));
+    // Relaxed: a statistic.
+    FAULTS.fetch_add(u64::from(arrives), Ordering::Relaxed);
+    arrives
+}
+
+/// How often descriptors were met on their way.
+pub fn faults() -> u64 {
+    // Relaxed: a statistic.
+    FAULTS.load(Ordering::Relaxed)
 }
 
 /// Whether the block at an address is mapped by one leaf.

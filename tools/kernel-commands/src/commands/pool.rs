@@ -41,9 +41,6 @@ const PAGES: u64 = 200;
 /// Runs the command.
 #[inline(never)]
 pub fn run(cx: Cx<'_>, args: &Pool) -> Result<(), Failure> {
-    if !vmemmap::CAN_OPTIMIZE && args.hvo.iter().any(|hvo| hvo != Optimization::Off) {
-        return Err(Failure::NotHere("descriptors cannot be given back on arm64 yet; use bench pool --hvo off"));
-    }
     with_empty(cx, args.page, |cx, pool| all_sides(cx, args, pool))
 }
 

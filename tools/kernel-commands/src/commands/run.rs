@@ -94,7 +94,6 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
         let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut *groups.items, &mut nodes)?;
         // SAFETY: commands run one after the other and have one optimizer each.
         let optimizer = unsafe { vmemmap::optimizer(optimizer) };
-        optimizer.set_enabled(vmemmap::CAN_OPTIMIZE);
         // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
         let store = Store::new(frames(), cx, Lz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
         let lrus = [Lru::new(frames(), LruPolicy::TwoList)];

@@ -29,10 +29,6 @@ pub(crate) const TAGS: usize = 6;
 /// Whether the kernel's half has a root of its own: TTBR1.
 pub(crate) const OWN_ROOT: bool = true;
 
-/// Whether entries of the kernel's half may map something else while CPUs use them. That takes break-before-make (Arm ARM, D8.16),
-/// and the kernel's half has no readers that can wait.
-pub(crate) const REMAPS_LIVE: bool = false;
-
 /// Where the image is in virtual memory: its physical address is less by this.
 pub(crate) const IMAGE: u64 = 0xffff_ffff_0000_0000;
 

@@ -11,9 +11,6 @@ pub(crate) const TAGS: usize = 1;
 /// Whether the kernel's half has a root of its own. Here it is in every space's.
 pub(crate) const OWN_ROOT: bool = false;
 
-/// Whether entries of the kernel's half may map something else while CPUs use them.
-pub(crate) const REMAPS_LIVE: bool = true;
-
 /// Where the image is in virtual memory: its physical address is less by this.
 pub(crate) const IMAGE: u64 = 0xffff_ffff_8000_0000;
 
