@@ -26,12 +26,12 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
-use crate::format::{Kind, PageFormat, kind};
-use crate::level::{self, slots};
+use crate::format::{Kind, PageFormat, is_detached, kind};
+use crate::level::{self, Slot, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{Editing, Exclusive, Tree};
 use crate::run::{Leaves, OwnerVisit, Run, Runs, Visit};
-use crate::table::Table;
+use crate::table::{LINE, Table};
 use hugemm_base::{FlushDomain, PageSize, Pending, Pfn, Quarantine, TlbFlush, VirtAddr, VirtRange};
 
 /// What was detached, before its flush: [`ShootdownBatch::detached`](crate::ShootdownBatch::detached) puts it behind one.
@@ -221,7 +221,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 
     /// As [`harvest`](Exclusive::harvest), by tables: `visit` is shown what each of them held as it stands, in the place where
     /// it stands if the table went as a whole. The fastest way where few frames adjoin, or where what is put together of them
-    /// is the caller's business.
+    /// is the caller's business, as is counting: that would be another look at all of it. Returns how many tables were given back.
     ///
     /// # Errors
     ///
@@ -230,15 +230,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         &mut self,
         detached: Detached,
         mut visit: impl FnMut(Leaves<'_, F>),
-    ) -> Result<Harvest, (PagingError, Detached)> {
-        let mut pages = 0;
-        let mut count = |leaves: Leaves<'_, F>| {
-            pages += leaves.pages();
-            visit(leaves);
-        };
-        let runs = Runs::new(Flags::NONE, Visit::Leaves(&mut count), None);
-        let (tables, _) = self.harvest_into(detached, u64::MAX, runs)?;
-        Ok(Harvest { pages, tables })
+    ) -> Result<u64, (PagingError, Detached)> {
+        let runs = Runs::new(Flags::NONE, Visit::Leaves(&mut visit), None);
+        self.harvest_into(detached, u64::MAX, runs).map(|(tables, _)| tables)
     }
 
     /// Returns how many tables were given back, and what is left.
@@ -302,6 +296,21 @@ impl Budget {
     }
 }
 
+/// Hides a cache line of 4 KiB leaves by plain stores; false if it does not begin at `index`, or plain stores would not do for
+/// all of it, and then nothing has changed.
+#[inline]
+fn detach_line<F: PageFormat>(table: Table, index: usize, editing: Editing) -> bool {
+    if !index.is_multiple_of(LINE) {
+        return false;
+    }
+    let line = table.line(index);
+    if !line.iter().fold(true, |all, entry| all & (entry & 1 != 0) & editing.plain::<F>(*entry)) {
+        return false;
+    }
+    line.iter().enumerate().for_each(|(place, entry)| table.set(index + place, entry ^ F::DETACHED));
+    true
+}
+
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     #[allow(clippy::too_many_arguments, reason = "what a walk hands down")]
     fn detach(
@@ -314,7 +323,16 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         unhooked: &mut Unhooked,
         owners: &mut OwnerVisit<'_>,
     ) {
-        for slot in slots(first, end, level) {
+        let mut next = first;
+        while next < end {
+            let slot = Slot::of(next, end, level);
+            if level == 0 && end - next >= LINE as u64 && detach_line::<F>(table, slot.index, editing) {
+                unhooked.leaves += LINE as u64;
+                unhooked.smallest = 0;
+                next += LINE as u64;
+                continue;
+            }
+            next = slot.end;
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Leaf => {
@@ -359,7 +377,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let to = from + (end - first) as usize;
             // Emptied before it is shown, as below.
             runs.scan(from, to, first, |index| match table.get(index) {
-                entry if kind::<F>(entry, 0) == Kind::Detached => {
+                entry if is_detached::<F>(entry) => {
                     table.set(index, 0);
                     entry ^ F::DETACHED
                 }

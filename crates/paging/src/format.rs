@@ -123,13 +123,19 @@ pub(crate) fn kind<F: PageFormat>(entry: u64, level: u32) -> Kind {
         Kind::Empty
     } else if entry & 1 != 0 {
         if F::is_leaf(entry, level) { Kind::Leaf } else { Kind::Table }
-    } else if entry & F::DETACHED & !F::RESERVED != 0 {
+    } else if is_detached::<F>(entry) {
         Kind::Detached
     } else if entry & (F::OWNER | F::RESERVED & !F::DETACHED) == F::OWNER {
         Kind::Owner
     } else {
         Kind::Reserved
     }
+}
+
+/// Whether an entry is [`Kind::Detached`]: the same at every level.
+#[inline]
+pub(crate) fn is_detached<F: PageFormat>(entry: u64) -> bool {
+    entry & 1 == 0 && entry & F::DETACHED & !F::RESERVED != 0
 }
 
 /// Whether a present entry that refers to a table allows no store below it.

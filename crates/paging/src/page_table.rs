@@ -341,7 +341,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
-    /// Whether no leaf reaches over either end of the range. O(levels).
+    /// Whether no leaf reaches over either end of the range. One load for each level at whose borders an end does not lie: leaves
+    /// of 4 KiB are not read.
     pub(crate) fn check_ends(&self, first: u64, end: u64) -> Result<(), PagingError> {
         for page in [first, end] {
             // What lies behind the last address is not this table's to look at: it has no page, or its tables are edited, and
@@ -349,9 +350,14 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             if page == self.bounds.end_page() {
                 continue;
             }
-            let End { entry, level, .. } = self.descend(page);
-            if kind::<F>(entry, level) == Kind::Leaf && page & (level::pages(level) - 1) != 0 {
-                return Err(PagingError::NeedsSplit { at: level::address(page) });
+            let (mut table, mut level) = (self.table(self.root), Self::ROOT);
+            while page & (level::pages(level) - 1) != 0 {
+                let entry = table.get(level::index(page, level));
+                match kind::<F>(entry, level) {
+                    Kind::Table => (table, level) = (self.below(entry), level - 1),
+                    Kind::Leaf => return Err(PagingError::NeedsSplit { at: level::address(page) }),
+                    _ => break,
+                }
             }
         }
         Ok(())

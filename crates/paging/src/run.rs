@@ -4,6 +4,7 @@ use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES};
 use crate::table::{LINE, Table};
+use crate::walker;
 use core::fmt;
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
@@ -53,6 +54,9 @@ pub struct Leaves<'a, F> {
     entries: &'a [u64],
     /// Whether a table on the way allowed no stores.
     read_only: bool,
+    /// The table that comes next: a cache line of it is asked for with each that is read here. Asked for all at once they
+    /// would keep the CPU from reading on.
+    ahead: Option<&'a [u64; ENTRIES]>,
     format: PhantomData<F>,
 }
 
@@ -63,11 +67,6 @@ impl<F> fmt::Debug for Leaves<'_, F> {
 }
 
 impl<F: PageFormat> Leaves<'_, F> {
-    /// How many 4 KiB pages are mapped.
-    pub fn pages(&self) -> u64 {
-        self.entries.iter().map(|entry| entry & 1).sum::<u64>() << level::shift(self.level)
-    }
-
     /// One run, if that is all there is and no entry is left out; leaves that differ in those of `differ` that hardware changes
     /// make one nevertheless. Ends with the first cache line that says otherwise.
     #[inline]
@@ -83,9 +82,14 @@ impl<F: PageFormat> Leaves<'_, F> {
     /// Each leaf with its address, in ascending order. 8 bytes read per entry; of a leaf is worked out what is looked at.
     #[inline]
     pub fn iter(&self) -> impl Iterator<Item = (VirtAddr, Leaf)> {
-        let pages = (self.first..).step_by(1 << level::shift(self.level));
-        let leaves = self.entries.iter().zip(pages).filter(|(entry, _)| is_leaf::<F>(**entry, self.level));
-        leaves.map(|(entry, page)| (level::address(page), self.leaf(*entry)))
+        let step = level::pages(self.level);
+        let part = if self.ahead.is_some() { LINE } else { ENTRIES };
+        self.entries.chunks(part).zip((0..).step_by(part)).flat_map(move |(line, index)| {
+            ask(self.ahead, index);
+            let pages = (self.first + index as u64 * step..).step_by(step as usize);
+            let leaves = line.iter().zip(pages).filter(|(entry, _)| is_leaf::<F>(**entry, self.level));
+            leaves.map(|(entry, page)| (level::address(page), self.leaf(*entry)))
+        })
     }
 
     #[inline]
@@ -98,7 +102,8 @@ impl<F: PageFormat> Leaves<'_, F> {
     /// Leaves in a row that continue each other.
     #[inline]
     fn stretches(&self, differ: u64) -> Stretches<'_, F> {
-        Stretches { entries: self.entries, level: self.level, keep: !differ, index: 0, format: PhantomData }
+        let Leaves { entries, level, ahead, .. } = *self;
+        Stretches { entries, level, keep: !differ, index: 0, ahead, format: PhantomData }
     }
 }
 
@@ -106,6 +111,16 @@ impl<F: PageFormat> Leaves<'_, F> {
 #[inline]
 fn is_leaf<F: PageFormat>(entry: u64, level: u32) -> bool {
     entry & 1 != 0 && F::is_leaf(entry, level)
+}
+
+/// Asks for the cache line that begins at `index` of the table `ahead`, if one does.
+#[inline]
+fn ask(ahead: Option<&[u64; ENTRIES]>, index: usize) {
+    if index.is_multiple_of(LINE)
+        && let Some(ahead) = ahead
+    {
+        walker::prefetch(&ahead[index & (ENTRIES - 1)]);
+    }
 }
 
 /// See [`Leaves::stretches`].
@@ -116,6 +131,8 @@ struct Stretches<'a, F> {
     keep: u64,
     /// Entries that have been looked at.
     index: usize,
+    /// As in [`Leaves`].
+    ahead: Option<&'a [u64; ENTRIES]>,
     format: PhantomData<F>,
 }
 
@@ -127,13 +144,16 @@ impl<F: PageFormat> Iterator for Stretches<'_, F> {
     fn next(&mut self) -> Option<Stretch> {
         let step = level::pages(self.level) << PAGE_SHIFT;
         let mut entry = *self.entries.get(self.index)?;
+        ask(self.ahead, self.index);
         while !is_leaf::<F>(entry, self.level) {
             self.index += 1;
+            ask(self.ahead, self.index);
             entry = *self.entries.get(self.index)?;
         }
         let from = self.index;
         let (mut next, mut expected, mut any) = (from + 1, entry.wrapping_add(step), entry ^ F::CLEAN);
         while let Some(seen) = self.entries.get(next).filter(|seen| (*seen ^ expected) & self.keep == 0) {
+            ask(self.ahead, next);
             any |= seen ^ F::CLEAN;
             expected = expected.wrapping_add(step);
             next += 1;
@@ -142,6 +162,7 @@ impl<F: PageFormat> Iterator for Stretches<'_, F> {
                 && next.is_multiple_of(LINE)
                 && let Some(line) = self.entries[next..].first_chunk::<LINE>()
             {
+                ask(self.ahead, next);
                 let (mut wrong, mut all) = (0, 0);
                 for (place, seen) in line.iter().enumerate() {
                     wrong |= seen ^ expected.wrapping_add(step * place as u64);
@@ -267,7 +288,14 @@ impl<'v, F: PageFormat> Runs<'v, F> {
     #[inline(always)]
     pub(crate) fn push(&mut self, first: u64, pages: u64, level: u32, entry: u64, any: u64) {
         if let Visit::Leaves(visit) = &mut self.visit {
-            return visit(Leaves { first, level, entries: &[entry], read_only: self.read_only, format: PhantomData });
+            return visit(Leaves {
+                first,
+                level,
+                entries: &[entry],
+                read_only: self.read_only,
+                ahead: None,
+                format: PhantomData,
+            });
         }
         let (entry, any) = match self.read_only {
             false => (entry, any),
@@ -332,22 +360,19 @@ impl<'v, F: PageFormat> Runs<'v, F> {
         for begins in (from..to).step_by(COPIED) {
             let entries = &mut entries[..(to - begins).min(COPIED)];
             entries.iter_mut().enumerate().for_each(|(place, entry)| *entry = read(begins + place));
-            self.add(first + (begins - from) as u64, entries);
+            self.add(first + (begins - from) as u64, entries, None);
         }
     }
 
-    /// Adds what a table of level 0 maps that nobody walks or writes any more. `next` is a table to be read soon.
+    /// Adds what a table of level 0 maps, and `ahead` is the table to be read next. Nobody walks or writes them any more.
     ///
     /// # Safety
     ///
     /// It is so.
-    pub(crate) unsafe fn scan_at_rest(&mut self, table: Table, first: u64, next: Option<Table>) {
-        if let Some(next) = next {
-            (0..ENTRIES).step_by(LINE).for_each(|index| next.prefetch(index));
-        }
+    pub(crate) unsafe fn scan_at_rest(&mut self, table: Table, first: u64, ahead: Option<Table>) {
         // SAFETY: the caller's promise.
-        let entries = unsafe { table.at_rest() };
-        self.add(first, entries);
+        let (entries, ahead) = unsafe { (table.at_rest(), ahead.map(|ahead| ahead.at_rest())) };
+        self.add(first, entries, ahead);
         if self.owners.is_some() {
             let others = entries.iter().zip(first..).filter(|(entry, _)| **entry & 1 == 0);
             others.for_each(|(entry, page)| self.owner(page, 0, *entry));
@@ -356,8 +381,8 @@ impl<'v, F: PageFormat> Runs<'v, F> {
 
     /// Adds the leaves among entries of level 0, the first of which is page `first`'s.
     #[inline]
-    fn add(&mut self, first: u64, entries: &[u64]) {
-        let leaves = Leaves { first, level: 0, entries, read_only: self.read_only, format: PhantomData };
+    fn add(&mut self, first: u64, entries: &[u64], ahead: Option<&[u64; ENTRIES]>) {
+        let leaves = Leaves { first, level: 0, entries, read_only: self.read_only, ahead, format: PhantomData };
         if let Visit::Leaves(visit) = &mut self.visit {
             return visit(leaves);
         }

@@ -95,7 +95,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     #[inline]
     pub(crate) fn hand_down(&self, table: Table, index: usize, level: u32) -> u64 {
         let entry = table.get(index);
-        if is_read_only::<F>(entry) { self.hand_down_now(table, index, level, Editing::LIVE) } else { entry }
+        if is_read_only::<F>(entry) { self.hand_down_now(table, index, level, None, Editing::LIVE) } else { entry }
     }
 
     fn hand_down_all(&self, table: Table, level: u32, first: u64, end: u64, editing: Editing) {
@@ -105,7 +105,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 continue;
             }
             if is_read_only::<F>(entry) {
-                entry = self.hand_down_now(table, slot.index, level, editing);
+                entry = self.hand_down_now(table, slot.index, level, self.ahead(table, level, &slot, end), editing);
             }
             if level > 1 {
                 self.hand_down_all(self.below(entry), level - 1, slot.first, slot.end, editing);
@@ -114,11 +114,11 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     }
 
     #[cold]
-    fn hand_down_now(&self, table: Table, index: usize, level: u32, editing: Editing) -> u64 {
+    fn hand_down_now(&self, table: Table, index: usize, level: u32, ahead: Option<Table>, editing: Editing) -> u64 {
         table.claimed(index, F::CLAIMED, is_read_only::<F>, |entry| {
             let below = self.below(entry);
             let mut edit = Edit::handing_down(NO_WRITE, editing);
-            if level > 1 || !edit.pages::<F>(below, 0, ENTRIES, None) {
+            if level > 1 || !edit.pages::<F>(below, 0, ENTRIES, ahead) {
                 (0..ENTRIES).for_each(|index| restrict::<F>(below, index, level - 1, &mut edit));
             }
             entry ^ F::READ_ONLY_TABLE

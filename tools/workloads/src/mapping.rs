@@ -361,11 +361,12 @@ impl<F: PageFormat, M: TableMemory> MapperLoop for ByRange<'_, F, M> {
         let unhooked = guard.detach(span(field)?, Editing::LIVE)?;
         // SAFETY: `new` requires that no CPU translates by the table.
         let detached = unsafe { unhooked.assume_flushed() };
+        let mut pages = 0;
         let harvest = guard.harvest_leaves(detached, |leaves| match leaves.as_run(Flags::HARDWARE) {
-            Some(run) => _ = core::hint::black_box(run.extent),
-            None => leaves.iter().for_each(|(_, leaf)| _ = core::hint::black_box(leaf.frame)),
+            Some(run) => pages += core::hint::black_box(run.extent).pages(),
+            None => pages += leaves.iter().inspect(|(_, leaf)| _ = core::hint::black_box(leaf.frame)).count() as u64,
         });
-        harvest.map(|harvest| harvest.pages).map_err(|(error, _)| error.into())
+        harvest.map(|_| pages).map_err(|(error, _)| error.into())
     }
 
     /// By parts of which none is the whole of a table.
