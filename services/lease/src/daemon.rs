@@ -42,6 +42,8 @@ pub struct Daemon {
 struct State {
     ready: Vec<MemoryFile>,
     filling: Option<Filling>,
+    /// Since when a chunk is being filled.
+    chunk: Option<Instant>,
     waiting: Option<String>,
     drained: bool,
     stopping: bool,
@@ -68,6 +70,10 @@ struct KeptEntry {
     lease: Option<u64>,
 }
 
+/// A chunk that takes longer than this is filled by a thread that others keep from running: it takes hundredths of a second, the
+/// largest page some tenths.
+const STARVES: Duration = Duration::from_secs(2);
+
 impl State {
     /// What a user has: leases, and kept memory that no lease has now.
     fn has(&self, uid: u32) -> u64 {
@@ -78,6 +84,16 @@ impl State {
 
     fn lengths(&self) -> Vec<u64> {
         self.ready.iter().map(MemoryFile::bytes).collect()
+    }
+
+    /// Why nothing is filled though something is missing: what the thread that fills has said, or that it cannot say anything.
+    fn waiting(&self) -> Option<String> {
+        let starves = || {
+            let since = self.chunk.map(|since| since.elapsed()).filter(|since| *since > STARVES)?;
+            let seconds = since.as_secs();
+            Some(format!("filling gets no idle CPU for {seconds} s; name CPUs that have some with --cpus, or wait"))
+        };
+        self.waiting.clone().or_else(starves)
     }
 }
 
@@ -208,7 +224,7 @@ impl Daemon {
                 let index = match choose(&state.lengths(), bytes) {
                     Choice::Exact(index) | Choice::Cut(index) | Choice::Grow(index) => index,
                     Choice::Empty => {
-                        let why = state.waiting.clone().unwrap_or_else(|| "it is being filled".to_owned());
+                        let why = state.waiting().unwrap_or_else(|| "it is being filled".to_owned());
                         return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
                     }
                 };
@@ -374,7 +390,7 @@ impl Daemon {
     /// Why nothing is filled though something is missing, and whether a file is on its way.
     pub fn waiting(&self) -> (Option<String>, bool) {
         let state = self.state();
-        (state.waiting.clone(), state.filling.is_some())
+        (state.waiting(), state.filling.is_some())
     }
 
     /// How things stand.
@@ -386,7 +402,7 @@ impl Daemon {
             wanted: self.config.shapes.0.clone(),
             ready: state.lengths(),
             filling: state.filling,
-            waiting: state.waiting.clone(),
+            waiting: state.waiting(),
             drained: state.drained,
             leases: state
                 .leases
@@ -443,10 +459,15 @@ impl Daemon {
         !state.stopping && !state.drained
     }
 
-    /// A part has been filled, in `time`, with so much CPU time.
+    /// A chunk is being filled from now on.
+    pub(crate) fn fills(&self) {
+        self.state().chunk = Some(Instant::now());
+    }
+
+    /// A chunk has been filled, in `time`, with so much CPU time.
     pub(crate) fn filled(&self, bytes: u64, time: Duration, cpu: Duration) {
         let mut state = self.state();
-        state.waiting = None;
+        (state.waiting, state.chunk) = (None, None);
         if let Some(filling) = &mut state.filling {
             filling.done += bytes;
         }
@@ -457,7 +478,8 @@ impl Daemon {
 
     /// Why it does not go on at present.
     pub(crate) fn waits(&self, why: String) {
-        self.state().waiting = Some(why);
+        let mut state = self.state();
+        (state.waiting, state.chunk) = (Some(why), None);
     }
 
     /// A file is full, or was given up.
@@ -517,4 +539,26 @@ fn secret() -> Option<String> {
     let mut bytes = [0u8; 16];
     let got = rustix::rand::getrandom(&mut bytes, GetRandomFlags::empty()).ok()?;
     (got == bytes.len()).then(|| bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread at idle priority that gets no CPU says nothing; its daemon does.
+    #[test]
+    fn filling_that_gets_no_cpu_is_seen() {
+        let shapes = Shapes(vec![Page::Huge2M.bytes()]);
+        let policy = LendingPolicy::closed(0);
+        let daemon =
+            Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: Page::Huge2M.bytes(), policy });
+        assert_eq!(daemon.wait_for_missing(), Some(Page::Huge2M.bytes()));
+        daemon.fills();
+        assert_eq!(daemon.waiting(), (None, true));
+        daemon.state().chunk = Instant::now().checked_sub(STARVES + Duration::from_secs(1));
+        assert!(daemon.waiting().0.is_some_and(|why| why.contains("no idle CPU for 3 s")));
+        assert_eq!(daemon.status().waiting, daemon.waiting().0);
+        daemon.filled(Page::Huge2M.bytes(), Duration::ZERO, Duration::ZERO);
+        assert_eq!(daemon.waiting(), (None, true));
+    }
 }

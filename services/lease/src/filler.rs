@@ -31,7 +31,7 @@ pub fn fill(daemon: &Daemon, manners: &Manners, free: impl Fn() -> Option<u64>) 
         return;
     }
     let began = Instant::now();
-    // Without a cap a chunk is what a busy machine would notice in a twentieth of a second.
+    // More than any machine does.
     let mut throttle = Throttle::new(manners.cap.unwrap_or(64 << 30));
     while let Some(bytes) = daemon.wait_for_missing() {
         let mut filler = Filler { daemon, manners, began, throttle: &mut throttle, looked: None };
@@ -97,10 +97,11 @@ impl Filler<'_> {
                 }
                 continue;
             }
-            let pause = self.throttle.begin(self.began.elapsed(), chunk);
-            if !self.daemon.may_go_on(pause) {
+            if !self.daemon.may_go_on(self.throttle.pause(self.began.elapsed())) {
                 return None;
             }
+            self.throttle.begin(self.began.elapsed(), chunk);
+            self.daemon.fills();
             let (time, cpu) = (Instant::now(), background::cpu_time());
             match file.fill(done, done + chunk) {
                 Ok(()) => {

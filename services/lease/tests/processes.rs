@@ -36,7 +36,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use support::{PAGE, Pool, wait_for};
 use tracer::{Then, trace};
 
@@ -60,7 +60,8 @@ fn main() {
 type Test = (&'static str, fn(&Pool));
 
 fn tests() {
-    let tests: [Test; 7] = [
+    let tests: [Test; 8] = [
+        ("the cap holds in every second", the_cap_holds),
         ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
         ("the daemon is killed before every call", the_daemon_is_killed),
         ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),
@@ -69,7 +70,7 @@ fn tests() {
         ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
         ("programs with filters, children and old calls", programs_of_all_kinds),
     ];
-    let Some(pool) = Pool::with_free(8) else { return };
+    let Some(pool) = Pool::with_free(CAPPED / PAGE) else { return };
     for (name, test) in tests {
         // Whatever hangs ends the test program, and that all that it traces.
         // SAFETY: a timer of this process.
@@ -277,6 +278,36 @@ fn allow_all() {
 }
 
 // ---- The tests.
+
+/// What is filled under a cap: a second and a half of chunks that are a page each.
+const CAPPED: u64 = 36 * PAGE;
+const CAP: u64 = 24 * PAGE;
+
+/// As this machine fills: in no second more than a tenth above the cap, and in all no less than it has time for.
+fn the_cap_holds(_: &Pool) {
+    let shapes = Shapes::new(&[(CAPPED / 2, 2)], CAPPED, PAGE).expect("shapes");
+    let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
+    let daemon = Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: CAPPED, policy });
+    let manners = Manners { cap: Some(CAP), ..Manners::default() };
+    // How much was filled at least at a time, and at most at one: a reader that is late must not take that for haste.
+    let mut seen: Vec<(Instant, u64, Instant)> = Vec::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| fill(&daemon, &manners, || None));
+        let end = Instant::now() + Duration::from_secs(60);
+        while seen.last().is_none_or(|(_, filled, _)| *filled < CAPPED) && Instant::now() < end {
+            let before = Instant::now();
+            seen.push((before, daemon.status().counts.filled_bytes, Instant::now()));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        daemon.stop();
+    });
+    assert_eq!(seen.last().map(|(_, filled, _)| *filled), Some(CAPPED));
+    for (index, (from, before, _)) in seen.iter().enumerate() {
+        let second = seen[index..].iter().take_while(|(_, _, to)| *to - *from <= Duration::from_secs(1));
+        let most = second.map(|(_, filled, _)| filled - before).max().unwrap_or(0);
+        assert!(most * 10 <= CAP * 11, "{most} bytes in a second at a cap of {CAP}");
+    }
+}
 
 /// A daemon that is not traced, ended when dropped.
 struct Served {
