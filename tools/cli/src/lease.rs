@@ -18,11 +18,14 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
+
+/// What becomes the memory's path in a command's arguments.
+const LEASE: &str = "@LEASE@";
 
 /// Runs the command. Called in a process with one thread; returns only if nothing was started.
 pub fn run(args: &Lease) -> Result<()> {
@@ -42,7 +45,8 @@ pub fn run(args: &Lease) -> Result<()> {
     }
     match lease(args) {
         Ok(lease) => start_on(args, lease),
-        Err(error) if args.require => Err(error),
+        // A command that is to be given the memory has no other.
+        Err(error) if args.require || is_given(args) => Err(error),
         Err(error) => {
             eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
             Err(exec(&args.command))
@@ -79,11 +83,8 @@ fn start_on(args: &Lease, lease: Leased) -> Result<()> {
     if let Some(line) = private_by_arguments(&args.command) {
         eprintln!("hugemm lease: {line}");
     }
-    if args.command.iter().any(|word| contains(word, "@LEASE@") || contains(word, "@FD@")) {
-        // The descriptor is the program's from here on.
-        let flags = fcntl_getfd(&lease.file)?;
-        fcntl_setfd(&lease.file, flags & !FdFlags::CLOEXEC)?;
-        let number = lease.file.as_raw_fd();
+    if is_given(args) {
+        let number = inherit(&lease.file, args.fd)?;
         let command: Vec<_> = args.command.iter().map(|word| with_number(word, number)).collect();
         return Err(exec(&command));
     }
@@ -96,6 +97,29 @@ fn start_on(args: &Lease, lease: Leased) -> Result<()> {
         Err(error) => eprintln!("hugemm lease: {error}; {} is started without", name(&args.command)),
     }
     Err(exec(&args.command))
+}
+
+/// Whether the command is given the memory, instead of making what becomes the memory itself.
+fn is_given(args: &Lease) -> bool {
+    args.fd.is_some() || args.command.iter().any(|word| contains(word, LEASE))
+}
+
+/// Makes the descriptor the command's, under the number that it wants if it wants one; returns the number.
+fn inherit(file: &OwnedFd, number: Option<i32>) -> Result<i32> {
+    let own = file.as_raw_fd();
+    let number = number.unwrap_or(own);
+    if number == own {
+        let flags = fcntl_getfd(file)?;
+        fcntl_setfd(file, flags & !FdFlags::CLOEXEC)?;
+        return Ok(number);
+    }
+    // SAFETY: whatever has that number is used by nothing from here to `exec`, and closed once, by the end of the process or there.
+    match unsafe { libc::dup2(own, number) } {
+        -1 => {
+            Err(io::Error::last_os_error()).with_context(|| format!("no descriptor {number}; choose another with --fd"))
+        }
+        _ => Ok(number),
+    }
 }
 
 /// Becomes the command; returns why that is not possible.
@@ -153,31 +177,30 @@ fn contains(word: &OsStr, what: &str) -> bool {
 
 fn with_number(word: &OsStr, fd: i32) -> OsString {
     match word.to_str() {
-        Some(text) => text.replace("@LEASE@", &format!("/proc/self/fd/{fd}")).replace("@FD@", &fd.to_string()).into(),
+        Some(text) => text.replace(LEASE, &format!("/proc/self/fd/{fd}")).into(),
         // No argument of this kind is a path of ours.
         None => word.to_owned(),
     }
 }
 
-/// Leaves a process that holds the memory, and says where. The process asks for the lease itself, so that it is its owner.
+/// Leaves a process that holds the memory, and says where. The process asks for the lease itself, so that it is its owner. It ends
+/// if this one does before it has said where: nobody else could end it.
 fn hold(args: &Lease) -> Result<()> {
     let (mut read, write) = io::pipe()?;
+    let (said_so, mut stay) = io::pipe()?;
     // SAFETY: the process has one thread, so the child may do what any program may.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()).context("no process to hold the memory"),
         0 => {
-            drop(read);
-            let code = match lease(args) {
-                Ok(lease) => holder(args, &lease, write),
-                Err(error) => {
-                    eprintln!("hugemm: {error:#}");
-                    1
-                }
-            };
-            std::process::exit(code)
+            drop((read, stay));
+            let held = lease(args).and_then(|lease| holder(args, &lease, write, said_so));
+            if let Err(error) = held {
+                eprintln!("hugemm: {error:#}");
+            }
+            std::process::exit(1)
         }
         _ => {
-            drop(write);
+            drop((write, said_so));
             let mut said = String::new();
             read.read_to_string(&mut said)?;
             if said.is_empty() {
@@ -185,37 +208,37 @@ fn hold(args: &Lease) -> Result<()> {
                 std::process::exit(1);
             }
             print!("{said}");
-            Ok(())
+            crate::output::finish()?;
+            Ok(stay.write_all(STAY)?)
         }
     }
 }
 
-/// The process that holds a lease: says where it is, and waits for its end.
-fn holder(args: &Lease, lease: &Leased, mut say: io::PipeWriter) -> i32 {
+/// What tells the holder that its place is known.
+const STAY: &[u8] = b"!";
+
+/// The process that holds a lease: says where it is, and waits for its end. Returns if nobody heard it.
+fn holder(args: &Lease, lease: &Leased, mut say: io::PipeWriter, mut said_so: io::PipeReader) -> Result<()> {
     let _ = rustix::process::setsid();
     let path = format!("/proc/{}/fd/{}", std::process::id(), lease.file.as_raw_fd());
-    let said = if args.json {
+    if args.json {
         let about = &lease.about;
         let (pid, page) = (std::process::id(), about.page.to_string());
         let value = serde_json::json!({
             "path": path, "holder": pid, "lease": about.lease, "bytes": about.bytes, "page": page, "node": about.node,
             "filled_late": about.filled_late, "resumed": about.resumed,
         });
-        writeln!(say, "{value}")
+        writeln!(say, "{value}")?;
     } else {
-        writeln!(say, "{path}")
-    };
-    drop(say);
-    // Whoever reads what this program prints waits for the end of that, not of the holder.
-    let null = fs::File::options().read(true).write(true).open("/dev/null");
-    let detached = null.and_then(|null| {
-        rustix::stdio::dup2_stdin(&null)?;
-        rustix::stdio::dup2_stdout(&null)?;
-        Ok(rustix::stdio::dup2_stderr(&null)?)
-    });
-    if said.is_err() || detached.is_err() {
-        return 1;
+        writeln!(say, "{path}")?;
     }
+    // Whoever reads what this program prints waits for the end of that, not of the holder.
+    let null = fs::File::options().read(true).write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    drop(say);
+    said_so.read_exact(&mut [0; STAY.len()])?;
     loop {
         // Until a signal ends the process.
         std::thread::park();

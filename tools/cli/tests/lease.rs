@@ -280,6 +280,15 @@ fn memory_is_handed_over_as_a_path_or_a_descriptor() {
     }
     let output = daemon.lease(&["--require"], &["stat", "-L", "-c", "%s %a %b", "@LEASE@"]);
     assert_eq!(said(&output).trim(), format!("{LEASE} 600 {}", LEASE / 512));
+    // As 9, and as the number that the lease has anyway.
+    for fd in ["9", "3", "4"] {
+        let path = format!("/proc/self/fd/{fd}");
+        let output = daemon.lease(&["--fd", fd], &["stat", "-L", "-c", "%s %a %b", &path]);
+        assert_eq!(said(&output).trim(), format!("{LEASE} 600 {}", LEASE / 512));
+        if !daemon.wait_until_ready() {
+            return;
+        }
+    }
     let output = hugemm(&["lease", "32MB", "--json", "--socket", &daemon.socket]);
     let about: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", said(&output)));
     let file = fs::metadata(about["path"].as_str().expect("a path")).expect("there");
@@ -342,6 +351,9 @@ fn without_a_lease_the_program_still_runs() {
     assert!(output.status.success() && output.stdout == b"ran\n" && err.lines().count() == 1, "{}", said(&output));
     assert!(err.contains("start one with: hugemm pool serve"), "{err}");
     refused(&["lease", "32MB", "--socket", &socket, "--require", "--", "echo", "ran"], &["no lease daemon at"]);
+    // A command that is to be given the memory has nothing to run on.
+    refused(&["lease", "32MB", "--socket", &socket, "--fd", "9", "--", "echo", "ran"], &["no lease daemon at"]);
+    refused(&["lease", "32MB", "--socket", &socket, "--", "echo", "@LEASE@"], &["no lease daemon at"]);
     refused(&["lease", "32MB"], &["name a command behind --"]);
     refused(&["lease", "3MB", "--page", "2M", "--path"], &["3MB is not a whole number of 2M pages", "multiple"]);
     refused(&["pool", "status", "--socket", &socket], &["no lease daemon at"]);
@@ -357,7 +369,8 @@ fn odd_commands_are_answered_in_one_line() {
     let (socket, file) = (scratch.path("socket"), scratch.put("file", "no socket"));
     misused(&["lease"], "<SIZE>");
     misused(&["lease", "0", "--", "true"], "larger than zero");
-    misused(&["lease", "1G", "--fd"], "unexpected argument '--fd'");
+    misused(&["lease", "1G", "--fd", "7"], "<COMMAND>");
+    misused(&["lease", "1G", "--fd", "2", "--", "true"], "not in 3..");
     misused(&["lease", "1G", "--path", "--", "true"], "cannot be used with");
     misused(&["lease", "1G", "--keep", "name", "--", "true"], "--secret");
     misused(&["pool", "serve", "--size", "0"], "larger than zero");

@@ -46,6 +46,81 @@ fn fio_takes_a_path() {
     daemon.wait_for("\"hits\":1");
 }
 
+/// A mounted file system of huge pages, unmounted when dropped; `None`, and a line, where that is not allowed.
+struct Mount(std::path::PathBuf);
+
+impl Mount {
+    fn new(name: &str) -> Option<Self> {
+        let dir = std::env::temp_dir().join(format!("hugemm-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let mounted = Command::new("mount").args(["-t", "hugetlbfs", "-o", "pagesize=2M", "none"]).arg(&dir).output();
+        let mount = Mount(dir);
+        if mounted.is_ok_and(|output| output.status.success()) {
+            return Some(mount);
+        }
+        eprintln!("skipped: nothing can be mounted here");
+        None
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).output();
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// A machine whose memory is a file that QEMU makes in a directory of huge pages.
+#[test]
+fn qemu_makes_its_file_in_a_directory() {
+    if !installed("qemu-system-x86_64") {
+        return;
+    }
+    let Some(_pool) = pool(32) else { return };
+    let Some(mount) = Mount::new("programs-mount") else { return };
+    let daemon = Daemon::start("programs-mount", 32, &[]);
+    let memory = format!("memory-backend-file,id=m,size=32M,share=on,prealloc=on,mem-path={}", mount.0.display());
+    let machine = ["qemu-system-x86_64", "-M", "q35,memory-backend=m", "-accel", "tcg", "-m", "32M", "-nodefaults"];
+    // Its monitor says that it is there, reads a word, and ends it.
+    let script = format!("echo quit | {} -display none -S -monitor stdio -object {memory}", machine.join(" "));
+    run_leased(&daemon, &["sh", "-c", &script]);
+    daemon.wait_for("\"placed\":1");
+}
+
+/// DPDK takes over files that have the names and the length of its own, so that filling them beforehand is enough.
+#[test]
+fn dpdk_takes_files_that_are_filled() {
+    const FILES: usize = 32;
+    if Command::new("dpdk-testpmd").arg("--help").output().is_err() {
+        eprintln!("skipped: no dpdk-testpmd");
+        return;
+    }
+    let Some(_pool) = pool(FILES as u64 + 1) else { return };
+    let Some(mount) = Mount::new("programs-dpdk") else { return };
+    let file = |n: usize| mount.0.join(format!("rtemap_{n}"));
+    let files = || (0..FILES).map(|n| std::os::unix::fs::MetadataExt::ino(&file(n).metadata().expect("there")));
+    for n in 0..FILES {
+        let made = Command::new("fallocate").args(["-l", "2M"]).arg(file(n)).status().expect("util-linux");
+        assert!(made.success());
+    }
+    let before: Vec<u64> = files().collect();
+    let mut command = Command::new("dpdk-testpmd");
+    command.args(["--no-pci", "-l", "0", "-m", "64", "--huge-unlink=never", "--no-telemetry", "--huge-dir"]);
+    command.arg(&mount.0).args(["--vdev=net_null0", "--file-prefix=rte"]);
+    // One CPU is the application's, which has none left to forward on.
+    command.args(["--", "--total-num-mbufs=2048", "--no-mlockall"]).stdin(std::process::Stdio::null());
+    let output = command.output().expect("it starts");
+    let said = text(&output);
+    if said.contains("lcores") && !output.status.success() {
+        eprintln!("skipped: {said}");
+    }
+    assert_eq!(files().collect::<Vec<_>>(), before, "{said}");
+    for n in 0..FILES {
+        std::fs::remove_file(file(n)).expect("removed");
+    }
+    assert!(!std::fs::exists(file(FILES)).expect("looked at"), "it made no others: {said}");
+}
+
 /// The heap of ZGC is a file of the lease's length.
 #[test]
 fn the_heap_of_openjdk_is_placed() {

@@ -1,3 +1,4 @@
+#![allow(dead_code, reason = "each test program uses its part")]
 //! Runs a program and whatever it starts, and stops each process before each of its system calls.
 
 use std::collections::BTreeMap;

@@ -14,7 +14,9 @@ pub const LEASE_HELP: &str = "\
 hugemm lease 64G -- qemu-system-x86_64 -object memory-backend-memfd,id=m,size=64G,share=on,hugetlb=on,prealloc=on …
   runs a stock program: the file that it makes to exactly that length is the leased one.
 hugemm lease 64G -- PROGRAM --memory @LEASE@
-  for a program that takes a path: @LEASE@ becomes /proc/self/fd/N, in any argument; @FD@ becomes N.
+  for a program that takes a path: @LEASE@ becomes /proc/self/fd/N, in any argument.
+hugemm lease 64G --fd 7 -- PROGRAM --memory-fd=7
+  for a program that takes a descriptor: it inherits the memory as number 7.
 hugemm lease 64G --path
   prints a path that any program of this user can open, /proc/PID/fd/N, and leaves a process that holds it: end that with kill PID.
 
@@ -46,6 +48,9 @@ pub struct Lease {
     /// Fail where nothing can be leased, instead of running COMMAND without.
     #[arg(long)]
     pub require: bool,
+    /// COMMAND inherits the memory as this descriptor.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=1023), requires = "command")]
+    pub fd: Option<i32>,
     /// Print a path, and leave a process that holds the memory.
     #[arg(long, conflicts_with = "command")]
     pub path: bool,
@@ -131,7 +136,7 @@ pub struct Serve {
 /// `hugemm bench lease`
 #[derive(Debug, Args)]
 pub struct BenchLease {
-    /// Sizes of the machines. Each takes three times as much of the kernel's pool, which is raised for it.
+    /// Sizes of the machines. Each takes as much of the kernel's pool, which is raised for it.
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_values = ["256MB", "1GB", "2GB"])]
     pub sizes: Vec<Size>,
     /// Threads of `prealloc=on` [default: as many as CPUs].

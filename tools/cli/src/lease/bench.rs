@@ -2,20 +2,25 @@
 //! with memory that is leased.
 
 use super::args::BenchLease;
+use crate::args::Kind;
 use crate::document::Row;
 use crate::goals::Goals;
+use crate::interference::lines_in;
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, bail};
-use hugemm_base::PageSize;
+use hugemm_base::{CpuId, Never, PageSize};
+use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_lease::client::Connection;
 use hugemm_lease::status::{Counts, Status};
-use hugemm_lease::wire::{Answer, Request};
+use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
+use hugemm_workloads::chase::Chase;
+use hugemm_workloads::size::Size;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -39,9 +44,13 @@ enum Way {
     Descriptor,
     /// Kept from the start before.
     Kept,
+    /// Leased from a daemon that has nothing ready, as one on a full host: QEMU fills its own.
+    Empty,
 }
 
-const WAYS: [Way; 7] = [Way::Off, Way::OneThread, Way::Threads, Way::Wrapper, Way::Path, Way::Descriptor, Way::Kept];
+/// In the order in which the daemon's file is filled least often.
+const WAYS: [Way; 8] =
+    [Way::Off, Way::OneThread, Way::Threads, Way::Empty, Way::Wrapper, Way::Path, Way::Descriptor, Way::Kept];
 
 impl Way {
     /// In the table and the JSON.
@@ -54,6 +63,7 @@ impl Way {
             Way::Path => "leased, path",
             Way::Descriptor => "leased, descriptor",
             Way::Kept => "kept, second start",
+            Way::Empty => "leased, nothing ready",
         }
     }
 
@@ -67,6 +77,13 @@ impl Way {
         }
     }
 }
+
+/// Under which name memory is kept.
+const KEPT: &str = "bench";
+
+/// What a neighbour uses of the cache that all CPUs share, and for how long it is looked at.
+const NEIGHBOUR: u64 = 16 << 20;
+const LOOK_NS: u64 = 20_000_000;
 
 /// Times without filling, at most.
 const GOAL: f64 = 1.2;
@@ -84,20 +101,19 @@ pub fn run(args: &BenchLease) -> Result<()> {
     let bar = progress::bar((args.sizes.len() * WAYS.len() * repeat.all()) as u64, machine.quiet());
     let mut lines = table::new(["size", "memory", "ms", "± stdev", "of prealloc=off"]);
     let (mut rows, mut goals, mut filled) = (Vec::new(), Goals::new(), Counts::default());
+    let mut slowed = None;
     let mut ratios = vec![Samples::default(); WAYS.len()];
     for size in &args.sizes {
         let bytes = machine.whole_pages(*size, PageSize::Size2M)?;
-        // The machine's, the next lease's, and what is kept.
-        let _pool = match HugetlbPool::new().ensure(PageSize::Size2M, 3 * bytes / PageSize::Size2M.bytes(), None) {
+        // The machine's or the daemon's, never both.
+        let _pool = match HugetlbPool::new().ensure(PageSize::Size2M, bytes / PageSize::Size2M.bytes(), None) {
             Ok(guard) => guard,
             Err(error) => {
-                eprintln!("skipped: {size}, which takes three times as much of the kernel's pool: {error}");
+                eprintln!("skipped: {size}, which takes as much of the kernel's pool: {error}");
                 continue;
             }
         };
         let bench = Bench::start(args, bytes, threads)?;
-        // The first lease of what is kept.
-        bench.once(Way::Kept)?;
         let mut times = vec![Samples::default(); WAYS.len()];
         for run in 0..repeat.all() {
             for i in 0..WAYS.len() {
@@ -125,6 +141,10 @@ pub fn run(args: &BenchLease) -> Result<()> {
             let row = row.label("size", bytes).label("memory", way.name());
             rows.push(if *way == Way::Threads { row.label("threads", threads) } else { row });
         }
+        if machine.topology.cpus.len() > 1 {
+            bar.set_message(format!("{size}, a neighbour"));
+            slowed = Some(bench.neighbour(&machine)?);
+        }
         let counts = bench.status()?.counts;
         filled.filled_bytes += counts.filled_bytes;
         filled.fill_ns += counts.fill_ns;
@@ -144,6 +164,9 @@ pub fn run(args: &BenchLease) -> Result<()> {
         (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
     rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
     rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
+    if let Some(slowed) = &slowed {
+        rows.push(Row::median("bench.lease.neighbour_slowdown", slowed, "×"));
+    }
     if !machine.quiet() {
         environment_text::print(&environment);
         let title = format!("From exec to a machine that answers, {threads} threads; median of {} runs", args.runs);
@@ -151,6 +174,14 @@ pub fn run(args: &BenchLease) -> Result<()> {
         println!(
             "\n  filled meanwhile, and moved, not saved: {gib:.1} GiB, {cpu:.2} s of CPU time per GiB, at {bandwidth:.1} GB/s"
         );
+        if let Some(slowed) = &slowed {
+            println!(
+                "  a neighbour whose {} are in the shared cache took {:.2} ± {:.2} × as long for a load while the last size was filled",
+                Size(NEIGHBOUR),
+                slowed.median(),
+                slowed.stdev()
+            );
+        }
         goals.print();
     }
     rows.extend(goals.into_rows());
@@ -175,6 +206,7 @@ impl<'a> Bench<'a> {
             .args(["pool", "serve", "--page", "2M", "--size", &size, "--shape", &size, "--socket"])
             .arg(dir.join("socket"))
             .stdout(Stdio::null())
+            .stderr(Stdio::null())
             .spawn()
             .context("the lease daemon cannot be started")?;
         Ok(Bench { args, bytes, threads, daemon, dir })
@@ -185,32 +217,81 @@ impl<'a> Bench<'a> {
     }
 
     fn status(&self) -> Result<Status> {
-        match Connection::open(&self.socket())?.ask(&Request::Status {})? {
-            (Answer::Status(status), _) => Ok(*status),
+        match self.ask(&Request::Status {})? {
+            Answer::Status(status) => Ok(*status),
             _ => bail!("the lease daemon answered something else"),
         }
     }
 
-    /// Waits until a file is ready and nothing is lent.
-    fn wait_until_ready(&self) -> Result<Status> {
+    fn ask(&self, request: &Request) -> Result<Answer> {
+        Ok(Connection::open(&self.socket())?.ask(request)?.0)
+    }
+
+    /// Has all memory back in the kernel's pool, for a machine that takes its own.
+    fn drain(&self) -> Result<()> {
+        self.wait_until("the daemon answers", || Ok(self.status().is_ok()))?;
+        self.ask(&Request::Drain {})?;
+        self.wait_until("pages are free", || {
+            let status = HugetlbPool::new().status(PageSize::Size2M, None)?;
+            Ok(status.unreserved() * PageSize::Size2M.bytes() >= self.bytes)
+        })
+    }
+
+    fn wait_until(&self, what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
         let end = Instant::now() + Duration::from_secs(600);
-        loop {
+        while !is_so()? {
             interrupt::check()?;
-            let status = self.status();
-            match status {
-                Ok(status) if !status.ready.is_empty() && status.leases.is_empty() => return Ok(status),
-                Ok(status) if Instant::now() > end => {
-                    bail!("nothing is ready: {}", status.waiting.unwrap_or_else(|| "filling takes too long".into()))
-                }
-                Err(error) if Instant::now() > end => return Err(error),
-                _ => thread::sleep(Duration::from_millis(20)),
+            if Instant::now() > end {
+                let why = self.status().ok().and_then(|status| status.waiting);
+                bail!("waited ten minutes until {what}: {}", why.unwrap_or_else(|| "no reason is known".into()));
             }
+            thread::sleep(Duration::from_millis(20));
         }
+        Ok(())
+    }
+
+    /// Has a file ready, and nothing lent.
+    fn fill(&self) -> Result<Status> {
+        self.ask(&Request::Fill {})?;
+        let mut found = None;
+        self.wait_until("a file is ready", || {
+            let status = self.status()?;
+            let ready = !status.ready.is_empty() && status.leases.is_empty();
+            found = ready.then_some(status);
+            Ok(ready)
+        })?;
+        found.context("nothing is ready")
+    }
+
+    /// How many times as long a program in the shared cache takes for a load while the daemon fills, over and over.
+    fn neighbour(&self, machine: &Machine) -> Result<Samples> {
+        let mut own = machine.memory(PageSize::Size2M.bytes(), PageSize::Size2M, Kind::Thp)?;
+        let mut set = machine.memory(NEIGHBOUR, PageSize::Size2M, Kind::Thp)?;
+        let host = Host::new(&machine.places(1)?, own.as_mut_slice())?;
+        let chase = Chase::new(lines_in(set.as_mut_slice()), 0x9e37_79b9);
+        let step = || {
+            let (steps, nanos) = chase.run(&host, LOOK_NS, &Never);
+            nanos as f64 / steps.max(1) as f64
+        };
+        self.drain()?;
+        host.run_on(CpuId(0), |_| {
+            // Once round, so that it is in the cache.
+            step();
+            let mut alone = Samples::default();
+            (0..10).for_each(|_| alone.push(step()));
+            self.ask(&Request::Fill {})?;
+            let mut slowed = Samples::default();
+            self.wait_until("a file is ready", || {
+                slowed.push(step() / alone.median());
+                Ok(!self.status()?.ready.is_empty())
+            })?;
+            anyhow::Ok(slowed)
+        })?
     }
 
     fn lease(&self, options: &[&str]) -> Result<Command> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["lease", &self.bytes.to_string(), "--page", "2M", "--require", "--socket"]).arg(self.socket());
+        command.args(["lease", &self.bytes.to_string(), "--page", "2M", "--socket"]).arg(self.socket());
         command.args(options);
         Ok(command)
     }
@@ -224,10 +305,43 @@ impl<'a> Bench<'a> {
 
     /// One start.
     fn once(&self, way: Way) -> Result<Duration> {
+        let time = match way {
+            Way::Off | Way::OneThread | Way::Threads | Way::Empty => {
+                self.drain()?;
+                self.start_machine(way)?
+            }
+            Way::Wrapper | Way::Path | Way::Descriptor => {
+                let before = self.fill()?;
+                let time = self.start_machine(way)?;
+                if way == Way::Wrapper {
+                    self.check_placed(before.counts.placed + 1)?;
+                }
+                time
+            }
+            Way::Kept => {
+                let before = self.fill()?;
+                self.start_machine(way)?;
+                self.wait_until("the first machine is over", || Ok(self.status()?.leases.is_empty()))?;
+                let time = self.start_machine(way)?;
+                self.check_placed(before.counts.placed + 2)?;
+                self.wait_until("the second machine is over", || Ok(self.status()?.leases.is_empty()))?;
+                let keep = KeepAs { name: KEPT.to_owned(), secret: None };
+                self.ask(&Request::Forget(Forget { keep, uid: None }))?;
+                std::fs::remove_file(self.secret())?;
+                time
+            }
+        };
+        Ok(time)
+    }
+
+    fn secret(&self) -> PathBuf {
+        self.dir.join("secret")
+    }
+
+    /// Starts a machine on whatever there is.
+    fn start_machine(&self, way: Way) -> Result<Duration> {
         const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
-        let before = self.wait_until_ready()?;
         let qemu = &self.args.qemu;
-        let secret = self.dir.join("secret");
         let from = Instant::now();
         let mut holder = None;
         let mut command;
@@ -242,18 +356,22 @@ impl<'a> Bench<'a> {
                 self.qemu(&mut command, &format!("{OWN},{prealloc}"));
             }
             Way::Wrapper => {
-                command = self.lease(&["--"])?;
+                command = self.lease(&["--require", "--"])?;
                 self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
             }
             Way::Kept => {
-                command = self.lease(&["--keep", "bench", "--secret"])?;
-                command.arg(&secret).arg("--").arg(qemu);
+                command = self.lease(&["--require", "--keep", KEPT, "--secret"])?;
+                command.arg(self.secret()).arg("--").arg(qemu);
                 // A file can be sealed once.
                 self.qemu(&mut command, &format!("{OWN},prealloc=on,seal=off"));
             }
             Way::Descriptor => {
+                command = self.lease(&["--fd", "9", "--"])?;
+                self.qemu(command.arg(qemu), "memory-backend-file,mem-path=/proc/self/fd/9,prealloc=on");
+            }
+            Way::Empty => {
                 command = self.lease(&["--"])?;
-                self.qemu(command.arg(qemu), "memory-backend-file,mem-path=@LEASE@,prealloc=on");
+                self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
             }
             Way::Path => {
                 let output = self.lease(&["--json"])?.output().context("no path is had")?;
@@ -269,17 +387,13 @@ impl<'a> Bench<'a> {
         if let Some(pid) = holder.and_then(|pid| rustix::process::Pid::from_raw(pid as i32)) {
             rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
         }
-        let time = time.with_context(|| format!("{} does not start", way.name()))?;
-        if matches!(way, Way::Wrapper | Way::Kept) {
-            self.check_placed(&before)?;
-        }
-        Ok(time)
+        time.with_context(|| format!("{} does not start", way.name()))
     }
 
-    /// That the machine had the leased memory, not its own: the supervisor says so in its own time.
-    fn check_placed(&self, before: &Status) -> Result<()> {
+    /// That so many machines had the leased memory, not their own: the supervisor says so in its own time.
+    fn check_placed(&self, wanted: u64) -> Result<()> {
         let end = Instant::now() + Duration::from_secs(10);
-        while self.status()?.counts.placed <= before.counts.placed {
+        while self.status()?.counts.placed < wanted {
             if Instant::now() > end {
                 bail!("QEMU did not get the leased memory; this measures nothing");
             }
