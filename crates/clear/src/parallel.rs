@@ -118,7 +118,8 @@ pub enum Outcome<'a> {
 
 impl<'a> ParallelClear<'a> {
     /// Prepares to clear `dirty`. `lanes` is the caller's memory for the lanes: one per run of frames on one node; when
-    /// there are more runs than lanes, the last lane takes the rest, whatever its nodes.
+    /// there are more runs than lanes, the last lane takes the rest, whatever its nodes. Clears nothing yet: one question to
+    /// `topology` per lane, in any context.
     ///
     /// # Errors
     ///

@@ -234,7 +234,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Empties a 2 MiB-aligned range of one arena, with the help of `migrate`, and takes it. Needs a context that may
     /// sleep if it is to wait for other CPUs; without, it takes what it finds. The other CPUs must run, or
-    /// [`serve`](Frames::serve), for their caches to be had.
+    /// [`serve`](Frames::serve), for their caches to be had. Three lock rounds and one per block that is to be emptied, each O(2 MiB
+    /// blocks of the range).
     ///
     /// # Errors
     ///

@@ -228,7 +228,8 @@ impl<'m, E: Env> Frames<'m, E> {
         Ok(FrozenRun::make(block.extent(), to, mobility))
     }
 
-    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0.
+    /// Makes every block of a run counted, with one reference each: one atomic per 32 frames for order 0, one per block
+    /// otherwise. Any context.
     ///
     /// # Errors
     ///

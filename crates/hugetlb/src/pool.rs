@@ -169,7 +169,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     }
 
     /// An empty pool. `nodes` has one element per node. Whatever `groups` and `nodes` say is forgotten: they may have been
-    /// another pool's.
+    /// another pool's. O(groups); any context.
     ///
     /// # Errors
     ///

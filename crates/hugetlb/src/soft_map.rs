@@ -129,7 +129,8 @@ impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
         }
     }
 
-    /// Where the byte at an address is. `None` if it is not mapped.
+    /// Where the byte at an address is. `None` if it is not mapped. Any context; what the walk cache knows, or a walk of two
+    /// levels. Right until the mapping changes.
     pub fn locate(&self, at: VirtAddr) -> Option<NonNull<u8>> {
         let leaf = self.hw.lookup(at, || self.walk(at))?;
         let frame = self.memory.frame(leaf.frame)?;

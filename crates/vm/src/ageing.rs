@@ -93,7 +93,7 @@ impl<S: Setup> Vm<'_, S> {
                 let start = area.info.range.first_page() + (first - area.info.offset);
                 let Some(span) = crate::vma::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
-                let mut table = space.table.shared(self.tables(&task));
+                let mut table = space.table().shared(self.tables(&task));
                 // Both go up.
                 let mut next = 0;
                 let choose = |page: u64, frame: Pfn| {
@@ -177,7 +177,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 let young = {
                     let task = RefCell::new(&mut *cx);
-                    let mut table = space.table.shared(self.tables(&task));
+                    let mut table = space.table().shared(self.tables(&task));
                     table.test_and_clear_young_of(span, |_, frame| frame == head)
                 };
                 let young = young.is_ok_and(|young| young.young > 0);

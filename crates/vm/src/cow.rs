@@ -27,16 +27,16 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
     ) -> Result<Served, VmError> {
         let page = area.page_at(at);
-        let Some(_claim) = space.inflight.claim(page.first_page(), || self.breathe(cx)) else {
+        let Some(_claim) = space.claim(page.first_page(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let old = {
             let task = RefCell::new(&mut *cx);
-            let areas = space.areas.shared();
+            let areas = space.areas().shared();
             if !areas.admit(area, page) {
                 return Ok(Served::Meanwhile);
             }
-            let mut table = space.table.shared(self.tables(&task));
+            let mut table = space.table().shared(self.tables(&task));
             let Some(old) = read_only(table.lookup(page.start())) else { return Ok(Served::Meanwhile) };
             // The area list is locked, so no fork gives the page a new user; of a shared object everybody writes to the
             // same page.
@@ -125,13 +125,13 @@ impl<S: Setup> Vm<'_, S> {
         from: Extent,
         copy: Extent,
     ) -> Result<Served, VmError> {
-        let areas = space.areas.shared();
+        let areas = space.areas().shared();
         if !areas.admit(area, page) {
             return Ok(Served::Meanwhile);
         }
         let unhooked = {
             let task = RefCell::new(&mut *cx);
-            let mut table = space.table.exclusive(self.tables(&task));
+            let mut table = space.table().exclusive(self.tables(&task));
             if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != from.base()) {
                 return Ok(Served::Meanwhile);
             }
@@ -145,7 +145,7 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(Served::Meanwhile);
         };
         let task = RefCell::new(&mut *cx);
-        let mut table = space.table.exclusive(self.tables(&task));
+        let mut table = space.table().exclusive(self.tables(&task));
         let mut old = None;
         let harvested = table.harvest(detached, Flags::HARDWARE, |run| old = Some(run.extent));
         let how = Mapping { flags: fresh_flags(area, Access::Write), largest: area.kind.page };

@@ -1,7 +1,5 @@
-//! Which CPUs use a space: mask words for as many CPUs as there are, behind the space in its own memory.
+//! Which CPUs use a space: mask words for as many CPUs as there are, behind the space (a `T`) in its own memory.
 
-use crate::setup::Setup;
-use crate::space::AddressSpace;
 use core::fmt;
 use core::ptr::NonNull;
 use core::slice;
@@ -41,10 +39,10 @@ const fn words<H: TlbHw>(cpus: usize) -> usize {
     2 * TlbShootdown::<H>::mask_words(cpus)
 }
 
-/// Size and alignment of a space on so many CPUs. One fits in a frame up to ten thousand CPUs.
-pub(crate) fn layout<S: Setup>(cpus: usize) -> (usize, usize) {
-    const { assert!(align_of::<AddressSpace<S>>() >= align_of::<AtomicU64>()) };
-    (size_of::<AddressSpace<S>>() + words::<S::Tlb>(cpus) * size_of::<AtomicU64>(), align_of::<AddressSpace<S>>())
+/// Size and alignment of a `T` and masks for so many CPUs. A space fits in a frame up to ten thousand CPUs.
+pub(crate) fn layout<T, H: TlbHw>(cpus: usize) -> (usize, usize) {
+    const { assert!(align_of::<T>() >= align_of::<AtomicU64>()) };
+    (size_of::<T>() + words::<H>(cpus) * size_of::<AtomicU64>(), align_of::<T>())
 }
 
 impl CpuMasks {
@@ -53,8 +51,8 @@ impl CpuMasks {
     /// # Safety
     ///
     /// The memory is the caller's, as large as the [`layout`] for as many CPUs, and outlives the value.
-    pub(crate) unsafe fn behind<S: Setup>(space: NonNull<AddressSpace<S>>, cpus: usize) -> CpuMasks {
-        let words = words::<S::Tlb>(cpus);
+    pub(crate) unsafe fn behind<T, H: TlbHw>(space: NonNull<T>, cpus: usize) -> CpuMasks {
+        let words = words::<H>(cpus);
         // SAFETY: the slab's objects have room for a space and so many words, and the space's size is a multiple of its
         // alignment, which is enough for a word.
         let first = unsafe { space.add(1) }.cast::<AtomicU64>();

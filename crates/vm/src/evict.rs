@@ -121,20 +121,20 @@ impl<S: Setup> Vm<'_, S> {
                     let Some(at) = area.address_of(page.owner.offset) else { continue };
                     // SAFETY: a space outlives its areas, and this one is on the list, which is locked.
                     let space = unsafe { area.space.as_ref() };
-                    let Some((moving, _)) = self.moving_at(cx, &space.table, at, page.head) else { continue };
+                    let Some((moving, _)) = self.moving_at(cx, space.table(), at, page.head) else { continue };
                     if let Some((space, at, moving)) = last.replace((space, at, moving)) {
                         // There are fewer places than shares, so one more is to be had.
                         let Ok(share) = self.share_away(cx, word) else {
                             debug_assert!(false, "unhooked from more places than can share a slot");
                             continue;
                         };
-                        if !self.exchange(cx, &space.table, at, moving, OwnerNext::Owner(share)) {
+                        if !self.exchange(cx, space.table(), at, moving, OwnerNext::Owner(share)) {
                             self.drop_away(cx, share);
                         }
                     }
                 }
                 last.is_some_and(|(space, at, moving)| {
-                    self.exchange(cx, &space.table, at, moving, OwnerNext::Owner(word))
+                    self.exchange(cx, space.table(), at, moving, OwnerNext::Owner(word))
                 })
             }
         };

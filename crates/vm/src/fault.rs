@@ -178,7 +178,7 @@ impl<S: Setup> Vm<'_, S> {
         at: VirtAddr,
         access: Access,
     ) -> Result<(VmaInfo, Found<S>), VmError> {
-        let areas = space.areas.shared();
+        let areas = space.areas().shared();
         let area = areas.find(at.get() >> PAGE_SHIFT).ok_or(VmError::NoArea { at })?;
         let info = area.info;
         if !info.kind.flags().contains(access.needs()) {
@@ -188,7 +188,7 @@ impl<S: Setup> Vm<'_, S> {
             return Ok((info, Found::Busy));
         }
         let task = RefCell::new(cx);
-        let mut table = space.table.shared(self.tables(&task));
+        let mut table = space.table().shared(self.tables(&task));
         let found = match table.lookup(at) {
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs() | access.notes()) => Found::Meanwhile,
             Lookup::Mapped(leaf) if leaf.flags.contains(access.needs()) => {
@@ -226,7 +226,7 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<Served, VmError> {
         let Site { space, area, phases } = site;
         let page = area.page_at(at);
-        let Some(_claim) = space.inflight.claim(page.first_page(), || self.breathe(cx)) else {
+        let Some(_claim) = space.claim(page.first_page(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
         let want = Want::of_fault(area, at);
@@ -270,11 +270,11 @@ impl<S: Setup> Vm<'_, S> {
     {
         let how = Mapping { flags, largest: area.kind.page };
         self.try_map(cx, |task| {
-            let areas = space.areas.shared();
+            let areas = space.areas().shared();
             if !areas.admit(area, span) {
                 return Err(PagingError::Busy { at: span.start() });
             }
-            space.table.shared(self.tables(task)).map(span, frames.clone(), how)
+            space.table().shared(self.tables(task)).map(span, frames.clone(), how)
         })
     }
 
@@ -402,7 +402,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut there = true;
         let served = self.try_map(cx, |task| {
             let busy = Err(PagingError::Busy { at: page.start() });
-            let areas = space.areas.shared();
+            let areas = space.areas().shared();
             if !areas.admit(area, page) {
                 return busy;
             }
@@ -416,7 +416,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
             };
             let how = Mapping { flags, largest: area.kind.page };
-            space.table.shared(self.tables(task)).map(page, [extent], how)
+            space.table().shared(self.tables(task)).map(page, [extent], how)
         })?;
         Ok(there.then_some(served))
     }

@@ -59,7 +59,7 @@ struct UnderWay<'a, 'p, S: Setup> {
 
 impl<S: Setup> Drop for UnderWay<'_, '_, S> {
     fn drop(&mut self) {
-        let followers = self.space.followers.shared();
+        let followers = self.space.followers().shared();
         followers.list.iter().take(self.told).for_each(|node| node.notifier.end(self.cx, self.range));
         followers.under_way.fetch_sub(1, Ordering::Relaxed);
     }
@@ -68,12 +68,12 @@ impl<S: Setup> Drop for UnderWay<'_, '_, S> {
 impl<S: Setup> AddressSpace<S> {
     /// Whether anybody follows the space.
     pub(crate) fn is_followed(&self) -> bool {
-        !self.followers.shared().is_empty()
+        !self.followers().shared().is_empty()
     }
 
     /// Ages a range in all followers; whether one has used it.
     pub(crate) fn followers_age(&self, range: VirtRange) -> bool {
-        self.followers.shared().list.iter().fold(false, |young, node| node.notifier.young(range) | young)
+        self.followers().shared().list.iter().fold(false, |young, node| node.notifier.young(range) | young)
     }
 
     /// Makes a change in a range, telling all followers before and after.
@@ -85,7 +85,7 @@ impl<S: Setup> AddressSpace<S> {
     ) -> R {
         let mut under_way = UnderWay { space: self, cx, range, told: 0 };
         {
-            let followers = self.followers.shared();
+            let followers = self.followers().shared();
             // Relaxed: read under the exclusive lock only.
             followers.under_way.fetch_add(1, Ordering::Relaxed);
             for node in followers.list.iter() {
@@ -145,7 +145,7 @@ where
     ) {
         loop {
             {
-                let mut followers = space.followers.exclusive();
+                let mut followers = space.followers().exclusive();
                 // Relaxed: ordered by the lock.
                 if followers.under_way.load(Ordering::Relaxed) == 0 {
                     return change(&mut followers.list);

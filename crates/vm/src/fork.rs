@@ -39,7 +39,7 @@ struct Mark<'a, S: Setup>(&'a AddressSpace<S>);
 
 impl<S: Setup> Drop for Mark<'_, S> {
     fn drop(&mut self) {
-        self.0.areas.exclusive().forking = false;
+        self.0.areas().exclusive().forking = false;
     }
 }
 
@@ -82,7 +82,7 @@ impl<S: Setup> Vm<'_, S> {
             let Err(error) = done else { return Ok(child) };
             if let Err((_, child)) = self.destroy(cx, child) {
                 // Nobody has it loaded, so this cannot be; if it is, it is lost and not used.
-                debug_assert!(child.areas.shared().find(0).is_none());
+                debug_assert!(child.areas().shared().find(0).is_none());
             }
             if error != VmError::NoMemory
                 || round == ROUNDS
@@ -95,7 +95,7 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     fn fork_into(&self, cx: &mut Cx<'_, S>, parent: &AddressSpace<S>, child: &AddressSpace<S>) -> Result<(), VmError> {
-        while core::mem::replace(&mut parent.areas.exclusive().forking, true) {
+        while core::mem::replace(&mut parent.areas().exclusive().forking, true) {
             // Another fork.
             self.breathe(cx);
         }
@@ -113,11 +113,11 @@ impl<S: Setup> Vm<'_, S> {
         mut changed: impl FnMut(Stale),
     ) -> Result<(), VmError> {
         // Nobody takes references for pins during a fork.
-        let pinned = parent.pins.any();
+        let pinned = parent.pins().any();
         let mut next = 0;
         while let Some((object, area)) =
             // The list does not change meanwhile.
-            parent.areas.shared().first_after(next).map(|area| (area.object, area.info))
+            parent.areas().shared().first_after(next).map(|area| (area.object, area.info))
         {
             self.inherit(cx, child, object, area)?;
             if !area.kind.shared {
@@ -150,7 +150,7 @@ impl<S: Setup> Vm<'_, S> {
         // SAFETY: never moved, and freed after it has left all lists.
         let own = unsafe { UnsafeRef::from_raw(own.as_ptr()) };
         self.link_area(&own);
-        child.areas.exclusive().insert(own);
+        child.areas().exclusive().insert(own);
         Ok(())
     }
 
@@ -189,7 +189,7 @@ impl<S: Setup> Vm<'_, S> {
         changed: &mut impl FnMut(Stale),
     ) -> Result<u64, VmError> {
         let unreachable = VmError::Unreachable;
-        let mut table = parent.table.exclusive(self.tables(task));
+        let mut table = parent.table().exclusive(self.tables(task));
         let mut to = end;
         if S::Pager::ACTIVE {
             let first_moving = |at: VirtAddr, _, word| {
@@ -233,7 +233,7 @@ impl<S: Setup> Vm<'_, S> {
         word: u64,
     ) -> Result<(), VmError> {
         let share = self.share_away(&mut task.borrow_mut(), word)?;
-        let entered = child.table.shared(self.tables(task)).enter_owner(at, size, share);
+        let entered = child.table().shared(self.tables(task)).enter_owner(at, size, share);
         entered.map_err(|error| {
             self.drop_away(&task.borrow(), share);
             if error == PagingError::NoTable { VmError::NoMemory } else { VmError::Paging(error) }
@@ -280,7 +280,7 @@ impl<S: Setup> Vm<'_, S> {
         how: Mapping,
     ) -> Result<(), VmError> {
         let Some(span) = pages(page, page + extent.pages()) else { return Err(VmError::Unreachable) };
-        match child.table.shared(self.tables(task)).map(span, [extent], how) {
+        match child.table().shared(self.tables(task)).map(span, [extent], how) {
             Ok(()) => Ok(()),
             Err(PagingError::NoTable) => Err(VmError::NoMemory),
             Err(error) => Err(VmError::Paging(error)),
@@ -334,7 +334,7 @@ impl<S: Setup> Vm<'_, S> {
         span: VirtRange,
         changed: &mut impl FnMut(Stale),
     ) -> Result<One, VmError> {
-        let mut table = parent.table.exclusive(self.tables(task));
+        let mut table = parent.table().exclusive(self.tables(task));
         let leaf = match table.lookup(span.start()) {
             Lookup::Mapped(leaf) => leaf,
             Lookup::Owner(word) if matches!(SwapEntry::of(word), SwapEntry::Moving { .. }) => return Ok(One::Moving),

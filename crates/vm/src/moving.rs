@@ -37,7 +37,7 @@ impl<S: Setup> Vm<'_, S> {
             None => {
                 let mut held = false;
                 self.places(object, owner, |place| {
-                    held = !place.area.kind.pooled && hold(&place.space.table, place.at);
+                    held = !place.area.kind.pooled && hold(place.space.table(), place.at);
                     !held
                 });
                 held

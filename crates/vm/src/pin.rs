@@ -154,7 +154,7 @@ impl<S: Setup> Vm<'_, S> {
         let kind = area.kind;
         for _ in 0..ATTEMPTS {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
-            space.pins.add(span.pages());
+            space.pins().add(span.pages());
             let (found, error) = self.take_references(cx, space, area, span);
             if error.is_none() && found.pages == span.pages() {
                 for run in found.runs.into_iter().flatten() {
@@ -171,7 +171,7 @@ impl<S: Setup> Vm<'_, S> {
             for run in found.runs.into_iter().flatten() {
                 self.drop_pages(cx, run.extent, kind.page, kind.pooled);
             }
-            space.pins.remove(span.pages());
+            space.pins().remove(span.pages());
             if let Some(error) = error {
                 return Err(error);
             }
@@ -191,7 +191,7 @@ impl<S: Setup> Vm<'_, S> {
         let mut error = None;
         let task = RefCell::new(cx);
         // Held until the references are taken: no fork meanwhile.
-        let areas = space.areas.shared();
+        let areas = space.areas().shared();
         if areas.forking {
             return (found, None);
         }
@@ -199,7 +199,7 @@ impl<S: Setup> Vm<'_, S> {
             return (found, Some(VmError::NoArea { at: span.start() }));
         }
         let needs = area.kind.flags() & Flags::WRITE;
-        let table = space.table.shared(self.tables(&task));
+        let table = space.table().shared(self.tables(&task));
         let walked = table.walk(span, Flags::HARDWARE, |run| {
             if error.is_some() || !run.flags.contains(needs) || found.count == BATCH {
                 return;
@@ -231,7 +231,7 @@ impl<S: Setup> Vm<'_, S> {
             return Err((VmError::Foreign, pinned));
         }
         self.drop_pages(cx, pinned.extent, pinned.page, pinned.pooled);
-        space.pins.remove(pinned.extent.pages());
+        space.pins().remove(pinned.extent.pages());
         Ok(())
     }
 }

@@ -31,17 +31,17 @@ impl<S: Setup> Vm<'_, S> {
         let Site { space, area, .. } = site;
         let page = area.page_at(at);
         let want = &Want::of_fault(area, at);
-        let Some(_claim) = space.inflight.claim(page.first_page(), || self.breathe(cx)) else {
+        let Some(_claim) = space.claim(page.first_page(), || self.breathe(cx)) else {
             return Ok(Served::Meanwhile);
         };
-        let Some(held) = self.hold_away(cx, &space.table, page.start(), word)? else { return Ok(Served::Meanwhile) };
+        let Some(held) = self.hold_away(cx, space.table(), page.start(), word)? else { return Ok(Served::Meanwhile) };
         let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
         let brought = self.page_from(cx, held, want, owner);
         let entered = brought.map(|extent| {
-            let areas = space.areas.shared();
+            let areas = space.areas().shared();
             let there = areas.admit(area, page);
             let flags = fresh_flags(area, access) | Flags::DIRTY;
-            let entered = there && self.enter_back(cx, &space.table, page.start(), word, extent, want, flags);
+            let entered = there && self.enter_back(cx, space.table(), page.start(), word, extent, want, flags);
             drop(areas);
             if entered {
                 self.drop_away(cx, word);

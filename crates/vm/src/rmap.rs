@@ -59,7 +59,7 @@ impl<S: Setup> Vm<'_, S> {
                 let space = unsafe { area.space.as_ref() };
                 let found = {
                     let task = RefCell::new(&mut *cx);
-                    space.table.shared(self.tables(&task)).lookup(at)
+                    space.table().shared(self.tables(&task)).lookup(at)
                 };
                 match found {
                     Lookup::Mapped(leaf) if leaf.frame == head => {

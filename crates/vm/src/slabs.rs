@@ -25,7 +25,7 @@ pub(crate) struct Slabs<S: Setup> {
 impl<S: Setup> Slabs<S> {
     /// For spaces on so many CPUs. `None` if an object does not fit in a frame.
     pub(crate) fn new(cpus: usize) -> Option<Self> {
-        let (size, align) = cpu_masks::layout::<S>(cpus);
+        let (size, align) = cpu_masks::layout::<AddressSpace<S>, S::Tlb>(cpus);
         Some(Slabs {
             spaces: Slab::new(size, align)?,
             areas: Slab::of::<Vma<S>>()?,

@@ -4,7 +4,7 @@ use crate::cpu_masks::{CpuMasks, SpaceTlb};
 use crate::error::VmError;
 use crate::followers::Followers;
 use crate::guarded::Guarded;
-use crate::inflight_faults::InflightFaults;
+use crate::inflight_faults::{Claim, InflightFaults};
 use crate::pin::Pins;
 use crate::setup::{Cx, Setup, Task};
 use crate::vm::Vm;
@@ -23,12 +23,12 @@ use hugemm_paging::{Keep, Lookup, PageFormat, PageTable, TableMemory, TlbSpace};
 pub struct AddressSpace<S: Setup> {
     identity: SpaceId,
     bounds: VirtRange,
-    pub(crate) table: PageTable<S::Format, S::Lock>,
+    table: PageTable<S::Format, S::Lock>,
     tlb: SpaceTlb,
-    pub(crate) areas: Guarded<S::Lock, Areas<S>>,
-    pub(crate) followers: Guarded<S::Lock, Followers<S>>,
-    pub(crate) inflight: InflightFaults,
-    pub(crate) pins: Pins,
+    areas: Guarded<S::Lock, Areas<S>>,
+    followers: Guarded<S::Lock, Followers<S>>,
+    inflight: InflightFaults,
+    pins: Pins,
     /// The space is being taken apart: its pages go away by themselves.
     exiting: AtomicBool,
     counters: AddressSpaceCounters,
@@ -74,6 +74,27 @@ impl<S: Setup> AddressSpace<S> {
     /// Which CPUs use it: to be switched in and out.
     pub fn tlb(&self) -> &SpaceTlb {
         &self.tlb
+    }
+
+    pub(crate) fn table(&self) -> &PageTable<S::Format, S::Lock> {
+        &self.table
+    }
+
+    pub(crate) fn areas(&self) -> &Guarded<S::Lock, Areas<S>> {
+        &self.areas
+    }
+
+    pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S>> {
+        &self.followers
+    }
+
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
+    }
+
+    /// See [`InflightFaults::claim`].
+    pub(crate) fn claim(&self, page: u64, wait: impl FnMut()) -> Option<Claim<'_>> {
+        self.inflight.claim(page, wait)
     }
 
     pub(crate) fn identity(&self) -> SpaceId {
@@ -182,7 +203,7 @@ impl<'m, S: Setup> Vm<'m, S> {
             }
         };
         // SAFETY: the slab was made for these CPUs; the masks are in the space, which is gone before its memory is.
-        let masks = unsafe { CpuMasks::behind(memory, self.shootdown().cpus()) };
+        let masks = unsafe { CpuMasks::behind::<_, S::Tlb>(memory, self.shootdown().cpus()) };
         // SAFETY: the table was made above, with the half that all spaces have in common, and is retired after the space.
         let Ok(tlb) = (unsafe { TlbSpace::with_masks(self.shootdown(), root.start(), Keep, masks) }) else {
             // There are as many words as it takes, so this cannot be.

@@ -214,7 +214,7 @@ impl<S: Setup> Vm<'_, S> {
         let span = VirtRange::new(place.at, page.order.bytes()).map_err(|_| Lookup::Absent)?;
         place.space.changing(cx, span, |cx| {
             let task = RefCell::new(&mut *cx);
-            let mut table = place.space.table.exclusive(self.tables(&task));
+            let mut table = place.space.table().exclusive(self.tables(&task));
             let found = table.take_leaf(place.at, page.head, word);
             if owes(&found) {
                 // Under the lock under which the entry was changed.
@@ -329,7 +329,7 @@ impl<S: Setup> Vm<'_, S> {
         match &page.object().index {
             Some(index) => back(cx, &index.table, offset_at(page.owner), Flags::NONE),
             None => self.places(page.object(), page.owner, |place| {
-                back(cx, &place.space.table, place.at, place.area.kind.flags());
+                back(cx, place.space.table(), place.at, place.area.kind.flags());
                 true
             }),
         }

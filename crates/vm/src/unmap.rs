@@ -124,13 +124,13 @@ impl<S: Setup> Vm<'_, S> {
         loop {
             let busy = {
                 let task = RefCell::new(&mut *cx);
-                let mut areas = space.areas.exclusive();
+                let mut areas = space.areas().exclusive();
                 let cuts = cuts(&areas, first, end)?;
                 if areas.forking {
                     true
                 } else if spare.count() >= cuts {
                     let detached = {
-                        let mut table = space.table.exclusive(self.tables(&task));
+                        let mut table = space.table().exclusive(self.tables(&task));
                         let away = |_, _, word| self.drop_away(&task.borrow(), word);
                         let detached = table.detach_owned(span, Editing::LIVE, away);
                         if S::Pager::ACTIVE && detached.is_ok() {
@@ -195,7 +195,7 @@ impl<S: Setup> Vm<'_, S> {
         detached: Detached,
         removed: &Areas<S>,
     ) -> u64 {
-        self.harvest_by_parts(cx, &space.table, detached, |task, run| {
+        self.harvest_by_parts(cx, space.table(), detached, |task, run| {
             let mut at = run.at.get() >> hugemm_base::PAGE_SHIFT;
             let mut rest = run.extent;
             // A run of frames may go on across the border of two areas.

@@ -234,11 +234,11 @@ enum Absent {
 impl<S: Setup> Vm<'_, S> {
     /// Looks from page `from` on, whole pages of `size` 4 KiB pages. O(pages looked at) of them, at most a batch.
     fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: u64) -> Absent {
-        if space.areas.shared().forking {
+        if space.areas().shared().forking {
             return Absent::Busy;
         }
         let task = RefCell::new(cx);
-        let table = space.table.shared(self.tables(&task));
+        let table = space.table().shared(self.tables(&task));
         // What one batch takes.
         let enough = if size == 1 { 512 } else { BATCH as u64 };
         let mut found = 0;
