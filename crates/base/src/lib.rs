@@ -4,6 +4,17 @@
 //! hugemm crate is written against these items only, so that it runs unchanged in a kernel, a unikernel, a hypervisor
 //! and a test process.
 //!
+//! ```
+//! use hugemm_base::{Extent, Order, PageSize, Pfn};
+//!
+//! // Frames 3 to 1023, as the largest aligned blocks that they consist of.
+//! let run = Extent::new(Pfn::new(3), 1021)?;
+//! let orders: Vec<u32> = run.chunks(Order::MAX).map(|(_, order)| order.get()).collect();
+//! assert_eq!(orders, [0, 2, 3, 4, 5, 6, 7, 8, 9]);
+//! assert_eq!(PageSize::Size2M.order().pages(), 512);
+//! # Ok::<(), hugemm_base::ExtentError>(())
+//! ```
+//!
 //! | module | rule it owns |
 //! |---|---|
 //! | [`addr`] | [`Pfn`], [`PhysAddr`], [`VirtAddr`]: three kinds of number that must not be mixed |

@@ -6,6 +6,31 @@
 //! that [`Frames::required_bytes`] states up front, and several managers can live side by side. Nothing panics on bad
 //! input or exhaustion.
 //!
+//! ```
+//! use hugemm_base::{Extent, Order, PageSize, Pfn, SingleCpu};
+//! use hugemm_frames::{AllocRequest, Frames, HwPoisoned, Put};
+//!
+//! # let layout = std::alloc::Layout::from_size_align(8 << 20, 2 << 20)?;
+//! # let (ram, base) = (Extent::new(Pfn::new(0), 2048)?, unsafe { std::alloc::alloc_zeroed(layout) });
+//! // SAFETY: nobody else uses `ram`; it stays mapped at `base`.
+//! let (cx, ram) = unsafe { SingleCpu::start(ram, base) };
+//! let frames = Frames::carve(&cx, ram)?;
+//!
+//! let page = frames.alloc(&cx, PageSize::Size2M)?; // this task's alone: a handle that cannot be copied
+//! let mine = frames.count(page).expect("this manager's"); // from here on it can be shared
+//! let yours = frames.get(&mine)?;
+//! assert_eq!(frames.put(&cx, mine), Ok(Put::Kept));
+//! assert_eq!(frames.put(&cx, yours), Ok(Put::Last)); // and is free again
+//!
+//! // Where nothing may be waited for, such as a machine check's handler:
+//! let block = frames.alloc_nowait(&cx, AllocRequest::order(Order::ZERO))?;
+//! let bad = block.pfn();
+//! frames.free_nowait(&cx, block);
+//! assert_eq!(frames.hwpoison(&cx, bad), HwPoisoned::Free); // out for good
+//! assert!(frames.is_hwpoisoned(bad));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! | file | the rule it owns |
 //! |---|---|
 //! | `frames.rs` | what a manager is; handing memory over |

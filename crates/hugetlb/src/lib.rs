@@ -30,7 +30,13 @@
 //! let page = pool.take(&cx, Nodes::All, true)?; // one of those that were reserved
 //! assert_eq!((pool.counts(&cx).counts.free, pool.counts(&cx).reserved), (2, 1));
 //! pool.put(&cx, page, false).expect("the pool's own");
+//!
+//! pool.set_overcommit(&cx, 1); // `nr_overcommit_hugepages`
+//! pool.reserve_or_overcommit(&mut cx, &optimizer, 3)?; // two are free and not promised: one is made
+//! assert_eq!(pool.node_counts(&cx, NodeId(0)).surplus, 1);
+//! # pool.unreserve(&cx, 3)?;
 //! # pool.unreserve(&cx, 1)?;
+//! # pool.tidy(&mut cx, &optimizer)?;
 //! # pool.set_size(&mut cx, &optimizer, 0, Nodes::All, &Never)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

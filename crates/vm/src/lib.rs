@@ -10,7 +10,7 @@
 //! use hugemm_base::{Extent, PageSize, Pfn, SingleCpu, VirtAddr, VirtRange};
 //! use hugemm_clear::Clearer;
 //! use hugemm_frames::Frames;
-//! use hugemm_paging::{Counting, TlbCpu, TlbShootdown};
+//! use hugemm_paging::{Counting, Lookup, TlbCpu, TlbShootdown};
 //! use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Served, Vm, VmaKind};
 //!
 //! # let layout = std::alloc::Layout::from_size_align(16 << 20, 2 << 20)?;
@@ -30,6 +30,11 @@
 //! vm.map(&mut cx, &space, VirtRange::new(at, 2 << 20)?, VmaKind::private(PageSize::Size2M), Backing::Private)?;
 //! // What a page fault handler calls: one page of 2 MiB, cleared around the touch, and mapped.
 //! assert_eq!(vm.fault(&mut cx, &space, at, Access::Write)?, Served::Mapped);
+//!
+//! space.for_each_vma(|area| assert_eq!((area.range.start(), area.range.bytes()), (at, 2 << 20)));
+//! let Lookup::Mapped(leaf) = vm.lookup(&mut cx, &space, at) else { panic!("mapped above") };
+//! // Where the page is mapped, by its descriptor and the areas of what it belongs to.
+//! assert_eq!(vm.walk_mappings(&mut cx, leaf.frame, |_, place| assert_eq!(place.at, at)), 1);
 //! # vm.destroy(&mut cx, space).map_err(|(error, _)| error)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
