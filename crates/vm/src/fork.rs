@@ -66,8 +66,8 @@ impl<S: Setup> Vm<'_, S> {
     /// write-protection that its next stores undo. Passes reschedule points; may sleep.
     ///
     /// A page that has been [unhooked](Vm::unhook) is waited for, at reschedule points and with nothing locked. That ends:
-    /// storing it, moving it and putting it back take the page table's lock and wait for no fork. A task that loses an
-    /// [`UnhookedPage`](crate::UnhookedPage) is waited for for ever, here as by a fault.
+    /// storing it, moving it and putting it back take the page table's lock and wait for no fork. A lost
+    /// [`UnhookedPage`](crate::UnhookedPage) is waited for for ever.
     ///
     /// # Errors
     ///

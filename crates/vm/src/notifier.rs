@@ -13,9 +13,10 @@ use hugemm_base::sync::{AtomicU64, Ordering, fence};
 use hugemm_base::{CpuCx, VirtRange};
 
 /// Is told what happens to an address space. Called by the task that changes it, with its context and with no lock that is
-/// needed for [looking addresses up](crate::Vm::lookup). May wait for other CPUs, but passes no reschedule point. Calls
-/// nothing else of the manager: what makes, changes, follows or ends spaces or areas, faults and forks wait for what this
-/// task has, for ever. If the change ends by unwinding, `end` comes all the same.
+/// needed for [looking addresses up](crate::Vm::lookup): the old entries are found at the beginning, the new ones at the end.
+/// May wait for other CPUs, but passes no reschedule point. Calls nothing else of the manager. Following the space or ending that
+/// waits for this change, for ever; where pages are being unhooked, so do forks, prefaults and pins, and what unmaps the same
+/// range. If the change ends by unwinding, `end` comes all the same.
 pub trait Notifier<P: Cpu> {
     /// Translations in the range are about to be taken away or to lose rights.
     fn begin(&self, cx: &mut CpuCx<'_, P>, range: VirtRange);

@@ -18,7 +18,8 @@ pub struct LostPage;
 
 /// See the [module](self). A slot is a number below `1 << 50` with one holder, who frees it once.
 ///
-/// Only [`relieve`](Pager::relieve), which is called with nothing locked, may use the manager: fault, unmap, reclaim.
+/// Only [`relieve`](Pager::relieve), which is called with nothing locked, may use the manager: fault, unmap, reclaim. A fault at the
+/// very page that is being made says [`Meanwhile`](crate::Served::Meanwhile).
 /// Everything else may be called under a page table's lock, or by a task that is waited for, and calls nothing of the manager.
 ///
 /// What takes numbers is `unsafe`: they stand for references and slots that somebody holds.

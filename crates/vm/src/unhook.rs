@@ -35,6 +35,10 @@ use hugemm_frames::{FolioRef, Frozen, RefError};
 use hugemm_paging::{Deferred, DeferredUnmap, Flags, Keep, Leaf, Lookup, OwnerNext, PageTable};
 
 /// A page that has been taken out of every page table, and a reference to it. See the [module](self).
+///
+/// Whoever loses one, by dropping or forgetting it, which safe code can, stops others: a fault at the page says
+/// [`Meanwhile`](crate::Served::Meanwhile) every time, and a fork of the space, a prefault and a pin of the page wait for ever, at
+/// reschedule points and with nothing locked. Unmapping it and destroying its spaces end; its frames and its object stay lost.
 #[must_use = "dropping this loses the page for whoever uses it: put it back"]
 pub struct UnhookedPage<'d, S: Setup, M: AsRef<[AtomicU64]> = [AtomicU64; 2]> {
     /// With a reference.

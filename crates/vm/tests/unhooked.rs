@@ -7,7 +7,7 @@ mod support;
 use hugemm_base::{CpuId, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Leaf, Lookup};
-use hugemm_vm::{AddressSpace, Backing, Protection, UnhookedPage, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Protection, Served, UnhookedPage, VmError, VmaKind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use support::{Cx, Handle, Metered, Model, Rig, bounds, no_faults, span, with_format};
 
@@ -550,6 +550,9 @@ fn lost_pages_are_counted() {
             for lost in 1..=2 {
                 drop(unhook(rig, cx, &space, AT + ((lost - 1) << 12), &deferred));
                 assert_eq!(rig.vm.pages_lost(), lost);
+                // Nobody waits for it in a fault.
+                let again = rig.vm.fault(cx, &space, VirtAddr::new(AT + ((lost - 1) << 12)), Access::Read);
+                assert_eq!(again, Ok(Served::Meanwhile));
             }
             deferred.flush(rig.vm.shootdown(), cx);
             rig.leave(cx, &space);

@@ -107,6 +107,21 @@ pub fn at_flush(then: &dyn Fn(), work: impl FnOnce()) {
     assert!(AT_FLUSH.take().is_none(), "nobody was interrupted");
 }
 
+/// A callback's context, whatever its lifetimes.
+type Called<'a> = dyn Fn(*mut ()) + 'a;
+
+thread_local! {
+    /// What the callback does that this thread is called back in first.
+    static CALLED: Cell<Option<&'static Called<'static>>> = const { Cell::new(None) };
+}
+
+/// A callback is called.
+pub fn called_back(cx: &mut Cx<'_, '_>) {
+    if let Some(then) = CALLED.take() {
+        then(std::ptr::from_mut(cx).cast());
+    }
+}
+
 thread_local! {
     /// Whether this thread's relief says that it helped, and how often it was asked.
     static RELIEF: Cell<(bool, u64)> = const { Cell::new((false, 0)) };
@@ -326,6 +341,16 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
                 }
             }
         }
+    }
+
+    /// Does `work`, and `then` where a callback of the setup first says that it [was called](called_back).
+    pub fn calling_back(&self, then: impl Fn(&mut Cx<'_, 'h>), work: impl FnOnce()) {
+        // SAFETY: `called_back` passes its context, which is the caller's machine's.
+        let then: &Called<'_> = &|cx| then(unsafe { &mut *cx.cast() });
+        // SAFETY: taken out again before `then` ends.
+        CALLED.set(Some(unsafe { std::mem::transmute::<&Called<'_>, &'static Called<'static>>(then) }));
+        work();
+        assert!(CALLED.take().is_none(), "nobody was called back");
     }
 
     /// Makes the pool's pages so many.

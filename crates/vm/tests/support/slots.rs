@@ -124,7 +124,8 @@ impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AW
         !self.reserves.load(Ordering::Relaxed)
     }
 
-    fn relieve(&self, _: &Vm<'_, Model<'h, F, AWAY>>, _: &mut Cx<'_, 'h>, _: Shortfall) -> u64 {
+    fn relieve(&self, _: &Vm<'_, Model<'h, F, AWAY>>, cx: &mut Cx<'_, 'h>, _: Shortfall) -> u64 {
+        super::called_back(cx);
         self.asked.fetch_add(1, Ordering::Relaxed);
         u64::from(self.helps.load(Ordering::Relaxed))
     }

@@ -1,0 +1,149 @@
+//! What is called back calls the manager, as the traits say that it may, and is answered.
+
+#![cfg(all(target_os = "linux", not(miri)))]
+
+mod support;
+
+use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
+use hugemm_frames::{AllocRequest, Frozen};
+use hugemm_paging::{DeferredUnmap, Flags, Lookup};
+use hugemm_vm::{Access, AddressSpace, Backing, Notifier, VmaKind};
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use support::{Cpus, Cx, Follower, Metered, Model, Rig, bounds, called_back, no_faults, span, with_format};
+
+const AT: u64 = 0x4000_0000;
+const KIND: VmaKind = VmaKind::private(PageSize::Size4K);
+
+type Away<'h> = Rig<'h, Metered, true>;
+type Space<'h> = AddressSpace<Model<'h, Metered, true>>;
+
+/// Calls back where it is told of beginnings, or of ends.
+struct Calling {
+    at_begin: bool,
+}
+
+impl<'h> Notifier<Cpus<'h>> for Calling {
+    fn begin(&self, cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {
+        if self.at_begin {
+            called_back(cx);
+        }
+    }
+
+    fn end(&self, cx: &mut CpuCx<'_, Cpus<'h>>, _range: VirtRange) {
+        if !self.at_begin {
+            called_back(cx);
+        }
+    }
+}
+
+/// Takes the page at [`AT`] out of its entries and puts it back.
+fn unhook<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("not mapped") };
+    // SAFETY: used with this manager's TLBs only.
+    let deferred = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
+    // SAFETY: it is mapped, and nobody else is there to let it go.
+    let folio = unsafe { rig.vm.frames().get_at(leaf.frame) }.expect("it has references");
+    let page = rig.vm.unhook(cx, folio, leaf.size.order(), &deferred).expect("nobody else has it");
+    rig.vm.put_back(cx, page);
+}
+
+fn unmap<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+    rig.vm.unmap(cx, space, span(AT, 0x1000)).expect("unmapped");
+}
+
+fn fork<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+    let child = rig.vm.fork(cx, space).expect("forked");
+    rig.vm.destroy(cx, child).expect("nobody uses it");
+}
+
+fn store<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+    rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Write).expect("memory");
+}
+
+fn touch<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+    rig.vm.fault(cx, space, VirtAddr::new(AT + 0x1000), Access::Write).expect("memory");
+}
+
+fn prefault<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+    rig.vm.prefault(space, span(AT, 0x8000), None).work(cx, &Never).expect("memory");
+}
+
+type Work = for<'h> fn(&Away<'h>, &mut Cx<'_, 'h>, &Space<'h>);
+
+/// A space with 32 KiB of which the first page is there, and 256 KiB that are all there.
+fn with_space(test: impl for<'h> Fn(&Away<'h>, &mut Cx<'_, 'h>, &Space<'h>)) {
+    with_format(16, 1, 61, &no_faults(), |rig: &Away<'_>| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            for (at, bytes) in [(AT, 0x8000), (2 * AT, 0x4_0000)] {
+                rig.vm.map(cx, &space, span(at, bytes), KIND, Backing::Private).expect("an area");
+            }
+            store(rig, cx, &space);
+            rig.vm.prefault(&space, span(2 * AT, 0x4_0000), None).work(cx, &Never).expect("memory");
+            test(rig, cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A follower looks up what changes: the old entry at the beginning, the new one at the end, whatever the change is.
+#[test]
+fn followers_look_up_what_changes() {
+    // Whether what is found can be written, if anything is.
+    let cases: [(Work, bool, _, _); 4] = [
+        (unmap, false, Some(true), None),
+        (fork, false, Some(true), Some(false)),
+        (store, true, Some(false), Some(true)),
+        (unhook, false, Some(true), None),
+    ];
+    for (change, forked, before, after) in cases {
+        for (at_begin, expected) in [(true, before), (false, after)] {
+            with_space(|rig, cx, space| {
+                let child = forked.then(|| rig.vm.fork(cx, space).expect("forked"));
+                let follower = rig.vm.follow(cx, space, Follower(Arc::new(Calling { at_begin }))).expect("memory");
+                let seen = Cell::new(None);
+                rig.calling_back(
+                    |cx| {
+                        seen.set(match rig.vm.lookup(cx, space, VirtAddr::new(AT)) {
+                            Lookup::Mapped(leaf) => Some(leaf.flags.contains(Flags::WRITE)),
+                            _ => None,
+                        });
+                    },
+                    || change(rig, cx, space),
+                );
+                assert_eq!(seen.get(), expected, "at begin: {at_begin}");
+                // SAFETY: it follows this space.
+                drop(unsafe { rig.vm.unfollow(cx, space, follower) });
+                if let Some(child) = child {
+                    rig.vm.destroy(cx, child).expect("nobody uses it");
+                }
+            });
+        }
+    }
+}
+
+/// A pager that is asked for memory unmaps some of the very space that wants it, and faults there, also where the fault is
+/// under way that waits for it.
+#[test]
+fn relief_may_fault_and_unmap() {
+    for work in [touch as Work, prefault, fork] {
+        with_space(|rig, cx, space| {
+            rig.vm.pager().helps.store(true, Ordering::Relaxed);
+            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let held: Vec<Frozen> = all.collect();
+            rig.calling_back(
+                |cx| {
+                    let unmapped = rig.vm.unmap(cx, space, span(2 * AT, 0x4_0000)).expect("its own");
+                    assert_eq!(unmapped.pages, 64);
+                    for at in [AT, AT + 0x1000] {
+                        rig.vm.fault(cx, space, VirtAddr::new(at), Access::Read).expect("memory");
+                    }
+                },
+                || work(rig, cx, space),
+            );
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+        });
+    }
+}
