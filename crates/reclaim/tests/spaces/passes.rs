@@ -45,8 +45,9 @@ fn away<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, index: u
 #[test]
 fn a_pass_evicts_what_is_idle() {
     with_pages(200, SIZE, |policy, rig, cx, space| {
-        // First look, one batch: all were just touched.
-        let look = pass(rig, cx, u64::MAX, 32);
+        // First look, a batch and a part of one: all were just touched.
+        let look = pass(rig, cx, u64::MAX, 40);
+        assert_eq!(look.looked_at(), 40, "{policy:?} {look:?}");
         assert_eq!((look.freed, look.flushes, look.failed), (0, 0, 0), "{policy:?} {look:?}");
         assert!(look.young > 0);
         // One in four is used again in every period.

@@ -136,6 +136,10 @@ fn a_large_page_comes_back_where_memory_is_in_pieces() {
                 assert_eq!(rig.get(cx, &large, AT + 8), Ok(1));
                 rig.leave(cx, &large);
                 assert_eq!(rig.vm.pager().counts().gathered.get(), 1);
+                // Ahead of any fault.
+                assert!(rig.vm.pager().gather(&rig.vm, cx, NODE));
+                assert_eq!(rig.vm.pager().counts().gathered.get(), 2);
+                assert_eq!(rig.vm.frames().stats(cx).extents(PageSize::Size2M.order()), 1);
                 assert_eq!(rig.store.stats(cx).stores, stored, "pages move, none goes away");
                 for space in [&small, &child] {
                     rig.enter(cx, space);
