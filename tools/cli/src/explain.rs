@@ -24,7 +24,7 @@ pub fn run(args: &Explain) -> Result<()> {
     }
     let total = args.total.unwrap_or(args.size);
     if total < args.size {
-        bail!("the whole request, {total}, cannot be smaller than its extent, {}", args.size);
+        bail!("the whole request, {total}, cannot be smaller than its extent; use --total {} or more", args.size);
     }
     let environment = Environment::read()?;
     // The extent and the calibration's scratch memory are one region; small extents need no pages of their own.

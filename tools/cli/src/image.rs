@@ -1,6 +1,7 @@
 //! Programs that run in guests: found beside this command, or built from the source tree that it came from.
 
 use anyhow::{Context, Result, bail};
+use hugemm_inspect::interrupt;
 use serde_json::Value;
 use std::fs::File;
 use std::io::Read;
@@ -73,6 +74,7 @@ impl Image {
             .with_context(|| {
                 format!("cannot run cargo to build {}; install Rust from https://rustup.rs", self.package)
             })?;
+        interrupt::check()?;
         if !output.status.success() {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
             let line = text.lines().find(|line| line.starts_with("error")).unwrap_or("no reason given");

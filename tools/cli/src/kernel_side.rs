@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail};
 use hugemm_base::PageSize;
 use hugemm_inspect::memory::{Region, RegionBacking, RegionRequest};
 use hugemm_workloads::request::Function;
+use std::sync::Barrier;
 use std::time::Instant;
 
 /// Nanoseconds.
@@ -15,20 +16,40 @@ pub struct Took {
     pub unmap: u64,
 }
 
-/// Maps `bytes` of fresh memory, populates it as `function` says, and returns the nanoseconds that took. `offset` gives
-/// the byte at which each page is touched. The memory is unmapped again, untimed.
-pub fn pass(
+/// By several threads at once, each its share of whole pages: the times of the slowest. `offset` gives the byte at which each page
+/// of a share is touched.
+pub fn together(
     bytes: u64,
     page: PageSize,
     backing: RegionBacking,
     function: Function,
-    offset: impl Fn(u64) -> u64,
-) -> Result<u64> {
-    Ok(round_trip(bytes, page, backing, function, offset)?.populate)
+    threads: u32,
+    offset: &(impl Fn(u64) -> u64 + Sync),
+) -> Result<Took> {
+    let (pages, threads) = (bytes / page.bytes(), u64::from(threads));
+    let start = Barrier::new(threads as usize);
+    std::thread::scope(|scope| {
+        let spawn = |thread| {
+            let share = (pages * (thread + 1) / threads - pages * thread / threads) * page.bytes();
+            let start = &start;
+            scope.spawn(move || {
+                start.wait();
+                if share == 0 { Ok(Took::default()) } else { round_trip(share, page, backing, function, offset) }
+            })
+        };
+        let all: Vec<_> = (0..threads).map(spawn).collect();
+        let mut slowest = Took::default();
+        for thread in all {
+            let took = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            slowest.populate = slowest.populate.max(took.populate);
+            slowest.unmap = slowest.unmap.max(took.unmap);
+        }
+        Ok(slowest)
+    })
 }
 
-/// The same, with the time of unmapping.
-pub fn round_trip(
+/// Maps `bytes` of fresh memory, populates it as `function` says, and unmaps it.
+fn round_trip(
     bytes: u64,
     page: PageSize,
     backing: RegionBacking,

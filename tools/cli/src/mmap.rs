@@ -51,7 +51,6 @@ fn name_of(label: &str) -> &'static str {
 struct Job {
     bytes: u64,
     page: PageSize,
-    backing: RegionBacking,
     threads: u32,
     seed: Option<u64>,
 }
@@ -96,7 +95,7 @@ pub fn run(args: &Mmap) -> Result<()> {
     };
     let calibrated = Clearer::new(machine.features, calibrate(&machine, args, region.as_mut_slice())?)?;
     let host = Host::new(&places, region.as_mut_slice())?;
-    let job = Job { bytes, page, backing, threads: args.threads, seed: args.randomize };
+    let job = Job { bytes, page, threads: args.threads, seed: args.randomize };
     let sides: Vec<Side> = std::iter::once(None).chain(args.clear.iter().copied().map(Some)).collect();
 
     let repeat = Repeat { runs: loops, warmup: args.warmup.warmup };
@@ -124,7 +123,11 @@ pub fn run(args: &Mmap) -> Result<()> {
                 bar.set_message(name_of(&label(sides[index])));
                 let nanos;
                 (memory, nanos) = match sides[index] {
-                    None => (memory, kernel_pass(&job, function)?),
+                    None => {
+                        let offset = |index| job.offset(index);
+                        let took = kernel_side::together(bytes, page, backing, function, args.threads, &offset)?;
+                        (memory, took.populate)
+                    }
                     Some(clear) => hugemm_pass(&host, &calibrated, clear, memory, &job, function)?,
                 };
                 if repeat.is_measured(turn) {
@@ -155,25 +158,6 @@ fn calibrate(machine: &Machine, args: &Mmap, scratch: &mut [u8]) -> Result<Clear
     }
     let mut own = machine.memory(machine.calibration_bytes() as u64, PageSize::Size2M, Kind::Thp)?;
     Ok(ClearPolicy::new(machine.profile(&args.calibration, own.as_mut_slice())?.profile))
-}
-
-/// One pass of the kernel; the time of the slowest thread in ns.
-fn kernel_pass(job: &Job, function: Function) -> Result<u64> {
-    let share = job.bytes / u64::from(job.threads);
-    let start = Barrier::new(job.threads as usize);
-    let times = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..job.threads)
-            .map(|_| {
-                scope.spawn(|| {
-                    start.wait();
-                    kernel_side::pass(share, job.page, job.backing, function, |index| job.offset(index))
-                })
-            })
-            .collect();
-        let joined = threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        joined.collect::<Result<Vec<u64>>>()
-    })?;
-    Ok(times.into_iter().max().unwrap_or(0))
 }
 
 /// One pass of hugemm with a policy value; the time of the slowest CPU in ns.
@@ -216,13 +200,11 @@ fn hugemm_pass(
         })
     })?;
     let mut slowest = 0;
-    for result in results.into_iter().flatten() {
+    // The last part first: each joins what is behind it.
+    for result in results.into_iter().rev().flatten() {
         let (mine, pass) = result.map_err(|interrupted| interrupted.reason)?;
         slowest = slowest.max(pass.nanos);
-        rest = mine
-            .join(rest)
-            .or_else(|(mine, rest)| rest.join(mine))
-            .map_err(|_| anyhow::anyhow!("parts do not join"))?;
+        rest = mine.join(rest).map_err(|_| anyhow::anyhow!("parts do not join"))?;
     }
     Ok((rest, slowest))
 }

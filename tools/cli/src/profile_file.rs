@@ -120,7 +120,9 @@ pub fn save(path: &Path, profile: &Profile) -> Result<()> {
 
 /// Reads a profile that was saved as JSON.
 pub fn load(path: &Path) -> Result<Profile> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read the profile {}", path.display()))?;
+    let text = std::fs::read_to_string(path).with_context(|| {
+        format!("cannot read the profile {}; make one with `hugemm probe --save-profile FILE`", path.display())
+    })?;
     from_json(&text)
         .with_context(|| format!("{} is no profile; make one with `hugemm probe --save-profile {0}`", path.display()))
 }

@@ -246,37 +246,13 @@ impl Side<'_, '_, '_> {
     /// The time of the slowest thread.
     fn kernel(&self, line: &Way) -> Result<u64> {
         let function = if line.how == CreateMethod::Demand { Function::Demand } else { Function::Populate };
-        let pages = self.bytes / self.page.bytes();
-        let workers = u64::from(line.workers);
         let Some(backing) = self.kernel_backing else { bail!("no memory for the kernel's side") };
-        let start = Barrier::new(line.workers as usize);
-        let times = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..workers)
-                .map(|worker| {
-                    let start = &start;
-                    scope.spawn(move || {
-                        let share = pages * (worker + 1) / workers - pages * worker / workers;
-                        start.wait();
-                        match share * self.page.bytes() {
-                            0 => Ok(0),
-                            bytes => kernel_side::pass(bytes, self.page, backing, function, |_| 0),
-                        }
-                    })
-                })
-                .collect();
-            let joined = threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-            joined.collect::<Result<Vec<u64>>>()
-        })?;
-        Ok(times.into_iter().max().unwrap_or(0))
+        Ok(kernel_side::together(self.bytes, self.page, backing, function, line.workers, &|_| 0)?.populate)
     }
 
     fn hugemm(&self, line: &Way, clear: Clearing) -> Result<(u64, Split)> {
-        let cached = ClearPolicy { threshold: Some(u64::MAX), ..self.policy };
-        let (model, policy) = match clear {
-            Clearing::Page => (PreemptModel::None, ClearPolicy { unit: Some(4096), ..cached }),
-            Clearing::Extent => (PreemptModel::Full, cached),
-            Clearing::Bulk => (PreemptModel::Full, self.policy),
-        };
+        let model = if clear == Clearing::Page { PreemptModel::None } else { PreemptModel::Full };
+        let policy = clear.of(self.policy);
         self.host.set_preempt_model(model);
         let slots: Vec<TlbCpu> = (0..line.workers).map(|_| TlbCpu::default()).collect();
         let words = TlbShootdown::<Counting>::inbox_words(slots.len());

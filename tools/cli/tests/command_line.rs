@@ -176,6 +176,18 @@ fn documents_have_the_promised_form() {
     }
 }
 
+/// Each thread's part of the memory goes back to where it was, for the next pass.
+#[test]
+fn threads_populate_parts_of_the_memory() {
+    if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() < 2) {
+        println!("skipped: one CPU");
+        return;
+    }
+    let command = "bench mem mmap -p 4KB -s 16MB -l 2 -t 2 --clear policy --json";
+    let document = document(&command.split(' ').collect::<Vec<_>>());
+    assert_eq!(rows(&document, "bench.mem.mmap").len(), 2);
+}
+
 #[test]
 fn both_sides_of_mmap_are_measured_and_labelled() {
     let document = document(&[

@@ -10,6 +10,7 @@ use crate::words::{List, Word, named};
 use core::fmt;
 use core::str::FromStr;
 use hugemm_base::{Order, PageSize};
+use hugemm_clear::ClearPolicy;
 use hugemm_reclaim::{Ageing, LruPolicy};
 
 /// Why a line is no request.
@@ -227,6 +228,16 @@ named! {
 }
 
 impl Clearing {
+    /// The policy that clears so, of a calibrated one.
+    pub fn of(self, calibrated: ClearPolicy) -> ClearPolicy {
+        let cached = ClearPolicy { threshold: Some(u64::MAX), ..calibrated };
+        match self {
+            Clearing::Page => ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached },
+            Clearing::Extent => cached,
+            Clearing::Bulk => calibrated,
+        }
+    }
+
     /// The side that it is in tables and results.
     pub const fn side(self) -> &'static str {
         match self {

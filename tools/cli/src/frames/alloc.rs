@@ -176,9 +176,8 @@ impl<'a> Work<'a> for Loops {
                         area.on_cpus(threads, &source, |cx, _| Ok(pairs::run(cx, &source, case.order, rounds)?))?;
                     (vec![Some(mean_each(&all))], rounds)
                 }
-                Pattern::Bulk | Pattern::Fifo | Pattern::Random => {
+                Pattern::Bulk | Pattern::Random => {
                     let freeing = match case.pattern {
-                        Pattern::Fifo => Freeing::Fifo,
                         Pattern::Random => Freeing::Random(1),
                         _ => Freeing::Lifo,
                     };
@@ -240,7 +239,7 @@ fn measure<'a>(
 fn figures(pattern: Pattern) -> &'static [&'static str] {
     match pattern {
         Pattern::Pair => &["pair"],
-        Pattern::Bulk | Pattern::Fifo | Pattern::Random => &["alloc", "free"],
+        Pattern::Bulk | Pattern::Random => &["alloc", "free"],
     }
 }
 
@@ -248,7 +247,6 @@ fn name(pattern: Pattern) -> &'static str {
     match pattern {
         Pattern::Pair => "pair",
         Pattern::Bulk => "bulk",
-        Pattern::Fifo => "fifo",
         Pattern::Random => "random",
     }
 }
@@ -349,7 +347,6 @@ fn curve_table(case: Case, threads: &[u32], names: &[impl AsRef<str>], curve: &[
     let what = match case.pattern {
         Pattern::Pair => "taken and freed at once",
         Pattern::Bulk => "taken, then freed last first",
-        Pattern::Fifo => "taken, then freed first first",
         Pattern::Random => "taken, then freed at random",
     };
     (format!("Order {}, {what}", case.order), lines)

@@ -51,8 +51,6 @@ pub enum Pattern {
     Pair,
     /// Many blocks taken, then freed, the last one first.
     Bulk,
-    /// Many blocks taken, then freed, the first one first.
-    Fifo,
     /// Many blocks taken, then freed in random order.
     Random,
 }

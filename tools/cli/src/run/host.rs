@@ -15,6 +15,7 @@ use hugemm_lz4::Lz4;
 use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Cx, Parts, Pinned, Pools, Setup, Vm, VmError};
+use hugemm_workloads::request::Clearing;
 use hugemm_workloads::vm_create::{Creation, Split};
 use hugemm_workloads::vm_host::accounting::Accounting;
 use hugemm_workloads::vm_host::{
@@ -83,10 +84,9 @@ fn on_ground(
     ground: &Ground<'_>,
     tell: &mut impl FnMut(RunPhase, &PhaseFigures),
 ) -> Result<Accounting> {
-    let cached = ClearPolicy { threshold: Some(u64::MAX), ..setting.policy };
     let (granularity, clear) = match setting.side {
-        Side::Page => (Granularity::Page, ClearPolicy { unit: Some(4096), ..cached }),
-        Side::Cached => (Granularity::Extent, cached),
+        Side::Page => (Granularity::Page, Clearing::Page.of(setting.policy)),
+        Side::Cached => (Granularity::Extent, Clearing::Extent.of(setting.policy)),
         Side::Extent | Side::Kernel => (Granularity::Extent, setting.policy),
     };
     let (optimizer, ageing, model) = match granularity {

@@ -8,7 +8,6 @@ use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
 use hugemm_workloads::request::Function;
 use hugemm_workloads::vm_host::{GUESTS, HostSizes, PhaseFigures, RunPhase};
-use std::sync::Barrier;
 use std::time::Instant;
 
 /// Does it, and notes what could not be asked for.
@@ -57,25 +56,5 @@ fn touched(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> 
 
 /// One request for each thread's share; the time of the slowest.
 fn populate(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
-    let (pages, threads) = (bytes / page.bytes(), u64::from(threads));
-    let start = Barrier::new(threads as usize);
-    std::thread::scope(|scope| {
-        let all: Vec<_> = (0..threads)
-            .map(|thread| {
-                let share = (pages * (thread + 1) / threads - pages * thread / threads) * page.bytes();
-                let start = &start;
-                scope.spawn(move || {
-                    start.wait();
-                    kernel_side::round_trip(share, page, backing, Function::Populate, |_| 0)
-                })
-            })
-            .collect();
-        let mut slowest = Took::default();
-        for thread in all {
-            let took = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            slowest.populate = slowest.populate.max(took.populate);
-            slowest.unmap = slowest.unmap.max(took.unmap);
-        }
-        Ok(slowest)
-    })
+    kernel_side::together(bytes, page, backing, Function::Populate, threads, &|_| 0)
 }

@@ -2,7 +2,7 @@
 //! clearing optimizations".
 
 use super::{Cx, Failure, region};
-use crate::output::{progress, record};
+use crate::output::{note, progress, record};
 use hugemm_clear::Features;
 use hugemm_kernel::memory::frames;
 use hugemm_workloads::request::{KERNEL_SIZE, Memset};
@@ -20,6 +20,9 @@ pub fn run(cx: Cx<'_>, args: &Memset) -> Result<(), Failure> {
     (memory, _) = sweep::pass(cx, first, memory, 4096, false).map_err(|stopped| stopped.reason)?;
     let of = u64::from(args.loops) * args.chunk.iter().count() as u64 * usable().count() as u64;
     let mut done = 0;
+    for chunk in args.chunk.iter().filter(|chunk| *chunk > bytes) {
+        note(format_args!("a chunk of {chunk} bytes is more than the {bytes} that are cleared; use a larger --size"));
+    }
     for chunk in args.chunk.iter().filter(|chunk| *chunk <= bytes) {
         for _ in 0..args.loops {
             for primitive in usable() {

@@ -21,7 +21,7 @@ use hugemm_lz4::Lz4;
 use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Ageing, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
-use hugemm_workloads::request::Run;
+use hugemm_workloads::request::{Clearing, Run};
 use hugemm_workloads::vm_create::Creation;
 use hugemm_workloads::vm_host::{
     FlushCounts, Granularity, HostRun, HostSizes, PhaseFigures, RunPhase, Site, SwapCounts,
@@ -35,8 +35,6 @@ const OWN: u64 = 4096;
 pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
     let features = Features::detect();
     let policy = ClearPolicy::new(calibrated(cx, &features)?);
-    let cached = ClearPolicy { threshold: Some(u64::MAX), ..policy };
-    let page_at_a_time = ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached };
     let by_extent = Ways {
         name: "extent",
         granularity: Granularity::Extent,
@@ -49,11 +47,11 @@ pub fn run(cx: Cx<'_>, args: &Run) -> Result<(), Failure> {
         Ways {
             name: "page",
             granularity: Granularity::Page,
-            clearer: Clearer::new(features, page_at_a_time)?,
+            clearer: Clearer::new(features, Clearing::Page.of(policy))?,
             optimizer: OptimizerPolicy { flush: FlushPolicy::Batch, swap: false, carve: true },
             ageing: Ageing::NoFlush,
         },
-        Ways { name: "cached", clearer: Clearer::new(features, cached)?, ..by_extent },
+        Ways { name: "cached", clearer: Clearer::new(features, Clearing::Extent.of(policy))?, ..by_extent },
         by_extent,
     ];
     let of = u64::from(args.runs) + 1;

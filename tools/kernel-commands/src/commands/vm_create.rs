@@ -4,7 +4,7 @@ use super::populate::{self, Fill, calibrated, with_pool};
 use super::{Cx, Failure};
 use crate::output::{progress, record};
 use hugemm_base::PageSize;
-use hugemm_clear::{ClearPolicy, Clearer, Features};
+use hugemm_clear::{ClearPolicy, Clearer, Features, ProfileError};
 use hugemm_hugetlb::HugePool;
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::percpu;
@@ -18,19 +18,13 @@ use hugemm_workloads::words::{List, Named};
 pub fn run(cx: Cx<'_>, args: &VmCreate) -> Result<(), Failure> {
     let features = Features::detect();
     let policy = ClearPolicy::new(calibrated(cx, &features)?);
-    let cached = ClearPolicy { threshold: Some(u64::MAX), ..policy };
-    let page_at_a_time = ClearPolicy { unit: Some(PageSize::Size4K.bytes()), ..cached };
-    let ways = [
-        (Clearing::Page, Clearer::new(features, page_at_a_time)?),
-        (Clearing::Extent, Clearer::new(features, cached)?),
-        (Clearing::Bulk, Clearer::new(features, policy)?),
-    ];
+    let clearer = |clearing: Clearing| Clearer::new(features, clearing.of(policy));
     for page in args.page.iter() {
         let bytes = args.size.unwrap_or(KERNEL_SIZE).next_multiple_of(page.bytes());
         if args.from == PagesFrom::Pool && page != PageSize::Size4K {
-            with_pool(cx, page, bytes / page.bytes(), |cx, pool| all(cx, args, &ways, page, bytes, Some(pool)))?;
+            with_pool(cx, page, bytes / page.bytes(), |cx, pool| all(cx, args, clearer, page, bytes, Some(pool)))?;
         } else {
-            all(cx, args, &ways, page, bytes, None)?;
+            all(cx, args, clearer, page, bytes, None)?;
         }
     }
     Ok(())
@@ -40,7 +34,7 @@ pub fn run(cx: Cx<'_>, args: &VmCreate) -> Result<(), Failure> {
 fn all(
     cx: Cx<'_>,
     args: &VmCreate,
-    ways: &[(Clearing, Clearer)],
+    clearer: impl Fn(Clearing) -> Result<Clearer, ProfileError>,
     page: PageSize,
     bytes: u64,
     pool: Option<&HugePool<'_, IrqLock>>,
@@ -52,13 +46,13 @@ fn all(
         progress(run, of, "vm-create");
         for how in args.how.iter() {
             for workers in workers.iter().flat_map(List::iter).filter(|workers| *workers <= cpus) {
-                for (clearing, clearer) in ways.iter().filter(|(clearing, _)| args.clear.contains(*clearing)) {
+                for clearing in args.clear.iter() {
                     let pools = pool.map_or_else(Pools::default, |pool| Pools::default().with(pool));
                     let fill = Fill { bytes, page, how, workers, pooled: pool.is_some() };
-                    let took = populate::pass(cx, *clearer, pools, &fill)?;
+                    let took = populate::pass(cx, clearer(clearing)?, pools, &fill)?;
                     // The first pass is the hypervisor's: it gives memory when it is touched first.
                     if run > 0 {
-                        report(&fill, *clearing, &took);
+                        report(&fill, clearing, &took);
                     }
                 }
             }

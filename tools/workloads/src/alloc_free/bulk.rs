@@ -10,8 +10,6 @@ use hugemm_base::{Clock, CpuCx, Order};
 pub enum Freeing {
     /// The last one taken first.
     Lifo,
-    /// The first one taken first.
-    Fifo,
     /// In a random order, the same for the same seed.
     Random(u64),
 }
@@ -43,7 +41,7 @@ pub fn run<P: Cpu + Clock, S: Source<P>>(
     let ((), giving) = timed(cx, count, |cx| {
         match freeing {
             Freeing::Lifo => give(cx, source, order, held.iter_mut().rev()),
-            Freeing::Fifo | Freeing::Random(_) => give(cx, source, order, held.iter_mut()),
+            Freeing::Random(_) => give(cx, source, order, held.iter_mut()),
         }
         // What a free defers is charged to it.
         source.settle(cx);
