@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use support::{PAGE, Pool, wait_for};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 
 const LEASE: u64 = 2 * PAGE;
 
@@ -133,6 +134,27 @@ fn a_program_in_rust() {
         assert!(memory.iter().all(|byte| *byte == 0));
         memory.fill(1);
         drop(mapping);
+        lease.end().expect("ended");
+    });
+}
+
+/// A machine's memory as monitors in Rust have it.
+#[test]
+fn a_region_of_vm_memory() {
+    with_daemon("vm-memory", |socket, _| {
+        let wish = Wish { bytes: LEASE, page: None, node: None, keep: None };
+        let lease = Connection::open(socket).and_then(|daemon| daemon.lease(wish)).expect("a lease");
+        let file = FileOffset::new(lease.file.try_clone().expect("a descriptor").into(), 0);
+        let ranges = [(GuestAddress(0), LEASE as usize, Some(file))];
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges_with_files(ranges).expect("mapped");
+        let last = GuestAddress(LEASE - 8);
+        assert_eq!(memory.read_obj::<u64>(last).expect("there"), 0);
+        memory.write_obj(0x5a5a_u64, last).expect("there");
+        let mapping = lease.map().expect("mapped");
+        // SAFETY: within the mapping, aligned, and nobody writes it now.
+        let seen = unsafe { mapping.at().cast::<u8>().add(mapping.bytes() - 8).cast::<u64>().read() };
+        assert_eq!(seen, 0x5a5a, "it is the lease's memory");
+        drop((memory, mapping));
         lease.end().expect("ended");
     });
 }
