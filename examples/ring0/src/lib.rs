@@ -1,14 +1,18 @@
 //! What a kernel on the `x86_64` crate does to start using hugemm: a platform of one CPU, frames carved out of the boot
-//! loader's memory, and a heap mapped as one range.
+//! loader's memory, the global allocator on them, and areas of virtual memory, each mapped as one range. Which areas there are is
+//! kept in a `BTreeMap`, on that allocator.
 //!
 //! This library is what a kernel's `main` would call; `main.rs` is such a kernel, small enough to read, and `run.sh` boots
 //! it under QEMU.
 #![no_std]
 
+extern crate alloc;
+
+use alloc::collections::BTreeMap;
 use core::ptr::with_exposed_provenance_mut;
 use hugemm::frames::{AllocError, Carved};
 use hugemm::prelude::{
-    Counters, Cpu, CpuCx, CpuId, Dirty, Extent, Frames, LinearMap, PageSize, PhysMap, PreemptModel, Window,
+    Counters, Cpu, CpuCx, CpuId, Dirty, Extent, Frames, GlobalHeap, LinearMap, PageSize, PhysMap, PreemptModel, Window,
 };
 use hugemm_x86_64::{FrameSource, RangeError, RangeMapper};
 use x86_64::VirtAddr;
@@ -30,7 +34,7 @@ impl OneCpu {
     /// # Safety
     ///
     /// Every frame that the loader says is RAM is mapped at `offset`, writable, for good.
-    pub unsafe fn new(offset: VirtAddr) -> Self {
+    pub const unsafe fn new(offset: VirtAddr) -> Self {
         OneCpu { counters: Counters::new(), offset }
     }
 }
@@ -79,75 +83,127 @@ unsafe impl LinearMap for OneCpu {}
 /// The kernel's frames, by `Frames::carve`.
 pub type KernelFrames<'m> = Frames<'m, Carved>;
 
-/// Why the heap could not be made.
+/// The kernel's global allocator: empty until it is given a `Heap` on those frames.
+pub type KernelHeap = GlobalHeap<OneCpu, Carved>;
+
+/// Why there is no area, or why one could not be unmapped.
 #[derive(Debug)]
-pub enum HeapError {
+pub enum AreaError {
     /// No frames.
     Frames(AllocError),
-    /// They could not be mapped.
+    /// They could not be mapped or unmapped.
     Mapping(RangeError),
+    /// No area begins there.
+    NotMapped,
 }
 
-/// Takes one block of 2 MiB and maps it at `at` as one leaf.
-///
-/// # Safety
-///
-/// All memory is mapped at `offset`; `at` is 2 MiB-aligned and unused; nobody else edits the upper half.
-pub unsafe fn map_heap(
-    frames: &KernelFrames<'_>,
-    cx: &CpuCx<'_, OneCpu>,
+/// The kernel's areas of virtual memory above an address: each some blocks of 2 MiB, mapped by a leaf each.
+#[derive(Debug)]
+pub struct Areas {
     offset: VirtAddr,
-    at: VirtAddr,
-) -> Result<(), HeapError> {
-    let block = frames.alloc(cx, PageSize::Size2M).map_err(HeapError::Frames)?;
-    let (first, pages) = (frame(block.extent().start()), PageSize::Size2M.pages());
-    // SAFETY: the caller's promise: the root and its tables are mapped at the offset and edited here only.
-    let mapped = unsafe { RangeMapper::new(Cr3::read().0, offset, at) }.and_then(|mut mapper| {
-        let flags = PageTableFlags::PRESENT | PageTableFlags::WRITABLE | PageTableFlags::NO_EXECUTE;
-        let to = PhysFrame::range(first, first + pages);
-        let tables = &mut FrameSource::new(frames, cx);
-        // SAFETY: nobody else has these frames or uses these addresses.
-        unsafe { mapper.map_range(range(at, pages), to, flags, PageSize::Size2M, tables) }
-    });
-    match mapped {
-        Ok(()) => Ok(()),
-        Err(error) => {
-            frames.free(cx, block);
-            Err(HeapError::Mapping(error))
+    first: VirtAddr,
+    /// Bytes of each, by where it begins.
+    mapped: BTreeMap<VirtAddr, u64>,
+}
+
+impl Areas {
+    /// None yet.
+    ///
+    /// # Safety
+    ///
+    /// All memory is mapped at `offset`; `first` is 2 MiB-aligned, in the upper half, which nobody else uses or edits from there on.
+    pub const unsafe fn new(offset: VirtAddr, first: VirtAddr) -> Self {
+        Areas { offset, first, mapped: BTreeMap::new() }
+    }
+
+    /// The lowest address with so many free bytes behind it.
+    fn hole(&self, bytes: u64) -> VirtAddr {
+        let mut at = self.first;
+        for (next, taken) in &self.mapped {
+            if *next - at >= bytes {
+                break;
+            }
+            at = *next + *taken;
+        }
+        at
+    }
+
+    /// Maps so many blocks of 2 MiB, one at least, where there is room: the address.
+    pub fn map(
+        &mut self,
+        frames: &KernelFrames<'_>,
+        cx: &CpuCx<'_, OneCpu>,
+        blocks: u64,
+    ) -> Result<VirtAddr, AreaError> {
+        let (at, each) = (self.hole(blocks.max(1) * PageSize::Size2M.bytes()), PageSize::Size2M.bytes());
+        // Known from the start, so that what was mapped goes away if the rest cannot be.
+        self.mapped.insert(at, 0);
+        for block in 0..blocks.max(1) {
+            if let Err(error) = self.map_block(frames, cx, at + block * each) {
+                // SAFETY: nobody knows of it.
+                unsafe { self.unmap(frames, cx, at) }?;
+                return Err(error);
+            }
+            self.mapped.insert(at, (block + 1) * each);
+        }
+        Ok(at)
+    }
+
+    fn map_block(&self, frames: &KernelFrames<'_>, cx: &CpuCx<'_, OneCpu>, at: VirtAddr) -> Result<(), AreaError> {
+        let block = frames.alloc(cx, PageSize::Size2M).map_err(AreaError::Frames)?;
+        let (first, pages) = (frame(block.extent().start()), PageSize::Size2M.pages());
+        // SAFETY: `new`'s promise: the root and its tables are mapped at the offset and edited here only.
+        let mapped = unsafe { RangeMapper::new(Cr3::read().0, self.offset, at) }.and_then(|mut mapper| {
+            let flags = PageTableFlags::PRESENT | PageTableFlags::WRITABLE | PageTableFlags::NO_EXECUTE;
+            let to = PhysFrame::range(first, first + pages);
+            let tables = &mut FrameSource::new(frames, cx);
+            // SAFETY: nobody else has these frames or uses these addresses.
+            unsafe { mapper.map_range(range(at, PageSize::Size2M.bytes()), to, flags, PageSize::Size2M, tables) }
+        });
+        match mapped {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                frames.free(cx, block);
+                Err(AreaError::Mapping(error))
+            }
         }
     }
-}
 
-/// Unmaps the heap, flushes the only CPU, and frees what had been mapped.
-///
-/// # Safety
-///
-/// As [`map_heap`], and nobody uses the heap any more.
-pub unsafe fn unmap_heap(
-    frames: &KernelFrames<'_>,
-    cx: &CpuCx<'_, OneCpu>,
-    offset: VirtAddr,
-    at: VirtAddr,
-) -> Result<(), RangeError> {
-    // SAFETY: as in `map_heap`.
-    let mut mapper = unsafe { RangeMapper::new(Cr3::read().0, offset, at) }?;
-    // SAFETY: nobody uses the addresses.
-    let flush = unsafe { mapper.unmap_range(range(at, PageSize::Size2M.pages())) }?;
-    // SAFETY: this is the only CPU.
-    let detached = unsafe { flush.flush_this_cpu() };
-    let tables = &mut FrameSource::new(frames, cx);
-    let harvested = mapper.harvest(detached, tables, |run| {
-        // SAFETY: the heap's block, which no CPU can reach any more.
-        frames.free_extent(cx, unsafe { Dirty::assume_owned(run.extent) });
-    });
-    harvested.map_err(|(error, _)| RangeError::Paging(error))
+    /// Unmaps an area, flushes the only CPU, and frees what had been mapped.
+    ///
+    /// # Safety
+    ///
+    /// Nobody uses the area any more.
+    pub unsafe fn unmap(
+        &mut self,
+        frames: &KernelFrames<'_>,
+        cx: &CpuCx<'_, OneCpu>,
+        at: VirtAddr,
+    ) -> Result<(), AreaError> {
+        let bytes = self.mapped.remove(&at).ok_or(AreaError::NotMapped)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: as in `map_block`.
+        let mut mapper = unsafe { RangeMapper::new(Cr3::read().0, self.offset, at) }.map_err(AreaError::Mapping)?;
+        // SAFETY: nobody uses the addresses.
+        let flush = unsafe { mapper.unmap_range(range(at, bytes)) }.map_err(AreaError::Mapping)?;
+        // SAFETY: this is the only CPU.
+        let detached = unsafe { flush.flush_this_cpu() };
+        let tables = &mut FrameSource::new(frames, cx);
+        let harvested = mapper.harvest(detached, tables, |run| {
+            // SAFETY: the area's blocks, which no CPU can reach any more.
+            frames.free_extent(cx, unsafe { Dirty::assume_owned(run.extent) });
+        });
+        harvested.map_err(|(error, _)| AreaError::Mapping(RangeError::Paging(error)))
+    }
 }
 
 fn frame(start: hugemm::prelude::PhysAddr) -> PhysFrame<Size4KiB> {
     PhysFrame::containing_address(x86_64::PhysAddr::new(start.get()))
 }
 
-fn range(at: VirtAddr, pages: u64) -> PageRange<Size4KiB> {
+fn range(at: VirtAddr, bytes: u64) -> PageRange<Size4KiB> {
     let first = Page::containing_address(at);
-    Page::range(first, first + pages)
+    Page::range(first, first + bytes / PageSize::Size4K.bytes())
 }

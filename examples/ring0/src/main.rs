@@ -12,12 +12,16 @@ fn main() -> std::process::ExitCode {
 mod boot;
 
 #[cfg(all(target_os = "none", target_arch = "x86_64"))]
+extern crate alloc;
+
+#[cfg(all(target_os = "none", target_arch = "x86_64"))]
 mod kernel {
     use super::boot::{Serial, exit, largest_ram};
+    use alloc::vec::Vec;
     use core::fmt::Write;
     use core::ptr::with_exposed_provenance;
-    use hugemm::prelude::{CpuCx, Frames, PageSize, Ram};
-    use hugemm_example_ring0::{OneCpu, map_heap, unmap_heap};
+    use hugemm::prelude::{CpuCx, Frames, Heap, PageSize, Ram};
+    use hugemm_example_ring0::{AreaError, Areas, KernelFrames, KernelHeap, OneCpu};
     use x86_64::VirtAddr;
     use x86_64::registers::control::Cr3;
     use x86_64::structures::paging::mapper::{MappedFrame, TranslateResult};
@@ -26,58 +30,113 @@ mod kernel {
     /// The boot tables map all memory one to one.
     const OFFSET: VirtAddr = VirtAddr::zero();
 
-    /// Where the heap is mapped.
-    const HEAP: VirtAddr = VirtAddr::new(0xffff_c000_0000_0000);
+    /// Where areas are mapped.
+    const AREAS: VirtAddr = VirtAddr::new(0xffff_c000_0000_0000);
+
+    // SAFETY: the boot tables map all memory at `OFFSET`.
+    static PLATFORM: OneCpu = unsafe { OneCpu::new(OFFSET) };
+
+    #[global_allocator]
+    static HEAP: KernelHeap = KernelHeap::new();
 
     /// What `boot` jumps to, with the physical address of the loader's start info.
     pub extern "C" fn kernel_main(start_info: u64) -> ! {
         let mut serial = Serial::new().expect("a PC has a serial port");
-        // SAFETY: `boot` passes on what the loader gave.
-        unsafe { run(start_info, &mut serial) }.expect("the serial port takes everything");
-        exit(true)
-    }
-
-    /// # Safety
-    /// `start_info` is the address of a PVH start info block; called once.
-    unsafe fn run(start_info: u64, out: &mut Serial) -> core::fmt::Result {
         // One arena is enough for an example; `run.sh` gives a machine whose memory all lies below 4 GiB.
-        // SAFETY: the caller's promise.
+        // SAFETY: `boot` passes on what the loader gave.
         let ram = unsafe { largest_ram(start_info) };
         let bytes = ram.bytes();
         // SAFETY: nobody uses this memory, and there is no manager; once.
         let ram = unsafe { Ram::assume_unmanaged(ram) };
-        // SAFETY: the boot tables map all memory at `OFFSET`.
-        let platform = unsafe { OneCpu::new(OFFSET) };
-        // SAFETY: the only context of the only CPU.
-        let cx = &unsafe { CpuCx::new(&platform) };
+        // SAFETY: the only context of the only CPU, but for those that the heap makes for a call.
+        let cx = &unsafe { CpuCx::new(&PLATFORM) };
         let frames = Frames::carve(cx, ram).expect("enough memory");
+        // SAFETY: this function does not return, so what is on its stack stays.
+        let frames: &'static KernelFrames<'static> = unsafe { &*&raw const frames };
+        let metadata = bytes - frames.stats(cx).available() * PageSize::Size4K.bytes();
+        let heap = Heap::new(frames, cx, 1).expect("memory for a heap");
+        // SAFETY: once; this task on the only CPU is all that runs.
+        unsafe { HEAP.install(heap, &PLATFORM) };
+        writeln!(serial, "frames: {} MiB, of which {} KiB describe the rest", bytes >> 20, metadata >> 10)
+            .and_then(|()| run(frames, cx, &mut serial))
+            .expect("the serial port takes everything");
+        exit(true)
+    }
+
+    fn run(frames: &KernelFrames<'_>, cx: &CpuCx<'_, OneCpu>, out: &mut Serial) -> core::fmt::Result {
         let before = frames.stats(cx).available();
-        let metadata = bytes - before * PageSize::Size4K.bytes();
-        writeln!(out, "frames: {} MiB, of which {} KiB describe the rest", bytes >> 20, metadata >> 10)?;
-
         // SAFETY: `OFFSET` maps all memory, the boot tables leave the upper half alone, and only this CPU runs.
-        unsafe { map_heap(&frames, cx, OFFSET, HEAP) }.expect("memory for a heap");
-        let TranslateResult::Mapped { frame: MappedFrame::Size2MiB(leaf), .. } = translate(HEAP) else {
-            panic!("the heap is not one leaf of 2 MiB: {:?}", translate(HEAP));
-        };
-        let heap: *mut u64 = HEAP.as_mut_ptr();
-        let words = PageSize::Size2M.bytes() as usize / size_of::<u64>();
-        for index in 0..words {
-            // SAFETY: the heap's words, which have just been mapped and are nobody else's.
-            unsafe { heap.add(index).write_volatile(index as u64) };
+        let mut areas = unsafe { Areas::new(OFFSET, AREAS) };
+        let size = PageSize::Size2M.bytes();
+        let mut used: Vec<(VirtAddr, u64)> = Vec::new();
+        for blocks in [1, 3, 2] {
+            let at = areas.map(frames, cx, blocks).expect("memory for an area");
+            use_area(at, blocks * size);
+            used.push((at, blocks));
         }
-        let below = with_exposed_provenance::<u64>(leaf.start_address().as_u64() as usize);
-        // SAFETY: the same memory, where the boot tables map it.
-        let seen = (0..words).all(|index| unsafe { below.add(index).read_volatile() } == index as u64);
-        assert!(seen, "what was stored in the heap is not in its frames");
-        writeln!(out, "heap: 2 MiB at {:#x}, one leaf, frames from {:#x} on", HEAP, leaf.start_address())?;
+        // SAFETY: what is below is done with it.
+        unsafe { areas.unmap(frames, cx, used[1].0) }.expect("it is mapped");
+        assert!(matches!(translate(used[1].0), TranslateResult::NotMapped), "an area is still mapped");
+        used[1] = (areas.map(frames, cx, 2).expect("memory for an area"), 2);
+        assert_eq!(used[1].0, AREAS + size, "the hole of three blocks has room for two");
+        used.push((areas.map(frames, cx, 2).expect("memory for an area"), 2));
+        assert_eq!(used[3].0, AREAS + 6 * size, "and not for two more");
+        used.push((areas.map(frames, cx, 1).expect("memory for an area"), 1));
+        assert_eq!(used[4].0, AREAS + 3 * size, "one more is what it has room for");
+        assert!(matches!(areas.map(frames, cx, 1 << 20), Err(AreaError::Frames(_))), "2 TiB");
 
-        // SAFETY: as above; the heap is not used any more.
-        unsafe { unmap_heap(&frames, cx, OFFSET, HEAP) }.expect("it is mapped");
-        assert!(matches!(translate(HEAP), TranslateResult::NotMapped), "the heap is still mapped");
-        // The two tables between root and leaf stay for the next heap.
+        // Every frame behind them, none twice.
+        let leaves = used.iter().flat_map(|(at, blocks)| (0..*blocks).map(move |block| leaf(*at + block * size)));
+        let mut leaves: Vec<u64> = leaves.collect();
+        leaves.sort_unstable();
+        leaves.dedup();
+        assert_eq!(leaves.len(), 8, "two areas have the same frames");
+        let heap = HEAP.get().expect("installed");
+        let pages = heap.stats().pages;
+        assert!(pages > 0 && heap.stats().failed == 0, "{heap:?}");
+        writeln!(
+            out,
+            "areas: {} with {} leaves of 2 MiB from {AREAS:#x} on; their map is on a heap of {pages} pages",
+            used.len(),
+            leaves.len()
+        )?;
+
+        for (at, _) in used {
+            // SAFETY: the areas are not used any more.
+            unsafe { areas.unmap(frames, cx, at) }.expect("it is mapped");
+            assert!(matches!(translate(at), TranslateResult::NotMapped), "an area is still mapped");
+        }
+        drop((areas, leaves));
+        heap.trim(cx);
+        assert_eq!(heap.stats().pages, 0, "memory of the heap was lost");
+        // The two tables between root and leaves stay for the next areas.
         assert_eq!(frames.stats(cx).available(), before - 2, "frames were lost");
         writeln!(out, "ring0: everything is back")
+    }
+
+    /// Stores words, and looks whether they are in the frames below.
+    fn use_area(at: VirtAddr, bytes: u64) {
+        let words = PageSize::Size2M.bytes() as usize / size_of::<u64>();
+        for block in 0..bytes / PageSize::Size2M.bytes() {
+            let at = at + block * PageSize::Size2M.bytes();
+            let (mapped, below) = (at.as_mut_ptr::<u64>(), with_exposed_provenance::<u64>(leaf(at) as usize));
+            for index in 0..words {
+                // SAFETY: the area's words, which have just been mapped and are nobody else's.
+                unsafe { mapped.add(index).write_volatile(index as u64 ^ at.as_u64()) };
+            }
+            // SAFETY: the same memory, where the boot tables map it.
+            let same =
+                (0..words).all(|index| unsafe { below.add(index).read_volatile() } == index as u64 ^ at.as_u64());
+            assert!(same, "what was stored in the area is not in its frames");
+        }
+    }
+
+    /// Where the leaf of 2 MiB that maps an address leads.
+    fn leaf(at: VirtAddr) -> u64 {
+        let TranslateResult::Mapped { frame: MappedFrame::Size2MiB(leaf), .. } = translate(at) else {
+            panic!("no leaf of 2 MiB: {:?}", translate(at));
+        };
+        leaf.start_address().as_u64()
     }
 
     /// What the CPU's tables say of an address, by the `x86_64` crate.
