@@ -78,8 +78,7 @@ test-bare:
 test-arm:
 	@if scripts/need.sh target $(ARM) && scripts/need.sh program qemu-aarch64 qemu-user; then \
 	    for cpu in max cortex-a57; do \
-	        QEMU_CPU=$$cpu CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld \
-	        CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=qemu-aarch64 \
+	        QEMU_CPU=$$cpu CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_RUNNER=qemu-aarch64 \
 	        $(CARGO) test --locked --target $(ARM) -p hugemm-clear --test primitives || exit 1; \
 	    done; \
 	else echo "skipped: arm64 tests"; fi

@@ -34,6 +34,32 @@ impl Arch {
         }
     }
 
+    /// Process 1 of stock Linux guests.
+    pub const fn linux_init(self) -> Image {
+        let (beside, target) = match self {
+            Arch::X86 => ("hugemm-guest", "x86_64-unknown-linux-musl"),
+            Arch::Arm64 => ("hugemm-guest-arm64", "aarch64-unknown-linux-musl"),
+        };
+        Image { package: "hugemm-guest", beside, target }
+    }
+
+    /// Linux's name of the first serial port.
+    pub const fn linux_console(self) -> &'static str {
+        match self {
+            Arch::X86 => "ttyS0",
+            Arch::Arm64 => "ttyAMA0",
+        }
+    }
+
+    /// The CPU model on which Linux guests are emulated without what emulation makes slow: `rep stosb`, and pointer authentication
+    /// by its own algorithm.
+    pub const fn linux_cpu_model(self) -> &'static str {
+        match self {
+            Arch::X86 => "max,-erms",
+            Arch::Arm64 => "max,pauth-impdef=on",
+        }
+    }
+
     /// QEMU's name of the machine, with what it has to have.
     pub const fn machine(self) -> &'static str {
         match self {

@@ -10,7 +10,6 @@ pub mod reference;
 
 use crate::arch::Arch;
 use crate::document::{self, Document};
-use crate::image::Image;
 use crate::linux::args::{GuestBench, GuestCommand, GuestLine, GuestMem, Linux};
 use crate::linux::faults::Populate;
 use crate::linux::image::{Initramfs, LinuxImage};
@@ -26,8 +25,13 @@ use serde_json::Value;
 use std::ops::ControlFlow;
 use std::time::Duration;
 
-/// Process 1 of the guests.
-const INIT: Image = Image { package: "hugemm-guest", beside: "hugemm-guest", target: "x86_64-unknown-linux-musl" };
+/// What all guests run on.
+#[derive(Clone, Copy)]
+pub struct VirtualCpu<'a> {
+    pub arch: Arch,
+    /// In QEMU's notation.
+    pub model: &'a str,
+}
 
 /// Emulated machines now and then panic while they boot, before the first process; such a boot is tried again.
 const BOOTS: u32 = 3;
@@ -36,27 +40,29 @@ const BOOTS: u32 = 3;
 pub fn run(args: &Linux) -> Result<()> {
     let GuestCommand::Bench(work) = GuestLine::try_parse_from(&args.command).map_err(one_line)?.command;
     let images = args.kernels.iter().map(|file| LinuxImage::open(file)).collect::<Result<Vec<_>>>()?;
+    let arch = LinuxImage::common_arch(&images)?;
+    let virtual_cpu = VirtualCpu { arch, model: args.cpu_model.as_deref().unwrap_or(arch.linux_cpu_model()) };
     document::check_writable(args.common.json.as_deref())?;
     let quiet = args.common.json_only();
     let environment = Environment::read()?;
-    args.accel.ready(Arch::X86, args.memory)?;
+    args.accel.ready(arch, args.memory)?;
     let words = words(&work, args.runs)?;
-    let init = INIT.find(args.init.as_deref())?;
+    let init = arch.linux_init().find(args.init.as_deref())?;
     let modules = |image: &LinuxImage| match &work {
         GuestBench::Age(_) => modules::of(image, &age::MODULES),
         _ => Ok(Vec::new()),
     };
     let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
     let initramfs = initramfs.collect::<Result<Vec<_>>>()?;
-    let reference = if args.reference { Some(Reference::new(args, &work)?) } else { None };
-    let accel = args.accel.decide(Arch::X86, || Arch::X86.kernel().find(None))?;
+    let reference = if args.reference { Some(Reference::new(args, virtual_cpu, &work)?) } else { None };
+    let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
     let mut cells = Vec::new();
     for (image, initramfs) in images.iter().zip(&initramfs) {
         for &cpus in &args.cpus {
             bar.set_message(format!("{} on {cpus} CPUs", image.release));
-            let events = boot(args, accel, image, initramfs, cpus, &words)?;
+            let events = boot(args, virtual_cpu, accel, image, initramfs, cpus, &words)?;
             cells.push(Cell { kernel: image.release.clone(), cpus, events });
             bar.inc(1);
         }
@@ -72,7 +78,7 @@ pub fn run(args: &Linux) -> Result<()> {
     bar.finish_and_clear();
     if !quiet {
         environment_text::print(&environment);
-        println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), args.cpu_model);
+        println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), virtual_cpu.model);
     }
     let mut rows = match &work {
         GuestBench::Pool(work) => pool::report(work, &cells, quiet),
@@ -136,6 +142,7 @@ pub fn kib(page: PageSize) -> u64 {
 /// Boots one guest and collects its events. The outer error ends the command, the inner one is the cell's.
 fn boot(
     args: &Linux,
+    VirtualCpu { arch, model }: VirtualCpu<'_>,
     accel: Accel,
     image: &LinuxImage,
     initramfs: &Initramfs,
@@ -144,16 +151,17 @@ fn boot(
 ) -> Result<Result<Vec<Value>, String>> {
     let init_on_alloc = u8::from(args.init_on_alloc);
     let guest = Guest {
-        arch: Arch::X86,
+        arch,
         accel,
-        cpu_model: args.cpu_model.clone(),
+        cpu_model: model.to_owned(),
         cpus,
         memory: args.memory,
         kernel: image.file.clone(),
         initrd: Some(initramfs.path().to_owned()),
         append: format!(
-            "console=ttyS0 quiet loglevel=1 panic=-1 init_on_alloc={init_on_alloc} hugetlb_free_vmemmap=on \
-             rdinit=/init -- {words}"
+            "console={} quiet loglevel=1 panic=-1 init_on_alloc={init_on_alloc} hugetlb_free_vmemmap=on rdinit=/init -- \
+             {words}",
+            arch.linux_console()
         ),
         options: Vec::new(),
         deadline: Duration::from_secs(args.timeout),

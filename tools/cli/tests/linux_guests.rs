@@ -28,7 +28,10 @@ fn files_and_commands_are_checked_before_anything_boots() {
         &["linux", "/nonexistent/vmlinuz", "--", "bench", "pool", "-n", "1"],
         &["cannot read /nonexistent/vmlinuz"],
     );
-    refused(&["linux", env!("CARGO_BIN_EXE_hugemm"), "--", "bench", "pool", "-n", "1"], &["no bootable x86 kernel"]);
+    refused(
+        &["linux", env!("CARGO_BIN_EXE_hugemm"), "--", "bench", "pool", "-n", "1"],
+        &["no bootable x86-64 or arm64 kernel"],
+    );
     refused(&["linux", &kernel, "--", "bench", "swim"], &["after '--'", "swim", "--help"]);
     refused(&["linux", &kernel, "--", "bench", "pool"], &["after '--'", "required", "-n"]);
     refused(&["linux", &kernel, "--init", "/nonexistent/init", "--", "bench", "pool", "-n", "1"], &["no file"]);

@@ -18,11 +18,12 @@ impl Interrupts {
     }
 
     fn parse(text: &str) -> Self {
-        let sum = |name: &str| {
-            let line = text.lines().find_map(|line| line.trim_start().strip_prefix(name)).unwrap_or("");
-            line.split_whitespace().map_while(|word| word.parse::<u64>().ok()).sum()
+        // By what they are, since each architecture numbers or names them in its own way.
+        let sum = |what: &str| {
+            let line = text.lines().find(|line| line.trim_end().ends_with(what)).unwrap_or("");
+            line.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()).sum()
         };
-        Interrupts { function_calls: sum("CAL:"), tlb: sum("TLB:") }
+        Interrupts { function_calls: sum("Function call interrupts"), tlb: sum("TLB shootdowns") }
     }
 
     /// What was counted since `earlier`.
@@ -42,6 +43,10 @@ mod tests {
                     CAL:        170         30   Function call interrupts\n\
                     TLB:          5          7   TLB shootdowns\n";
         assert_eq!(Interrupts::parse(text), Interrupts { function_calls: 200, tlb: 12 });
+        let text = "           CPU0       CPU1\n\
+                    \x20IPI0:         2          0       Rescheduling interrupts\n\
+                    \x20IPI1:         4          3       Function call interrupts\n";
+        assert_eq!(Interrupts::parse(text), Interrupts { function_calls: 7, tlb: 0 });
         assert_eq!(Interrupts::parse(""), Interrupts { function_calls: 0, tlb: 0 });
     }
 }

@@ -26,13 +26,13 @@ COMMAND is one of
 With --reference hugemm's pages come from a pool where Linux's do (hugetlb), else from free memory.
 
 Under tcg only ratios and counts mean something, milliseconds do not; under icount they mean instructions, whatever else \
-the machine does. The CPU model leaves out 'erms', because QEMU's \
-emulation of `rep stosb` is several times slower than plain stores and the kernel would use it.";
+the machine does. The CPU model leaves out what QEMU emulates slowly and the kernel would use: `rep stosb`, which is several times \
+slower than plain stores, on x86-64, and the algorithm of pointer authentication on arm64.";
 
 /// `hugemm linux`
 #[derive(Debug, Args)]
 pub struct Linux {
-    /// Kernel images (bzImage).
+    /// Kernel images, of x86-64 or of arm64.
     #[arg(required = true, value_name = "VMLINUZ")]
     pub kernels: Vec<PathBuf>,
     /// Numbers of virtual CPUs.
@@ -44,9 +44,9 @@ pub struct Linux {
     /// What executes the guests.
     #[arg(long, value_enum, default_value_t = Choice::Tcg)]
     pub accel: Choice,
-    /// CPU model, in QEMU's notation.
-    #[arg(long, default_value = "max,-erms")]
-    pub cpu_model: String,
+    /// CPU model, in QEMU's notation [default: max,-erms; on arm64 max,pauth-impdef=on].
+    #[arg(long)]
+    pub cpu_model: Option<String>,
     /// Measured runs in each guest; one more warms up.
     #[arg(short, long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub runs: u32,

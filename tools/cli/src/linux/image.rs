@@ -1,5 +1,6 @@
 //! What a stock Linux guest boots from: the kernel image that the user names, and an initial file system with one program.
 
+use crate::arch::Arch;
 use crate::linux::modules::Module;
 use anyhow::{Context, Result, bail};
 use cpio::newc::{Builder, ModeFileType, trailer};
@@ -13,14 +14,22 @@ const BOOT_FLAG: usize = 0x1fe;
 const HEADER: usize = 0x202;
 const VERSION: usize = 0x20e;
 
-/// As much of an image as the version's text can be in.
+/// As much of an x86 image as the version's text can be in.
 const HEAD_BYTES: u64 = 0x200 + (1 << 16) + 256;
+
+/// Where an arm64 image that is not compressed has its magic number (Linux, Documentation/arch/arm64/booting.rst).
+const ARM64: usize = 0x38;
+
+/// What is in every kernel, before its release.
+const BANNER: &[u8] = b"Linux version ";
 
 /// A kernel to boot.
 #[derive(Clone, Debug)]
 pub struct LinuxImage {
     /// The file.
     pub file: PathBuf,
+    /// What it runs on.
+    pub arch: Arch,
     /// What the image says it is, up to the first blank: `6.12.107-cloud-amd64`.
     pub release: String,
 }
@@ -32,13 +41,34 @@ impl LinuxImage {
         let image = File::open(file).with_context(|| format!("cannot read {name}"))?;
         let mut head = Vec::new();
         image.take(HEAD_BYTES).read_to_end(&mut head).with_context(|| format!("cannot read {name}"))?;
-        let Some(offset) = version_offset(&head) else {
-            bail!("{name} is no bootable x86 kernel image; give a distribution's vmlinuz (a bzImage)");
+        let (arch, offset) = match version_offset(&head) {
+            Some(offset) => (Arch::X86, offset),
+            None if head.get(ARM64..ARM64 + 4) == Some(b"ARMd") => {
+                head = std::fs::read(file).with_context(|| format!("cannot read {name}"))?;
+                let banner = head.windows(BANNER.len()).position(|bytes| bytes == BANNER);
+                (Arch::Arm64, banner.map_or(head.len(), |at| at + BANNER.len()))
+            }
+            None => bail!(
+                "{name} is no bootable x86-64 or arm64 kernel image; give a distribution's vmlinuz (a bzImage, or an Image \
+                 that is not compressed)"
+            ),
         };
         let text = head.get(offset..).unwrap_or_default();
         let release = text.split(|byte| *byte == 0 || *byte == b' ').next().unwrap_or_default();
         let release = String::from_utf8_lossy(release).into_owned();
-        Ok(LinuxImage { file: file.to_owned(), release: if release.is_empty() { name.to_string() } else { release } })
+        let release = if release.is_empty() { name.to_string() } else { release };
+        Ok(LinuxImage { file: file.to_owned(), arch, release })
+    }
+
+    /// The architecture of all of them.
+    pub fn common_arch(images: &[LinuxImage]) -> Result<Arch> {
+        let arch = images.first().map_or(Arch::NATIVE, |image| image.arch);
+        match images.iter().find(|image| image.arch != arch) {
+            Some(other) => {
+                bail!("{} and {} are of two architectures; run the command for each", images[0].release, other.release)
+            }
+            None => Ok(arch),
+        }
     }
 }
 
@@ -115,6 +145,29 @@ mod tests {
         sectors[VERSION..VERSION + 2].copy_from_slice(&0x100_u16.to_le_bytes());
         sectors[0x300..0x30c].copy_from_slice(b"6.1.0-x (a@b");
         sectors
+    }
+
+    #[test]
+    fn an_image_says_its_architecture_and_release() {
+        let directory = std::env::temp_dir().join(format!("hugemm-images-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a directory");
+        let mut arm = vec![0; 0x1000];
+        arm[ARM64..ARM64 + 4].copy_from_slice(b"ARMd");
+        arm[0xf00..0xf16].copy_from_slice(b"Linux version 6.1.0-y ");
+        let open = |name: &str, bytes: &[u8]| {
+            std::fs::write(directory.join(name), bytes).expect("a file");
+            LinuxImage::open(&directory.join(name))
+        };
+        let (x86, arm) = (open("x86", &image()), open("arm", &arm));
+        let neither = open("neither", &[0; 0x1000]);
+        std::fs::remove_dir_all(&directory).expect("it was made above");
+        let images = [x86.expect("an image"), arm.expect("an image")];
+        let said = images.each_ref().map(|image| (image.arch, image.release.as_str()));
+        assert_eq!(said, [(Arch::X86, "6.1.0-x"), (Arch::Arm64, "6.1.0-y")]);
+        assert_eq!(LinuxImage::common_arch(&images[1..]).expect("one"), Arch::Arm64);
+        let mixed = LinuxImage::common_arch(&images).expect_err("two").to_string();
+        assert!(mixed.contains("6.1.0-x and 6.1.0-y are of two architectures"), "{mixed}");
+        assert!(neither.expect_err("no image").to_string().contains("x86-64 or arm64"));
     }
 
     #[test]

@@ -91,6 +91,7 @@ fn depends(module: &[u8]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arch::Arch;
 
     #[test]
     fn what_is_depended_on_comes_first_and_once() {
@@ -100,7 +101,7 @@ mod tests {
         for (name, needs) in [("a.ko", "b-c,d"), ("b-c.ko", "d"), ("d.ko", ""), ("other.ko", "a")] {
             std::fs::write(kernel.join(name), format!("\x7fELF\0depends={needs}\0name=x\0")).expect("a file");
         }
-        let image = LinuxImage { file: root.join("boot/vmlinuz-6.1-x"), release: "6.1-x".to_owned() };
+        let image = LinuxImage { file: root.join("boot/vmlinuz-6.1-x"), arch: Arch::X86, release: "6.1-x".to_owned() };
         std::fs::create_dir_all(root.join("boot")).expect("a directory");
         let names = |wanted: &[&str]| -> Vec<String> {
             of(&image, wanted).expect("modules").into_iter().map(|module| module.name).collect()

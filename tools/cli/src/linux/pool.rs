@@ -67,7 +67,12 @@ pub fn report(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
         for optimizer in pool.hvo.iter() {
             let name = optimizer.name();
             let columns = POOL.map(|(.., field)| samples(events, "hvo", name, field));
-            let pages = samples(events, "hvo", name, |event| event["pages"].as_f64()).median();
+            let pages = samples(events, "hvo", name, |event| event["pages"].as_f64());
+            if pages.runs() == 0 {
+                lines.add_row([&cell.kernel, &cell.cpus.to_string(), name, "this kernel cannot"]);
+                continue;
+            }
+            let pages = pages.median();
             for ((metric, unit, _), samples) in POOL.iter().zip(&columns) {
                 let row = Row::median(*metric, samples, *unit).label("kernel", cell.kernel.as_str());
                 rows.push(row.label("cpus", cell.cpus).label("hvo", name).label("pages", pages));

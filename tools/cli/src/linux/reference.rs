@@ -1,12 +1,11 @@
 //! hugemm's own kernel among the Linux guests: the same machine, the same work, the same table, and the goal between them.
 
-use crate::arch::Arch;
 use crate::boot::{Done, VirtualMachine};
 use crate::document::Row;
 use crate::goals::Goals;
 use crate::linux::args::{GuestBench, GuestMem, Linux};
 use crate::linux::faults::Populate;
-use crate::linux::{age, pool};
+use crate::linux::{VirtualCpu, age, pool};
 use crate::qemu::Accel;
 use crate::stats::Samples;
 use crate::table;
@@ -23,27 +22,29 @@ pub const NAME: &str = "hugemm";
 /// The reference kernel and what it is to do.
 pub struct Reference<'w> {
     image: PathBuf,
+    virtual_cpu: VirtualCpu<'w>,
     request: Request,
     work: &'w GuestBench,
 }
 
 impl<'w> Reference<'w> {
     /// Finds or builds the image.
-    pub fn new(args: &Linux, work: &'w GuestBench) -> Result<Self> {
+    pub fn new(args: &Linux, virtual_cpu: VirtualCpu<'w>, work: &'w GuestBench) -> Result<Self> {
         let request = match work {
             GuestBench::Pool(work) => Request::Pool(pool::request(work, args.runs)),
             GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs),
             GuestBench::VmCreate(create) => Populate::from(create).request(args.runs),
             GuestBench::Age(work) => age::request(work, args.runs)?,
         };
-        let reference = Reference { image: Arch::X86.kernel().find(None)?, request, work };
+        let reference = Reference { image: virtual_cpu.arch.kernel().find(None)?, virtual_cpu, request, work };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;
         Ok(reference)
     }
 
     fn machine<'a>(&'a self, args: &'a Linux, accel: Accel, cpus: u32) -> VirtualMachine<'a> {
         let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));
-        VirtualMachine { image: &self.image, arch: Arch::X86, accel, cpu_model: &args.cpu_model, cpus, memory, timeout }
+        let VirtualCpu { arch, model } = self.virtual_cpu;
+        VirtualMachine { image: &self.image, arch, accel, cpu_model: model, cpus, memory, timeout }
     }
 
     /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.
