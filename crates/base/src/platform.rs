@@ -351,7 +351,8 @@ pub unsafe trait TlbHw {
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
 
     /// Invalidates on all CPUs by one instruction (INVLPGB, TLBI … IS) and waits until that is done; false if there is no
-    /// such instruction, and then nothing has happened. Interrupts are on.
+    /// such instruction, and then nothing has happened. Interrupts are on, but where entries are broken before they are made
+    /// (arm64), there they may be off.
     fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> bool {
         false
     }

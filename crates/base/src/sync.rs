@@ -25,6 +25,10 @@ pub enum FencePoint {
     AfterJoining,
     /// Between leaving the lazy state and reading the generation.
     AfterWaking,
+    /// Between counting a help with a broken entry and looking at the entry.
+    Helping,
+    /// Between mending entries and looking for helps that are under way.
+    Mended,
 }
 
 /// A full fence: `mfence` or a locked instruction, `dmb ish`.

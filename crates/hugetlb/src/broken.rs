@@ -6,21 +6,22 @@
 //! need not: an invalid entry says what it is to become, and whoever faults on it does the rest for this one entry.
 //!
 //! ```text
-//! old ──► broken ──────────── flush of the batch ────────────► new      the resize
-//!            └──► claimed by a CPU ──► its own flush ──► new            that CPU, if it faults there
+//! old ──► broken ──► flush of the batch ──► new: mend ──► no help is under way ──► old tables are freed      the resize
+//!            └──► its own flush ──► new: help                                                               who faults on it
 //! ```
 //!
-//! Between a CPU's flush and its store the entry may have become new, been used, and been broken again, even for the same frame.
-//! Then its flush is too old. The claim tells: the CPU stores only where it finds its own, and whatever anybody else stores takes
-//! that away. An entry claimed by another CPU is claimed anew, so nobody waits.
+//! Any number of CPUs may help with one entry: the first one's store wins, and all of them have flushed since it was broken. A help
+//! that is held up between its flush and its store would be too late if the entry had become new, been used, and been broken again
+//! for the same frame; and the tables that it walks may be replaced. So a batch ends by [waiting](wait) until no help is
+//! under way: an entry is broken once in a batch. That ends soon, since what has been mended needs no help; and helps wait for nobody.
 
 use crate::mapping::{DescriptorLeaf, Mapped};
-use hugemm_base::sync::{AtomicWord, Ordering};
-use hugemm_base::{CpuId, Pfn};
+use hugemm_base::Pfn;
+use hugemm_base::sync::{AtomicU64, AtomicWord, FencePoint, Ordering, full_fence};
 
 /// ```text
-/// 63      24 23        4  3     2         1      0
-/// [ frame  ] [ claimant ] table writable  1      0: invalid to hardware
+/// 63      12   3     2         1      0
+/// [ frame  ] table writable  1      0: invalid to hardware
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Broken {
@@ -33,10 +34,7 @@ pub(crate) struct Broken {
 const MARK: u64 = 1 << 1;
 const WRITABLE: u64 = 1 << 2;
 const TABLE: u64 = 1 << 3;
-const CLAIM: u32 = 4;
-const FRAME: u32 = 24;
-/// 0 is nobody.
-const CLAIMANTS: u64 = 1 << (FRAME - CLAIM);
+const FRAME: u32 = 12;
 
 impl Broken {
     pub(crate) fn leaf(leaf: DescriptorLeaf) -> Self {
@@ -60,7 +58,7 @@ impl Broken {
         if self.table { Mapped::Table(self.frame) } else { Mapped::Whole(self.frame) }
     }
 
-    /// The entry, claimed by nobody.
+    /// The entry.
     pub(crate) fn word(self) -> u64 {
         let flag = |set: bool, bit: u64| if set { bit } else { 0 };
         self.frame.number() << FRAME | MARK | flag(self.writable, WRITABLE) | flag(self.table, TABLE)
@@ -77,31 +75,21 @@ impl Broken {
     }
 }
 
-fn claimed(word: u64, cpu: CpuId) -> Option<u64> {
-    let claimant = u64::from(cpu.0) + 1;
-    Broken::of(word).filter(|_| claimant < CLAIMANTS)?;
-    Some(word & !((CLAIMANTS - 1) << CLAIM) | claimant << CLAIM)
-}
-
 /// For a CPU that has found an entry invalid. True: it is worth another try. False: it is not on its way to anything.
 ///
-/// `flush` makes every CPU forget the address, waiting for no CPU's software; `make` is the valid entry.
-pub(crate) fn help<W: AtomicWord>(
-    entry: &W,
-    cpu: CpuId,
-    flush: impl FnOnce(),
-    make: impl FnOnce(Broken) -> u64,
-) -> bool {
-    // AcqRel. Acquire: the content of a table that the entry leads to. Release: this store of an invalid entry comes before the
-    // flush, whatever else has been stored here.
-    let claim = entry.transition(Ordering::AcqRel, Ordering::Acquire, |word| claimed(word, cpu));
-    match claim {
+/// `flush` makes every CPU forget the address, waiting for no CPU's software; `make` is the valid entry. The caller is
+/// [counted](Helping).
+pub(crate) fn help<W: AtomicWord>(entry: &W, flush: impl FnOnce(), make: impl FnOnce(Broken) -> u64) -> bool {
+    // AcqRel. Acquire: the content of a table that the entry leads to. Release: with this store of its own, of the invalid entry as it
+    // is, the CPU's flush comes after the entry was broken by the architecture's rule for a CPU's own stores.
+    let found = entry.transition(Ordering::AcqRel, Ordering::Acquire, |word| Broken::of(word).map(|_| word));
+    match found {
         Ok(word) => {
             flush();
-            if let (Some(mine), Some(broken)) = (claimed(word, cpu), Broken::of(word)) {
+            if let Some(broken) = Broken::of(word) {
                 // Release pairs with the table walkers, which reach a table's content through the entry. Where it fails, somebody
-                // else has made the entry, or has broken it again: the next try shows.
-                let _ = entry.compare_exchange_weak(mine, make(broken), Ordering::Release, Ordering::Relaxed);
+                // else has made it, or it failed for no reason: the next try shows.
+                let _ = entry.compare_exchange_weak(word, make(broken), Ordering::Release, Ordering::Relaxed);
             }
             true
         }
@@ -109,19 +97,45 @@ pub(crate) fn help<W: AtomicWord>(
     }
 }
 
+/// A help that is under way.
+pub(crate) struct Helping<'a>(&'a AtomicU64);
+
+impl<'a> Helping<'a> {
+    /// Before the first look at an entry.
+    pub(crate) fn begin(under_way: &'a AtomicU64) -> Self {
+        // Relaxed: the fence orders it. It pairs with the one in `wait`: either that sees this help, or this help sees what was mended.
+        under_way.fetch_add(1, Ordering::Relaxed);
+        full_fence(FencePoint::Helping);
+        Helping(under_way)
+    }
+}
+
+impl Drop for Helping<'_> {
+    fn drop(&mut self) {
+        // Release pairs with the Acquire in `wait`: the help's looks and stores come before what is freed.
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// After mending: until every help has ended that may have seen what was there before. `relax` is called between looks.
+pub(crate) fn wait(under_way: &AtomicU64, mut relax: impl FnMut()) {
+    full_fence(FencePoint::Mended);
+    // Acquire pairs with the Release of a help's end.
+    while under_way.load(Ordering::Acquire) != 0 {
+        relax();
+    }
+}
+
 /// For the resize, which has flushed since it broke the entry: the valid one, if nobody was faster.
 pub(crate) fn mend<W: AtomicWord>(entry: &W, make: impl Fn(Broken) -> u64) {
-    // AcqRel as above; a claim that is taken away here is of a CPU that would store the same.
+    // AcqRel as above.
     let _ = entry.transition(Ordering::AcqRel, Ordering::Relaxed, |word| Broken::of(word).map(&make));
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use hugemm_base::sync::AtomicU64;
     use std::cell::Cell;
-
-    const CPU: CpuId = CpuId(3);
 
     fn each(test: impl Fn(Broken)) {
         for frame in [0, 1, 0x1234, (1 << 40) - 1] {
@@ -137,17 +151,10 @@ mod tests {
             assert_eq!(broken.word() & 1, 0, "hardware does not use it");
             assert_ne!(broken.word(), 0, "it is not empty");
             assert_eq!(Broken::of(broken.word()), Some(broken));
-            let mine = claimed(broken.word(), CPU).expect("broken");
-            assert_ne!(mine, broken.word());
-            assert_eq!(Broken::of(mine), Some(broken), "claimed or not");
-            assert_eq!(claimed(mine, CpuId(0)), claimed(broken.word(), CpuId(0)), "claims are taken over");
         });
         for word in [0, 1, 0x1003, 0x2007] {
-            assert_eq!((Broken::of(word), claimed(word, CPU)), (None, None));
+            assert_eq!(Broken::of(word), None);
         }
-        let broken = Broken { frame: Pfn::new(5), writable: true, table: false }.word();
-        assert!(claimed(broken, CpuId((CLAIMANTS - 2) as u32)).is_some());
-        assert_eq!(claimed(broken, CpuId((CLAIMANTS - 1) as u32)), None, "it has no number for such a CPU");
     }
 
     #[test]
@@ -158,43 +165,55 @@ mod tests {
                 flushed.set(flushed.get() + 1);
                 assert_eq!(Broken::of(entry.load(Ordering::Relaxed)), Some(broken), "still invalid");
             };
-            assert!(help(&entry, CPU, flush, |found| found.frame.number() << 12 | 1));
+            assert!(help(&entry, flush, |found| found.frame.number() << 12 | 1));
             assert_eq!((entry.load(Ordering::Relaxed), flushed.get()), (broken.frame.number() << 12 | 1, 1));
             // It is there now: nothing to do, and worth another try.
-            assert!(help(&entry, CPU, || unreachable!(), |_| unreachable!()));
+            assert!(help(&entry, || unreachable!(), |_| unreachable!()));
             mend(&entry, |_| unreachable!());
         });
-        assert!(!help(&AtomicU64::new(0), CPU, || unreachable!(), |_| unreachable!()), "nothing is mapped there");
+        assert!(!help(&AtomicU64::new(0), || unreachable!(), |_| unreachable!()), "nothing is mapped there");
     }
 
-    /// The entry has been made and broken again since: the flush is older than what CPUs may have learnt.
+    /// Helps that meet at one entry: the first to store has made it for all, however many began later.
     #[test]
-    fn a_claim_that_is_gone_makes_nothing() {
-        let broken = Broken { frame: Pfn::new(7), writable: false, table: false };
+    fn a_help_is_not_undone_by_others_that_begin_during_its_flush() {
+        let broken = Broken { frame: Pfn::new(7), writable: true, table: false };
         let entry = AtomicU64::new(broken.word());
-        let again = || {
-            mend(&entry, |_| 0x9001);
-            entry.store(broken.word(), Ordering::Relaxed);
-        };
-        assert!(help(&entry, CPU, again, |_| 0xbad_0001));
-        assert_eq!(entry.load(Ordering::Relaxed), broken.word(), "left to the next try");
-        mend(&entry, |found| found.frame.number() << 12 | 1);
+        let made = |found: Broken| found.frame.number() << 12 | 1;
+        let nested = || assert!(help(&entry, || assert!(help(&entry, || {}, made)), made));
+        assert!(help(&entry, nested, |_| 0xbad_0001));
         assert_eq!(entry.load(Ordering::Relaxed), 0x7001);
+    }
+
+    #[test]
+    fn a_batch_waits_for_the_helps_that_are_under_way() {
+        let (under_way, looks) = (AtomicU64::new(0), Cell::new(0));
+        wait(&under_way, || unreachable!());
+        let mut helping = Some(Helping::begin(&under_way));
+        wait(&under_way, || {
+            looks.set(looks.get() + 1);
+            if looks.get() == 3 {
+                helping.take();
+            }
+        });
+        assert_eq!(looks.get(), 3);
     }
 }
 
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
-    use hugemm_base::sync::AtomicU64;
+    use loom::cell::UnsafeCell;
     use loom::sync::{Arc, Mutex};
     use loom::thread;
 
-    /// An entry, and the valid word that the TLBs have, if any. A walk and what it leaves there are one step, as an
-    /// invalidation waits for walks.
+    /// An entry, the valid word that the TLBs have, if any, and what the resize may free. A walk and what it leaves in a TLB are one
+    /// step, as an invalidation waits for walks.
     struct World {
         entry: AtomicU64,
         tlb: Mutex<Option<u64>>,
+        under_way: AtomicU64,
+        old_table: UnsafeCell<u64>,
     }
 
     fn valid(broken: Broken) -> u64 {
@@ -202,6 +221,15 @@ mod loom_tests {
     }
 
     impl World {
+        fn new() -> Arc<Self> {
+            Arc::new(World {
+                entry: AtomicU64::new(0x9001),
+                tlb: Mutex::new(Some(0x9001)),
+                under_way: AtomicU64::new(0),
+                old_table: UnsafeCell::new(0),
+            })
+        }
+
         fn flush(&self) {
             *self.tlb.lock().unwrap() = None;
         }
@@ -233,6 +261,12 @@ mod loom_tests {
             self.flush();
             mend(&self.entry, valid);
             self.translate();
+            wait(&self.under_way, thread::yield_now);
+        }
+
+        fn help(&self) {
+            let _helping = Helping::begin(&self.under_way);
+            assert!(help(&self.entry, || self.flush(), valid));
         }
     }
 
@@ -240,11 +274,9 @@ mod loom_tests {
     #[test]
     fn nothing_is_made_while_a_tlb_has_something_else() {
         loom::model(|| {
-            let world = Arc::new(World { entry: AtomicU64::new(0x9001), tlb: Mutex::new(Some(0x9001)) });
+            let world = World::new();
             let other = Arc::clone(&world);
-            let helper = thread::spawn(move || {
-                assert!(help(&other.entry, CpuId(1), || other.flush(), valid));
-            });
+            let helper = thread::spawn(move || other.help());
             for frame in [1, 2, 1] {
                 world.resize_to(frame);
             }
@@ -254,24 +286,45 @@ mod loom_tests {
         });
     }
 
+    /// A help that has found the old table in the entry is over before that is freed.
+    #[test]
+    fn no_help_walks_a_table_that_is_freed() {
+        loom::model(|| {
+            let world = World::new();
+            let other = Arc::clone(&world);
+            let helper = thread::spawn(move || {
+                let _helping = Helping::begin(&other.under_way);
+                if other.entry.load(Ordering::Acquire) == 0x9001 {
+                    // SAFETY: the resize waits for helps before it frees what the entry led to; loom checks.
+                    other.old_table.with(|table| unsafe { assert_eq!(*table, 0) });
+                }
+            });
+            world.entry.store(0x1001, Ordering::Release);
+            wait(&world.under_way, thread::yield_now);
+            // SAFETY: as above.
+            world.old_table.with_mut(|table| unsafe { *table = 1 });
+            helper.join().unwrap();
+        });
+    }
+
     /// Two CPUs fault on it before the resize has flushed.
     #[test]
     fn helpers_do_not_wait_for_each_other() {
         loom::model(|| {
+            let world = World::new();
             let broken = Broken { frame: Pfn::new(1), writable: true, table: false };
-            let world = Arc::new(World { entry: AtomicU64::new(broken.word()), tlb: Mutex::new(Some(0x9001)) });
+            world.entry.swap(broken.word(), Ordering::AcqRel);
             let helpers: Vec<_> = (1..3)
-                .map(|cpu| {
+                .map(|_| {
                     let world = Arc::clone(&world);
                     thread::spawn(move || {
-                        assert!(help(&world.entry, CpuId(cpu), || world.flush(), valid));
+                        world.help();
                         world.translate();
                     })
                 })
                 .collect();
             helpers.into_iter().for_each(|helper| helper.join().unwrap());
-            // Whoever claimed it last has made it.
-            assert_eq!(world.latest(), 0x1001);
+            assert_eq!(world.latest(), 0x1001, "the first has made it");
         });
     }
 }

@@ -5,12 +5,13 @@
 //! model ones on a host. It stores entries and flushes; which entries, in which order, is decided in
 //! [`vmemmap`](crate::vmemmap).
 
-use crate::broken::{self, Broken};
+use crate::broken::{self, Broken, Helping};
 use crate::group::each;
 use core::ptr::NonNull;
 // Not loom's: these are the hardware's words.
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
+use hugemm_base::sync;
 use hugemm_base::{
     CpuCx, CpuId, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine,
     VirtAddr, VirtRange,
@@ -53,6 +54,8 @@ pub struct DescriptorLeaf {
 ///   is used by a CPU. Decoding gives back what was encoded.
 /// * [`table`](DescriptorMap::table) returns a pointer to the frame's 4 KiB, aligned, initialised, and valid to read and
 ///   write atomically for as long as the frame exists.
+/// * If there are [`helpers`](DescriptorMap::helpers), whoever serves a translation fault in the area calls [`help`](DescriptorMap::help), and
+///   touches no descriptor before. It is not preempted by a resize in between that would wait for it for ever.
 /// * [`flush`](DescriptorMap::flush) flushes the range in [`domain`](DescriptorMap::domain) on every CPU, table caches
 ///   included. So does [`broadcast`](DescriptorMap::broadcast), if the map [breaks](DescriptorMap::breaks), and waits for no CPU's
 ///   software.
@@ -81,10 +84,15 @@ pub unsafe trait DescriptorMap {
     /// The reverse; `None` for an entry that maps nothing.
     fn decode(&self, entry: u64) -> Option<DescriptorLeaf>;
 
-    /// Whether the CPUs demand that an entry which they may be using is invalid, and flushed, before it becomes another: arm64's
-    /// break-before-make. Then every translation fault in the area goes to [`help`](DescriptorMap::help).
+    /// If the CPUs demand that an entry which they may be using is invalid, and flushed, before it becomes another (arm64's
+    /// break-before-make): how many calls of [`help`](DescriptorMap::help) are under way, 0 at first, and nobody else's.
+    fn helpers(&self) -> Option<&sync::AtomicU64> {
+        None
+    }
+
+    /// Whether they do.
     fn breaks(&self) -> bool {
-        false
+        self.helpers().is_some()
     }
 
     /// Flushes a range on every CPU by an instruction that `cpu`, the calling one, executes. In any context. Only where the map
@@ -117,7 +125,7 @@ pub unsafe trait DescriptorMap {
     ///
     /// `to` keeps every descriptor readable that was, and every head of a block in use where it was or with the content
     /// it had; tables and frames that it names belong to the mapping from here on. Frames that it no longer names are
-    /// used otherwise only after a flush.
+    /// used otherwise only after a flush, and where the map breaks when no [help](DescriptorMap::helpers) is under way that began before.
     unsafe fn set(&self, block: VirtAddr, to: Mapped) {
         let Some(slot) = self.slot(block) else { return };
         // Relaxed: as above.
@@ -144,7 +152,7 @@ pub unsafe trait DescriptorMap {
     ///
     /// # Safety
     ///
-    /// The calling CPU's resize stored them, or nobody is resizing; a flush has come since.
+    /// The calling CPU's resize stored them, or nobody is resizing; a flush of the whole block, tables included, has come since.
     unsafe fn mend(&self, block: VirtAddr, mask: u64) {
         let Some(slot) = self.slot(block).filter(|_| self.breaks()) else { return };
         if let Mapped::Table(frame) = self.mapped(block)
@@ -160,12 +168,14 @@ pub unsafe trait DescriptorMap {
     /// For the handler of a translation fault at `at`: whether the access is to be tried again. False: nothing is mapped there,
     /// and nothing is about to be.
     ///
-    /// `cpu` is the calling one. In any context, also with locks held and interrupts off, and for accesses of the resize itself:
-    /// it waits for nobody. At most two tables and one broadcast.
+    /// `cpu` is the calling one, which [`broadcast`](DescriptorMap::broadcast) is told. In any context, also with locks held and interrupts
+    /// off, and for accesses of the resize itself: it waits for nobody. At most two tables and one broadcast.
     fn help(&self, cpu: CpuId, at: VirtAddr) -> bool {
         let block = at.align_down(PageSize::Size2M.bytes());
         let page = at.align_down(PAGE_BYTES);
-        let Some(slot) = self.slot(block) else { return false };
+        let (Some(slot), Some(helpers)) = (self.slot(block), self.helpers()) else { return false };
+        // Tables that are found below the entry stay until this is over.
+        let _helping = Helping::begin(helpers);
         // Acquire pairs with the Release in `set`.
         let entry = slot.load(Ordering::Acquire);
         let flush = |at, size: PageSize| {
@@ -174,14 +184,14 @@ pub unsafe trait DescriptorMap {
             }
         };
         if Broken::of(entry).is_some() {
-            return broken::help(slot, cpu, || flush(block, PageSize::Size2M), |to| self.encode_block(to.block()));
+            return broken::help(slot, || flush(block, PageSize::Size2M), |to| self.encode_block(to.block()));
         }
         match self.decode_block(entry) {
             Mapped::Absent => false,
             Mapped::Whole(_) => true,
             Mapped::Table(frame) => Table::at(self, frame).is_some_and(|table| {
                 let entry = table.entry((at.get() >> PAGE_SHIFT) as usize);
-                broken::help(entry, cpu, || flush(page, PageSize::Size4K), |to| self.encode(to.descriptor_leaf()))
+                broken::help(entry, || flush(page, PageSize::Size4K), |to| self.encode(to.descriptor_leaf()))
             }),
         }
     }

@@ -11,6 +11,7 @@ use core::ptr::NonNull;
 // Not loom's: these are the hardware's words.
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
+use hugemm_base::sync;
 use hugemm_base::{
     CpuCx, CpuId, Extent, FlushDomain, Flushed, Invalidation, PAGE_SHIFT, PageSize, Pfn, PhysMap, TlbHw, TlbScope,
     VirtAddr, VirtRange,
@@ -35,6 +36,7 @@ pub struct PagedMap<'m, F, X, H, M> {
     space: &'m TlbSpace<KernelSpace, Keep, M>,
     shootdown: &'m TlbShootdown<'m, H>,
     policy: ShootdownPolicy,
+    helpers: sync::AtomicU64,
     format: PhantomData<F>,
 }
 
@@ -65,7 +67,7 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
         shootdown: &'m TlbShootdown<'m, H>,
         policy: ShootdownPolicy,
     ) -> Self {
-        PagedMap { root, memory, space, shootdown, policy, format: PhantomData }
+        PagedMap { root, memory, space, shootdown, policy, helpers: sync::AtomicU64::new(0), format: PhantomData }
     }
 
     fn words(&self, frame: Pfn) -> Option<NonNull<u64>> {
@@ -129,8 +131,8 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
         (entry & 1 != 0).then(|| DescriptorLeaf { frame: F::frame(entry), writable: writable() })
     }
 
-    fn breaks(&self) -> bool {
-        F::BREAK_BEFORE_MAKE
+    fn helpers(&self) -> Option<&sync::AtomicU64> {
+        F::BREAK_BEFORE_MAKE.then_some(&self.helpers)
     }
 
     fn broadcast(&self, cpu: CpuId, range: VirtRange) {

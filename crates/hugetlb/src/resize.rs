@@ -30,6 +30,7 @@ mod shrink;
 pub(crate) use dequeue::Leaving;
 pub use report::ResizeReport;
 
+use crate::broken;
 use crate::group::{GROUP, Group, each};
 use crate::mapping::DescriptorMap;
 use crate::phases::{MOST_UNITS, Phases, Step};
@@ -38,7 +39,7 @@ use crate::vmemmap::{FlushPolicy, VmemmapOptimizer, Work};
 use debts::Debts;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
-use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
+use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering, spin_loop};
 use hugemm_base::{Cancel, CpuCx, Never, PageSize, Pfn};
 use hugemm_frames::Env;
 
@@ -340,7 +341,10 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
                 self.flush(cx);
                 self.open_mend(cx);
             }
-            (phase::MEND, _) => self.open_free(cx),
+            (phase::MEND, _) => {
+                self.wait_for_helpers();
+                self.open_free(cx);
+            }
             (_, Direction::Grow { .. } | Direction::Boot) => self.after_grow(cx),
             (_, Direction::Shrink { stay }) => self.after_shrink(cx, stay),
         }
@@ -369,6 +373,13 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         for work in self.works(index, group, mask).filter(|_| self.optimizer.map.breaks()) {
             // SAFETY: the pages are staged, so no other resize edits these entries; the caller has flushed.
             unsafe { self.optimizer.map.mend(work.block, work.mask) };
+        }
+    }
+
+    /// After mending, before anything is freed that entries led to.
+    pub(crate) fn wait_for_helpers(&self) {
+        if let Some(helpers) = self.optimizer.map.helpers() {
+            broken::wait(helpers, spin_loop);
         }
     }
 

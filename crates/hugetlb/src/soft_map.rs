@@ -9,6 +9,7 @@ use crate::mapping::{DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, Table};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
+use hugemm_base::sync;
 use hugemm_base::{
     CpuCx, CpuId, Extent, ExtentChain, FlushDomain, Flushed, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, Quarantine,
     RangeSet, VirtAddr, VirtRange,
@@ -84,6 +85,7 @@ pub struct SoftMap<'m, H, Q> {
     blocks: &'m [AtomicU64],
     memory: FlatMemory,
     hw: H,
+    helpers: sync::AtomicU64,
     domain: FlushDomain<Descriptors, Q>,
 }
 
@@ -101,7 +103,7 @@ impl<'m, H: WalkCache, Q: Quarantine<ExtentChain>> SoftMap<'m, H, Q> {
     /// on. `hw` is what remembers walks.
     pub fn new(first: VirtAddr, blocks: &'m mut [AtomicU64], memory: FlatMemory, hw: H, quarantine: Q) -> Self {
         blocks.fill_with(Default::default);
-        SoftMap { first, blocks, memory, hw, domain: FlushDomain::new(quarantine) }
+        SoftMap { first, blocks, memory, hw, helpers: sync::AtomicU64::new(0), domain: FlushDomain::new(quarantine) }
     }
 
     /// Whatever flushes.
@@ -206,8 +208,8 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
         unsafe { self.domain.flush(ranges, true, |_| self.hw.flush(range)) }
     }
 
-    fn breaks(&self) -> bool {
-        self.hw.breaks()
+    fn helpers(&self) -> Option<&sync::AtomicU64> {
+        self.hw.breaks().then_some(&self.helpers)
     }
 
     fn broadcast(&self, _cpu: CpuId, range: VirtRange) {

@@ -131,6 +131,7 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
                 self.mend(index, group, page);
             }
         }
+        self.wait_for_helpers();
         self.share(cx, debts);
         while self.free_some(cx) {}
     }

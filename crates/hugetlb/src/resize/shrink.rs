@@ -78,6 +78,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
             group.lean.remove_shared(done);
             self.pay(cx, &mut debts);
             self.mend(index, group, lean);
+            self.wait_for_helpers();
             self.share(cx, debts);
             if done & 1 << bit == 0 {
                 group.staged.add_shared(1 << bit);
@@ -162,11 +163,13 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
                 self.remap(cx, index, group, page, &mut mine);
                 self.pay(cx, &mut mine);
                 self.mend(index, group, page);
+                self.wait_for_helpers();
             }
             Direction::Shrink { .. } => {
                 self.restore(cx, index, group, page, &mut mine);
                 self.pay(cx, &mut mine);
                 self.mend(index, group, page);
+                self.wait_for_helpers();
                 self.free_pages(cx, index, group, page & !group.lean.get());
             }
         }

@@ -111,7 +111,10 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
 /// For a fault at an address where nothing is mapped: whether it is a descriptor on its way to another frame, so that the access
 /// is to be tried again. With whatever interrupts and locks.
 pub(crate) fn arrives(at: u64) -> bool {
-    let Some(vmemmap) = VMEMMAP.try_get().filter(|_| BREAKS && at >= layout::DESCRIPTORS) else { return false };
+    let Some(vmemmap) = VMEMMAP.try_get().filter(|_| BREAKS && (layout::DESCRIPTORS..layout::STACKS).contains(&at))
+    else {
+        return false;
+    };
     let arrives = vmemmap.map.help(CpuId(percpu::current()), VirtAddr::new(at));
     // Relaxed: a statistic.
     FAULTS.fetch_add(u64::from(arrives), Ordering::Relaxed);
