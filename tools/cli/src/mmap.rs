@@ -200,6 +200,7 @@ fn hugemm_pass(
         })
     })?;
     let mut slowest = 0;
+    interrupt::check()?;
     // The last part first: each joins what is behind it.
     for result in results.into_iter().rev().flatten() {
         let (mine, pass) = result.map_err(|interrupted| interrupted.reason)?;
