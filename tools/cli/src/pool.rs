@@ -233,8 +233,14 @@ fn results_of(lines: &[Line<Cycle>], more: &[String], cells: impl Fn(&Line<Cycle
     }
     let page = lines.first().map(|line| line.label("page")).unwrap_or_default();
     results.tables.push((format!("Pools of {page} pages, grown from nothing and shrunk to nothing"), out));
-    let Some(on) = find(lines, "on") else { return results };
-    if let Some((up, down)) = find(lines, "off").filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off)) {
+    // Sides that did not have the pages did not do the work, and are not judged by it.
+    let had = |line: &&Line<Cycle>| {
+        line.runs.iter().all(|run| [run.up.report.entered, run.down.report.left] == [line.number("n"); 2])
+    };
+    let Some(on) = find(lines, "on").filter(had) else { return results };
+    if let Some((up, down)) =
+        find(lines, "off").filter(had).filter(|_| page == PageSize::Size2M.name()).map(|off| extra(on, off))
+    {
         results.goals.at_most("pool.extra_ns_up", &once(up), "ns per page", 200.0);
         results.goals.at_most("pool.extra_ns_down", &once(down), "ns per page", 60.0);
     }

@@ -104,8 +104,15 @@ pub fn run(args: &Shootdown) -> Result<()> {
     let mut longest = 0.0_f64;
     for &cpus in &real {
         let Some(interrupts) = &interrupts else { break };
-        let all =
-            on_machine(&machine, &machine.places(cpus as usize)?, interrupts, cpus, args, args.ranges.runs, &bar)?;
+        let all = on_machine(
+            &machine,
+            &machine.places(cpus as usize)?,
+            interrupts,
+            cpus,
+            args,
+            Some(args.ranges.runs),
+            &bar,
+        )?;
         for (operation, pages, figures) in all {
             longest = figures.iter().filter_map(|figures| figures.left_out).fold(longest, f64::max);
             rows.extend(figures.iter().flat_map(Figures::rows));
@@ -115,7 +122,7 @@ pub fn run(args: &Shootdown) -> Result<()> {
     let mut counted = table::new(HEADS.into_iter().chain(COUNTED));
     let place = machine.places(1)?;
     for &cpus in &args.counted {
-        let all = on_machine(&machine, &place, &Counting, cpus, args, 1, &bar)?;
+        let all = on_machine(&machine, &place, &Counting, cpus, args, None, &bar)?;
         for (operation, pages, figures) in all {
             rows.extend(figures.iter().flat_map(Figures::rows));
             counted.add_row(line(operation.name(), pages, cpus.into(), &figures, false));
@@ -159,16 +166,18 @@ fn doubling(all: u32) -> Vec<u32> {
 
 type Measured = Vec<(Operation, u64, [Figures; 2])>;
 
-/// Measures everything on `cpus` CPUs, of which the first `places.len()` are threads and the others are served for.
+/// Measures everything on `cpus` CPUs, of which the first `places.len()` are threads and the others are served for. Without `runs`
+/// nothing is sent: it is counted once.
 fn on_machine<H: TlbHw + Sync>(
     machine: &Machine,
     places: &[CpuPlace],
     hw: &H,
     cpus: u32,
     args: &Shootdown,
-    runs: u32,
+    runs: Option<u32>,
     bar: &indicatif::ProgressBar,
 ) -> Result<Measured> {
+    let (runs, how) = runs.map_or((1, "counted"), |runs| (runs, "membarrier"));
     let mut memory = machine.memory(TABLES, PageSize::Size2M, Kind::Thp)?;
     let host = Host::new(places, memory.as_mut_slice())?;
     let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
@@ -256,7 +265,6 @@ fn on_machine<H: TlbHw + Sync>(
                         let shot = shootdown::run(cx, &setup, probe, operation, &ShootdownPolicy::PER_PAGE)?;
                         left_out = too_long(shot.nanos, pages, args.ranges.limit);
                     }
-                    let how = if places.len() as u32 == cpus && runs > 1 { "membarrier" } else { "counted" };
                     let figures = POLICIES.map(|(policy, _)| Figures::new(operation, pages, cpus, policy, how));
                     all.push((operation, pages, alternate(cx, runs, left_out, figures, once)?));
                     bar.inc(2);
@@ -337,11 +345,12 @@ impl Figures {
 
     fn rows(&self) -> Vec<Row> {
         let mut rows = self.shots.rows(&COUNTS);
+        // What was not sent took no time, and whom the machine interrupted meanwhile says nothing of it.
         if self.shots.label("interrupts") != "counted" {
             rows.extend(self.shots.rows(&[TIME]));
+            let taken = self.taken.iter().map(|taken| Row::median("bench.shootdown.interrupts_taken", taken, "count"));
+            rows.extend(taken.map(|row| self.shots.labelled(row)));
         }
-        let taken = self.taken.iter().map(|taken| Row::median("bench.shootdown.interrupts_taken", taken, "count"));
-        rows.extend(taken.map(|row| self.shots.labelled(row)));
         rows
     }
 }
