@@ -13,8 +13,12 @@ pub(crate) fn heads(extent: Extent, order: Order) -> impl Iterator<Item = Pfn> {
 /// Frees blocks, adjoining ones together.
 pub(crate) fn free_runs<S: Setup>(frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, blocks: impl Iterator<Item = Frozen>) {
     let mut run = Extent::default();
-    // SAFETY: the blocks were the caller's, and adjoin.
-    let give = |run| frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
+    let give = |run: Extent| {
+        if !run.is_empty() {
+            // SAFETY: the blocks were the caller's, and adjoin.
+            frames.free_extent(cx, unsafe { Dirty::assume_owned(run) });
+        }
+    };
     for block in blocks {
         let next = block.into_dirty().into_extent();
         run = run.join(next).unwrap_or_else(|| {
