@@ -13,7 +13,7 @@ use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
 use hugemm_paging::{Counting, Keep, Lookup, TlbCpu, TlbShootdown};
-use hugemm_vm::{Backing, DefaultSetup, Parts, Pools, Vm, VmError, VmaKind};
+use hugemm_vm::{Access, Backing, DefaultSetup, Parts, Pools, Served, Vm, VmError, VmaKind};
 use std::ptr::NonNull;
 
 /// Nothing is mapped, so nothing is remembered.
@@ -111,6 +111,15 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert!(vm.destroy(cx, space).is_ok());
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
         assert!(pool.is_consistent(cx));
+        // A copy on write is of no promised page: the promise is for a page that the area still lacks.
+        let parent = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
+        vm.map(cx, &parent, span(AT, 2), kind, Backing::Private).expect("two of six");
+        vm.prefault(&parent, span(AT, 1), None).work(cx, &Never).expect("promised");
+        let child = vm.fork(cx, &parent).expect("memory");
+        assert_eq!(vm.fault(cx, &parent, at(AT), Access::Write), Ok(Served::Copied));
+        assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (1, 4));
+        assert!(vm.destroy(cx, child).is_ok() && vm.destroy(cx, parent).is_ok());
+        assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
         // Frames as on demand.
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId(1)));
