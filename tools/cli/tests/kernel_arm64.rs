@@ -106,7 +106,7 @@ fn workloads_run() {
         ("bench mem mmap -s 4MB -p 4KB -l 1", "bench.mem.mmap"),
         ("bench vm-create -s 16MB -p 4KB,2MB -r 1", "bench.vm_create"),
         ("bench shootdown --pages 1,8,512 -r 1", "bench.shootdown.flushes"),
-        ("bench pool -n 50 -r 1", "bench.pool.pages"),
+        ("bench pool -n 50 -r 1", "bench.pool.up_ns"),
     ] {
         let command: Vec<_> = command.split(' ').collect();
         let args = [&BOOT[..], &["--cpus", "2", "--memory", "512MB", "--json", "--"], &command].concat();
