@@ -12,7 +12,8 @@ pub use loom::hint::spin_loop;
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
-/// The full fences of the shootdown protocol, by name: each has a loom test that fails without it.
+/// The full fences of the shootdown protocol, and of helps with broken entries, by name: each has a loom test that fails
+/// without it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FencePoint {
     /// Between unhooking and reading which flush comes next.

@@ -82,19 +82,14 @@ impl Broken {
 pub(crate) fn help<W: AtomicWord>(entry: &W, flush: impl FnOnce(), make: impl FnOnce(Broken) -> u64) -> bool {
     // AcqRel. Acquire: the content of a table that the entry leads to. Release: with this store of its own, of the invalid entry as it
     // is, the CPU's flush comes after the entry was broken by the architecture's rule for a CPU's own stores.
-    let found = entry.transition(Ordering::AcqRel, Ordering::Acquire, |word| Broken::of(word).map(|_| word));
-    match found {
-        Ok(word) => {
-            flush();
-            if let Some(broken) = Broken::of(word) {
-                // Release pairs with the table walkers, which reach a table's content through the entry. Where it fails, somebody
-                // else has made it, or it failed for no reason: the next try shows.
-                let _ = entry.compare_exchange_weak(word, make(broken), Ordering::Release, Ordering::Relaxed);
-            }
-            true
-        }
-        Err(word) => word & 1 != 0,
-    }
+    let (Ok(word) | Err(word)) =
+        entry.transition(Ordering::AcqRel, Ordering::Acquire, |word| Broken::of(word).map(|_| word));
+    let Some(broken) = Broken::of(word) else { return word & 1 != 0 };
+    flush();
+    // Release pairs with the table walkers, which reach a table's content through the entry. Where it fails, somebody else has
+    // made it, or it failed for no reason: the next try shows.
+    let _ = entry.compare_exchange_weak(word, make(broken), Ordering::Release, Ordering::Relaxed);
+    true
 }
 
 /// A help that is under way.
@@ -287,8 +282,7 @@ mod loom_tests {
     }
 
     /// A help that has found the old table in the entry is over before that is freed.
-    #[test]
-    fn no_help_walks_a_table_that_is_freed() {
+    fn freeing() {
         loom::model(|| {
             let world = World::new();
             let other = Arc::clone(&world);
@@ -305,6 +299,25 @@ mod loom_tests {
             world.old_table.with_mut(|table| unsafe { *table = 1 });
             helper.join().unwrap();
         });
+    }
+
+    #[test]
+    fn no_help_walks_a_table_that_is_freed() {
+        freeing();
+    }
+
+    #[test]
+    #[should_panic(expected = "Causality violation")]
+    fn freeing_without_the_fence_of_a_help() {
+        let _removed = FencePoint::Helping.remove();
+        freeing();
+    }
+
+    #[test]
+    #[should_panic(expected = "Causality violation")]
+    fn freeing_without_the_fence_after_mending() {
+        let _removed = FencePoint::Mended.remove();
+        freeing();
     }
 
     /// Two CPUs fault on it before the resize has flushed.

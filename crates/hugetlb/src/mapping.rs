@@ -154,7 +154,7 @@ pub unsafe trait DescriptorMap {
     ///
     /// The calling CPU's resize stored them, or nobody is resizing; a flush of the whole block, tables included, has come since.
     unsafe fn mend(&self, block: VirtAddr, mask: u64) {
-        let Some(slot) = self.slot(block).filter(|_| self.breaks()) else { return };
+        let Some(slot) = self.slot(block) else { return };
         if let Mapped::Table(frame) = self.mapped(block)
             && let Some(table) = Table::at(self, frame)
         {

@@ -376,6 +376,20 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
         }
     }
 
+    /// Pays for edits of these pages' descriptors, and mends them: what the debts had can be freed.
+    pub(crate) fn pay_and_mend<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        index: usize,
+        group: &Group,
+        mask: u64,
+        debts: &mut Debts<'e, V>,
+    ) {
+        self.pay(cx, debts);
+        self.mend(index, group, mask);
+        self.wait_for_helpers();
+    }
+
     /// After mending, before anything is freed that entries led to.
     pub(crate) fn wait_for_helpers(&self) {
         if let Some(helpers) = self.optimizer.map.helpers() {

@@ -397,8 +397,45 @@ fn nodes_share_a_resize_evenly_and_have_tail_pages_of_their_own() {
     });
 }
 
+/// Runs an operation beside a CPU that looks at all descriptors meanwhile; how often that had to help.
+fn beside_a_looker<R>(m: &Machine<'_, NoFaults>, operation: impl FnOnce() -> R) -> (R, u64) {
+    let (hw, stop) = (m.map.hw(), AtomicBool::new(false));
+    hw.helped.store(0, Ordering::Relaxed);
+    *hw.looker.lock().unwrap() = Some(4);
+    let result = std::thread::scope(|s| {
+        s.spawn(|| {
+            run_as(4);
+            while !stop.load(Ordering::Relaxed) {
+                descriptors(m).for_each(|frame| assert!(m.seen(frame).is_some(), "{frame}"));
+                hw.rounds.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        // Also where it panics: the thread is waited for.
+        let _stop = Stop(&stop);
+        operation()
+    });
+    *hw.looker.lock().unwrap() = None;
+    let left = descriptors(m).find(|frame| m.map.walk(support::descriptor_of(*frame)).is_none());
+    assert_eq!(left, None, "nothing is left invalid");
+    (result, hw.helped.load(Ordering::Relaxed))
+}
+
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// One frame of each page of descriptors.
+fn descriptors(m: &Machine<'_, NoFaults>) -> impl Iterator<Item = Pfn> {
+    (0..m.all.pages()).step_by(64).map(|frame| Pfn::new(BASE + frame))
+}
+
 /// Where entries must be invalid before they become others, by the same flushes: a CPU that looks meanwhile makes what it needs
-/// itself, before the resize's flush, and no CPU ever knows two things of one address. The resize makes the rest.
+/// itself, before the resize's flush, and no CPU ever knows two things of one address. The resize makes the rest, and frees nothing while
+/// that CPU is at it.
 #[test]
 fn entries_that_break_first_are_made_by_whoever_needs_them() {
     let policies = [OptimizerPolicy::default(), OptimizerPolicy { swap: false, ..OptimizerPolicy::default() }, OLD_WAY];
@@ -407,33 +444,31 @@ fn entries_that_break_first_are_made_by_whoever_needs_them() {
             let mut memory = m.pool_memory(PageSize::Size2M);
             let (pool, mut cx) = (memory.pool(), m.threads.cx());
             occupy_the_first_span(m);
-            let all = || (0..m.all.pages()).step_by(64).map(|frame| Pfn::new(BASE + frame));
-            *m.map.hw().looker.lock().unwrap() = Some(4);
             let mut resize = |pages| {
-                let stop = AtomicBool::new(false);
-                std::thread::scope(|s| {
-                    s.spawn(|| {
-                        run_as(4);
-                        while !stop.load(Ordering::Relaxed) {
-                            all().for_each(|frame| assert!(m.seen(frame).is_some(), "{frame}"));
-                            m.map.hw().rounds.fetch_add(1, Ordering::Relaxed);
-                        }
-                    });
-                    let report = pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle");
-                    stop.store(true, Ordering::Relaxed);
-                    report
-                })
+                beside_a_looker(m, || pool.set_size(&mut cx, &m.optimizer, pages, Nodes::All, &Never).expect("idle"))
             };
-            let up = resize(100);
-            assert_eq!((up.entered, up.lean), (100, 100));
-            let helped = m.map.hw().helped.swap(0, Ordering::Relaxed);
-            assert!(all().all(|frame| m.map.walk(support::descriptor_of(frame)).is_some()), "nothing is left invalid");
-            let down = resize(0);
-            assert_eq!((down.left, m.map.hw().helped.load(Ordering::Relaxed).min(1), helped.min(1)), (100, 1, 1));
-            assert!(all().all(|frame| m.map.walk(support::descriptor_of(frame)).is_some_and(|leaf| leaf.writable)));
+            let (up, helped) = resize(100);
+            assert_eq!((up.entered, up.lean, helped.min(1)), (100, 100, 1));
+            let (down, helped) = resize(0);
+            assert_eq!((down.left, helped.min(1)), (100, 1));
+            assert!(descriptors(m).all(|frame| m.walk(frame).is_some_and(|leaf| leaf.writable)));
             if policy.flush == FlushPolicy::Batch {
                 assert!(up.flushes <= 2 && down.flushes == 1, "{up:?} {down:?}");
             }
         });
     }
+}
+
+#[test]
+fn pages_are_demoted_beside_who_helps() {
+    machine(&Shape { breaks: true, ..Shape::spans(28) }, NoFaults, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small, mut cx) = (large.pool(), small.pool(), m.threads.cx());
+        assert_eq!(m.set(&large, 1).entered, 1);
+        let demote = || large.demote(&mut cx, &m.optimizer, &small, Nodes::All, 1).expect("one");
+        let (report, helped) = beside_a_looker(m, demote);
+        assert_eq!((report.entered, helped.min(1)), (512, 1));
+        m.set(&small, 0);
+        assert_nothing_is_lost(m, 0);
+    });
 }

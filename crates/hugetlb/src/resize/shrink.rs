@@ -76,9 +76,7 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
             let mut debts = Debts::new();
             let done = self.restore_from(cx, index, group, lean, &mut Source::Donor(&mut donor), &mut debts);
             group.lean.remove_shared(done);
-            self.pay(cx, &mut debts);
-            self.mend(index, group, lean);
-            self.wait_for_helpers();
+            self.pay_and_mend(cx, index, group, lean, &mut debts);
             self.share(cx, debts);
             if done & 1 << bit == 0 {
                 group.staged.add_shared(1 << bit);
@@ -161,15 +159,11 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
                 self.split(cx, index, group, page, &mut mine);
                 self.pay(cx, &mut mine);
                 self.remap(cx, index, group, page, &mut mine);
-                self.pay(cx, &mut mine);
-                self.mend(index, group, page);
-                self.wait_for_helpers();
+                self.pay_and_mend(cx, index, group, page, &mut mine);
             }
             Direction::Shrink { .. } => {
                 self.restore(cx, index, group, page, &mut mine);
-                self.pay(cx, &mut mine);
-                self.mend(index, group, page);
-                self.wait_for_helpers();
+                self.pay_and_mend(cx, index, group, page, &mut mine);
                 self.free_pages(cx, index, group, page & !group.lean.get());
             }
         }

@@ -58,9 +58,11 @@ pub struct ModelTlbs {
     pub hits: AtomicU64,
     /// Faults on the way to something.
     pub helped: AtomicU64,
-    /// Rounds of looks that a CPU has done; where there is such a CPU, every other one's flush waits for two of them.
+    /// A CPU that looks at all descriptors again and again, and its rounds. Where there is one, every other CPU's flush waits until
+    /// it helps with a broken entry, or has met none in a round; and it is held up in each help.
     pub looker: Mutex<Option<usize>>,
     pub rounds: AtomicU64,
+    helping: AtomicU64,
     /// How long a flush takes before the first CPU has forgotten anything.
     pub delay: Mutex<Duration>,
     /// Edits of live blocks, and flushes, until one panics.
@@ -91,6 +93,7 @@ impl ModelTlbs {
             helped: none(),
             looker,
             rounds: none(),
+            helping: none(),
             delay,
             edits_left,
             flushes_left,
@@ -135,18 +138,29 @@ unsafe impl WalkCache for ModelTlbs {
         self.flushes.fetch_add(1, Ordering::SeqCst);
         let delay = *self.delay.lock().unwrap();
         std::thread::sleep(delay);
-        let (others, rounds) = (*self.looker.lock().unwrap(), || self.rounds.load(Ordering::Relaxed));
-        let until = rounds() + 2;
-        while others.is_some_and(|looker| looker != this_cpu()) && rounds() < until {
-            std::thread::yield_now();
+        let looker = *self.looker.lock().unwrap();
+        let helps = looker == Some(this_cpu());
+        if helps {
+            self.helping.fetch_add(1, Ordering::SeqCst);
+        } else if looker.is_some() {
+            let until = self.rounds.load(Ordering::Relaxed) + 2;
+            while self.helping.load(Ordering::SeqCst) == 0 && self.rounds.load(Ordering::Relaxed) < until {
+                std::thread::yield_now();
+            }
         }
         for slot in self.cpus.lock().unwrap().iter_mut() {
             slot.flush(range.start().get(), range.last().get());
         }
+        if helps {
+            // Between its flush and its store, for long enough that the resize gets to what it frees.
+            std::thread::sleep(Duration::from_millis(2));
+            self.helping.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 
-    /// The oracle: nobody can reach what is freed.
+    /// The oracle: nobody can reach what is freed, by what is remembered or by tables that a help walks.
     fn freed(&self, frames: Extent) {
+        assert_eq!(self.helping.load(Ordering::SeqCst), 0, "{frames} are freed while a CPU helps");
         for (cpu, slot) in self.cpus.lock().unwrap().iter().enumerate() {
             let (first, end) = (frames.base().number(), frames.end().number());
             let reached = slot.frames.range((first, 0)..(end, 0)).next().copied();

@@ -139,7 +139,7 @@ fn leaves(map: &KernelMap, table: Pfn) -> impl Iterator<Item = DescriptorLeaf> {
         // SAFETY: 4 KiB that are valid for atomic access, by `DescriptorMap`; the index is below 512.
         let entry = unsafe { core::sync::atomic::AtomicU64::from_ptr(words?.add(index).as_ptr()) };
         // Relaxed: no resize runs.
-        map.decode(entry.load(Ordering::Relaxed))
+        map.leaf(entry.load(Ordering::Relaxed))
     })
 }
 
