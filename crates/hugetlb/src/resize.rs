@@ -377,7 +377,7 @@ impl<'r, 'm, 'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'r, 'm, 'e, L, E, 
     }
 
     /// Pays for edits of these pages' descriptors, and mends them: what the debts had can be freed.
-    pub(crate) fn pay_and_mend<P: Cpu>(
+    fn pay_and_mend<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
         index: usize,
