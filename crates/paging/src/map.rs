@@ -13,11 +13,11 @@ use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
 use crate::format::{Kind, PageFormat, kind};
-use crate::level::{self, Slot, slots};
+use crate::level::{self, ENTRIES, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::page_table::{Exclusive, Shared, Tree};
 use crate::source::Source;
-use crate::table::{Table, ready_to_commit};
+use crate::table::{LINE, Table, ready_to_commit};
 use crate::walker;
 use hugemm_base::{Extent, PAGE_BYTES, PAGE_SHIFT, PageSize, Pfn, VirtRange};
 
@@ -85,6 +85,8 @@ struct Job<I> {
     reserved: u64,
     /// The single entry that had to change has been published.
     published: bool,
+    /// The table, of any content, that comes next: allocated while the one before it is built, which nothing stops any more.
+    next: Option<Pfn>,
 }
 
 /// A call that makes what it reserved present, or takes it back: also if the iterator of frames unwinds.
@@ -170,6 +172,28 @@ impl<I: Iterator<Item = Extent>> Job<I> {
         })?;
         if taken < end - first { Err(PagingError::OutOfFrames { at: level::address(first + taken) }) } else { Ok(()) }
     }
+
+    /// Whether the current run fills one table of 4 KiB pages and all of the next, as surely as tables can be had.
+    fn fills_two<F: PageFormat>(&mut self) -> bool {
+        self.source.peek().is_some_and(|run| run.pages() >= 2 * ENTRIES as u64 && check_frames::<F>(run).is_ok())
+    }
+
+    /// Fills a whole table of 4 KiB pages from the current run, which has as many, and asks for the cache lines of the next
+    /// table, `ahead`, each with one that is filled here.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else reaches the table.
+    unsafe fn fill_one_of_two(&mut self, table: Table, ahead: Table) {
+        let frames = self.source.take(ENTRIES as u64).unwrap_or_default();
+        let mut entry = self.template.wrapping_add(frames.start().get());
+        for index in (0..ENTRIES).step_by(LINE) {
+            ahead.prefetch(index);
+            // SAFETY: the caller's promise.
+            unsafe { table.fill(index, index + LINE, entry, PAGE_BYTES) };
+            entry = entry.wrapping_add(LINE as u64 * PAGE_BYTES);
+        }
+    }
 }
 
 /// Whether entries can hold these frames.
@@ -197,6 +221,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             end,
             reserved: first,
             published: false,
+            next: None,
         };
         let root = self.table(self.root);
         let mut call = Call { tree: self, job, commit: false };
@@ -290,7 +315,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     ) -> Result<(), PagingError> {
         let entry = match job.take::<F>(level, u64::from(slot.whole))? {
             Some(frames) => F::leaf(frames.base(), level, job.flags),
-            None => F::table(self.build(level - 1, slot.first, slot.end, job)?),
+            None => F::table(self.build(level - 1, slot.first, slot.end, false, job)?),
         };
         job.published = slot.first == job.first && slot.end == job.end;
         let hidden = if job.published { entry } else { entry ^ F::RESERVED };
@@ -314,19 +339,32 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok(())
     }
 
-    /// A table of `level` for `first..end`, with everything below it, that hangs nowhere yet.
+    /// A table of `level` for `first..end`, with everything below it, that hangs nowhere yet. After it comes `another` of the same
+    /// table, of which everything is the call's too.
     fn build<I: Iterator<Item = Extent>>(
         &mut self,
         level: u32,
         first: u64,
         end: u64,
+        another: bool,
         job: &mut Job<I>,
     ) -> Result<Pfn, PagingError> {
         let whole = end - first == level::pages(level + 1);
-        let frame = self.memory.alloc(if whole { TableContent::Any } else { TableContent::Zero })?;
+        let frame = match job.next.take() {
+            Some(frame) => frame,
+            None => self.memory.alloc(if whole { TableContent::Any } else { TableContent::Zero })?,
+        };
         let table = self.table(frame);
         let mut built = Built { tree: self, frame, level, first, next: first };
         if level == 0 {
+            // Not aligned for a larger leaf here, so neither is the run there. If no table can be had for it, the call fails now.
+            if whole && another && job.fills_two::<F>() {
+                let next = built.tree.memory.alloc(TableContent::Any)?;
+                job.next = Some(next);
+                // SAFETY: nobody else reaches a table that hangs nowhere.
+                unsafe { job.fill_one_of_two(table, built.tree.table(next)) };
+                return Ok(built.finish());
+            }
             // SAFETY: nobody else reaches a table that hangs nowhere; the pages lie under it.
             unsafe { job.fill::<F>(table, first, end) }?;
             return Ok(built.finish());
@@ -344,7 +382,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                     built.next += frames.pages();
                 }
                 None => {
-                    let below = built.tree.build(level - 1, slot.first, slot.end, job)?;
+                    let another = slot.end + level::pages(level) <= end;
+                    let below = built.tree.build(level - 1, slot.first, slot.end, another, job)?;
                     table.set(slot.index, F::table(below));
                     built.next = slot.end;
                 }

@@ -2,7 +2,7 @@
 
 use crate::support::{Heap, access, at, extent, lower, span};
 use crate::{DATA, GIB, SMALL, runs, table, unmap};
-use hugemm_base::inject::NoFaults;
+use hugemm_base::inject::{FaultPlan, NoFaults};
 use hugemm_base::{PageSize, Pfn, VirtRange};
 use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, X86_64};
 
@@ -30,6 +30,46 @@ fn the_largest_leaf_that_fits_is_used() {
     let guard = table.shared(&heap);
     assert_eq!(guard.translate(at(8 * GIB + 5)).map(|phys| phys.get()), Some((16 * GIB + 5) << 12));
     assert!(matches!(guard.lookup(at(9 * GIB)), Lookup::Mapped(Leaf { size: PageSize::Size4K, .. })));
+}
+
+/// Tables are taken ahead where runs are long, and only those that are needed: not where a larger leaf, another's table or the
+/// end of the frames comes next.
+#[test]
+fn no_table_is_asked_for_that_is_not_needed() {
+    let (large, long) = (extent(1 << 20, 512), extent(7, 512));
+    let cases = [
+        (0, vec![extent(7, 2048)]),
+        (0, vec![long, large, extent(3, 1024)]),
+        (0, vec![extent(3, 1024), large, large]),
+        (100, vec![extent((1 << 20) + 100, 2048)]),
+    ];
+    for (offset, frames) in cases.into_iter().take(if cfg!(miri) { 1 } else { 4 }) {
+        for mapped in [None, Some(512), Some(1024)] {
+            let plan = FaultPlan::nth(u64::MAX);
+            let heap = Heap::new(&plan);
+            let table = table::<X86_64, _>(&heap);
+            let neighbour = mapped.map(|page| table.exclusive(&heap).map(span(GIB + page, 1), [extent(9, 1)], SMALL));
+            let before = heap.live();
+            let range = span(GIB + offset, 2048);
+            let done = table.exclusive(&heap).map(range, frames.iter().copied(), DATA);
+            assert_eq!(done.is_err(), neighbour.is_some());
+            if done.is_err() {
+                assert_eq!(heap.live(), before);
+            } else {
+                assert_eq!(plan.asked(), heap.live() as u64, "{frames:?}");
+                let mut pages = 0;
+                let count = |run: Run| pages += run.extent.pages();
+                table.shared(&heap).walk(span(0, 3 * GIB), Flags::NONE, count).expect("in bounds");
+                assert_eq!(pages, 2048);
+            }
+            let few = [extent(7, 1024)];
+            let (done, at) = (table.exclusive(&heap).map(span(2 * GIB, 1536), few, DATA), at(2 * GIB + 1024));
+            assert_eq!(done, Err(PagingError::OutOfFrames { at }));
+            // SAFETY: nobody translates by it.
+            unsafe { table.retire(&mut &heap, |_| ()) };
+            assert_eq!(heap.live(), 0);
+        }
+    }
 }
 
 /// A user space beside the kernel's half sees what the kernel maps later, and takes nothing of it away.

@@ -20,6 +20,12 @@ fn bad_requests_are_named_and_change_nothing() {
         guard.map(span(5, 3), [extent(1 << 36, 3)], DATA),
         Err(PagingError::BadFrame { frame: Pfn::new(1 << 36) })
     );
+    // In the third table of a run that begins well.
+    let over = extent((1 << 36) - 1500, 3000);
+    assert_eq!(
+        guard.map(span(GIB, 3000), [over], SMALL),
+        Err(PagingError::BadFrame { frame: Pfn::new((1 << 36) - 476) })
+    );
     guard.map(span(512, 512), [extent(512, 512)], DATA).expect("mapped");
     assert_eq!(guard.map(span(500, 20), [extent(0, 20)], DATA), Err(PagingError::Overlap { at: at(512) }));
     let half = guard.detach(span(512, 100), Editing::LIVE).err();
@@ -46,16 +52,25 @@ fn exhaustion_is_rolled_back_everywhere() {
             let before = heap.live();
             let range = span((1 << 27) - 1500, 3000);
             let frames = [extent(100, 700), extent(5000, 2300)];
+            let (asked, failed) = (plan.asked(), plan.failed());
             let done = match shared {
                 true => table.shared(&heap).map(range, frames, DATA),
                 false => table.exclusive(&heap).map(range, frames, DATA),
             };
+            assert_eq!(done.is_err(), plan.failed() > failed, "a table that could not be had is an error");
             let mut seen = 0;
             let guard = table.shared(&heap);
             guard.walk(range, Flags::NONE, |run| seen += run.extent.pages()).expect("in bounds");
             drop(guard);
             match done {
-                Ok(()) => assert_eq!(seen, 3000),
+                Ok(()) => {
+                    assert_eq!(seen, 3000);
+                    assert_eq!(
+                        plan.asked() - asked,
+                        (heap.live() - before) as u64,
+                        "none was asked for that is not needed"
+                    );
+                }
                 Err(error) => {
                     assert_eq!((error, seen), (PagingError::NoTable, 0));
                     // Shared: empty tables along the ends may stay, two per level at most.
