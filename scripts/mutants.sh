@@ -13,9 +13,9 @@ set -euo pipefail
 
 fail() { echo "mutants: $2" >&2; exit "$1"; }
 
-# Runs a test program, for cargo, and ends it at its first test that fails, or when it has had three times the seconds of CPU
-# time that the file MUTANTS_USUAL has for it, and 20 s at least. Adds to the file MUTANTS_NOTES how many it had, or that it
-# was ended for that, and its name.
+# Runs a test program, for cargo, and ends it at its first test that fails; when it has had three times the seconds of CPU
+# time that the file MUTANTS_USUAL has for it, and 20 s at least; or when it waits: twice 15 s without a line or 0.3 s of CPU
+# time, which the busiest machine gives. Adds to the file MUTANTS_NOTES how much it had, or that it hung, and its name.
 if [ "${1-}" = --until-failure ]; then
     shift
     [ -z "${MUTANTS_USUAL-}" ] || ulimit -t "$(awk -v name="${1##*/}" '
@@ -23,15 +23,22 @@ if [ "${1-}" = --until-failure ]; then
         END { limit = 3 * (usual + 1); print limit < 20 ? 20 : limit }
     ' "$MUTANTS_USUAL")"
     exec 3< <(exec "$@" 2>&1)
-    program=$!
-    while IFS= read -r line <&3; do
-        printf '%s\n' "$line"
-        case $line in test\ *\ FAILED) kill -KILL "$program"; exit 101 ;; esac
+    program=$! line='' had=0 idle=0 tick=$(getconf CLK_TCK)
+    while read=0 && { IFS= read -r -t 15 part <&3 || read=$?; } && line+=$part && [ "$read" != 1 ]; do
+        if [ "$read" = 0 ]; then
+            printf '%s\n' "$line"
+            case $line in test\ *\ FAILED) kill -KILL "$program"; exit 101 ;; esac
+            line='' idle=0
+        else
+            now=$(awk '{ print $14 + $15 }' "/proc/$program/stat")
+            idle=$((10 * (now - had) < 3 * tick ? idle + 1 : 0)) had=$now
+            [ "$idle" -lt 2 ] || kill -KILL "$program"
+        fi
     done
     status=0 && wait "$program" || status=$?
     times >"$MUTANTS_NOTES.times"
     case $status in
-        137 | 152) echo spent ;; # SIGKILL, SIGXCPU
+        137 | 152) echo hung ;; # SIGKILL, SIGXCPU
         *) awk -F '[ms ]+' 'NR == 2 { print int(60 * ($1 + $3) + $2 + $4) }' "$MUTANTS_NOTES.times" ;;
     esac | sed "s/$/ ${1##*/}/" >>"$MUTANTS_NOTES"
     exit "$status"
@@ -74,16 +81,13 @@ done < <(sed -n '/^\[package\.metadata\.mutants\]/,/^$/s/^also = \[\(.*\)\]$/\1/
 export CARGO_TARGET_DIR=$work/target CARGO_TERM_COLOR=never PROPTEST_CASES=64 PROPTEST_DISABLE_FAILURE_PERSISTENCE=true
 common=(--profile mutants --config "target.'cfg(all())'.runner = ['$PWD/scripts/mutants.sh', '--until-failure']")
 
-# What the tests take as they are, and that they pass. A mutant has three times the CPU time of each program, and 20 s at
-# least, which is the same on a busy machine; and for tests that wait for ever three times as long as all of them.
+# What the tests take as they are, in CPU time, and that they pass.
 export MUTANTS_NOTES=$out/usual
 cd "$tree"
 echo "mutants: building and running the tests of $package as they are" >&2
 test_them() { $cargo test --locked "${common[@]}" --package "$package" --lib ${tests[*]} "$@" >"$out/baseline.log" 2>&1; }
-test_them --no-run && start=$SECONDS && test_them ||
+test_them --no-run && test_them ||
     { tail -n 20 "$out/baseline.log" >&2; fail 1 "the tests of $package fail before anything is changed"; }
-limit=$((3 * (SECONDS - start + 1)))
-[ "$limit" -ge 60 ] || limit=60
 export MUTANTS_USUAL=$out/usual MUTANTS_NOTES=$out/notes
 
 # A program that has 3 s of CPU time or more is only run if the others have noticed nothing.
@@ -106,50 +110,45 @@ awk '{ print NR - 1 ":" $0 }' "$out/all.txt" | sort -t: -k2 -R --random-source="
     END { for (i = 1; i <= n; i++) printf "%.9f %s\n", (place[i] + turn[file[i]] / files) / size[file[i]], line[i] }
 ' "$out/files.txt" - | sort -s -n -k1,1 | cut -d' ' -f2- >"$out/order.txt"
 
-# One mutant for so many seconds, by such tests, of which no other is built; one mutant is a shard of its own.
+# One mutant, by such tests, of which no other is built; one mutant is a shard of its own. Each program has limits of its own
+# (above), so all of them together need none.
 judge() {
-    local args=("${common[@]}" "${@:3}")
-    $cargo mutants --package "$package" --in-place --baseline skip --timeout "$2" --shard "$1/$total" --sharding round-robin \
+    local args=("${common[@]}" "${@:2}")
+    $cargo mutants --package "$package" --in-place --baseline skip --timeout 86400 --shard "$1/$total" --sharding round-robin \
         --output "$out" --annotations none "${args[@]/#/--cargo-arg=}" >>"$out/log" 2>&1 || [ $? -le 3 ] ||
         { tail -n 20 "$out/log" >&2; fail 1 "cargo-mutants failed"; }
 }
 
-# Tries one mutant for so many seconds. Its name is added to the list of what became of it.
+# Tries one mutant. Its name is added to the list of what became of it.
 try() {
     : >"$MUTANTS_NOTES"
     # What the tests in the sources see needs no other program to be built.
     for list in --lib "$quick" "$slow"; do
         [ -n "$list" ] || continue
-        judge "$1" "$2" $list
+        judge "$1" $list
         [ -s "$out/mutants.out/missed.txt" ] || break
     done
-    for what in caught missed timeout unviable; do
+    for what in caught missed unviable; do
         list=$what
-        [ $what != caught ] || ! grep -q spent "$MUTANTS_NOTES" || list=spent
+        [ $what != caught ] || ! grep -q hung "$MUTANTS_NOTES" || list=hung
         sed "s/^/$1:/" "$out/mutants.out/$what.txt" >>"$out/$list.txt"
     done
 }
 count() { wc -l <"$out/$1.txt"; }
 
-for what in caught missed timeout spent unviable; do : >"$out/$what.txt"; done
+for what in caught missed hung unviable; do : >"$out/$what.txt"; done
 while IFS=: read -r index _; do
-    viable=$(($(count caught) + $(count missed) + $(count timeout) + $(count spent)))
+    viable=$(($(count caught) + $(count missed) + $(count hung)))
     [ "$viable" -lt "$sample" ] || break
-    try "$index" "$limit"
-    printf '\rmutants: %s of %s, %s missed, %s over %s s, %s over their CPU time ' "$((viable + 1))" "$sample" \
-        "$(count missed)" "$(count timeout)" "$limit" "$(count spent)" >&2
+    try "$index"
+    printf '\rmutants: %s of %s, %s missed, %s hung ' "$((viable + 1))" "$sample" "$(count missed)" "$(count hung)" >&2
 done <"$out/order.txt"
 echo >&2
 
-# A mutant that waited long may only have met a busy machine: each once more, with three times the time.
-mv "$out/timeout.txt" "$out/slow.txt" && : >"$out/timeout.txt"
-while IFS=: read -r index _; do try "$index" $((3 * limit)); done <"$out/slow.txt"
-
-cat "$out/spent.txt" >>"$out/timeout.txt"
-missed=$(count missed) hung=$(count timeout) viable=$(($(count caught) + $(count missed) + $(count timeout)))
+missed=$(count missed) hung=$(count hung) viable=$(($(count caught) + $(count missed) + $(count hung)))
 cut -d: -f2- "$out/missed.txt" | sort -V | sed 's/^/missed: /'
-cut -d: -f2- "$out/timeout.txt" | sort -V | sed 's/^/hangs (caught): /'
+cut -d: -f2- "$out/hung.txt" | sort -V | sed 's/^/hangs (caught): /'
 share=$((viable == 0 ? 0 : 1000 * missed / viable))
-echo "$package, seed $seed: $viable viable of $total, $((viable - missed)) caught ($hung by the time limit)," \
+echo "$package, seed $seed: $viable viable of $total, $((viable - missed)) caught ($hung hung)," \
     "$missed missed ($((share / 10)).$((share % 10)) %), $(count unviable) did not compile"
 [ $((20 * missed)) -le "$viable" ] || fail 1 "more than 5 % survive; docs/mutants.md says what to do"
