@@ -18,6 +18,15 @@ impl PageSize {
     /// Every size, smallest first.
     pub const ALL: [PageSize; 3] = [PageSize::Size4K, PageSize::Size2M, PageSize::Size1G];
 
+    /// The largest page that fits in a block of `order`.
+    pub const fn largest_within(order: Order) -> Self {
+        match order.get() {
+            0..9 => PageSize::Size4K,
+            9..18 => PageSize::Size2M,
+            _ => PageSize::Size1G,
+        }
+    }
+
     /// The order of a page of this size.
     pub const fn order(self) -> Order {
         match self {
@@ -127,6 +136,10 @@ mod tests {
     fn sizes_agree_with_their_orders() {
         for size in PageSize::ALL {
             assert_eq!(size.bytes(), size.pages() * PAGE_BYTES);
+        }
+        for order in (0..=18).map(|order| Order::new(order).expect("valid")) {
+            let fits = PageSize::ALL.into_iter().filter(|size| size.order() <= order).max();
+            assert_eq!(Some(PageSize::largest_within(order)), fits);
         }
         assert_eq!(PageSize::Size2M.bytes(), 2 << 20);
         assert_eq!(Order::MAX.bytes(), PageSize::Size1G.bytes());

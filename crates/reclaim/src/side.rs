@@ -169,8 +169,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
                 } else {
                     self.pager.steps().enter(Step::AgeFlush);
                     let mut batch = ShootdownBatch::new(tlb);
-                    let stride = if folio.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M };
-                    batch.changed(page, stride);
+                    batch.changed(page, PageSize::largest_within(folio.order));
                     let _ = batch.flush(self.vm.shootdown(), cx, &ShootdownPolicy::PER_PAGE);
                     self.pager.steps().enter(Step::Age);
                 }

@@ -97,3 +97,16 @@ pub struct ReclaimCounts {
     /// Pages freed by workers.
     pub worker_freed: Counter,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::cell::Cell;
+
+    #[test]
+    fn a_closure_is_told_each_step() {
+        let told = Cell::new(Step::Outside);
+        Steps::enter(&|step| told.set(step), Step::Age);
+        assert_eq!(told.get(), Step::Age);
+    }
+}

@@ -66,6 +66,17 @@ fn filled_pages_take_no_memory_and_know_no_limit() {
     });
 }
 
+/// And a window on a part of it is closed again.
+#[test]
+fn a_working_area_needs_one_window_on_all_of_it() {
+    let machine = machine(64, 0);
+    with_frames(&machine, NoFaults, |frames| {
+        let store = Compressed::<_, _>::new(frames, &machine.cx(), Runs, CPUS, 64);
+        assert!(matches!(store, Err(StoreError::NoMemory)));
+        assert_nothing_lost(&machine, frames);
+    });
+}
+
 #[test]
 fn pages_of_a_larger_block_are_stored_one_by_one() {
     with_store(64, 64, |machine, frames, store| {

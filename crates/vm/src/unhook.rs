@@ -78,7 +78,7 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, S, M> {
     }
 
     pub(crate) fn size(&self) -> PageSize {
-        if self.order == Order::ZERO { PageSize::Size4K } else { PageSize::Size2M }
+        PageSize::largest_within(self.order)
     }
 
     pub(crate) fn extent(&self) -> Extent {

@@ -160,6 +160,28 @@ fn reclaim_is_told_of_bits_that_others_take() {
     });
 }
 
+/// Pages that are used all the time become the youngest, and stay it when others are too few and those are looked at.
+#[test]
+fn used_pages_stay_the_youngest() {
+    const PAGES: u64 = 32;
+    with_rig(Size { policy: LruPolicy::TwoList, ..SIZE }, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, PAGES);
+            let pager = rig.vm.pager();
+            for round in 1..=4 {
+                let budget = ShrinkBudget { free: u64::MAX, scan: PAGES };
+                assert_eq!(pager.shrink(&rig.vm, cx, NODE, budget, &Never).looked_at(), PAGES, "look {round}");
+                let stats = pager.lru(NODE).expect("one").stats(cx);
+                assert_eq!((stats.youngest, stats.deactivated), (if round < 2 { 0 } else { PAGES }, 0), "look {round}");
+                forget(rig, cx, &space);
+                (0..PAGES).for_each(|page| assert_eq!(rig.get(cx, &space, AT + (page << 12) + 8), Ok(page + 1)));
+            }
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
 /// Locked pages stay; areas without recency do not count.
 #[test]
 fn areas_say_what_counts() {

@@ -49,6 +49,7 @@ fn a_pass_evicts_what_is_idle() {
         let look = pass(rig, cx, u64::MAX, 40);
         assert_eq!(look.looked_at(), 40, "{policy:?} {look:?}");
         assert_eq!((look.freed, look.flushes, look.failed), (0, 0, 0), "{policy:?} {look:?}");
+        assert!(!look.empty, "there is more to look at: {policy:?}");
         assert!(look.young > 0);
         // One in four is used again in every period.
         let (mut done, mut batches) = (0, 0);
@@ -86,7 +87,7 @@ fn what_cannot_go_stays() {
         for _ in 0..20 {
             let pass = pass(rig, cx, u64::MAX, 1000);
             assert_eq!(pass.freed, 0, "{policy:?} {pass:?}");
-            assert!(!pass.full || pass.batches <= 20, "went on: {policy:?} {pass:?}");
+            assert!(!pass.full || (pass.failed <= 32 && !pass.empty), "went on: {policy:?} {pass:?}");
             (full, failed) = (full + u64::from(pass.full), failed + pass.failed);
         }
         assert!(full > 0 && failed > 0, "{policy:?}");
@@ -205,7 +206,8 @@ fn out_of_everything_is_an_error_of_one_access() {
                 }
             }
             assert_eq!(error, Some(VmError::NoMemory));
-            for (at, value) in &known {
+            // One word or two of each page: each looks for memory where there is none.
+            for (at, value) in known.iter().step_by(37) {
                 // May fail again, but what it finds is right.
                 match rig.get(cx, &space, *at) {
                     Ok(found) => assert_eq!(found, *value),

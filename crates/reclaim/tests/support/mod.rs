@@ -23,7 +23,7 @@ pub type Machine = Threads<Bytes>;
 pub struct Bytes {
     bytes: Memory,
     pages: u64,
-    /// Most pages in a window.
+    /// Most pages in a window. 0: one, even where a whole block is asked for that has no use in parts.
     window: u64,
     open: AtomicU64,
 }
@@ -66,7 +66,8 @@ unsafe impl PhysMap for Bytes {
         // SAFETY: inside the memory.
         let ptr = unsafe { self.bytes.ptr().add((index * PAGE_BYTES) as usize) };
         // Scratch areas need one window for all of a block, which the store asks for as a whole; pieces can do without.
-        let pages = if extent.pages() > 4 { extent.pages() } else { extent.pages().min(self.window) };
+        let whole = extent.pages() > 4 && self.window > 0;
+        let pages = if whole { extent.pages() } else { extent.pages().min(self.window.max(1)) };
         Some(Window { ptr, pages })
     }
 
