@@ -339,7 +339,7 @@ pub enum TlbScope {
 ///
 /// * When [`invalidate`](TlbHw::invalidate) returns, the CPU holds no translation of the scope and addresses that was
 ///   derived from entries as they were before the call, and, if `what.tables` is set, no entry of a table cache.
-/// * When [`broadcast`](TlbHw::broadcast) returns true, that is so on every CPU and under every tag.
+/// * When [`broadcast`](TlbHw::broadcast) returns a number, that is so on every CPU and under every tag.
 /// * After [`interrupt`](TlbHw::interrupt), each of the CPUs calls the shootdown's `serve` with a bounded delay once it
 ///   has interrupts on (a CPU that waits for a shootdown of its own does so by itself).
 /// * After [`load`](TlbHw::load) the CPU walks `root` and uses only translations tagged with `tag`, and, unless `keep`,
@@ -350,11 +350,11 @@ pub unsafe trait TlbHw {
     /// Invalidates on the calling CPU. Called with interrupts off.
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
 
-    /// Invalidates on all CPUs by one instruction (INVLPGB, TLBI … IS) and waits until that is done; false if there is no
-    /// such instruction, and then nothing has happened. Interrupts are on, but where entries are broken before they are made
+    /// Invalidates on all CPUs by instructions that reach them (INVLPGB, TLBI … IS), waits until that is done, and says how many
+    /// it took; `None` if there is no such instruction, and then nothing has happened. Interrupts are on, but where entries are broken before they are made
     /// (arm64), there they may be off.
-    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> bool {
-        false
+    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
+        None
     }
 
     /// Interrupts CPU `first + n` for each set bit `n`. Does not wait. Where CPUs are simulated or stand still, `serve`
@@ -380,7 +380,7 @@ unsafe impl<H: TlbHw> TlbHw for &H {
         (**self).invalidate(cpu, scope, what);
     }
 
-    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
+    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
         (**self).broadcast(cpu, scope, what)
     }
 

@@ -78,9 +78,9 @@ macro_rules! hardware {
 
 hardware!(false {});
 hardware!(true {
-    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
+    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
         self.0.borrow_mut().push(format!("broadcast {cpu} {scope:?} {}", what.tables));
-        true
+        Some(7)
     }
 
     fn tags(&self) -> usize {
@@ -89,7 +89,7 @@ hardware!(true {
 });
 
 /// Asks everything once; what it was told.
-fn ask<H: TlbHw>(hw: H) -> (bool, usize, Vec<CpuId>) {
+fn ask<H: TlbHw>(hw: H) -> (Option<u64>, usize, Vec<CpuId>) {
     let (here, mut served) = (CpuId(2), Vec::new());
     hw.invalidate(here, TlbScope::Space, &Invalidation::ALL);
     hw.interrupt(here, CpuId(64), 0b101, &mut |cpu| served.push(cpu));
@@ -103,9 +103,9 @@ fn a_reference_to_hardware_is_that_hardware() {
     const ASKED: [&str; 4] =
         ["invalidate cpu2 Space true", "interrupt cpu2 cpu64 0b101", "load cpu2 0x5000 3 true", "unload cpu2"];
     let (plain, rich) = (Hardware::<false>(RefCell::default()), Hardware::<true>(RefCell::default()));
-    assert_eq!(ask(&plain), (false, 1, vec![CpuId(9)]));
+    assert_eq!(ask(&plain), (None, 1, vec![CpuId(9)]));
     assert_eq!(*plain.0.borrow(), ASKED);
-    assert_eq!(ask(&rich), (true, 6, vec![CpuId(9)]));
+    assert_eq!(ask(&rich), (Some(7), 6, vec![CpuId(9)]));
     assert_eq!(rich.0.borrow()[..4], ASKED);
     assert_eq!(rich.0.borrow()[4..], ["broadcast cpu2 Kernel true"]);
 }

@@ -19,9 +19,8 @@
 //! | 62 | APTable, of an entry that refers to a table: nothing below it can be written; TCR_EL1.HPDn has to be 0 |
 //!
 //! Hardware caches no entry that is not valid and none without AF, but may keep a read-only one for ever, whatever the table
-//! says since ([`FAULT_DROPS`](PageFormat::FAULT_DROPS)); and changes of size or address of a valid entry need
-//! break-before-make unless the CPU has FEAT_BBM level 2: see the operations that replace tables by leaves or leaves by
-//! tables.
+//! says since ([`FAULT_DROPS`](PageFormat::FAULT_DROPS)). Changes of size, address or memory type of a valid entry need
+//! break-before-make; FEAT_BBM level 2 excuses those of size alone. See [`split`](crate::split).
 
 use crate::flags::Flags;
 use crate::format::{OWNER_BITS, PageFormat, in_one_half};
@@ -68,7 +67,7 @@ unsafe impl PageFormat for Aarch64 {
     // Only what raises a translation, address size or access flag fault is never kept; a permission fault drops nothing (Arm
     // ARM, D8.16).
     const FAULT_DROPS: bool = false;
-    // Arm ARM, D8.16. FEAT_BBM level 2 excuses a change of size.
+    // Arm ARM, D8.16.
     const BREAK_BEFORE_MAKE: bool = true;
 
     #[inline]

@@ -1,13 +1,11 @@
-//! Invalidation on all CPUs by one instruction: what to execute for a request.
+//! Invalidation on all CPUs by one instruction on x86-64: what to execute for a request. For arm64 see [`tlbi`](crate::tlbi).
 //!
 //! AMD's INVLPGB (APM vol. 3) takes an address, a count of further pages, a stride of 4 KiB or 2 MiB, and what must match;
 //! TLBSYNC then waits until all CPUs have done what this one asked for. Neither a PCID nor an ASID is required to match
 //! here, so CPUs may tag spaces as they like, at the price of invalidating the same addresses of other spaces. Which CPUs
 //! have it, and how many pages one instruction takes, is in CPUID leaf 0x8000_0008.
-//!
-//! arm64's `TLBI VAAE1IS` takes one page's address for every ASID in the inner-shareable domain; `VMALLE1IS` takes all.
-//! Both have the `IS` form here: the plain ones reach only the CPU that executes them.
 
+#[cfg(target_arch = "x86_64")]
 use crate::invalidate;
 use hugemm_base::{Invalidation, PageSize, TlbScope, VirtRange};
 
@@ -44,9 +42,6 @@ impl Broadcast {
     pub const fn from_cpuid(ebx: u32, edx: u32) -> Option<Self> {
         if ebx & 1 << 3 != 0 { Some(Broadcast { more: edx & 0xffff }) } else { None }
     }
-
-    /// arm64, where every CPU has it.
-    pub const ARM64: Broadcast = Broadcast { more: 0 };
 
     /// Whether this CPU has it. CPUID is slow, and a hypervisor's to answer: ask once.
     #[cfg(target_arch = "x86_64")]
@@ -93,30 +88,23 @@ impl Broadcast {
         })
     }
 
-    /// Invalidates on all CPUs and waits for it.
+    /// Invalidates on all CPUs and waits for it. Returns how many instructions it took.
     ///
     /// # Safety
     ///
     /// Privileged: faults outside the kernel. The CPU has the instruction (`self` came from its CPUID), and the platform
     /// has one guest or host address space identifier for all of its CPUs.
-    pub unsafe fn invalidate(self, scope: TlbScope, what: &Invalidation) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            for operands in self.plan(scope, what) {
-                // SAFETY: the caller's promise.
-                unsafe { invalidate::invlpgb(operands) };
-            }
+    #[cfg(target_arch = "x86_64")]
+    pub unsafe fn invalidate(self, scope: TlbScope, what: &Invalidation) -> u64 {
+        let mut instructions = 0;
+        for operands in self.plan(scope, what) {
             // SAFETY: the caller's promise.
-            unsafe { invalidate::tlbsync() };
+            unsafe { invalidate::invlpgb(operands) };
+            instructions += 1;
         }
-        #[cfg(target_arch = "aarch64")]
-        {
-            let _ = scope;
-            // SAFETY: the caller's promise.
-            unsafe { invalidate::inner_shareable(what) };
-        }
-        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-        let _ = (scope, what, invalidate::NONE);
+        // SAFETY: the caller's promise.
+        unsafe { invalidate::tlbsync() };
+        instructions
     }
 }
 

@@ -10,6 +10,8 @@
 //! detach ──► Unhooked ──batch.detached──► Pending<Detached> ──release(receipt)──► Detached ──► harvest
 //! ```
 //!
+//! What was detached may also be [attached](Exclusive::attach) again, in leaves of another size.
+//!
 //! Only a batch of the space whose table it was takes it; there is no way round that by naming a flush domain:
 //!
 //! ```compile_fail,E0624
@@ -235,6 +237,21 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         self.harvest_into(detached, u64::MAX, runs).map(|(tables, _)| tables)
     }
 
+    /// What was detached from this table.
+    fn own(&self, detached: Detached) -> Result<Detached, (PagingError, Detached)> {
+        // Two handles may share a root: each has its own addresses and its own outstanding ranges.
+        if detached.root != self.tree.root || self.tree.check(detached.range).is_err() {
+            return Err((PagingError::Foreign, detached));
+        }
+        Ok(detached)
+    }
+
+    /// What of a detached range is still there to be attached, if anything is: first page and the page after the last.
+    pub(crate) fn to_attach(&self, detached: Detached) -> Result<Option<(u64, u64)>, (PagingError, Detached)> {
+        let Detached { range, any, next, .. } = self.own(detached)?;
+        Ok(any.then_some((next, range.end_page())))
+    }
+
     /// Returns how many tables were given back, and what is left.
     fn harvest_into(
         &mut self,
@@ -242,10 +259,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         budget: u64,
         mut runs: Runs<'_, F>,
     ) -> Result<(u64, Option<Detached>), (PagingError, Detached)> {
-        // Two handles may share a root: each has its own addresses and its own outstanding ranges.
-        if detached.root != self.tree.root || self.tree.check(detached.range).is_err() {
-            return Err((PagingError::Foreign, detached));
-        }
+        let detached = self.own(detached)?;
         let Detached { range: span, any: true, next, .. } = detached else { return Ok((0, None)) };
         let root = self.tree.table(self.tree.root);
         let mut budget = Budget { left: budget.max(1), stopped: None };

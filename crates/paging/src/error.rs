@@ -27,6 +27,14 @@ pub enum PagingError {
         /// The end that it reaches over.
         at: VirtAddr,
     },
+    /// CPUs may be translating there, and the format lets an entry that they use change its size, or its memory type, only
+    /// when it has been invalid and flushed in between ([break-before-make](crate::PageFormat::BREAK_BEFORE_MAKE)):
+    /// [detach](crate::Exclusive::detach) it, flush, and [attach](crate::Exclusive::attach) it again, if whoever meets it
+    /// meanwhile can wait.
+    NeedsBreak {
+        /// Where.
+        at: VirtAddr,
+    },
     /// Nothing of the kind is mapped there.
     NotMapped {
         /// Where.
@@ -65,6 +73,9 @@ impl fmt::Display for PagingError {
             PagingError::Overlap { at } => write!(f, "{at} is mapped already; unmap it first"),
             PagingError::Busy { at } => write!(f, "{at} is being mapped or unmapped; flush, harvest, and try again"),
             PagingError::NeedsSplit { at } => write!(f, "a larger page reaches over {at}; split it first"),
+            PagingError::NeedsBreak { at } => {
+                write!(f, "{at} is in use and cannot be changed in place; detach it, flush, and attach or map it again")
+            }
             PagingError::NotMapped { at } => write!(f, "{at} is not mapped that way"),
             PagingError::NotUniform { at } => write!(f, "the entry at {at} does not continue one larger page"),
             PagingError::OutOfFrames { at } => write!(f, "the frames given end before {at}; give as many as addresses"),
@@ -99,6 +110,7 @@ mod tests {
             PagingError::Overlap { at },
             PagingError::Busy { at },
             PagingError::NeedsSplit { at },
+            PagingError::NeedsBreak { at },
             PagingError::NotMapped { at },
             PagingError::NotUniform { at },
             PagingError::OutOfFrames { at },

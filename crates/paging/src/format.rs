@@ -58,8 +58,9 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// given are found by the next try. Where it does not, giving rights owes a flush as taking them does.
     const FAULT_DROPS: bool;
 
-    /// Whether a valid entry that CPUs may be using has to be invalid, and flushed, before it maps something else or in
-    /// leaves of another size.
+    /// Whether a valid entry that CPUs may be using has to be invalid, and flushed, before it maps something else, in leaves
+    /// of another size, with another memory type, or for all spaces instead of one. What CPUs excuse of that is said with
+    /// [each edit](crate::Editing::live_resizing).
     const BREAK_BEFORE_MAKE: bool;
 
     /// A leaf of `level` (at most 2) that maps the block at `frame`.

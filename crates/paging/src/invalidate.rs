@@ -2,16 +2,16 @@
 //!
 //! [`here`] is what an x86-64 or arm64 platform's [`TlbHw::invalidate`](hugemm_base::TlbHw::invalidate) calls.
 
+#[cfg(target_arch = "aarch64")]
+use crate::tlbi::{Tlbi, TlbiStep};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use core::arch::asm;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use hugemm_base::Invalidation;
+#[cfg(target_arch = "x86_64")]
+use hugemm_base::TlbScope;
 #[cfg(target_arch = "x86_64")]
 use hugemm_base::X86Flush;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use hugemm_base::{Invalidation, TlbScope};
-
-/// For architectures without instructions of ours.
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-pub(crate) const NONE: () = ();
 
 /// Invalidates on the calling CPU, by the instructions of [`Invalidation::on_x86_64`].
 ///
@@ -73,51 +73,64 @@ unsafe fn has_pcids() -> bool {
 ///
 /// # Safety
 ///
-/// At EL1 with interrupts off.
+/// At EL1 with interrupts off; the CPU has what `tlbi` says.
 #[cfg(target_arch = "aarch64")]
-pub unsafe fn here(_scope: TlbScope, what: &Invalidation) {
+pub unsafe fn here(tlbi: Tlbi, what: &Invalidation) {
     // SAFETY: invalidation changes no memory that the compiler knows of; the first barrier puts entry stores before it,
-    // the others its end before whatever follows.
+    // the others its end before whatever follows. Ranges by their encodings, for assemblers that are not told of them.
     unsafe {
         asm!("dsb nshst", options(nostack, preserves_flags));
-        if what.ranges.is_all() {
-            asm!("tlbi vmalle1", options(nostack, preserves_flags));
-        } else {
-            each_page(what, |page| asm!("tlbi vaae1, {}", in(reg) page, options(nostack, preserves_flags)));
+        for step in tlbi.plan(what) {
+            match (step, what.tables) {
+                (TlbiStep::All, _) => asm!("tlbi vmalle1", options(nostack, preserves_flags)),
+                (TlbiStep::Page(page), true) => asm!("tlbi vaae1, {}", in(reg) page, options(nostack, preserves_flags)),
+                (TlbiStep::Page(page), false) => {
+                    asm!("tlbi vaale1, {}", in(reg) page, options(nostack, preserves_flags))
+                }
+                (TlbiStep::Range(range), true) => {
+                    asm!("sys #0, c8, c6, #3, {}", in(reg) range, options(nostack, preserves_flags));
+                }
+                (TlbiStep::Range(range), false) => {
+                    asm!("sys #0, c8, c6, #7, {}", in(reg) range, options(nostack, preserves_flags));
+                }
+            }
         }
         asm!("dsb nsh", "isb", options(nostack, preserves_flags));
     }
 }
 
-/// Invalidates on all CPUs of the inner-shareable domain, and waits for it.
+/// Invalidates on all CPUs of the inner-shareable domain, and waits for it. Returns how many instructions it took.
 ///
 /// # Safety
 ///
-/// At EL1.
+/// At EL1; every CPU has what `tlbi` says.
 #[cfg(target_arch = "aarch64")]
-pub(crate) unsafe fn inner_shareable(what: &Invalidation) {
+pub unsafe fn everywhere(tlbi: Tlbi, what: &Invalidation) -> u64 {
+    let mut instructions = 0;
     // SAFETY: as in `here`, with barriers that reach as far as the invalidation.
     unsafe {
         asm!("dsb ishst", options(nostack, preserves_flags));
-        if what.ranges.is_all() {
-            asm!("tlbi vmalle1is", options(nostack, preserves_flags));
-        } else {
-            each_page(what, |page| asm!("tlbi vaae1is, {}", in(reg) page, options(nostack, preserves_flags)));
+        for step in tlbi.plan(what) {
+            match (step, what.tables) {
+                (TlbiStep::All, _) => asm!("tlbi vmalle1is", options(nostack, preserves_flags)),
+                (TlbiStep::Page(page), true) => {
+                    asm!("tlbi vaae1is, {}", in(reg) page, options(nostack, preserves_flags))
+                }
+                (TlbiStep::Page(page), false) => {
+                    asm!("tlbi vaale1is, {}", in(reg) page, options(nostack, preserves_flags));
+                }
+                (TlbiStep::Range(range), true) => {
+                    asm!("sys #0, c8, c2, #3, {}", in(reg) range, options(nostack, preserves_flags));
+                }
+                (TlbiStep::Range(range), false) => {
+                    asm!("sys #0, c8, c2, #7, {}", in(reg) range, options(nostack, preserves_flags));
+                }
+            }
+            instructions += 1;
         }
         asm!("dsb ish", "isb", options(nostack, preserves_flags));
     }
-}
-
-/// Calls `f` with the operand of TLBI by address, bits 55 to 12 of the address in bits 43 to 0, for each page.
-#[cfg(target_arch = "aarch64")]
-fn each_page(what: &Invalidation, f: impl Fn(u64)) {
-    let bytes = what.stride.bytes();
-    for range in what.ranges.as_slice() {
-        let first = range.start().align_down(bytes).get();
-        for page in 0..range.touched(what.stride) {
-            f((first + page * bytes) >> 12 & ((1 << 44) - 1));
-        }
-    }
+    instructions
 }
 
 /// INVLPGB, by its encoding, for assemblers that do not know it.

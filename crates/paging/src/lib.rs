@@ -50,7 +50,7 @@
 //! | `tlb_shootdown.rs` | both ends of a shootdown: asking, answering, waiting |
 //! | `ipi.rs` | requests and acknowledgements between two CPUs |
 //! | [`deferred`] | unmapping now, flushing before I/O or before somebody relies on the entries |
-//! | [`broadcast`] | invalidation on all CPUs by one instruction |
+//! | [`broadcast`], [`tlbi`] | invalidation on all CPUs by one instruction: x86-64's, arm64's |
 //! | [`invalidate`] | the instructions |
 //! | [`error`] | why an operation was refused |
 //! | `shootdown_counters.rs` | what shootdowns cost |
@@ -88,6 +88,7 @@ pub mod stale;
 mod table;
 mod tlb_shootdown;
 pub mod tlb_space;
+pub mod tlbi;
 pub mod walk;
 mod walker;
 pub mod write_protect;
@@ -116,6 +117,7 @@ pub use stale::Stale;
 pub use table::publish_if_empty;
 pub use tlb_shootdown::{TlbCpu, TlbShootdown, TlbShootdownError};
 pub use tlb_space::{Keep, KernelSpace, SpaceKind, TlbSpace, UserSpace};
+pub use tlbi::{Tlbi, TlbiStep};
 pub use walk::Lookup;
 pub use x86_64::{X86, X86_64, X86_64La57};
 pub use young::Young;

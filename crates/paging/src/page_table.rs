@@ -240,11 +240,23 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Drop for Exclusive<'_, F, L,
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Editing {
     live: bool,
+    resizes: bool,
 }
 
 impl Editing {
     /// CPUs may be translating by the table: edits are atomic where hardware could change the entry meanwhile.
-    pub const LIVE: Editing = Editing { live: true };
+    pub const LIVE: Editing = Editing { live: true, resizes: false };
+
+    /// The same on CPUs that let a leaf give way to a table of leaves that say the same, and the other way round, without a
+    /// break, though the format [demands one](PageFormat::BREAK_BEFORE_MAKE).
+    ///
+    /// # Safety
+    ///
+    /// Every CPU that translates by the table has FEAT_BBM level 2 (ID_AA64MMFR2_EL1, bits 52 to 55), and none of its TLB
+    /// conflict aborts is fatal: either it raises none, or the handler invalidates and goes on.
+    pub const unsafe fn live_resizing() -> Editing {
+        Editing { live: true, resizes: true }
+    }
 
     /// No CPU can store through what is edited, nor will while it is being edited: none translates by the table, or all have been
     /// flushed since it was [write-protected](Exclusive::write_protect). Edits are plain stores; of a page that is read
@@ -254,7 +266,17 @@ impl Editing {
     ///
     /// It is so: otherwise written pages are lost as clean.
     pub const unsafe fn quiet() -> Editing {
-        Editing { live: false }
+        Editing { live: false, resizes: false }
+    }
+
+    /// Whether a leaf may become a table, and a table a leaf, by one store.
+    pub(crate) fn resizes<F: PageFormat>(self) -> bool {
+        !F::BREAK_BEFORE_MAKE || !self.live || self.resizes
+    }
+
+    /// Whether an entry's memory type may change by one store.
+    pub(crate) fn retypes<F: PageFormat>(self) -> bool {
+        !F::BREAK_BEFORE_MAKE || !self.live
     }
 
     /// Whether this present leaf can be edited by plain loads and stores.

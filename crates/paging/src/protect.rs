@@ -20,6 +20,14 @@ pub struct Change {
     pub clear: Flags,
 }
 
+impl Change {
+    /// Whether leaves may get another memory type by it, or become every space's.
+    fn retypes(self) -> bool {
+        const TYPES: Flags = Flags::UNCACHED.with(Flags::WRITE_THROUGH);
+        (self.set | self.clear) & TYPES != Flags::NONE || self.set.contains(Flags::GLOBAL)
+    }
+}
+
 /// How one walk edits leaves.
 #[derive(Clone, Copy)]
 enum Way {
@@ -32,6 +40,15 @@ enum Way {
     HandingDown(Editing),
 }
 
+impl Way {
+    fn editing(self) -> Editing {
+        match self {
+            Way::Atomic => Editing::LIVE,
+            Way::Alone(editing) | Way::HandingDown(editing) => editing,
+        }
+    }
+}
+
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// Changes the flags of every leaf in the span, each by one atomic exchange. Written pages stay known as written
     /// unless [`Flags::DIRTY`] is cleared. Read-only tables on the way are handed down first.
@@ -42,8 +59,9 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// # Errors
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
-    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Global`](PagingError::Global).
-    /// Nothing has changed.
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Global`](PagingError::Global),
+    /// [`NeedsBreak`](PagingError::NeedsBreak) if memory types are to change, or leaves to become global, that CPUs may be using
+    /// and the format does not let them see changed: unmap and map them again. Nothing has changed.
     pub fn protect(&mut self, span: VirtRange, change: Change) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Atomic)
     }
@@ -66,6 +84,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let (first, end) = self.check(span)?;
         self.check_flags(change.set, span.start())?;
         self.check_ends(first, end)?;
+        if change.retypes() && !way.editing().retypes::<F>() {
+            return Err(PagingError::NeedsBreak { at: span.start() });
+        }
         let root = self.table(self.root);
         let mut edit = Edit::new(change, way);
         self.protect_table(root, Self::ROOT, first, end, None, &mut edit);

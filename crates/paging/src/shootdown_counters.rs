@@ -55,8 +55,10 @@ counts! {
     elided,
     /// Pages that flushes of ranges named.
     pages,
-    /// Flushes done by one instruction that reaches all CPUs.
+    /// Flushes done by instructions that reach all CPUs.
     broadcasts,
+    /// How many of those instructions.
+    instructions,
     /// CPUs that were asked.
     targets,
     /// Of those, CPUs that had to be interrupted; the others had an interrupt under way.

@@ -2,19 +2,28 @@
 //!
 //! On x86-64 a leaf may be replaced by a table, and a table by a leaf, while CPUs translate by it, as long as both say
 //! the same (or nobody minds which): CPUs then use the one or the other until they are flushed (SDM vol. 3A, 4.10.2.3
-//! "Details of TLB Use"). A few old ones had errata against having both cached. On arm64 it needs FEAT_BBM level 2;
-//! without it, detach, flush and map again.
+//! "Details of TLB Use"). A few old ones had errata against having both cached.
+//!
+//! On arm64 a CPU that has both is not told what it will do (Arm ARM, D8.16 "TLB maintenance", break-before-make), unless it
+//! has FEAT_BBM level 2. So there [`split`](Exclusive::split) and [`collapse`](Exclusive::collapse) of what CPUs may be using
+//! are refused, and what can be waited for takes the longer way: [detach](crate::detach) it, flush, and
+//! [`attach`](Exclusive::attach) it in other sizes. Who meets it meanwhile finds it [busy](crate::Lookup::Busy).
+//!
+//! No operation of this crate gives an entry that is present another frame: [owner's entries](crate::owned) and detached ones
+//! stand between, and where both formats are used the flush comes before the new frame.
 
+use crate::detach::Detached;
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
-use crate::format::{Kind, PageFormat, kind};
+use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES, slots};
 use crate::memory::{TableContent, TableMemory};
 use crate::page_table::{Editing, Exclusive, Tree};
 use crate::run::Leaf;
 use crate::stale::Stale;
 use crate::table::Table;
+use crate::walker;
 use hugemm_base::{PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
@@ -26,12 +35,16 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
-    /// [`NoTable`](PagingError::NoTable) when memory for tables runs out. Nothing has changed.
+    /// [`NoTable`](PagingError::NoTable) when memory for tables runs out, [`NeedsBreak`](PagingError::NeedsBreak) if there
+    /// is something to split and it cannot be done in place. Nothing has changed.
     pub fn split(&mut self, span: VirtRange, to: PageSize, editing: Editing) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
         let root = self.tree.table(self.tree.root);
         let to = level::of(to);
-        let need = self.tree.count_splits(root, Tree::<F, M>::ROOT, first, end, to);
+        let need = self.tree.count_splits(root, Tree::<F, M>::ROOT, first, end, to, false);
+        if need > 0 && !editing.resizes::<F>() {
+            return Err(PagingError::NeedsBreak { at: span.start() });
+        }
         let mut stock = Stock::fill(&mut self.tree, need)?;
         let mut stale = Stale::new(span);
         self.tree.split(root, Tree::<F, M>::ROOT, first, end, to, editing, &mut stock, &mut stale);
@@ -50,12 +63,13 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// [`NotUniform`](PagingError::NotUniform) names the first entry that does not fit,
-    /// [`NotMapped`](PagingError::NotMapped) says that there is no table, [`OutOfBounds`](PagingError::OutOfBounds).
-    /// Nothing has changed.
+    /// [`NotMapped`](PagingError::NotMapped) says that there is no table, [`NeedsBreak`](PagingError::NeedsBreak) that it
+    /// cannot be replaced in place, [`OutOfBounds`](PagingError::OutOfBounds). Nothing has changed.
     pub fn collapse(
         &mut self,
         at: VirtAddr,
         size: PageSize,
+        editing: Editing,
         old_table: impl FnOnce(Pfn),
     ) -> Result<Stale, PagingError> {
         let level = level::of(size);
@@ -68,8 +82,14 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         if found != level || kind::<F>(entry, level) != Kind::Table {
             return Err(PagingError::NotMapped { at });
         }
+        if !editing.resizes::<F>() {
+            return Err(PagingError::NeedsBreak { at });
+        }
         let below = self.tree.below(entry);
-        let (frame, flags) = uniform::<F>(below, level - 1, page)?;
+        let (frame, mut flags) = uniform::<F>(below, level - 1, page)?;
+        if flags.contains(Flags::WRITE) {
+            flags = flags | Flags::DIRTY;
+        }
         let new = Leaf { frame, size, flags };
         if !new.fits::<F>(level) {
             return Err(PagingError::NotUniform { at });
@@ -79,6 +99,43 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         old_table(F::frame(entry));
         Ok(Stale::new(block).with_tables(1, level - 1))
     }
+
+    /// Makes what was detached, and has been flushed, present again: in leaves of `size` where it can be. Larger ones become
+    /// tables of them; tables of smaller ones become leaves of up to that size where they map one aligned block with one set of
+    /// flags, accessed or dirty if any of them was. All else is as it was. Tables that are needed no longer are given back at
+    /// once; no flush is owed.
+    ///
+    /// Together with [detaching](Exclusive::detach) and the flush this is break-before-make, for any format. Reads 8 bytes per
+    /// entry of the tables that `size` concerns.
+    ///
+    /// # Errors
+    ///
+    /// [`NoTable`](PagingError::NoTable) when memory for tables runs out: everything is present again, in its former sizes.
+    /// [`Foreign`](PagingError::Foreign): it is another table's, and stays blocked.
+    pub fn attach(&mut self, detached: Detached, size: PageSize) -> Result<(), PagingError> {
+        let span = detached.range();
+        let Some((first, end)) = self.to_attach(detached).map_err(|(error, _)| error)? else { return Ok(()) };
+        let (root, to) = (self.tree.table(self.tree.root), level::of(size));
+        let need = self.tree.count_splits(root, Tree::<F, M>::ROOT, first, end, to, true);
+        let stock = Stock::fill(&mut self.tree, need);
+        let done = stock.as_ref().map(|_| ()).map_err(|error| *error);
+        let mut resize = stock.ok().map(|stock| Resize { to, stock });
+        self.tree.attach(root, Tree::<F, M>::ROOT, first, end, &mut resize);
+        if let Some(Resize { stock, .. }) = resize {
+            stock.empty(&mut self.tree);
+        }
+        walker::published();
+        self.outstanding().remove(span);
+        done
+    }
+}
+
+/// What attaching changes.
+struct Resize {
+    /// Level of the leaves that are wanted.
+    to: u32,
+    /// As many tables as it takes.
+    stock: Stock,
 }
 
 /// First frame and common flags of 512 leaves that make one, or where they do not.
@@ -94,9 +151,6 @@ fn uniform<F: PageFormat>(table: Table, level: u32, page: u64) -> Result<(Pfn, F
             return Err(PagingError::NotUniform { at: level::address(page + index as u64 * level::pages(level)) });
         }
         seen = seen | F::flags(entry);
-    }
-    if seen.contains(Flags::WRITE) {
-        seen = seen | Flags::DIRTY;
     }
     Ok((F::frame(first), seen))
 }
@@ -179,16 +233,22 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         }
     }
 
-    /// How many tables it takes to split everything in `first..end` down to level `to`.
-    fn count_splits(&self, table: Table, level: u32, first: u64, end: u64, to: u32) -> u64 {
+    /// How many tables it takes to split everything in `first..end` down to level `to`: what is present, or what is `detached`.
+    fn count_splits(&self, table: Table, level: u32, first: u64, end: u64, to: u32, detached: bool) -> u64 {
         if level <= to {
             return 0;
         }
         let mut need = 0;
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
+            // What is below a detached entry is present.
+            let (entry, below) = match kind::<F>(entry, level) {
+                Kind::Detached if detached => (entry ^ F::DETACHED, false),
+                Kind::Leaf if detached => continue,
+                _ => (entry, detached),
+            };
             need += match kind::<F>(entry, level) {
-                Kind::Table => self.count_splits(self.below(entry), level - 1, slot.first, slot.end, to),
+                Kind::Table => self.count_splits(self.below(entry), level - 1, slot.first, slot.end, to, below),
                 // Itself, and those of its parts that are in the range.
                 Kind::Leaf => {
                     1 + if level - 1 > to { slots(slot.first, slot.end, level - 1).count() as u64 } else { 0 }
@@ -230,6 +290,64 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             };
             self.split(below, level - 1, slot.first, slot.end, to, editing, stock, stale);
         }
+    }
+
+    /// Makes what is detached in `first..end` present, resized if it is to be.
+    fn attach(&mut self, table: Table, level: u32, first: u64, end: u64, resize: &mut Option<Resize>) {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Detached => {
+                    let entry = entry ^ F::DETACHED;
+                    let new = match resize {
+                        // SAFETY: it was hidden before a flush that has taken place.
+                        Some(resize) => unsafe { self.resized(entry, level, resize) },
+                        None => entry,
+                    };
+                    table.publish(slot.index, new);
+                }
+                // A whole one was hooked in since, unless it could not be hidden.
+                Kind::Table if !slot.whole || !self.may_unhook(level) => {
+                    self.attach(self.below(entry), level - 1, slot.first, slot.end, resize);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// What stands for a present entry of `level` with leaves of the wanted size below it.
+    ///
+    /// # Safety
+    ///
+    /// No CPU walks what is below it, nor has anything of it cached.
+    unsafe fn resized(&mut self, entry: u64, level: u32, resize: &mut Resize) -> u64 {
+        let (entry, below) = match kind::<F>(entry, level) {
+            Kind::Leaf if level > resize.to => {
+                let Some(frame) = resize.stock.take(self) else { return entry };
+                let below = self.table(frame);
+                fill_split::<F>(below, entry, level);
+                (F::table(frame), below)
+            }
+            Kind::Table => (entry, self.below(entry)),
+            _ => return entry,
+        };
+        // Leaves of 4 KiB are as small as there are.
+        if level > 1 {
+            for index in 0..ENTRIES {
+                let seen = below.get(index);
+                // SAFETY: reached through this entry only.
+                below.set(index, unsafe { self.resized(seen, level - 1, resize) });
+            }
+        }
+        let joined = (level <= resize.to).then(|| uniform::<F>(below, level - 1, 0).ok()).flatten();
+        let Some((frame, flags)) = joined else { return entry };
+        let flags = if is_read_only::<F>(entry) { flags.without(Flags::WRITE) } else { flags };
+        if !(Leaf { frame, size: level::size(level), flags }).fits::<F>(level) {
+            return entry;
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.memory.free(F::frame(entry)) };
+        F::leaf(frame, level, flags)
     }
 }
 

@@ -289,10 +289,13 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 own.counters.flushes_range.add(1);
                 own.counters.pages.add(request.what.ranges.touched(request.what.stride));
             }
-            if !request.unload && self.hw.broadcast(me, request.scope, &request.what) {
-                own.counters.broadcasts.add(1);
-            } else {
-                self.shoot_by_interrupt(cx, me, users, lazy, request);
+            let everywhere = if request.unload { None } else { self.hw.broadcast(me, request.scope, &request.what) };
+            match everywhere {
+                Some(instructions) => {
+                    own.counters.broadcasts.add(1);
+                    own.counters.instructions.add(instructions);
+                }
+                None => self.shoot_by_interrupt(cx, me, users, lazy, request),
             }
         });
         core::mem::forget(whole);

@@ -4,14 +4,24 @@
 mod world;
 
 use hugemm_base::{CpuId, Extent};
-use world::{Plant, World};
+use hugemm_host::mmu::Tables;
+use hugemm_paging::{Aarch64, PageFormat};
+use world::{Plant, Resizing, World};
+
+/// arm64 CPUs, whose entries have to be broken before they change size, and such as let them change.
+const ARM64: Tables = Tables::Arm64 { resizes: false };
+const ARM64_RESIZES: Tables = Tables::Arm64 { resizes: true };
 
 /// Steps of one run.
 const STEPS: usize = 400;
 
 fn run(seed: u64, plant: Option<Plant>) -> Result<(), String> {
+    run_on::<hugemm_paging::X86_64>(Tables::X86_64, seed, plant)
+}
+
+fn run_on<F: PageFormat>(walks: Tables, seed: u64, plant: Option<Plant>) -> Result<(), String> {
     world::with_memory(|memory| {
-        let mut world = World::new(memory, seed, plant);
+        let mut world = World::<F>::on(walks, memory, seed, plant);
         for _ in 0..STEPS {
             world.step()?;
         }
@@ -26,6 +36,47 @@ fn a_random_workload_meets_nothing_stale() {
         if let Err(error) = run(seed, None) {
             panic!("seed {seed}: {error}");
         }
+    }
+}
+
+/// The same on arm64, where two translations of one address that differ are a violation.
+#[test]
+fn a_random_workload_breaks_before_it_makes() {
+    for seed in 0..20 {
+        if let Err(error) = run_on::<Aarch64>(ARM64, seed, None) {
+            panic!("seed {seed}: {error}");
+        }
+    }
+}
+
+/// A page that gets another frame before the old translation is flushed.
+#[test]
+fn a_frame_that_is_made_before_it_is_broken() {
+    let error = (0..40).find_map(|seed| run_on::<Aarch64>(ARM64, seed, Some(Plant::MapBeforeFlush)).err());
+    assert!(error.as_ref().is_some_and(|error| error.contains("two translations")), "{error:?}");
+}
+
+/// Whether a page that changes its size so, in use, is all right: in twenty runs, or not in all of them.
+fn resizes<F: PageFormat>(walks: Tables, how: Resizing) -> Result<(), String> {
+    (0..20).try_for_each(|seed| world::with_memory(|memory| World::<F>::on(walks, memory, seed, None).resize(how)))
+}
+
+#[test]
+fn pages_in_use_change_their_size() {
+    use hugemm_paging::X86_64;
+    let (in_place, broken) = (Resizing::InPlace, Resizing::Broken { flushed: true });
+    for (done, what) in [
+        (resizes::<X86_64>(Tables::X86_64, in_place), "x86-64, in place"),
+        (resizes::<X86_64>(Tables::X86_64, broken), "x86-64, broken"),
+        (resizes::<Aarch64>(ARM64_RESIZES, in_place), "arm64, in place"),
+        (resizes::<Aarch64>(ARM64_RESIZES, broken), "arm64, broken"),
+        (resizes::<Aarch64>(ARM64, broken), "arm64 without FEAT_BBM, broken"),
+    ] {
+        assert_eq!(done, Ok(()), "{what}");
+    }
+    for how in [in_place, Resizing::Broken { flushed: false }] {
+        let error = resizes::<Aarch64>(ARM64, how).expect_err("not noticed");
+        assert!(error.contains("two translations"), "{how:?} was noticed as: {error}");
     }
 }
 
@@ -90,11 +141,15 @@ fn a_deferred_unmap_that_nobody_flushes() {
 /// access meets a freed frame.
 #[test]
 fn threads_race_with_the_hardware() {
-    world::with_memory(|memory| {
-        let world = World::new(memory, 1, None);
-        world.race(CpuId(0), [CpuId(1), CpuId(2)]);
-        assert_eq!(world.mmu().check(), Ok(()));
-    });
+    fn race<F: PageFormat>(walks: Tables) {
+        world::with_memory(|memory| {
+            let world = World::<F>::on(walks, memory, 1, None);
+            world.race(CpuId(0), [CpuId(1), CpuId(2)]);
+            assert_eq!(world.mmu().check(), Ok(()));
+        });
+    }
+    race::<hugemm_paging::X86_64>(Tables::X86_64);
+    race::<Aarch64>(ARM64);
 }
 
 /// A CPU that loads another space over one in which it was lazy, and comes back, is no longer lazy there: a flush asks it.

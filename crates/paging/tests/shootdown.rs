@@ -322,9 +322,9 @@ struct Everywhere(Cell<u64>);
 unsafe impl TlbHw for Everywhere {
     fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
-    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> bool {
+    fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
         self.0.set(self.0.get() + 1);
-        true
+        Some(3)
     }
 
     fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
@@ -346,7 +346,7 @@ fn a_broadcast_interrupts_nobody() {
         cpu.run(|cx| space.switch_in(&shootdown, cx));
     }
     let counts = cpu.run(|cx| change(&shootdown, cx, &space, 5, &ShootdownPolicy::BATCHED));
-    assert_eq!((counts.broadcasts, counts.targets, shootdown.hw().0.get()), (1, 0, 1));
+    assert_eq!((counts.broadcasts, counts.instructions, counts.targets, shootdown.hw().0.get()), (1, 3, 0, 1));
 }
 
 #[test]

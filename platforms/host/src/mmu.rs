@@ -1,7 +1,7 @@
 //! A model of what translates addresses: per-CPU TLBs that are as unhelpful as hardware may be, and an oracle.
 //!
-//! [`Mmu`] has simulated CPUs over a [`Host`]'s memory. Page tables are real x86-64 tables in its frames; what software
-//! does to them is what the model walks. Everything is random but repeatable: the same seed and the same calls on one
+//! [`Mmu`] has simulated CPUs over a [`Host`]'s memory. Page tables are real tables in its frames, x86-64's or
+//! [arm64's](Tables); what software does to them is what the model walks. Everything is random but repeatable: the same seed and the same calls on one
 //! thread give the same run.
 //!
 //! # What a TLB does here
@@ -10,7 +10,8 @@
 //! * It may walk again although it has a translation; then it has both, and picks one at random for each access.
 //! * It keeps entries of upper levels too, those of the kernel's half under the tag of every space that walked them, and
 //!   walks from any of them.
-//! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told.
+//! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told; arm64's do so
+//!   under every tag, and by broadcast.
 //! * A store that it refuses drops the translation, unless it is told to [keep](Mmu::keep_refusals) it.
 //! * It walks speculatively, lazy CPUs included, and sets accessed bits, and dirty bits on stores, by locked updates.
 //!
@@ -21,7 +22,8 @@
 //!
 //! Tests say when frames are [allocated](Mmu::allocated) and [freed](Mmu::freed). Then no access may reach a frame, and no
 //! walk a table, through something remembered from before it was freed; no store may go through an old translation while
-//! the entry says another frame; no CPU may read bytes that another has not published. See [`Violation`].
+//! the entry says another frame; no CPU may read bytes that another has not published; with arm64's tables no CPU may come to
+//! know two translations of one address that differ in size or address. See [`Violation`].
 //!
 //! # Use
 //!
@@ -29,11 +31,13 @@
 //! to other CPUs are served on their behalf. Or one thread per CPU; then each has to call the shootdown's `handle_ipi` between
 //! its steps, as real CPUs take interrupts.
 
+mod entries;
 mod oracle;
 mod platform;
 mod tlb;
 mod walk;
 
+pub use entries::Tables;
 pub use oracle::Violation;
 
 use crate::cpu::{BASE_FRAME, Host};
@@ -70,6 +74,7 @@ pub struct Mmu<'h, 'm> {
     host: &'h Host<'m>,
     cpus: Vec<SimCpu>,
     tags: usize,
+    walks: Tables,
     kernel_root: AtomicU64,
     keeps_refusals: AtomicBool,
     oracle: Oracle,
@@ -146,12 +151,21 @@ impl<'h, 'm> Mmu<'h, 'm> {
             host,
             cpus: (0..cpus.max(1)).map(cpu).collect(),
             tags: tags.max(1),
+            walks: Tables::X86_64,
             kernel_root: AtomicU64::new(0),
             keeps_refusals: AtomicBool::new(false),
             oracle: Oracle::new(host.frames()),
             stores: StoreModel::new(cpus.max(1) as usize, seed),
             random: Mutex::new(Random::new(seed)),
         }
+    }
+
+    /// The same with other tables than x86-64's. With arm64's, translations that refuse a store [stay](Mmu::keep_refusals).
+    #[must_use]
+    pub fn walking(mut self, walks: Tables) -> Self {
+        self.walks = walks;
+        *self.keeps_refusals.get_mut() = walks != Tables::X86_64;
+        self
     }
 
     /// The memory.

@@ -11,8 +11,8 @@ use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::{layout, page_fault, tables};
 use hugemm_paging::{
-    Change, Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run, ShootdownBatch,
-    ShootdownPolicy, TlbSpace, UserSpace,
+    Change, Detached, Editing, Flags, FrameTables, Harvest, Lookup, Mapping, PageTable, PagingError, Run,
+    ShootdownBatch, ShootdownPolicy, TlbSpace, UserSpace,
 };
 use hugemm_vm::Access;
 use hugemm_workloads::shootdown::{self, FromFrames, Operation, ShootdownRig, Shot};
@@ -100,16 +100,32 @@ impl<'a> BareSpace<'a> {
         span: VirtRange,
         visit: impl FnMut(Run),
     ) -> Result<Harvest, PagingError> {
-        let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
-        let mut batch = ShootdownBatch::new(&self.tlb);
-        let pending = batch.detached(unhooked).map_err(|_| PagingError::Foreign)?;
-        let Some(pending) = pending else { return Ok(Harvest::default()) };
-        let receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
-        let detached = pending.release(&receipt).unwrap_or_else(|_| panic!("a flush that does not pay its own debt"));
+        let Some(detached) = self.detach_and_flush(cx, span)? else { return Ok(Harvest::default()) };
         self.table.exclusive(memory(cx)).harvest(detached, Flags::HARDWARE, visit).map_err(|(error, _)| error)
     }
 
-    /// The same in the wrong order, on purpose: what was mapped is given to `visit`, and then `reuse` runs, before the
+    /// Maps what is mapped in a span by leaves of another size: break, flush, make. Who touches it meanwhile waits.
+    pub fn resize(&self, cx: &mut CpuCx<'static, Kernel>, span: VirtRange, size: PageSize) -> Result<(), PagingError> {
+        match self.detach_and_flush(cx, span)? {
+            Some(detached) => self.table.exclusive(memory(cx)).attach(detached, size),
+            None => Ok(()),
+        }
+    }
+
+    fn detach_and_flush(
+        &self,
+        cx: &mut CpuCx<'static, Kernel>,
+        span: VirtRange,
+    ) -> Result<Option<Detached>, PagingError> {
+        let unhooked = self.table.exclusive(memory(cx)).detach(span, Editing::LIVE)?;
+        let mut batch = ShootdownBatch::new(&self.tlb);
+        let pending = batch.detached(unhooked).map_err(|_| PagingError::Foreign)?;
+        let Some(pending) = pending else { return Ok(None) };
+        let receipt = batch.flush(shootdown(), cx, &ShootdownPolicy::BATCHED);
+        Ok(Some(pending.release(&receipt).unwrap_or_else(|_| panic!("a flush that does not pay its own debt"))))
+    }
+
+    /// Unmaps in the wrong order, on purpose: what was mapped is given to `visit`, and then `reuse` runs, before the
     /// flush.
     pub fn unmap_before_flush(
         &self,

@@ -5,6 +5,7 @@ mod extremes;
 mod mapping;
 mod races;
 mod refusals;
+mod resizing;
 mod rights;
 #[path = "../support/mod.rs"]
 mod support;

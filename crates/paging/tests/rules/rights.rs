@@ -130,9 +130,11 @@ fn what_is_stale_knows_its_page_size() {
     let stale = table.exclusive(&heap).split(span(0, 1), Size2M, Editing::LIVE).expect("memory");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, false));
     let mut old = Vec::new();
-    let stale = table.exclusive(&heap).collapse(at(0), Size1G, |table| old.push(table)).expect("uniform");
+    let stale =
+        table.exclusive(&heap).collapse(at(0), Size1G, Editing::LIVE, |table| old.push(table)).expect("uniform");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size2M, true));
-    let stale = table.exclusive(&heap).collapse(at(GIB), Size2M, |table| old.push(table)).expect("uniform");
+    let stale =
+        table.exclusive(&heap).collapse(at(GIB), Size2M, Editing::LIVE, |table| old.push(table)).expect("uniform");
     assert_eq!((stale.entries(), stale.stride(), stale.tables()), (1, Size4K, true));
     // SAFETY: nothing walks them any more.
     old.into_iter().for_each(|table| unsafe { hugemm_paging::TableMemory::free(&mut &heap, table) });
@@ -236,7 +238,10 @@ fn a_read_only_table_is_joined_and_divided_as_it_was() {
     assert_eq!(stale.entries(), 1);
     let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
     let mut old = None;
-    let _ = table.exclusive(&heap).collapse(at(0), PageSize::Size2M, |table| old = Some(table)).expect("uniform");
+    let _ = table
+        .exclusive(&heap)
+        .collapse(at(0), PageSize::Size2M, Editing::LIVE, |table| old = Some(table))
+        .expect("uniform");
     assert!(!write(5));
     // SAFETY: nothing walks it any more.
     unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("the table")) };

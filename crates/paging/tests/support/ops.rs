@@ -33,6 +33,11 @@ pub enum Op {
     Harvest {
         which: usize,
     },
+    Attach {
+        which: usize,
+        size: PageSize,
+        fail: Option<u64>,
+    },
     Protect {
         first: u64,
         pages: u64,
@@ -55,10 +60,12 @@ pub enum Op {
     Split {
         first: u64,
         pages: u64,
+        resizes: bool,
         fail: Option<u64>,
     },
     Collapse {
         block: u64,
+        resizes: bool,
     },
     /// The leaf gives way to the owner's word.
     Away {
@@ -93,7 +100,7 @@ pub fn op() -> impl Strategy<Value = Op> {
     );
     let runs = prop::collection::vec(run, 1..5);
     prop_oneof![
-        6 => (0..PAGES, prop::bool::ANY, runs, 0_u8..32, size, prop::bool::ANY, fail.clone()).prop_map(
+        6 => (0..PAGES, prop::bool::ANY, runs, 0_u8..32, size.clone(), prop::bool::ANY, fail.clone()).prop_map(
             |(first, aligned, runs, flags, largest, shared, fail)| {
                 let first = if aligned { first & !511 } else { first };
                 Op::Map { first, runs, flags, largest, shared, fail }
@@ -101,13 +108,15 @@ pub fn op() -> impl Strategy<Value = Op> {
         ),
         4 => (range(), prop::bool::ANY).prop_map(|((first, pages), live)| Op::Detach { first, pages, live }),
         3 => (0_usize..8).prop_map(|which| Op::Harvest { which }),
+        3 => (0_usize..8, size, fail.clone()).prop_map(|(which, size, fail)| Op::Attach { which, size, fail }),
         2 => (range(), 0_u8..32, 0_u8..32, prop::bool::ANY)
             .prop_map(|((first, pages), set, clear, shared)| Op::Protect { first, pages, set, clear, shared }),
         2 => range().prop_map(|(first, pages)| Op::WriteProtect { first, pages }),
         1 => range().prop_map(|(first, pages)| Op::Age { first, pages }),
         3 => (0..PAGES, prop::bool::ANY).prop_map(|(page, write)| Op::Access { page, write }),
-        1 => (range(), fail).prop_map(|((first, pages), fail)| Op::Split { first, pages, fail }),
-        1 => (0..PAGES / 512).prop_map(|block| Op::Collapse { block }),
+        1 => (range(), prop::bool::ANY, fail)
+            .prop_map(|((first, pages), resizes, fail)| Op::Split { first, pages, resizes, fail }),
+        1 => (0..PAGES / 512, prop::bool::ANY).prop_map(|(block, resizes)| Op::Collapse { block, resizes }),
         3 => (0..PAGES, 0_u64..1 << 52).prop_map(|(page, word)| Op::Away { page, word }),
         2 => (0_usize..64, 0_u8..3).prop_map(|(which, next)| Op::Back { which, next }),
         1 => (0..PAGES, prop_oneof![Just(PageSize::Size4K), Just(PageSize::Size2M)], 0_u64..1 << 52)
@@ -119,6 +128,12 @@ pub fn op() -> impl Strategy<Value = Op> {
 fn flags(bits: u8) -> Flags {
     let all = [Flags::WRITE, Flags::EXEC, Flags::USER, Flags::OWNER1, Flags::DIRTY];
     all.into_iter().enumerate().filter(|(bit, _)| bits >> bit & 1 != 0).fold(Flags::NONE, |sum, (_, flag)| sum | flag)
+}
+
+/// Nobody translates by what is edited but the test itself; `resizes`: the CPUs that would are said to be able to.
+fn editing(resizes: bool) -> Editing {
+    // SAFETY: no CPU translates by the table.
+    if resizes { unsafe { Editing::live_resizing() } } else { Editing::LIVE }
 }
 
 /// One page of the oracle.
@@ -198,15 +213,19 @@ impl<F: PageFormat> State<'_, F> {
                 let waiting = self.waiting.remove(which % self.waiting.len());
                 self.harvest(waiting);
             }
-            Op::Harvest { .. } => {}
+            Op::Attach { which, size, fail } if !self.waiting.is_empty() => {
+                let waiting = self.waiting.remove(which % self.waiting.len());
+                self.attach(waiting, *size, *fail);
+            }
+            Op::Harvest { .. } | Op::Attach { .. } => {}
             Op::Protect { first, pages, set, clear, shared } => {
                 self.protect(BASE + first, *pages, flags(*set), flags(*clear), *shared);
             }
             Op::WriteProtect { first, pages } => self.write_protect(BASE + first, *pages),
             Op::Age { first, pages } => self.age(BASE + first, *pages),
             Op::Access { page, write } => self.access(BASE + page, *write),
-            Op::Split { first, pages, fail } => self.split(BASE + first, *pages, *fail),
-            Op::Collapse { block } => self.collapse(BASE + block * 512),
+            Op::Split { first, pages, resizes, fail } => self.split(BASE + first, *pages, *resizes, *fail),
+            Op::Collapse { block, resizes } => self.collapse(BASE + block * 512, *resizes),
             Op::Away { page, word } => self.take_away(BASE + page, *word),
             Op::Back { which, next } => self.bring_back(*which, *next),
             Op::Enter { page, size, word } => self.enter(BASE + page, *size, *word),
@@ -491,23 +510,74 @@ impl<F: PageFormat> State<'_, F> {
         }
     }
 
-    fn split(&mut self, first: u64, pages: u64, fail: Option<u64>) {
+    /// What is in the span is split in place; where the format does not let it, nothing is.
+    fn split(&mut self, first: u64, pages: u64, resizes: bool, fail: Option<u64>) {
         let before = self.heap.live();
+        let large = (first..first + pages).any(|page| self.leaf_pages(page).1 > 1);
         let (result, failed) = self.failing(fail, || {
-            self.table.exclusive(self.heap).split(span(first, pages), PageSize::Size4K, Editing::LIVE)
+            self.table.exclusive(self.heap).split(span(first, pages), PageSize::Size4K, editing(resizes))
         });
         match result {
-            Ok(stale) => assert_eq!(self.heap.live() as u64, before as u64 + stale.entries()),
+            Ok(stale) => {
+                assert!(!large || resizes || !F::BREAK_BEFORE_MAKE);
+                assert_eq!(self.heap.live() as u64, before as u64 + stale.entries());
+            }
             Err(error) => {
-                assert_eq!(error, PagingError::NoTable);
-                assert!(failed && self.heap.live() == before);
+                if F::BREAK_BEFORE_MAKE && !resizes {
+                    assert_eq!(error, PagingError::NeedsBreak { at: at(first) });
+                    assert!(large);
+                } else {
+                    assert_eq!(error, PagingError::NoTable);
+                    assert!(failed);
+                }
+                assert!(self.heap.live() == before);
             }
         }
     }
 
-    fn collapse(&mut self, block: u64) {
+    /// What was detached comes back, in other sizes.
+    fn attach(&mut self, waiting: Waiting, size: PageSize, fail: Option<u64>) {
+        let Waiting { detached, pages, away, blurred } = waiting;
+        let range = detached.range();
+        let (result, failed) = self.failing(fail, || self.table.exclusive(self.heap).attach(detached, size));
+        assert!(result == Ok(()) || result == Err(PagingError::NoTable) && failed, "{result:?}");
+        for (first, (size, word)) in away {
+            let flags = Flags::WRITE | Flags::ACCESSED;
+            self.away.insert(first, (word, Leaf { frame: Pfn::new(first & 0xffff), size, flags }));
+        }
+        let block = |page: u64| page & !511..(page & !511) + 512;
+        for (&page, &(frame, mut flags)) in &pages {
+            let Lookup::Mapped(leaf) = self.table.shared(self.heap).lookup(at(page)) else {
+                panic!("{page} is not back")
+            };
+            if result.is_ok() {
+                assert!(leaf.size <= size, "{page} is as large as it was");
+            }
+            let whole = block(page).start >= range.first_page() && block(page).end <= range.end_page();
+            let one = |(at, (other, theirs)): (&u64, &Page)| {
+                (other % 512, other.wrapping_sub(*at)) == (at % 512, frame.wrapping_sub(page))
+                    && theirs.without(Flags::HARDWARE) == flags.without(Flags::HARDWARE)
+            };
+            let mates = || pages.range(block(page));
+            if leaf.size > PageSize::Size4K {
+                assert!(leaf.size == PageSize::Size2M && mates().count() == 512);
+                flags = mates().fold(flags, |sum, (_, (_, theirs))| sum | *theirs & Flags::HARDWARE);
+            } else if result.is_ok() && size > PageSize::Size4K && whole && flags.contains(Flags::WRITE) {
+                let blurred = blurred.range(block(page)).next().is_some();
+                assert!(blurred || mates().count() < 512 || !mates().all(one), "{page} could be in a leaf of 2 MiB");
+            }
+            if blurred.contains(&page) && !leaf.flags.contains(Flags::WRITE) {
+                flags = flags.without(Flags::WRITE);
+            }
+            self.pages.insert(page, (frame, flags));
+        }
+    }
+
+    fn collapse(&mut self, block: u64, resizes: bool) {
         let mut old = None;
-        let result = self.table.exclusive(self.heap).collapse(at(block), PageSize::Size2M, |table| old = Some(table));
+        let take = |table| old = Some(table);
+        let result = self.table.exclusive(self.heap).collapse(at(block), PageSize::Size2M, editing(resizes), take);
+        assert!(result.is_err() || resizes || !F::BREAK_BEFORE_MAKE);
         if result.is_err() {
             return assert!(old.is_none());
         }

@@ -9,6 +9,7 @@ mod race;
 mod scenes;
 
 pub use frames::with_memory;
+pub use scenes::Resizing;
 
 use frames::{Aligned, Pool};
 use hugemm_base::sync::AtomicU64;
@@ -16,9 +17,10 @@ use hugemm_base::{
     Cpu, CpuCx, CpuId, Invalidation, PAGE_BYTES, Pending, Pfn, PhysAddr, TlbFlush, TlbHw, TlbScope, VirtAddr, VirtRange,
 };
 use hugemm_host::cpu::Host;
-use hugemm_host::mmu::Mmu;
+use hugemm_host::mmu::{Mmu, Tables};
 use hugemm_paging::{
-    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageTable, TlbCpu, TlbShootdown, TlbSpace, UserSpace, X86_64,
+    Deferred, DeferredUnmap, Detached, EditLock, Keep, PageFormat, PageTable, TlbCpu, TlbShootdown, TlbSpace,
+    UserSpace, X86_64,
 };
 use std::cell::{Cell, RefCell};
 
@@ -41,6 +43,7 @@ pub enum Plant {
     ProtectWithoutFlush,
     UpperLevelsKept,
     FreeBeforeDeferredFlush,
+    MapBeforeFlush,
 }
 
 /// The model's hardware; with [`Plant::MissedCpu`], one CPU acknowledges and invalidates nothing.
@@ -55,6 +58,10 @@ unsafe impl TlbHw for Hw<'_> {
         if self.deaf != Some(cpu) {
             self.mmu.invalidate(cpu, scope, what);
         }
+    }
+
+    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+        if self.deaf.is_none() { self.mmu.broadcast(cpu, scope, what) } else { None }
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
@@ -74,19 +81,19 @@ unsafe impl TlbHw for Hw<'_> {
     }
 }
 
-pub struct Space {
-    pub table: PageTable<X86_64, EditLock>,
+pub struct Space<F> {
+    pub table: PageTable<F, EditLock>,
     pub tlb: TlbSpace<UserSpace>,
 }
 
 type Late<'w> = (usize, Pending<Detached, TlbFlush<'w, Deferred, Keep>>);
 
 /// The machine. Everything that it refers to is leaked: a test's worth of memory.
-pub struct World {
+pub struct World<F: PageFormat = X86_64> {
     pub mmu: &'static Mmu<'static, 'static>,
     pub shootdown: TlbShootdown<'static, Hw<'static>>,
     pub pool: Pool,
-    pub spaces: &'static [Space],
+    pub spaces: &'static [Space<F>],
     deferred: &'static DeferredUnmap,
     late: RefCell<Vec<Late<'static>>>,
     /// Per CPU: which space it has, and whether lazily.
@@ -96,12 +103,20 @@ pub struct World {
 }
 
 impl World {
+    /// On x86-64.
     pub fn new(memory: &'static mut [Aligned], seed: u64, plant: Option<Plant>) -> Self {
+        World::on(Tables::X86_64, memory, seed, plant)
+    }
+}
+
+impl<F: PageFormat> World<F> {
+    /// On CPUs that walk such tables, which are those of the format.
+    pub fn on(walks: Tables, memory: &'static mut [Aligned], seed: u64, plant: Option<Plant>) -> Self {
         let bytes: &'static mut [u8] = frames::bytes(memory);
         let place = hugemm_host::cpu::CpuPlace { os_cpu: 0, node: hugemm_base::NodeId(0) };
         let host: &'static Host<'static> = Box::leak(Box::new(Host::new(&[place], bytes).expect("a host")));
         let tags = if seed.is_multiple_of(2) { 1 } else { 2 };
-        let mmu: &'static Mmu<'static, 'static> = Box::leak(Box::new(Mmu::new(host, CPUS, tags, seed)));
+        let mmu: &'static Mmu<'static, 'static> = Box::leak(Box::new(Mmu::new(host, CPUS, tags, seed).walking(walks)));
         let cpus = Box::leak((0..CPUS).map(|_| TlbCpu::default()).collect::<Box<[_]>>());
         let inboxes = Box::leak((0..CPUS).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>());
         let deaf = (plant == Some(Plant::MissedCpu)).then_some(CpuId(1));
@@ -111,7 +126,7 @@ impl World {
         let spaces = (0..SPACES).map(|_| {
             let bounds = VirtRange::new(VirtAddr::new(0), 1 << 46).expect("the lower half");
             // SAFETY: one pool; every detach below is behind the space's flush domain.
-            let table: PageTable<X86_64, EditLock> = unsafe { PageTable::new(&mut &pool, bounds) }.expect("a root");
+            let table: PageTable<F, EditLock> = unsafe { PageTable::new(&mut &pool, bounds) }.expect("a root");
             // SAFETY: each has a table of its own, which stays.
             let tlb = unsafe { TlbSpace::new(&shootdown, table.root().start()) }.expect("fits");
             Space { table, tlb }

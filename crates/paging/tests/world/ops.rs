@@ -5,7 +5,7 @@ use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{Cpu, CpuCx, CpuId, Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::{Fault, Mmu};
 use hugemm_paging::{
-    Change, Detached, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, ShootdownBatch, ShootdownPolicy,
+    Change, Detached, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, PageFormat, ShootdownBatch, ShootdownPolicy,
 };
 
 type Cx<'a, 'p> = CpuCx<'p, Mmu<'a, 'a>>;
@@ -17,7 +17,7 @@ fn span(first: u64, pages: u64) -> VirtRange {
     VirtRange::new(at(first), pages * PAGE_BYTES).expect("a span")
 }
 
-impl World {
+impl<F: PageFormat> World<F> {
     /// Loads or stores at a page of the space that the CPU has.
     pub(super) fn touch(&self, cx: &Cx<'_, '_>) -> Result<(), String> {
         let cpu = CpuId(number(cx) as u32);
@@ -273,17 +273,28 @@ impl World {
             let (from, to) = (self.pool.address(leaf.frame), self.pool.address(new.base()));
             // SAFETY: whole frames; nobody stores to either while the programs are stopped.
             unsafe { to.copy_from_nonoverlapping(from, PAGE_BYTES as usize) };
-            let next = OwnerNext::Leaf(Leaf { frame: new.base(), ..leaf });
-            this.table
-                .shared(&self.pool)
-                .replace_owner(at(page), MOVING, next)
-                .map_err(|found| format!("{found:?}"))?;
-            old = Some(leaf.frame);
+            old = Some(leaf);
+        }
+        let enter = || match old {
+            Some(leaf) => {
+                let next = OwnerNext::Leaf(Leaf { frame: new.base(), ..leaf });
+                let entered = this.table.shared(&self.pool).replace_owner(at(page), MOVING, next);
+                entered.map_err(|found| format!("{found:?}"))
+            }
+            None => Ok(()),
+        };
+        // Where an entry may change its frame, nobody minds which of the two a CPU uses that has been stopped.
+        let early = !F::BREAK_BEFORE_MAKE || self.planted(Plant::MapBeforeFlush);
+        if early {
+            enter()?;
         }
         self.mmu.meanwhile();
         let mut batch = ShootdownBatch::new(&this.tlb);
-        let debt = old.map(|old| batch.unhooked(old, span(page, 1), PageSize::Size4K, false));
+        let debt = old.map(|old| batch.unhooked(old.frame, span(page, 1), PageSize::Size4K, false));
         let receipt = batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
+        if !early {
+            enter()?;
+        }
         for (cpu, paused) in paused.into_iter().enumerate().filter(|_| stop) {
             self.mmu.pause(CpuId(cpu as u32), paused);
         }

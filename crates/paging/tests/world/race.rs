@@ -3,7 +3,7 @@
 use super::{World, at};
 use hugemm_base::platform::CpuId;
 use hugemm_base::{PAGE_BYTES, PageSize, Pfn, VirtRange};
-use hugemm_paging::{Editing, Flags, Mapping, ShootdownBatch, ShootdownPolicy};
+use hugemm_paging::{Editing, Flags, Mapping, PageFormat, ShootdownBatch, ShootdownPolicy};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Rounds of mapping, ageing and unmapping.
@@ -13,13 +13,13 @@ const ROUNDS: usize = 200;
 const PAGES: u64 = 16;
 
 /// The machine, for several threads: each plays other CPUs, and everything that they share here is made for that.
-struct Shared<'w>(&'w World);
+struct Shared<'w, F: PageFormat>(&'w World<F>);
 
 // SAFETY: threads use the model, the tables, the spaces and the pool, all of which are shareable; the workload's own state
 // (cells) is left alone.
-unsafe impl Sync for Shared<'_> {}
+unsafe impl<F: PageFormat> Sync for Shared<'_, F> {}
 
-impl World {
+impl<F: PageFormat> World<F> {
     /// One CPU maps, ages and unmaps pages while the others store to them.
     pub fn race(&self, manager: CpuId, users: [CpuId; 2]) {
         let (shared, stop) = (Shared(self), AtomicBool::new(false));
@@ -34,7 +34,7 @@ impl World {
     }
 }
 
-impl Shared<'_> {
+impl<F: PageFormat> Shared<'_, F> {
     fn use_pages(&self, cpu: CpuId, stop: &AtomicBool) {
         let (world, space) = (self.0, &self.0.spaces[0]);
         world.mmu.as_cpu(cpu, |cx| {

@@ -4,9 +4,18 @@ use super::{World, at};
 use hugemm_base::{CpuCx, CpuId, Extent, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{
-    Editing, Flags, KernelSpace, Mapping, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory, TlbSpace, UserSpace,
-    X86_64,
+    Editing, Flags, KernelSpace, Lookup, Mapping, PageFormat, PageTable, ShootdownBatch, ShootdownPolicy, TableMemory,
+    TlbSpace, UserSpace, X86_64,
 };
+
+/// How a page gets another size.
+#[derive(Clone, Copy, Debug)]
+pub enum Resizing {
+    /// By one store, and a flush after it.
+    InPlace,
+    /// Detached, flushed (or not) and attached.
+    Broken { flushed: bool },
+}
 
 const SMALL: Mapping = Mapping { flags: Flags::WRITE.with(Flags::USER), largest: PageSize::Size4K };
 
@@ -20,7 +29,7 @@ fn span(first: u64, pages: u64) -> VirtRange {
     VirtRange::new(at(first), pages << 12).expect("a span")
 }
 
-impl World {
+impl<F: PageFormat> World<F> {
     fn checked(&self) -> Result<(), String> {
         (0..200).for_each(|_| self.mmu.meanwhile());
         self.mmu.check().map_err(|violation| violation.to_string())
@@ -41,6 +50,61 @@ impl World {
         let detached = debt.release(&batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED)).expect("paid");
         let give = |run: hugemm_paging::Run| self.pool.give(run.extent);
         this.table.exclusive(&self.pool).harvest(detached, Flags::NONE, give).expect("its own");
+    }
+
+    /// A page of 2 MiB becomes pages of 4 KiB and the other way round, as `how` says, while the other CPU uses it.
+    pub fn resize(&self, how: Resizing) -> Result<(), String> {
+        let (this, block) = (&self.spaces[0], self.block());
+        let large = Mapping { largest: PageSize::Size2M, ..SMALL };
+        this.table.shared(&self.pool).map(span(512, 512), [block], large).expect("free");
+        self.mmu.as_cpu(OTHER, |cx| this.tlb.switch_in(&self.shootdown, cx));
+        for turn in 0..12 {
+            let use_it = |page| _ = self.mmu.store(OTHER, at(512 + page % 512), page);
+            (0..8).for_each(|page| use_it(turn * 77 + page));
+            let to = if turn % 2 == 0 { PageSize::Size4K } else { PageSize::Size2M };
+            self.mmu.as_cpu(ME, |cx| match how {
+                Resizing::InPlace => self.resize_in_place(cx, to),
+                Resizing::Broken { flushed } => self.break_and_make(cx, to, flushed),
+            });
+            self.mmu.meanwhile();
+        }
+        let whole = this.table.shared(&self.pool).lookup(at(512));
+        assert!(matches!(whole, Lookup::Mapped(leaf) if leaf.size == PageSize::Size2M && leaf.frame == block.base()));
+        self.checked()
+    }
+
+    fn resize_in_place(&self, cx: &Cx<'_>, to: PageSize) {
+        let this = &self.spaces[0];
+        // SAFETY: what the model's hardware can is the test's subject.
+        let editing = unsafe { Editing::live_resizing() };
+        let mut old: Option<Pfn> = None;
+        let mut table = this.table.exclusive(&self.pool);
+        let stale = match to {
+            PageSize::Size4K => table.split(span(512, 512), to, editing),
+            _ => table.collapse(at(512), to, editing, |table| old = Some(table)),
+        };
+        drop(table);
+        let mut batch = ShootdownBatch::new(&this.tlb);
+        batch.stale(stale.expect("one page, or one table"));
+        self.mmu.meanwhile();
+        batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED);
+        // SAFETY: every CPU that could walk it has been flushed.
+        old.into_iter().for_each(|old| unsafe { (&self.pool).free(old) });
+    }
+
+    fn break_and_make(&self, cx: &Cx<'_>, to: PageSize, flushed: bool) {
+        let this = &self.spaces[0];
+        let unhooked = this.table.exclusive(&self.pool).detach(span(512, 512), Editing::LIVE).expect("all of it");
+        self.mmu.meanwhile();
+        let detached = if flushed {
+            let mut batch = ShootdownBatch::new(&this.tlb);
+            let debt = batch.detached(unhooked).expect("its own").expect("something");
+            debt.release(&batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED)).expect("paid")
+        } else {
+            // SAFETY: none: this is the bug.
+            unsafe { unhooked.assume_flushed() }
+        };
+        this.table.exclusive(&self.pool).attach(detached, to).expect("its own");
     }
 
     /// The other CPU idles lazily in a space, loads another one, returns, and a page goes.
@@ -88,7 +152,8 @@ impl World {
         let this = &self.spaces[space];
         let mut old: Option<Pfn> = None;
         let mut table = this.table.exclusive(&self.pool);
-        let stale = table.collapse(at(page), PageSize::Size2M, |table| old = Some(table)).expect("uniform");
+        let stale =
+            table.collapse(at(page), PageSize::Size2M, Editing::LIVE, |table| old = Some(table)).expect("uniform");
         drop(table);
         let mut batch = ShootdownBatch::new(&this.tlb);
         batch.stale(stale);
@@ -133,7 +198,7 @@ impl World {
         });
         let mut old: Option<Pfn> = None;
         let mut table = kernel.exclusive(&self.pool);
-        let stale = table.collapse(at(0), PageSize::Size2M, |table| old = Some(table)).expect("uniform");
+        let stale = table.collapse(at(0), PageSize::Size2M, Editing::LIVE, |table| old = Some(table)).expect("uniform");
         drop(table);
         self.mmu.as_cpu(ME, |cx| {
             let mut batch = ShootdownBatch::new(&half);

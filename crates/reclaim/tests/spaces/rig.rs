@@ -62,9 +62,9 @@ unsafe impl TlbHw for Deaf<'_> {
         }
     }
 
-    fn broadcast(&self, cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> bool {
+    fn broadcast(&self, cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
         self.asking.pass(cpu.0);
-        false
+        None
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

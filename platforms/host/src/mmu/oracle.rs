@@ -57,6 +57,14 @@ pub enum Violation {
         /// The frame.
         frame: Pfn,
     },
+    /// A CPU came to know two translations of an address that differ in size or address, where tables are arm64's: an entry
+    /// was changed in place that had to be broken first.
+    Conflict {
+        /// The CPU.
+        cpu: CpuId,
+        /// The address.
+        at: VirtAddr,
+    },
     /// An entry points outside memory.
     Wild {
         /// The address.
@@ -78,6 +86,9 @@ impl fmt::Display for Violation {
                 write!(f, "{cpu} stored at {at} through a stale translation to {frame}; the store is lost")
             }
             Violation::Unpublished { cpu, at } => write!(f, "{cpu} read {at} before it was published"),
+            Violation::Conflict { cpu, at } => {
+                write!(f, "{cpu} has two translations of {at}: an entry was changed that had to be broken first")
+            }
             Violation::FreedTwice { frame } => write!(f, "{frame} was freed twice"),
             Violation::Wild { at, frame } => write!(f, "{at} leads to {frame}, which is no memory"),
         }

@@ -1,5 +1,6 @@
 //! The platform's traits for simulated CPUs.
 
+use super::entries::Tables;
 use super::{Mmu, PLAYED, lock};
 use hugemm_base::platform::StoreBuffer;
 use hugemm_base::{
@@ -62,11 +63,22 @@ unsafe impl Cpu for Mmu<'_, '_> {
     }
 }
 
-// SAFETY: `CpuTlb` drops what x86-64's instructions drop; a CPU that nobody plays is served for, the others serve by themselves.
+// SAFETY: `CpuTlb` drops what x86-64's instructions drop, and for arm64 that under every tag; a CPU that nobody plays is served for, the others serve by themselves.
 unsafe impl TlbHw for Mmu<'_, '_> {
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) {
         let mut tlb = self.tlb(cpu);
-        what.on_x86_64(scope, self.tags > 1).for_each(|step| tlb.execute(step, scope, what.tables));
+        let every_tag = self.walks != Tables::X86_64;
+        what.on_x86_64(scope, self.tags > 1).for_each(|step| tlb.execute(step, scope, what.tables, every_tag));
+    }
+
+    fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+        if self.walks == Tables::X86_64 {
+            return None;
+        }
+        self.meanwhile();
+        (0..self.cpus.len() as u32).for_each(|cpu| self.invalidate(CpuId(cpu), scope, what));
+        self.meanwhile();
+        Some(1)
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

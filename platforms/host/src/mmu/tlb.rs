@@ -43,6 +43,17 @@ pub(super) const fn reach(level: u32) -> u64 {
     1 << (PAGE_SHIFT + 9 * level)
 }
 
+/// Whether what two entries of these levels translate, from these addresses on, has an address in common.
+fn overlap(one: (u64, u32), other: (u64, u32)) -> bool {
+    let mask = !(reach(one.1.max(other.1)) - 1);
+    one.0 & mask == other.0 & mask
+}
+
+/// Whether the leaf stands in an entry on the way to the table, the table's own included.
+fn replaces(table: &CachedTable, leaf: &Translation) -> bool {
+    leaf.level > table.level && overlap((table.base, table.level), (leaf.base, leaf.level))
+}
+
 /// One CPU's registers and TLB.
 pub(super) struct CpuTlb {
     pub(super) root: Option<PhysAddr>,
@@ -77,6 +88,25 @@ impl CpuTlb {
     pub(super) fn starts(&self, at: VirtAddr) -> Vec<CachedTable> {
         let fits = |t: &&CachedTable| t.tag == self.tag && at.get().wrapping_sub(t.base) < reach(t.level + 1);
         self.tables.iter().filter(fits).copied().collect()
+    }
+
+    /// Whether a translation that is about to be kept says something else than what is kept of its addresses: of another
+    /// size (unless the CPU `resizes`), or to another frame.
+    pub(super) fn contradicts(&self, new: &Translation, resizes: bool) -> bool {
+        let to = |t: &Translation| t.frame.start().get().wrapping_sub(t.base);
+        self.leaves.iter().any(|old| {
+            (old.global || new.global || old.tag == new.tag)
+                && overlap((old.base, old.level), (new.base, new.level))
+                && (to(old) != to(new) || old.level != new.level && !resizes)
+        }) || self.tables.iter().any(|old| !resizes && old.tag == new.tag && replaces(old, new))
+    }
+
+    /// The same for a table.
+    pub(super) fn contradicts_table(&self, new: &CachedTable, resizes: bool) -> bool {
+        self.tables
+            .iter()
+            .any(|old| (old.tag, old.base, old.level) == (new.tag, new.base, new.level) && old.table != new.table)
+            || self.leaves.iter().any(|old| !resizes && (old.global || old.tag == new.tag) && replaces(new, old))
     }
 
     pub(super) fn insert(&mut self, translation: Translation) {
@@ -117,11 +147,12 @@ impl CpuTlb {
     }
 
     /// Does exactly what an instruction does and no more: less even, where nothing more was asked for. What it must reach
-    /// is of `scope`; upper levels stay unless `tables` are asked for.
-    pub(super) fn execute(&mut self, step: X86Flush, scope: TlbScope, tables: bool) {
+    /// is of `scope`; upper levels stay unless `tables` are asked for. `tags`: what is under every tag goes, not under the
+    /// present one alone.
+    pub(super) fn execute(&mut self, step: X86Flush, scope: TlbScope, tables: bool, tags: bool) {
         let tag = self.tag;
         let mine = |t: &Translation| match scope {
-            TlbScope::Space => t.tag == tag && !t.global,
+            TlbScope::Space => (tags || t.tag == tag) && !t.global,
             TlbScope::Kernel => t.global,
         };
         let named = |base: u64, bytes: u64| match step {
@@ -131,7 +162,7 @@ impl CpuTlb {
         self.leaves.retain(|t| !(mine(t) && named(t.base, reach(t.level))));
         if tables {
             // Tables have no global mark: those of the kernel's half are under each tag whose space has walked them.
-            let every_tag = step == X86Flush::All;
+            let every_tag = tags || step == X86Flush::All;
             self.tables.retain(|t| !((every_tag || t.tag == tag) && named(t.base, reach(t.level + 1))));
         }
     }

@@ -1,23 +1,17 @@
-//! Walking real x86-64 tables, setting accessed and dirty bits as hardware does, and accesses.
-//!
-//! The bits are the manuals', written down here once more on purpose: hardware does not ask the mapper what an entry is.
+//! Walking real tables, setting accessed and dirty bits as hardware does, and accesses.
 
+use super::entries::{LEVELS, Tables};
 use super::oracle::Violation;
 use super::tlb::{CachedTable, CpuTlb, Translation, reach};
 use super::{Fault, Mmu, MmuAccess};
-use hugemm_base::{CpuId, Pfn, PhysAddr, VirtAddr};
+use hugemm_base::{CpuId, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const PRESENT: u64 = 1;
-const WRITABLE: u64 = 1 << 1;
-const ACCESSED: u64 = 1 << 5;
-const DIRTY: u64 = 1 << 6;
-const LARGE: u64 = 1 << 7;
-const GLOBAL: u64 = 1 << 8;
-const FRAME: u64 = 0x000f_ffff_ffff_f000;
-
-/// Levels of tables.
-const LEVELS: u32 = 4;
+/// The frame of an address in the block that a leaf of `level` maps from `frame` on.
+fn within(frame: Pfn, at: VirtAddr, level: u32) -> Pfn {
+    let pages = reach(level) >> PAGE_SHIFT;
+    Pfn::new(frame.number() & !(pages - 1) | at.get() >> PAGE_SHIFT & (pages - 1))
+}
 
 impl Mmu<'_, '_> {
     /// One access of a CPU; the physical address.
@@ -74,13 +68,12 @@ impl Mmu<'_, '_> {
         let mut table = Pfn::containing(tlb.root?);
         for level in (0..LEVELS).rev() {
             let entry = self.entry(table, at, level)?.load(Ordering::Acquire);
-            if entry & PRESENT == 0 {
+            if !Tables::is_present(entry) {
                 return None;
             }
-            table = Pfn::containing(PhysAddr::new(entry & FRAME));
-            if level == 0 || entry & LARGE != 0 {
-                let inside = at.get() & (reach(level) - 1);
-                return Some(Pfn::containing(PhysAddr::new((entry & FRAME & !(reach(level) - 1)) + inside)));
+            table = self.walks.frame(entry);
+            if self.walks.is_leaf(entry, level) {
+                return Some(within(table, at, level));
             }
         }
         None
@@ -103,7 +96,7 @@ impl Mmu<'_, '_> {
         at: VirtAddr,
         access: MmuAccess,
     ) -> Result<Translation, Fault> {
-        let root = tlb.root.ok_or(Fault::NotPresent)?;
+        let (root, walks) = (tlb.root.ok_or(Fault::NotPresent)?, self.walks);
         let top = CachedTable {
             tag: tlb.tag,
             base: 0,
@@ -131,21 +124,22 @@ impl Mmu<'_, '_> {
             };
             let mut value = entry.load(Ordering::Acquire);
             let leaf = loop {
-                if value & PRESENT == 0 {
+                if !Tables::is_present(value) {
                     return Err(Fault::NotPresent);
                 }
-                let leaf = level == 0 || value & LARGE != 0;
-                if leaf && access == MmuAccess::Store && !(writable && value & WRITABLE != 0) {
+                let leaf = walks.is_leaf(value, level);
+                let store = access == MmuAccess::Store;
+                if leaf && store && !(writable && walks.lets_write(value, leaf)) {
                     return Err(Fault::Protection);
                 }
-                let set = if leaf && access == MmuAccess::Store { ACCESSED | DIRTY } else { ACCESSED };
-                if value & set == set {
+                let noted = walks.noted(value, leaf, store);
+                if value == noted {
                     break leaf;
                 }
                 // As hardware does: a locked update of the entry as it was seen, or another look.
-                match entry.compare_exchange(value, value | set, Ordering::AcqRel, Ordering::Acquire) {
+                match entry.compare_exchange(value, noted, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => {
-                        value |= set;
+                        value = noted;
                         break leaf;
                     }
                     Err(now) => value = now,
@@ -154,21 +148,20 @@ impl Mmu<'_, '_> {
             // After the entry was read: what it refers to may have been freed and used anew before, but not since, because
             // that would have had to wait for this CPU.
             let seen = self.oracle.now();
-            writable &= value & WRITABLE != 0;
-            let below = value & FRAME & !if leaf { reach(level) - 1 } else { 0 };
-            let frame = Pfn::containing(PhysAddr::new(below));
+            writable &= walks.lets_write(value, leaf);
+            let below = walks.frame(value);
             if leaf {
                 let translation = Translation {
                     tag: tlb.tag,
-                    global: value & GLOBAL != 0,
+                    global: walks.is_global(value),
                     base: at.get() & !(reach(level) - 1),
                     level,
-                    frame,
+                    frame: Pfn::new(below.number() & !((reach(level) >> PAGE_SHIFT) - 1)),
                     writable,
-                    dirty: value & DIRTY != 0,
+                    dirty: walks.is_dirty(value),
                     seen,
                 };
-                let used = Pfn::new(frame.number() + ((at.get() & (reach(level) - 1)) >> 12));
+                let used = within(below, at, level);
                 if self.host().address(used).is_none() {
                     self.oracle.report(Violation::Wild { at, frame: used });
                     return Err(Fault::NotPresent);
@@ -176,13 +169,24 @@ impl Mmu<'_, '_> {
                 if self.oracle.is_free(used) {
                     self.oracle.report(Violation::FreeMapped { cpu, at, frame: used });
                 }
+                if let Tables::Arm64 { resizes } = walks
+                    && tlb.contradicts(&translation, resizes)
+                {
+                    self.oracle.report(Violation::Conflict { cpu, at });
+                }
                 tlb.insert(translation);
                 return Ok(translation);
             }
-            table = frame;
+            table = below;
             if tlb.random.one_in(2) {
                 let base = at.get() & !(reach(level) - 1);
-                tlb.insert_table(CachedTable { tag: tlb.tag, base, level: level - 1, table, writable, seen });
+                let new = CachedTable { tag: tlb.tag, base, level: level - 1, table, writable, seen };
+                if let Tables::Arm64 { resizes } = walks
+                    && tlb.contradicts_table(&new, resizes)
+                {
+                    self.oracle.report(Violation::Conflict { cpu, at });
+                }
+                tlb.insert_table(new);
             }
         }
         Err(Fault::NotPresent)

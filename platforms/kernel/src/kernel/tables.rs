@@ -10,7 +10,7 @@ use super::once::Once;
 use crate::memory_map::MemoryMap;
 use core::ptr::NonNull;
 use hugemm_base::{Extent, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_paging::{Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory};
+use hugemm_paging::{Editing, Flags, Mapping, NoTable, PageTable, PagingError, TableContent, TableMemory};
 
 /// Data of the kernel. Hardware has nothing left to note.
 const DATA: Flags = Flags::WRITE.with(Flags::GLOBAL).with(Flags::ACCESSED).with(Flags::DIRTY);
@@ -27,6 +27,12 @@ pub fn kernel() -> &'static PageTable<Format> {
 /// The same, where every address space has it under its own root.
 pub fn in_all_roots() -> Option<&'static PageTable<Format>> {
     (!mmu::OWN_ROOT).then(kernel)
+}
+
+/// How leaves that CPUs are using are divided and joined by one store. `None` where an entry has to be broken first (arm64
+/// without FEAT_BBM level 2): the kernel's own readers cannot wait until it is made again.
+pub fn resizing() -> Option<Editing> {
+    mmu::resizing()
 }
 
 /// Physical address of its root table.

@@ -53,20 +53,19 @@ unsafe impl TlbHw for Hardware {
         unsafe { mmu::invalidate(scope, what) };
     }
 
-    fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> bool {
-        let Some(everywhere) = mmu::BROADCAST else { return false };
+    fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+        let everywhere = mmu::BROADCAST?;
         percpu::beat();
         if percpu::own().unflushed.load(Ordering::Relaxed) {
-            return true;
+            return Some(0);
         }
         if MISS_ONE.load(Ordering::Relaxed) {
             // SAFETY: as in `invalidate`.
             interrupts::without(|| unsafe { mmu::invalidate(scope, what) });
-            return true;
+            return Some(1);
         }
         // SAFETY: every CPU of the machine is this kernel's.
-        unsafe { everywhere(scope, what) };
-        true
+        Some(unsafe { everywhere(what) })
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

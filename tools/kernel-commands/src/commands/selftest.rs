@@ -11,10 +11,10 @@ mod rights;
 mod translations;
 
 use super::{Cx, Failure};
-use crate::output::{progress, sample};
+use crate::output::{note, progress, sample};
 use core::fmt;
 use hugemm_base::{Clock, PageSize};
-use hugemm_kernel::{tlb, vmemmap};
+use hugemm_kernel::{tables, tlb, vmemmap};
 use hugemm_reclaim::Ageing;
 use hugemm_workloads::alloc_free::stress::Broken;
 use hugemm_workloads::request::{Part, Plant, Selftest};
@@ -159,15 +159,24 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut seals, mut pooled, mut steps) = (0, 0, pools::Tally::default(), 0);
+    let (mut unmaps, mut resized, mut seals, mut pooled, mut steps) = (0, 0, 0, pools::Tally::default(), 0);
     let mut pressed = pressure::Tally::default();
     let before = tlb::shootdown().counts();
     // A planted bug has the time to itself.
     let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
-    // It joins leaves of live tables by one store.
-    let here = |part| part != Part::Descriptors || !vmemmap::BREAKS;
+    // It divides leaves of live tables by one store.
+    let here = |part| part != Part::Descriptors || tables::resizing().is_some();
     if !here(only) {
-        return Err(Failure::NotHere("live leaves are divided and joined on arm64 by pools alone; use --only pools"));
+        return Err(Failure::NotHere(
+            "these CPUs let no leaf in use change its size in place (FEAT_BBM level 2); use --only pools, which breaks them \
+             first",
+        ));
+    }
+    if only == Part::All && !here(Part::Descriptors) {
+        note(format_args!(
+            "the part 'descriptors' is left out: these CPUs let no leaf in use change its size in place (FEAT_BBM level 2), \
+             and who uses a descriptor cannot wait"
+        ));
     }
     if args.plant == Plant::LazyCpu && tlb::BROADCASTS {
         return Err(Failure::NotHere("a broadcast reaches lazy CPUs too: to leave them out is no bug on arm64"));
@@ -191,7 +200,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if runs(Part::Translations) {
-            unmaps += translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            let done = translations::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            (unmaps, resized) = (unmaps + done.unmaps, resized + done.resized);
         }
         if runs(Part::Descriptors) {
             descriptors::round(cx, seed, clock.now_ns() + slice)?;
@@ -218,6 +228,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
+    sample("selftest.resized", resized as f64, "pieces of 2 MiB", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
     sample("selftest.checked", pressed.checked as f64, "pages", &[]);
     sample("selftest.stored", pressed.stored as f64, "pages", &[]);

@@ -6,8 +6,9 @@
 use super::{read, write};
 use core::arch::asm;
 use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::{Invalidation, PhysAddr, TlbScope};
-use hugemm_paging::{Broadcast, invalidate};
+use hugemm_paging::{Editing, Tlbi, invalidate};
 
 /// What `hugemm_paging::Aarch64` expects: normal write-back, device nGnRE, normal write-through, device nGnRnE.
 pub(super) const MAIR: u64 = 0x00_bb_04_ff;
@@ -47,8 +48,36 @@ pub(crate) fn has_gigantic_leaves() -> bool {
     true
 }
 
+/// Whether every CPU that has run [`set_control_bits`] has FEAT_BBM level 2.
+static RESIZES: AtomicBool = AtomicBool::new(true);
+
+/// Whether every CPU that has run [`set_control_bits`] has FEAT_TLBIRANGE.
+static RANGES: AtomicBool = AtomicBool::new(true);
+
+/// What every CPU has of TLBI.
+fn tlbi() -> Tlbi {
+    // Relaxed: as above.
+    if RANGES.load(Ordering::Relaxed) { Tlbi::RANGES } else { Tlbi::PAGES }
+}
+
+/// How leaves that CPUs are using are divided and joined by one store; `None` where they may not be.
+pub(crate) fn resizing() -> Option<Editing> {
+    // Relaxed: CPUs have started, by interrupts and a lock, before anybody asks.
+    let all = RESIZES.load(Ordering::Relaxed);
+    // SAFETY: level 2, and conflict aborts are answered by invalidating everything (`traps.rs`).
+    all.then_some(unsafe { Editing::live_resizing() })
+}
+
 /// Lets hardware note accesses and stores, as far as it can.
 pub(crate) fn set_control_bits() {
+    if read!("id_aa64mmfr2_el1") >> 52 & 15 < 2 {
+        // Relaxed: see `resizing`.
+        RESIZES.store(false, Ordering::Relaxed);
+    }
+    if Tlbi::from_isar0(read!("id_aa64isar0_el1")) == Tlbi::PAGES {
+        // Relaxed: a CPU that starts has nothing of what others invalidated before.
+        RANGES.store(false, Ordering::Relaxed);
+    }
     let noted = match read!("id_aa64mmfr1_el1") & 15 {
         0 => 0,
         1 => TCR_ACCESSED,
@@ -73,9 +102,9 @@ pub(crate) fn wait_for_entries() {
 /// # Safety
 ///
 /// Interrupts are off.
-pub(crate) unsafe fn invalidate(scope: TlbScope, what: &Invalidation) {
+pub(crate) unsafe fn invalidate(_scope: TlbScope, what: &Invalidation) {
     // SAFETY: EL1; the caller's promise.
-    unsafe { invalidate::here(scope, what) };
+    unsafe { invalidate::here(tlbi(), what) };
 }
 
 /// Invalidates what the calling CPU keeps for one address.
@@ -87,12 +116,18 @@ pub(super) fn drop_translation(at: u64) {
     }
 }
 
-/// Invalidates on all CPUs and waits for it, by the instructions' inner shareable forms. Every CPU has to be this kernel's.
-pub(crate) const BROADCAST: Option<unsafe fn(TlbScope, &Invalidation)> = Some(broadcast);
+/// Invalidates all that the calling CPU keeps.
+pub(super) fn drop_everything() {
+    // SAFETY: EL1; dropping translations changes no memory.
+    unsafe { asm!("dsb nshst", "tlbi vmalle1", "dsb nsh", "isb", options(nostack, preserves_flags)) };
+}
 
-unsafe fn broadcast(scope: TlbScope, what: &Invalidation) {
+/// Invalidates on all CPUs and waits for it, by the instructions' inner shareable forms. Every CPU has to be this kernel's.
+pub(crate) const BROADCAST: Option<unsafe fn(&Invalidation) -> u64> = Some(broadcast);
+
+unsafe fn broadcast(what: &Invalidation) -> u64 {
     // SAFETY: EL1; every CPU has them; the caller's promise.
-    unsafe { Broadcast::ARM64.invalidate(scope, what) };
+    unsafe { invalidate::everywhere(tlbi(), what) }
 }
 
 /// What TTBR0 holds: a root and an ASID.

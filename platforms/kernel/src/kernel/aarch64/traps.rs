@@ -241,6 +241,8 @@ mod status {
     pub(super) const TRANSLATION: u64 = 1;
     pub(super) const NOT_ACCESSED: u64 = 2;
     pub(super) const DENIED: u64 = 3;
+    /// All six bits: the TLB has two translations.
+    pub(super) const CONFLICT: u64 = 0x30;
 }
 
 fn synchronous(frame: &mut Frame, syndrome: u64, address: u64) {
@@ -267,6 +269,10 @@ fn synchronous(frame: &mut Frame, syndrome: u64, address: u64) {
             mmu::drop_translation(address);
         }
         return;
+    }
+    // Where leaves may be resized in place, a CPU may have both of them.
+    if let (class::FETCH | class::DATA, status::CONFLICT) = (class, syndrome & 63) {
+        return mmu::drop_everything();
     }
     let name = match class {
         class::UNKNOWN => "invalid instruction",

@@ -1,7 +1,7 @@
 //! Control bits, page sizes, and what changes translations.
 
 use hugemm_base::{Invalidation, PhysAddr, TlbScope};
-use hugemm_paging::invalidate;
+use hugemm_paging::{Editing, invalidate};
 use raw_cpuid::CpuId;
 use x86_64::registers::control::{Cr0, Cr0Flags, Cr4, Cr4Flags};
 
@@ -17,6 +17,11 @@ pub(crate) const IMAGE: u64 = 0xffff_ffff_8000_0000;
 /// Whether there are leaves of 1 GiB.
 pub(crate) fn has_gigantic_leaves() -> bool {
     CpuId::new().get_extended_processor_and_feature_identifiers().is_some_and(|info| info.has_1gib_pages())
+}
+
+/// How leaves that CPUs are using are divided and joined by one store; `None` where they may not be.
+pub(crate) fn resizing() -> Option<Editing> {
+    Some(Editing::LIVE)
 }
 
 /// Control bits that every CPU has: write protection for the kernel too, global pages.
@@ -45,7 +50,7 @@ pub(crate) unsafe fn invalidate(scope: TlbScope, what: &Invalidation) {
 }
 
 /// Invalidates on all CPUs by one instruction: none that has run here.
-pub(crate) const BROADCAST: Option<unsafe fn(TlbScope, &Invalidation)> = None;
+pub(crate) const BROADCAST: Option<unsafe fn(&Invalidation) -> u64> = None;
 
 /// Loads an address space's tables.
 ///

@@ -3,7 +3,8 @@
 //! The boot CPU divides a 2 MiB leaf of the descriptor area into 512 and joins them again, both times with a flush of the
 //! kernel's half, and frees the table that has become unused. Meanwhile every CPU takes single frames, writes a stamp of its
 //! own into their descriptors and finds it again: a translation of the old or the new kind leads to the same bytes, and a
-//! table that was freed too early leads anywhere.
+//! table that was freed too early leads anywhere. Only where CPUs let leaves change their size in place: nobody who uses a
+//! descriptor can wait for it.
 
 use super::{Cx, Failure, Finding};
 use crate::space;
@@ -14,7 +15,7 @@ use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::tlb::{kernel_half, shootdown};
 use hugemm_kernel::{layout, percpu, smp, tables, vmemmap};
-use hugemm_paging::{Editing, PagingError, ShootdownBatch, ShootdownPolicy, TableMemory};
+use hugemm_paging::{PagingError, ShootdownBatch, ShootdownPolicy, TableMemory};
 use hugemm_workloads::random::Random;
 
 /// Leaves that are divided and joined in a round, at most.
@@ -103,15 +104,17 @@ fn divide_and_join(cx: Cx<'_>, random: &mut Random) -> Result<(), PagingError> {
         // No memory there, hence no descriptors; or a pool has left the block divided.
         return Ok(());
     }
+    let Some(editing) = tables::resizing() else { return Err(PagingError::NeedsBreak { at }) };
     let policy = ShootdownPolicy::BATCHED;
-    let stale = tables::kernel().exclusive(space::memory(cx)).split(span, PageSize::Size4K, Editing::LIVE)?;
+    let stale = tables::kernel().exclusive(space::memory(cx)).split(span, PageSize::Size4K, editing)?;
     if let Some(range) = stale.flush() {
         let mut batch = ShootdownBatch::new(kernel_half());
         batch.changed(range, PageSize::Size4K);
         let _receipt = batch.flush(shootdown(), cx, &policy);
     }
     let mut old = None;
-    let joined = tables::kernel().exclusive(space::memory(cx)).collapse(at, LEAF, |table| old = Some(table))?;
+    let joined =
+        tables::kernel().exclusive(space::memory(cx)).collapse(at, LEAF, editing, |table| old = Some(table))?;
     if let (Some(range), Some(table)) = (joined.flush(), old) {
         let mut batch = ShootdownBatch::new(kernel_half());
         let debt = batch.unhooked(table, range, PageSize::Size4K, true);

@@ -1,5 +1,5 @@
 //! No CPU ever uses a translation that is gone: all CPUs touch pages of one address space, which come by page faults, and
-//! all unmap ranges of it at the same time.
+//! all unmap ranges of it at the same time, or map them by leaves of another size.
 //!
 //! The oracle is in the pages. Every word of a page is computed from the page's address, and is checked whenever it is
 //! read. As soon as a range has been unmapped and flushed, its frames are overwritten with a pattern, which must still be
@@ -85,6 +85,16 @@ struct Round<'a> {
     stop: AtomicBool,
     found: Lock<SpinLock, Option<Stale>>,
     unmaps: AtomicU64,
+    resized: AtomicU64,
+}
+
+/// What was done in a round.
+#[derive(Clone, Copy, Default)]
+pub struct Tally {
+    /// Ranges that were unmapped.
+    pub unmaps: u64,
+    /// Pieces whose leaves got another size.
+    pub resized: u64,
 }
 
 impl Round<'_> {
@@ -94,8 +104,8 @@ impl Round<'_> {
     }
 }
 
-/// One round on all CPUs, until `until` at the latest; returns how many ranges were unmapped.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
+/// One round on all CPUs, until `until` at the latest.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
     let cpus = percpu::count();
     let runs = Scratch::new(cx, RUNS * cpus as usize, Extent::default)?;
     let round = Round {
@@ -105,6 +115,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
         stop: AtomicBool::new(false),
         found: Lock::new(None),
         unmaps: AtomicU64::new(0),
+        resized: AtomicU64::new(0),
     };
     // Each CPU gets its part of the list.
     let lists: Lock<SpinLock, _> = Lock::new(runs.items.chunks_exact_mut(RUNS));
@@ -117,7 +128,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     });
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(false) };
-    let Round { space, found, unmaps, .. } = round;
+    let Round { space, found, unmaps, resized, .. } = round;
     if let Some(stale) = found.lock().take() {
         return Err(Finding::Translations(stale).into());
     }
@@ -131,7 +142,8 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     }
     space.free(cx, |_| ());
     runs.free(cx);
-    Ok(unmaps.load(Ordering::Relaxed))
+    // Relaxed: the CPUs have finished.
+    Ok(Tally { unmaps: unmaps.load(Ordering::Relaxed), resized: resized.load(Ordering::Relaxed) })
 }
 
 fn span(start: u64, bytes: u64) -> VirtRange {
@@ -217,6 +229,16 @@ fn stress(cx: Cx<'_>, round: &Round<'_>, list: &RefCell<List<'_>>, random: &mut 
         // Mostly small ranges of 4 KiB leaves: their flushes leave the rest of a TLB, and what is wrong in it, alone.
         let number = if random.below(4) == 0 { random.below(PIECES) } else { random.below(PIECES) | 1 };
         let piece = START + number * PageSize::Size2M.bytes();
+        if round.plant == Plant::None && random.below(4) == 0 {
+            let size = if random.below(2) == 0 { PageSize::Size4K } else { PageSize::Size2M };
+            match round.space.resize(cx, span(piece, PageSize::Size2M.bytes()), size) {
+                // With no memory for a table it is as it was.
+                Ok(()) | Err(PagingError::NoTable | PagingError::Busy { .. }) => {}
+                Err(error) => panic!("the self-test's own change of size was refused: {error}"),
+            }
+            round.resized.fetch_add(1, Ordering::Relaxed);
+            continue;
+        }
         // A whole piece of 4 KiB leaves is unhooked with its table.
         let whole = Checked.size(VirtAddr::new(piece)) == Some(PageSize::Size2M) || random.below(8) == 0;
         let pages = if whole { 512 } else { 1 + random.below(32) };

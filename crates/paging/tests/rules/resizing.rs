@@ -1,0 +1,165 @@
+//! Leaves of other sizes, where an entry in use may not change its size in place, and after a break.
+
+use super::support::{Heap, at, extent, span};
+use super::{DATA, GIB, SMALL, runs, table};
+use hugemm_base::PageSize::{self, Size1G, Size2M, Size4K};
+use hugemm_base::inject::{FaultPlan, NoFaults};
+use hugemm_paging::{Aarch64, Change, Detached, Editing, Flags, Lookup, PageFormat, PageTable, PagingError, X86_64};
+
+fn detach<F: PageFormat, I: hugemm_base::inject::Inject>(
+    table: &PageTable<F>,
+    heap: &Heap<I>,
+    (first, pages): (u64, u64),
+) -> Detached {
+    let unhooked = table.exclusive(heap).detach(span(first, pages), Editing::LIVE).expect("detached");
+    // SAFETY: nothing is cached anywhere.
+    unsafe { unhooked.assume_flushed() }
+}
+
+fn size<F: PageFormat, I: hugemm_base::inject::Inject>(table: &PageTable<F>, heap: &Heap<I>, page: u64) -> PageSize {
+    match table.shared(heap).lookup(at(page)) {
+        Lookup::Mapped(leaf) => leaf.size,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What CPUs may be using is not changed in place where the format forbids it, and is as it was; what they do not use is, and
+/// nothing to do is no reason to refuse.
+#[test]
+fn what_is_in_use_is_not_changed_in_place() {
+    fn rule<F: PageFormat>() {
+        let heap = Heap::new(NoFaults);
+        let table = table::<F, _>(&heap);
+        table.exclusive(&heap).map(span(0, 512), [extent(512, 512)], DATA).expect("a leaf of 2 MiB");
+        table.exclusive(&heap).map(span(512, 512), [extent(1024, 512)], SMALL).expect("small ones");
+        let (live, before) = (heap.live(), runs(&table, &heap, span(0, GIB)));
+        let as_allowed = |result: Result<(), PagingError>, place: u64| match result {
+            Err(PagingError::NeedsBreak { at: seen }) if F::BREAK_BEFORE_MAKE => {
+                assert_eq!(seen, at(place));
+                assert_eq!((heap.live(), runs(&table, &heap, span(0, GIB))), (live, before.clone()));
+            }
+            result => assert!(result.is_ok() && !F::BREAK_BEFORE_MAKE, "{result:?}"),
+        };
+        // SAFETY: no CPU translates by the table.
+        let quiet = unsafe { Editing::quiet() };
+        let uncached = Change { set: Flags::UNCACHED, clear: Flags::NONE };
+        let done = table.shared(&heap).protect(span(0, 1024), uncached).map(|_| ());
+        as_allowed(done, 0);
+        let _ = table.exclusive(&heap).protect(span(0, 1024), uncached, quiet).expect("not in use");
+        let cached = Change { set: Flags::NONE, clear: Flags::UNCACHED };
+        let done = table.exclusive(&heap).protect(span(0, 1024), cached, Editing::LIVE).map(|_| ());
+        as_allowed(done, 0);
+        let _ = table.exclusive(&heap).protect(span(0, 1024), cached, quiet).expect("not in use");
+        for (to, pages) in [(Size2M, 1024), (Size4K, 0)] {
+            let stale = table.exclusive(&heap).split(span(512 - pages / 2, 1 + pages / 2), to, Editing::LIVE);
+            assert_eq!(stale.expect("nothing to split").entries(), 0);
+        }
+        let mut old = None;
+        let joined = table.exclusive(&heap).collapse(at(512), Size2M, Editing::LIVE, |table| old = Some(table));
+        as_allowed(joined.map(|_| ()), 512);
+        if F::BREAK_BEFORE_MAKE {
+            let joined = table.exclusive(&heap).collapse(at(512), Size2M, quiet, |table| old = Some(table));
+            assert_eq!(joined.expect("not in use").entries(), 1);
+        }
+        // SAFETY: nothing walks it any more.
+        unsafe { hugemm_paging::TableMemory::free(&mut &heap, old.expect("a table")) };
+        let (live, before) = (heap.live(), runs(&table, &heap, span(0, GIB)));
+        let split = table.exclusive(&heap).split(span(0, 1024), Size4K, Editing::LIVE);
+        match split {
+            Err(error) => {
+                assert_eq!((error, F::BREAK_BEFORE_MAKE), (PagingError::NeedsBreak { at: at(0) }, true));
+            }
+            Ok(stale) => assert_eq!((stale.entries(), F::BREAK_BEFORE_MAKE), (2, false)),
+        }
+        if F::BREAK_BEFORE_MAKE {
+            assert_eq!((heap.live(), runs(&table, &heap, span(0, GIB))), (live, before));
+            let stale = table.exclusive(&heap).split(span(0, 1024), Size4K, quiet).expect("not in use");
+            assert_eq!(stale.entries(), 2);
+        }
+    }
+    rule::<Aarch64>();
+    rule::<X86_64>();
+}
+
+/// Down to 4 KiB and up again to 1 GiB, with what is known of any part known of the whole, and tables as many as it takes.
+#[test]
+fn what_was_detached_comes_back_in_other_sizes() {
+    fn rule<F: PageFormat>() {
+        let heap = Heap::new(NoFaults);
+        let table = table::<F, _>(&heap);
+        table.exclusive(&heap).map(span(GIB, GIB), [extent(2 * GIB, GIB)], DATA).expect("a leaf of 1 GiB");
+        let live = heap.live();
+        for (to, tables) in [(Size2M, 1), (Size1G, 0), (Size4K, 513), (Size2M, 1), (Size4K, 513), (Size1G, 0)] {
+            let part = detach(&table, &heap, (GIB, GIB));
+            assert_eq!(table.shared(&heap).lookup(at(GIB + 7)), Lookup::Busy);
+            assert_eq!(table.exclusive(&heap).attach(part, to), Ok(()));
+            assert_eq!((size(&table, &heap, GIB + 700), heap.live() - live), (to, tables), "{to:?}");
+            assert_eq!(runs(&table, &heap, span(0, 4 * GIB)), [(GIB, extent(2 * GIB, GIB), to)]);
+        }
+        // Only what lies in the range as a whole.
+        let part = detach(&table, &heap, (GIB, GIB));
+        table.exclusive(&heap).attach(part, Size4K).expect("memory");
+        let part = detach(&table, &heap, (GIB + 512 - 5, 512 + 10));
+        table.exclusive(&heap).attach(part, Size2M).expect("memory");
+        assert_eq!(
+            [0, 511, 512, 1023, 1024].map(|page| size(&table, &heap, GIB + page)),
+            [Size4K, Size4K, Size2M, Size2M, Size4K]
+        );
+        // The range is nobody's any more.
+        let part = detach(&table, &heap, (GIB, GIB));
+        table.exclusive(&heap).attach(part, Size1G).expect("memory");
+        let change = Change { set: Flags::ACCESSED | Flags::DIRTY, clear: Flags::NONE };
+        for (first, pages) in [(0, 1), (GIB - 1, 1)] {
+            let part = detach(&table, &heap, (GIB, GIB));
+            table.exclusive(&heap).attach(part, Size4K).expect("memory");
+            let _ = table.shared(&heap).protect(span(GIB + first, pages), change).expect("in bounds");
+            let part = detach(&table, &heap, (GIB, GIB));
+            table.exclusive(&heap).attach(part, Size1G).expect("memory");
+            let Lookup::Mapped(leaf) = table.shared(&heap).lookup(at(GIB)) else { panic!("not there") };
+            assert_eq!((leaf.flags, leaf.size), (Flags::WRITE | Flags::HARDWARE, Size1G));
+            let _ = table.shared(&heap).protect(span(GIB, GIB), Change { set: Flags::NONE, clear: Flags::HARDWARE });
+        }
+    }
+    rule::<Aarch64>();
+    rule::<X86_64>();
+}
+
+/// With no memory for a table everything is there again, as large as it was.
+#[test]
+fn without_memory_it_comes_back_as_it_was() {
+    for failing in 0..3 {
+        let heap = Heap::new(FaultPlan::nth(failing + 3));
+        let table = table::<Aarch64, _>(&heap);
+        table.exclusive(&heap).map(span(0, 3 * 512), [extent(0, 3 * 512)], DATA).expect("three leaves");
+        let live = heap.live();
+        let part = detach(&table, &heap, (0, 3 * 512));
+        assert_eq!(table.exclusive(&heap).attach(part, Size4K), Err(PagingError::NoTable));
+        assert_eq!((heap.live(), [0, 512, 1024].map(|page| size(&table, &heap, page))), (live, [Size2M; 3]));
+        let part = detach(&table, &heap, (0, 3 * 512));
+        assert_eq!(table.exclusive(&heap).attach(part, Size4K), Ok(()));
+        assert_eq!((heap.live(), size(&table, &heap, 1024)), (live + 3, Size4K));
+    }
+}
+
+/// What another table has lost comes back there only; and what is joined out of a read-only table stays read-only.
+#[test]
+fn rights_and_owners_stay() {
+    let heap = Heap::new(NoFaults);
+    let (one, other) = (table::<Aarch64, _>(&heap), table::<Aarch64, _>(&heap));
+    one.exclusive(&heap).map(span(0, 512), [extent(512, 512)], SMALL).expect("small ones");
+    let part = detach(&one, &heap, (0, 512));
+    assert_eq!(other.exclusive(&heap).attach(part, Size2M), Err(PagingError::Foreign));
+    assert_eq!(one.shared(&heap).lookup(at(0)), Lookup::Busy);
+    one.exclusive(&heap).map(span(512, 512), [extent(512, 512)], SMALL).expect("small ones");
+    let stale = one.exclusive(&heap).write_protect(span(512, 512)).expect("in bounds");
+    assert!(stale.tables());
+    let part = detach(&one, &heap, (512, 512));
+    one.exclusive(&heap).attach(part, Size2M).expect("its own");
+    let Lookup::Mapped(leaf) = one.shared(&heap).lookup(at(512)) else { panic!("not there") };
+    assert_eq!((leaf.size, leaf.flags), (Size2M, Flags::NONE));
+    // Frames that are no aligned block are no larger page.
+    one.exclusive(&heap).map(span(1024, 512), [extent(100, 512)], SMALL).expect("small ones");
+    let part = detach(&one, &heap, (1024, 512));
+    one.exclusive(&heap).attach(part, Size2M).expect("its own");
+    assert_eq!(size(&one, &heap, 1024), Size4K);
+}
