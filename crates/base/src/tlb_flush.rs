@@ -63,7 +63,23 @@ use core::fmt;
 use core::marker::PhantomData;
 
 /// Where a dropped debt's value goes: it waits there for a flush and is never freed early.
-pub trait Quarantine<T> {
+///
+/// # Safety
+///
+/// [`take`](Quarantine::take) is given what CPUs may still reach, and gives nobody the value, nor uses it otherwise, before a
+/// flush of the range that starts after the call.
+///
+/// ```compile_fail,E0200
+/// # use hugemm_base::{Quarantine, VirtRange};
+/// # use std::sync::Mutex;
+/// struct AtOnce<T>(Mutex<Vec<T>>);
+/// impl<T> Quarantine<T> for AtOnce<T> { // error: `unsafe impl`: who takes it out, and after which flush?
+///     fn take(&self, value: T, _range: VirtRange) {
+///         self.0.lock().expect("unpoisoned").push(value);
+///     }
+/// }
+/// ```
+pub unsafe trait Quarantine<T> {
     /// Takes `value`, which may be freed after a flush of `range` that starts after this call. Runs in `drop`: must
     /// not sleep, and must not panic while unwinding.
     fn take(&self, value: T, range: VirtRange);
@@ -328,7 +344,8 @@ mod tests {
     #[derive(Default)]
     struct Held(RefCell<Vec<(u64, VirtRange)>>);
 
-    impl Quarantine<u64> for Held {
+    // SAFETY: a number, which nobody reaches anything by.
+    unsafe impl Quarantine<u64> for Held {
         fn take(&self, value: u64, range: VirtRange) {
             self.0.borrow_mut().push((value, range));
         }
@@ -396,11 +413,13 @@ mod tests {
 
     struct Leak;
 
-    impl Quarantine<ExtentChain> for Leak {
+    // SAFETY: nobody gets it.
+    unsafe impl Quarantine<ExtentChain> for Leak {
         fn take(&self, _value: ExtentChain, _range: VirtRange) {}
     }
 
-    impl Quarantine<()> for Leak {
+    // SAFETY: as above.
+    unsafe impl Quarantine<()> for Leak {
         fn take(&self, _value: (), _range: VirtRange) {}
     }
 
@@ -498,7 +517,8 @@ mod loom_tests {
 
     struct Nowhere;
 
-    impl Quarantine<()> for Nowhere {
+    // SAFETY: nobody gets it.
+    unsafe impl Quarantine<()> for Nowhere {
         fn take(&self, _value: (), _range: VirtRange) {}
     }
 

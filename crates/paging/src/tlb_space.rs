@@ -51,7 +51,8 @@ impl SpaceKind for KernelSpace {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Keep;
 
-impl<T> Quarantine<T> for Keep {
+// SAFETY: nobody ever gets it.
+unsafe impl<T> Quarantine<T> for Keep {
     fn take(&self, value: T, _range: VirtRange) {
         core::mem::forget(value);
     }
