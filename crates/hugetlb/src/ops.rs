@@ -20,7 +20,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     /// memory is done first: surplus pages become persistent, pages in use become surplus. Then `share` may let any number
     /// of CPUs [`work`](Resize::work); what is left when it returns is done here. Nothing outlives the call, so nobody
     /// keeps the right to resize, by forgetting it or by unwinding. Within `share` its context resizes nothing else of this
-    /// page size. May sleep.
+    /// page size, and of a larger one only what nobody else is at. May sleep.
     ///
     /// ```
     /// # use hugemm_base::{Cpu, CpuCx, Never};

@@ -32,7 +32,22 @@ impl HugePage {
     /// # Errors
     ///
     /// The frames as dirty, if they are not known to be zero.
-    pub fn into_content(self) -> Result<Zeroed, Dirty> {
+    ///
+    /// # Safety
+    ///
+    /// The frames go back to their pool, as [`assume_owned`](HugePage::assume_owned) makes them its page again, and never to an
+    /// allocator: descriptors of their own most of them may not have.
+    ///
+    /// ```compile_fail,E0133
+    /// # use hugemm_base::{platform::Cpu, CpuCx};
+    /// # use hugemm_frames::Frames;
+    /// # use hugemm_hugetlb::HugePage;
+    /// fn rule<P: Cpu>(frames: &Frames<'_>, cx: &CpuCx<'_, P>, page: HugePage) {
+    ///     let Err(dirty) = page.into_content() else { return }; // error: unsafe
+    ///     frames.free_extent(cx, dirty); // whose descriptors are a page that all huge pages share
+    /// }
+    /// ```
+    pub unsafe fn into_content(self) -> Result<Zeroed, Dirty> {
         let (extent, zero) = (self.extent(), self.zero);
         // SAFETY: the handle owned the frames, and the pool was told that they are zero.
         if zero { Ok(unsafe { Zeroed::assume_owned(extent) }) } else { Err(unsafe { Dirty::assume_owned(extent) }) }

@@ -45,7 +45,8 @@ pub enum PoolError {
     Busy,
     /// No page of the larger size is free that is not promised.
     NothingToDemote,
-    /// A resize is under way, and the caller may not wait for it: it may not sleep, or the resize is its own.
+    /// A resize is under way, and the caller may not wait for it: it may not sleep, or the resize is its own, or one of larger
+    /// pages while it resizes smaller ones.
     Resizing,
     /// The frames are no page of this pool.
     NotInPool,
@@ -387,7 +388,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let (area, index, bit) = self.find(head).ok_or(PoolError::NotInPool)?;
         let (group, mask, node) = (&self.groups[index], 1 << bit, area.node().0 as usize);
         self.locked(cx, |state| {
-            if group.pool.get() & mask == 0 {
+            // Pages under way may come to the pool, or back: see `enter`.
+            if (group.pool.get() | group.staged.get()) & mask == 0 {
                 return Err(PoolError::NotInPool);
             }
             if group.good() & mask != 0 {
@@ -410,9 +412,13 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         let resizing = optimizer.resizing(self.size);
         // Whoever resizes borrows its context until it has finished, so nobody else's is there.
         let me = core::ptr::from_ref(cx).addr() as u64;
+        // Whoever demotes has the larger pages' resize and waits for the smaller ones': nobody waits the other way round.
+        // Relaxed: nobody else stores this.
+        let has_smaller =
+            self.size == PageSize::Size1G && optimizer.resizing(PageSize::Size2M).load(Ordering::Relaxed) == me;
         // Acquire pairs with the Release in `Resizing::drop`: what the last resize left is seen.
         while let Err(other) = resizing.compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed) {
-            if other == me || !cx.platform().may_sleep() {
+            if other == me || has_smaller || !cx.platform().may_sleep() {
                 return Err(PoolError::Resizing);
             }
             cx.cond_resched();

@@ -47,7 +47,7 @@ fn a_pool_asked_for_anything() {
                 let stray = unsafe { HugePage::assume_owned(frame, size) };
                 let (stray, error) = pool.put(&cx, stray, true).expect_err("not its own");
                 assert_eq!(error, PoolError::NotInPool);
-                let _ = stray.into_content().map(|page| page.into_extent()).map_err(|page| page.into_extent());
+                let _ = stray.extent();
             }
             for extent in [Extent::block(Pfn::LIMIT, Order::ZERO), Extent::new(Pfn::new(0), 1 << 40).expect("all")] {
                 pool.fill_at_boot(&mut cx, &m.optimizer, extent).expect("idle");

@@ -5,7 +5,7 @@ mod support;
 
 use hugemm_base::inject::NoFaults;
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
+use hugemm_base::{CancelFlag, CpuCx, Dirty, Extent, Never, NodeId, Order, PageSize, Pfn};
 use hugemm_frames::AllocRequest;
 use hugemm_hugetlb::{
     FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolArena, PoolError, Resize, Tail,
@@ -236,6 +236,57 @@ fn a_resize_within_a_resize_is_refused() {
         m.set(&two, 7);
         m.set(&one, 0);
         m.set(&two, 0);
+        assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
+    });
+}
+
+/// Whoever demotes resizes the larger pages and waits for who resizes the smaller ones: that one does not wait for him.
+#[test]
+fn who_resizes_smaller_pages_does_not_wait_for_larger_ones() {
+    machine(&Shape::spans(5), NoFaults, |m| {
+        let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+        let (large, small) = (large.pool(), small.pool());
+        let (mut cx, mut others) = (m.threads.cx(), m.threads.cx());
+        let others_share = |_: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
+            let share = |cx: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
+                let waits = large.set_size(cx, &m.optimizer, 0, Nodes::All, &Never);
+                assert_eq!(waits.expect_err("somebody is at it"), PoolError::Resizing);
+            };
+            small.resize(&mut cx, &m.optimizer, 0, Nodes::All, share).expect("idle");
+        };
+        large.resize(&mut others, &m.optimizer, 0, Nodes::All, others_share).expect("idle");
+        let share = |cx: &mut CpuCx<'_, _>, _: &Resize<'_, '_, '_, _, _, _>| {
+            large.set_size(cx, &m.optimizer, 0, Nodes::All, &Never).expect("nobody is at it");
+        };
+        small.resize(&mut cx, &m.optimizer, 0, Nodes::All, share).expect("idle");
+    });
+}
+
+/// A page that is on its way out when poison strikes it, and stays after all, is not handed out.
+#[test]
+fn poison_strikes_a_page_under_way() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let (pool, mut cx) = (memory.pool(), m.threads.cx());
+        m.set(&pool, 2);
+        let (struck, _) = pool.pages().last().expect("two");
+        let share = |cx: &mut CpuCx<'_, _>, resize: &Resize<'_, '_, '_, _, _, _>| {
+            assert_eq!(pool.counts(cx).counts.total, 1, "it is under way");
+            pool.note_hwpoison(cx, struck).expect("it may come back");
+            let stop = CancelFlag::new();
+            stop.raise();
+            resize.work(cx, &stop);
+        };
+        assert!(pool.resize(&mut cx, &m.optimizer, 1, Nodes::All, share).expect("idle").cancelled);
+        let counts = pool.counts(&cx).counts;
+        assert_eq!((counts.total, counts.free), (2, 1));
+        let page = pool.take(&cx, Nodes::All, false).expect("the other one");
+        assert_ne!(page.extent().base(), struck);
+        assert_eq!(pool.take(&cx, Nodes::All, false), Err(PoolError::Exhausted));
+        assert!(pool.is_consistent(&cx));
+        pool.put(&cx, page, false).expect("its own");
+        assert_eq!(pool.tidy(&mut cx, &m.optimizer).expect("idle").left, 1);
+        m.set(&pool, 0);
         assert_eq!(m.free_frames() + m.descriptor_frames() + m.optimizer.shared_frames(), m.all.pages());
     });
 }

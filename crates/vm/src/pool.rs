@@ -74,7 +74,8 @@ impl<'m, L: RawLock> Pools<'m, L> {
             Err(_) if elsewhere => pool.take(cx, Nodes::All, reserved),
             taken => taken,
         };
-        page.map(HugePage::into_content).map_err(|_| VmError::NoPool)
+        // SAFETY: whoever has it gives it back by `put`, as areas' pages all go.
+        page.map(|page| unsafe { page.into_content() }).map_err(|_| VmError::NoPool)
     }
 
     /// Takes a page back; it is promised again if `reserved`.

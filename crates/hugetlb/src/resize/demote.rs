@@ -143,24 +143,31 @@ impl<L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, '_, L, E, V> {
             let Some((index, group, page)) = self.group_of(unit) else { continue };
             let Some(area) = self.pool.area_of(index).filter(|_| group.demoting.get() & page != 0) else { continue };
             let (size, bit) = (self.pool.size(), page.trailing_zeros().into());
-            // Both under one lock: no platform is called, and none unwinds, while the page is in neither pool.
-            entered += into.locked(cx, |state| {
-                let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
-                for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
-                    bits.remove_shared(page);
-                }
-                // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
-                let page =
-                    unsafe { Frozen::assume_owned(area.page(size, index, bit), size.order(), Mobility::Movable) };
-                // The new heads' descriptors exist and have been flushed.
-                match self.optimizer.frames.split(page, into.size().order()) {
-                    Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, lean),
-                    // Pools hold the pages of the optimizer's manager only.
-                    Err(page) => {
-                        let _ = page.into_dirty().into_extent();
-                        0
+            // Under both locks: no platform is called, and none unwinds, while the page is in neither pool; nor is poison noted.
+            entered += self.pool.locked(cx, |_| {
+                into.locked(cx, |state| {
+                    if group.bad.get() & page != 0 {
+                        // Which of its parts is bad is not known here: it stays.
+                        group.demoting.remove_shared(page);
+                        return 0;
                     }
-                }
+                    let (zero, lean) = (group.zero.get() & page != 0, group.lean.get() & page != 0);
+                    for bits in [&group.zero, &group.lean, &group.staged, &group.demoting] {
+                        bits.remove_shared(page);
+                    }
+                    // SAFETY: the page was staged, hence this operation's alone, and a block of this order.
+                    let page =
+                        unsafe { Frozen::assume_owned(area.page(size, index, bit), size.order(), Mobility::Movable) };
+                    // The new heads' descriptors exist and have been flushed.
+                    match self.optimizer.frames.split(page, into.size().order()) {
+                        Ok(parts) => into.adopt(state, parts.into_dirty().into_extent(), zero, lean),
+                        // Pools hold the pages of the optimizer's manager only.
+                        Err(page) => {
+                            let _ = page.into_dirty().into_extent();
+                            0
+                        }
+                    }
+                })
             });
         }
         entered
