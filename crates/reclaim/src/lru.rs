@@ -43,8 +43,6 @@ pub(crate) use batch::{Batch, Folio, Neighbours};
 pub use policy::LruPolicy;
 pub(crate) use policy::LruVerdict;
 
-use crate::links::Words;
-use crate::words::STATE;
 use core::fmt;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
@@ -126,6 +124,11 @@ impl<E: Env, L: RawLock> fmt::Debug for Lru<'_, '_, E, L> {
 }
 
 impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
+    /// Whether it is for folios of these frames. Others' it would link through descriptors that are not theirs.
+    pub(crate) fn is_of(&self, frames: &Frames<'_, E>) -> bool {
+        core::ptr::from_ref(self.frames).addr() == core::ptr::from_ref(frames).addr()
+    }
+
     /// An empty LRU for folios of `frames`.
     pub fn new(frames: &'f Frames<'m, E>, policy: LruPolicy) -> Self {
         Lru { frames, lists: PinnedLock::new(Lists::new(policy)) }
@@ -150,11 +153,6 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
                 }
             });
         }
-    }
-
-    /// Says of an allocated folio that it is not on the LRU: its descriptor is anything until then. For its owner.
-    pub(crate) fn leave_out(&self, head: Pfn) {
-        self.frames.set_word(head, STATE, 0);
     }
 
     /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is

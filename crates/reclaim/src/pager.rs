@@ -1,5 +1,6 @@
 //! What a [`Vm`] needs of a [`Pager`], and the turns of those who reclaim from it.
 
+use crate::links::Words;
 use crate::lru::{BATCH, Neighbours};
 use crate::reclaim::Reclaim;
 use crate::runs::heads;
@@ -7,6 +8,7 @@ use crate::shrink::{ShrinkBudget, ShrinkProgress};
 use crate::side::{self, Side};
 use crate::swap::{Swap, SwapSlot};
 use crate::ways::{Step, Steps};
+use crate::words::STATE;
 use crate::worker::Turn;
 use core::ptr;
 use hugemm_base::lock::RawLock;
@@ -106,16 +108,17 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
     }
 }
 
-impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<'_, '_, S, W, L, O> {
+// SAFETY: blocks are filled by `Swap::load`, which promises the same.
+unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for Reclaim<'_, '_, S, W, L, O> {
     const ACTIVE: bool = true;
 
     unsafe fn lru_add(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, pages: Extent, order: Order) {
         self.by_node(frames, pages, order, |lru, some| {
-            let Some(lru) = lru else { return };
             let heads = heads(some, order);
-            if order.get() > LARGEST {
-                return heads.for_each(|head| lru.leave_out(head));
-            }
+            let Some(lru) = lru.filter(|_| order.get() <= LARGEST) else {
+                // A descriptor is anything until then, and a run that ends may reach over to another node.
+                return heads.for_each(|head| frames.set_word(head, STATE, 0));
+            };
             let mut folios = [(Pfn::new(0), order); BATCH];
             let mut count = 0;
             for (folio, head) in folios.iter_mut().zip(heads) {

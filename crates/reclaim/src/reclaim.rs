@@ -34,7 +34,8 @@ impl<S: Setup, W, L: RawLock, O> fmt::Debug for Reclaim<'_, '_, S, W, L, O> {
 }
 
 impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
-    /// A pager over LRUs of the manager's frames, one per node, that stores pages in `swap`. `marks` are each node's.
+    /// A pager over LRUs of the manager's frames, one per node, that stores pages in `swap`. `marks` are each node's. Pages of a
+    /// node without one, or whose LRU is for other frames, stay.
     pub fn new(lrus: &'a [Lru<'a, 'm, S::Env, L>], swap: &'a W, marks: Watermarks, steps: O) -> Self {
         let counts = ReclaimCounts::default();
         Reclaim {
@@ -145,7 +146,7 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
                 _ => heads(most, order).take_while(|head| frames.node_of(*head) == node).count() as u64 * order.pages(),
             };
             let (some, more) = rest.split_at(same.max(order.pages()));
-            visit(node.and_then(|node| self.lru(node)), some);
+            visit(node.and_then(|node| self.lru(node)).filter(|lru| lru.is_of(frames)), some);
             rest = more;
         }
     }

@@ -267,7 +267,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         let store = |cx: &Cx<'_, S>, block: &Frozen, page| {
             swap.store(cx, block, page).map(SwapSlot::into_bits).map_err(Unwritten::from)
         };
-        // SAFETY: new slots of the swap of this `vm`'s pager.
+        // SAFETY: new slots of the swap of this `vm`'s pager, which hands a page back that it does not keep.
         let written = unsafe { self.vm.page_out(cx, page, evict, store) };
         self.pager.steps().enter(Step::Other);
         written

@@ -145,7 +145,33 @@ pub struct SwapStats {
 ///
 /// Context: any but NMI, with no lock held that is taken in an interrupt. Never sleeps unless the back end says so; never
 /// calls reclaim, whatever it is short of.
-pub trait Swap<P: Cpu> {
+///
+/// # Safety
+///
+/// The block that [`load`](Swap::load) is given is the same afterwards, whatever is in it, and [`evict`](Swap::evict) hands back with
+/// an error the page that it was given: page tables map them by what they were.
+///
+/// ```compile_fail,E0200
+/// # use hugemm_base::{Cpu, CpuCx};
+/// # use hugemm_frames::Frozen;
+/// # use hugemm_reclaim::{Evicted, SlotError, StoreError, Swap, SwapSlot, SwapStats};
+/// # use std::sync::Mutex;
+/// struct Other(Mutex<Vec<Frozen>>);
+/// impl<P: Cpu> Swap<P> for Other { // error: `unsafe impl`: is it the page that it was given?
+///     fn evict(&self, _: &CpuCx<'_, P>, page: Frozen) -> Result<Evicted, (StoreError, Frozen)> {
+///         let mut pages = self.0.lock().expect("unpoisoned");
+///         pages.push(page);
+///         Err((StoreError::Full, pages.remove(0)))
+///     }
+///     # fn store(&self, _: &CpuCx<'_, P>, _: &Frozen, _: u64) -> Result<SwapSlot, StoreError> { Err(StoreError::Full) }
+///     # fn load(&self, _: &CpuCx<'_, P>, _: &SwapSlot, _: &mut Frozen, _: u64) -> Result<(), SlotError> { Ok(()) }
+///     # fn share(&self, _: &CpuCx<'_, P>, _: &SwapSlot) -> Result<SwapSlot, SlotError> { Err(SlotError::NotMine) }
+///     # fn free(&self, _: &CpuCx<'_, P>, _: SwapSlot) -> Result<(), (SlotError, SwapSlot)> { Ok(()) }
+///     # fn set_limit(&self, _: u64) {}
+///     # fn stats(&self, _: &CpuCx<'_, P>) -> SwapStats { SwapStats::default() }
+/// }
+/// ```
+pub unsafe trait Swap<P: Cpu> {
     /// Stores a copy of page number `page` of the block. O(1) allocations.
     ///
     /// # Errors

@@ -38,7 +38,8 @@ pub struct AgeRun<'a> {
 
 impl<S: Setup> Vm<'_, S> {
     /// Tests and clears the accessed bits of every mapping of the run's pages, and asks secondary MMUs; no TLB is touched.
-    /// `found[i]` is what was found of page `i`. Mappings without recency and those of spaces that go away do not count.
+    /// `found[i]` is what was found of page `i`; pages beyond its end stay as old as they are. Mappings without recency and those
+    /// of spaces that go away do not count.
     ///
     /// Other 4 KiB pages in the run's range, and in the [64 entries](AROUND) that its ends lie in, that have been used are
     /// shown to `neighbour`, which says whether it wants them: then they count as looked at and are old afterwards, in all
@@ -59,7 +60,7 @@ impl<S: Setup> Vm<'_, S> {
         };
         let Some(object) = self.registry().shared().get(run.object) else { return };
         let size = run.order.pages();
-        let to = last + size;
+        let to = last.saturating_add(size);
         let mut mapped = false;
         let mut going = false;
         // Neighbours that are wanted, by their place among the 64: frame number + 1.
@@ -86,7 +87,9 @@ impl<S: Setup> Vm<'_, S> {
                     continue;
                 }
                 let (first, last) = match &neighbour {
-                    Some(_) if size == 1 => part(area, from & !(AROUND - 1), to.next_multiple_of(AROUND)),
+                    Some(_) if size == 1 => {
+                        part(area, from & !(AROUND - 1), to.checked_next_multiple_of(AROUND).unwrap_or(u64::MAX))
+                    }
                     _ => None,
                 }
                 .unwrap_or((first, last));
@@ -104,10 +107,10 @@ impl<S: Setup> Vm<'_, S> {
                     match run.pages.get(next) {
                         Some((at, head)) if *at == offset => {
                             // If not, it is another page of the object at the same offset: a process's own copy.
-                            let same = *head == frame;
-                            found[next].young |= same;
-                            found[next].users += u32::from(same);
-                            same
+                            let Some(found) = found.get_mut(next).filter(|_| *head == frame) else { return false };
+                            found.young = true;
+                            found.users += 1;
+                            true
                         }
                         _ => {
                             let wanted = &mut wanted[(offset % AROUND) as usize];

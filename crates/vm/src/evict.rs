@@ -32,7 +32,8 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// # Safety
     ///
-    /// A slot that `evict` or `store` answers with is this manager's pager's, and nobody else holds it.
+    /// A slot that `evict` or `store` answers with is this manager's pager's, and nobody else holds it. With an error `evict`
+    /// hands back the block that it was given.
     pub unsafe fn page_out<'d, M: AsRef<[AtomicU64]>, E: From<VmError>>(
         &self,
         cx: &mut Cx<'_, S>,

@@ -191,14 +191,13 @@ impl<S: Setup> Vm<'_, S> {
         let unreachable = VmError::Unreachable;
         let mut table = parent.table().exclusive(self.tables(task));
         let mut to = end;
-        if S::Pager::ACTIVE {
-            let first_moving = |at: VirtAddr, _, word| {
-                if let SwapEntry::Moving { .. } = SwapEntry::of(word) {
-                    to = to.min(at.get() >> PAGE_SHIFT);
-                }
-            };
-            table.walk_owners(pages(from, end).ok_or(unreachable)?, first_moving).map_err(VmError::Paging)?;
-        }
+        // Also without a pager: pages move without one too.
+        let first_moving = |at: VirtAddr, _, word| {
+            if let SwapEntry::Moving { .. } = SwapEntry::of(word) {
+                to = to.min(at.get() >> PAGE_SHIFT);
+            }
+        };
+        table.walk_owners(pages(from, end).ok_or(unreachable)?, first_moving).map_err(VmError::Paging)?;
         if to == from {
             return Ok(to);
         }

@@ -30,7 +30,31 @@ pub struct LostPage;
 /// vm.pager().free(cx, 7); // whose?
 /// # }
 /// ```
-pub trait Pager<S: Setup> {
+///
+/// # Safety
+///
+/// The block that [`load`](Pager::load) is given is the same afterwards, whatever is in it: it is mapped as a page of its size.
+///
+/// ```compile_fail,E0200
+/// # use hugemm_base::{Extent, Order, Shortfall};
+/// # use hugemm_frames::{FolioRun, Frames, Frozen};
+/// # use hugemm_vm::{Cx, LostPage, Pager, Setup, Vm};
+/// # use std::sync::Mutex;
+/// struct Swapping(Mutex<Frozen>);
+/// impl<S: Setup> Pager<S> for Swapping { // error: `unsafe impl`: does the block stay what it is?
+///     unsafe fn load(&self, _: &Cx<'_, S>, _: u64, into: &mut Frozen, _: u64) -> Result<(), LostPage> {
+///         Ok(core::mem::swap(into, &mut self.0.lock().expect("unpoisoned")))
+///     }
+///     # const ACTIVE: bool = true;
+///     # unsafe fn lru_add(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: Extent, _: Order) {}
+///     # unsafe fn drop_references(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: FolioRun) {}
+///     # unsafe fn share(&self, _: &Cx<'_, S>, _: u64) -> Option<u64> { None }
+///     # unsafe fn free(&self, _: &Cx<'_, S>, _: u64) {}
+///     # fn may_take(&self, _: &Frames<'_, S::Env>, _: &Cx<'_, S>, _: Order) -> bool { true }
+///     # fn relieve(&self, _: &Vm<'_, S>, _: &mut Cx<'_, S>, _: Shortfall) -> u64 { 0 }
+/// }
+/// ```
+pub unsafe trait Pager<S: Setup> {
     /// Whether it takes pages away at all. If not, nothing of this costs anything.
     const ACTIVE: bool;
 
@@ -95,7 +119,8 @@ pub trait Pager<S: Setup> {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoPager;
 
-impl<S: Setup> Pager<S> for NoPager {
+// SAFETY: it changes no block.
+unsafe impl<S: Setup> Pager<S> for NoPager {
     const ACTIVE: bool = false;
 
     unsafe fn lru_add(&self, _frames: &Frames<'_, S::Env>, _cx: &Cx<'_, S>, _pages: Extent, _order: Order) {}

@@ -5,7 +5,6 @@
 //! has found them until here), the detached entries are read off, and their frames are dropped by runs.
 
 use crate::error::VmError;
-use crate::pager::Pager;
 use crate::setup::{Cx, Setup, Task};
 use crate::space::AddressSpace;
 use crate::vm::Vm;
@@ -133,8 +132,8 @@ impl<S: Setup> Vm<'_, S> {
                         let mut table = space.table().exclusive(self.tables(&task));
                         let away = |_, _, word| self.drop_away(&task.borrow(), word);
                         let detached = table.detach_owned(span, Editing::LIVE, away);
-                        if S::Pager::ACTIVE && detached.is_ok() {
-                            // What reclaim has unhooked there is used by no CPU any more.
+                        if detached.is_ok() {
+                            // What has been unhooked there, by reclaim or to be moved, is used by no CPU any more.
                             space.tlb().settle(self.shootdown(), &task.borrow());
                         }
                         detached

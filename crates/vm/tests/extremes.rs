@@ -5,9 +5,9 @@
 
 mod support;
 
-use hugemm_base::{CpuId, Never, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuId, Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, Backing, Recency, VmError, VmaKind};
+use hugemm_vm::{Access, AgeRun, Backing, Recency, VmError, VmaKind};
 use support::{bounds, no_faults, span, with_rig};
 
 /// Addresses in 64 bits, in pages.
@@ -105,6 +105,22 @@ fn spaces_take_any_range() {
                 assert!(rig.vm.hold_mapped(cx, frame).is_none());
                 let _: Recency = rig.vm.age_page(cx, frame, hugemm_base::Order::MAX, |_, _, _| {});
             }
+            // Pages of which nobody asks, and such as no object has.
+            rig.vm.map(cx, &space, span(0, 2 << 20), SMALL, Backing::Private).expect("room");
+            rig.vm.fault(cx, &space, VirtAddr::new(0), Access::Write).expect("memory");
+            let area = space.find_vma(VirtAddr::new(0)).expect("mapped");
+            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(0)) else { panic!("mapped") };
+            let first = (area.offset, leaf.frame);
+            let mut found = [Recency::default(); 2];
+            for (pages, room) in
+                [(&[first][..], 0), (&[first, (u64::MAX, Pfn::LIMIT)], 2), (&[(u64::MAX, Pfn::LIMIT), first], 2)]
+            {
+                for order in [Order::ZERO, Order::MAX] {
+                    let run = AgeRun { object: area.object, pages, order };
+                    rig.vm.age(cx, &run, &mut found[..room], Some(&mut |_| false));
+                }
+            }
+            assert!(found[0].young, "nobody took its bit who could not say so");
             rig.vm.destroy(cx, space).expect("idle");
         });
     });

@@ -454,6 +454,101 @@ fn a_fork_waits_for_a_page_that_is_moving() {
     }
 }
 
+/// Pages move without a pager too. A fork waits for one that is moving, and so its child has it.
+#[test]
+fn a_fork_waits_without_a_pager() {
+    support::with_rig(16, 2, 101, &no_faults(), |rig| {
+        let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
+        let space = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 7).expect("memory");
+            rig.leave(cx, &space);
+            space
+        });
+        std::thread::scope(|scope| {
+            let (space, away, forks) = (&space, &away, &forks);
+            scope.spawn(move || {
+                rig.beside_others(0, |cx| {
+                    // SAFETY: used with this manager's TLBs only.
+                    let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
+                    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("mapped") };
+                    let held = rig.vm.hold_mapped(cx, leaf.frame).expect("a page");
+                    let page = rig.vm.unhook(cx, held, Order::ZERO, &deferred).expect("nobody else has it");
+                    away.store(true, Ordering::SeqCst);
+                    while !forks.load(Ordering::SeqCst) {
+                        rig.vm.shootdown().handle_ipi(cx);
+                    }
+                    // Enough for a fork that does not wait to be over.
+                    for _ in 0..100 {
+                        rig.vm.shootdown().handle_ipi(cx);
+                        std::thread::yield_now();
+                    }
+                    assert!(rig.vm.move_page(cx, page));
+                });
+            });
+            scope.spawn(move || {
+                rig.beside_others(1, |cx| {
+                    while !away.load(Ordering::SeqCst) {
+                        rig.vm.shootdown().handle_ipi(cx);
+                    }
+                    forks.store(true, Ordering::SeqCst);
+                    let child = rig.vm.fork(cx, space).expect("forked");
+                    rig.enter(cx, &child);
+                    assert_eq!(rig.load(cx, &child, AT), Ok(7));
+                    rig.leave(cx, &child);
+                    rig.vm.destroy(cx, child).expect("destroyed");
+                });
+            });
+        });
+        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+    });
+}
+
+/// What has been unmapped is reached by no CPU, though its pages were being moved and nobody had flushed yet: without a pager
+/// too.
+#[test]
+fn unmapping_flushes_what_is_moving_without_a_pager() {
+    const PAGES: u64 = 16;
+    support::with_rig(16, 2, 102, &no_faults(), |rig| {
+        let at = |index: u64| AT + (index << 12);
+        let (space, object) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let object = rig.vm.create_shared(cx, PAGES, PageSize::Size4K, false).expect("an object");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, PAGES << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            (space, object)
+        });
+        rig.mmu.as_cpu(CpuId(1), |cx| {
+            rig.enter(cx, &space);
+            (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 7).expect("memory"));
+        });
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            // SAFETY: used with this manager's TLBs only.
+            let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
+            let mut pages = Vec::new();
+            for index in 0..PAGES {
+                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(at(index))) else {
+                    panic!("mapped")
+                };
+                let held = rig.vm.hold_mapped(cx, leaf.frame).expect("a page");
+                pages.push(rig.vm.unhook(cx, held, Order::ZERO, &deferred).expect("nobody else has it"));
+            }
+            rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
+            let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 8).is_ok());
+            assert_eq!(reached.count(), 0, "unmapped, and reached by old translations");
+            pages.into_iter().for_each(|page| rig.vm.put_back(cx, page));
+        });
+        rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
 /// A frame that may be anything is held only if it is a small page of some object, mapped where its descriptor says.
 #[test]
 fn only_mapped_pages_are_held_for_moving() {

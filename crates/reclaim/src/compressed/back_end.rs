@@ -24,7 +24,8 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
     }
 }
 
-impl<P, E, C, L> Swap<P> for Compressed<'_, '_, E, C, L>
+// SAFETY: `load` puts the same block back, no longer known to be zero; `evict` hands its argument back.
+unsafe impl<P, E, C, L> Swap<P> for Compressed<'_, '_, E, C, L>
 where
     P: Cpu + PhysMap,
     E: Env,

@@ -4,6 +4,7 @@ use super::lists::Lists;
 use super::policy::Was;
 use super::ring::Ring;
 use super::*;
+use crate::links::Words;
 use proptest::prelude::*;
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -1,12 +1,13 @@
 //! Too little memory: full swap, failing allocations, overcommitment, pieces, nodes.
 
-use crate::rig::{Handle, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rig::{Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled};
 use hugemm_base::inject::every_fault;
-use hugemm_base::{CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
-use hugemm_frames::{AllocRequest, Placement};
+use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr};
+use hugemm_frames::{AllocRequest, ArenaSpec, FolioRun, Frames, FramesConfig, Frozen, Mobility, Placement, Plain};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_reclaim::{LruPolicy, ShrinkBudget, Swap, Turn};
+use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, Swap, Turn};
+use hugemm_threads::Memory;
 use hugemm_vm::{Backing, Pager, VmaKind};
 
 /// Swap that is full is an error to nobody: pages stay and keep what is in them.
@@ -343,6 +344,60 @@ fn what_is_reclaimed_is_counted() {
             assert_eq!(pager.balance(&rig.vm, cx, NodeId(7), 1000, &Never).0, Turn::Hopeless, "no such node");
             assert_eq!(pager.counts().worker_freed.get(), 0);
             rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A pager may have been given LRUs for some nodes only, or for other frames. Pages of the others are on none; a run that ends
+/// reaches from one to the other, and what their descriptors said before they were pages is believed by nobody.
+#[test]
+fn pages_without_an_lru_are_on_none() {
+    with_rig(Size { nodes: 2, ..SIZE }, 16, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let frames = rig.vm.frames();
+            let all = rig.mmu.host().frames();
+            let first = Pfn::new(all.base().number() + all.pages() / 2 - 1);
+            let next = Pfn::new(first.number() + 1);
+            assert_eq!([first, next].map(|pfn| frames.node_of(pfn)), [Some(NODE), Some(NodeId(1))]);
+            let nowhere =
+                [ArenaSpec { extent: Extent::block(Pfn::new(1 << 30), Order::ZERO), node: NODE, descriptors: None }];
+            let config = FramesConfig { arenas: &nowhere, cpus: 1, cpu_nodes: &[] };
+            let metadata = Memory::new(Frames::<Plain>::required_bytes(&config).expect("valid"));
+            // SAFETY: zeroed, of this size, used once; one platform; nobody else has the frame's number.
+            let others =
+                unsafe { Frames::new(&config, *frames.env(), metadata.ptr(), metadata.bytes()) }.expect("room");
+            for (lru, strays) in [(Lru::new(frames, SIZE.policy), false), (Lru::new(&others, SIZE.policy), true)] {
+                let lrus = [lru];
+                frames.drain(cx);
+                let pager: Reclaim<'_, '_, Model<'_>, _> = Reclaim::new(&lrus, rig.store, rig.vm.pager().marks(), ());
+                let mut victim = frames.alloc(cx, AllocRequest::order(Order::ZERO)).expect("memory");
+                let victims = frames.descriptor_mut(&mut victim).expect("managed");
+                (0..8).for_each(|word| victims.store(word, 7));
+                for pfn in [first, next] {
+                    let page = Extent::block(pfn, Order::ZERO);
+                    let _ = frames.alloc_contig_range(cx, page).expect("free").into_extent();
+                    // SAFETY: taken just now.
+                    let mut page = unsafe { Frozen::assume_owned(pfn, Order::ZERO, Mobility::Movable) };
+                    let descriptor = frames.descriptor_mut(&mut page).expect("managed");
+                    // As a folio's on a list between others.
+                    for (word, value) in [(2, victim.pfn().number() + 1), (3, victim.pfn().number() + 1), (4, 1 << 16)]
+                    {
+                        descriptor.store(word, value);
+                    }
+                    let extent = page.extent();
+                    let _ = frames.count(page).expect("managed").into_pfn();
+                    // SAFETY: counted just now, and it is told once.
+                    unsafe { pager.lru_add(frames, cx, extent, Order::ZERO) };
+                }
+                assert_eq!(lrus[0].stats(cx).folios, u64::from(!strays));
+                let both = Extent::new(first, 2).expect("in range");
+                // SAFETY: the references that became numbers above.
+                unsafe { pager.drop_references(frames, cx, FolioRun::from_extent(both, Order::ZERO)) };
+                assert_eq!(lrus[0].stats(cx).folios, 0);
+                let victims = frames.descriptor(victim.pfn()).expect("managed");
+                assert!((0..8).all(|word| victims.load(word) == 7), "a stranger was linked");
+                frames.free(cx, victim);
+            }
         });
     });
 }

@@ -93,7 +93,8 @@ impl<W> Watched<W> {
     }
 }
 
-impl<P: Cpu, W: Swap<P>> Swap<P> for Watched<W> {
+// SAFETY: passes everything on.
+unsafe impl<P: Cpu, W: Swap<P>> Swap<P> for Watched<W> {
     fn store(&self, cx: &CpuCx<'_, P>, from: &Frozen, page: u64) -> Result<SwapSlot, StoreError> {
         self.inner.store(cx, from, page).inspect(|slot| self.gave(slot))
     }

@@ -76,7 +76,8 @@ impl<const AWAY: bool> Slots<AWAY> {
     }
 }
 
-impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AWAY> {
+// SAFETY: it stores to blocks and does not change them for others.
+unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AWAY> {
     const ACTIVE: bool = AWAY;
 
     unsafe fn lru_add(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
