@@ -297,3 +297,36 @@ fn summarise(lines: &[Line<Cycle>], size: PageSize, plan: &GroundPlan, results: 
         projection::add(here(up, &last.up, &old.up), here(down, &last.down, &old.down), results);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hugemm_workloads::record::Record;
+
+    /// What a guest says of a pool that was to have 100 pages and had these, off and on.
+    fn guest(off: u64, on: u64) -> Results {
+        let mut transcript = Transcript::default();
+        for (seq, (hvo, entered)) in [(false, off), (true, on)].into_iter().enumerate() {
+            let mut cycle = Cycle::default();
+            (cycle.up.report.entered, cycle.down.report.left) = (entered, entered);
+            let mut fields = String::new();
+            cycle.each(&mut |name, value| fields += &format!("\"{name}\":{value:?},"));
+            let line = format!(
+                "{{\"seq\":{seq},\"kind\":\"record\",\"name\":\"pool\",{fields}\"labels\":{{\"hvo\":{hvo},\"swap\":{hvo},\
+                 \"flush\":\"batch\",\"page\":\"{}\",\"n\":100,\"threads\":1}}}}",
+                PageSize::Size2M
+            );
+            transcript.take(&line).expect("valid");
+        }
+        of_guest(&transcript)
+    }
+
+    #[test]
+    fn what_did_not_have_the_pages_meets_no_goal() {
+        let judged = |off, on| guest(off, on).goals.into_rows().map(|row| row.metric().to_owned()).collect::<Vec<_>>();
+        let [time, flushes] = [["pool.extra_ns_up", "pool.extra_ns_down"], ["pool.flushes_up", "pool.flushes_down"]];
+        assert_eq!(judged(100, 100), [time, flushes].concat());
+        assert_eq!(judged(99, 100), flushes, "the optimization has nothing to be set beside");
+        assert!(judged(100, 99).is_empty() && judged(0, 0).is_empty());
+    }
+}
