@@ -8,7 +8,7 @@ use core::fmt;
 ///
 /// The cached ones come first and the streaming ones after them: [`Primitive::class`] is one comparison, and so is the
 /// first branch of [`crate::raw::zero`]. Every variant exists on every architecture, so that names, tables and saved
-/// results mean the same everywhere; [`Primitive::for_this_arch`] and [`crate::features::Features`] say what can run.
+/// results mean the same everywhere; [`crate::features::Features`] says what can run.
 #[non_exhaustive]
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -140,24 +140,6 @@ impl Primitive {
     pub const fn is_movnt(self) -> bool {
         matches!(self, Self::Movnti | Self::Avx2Stream | Self::Avx512Stream)
     }
-
-    /// Whether the code compiled for this target contains it. A CPU need not have it:
-    /// [`crate::features::Features::detect`] tells. Vector primitives are left out of soft-float targets.
-    #[inline]
-    #[must_use]
-    pub const fn for_this_arch(self) -> bool {
-        match self {
-            Self::Portable | Self::Model => true,
-            Self::Unrolled => cfg!(any(target_arch = "x86_64", target_arch = "aarch64")),
-            Self::RepStosq | Self::RepStosb | Self::Movnti | Self::Clzero | Self::Movdir64b => {
-                cfg!(target_arch = "x86_64")
-            }
-            Self::Avx2Store | Self::Avx2Stream | Self::Avx512Stream => {
-                cfg!(all(target_arch = "x86_64", target_feature = "sse2"))
-            }
-            Self::DcZva | Self::Stnp => cfg!(target_arch = "aarch64"),
-        }
-    }
 }
 
 impl fmt::Display for Primitive {
@@ -207,16 +189,11 @@ mod tests {
     }
 
     #[test]
-    fn primitives_are_told_apart_by_registers_stores_and_architecture() {
+    fn primitives_are_told_apart_by_registers_and_stores() {
         use Primitive::*;
         let those = |which: fn(Primitive) -> bool| Primitive::ALL.into_iter().filter(move |p| which(*p));
         assert!(those(Primitive::needs_vector).eq([Avx2Store, Avx2Stream, Avx512Stream]));
         assert!(those(Primitive::is_movnt).eq([Movnti, Avx2Stream, Avx512Stream]));
-        let arm = [DcZva, Stnp].map(Primitive::for_this_arch);
-        assert_eq!(arm, [cfg!(target_arch = "aarch64"); 2]);
-        let intel = [RepStosb, Movnti, Clzero].map(Primitive::for_this_arch);
-        assert_eq!(intel, [cfg!(target_arch = "x86_64"); 3]);
-        assert!(Portable.for_this_arch() && Model.for_this_arch());
         assert_eq!(format!("{Movnti:>8}|{RepStosb:<10}|"), "  movnti|rep-stosb |");
     }
 }

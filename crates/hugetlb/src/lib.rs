@@ -37,6 +37,11 @@
 //! # pool.unreserve(&cx, 3)?;
 //! # pool.unreserve(&cx, 1)?;
 //! # pool.tidy(&mut cx, &optimizer)?;
+//! let page = pool.take(&cx, Nodes::All, false)?;
+//! let frame = page.extent().base();
+//! pool.put(&cx, page, false).expect("the pool's own");
+//! pool.dissolve(&mut cx, &optimizer, frame)?; // this one in particular leaves the pool
+//! assert_eq!(pool.counts(&cx).counts.total, 2);
 //! # pool.set_size(&mut cx, &optimizer, 0, Nodes::All, &Never)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

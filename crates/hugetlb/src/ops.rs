@@ -3,7 +3,6 @@
 use crate::counts::{self, ResizePlan};
 use crate::group::{GROUP, each};
 use crate::mapping::DescriptorMap;
-use crate::page::HugePage;
 use crate::pool::{HugePool, Nodes, PoolError};
 use crate::resize::{Direction, Leaving, Resize, ResizeReport, Stay};
 use crate::vmemmap::VmemmapOptimizer;
@@ -99,28 +98,6 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         self.resize(cx, optimizer, target, nodes, |cx, resize| resize.work(cx, cancel))
     }
 
-    /// [`take`](HugePool::take) without a reservation, which allocates a surplus page if none is free and as many are
-    /// allowed. May sleep.
-    ///
-    /// # Errors
-    ///
-    /// [`Exhausted`](PoolError::Exhausted) if no surplus page is allowed, [`OutOfMemory`](PoolError::OutOfMemory) if
-    /// none can be made; others as of [`resize`](HugePool::resize).
-    pub fn take_or_overcommit<'e, P: Cpu, E: Env, V: DescriptorMap>(
-        &self,
-        cx: &mut CpuCx<'_, P>,
-        optimizer: &VmemmapOptimizer<'e, E, V>,
-        nodes: Nodes,
-    ) -> Result<HugePage, PoolError> {
-        for _ in 0..ATTEMPTS {
-            match self.take(cx, nodes, false) {
-                Err(PoolError::Exhausted) => self.overcommit(cx, optimizer, nodes, 1)?,
-                decided => return decided,
-            }
-        }
-        self.take(cx, nodes, false)
-    }
-
     /// [`reserve`](HugePool::reserve), which allocates surplus pages for what is missing if as many are allowed. All or
     /// nothing. May sleep.
     ///
@@ -136,7 +113,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     ) -> Result<(), PoolError> {
         for _ in 0..ATTEMPTS {
             let Err(short) = self.reserve(cx, pages) else { return Ok(()) };
-            if let Err(error) = self.overcommit(cx, optimizer, Nodes::All, short) {
+            if let Err(error) = self.overcommit(cx, optimizer, short) {
                 self.tidy(cx, optimizer)?;
                 return Err(error);
             }
@@ -153,7 +130,6 @@ impl<'m, L: RawLock> HugePool<'m, L> {
         &self,
         cx: &mut CpuCx<'_, P>,
         optimizer: &VmemmapOptimizer<'e, E, V>,
-        nodes: Nodes,
         pages: u64,
     ) -> Result<(), PoolError> {
         let alone = self.begin(cx, optimizer)?;
@@ -161,7 +137,7 @@ impl<'m, L: RawLock> HugePool<'m, L> {
             return Err(PoolError::Exhausted);
         }
         let count = self.nodes(cx) as usize;
-        let mut resize = Resize::new(self, optimizer, alone, nodes, count);
+        let mut resize = Resize::new(self, optimizer, alone, Nodes::All, count);
         resize.open_grow(Direction::Grow { surplus: true }, pages);
         let report = resize.finish(cx);
         if report.entered < pages { Err(PoolError::OutOfMemory) } else { Ok(()) }

@@ -297,8 +297,8 @@ impl<'m, L: RawLock> HugePool<'m, L> {
     ///
     /// # Errors
     ///
-    /// [`Exhausted`](PoolError::Exhausted): enlarge the pool, reserve first, or [allow surplus
-    /// pages](HugePool::take_or_overcommit).
+    /// [`Exhausted`](PoolError::Exhausted): enlarge the pool, or reserve first, [with surplus
+    /// pages](HugePool::reserve_or_overcommit) if they are allowed.
     pub fn take<P: Cpu>(&self, cx: &CpuCx<'_, P>, nodes: Nodes, reserved: bool) -> Result<HugePage, PoolError> {
         self.locked(cx, |state| {
             if if reserved { state.reserved == 0 } else { state.available() == 0 } {

@@ -165,7 +165,7 @@ impl<E: Env, V> core::fmt::Debug for VmemmapOptimizer<'_, E, V> {
 }
 
 impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
-    /// VmemmapOptimizer, switched on. `tails` has one element per node; pages of nodes beyond are left fat.
+    /// An optimizer, switched on. `tails` has one element per node; pages of nodes beyond are left fat.
     ///
     /// # Safety
     ///
