@@ -119,7 +119,7 @@ impl<S: Setup> Vm<'_, S> {
         self.fault_observed(cx, space, at, access, &())
     }
 
-    /// [`fault`](Vm::fault), telling `phases` what it is doing.
+    /// [`fault`](Vm::fault), telling `phases` what it is doing. Costs nothing more where `phases` is `()`.
     ///
     /// # Errors
     ///

@@ -1,49 +1,19 @@
-//! A space's notifiers.
+//! Following a space, and telling its followers.
 
 use crate::error::VmError;
-use crate::notifier::Notifier;
+use crate::notifier::{ByOrder, Node, Notifier};
 use crate::setup::{Cx, Setup};
 use crate::space::AddressSpace;
 use crate::vm::Vm;
 use core::ptr::NonNull;
 use hugemm_base::VirtRange;
-use hugemm_base::sync::{AtomicU64, Ordering};
-use intrusive_collections::{LinkedList, LinkedListAtomicLink, UnsafeRef, intrusive_adapter};
-
-/// One notifier on its list.
-pub(crate) struct Node<S: Setup> {
-    link: LinkedListAtomicLink,
-    notifier: S::Notifier,
-}
-
-intrusive_adapter!(pub(crate) ByOrder<S> = UnsafeRef<Node<S>>: Node<S> { link => LinkedListAtomicLink } where S: Setup);
-
-/// The notifiers of a space.
-pub(crate) struct Followers<S: Setup> {
-    list: LinkedList<ByOrder<S>>,
-    /// Changes that have begun and not ended: everybody on the list has been told of their beginning.
-    under_way: AtomicU64,
-}
-
-// SAFETY: notifiers are told by any task; `follow` requires them to bear it. Links are changed through `&mut` only.
-unsafe impl<S: Setup> Send for Followers<S> {}
-// SAFETY: as above.
-unsafe impl<S: Setup> Sync for Followers<S> {}
-
-impl<S: Setup> Followers<S> {
-    pub(crate) fn new() -> Self {
-        Followers { list: LinkedList::new(ByOrder::NEW), under_way: AtomicU64::new(0) }
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.list.is_empty()
-    }
-}
+use hugemm_base::sync::Ordering;
+use intrusive_collections::{LinkedList, UnsafeRef};
 
 /// A notifier's place; to be given back with [`Vm::unfollow`].
 #[derive(Debug)]
 #[must_use = "the notifier stays until it is given to `unfollow`"]
-pub struct Follower<S: Setup>(NonNull<Node<S>>);
+pub struct Follower<S: Setup>(NonNull<Node<S::Notifier>>);
 
 // SAFETY: it is the right to remove the node, which any task may do.
 unsafe impl<S: Setup> Send for Follower<S> where S::Notifier: Send {}
@@ -68,7 +38,7 @@ impl<S: Setup> Drop for UnderWay<'_, '_, S> {
 impl<S: Setup> AddressSpace<S> {
     /// Whether anybody follows the space.
     pub(crate) fn is_followed(&self) -> bool {
-        !self.followers().shared().is_empty()
+        !self.followers().shared().list.is_empty()
     }
 
     /// Ages a range in all followers; whether one has used it.
@@ -113,7 +83,7 @@ where
         notifier: S::Notifier,
     ) -> Result<Follower<S>, VmError> {
         self.check_own(space)?;
-        let node = Node { link: LinkedListAtomicLink::new(), notifier };
+        let node = Node::new(notifier);
         let node = self.keep(cx, node)?;
         self.between_changes(cx, space, |list| {
             // SAFETY: the node lives until `unfollow`, which takes it off the list first.
@@ -135,13 +105,14 @@ where
         // SAFETY: made by `follow`, and off the list.
         unsafe { self.take_back(cx, follower.0) }.notifier
     }
+
     /// Changes the list while nothing is under way, so that everybody is told of ends whose beginnings it was told of, and
     /// of no others.
     fn between_changes(
         &self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
-        change: impl FnOnce(&mut LinkedList<ByOrder<S>>),
+        change: impl FnOnce(&mut LinkedList<ByOrder<S::Notifier>>),
     ) {
         loop {
             {

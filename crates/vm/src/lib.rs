@@ -51,7 +51,7 @@
 //! | `space.rs`, `mapping.rs` | making and ending spaces, objects, areas |
 //! | [`fault`], `inflight_faults.rs` | demand faults, and CPUs that meet at one page |
 //! | `supply.rs` | taking, clearing, counting and dropping pages |
-//! | [`prefault`], [`pin`] | filling by any number of CPUs; keeping pages for devices |
+//! | [`prefault`]; [`pin`], `pins.rs` | filling by any number of CPUs; keeping pages for devices, and counting them |
 //! | [`unmap`] | one flush per call, then frees by runs |
 //! | [`fork`], `cow.rs`, `copy.rs` | sharing pages until somebody writes; copies without bad memory |
 //! | [`pager`] | the seam to reclaim and swap |
@@ -96,6 +96,7 @@ pub mod object;
 pub mod pager;
 mod phases;
 pub mod pin;
+mod pins;
 pub mod pool;
 pub mod prefault;
 mod promises;

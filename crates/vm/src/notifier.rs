@@ -11,6 +11,7 @@
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering, fence};
 use hugemm_base::{CpuCx, VirtRange};
+use intrusive_collections::{LinkedList, LinkedListAtomicLink, UnsafeRef, intrusive_adapter};
 
 /// Is told what happens to an address space. Called by the task that changes it, with its context and with no lock that is
 /// needed for [looking addresses up](crate::Vm::lookup): the old entries are found at the beginning, the new ones at the end.
@@ -56,6 +57,49 @@ impl<P: Cpu, N: Notifier<P> + ?Sized> Notifier<P> for &N {
 /// How a follower that looks translations up without the space's lock knows that they are still right: read the
 /// [`state`](Following::state), look up, take the lock of its own tables, and use what was found only if the state
 /// [is unchanged](Following::is_unchanged). `begin` and `end` of its [`Notifier`] call those of this under that same lock.
+///
+/// ```
+/// use hugemm_base::{CpuCx, SingleCpu, VirtAddr, VirtRange};
+/// use hugemm_vm::{Following, Notifier};
+/// use std::collections::BTreeMap;
+/// use std::sync::Mutex;
+///
+/// /// A second stage: its own translations, by the first address of each page.
+/// #[derive(Default)]
+/// struct Stage2 {
+///     entries: Mutex<BTreeMap<VirtAddr, u64>>,
+///     following: Following,
+/// }
+///
+/// impl Stage2 {
+///     /// Copies a translation; false if it may have changed since it was looked up: then look again.
+///     fn fill(&self, at: VirtAddr, look_up: impl FnOnce() -> u64) -> bool {
+///         let state = self.following.state();
+///         let frame = look_up(); // `Vm::lookup`, or `Vm::fault` first
+///         let mut entries = self.entries.lock().expect("nobody panics");
+///         self.following.is_unchanged(state) && entries.insert(at, frame).is_none()
+///     }
+/// }
+///
+/// impl Notifier<SingleCpu> for Stage2 {
+///     fn begin(&self, _: &mut CpuCx<'_, SingleCpu>, range: VirtRange) {
+///         let mut entries = self.entries.lock().expect("nobody panics");
+///         self.following.begin();
+///         entries.retain(|at, _| !range.contains(*at)); // and flush the guest's translations of them
+///     }
+///
+///     fn end(&self, _: &mut CpuCx<'_, SingleCpu>, _: VirtRange) {
+///         let _entries = self.entries.lock();
+///         self.following.end();
+///     }
+/// }
+///
+/// let stage2 = Stage2::default();
+/// let at = VirtAddr::new(0x1000);
+/// assert!(stage2.fill(at, || 7));
+/// // A range ends between the look-up and the copy: what was found may be old.
+/// assert!(!stage2.fill(at, || { stage2.following.begin(); stage2.following.end(); 7 }));
+/// ```
 #[derive(Debug, Default)]
 pub struct Following {
     /// How many ranges are under way.
@@ -95,5 +139,37 @@ impl Following {
     pub fn is_unchanged(&self, state: u64) -> bool {
         // Relaxed: ordered by the lock.
         self.under_way.load(Ordering::Relaxed) == 0 && self.ended.load(Ordering::Relaxed) == state
+    }
+}
+
+/// One notifier on its list.
+pub(crate) struct Node<N> {
+    link: LinkedListAtomicLink,
+    pub(crate) notifier: N,
+}
+
+impl<N> Node<N> {
+    pub(crate) fn new(notifier: N) -> Self {
+        Node { link: LinkedListAtomicLink::new(), notifier }
+    }
+}
+
+intrusive_adapter!(pub(crate) ByOrder<N> = UnsafeRef<Node<N>>: Node<N> { link => LinkedListAtomicLink });
+
+/// The notifiers of a space.
+pub(crate) struct Followers<N> {
+    pub(crate) list: LinkedList<ByOrder<N>>,
+    /// Changes that have begun and not ended: everybody on the list has been told of their beginning.
+    pub(crate) under_way: AtomicU64,
+}
+
+// SAFETY: notifiers are told by any task; `follow` requires them to bear it. Links are changed through `&mut` only.
+unsafe impl<N> Send for Followers<N> {}
+// SAFETY: as above.
+unsafe impl<N> Sync for Followers<N> {}
+
+impl<N> Followers<N> {
+    pub(crate) fn new() -> Self {
+        Followers { list: LinkedList::new(ByOrder::NEW), under_way: AtomicU64::new(0) }
     }
 }

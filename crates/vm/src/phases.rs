@@ -13,7 +13,8 @@ pub enum Phase {
     Other,
 }
 
-/// Is told when an operation turns to something else. The unit type `()` is told nothing and costs nothing.
+/// Is told when an operation turns to something else. The unit type `()` is told nothing and costs nothing. Called by the task
+/// that works, with no lock held; calls nothing of the manager.
 pub trait Phases {
     /// From here on it is `phase`.
     fn enter(&self, phase: Phase);

@@ -2,7 +2,7 @@
 
 use crate::cpu_masks;
 use crate::error::VmError;
-use crate::followers::Node;
+use crate::notifier::Node;
 use crate::object::Object;
 use crate::setup::{Cx, Setup};
 use crate::space::AddressSpace;
@@ -30,7 +30,7 @@ impl<S: Setup> Slabs<S> {
             spaces: Slab::new(size, align)?,
             areas: Slab::of::<Vma<S>>()?,
             objects: Slab::of::<Object<S>>()?,
-            followers: Slab::of::<Node<S>>()?,
+            followers: Slab::of::<Node<S::Notifier>>()?,
         })
     }
 }
@@ -58,7 +58,7 @@ impl<S: Setup> Kept<S> for Object<S> {
     }
 }
 
-impl<S: Setup> Kept<S> for Node<S> {
+impl<S: Setup> Kept<S> for Node<S::Notifier> {
     fn slab(slabs: &Slabs<S>) -> &SlabOf<S> {
         &slabs.followers
     }

@@ -2,10 +2,10 @@
 
 use crate::cpu_masks::{CpuMasks, SpaceTlb};
 use crate::error::VmError;
-use crate::followers::Followers;
 use crate::guarded::Guarded;
 use crate::inflight_faults::{Claim, InflightFaults};
-use crate::pin::Pins;
+use crate::notifier::Followers;
+use crate::pins::Pins;
 use crate::setup::{Cx, Setup, Task};
 use crate::vm::Vm;
 use crate::vma::{Areas, VmaInfo, pages};
@@ -26,7 +26,7 @@ pub struct AddressSpace<S: Setup> {
     table: PageTable<S::Format, S::Lock>,
     tlb: SpaceTlb,
     areas: Guarded<S::Lock, Areas<S>>,
-    followers: Guarded<S::Lock, Followers<S>>,
+    followers: Guarded<S::Lock, Followers<S::Notifier>>,
     inflight: InflightFaults,
     pins: Pins,
     /// The space is being taken apart: its pages go away by themselves.
@@ -84,7 +84,7 @@ impl<S: Setup> AddressSpace<S> {
         &self.areas
     }
 
-    pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S>> {
+    pub(crate) fn followers(&self) -> &Guarded<S::Lock, Followers<S::Notifier>> {
         &self.followers
     }
 

@@ -346,3 +346,54 @@ impl<S: Setup> Vm<'_, S> {
         }
     }
 }
+
+/// Promised pages of a pool: see `promises.rs`.
+impl<S: Setup> Vm<'_, S> {
+    /// Takes a promised page. `Ok(None)` if there is none while others than the caller, who has `mine` in hand, have some:
+    /// looking again helps.
+    pub(crate) fn take_promised(
+        &self,
+        cx: &Cx<'_, S>,
+        size: PageSize,
+        from: Placement,
+        mine: u64,
+    ) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
+        let mut promises = self.promises().exclusive();
+        let ledger = promises.of(size);
+        match self.pools().take(cx, size, true, from, self.frames().local_node(cx)) {
+            Ok(content) => {
+                ledger.in_hand += 1;
+                Ok(Some(content))
+            }
+            Err(_) if ledger.in_hand > mine => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives back a page that was [taken](Vm::take_promised): it is promised again.
+    pub(crate) fn return_promised(&self, cx: &Cx<'_, S>, page: Dirty, size: PageSize) {
+        let mut promises = self.promises().exclusive();
+        // SAFETY: the caller's, of this size.
+        unsafe { self.pools().put(cx, page, size, true) };
+        self.give_up(cx, size, promises.of(size).put_down(1));
+    }
+
+    /// `pages` promised pages have been entered where they were lacking.
+    pub(crate) fn entered(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+        let mut promises = self.promises().exclusive();
+        self.give_up(cx, size, promises.of(size).put_down(pages));
+    }
+
+    /// Nobody needs the promises of `pages` pages any more.
+    pub(crate) fn let_go_of_promises(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+        let mut promises = self.promises().exclusive();
+        self.give_up(cx, size, promises.of(size).let_go(pages));
+    }
+
+    /// Under the lock.
+    fn give_up(&self, cx: &Cx<'_, S>, size: PageSize, pages: u64) {
+        if pages > 0 {
+            self.pools().unreserve(cx, size, pages);
+        }
+    }
+}

@@ -1,26 +1,27 @@
 //! Page tables' memory, from the same frames as everything else.
 
-use crate::setup::{Setup, Task};
+use core::cell::RefCell;
 use core::ptr::NonNull;
-use hugemm_base::Pfn;
-use hugemm_frames::Frames;
+use hugemm_base::platform::Cpu;
+use hugemm_base::{CpuCx, Pfn, PhysMap};
+use hugemm_frames::{Env, Frames};
 use hugemm_paging::{FrameTables, NoTable, TableContent, TableMemory};
 
 /// [`FrameTables`] that borrow the task's context only while they use it, so that whoever visits entries can use it too.
-pub(crate) struct Tables<'a, 't, 'p, 'm, S: Setup> {
-    frames: &'a Frames<'m, S::Env>,
-    task: &'a Task<'t, 'p, S>,
+pub(crate) struct Tables<'a, 't, 'p, 'm, P, E: Env> {
+    frames: &'a Frames<'m, E>,
+    task: &'a RefCell<&'t mut CpuCx<'p, P>>,
 }
 
-impl<'a, 't, 'p, 'm, S: Setup> Tables<'a, 't, 'p, 'm, S> {
+impl<'a, 't, 'p, 'm, P: Cpu + PhysMap, E: Env> Tables<'a, 't, 'p, 'm, P, E> {
     /// # Safety
     ///
     /// As [`FrameTables::new`].
-    pub(crate) unsafe fn new(frames: &'a Frames<'m, S::Env>, task: &'a Task<'t, 'p, S>) -> Self {
+    pub(crate) unsafe fn new(frames: &'a Frames<'m, E>, task: &'a RefCell<&'t mut CpuCx<'p, P>>) -> Self {
         Tables { frames, task }
     }
 
-    fn with<R>(&self, use_it: impl FnOnce(FrameTables<'_, 'p, 'm, S::Platform, S::Env>) -> R) -> R {
+    fn with<R>(&self, use_it: impl FnOnce(FrameTables<'_, 'p, 'm, P, E>) -> R) -> R {
         let mut cx = self.task.borrow_mut();
         // SAFETY: the promise made to `new`.
         use_it(unsafe { FrameTables::new(self.frames, &mut cx) })
@@ -28,7 +29,7 @@ impl<'a, 't, 'p, 'm, S: Setup> Tables<'a, 't, 'p, 'm, S> {
 }
 
 // SAFETY: passes everything on to `FrameTables` over the same frames and the same platform.
-unsafe impl<S: Setup> TableMemory for Tables<'_, '_, '_, '_, S> {
+unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for Tables<'_, '_, '_, '_, P, E> {
     fn alloc(&mut self, content: TableContent) -> Result<Pfn, NoTable> {
         self.with(|mut tables| tables.alloc(content))
     }

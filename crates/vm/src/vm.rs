@@ -192,7 +192,10 @@ impl<'m, S: Setup> Vm<'m, S> {
     }
 
     /// Page tables' memory for the calling task.
-    pub(crate) fn tables<'a, 't, 'p>(&'a self, task: &'a Task<'t, 'p, S>) -> Tables<'a, 't, 'p, 'm, S> {
+    pub(crate) fn tables<'a, 't, 'p>(
+        &'a self,
+        task: &'a Task<'t, 'p, S>,
+    ) -> Tables<'a, 't, 'p, 'm, S::Platform, S::Env> {
         // SAFETY: `new` requires a direct map of all frames.
         unsafe { Tables::new(self.parts.frames, task) }
     }

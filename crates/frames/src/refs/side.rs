@@ -34,7 +34,8 @@ impl Default for WideCounts {
     }
 }
 
-/// The side count of one frame.
+/// The side count of one frame: its references beyond the first. Any context, any number of CPUs at once, no waiting. One atomic
+/// while the count fits in its four bits; three where it moves to the wide counter.
 pub trait SideCount {
     /// Adds one.
     ///
