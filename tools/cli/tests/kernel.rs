@@ -37,7 +37,14 @@ fn selftest(cpus: u32) {
     assert_eq!(document["environment"]["guest"]["cpus"], cpus);
     assert_eq!(document["environment"]["guest"]["machine"], "QEMU TCG");
     let value = |metric| rows(&document, metric)[0]["value"].as_f64().expect("a number");
-    for metric in ["selftest.rounds", "selftest.unmaps", "selftest.resizes", "selftest.accesses", "selftest.refaults"] {
+    for metric in [
+        "selftest.rounds",
+        "selftest.unmaps",
+        "selftest.resizes",
+        "selftest.accesses",
+        "selftest.zeroed_ahead",
+        "selftest.refaults",
+    ] {
         assert!(value(metric) >= 1.0, "{metric}");
     }
     let shootdowns = rows(&document, "selftest.shootdowns");

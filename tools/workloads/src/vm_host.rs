@@ -562,6 +562,7 @@ where
                 HwPoisoned::InUse => accounting.poisoned += 1,
                 _ => return Err(Mismatch::new("bad frames that were in use", 1, 0).into()),
             }
+            accounting.check("frames known as bad", 1, self.vm.frames().is_hwpoisoned(frame).into())?;
         }
         Ok(())
     }

@@ -159,7 +159,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let start = cx.platform().now_ns();
     let of = u64::from(args.seconds.max(1)) * 1_000_000_000;
     let (mut rounds, mut seed) = (0_u64, 1_u64);
-    let (mut unmaps, mut resized, mut seals, mut pooled, mut steps) = (0, 0, 0, pools::Tally::default(), 0);
+    let (mut unmaps, mut resized, mut seals, mut pooled) = (0, 0, 0, pools::Tally::default());
+    let (mut steps, mut zeroed) = (0, 0);
     let mut pressed = pressure::Tally::default();
     let before = tlb::shootdown().counts();
     // A planted bug has the time to itself.
@@ -210,7 +211,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             convoy::round(cx, clock.now_ns() + slice)?;
         }
         if runs(Part::AddressSpaces) {
-            steps += address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+            let (taken, cleared) = address_spaces::round(cx, seed, clock.now_ns() + slice)?;
+            (steps, zeroed) = (steps + taken, zeroed + cleared);
         }
         if runs(Part::Pressure) {
             pressed = pressed.plus(pressure::round(cx, seed, args.plant, clock.now_ns() + slice)?);
@@ -230,6 +232,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.resized", resized as f64, "pieces of 2 MiB", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);
+    sample("selftest.zeroed_ahead", zeroed as f64, "bytes", &[]);
     sample("selftest.checked", pressed.checked as f64, "pages", &[]);
     sample("selftest.stored", pressed.stored as f64, "pages", &[]);
     sample("selftest.refaults", pressed.back as f64, "pages", &[]);

@@ -27,7 +27,7 @@ impl Mismatch {
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the accounting do not add up: {}: {} expected, {} found", self.what, self.expected, self.found)
+        write!(f, "the accounts do not add up: {}: {} expected, {} found", self.what, self.expected, self.found)
     }
 }
 
@@ -58,6 +58,8 @@ pub struct Accounting {
     /// By all spaces' own counts.
     failed: u64,
     wasted: u64,
+    /// Pages that wait for flushes which were forgotten, of all spaces.
+    unflushed: u64,
     counters: CounterSnapshot,
 }
 
@@ -102,6 +104,7 @@ impl Accounting {
     pub(crate) fn end_space<S: Setup>(&mut self, space: &AddressSpace<S>) {
         self.failed += space.counters().failed.get();
         self.wasted += space.counters().wasted.get();
+        self.unflushed += space.tlb().domain().dropped_debts();
     }
 
     /// The same for a guest's.
@@ -142,6 +145,7 @@ impl Accounting {
         let least = self.given.saturating_sub(page(counters.clears_skipped * 512));
         self.check("bytes given that were not cleared", 0, least.saturating_sub(self.cleared))?;
         self.check("bytes cleared in vain", 0, self.cleared.saturating_sub(self.given + page(self.wasted * 512)))?;
+        self.check("TLB flushes that were forgotten", 0, self.unflushed)?;
         self.check("store fences that were forgotten", 0, counters.fences_on_drop)
     }
 

@@ -1,4 +1,5 @@
-//! Address spaces keep what is stored in them: all CPUs fault, prefault, unmap, fork and write in one space at once.
+//! Address spaces keep what is stored in them: all CPUs fault, prefault, unmap, fork and write in one space at once, and clear
+//! free memory ahead of need.
 //!
 //! Each CPU has a plot of its own, an area of 4 KiB pages and one of 2 MiB pages: it knows what it stored in every page, and
 //! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
@@ -14,7 +15,7 @@ use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::ShootdownPolicy;
-use hugemm_vm::{AddressSpace, Backing, NoPager, Pools, SharedRef, Vm, VmError, VmaKind};
+use hugemm_vm::{AddressSpace, Backing, NoPager, Pools, SharedRef, Vm, VmError, VmaKind, ZeroTurn, ZeroWorker};
 use hugemm_workloads::random::Random;
 
 /// Where the plots are.
@@ -55,6 +56,8 @@ struct Round<'v> {
     found: Lock<SpinLock, Option<Failure>>,
     forks: AtomicU32,
     steps: AtomicU64,
+    zeroes: ZeroWorker,
+    zeroed: AtomicU64,
 }
 
 /// One CPU's part.
@@ -65,8 +68,8 @@ struct Task<'r> {
     random: Random,
 }
 
-/// One round on all CPUs, until `until` at the latest; returns how many steps were taken.
-pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
+/// One round on all CPUs, until `until` at the latest; returns how many steps were taken, and how many bytes cleared ahead of need.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let cpus = percpu::count();
@@ -88,6 +91,8 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
                 found: Lock::new(None),
                 forks: AtomicU32::new(0),
                 steps: AtomicU64::new(0),
+                zeroes: ZeroWorker::new(&clearer, PageSize::Size2M, 100),
+                zeroed: AtomicU64::new(0),
             };
             let parts: Lock<SpinLock, _> = Lock::new(known.items.iter_mut());
             smp::on_cpus(cx, cpus, &|cx, cpu| {
@@ -102,7 +107,8 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<u64, Failure> {
             });
             manager.close(cx, common).map_err(|(error, _)| error)?;
             let found = round.found.lock().take();
-            found.map_or(Ok(round.steps.load(Ordering::Relaxed)), Err)
+            let done = (round.steps.load(Ordering::Relaxed), round.zeroed.load(Ordering::Relaxed));
+            found.map_or(Ok(done), Err)
         }
         Err(error) => Err(error.into()),
     };
@@ -152,6 +158,10 @@ fn span(start: u64, pages: u64) -> VirtRange {
 
 impl Task<'_> {
     fn run(&mut self, cx: Cx<'_>) -> Result<(), Failure> {
+        // Once in any case: a busy host may leave time for a few steps only.
+        if self.cpu == 0 {
+            self.zero_ahead(cx);
+        }
         for step in 0..STEPS {
             // Relaxed: only to end.
             if self.round.stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= self.round.until {
@@ -162,6 +172,7 @@ impl Task<'_> {
                 0 => self.fork(cx)?,
                 1..=3 => self.renew(cx)?,
                 4..=5 => self.prefault(cx)?,
+                6 => self.zero_ahead(cx),
                 _ => vm::with(cx, self.round.vm, self.round.space, |_| self.access(step + 1))?,
             }
             self.round.steps.fetch_add(1, Ordering::Relaxed);
@@ -236,6 +247,14 @@ impl Task<'_> {
         match self.round.vm.prefault(self.round.space, area, None).work(cx, &Never) {
             Ok(()) | Err(VmError::NoMemory) => Ok(()),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// What is known to be zero from here on is not cleared again when somebody's page is made of it.
+    fn zero_ahead(&mut self, cx: Cx<'_>) {
+        if let ZeroTurn::Cleared { bytes, .. } = self.round.vm.zero_ahead(cx, &self.round.zeroes, &Never) {
+            // Relaxed: only the number counts.
+            self.round.zeroed.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
