@@ -16,7 +16,7 @@ use hugemm::prelude::{
 };
 use hugemm_x86_64::{FrameSource, RangeError, RangeMapper};
 use x86_64::VirtAddr;
-use x86_64::instructions::interrupts;
+use x86_64::instructions::{interrupts, tlb};
 use x86_64::registers::control::Cr3;
 use x86_64::structures::paging::page::PageRange;
 use x86_64::structures::paging::{Page, PageTableFlags, PhysFrame, Size4KiB};
@@ -86,12 +86,12 @@ pub type KernelFrames<'m> = Frames<'m, Carved>;
 /// The kernel's global allocator: empty until it is given a `Heap` on those frames.
 pub type KernelHeap = GlobalHeap<OneCpu, Carved>;
 
-/// Why there is no area, or why one could not be unmapped.
+/// Why there is no area, or why one could not be changed or unmapped.
 #[derive(Debug)]
 pub enum AreaError {
     /// No frames.
     Frames(AllocError),
-    /// They could not be mapped or unmapped.
+    /// They could not be mapped, changed or unmapped.
     Mapping(RangeError),
     /// No area begins there.
     NotMapped,
@@ -167,6 +167,24 @@ impl Areas {
                 Err(AreaError::Mapping(error))
             }
         }
+    }
+
+    /// Makes an area read-only, and flushes the only CPU.
+    ///
+    /// # Safety
+    ///
+    /// Nobody stores to the area any more.
+    pub unsafe fn seal(&mut self, at: VirtAddr) -> Result<(), AreaError> {
+        let bytes = *self.mapped.get(&at).ok_or(AreaError::NotMapped)?;
+        // SAFETY: as in `map_block`.
+        let mut mapper = unsafe { RangeMapper::new(Cr3::read().0, self.offset, at) }.map_err(AreaError::Mapping)?;
+        let flags = PageTableFlags::PRESENT | PageTableFlags::NO_EXECUTE;
+        // SAFETY: nobody stores to it.
+        let stale = unsafe { mapper.update_flags_range(range(at, bytes), flags) }.map_err(AreaError::Mapping)?;
+        if stale.flush().is_some() {
+            tlb::flush_all();
+        }
+        Ok(())
     }
 
     /// Unmaps an area, flushes the only CPU, and frees what had been mapped.

@@ -25,7 +25,7 @@ mod kernel {
     use x86_64::VirtAddr;
     use x86_64::registers::control::Cr3;
     use x86_64::structures::paging::mapper::{MappedFrame, TranslateResult};
-    use x86_64::structures::paging::{OffsetPageTable, PageTable, Translate};
+    use x86_64::structures::paging::{OffsetPageTable, PageTable, PageTableFlags, Translate};
 
     /// The boot tables map all memory one to one.
     const OFFSET: VirtAddr = VirtAddr::zero();
@@ -74,6 +74,9 @@ mod kernel {
             use_area(at, blocks * size);
             used.push((at, blocks));
         }
+        // SAFETY: nobody stores to it from here on.
+        unsafe { areas.seal(used[2].0) }.expect("it is mapped");
+        assert!([0, 2].map(|area: usize| is_writable(used[area].0)) == [true, false], "the wrong area is read-only");
         // SAFETY: what is below is done with it.
         unsafe { areas.unmap(frames, cx, used[1].0) }.expect("it is mapped");
         assert!(matches!(translate(used[1].0), TranslateResult::NotMapped), "an area is still mapped");
@@ -129,6 +132,10 @@ mod kernel {
                 (0..words).all(|index| unsafe { below.add(index).read_volatile() } == index as u64 ^ at.as_u64());
             assert!(same, "what was stored in the area is not in its frames");
         }
+    }
+
+    fn is_writable(at: VirtAddr) -> bool {
+        matches!(translate(at), TranslateResult::Mapped { flags, .. } if flags.contains(PageTableFlags::WRITABLE))
     }
 
     /// Where the leaf of 2 MiB that maps an address leads.
