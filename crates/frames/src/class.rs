@@ -88,7 +88,8 @@ impl<'m> Class<'m> {
         let len = self.len.load(Ordering::Relaxed).checked_sub(1)?;
         let word = self.entry(len).load(Ordering::Relaxed);
         self.len.store(len, Ordering::Relaxed);
-        Some(Frozen::from_word(word))
+        // SAFETY: what is below `len` was pushed, and this is not any more.
+        Some(unsafe { Frozen::from_word(word) })
     }
 
     /// The lowest block, if it lies below a frame. O(len).
@@ -96,15 +97,17 @@ impl<'m> Class<'m> {
         // Sorts: the lowest comes last.
         self.drain_highest(0, |_| ());
         let last = self.len.load(Ordering::Relaxed).checked_sub(1)?;
-        let lowest = Frozen::from_word(self.entry(last).load(Ordering::Relaxed));
-        // Looked at, not popped and pushed: there may be more than a watermark that was lowered lets in.
+        // SAFETY: what is below `len` was pushed. It is looked at, not popped and pushed: there may be more than a watermark that was
+        // lowered lets in.
+        let lowest = unsafe { Frozen::from_word(self.entry(last).load(Ordering::Relaxed)) };
         if lowest.pfn() < end { self.pop() } else { None }
     }
 
     /// Whether the block that `pop` would return is known to be zero.
     pub(crate) fn next_is_zero(&self) -> bool {
         let last = self.len.load(Ordering::Relaxed).checked_sub(1);
-        last.is_some_and(|last| Frozen::from_word(self.entry(last).load(Ordering::Relaxed)).is_zero())
+        // SAFETY: as above.
+        last.is_some_and(|last| unsafe { Frozen::from_word(self.entry(last).load(Ordering::Relaxed)) }.is_zero())
     }
 
     /// Adds a block; gives it back if the watermark is reached. Three loads, two stores and a branch.

@@ -185,7 +185,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Frees 2 MiB blocks that a cache held, in any order, those of a word together: one lock round per [`ROUND`] words.
     pub(crate) fn free_cached_2m(&self, pin: CpuPin<'_>, node: NodeId, words: &[u64]) {
         let (mut pieces, mut used) = ([Piece::default(); PIECES], 0);
-        for block in words.iter().map(|word| Frozen::from_word(*word)) {
+        // SAFETY: a cache's, which gives them up.
+        for block in words.iter().map(|word| unsafe { Frozen::from_word(*word) }) {
             let number = block.pfn().number() >> BLOCK_ORDER;
             let (at, bit) = (number as usize / WORD_BITS % PIECES, 1 << (number % WORD_BITS as u64));
             let word = number / WORD_BITS as u64 * 2 + u64::from(block.is_zero());

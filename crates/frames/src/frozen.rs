@@ -8,26 +8,27 @@ use hugemm_base::{Dirty, Extent, Order, Pfn, Zeroed};
 /// One block of frames that belongs to whoever has this: not counted, not free, not shared. It cannot be copied, so it
 /// cannot be freed twice; whoever drops it loses the frames.
 ///
-/// One word, so that it travels in a register and is what a CPU's cache holds: frame number from bit 8, bit 7 set, order
-/// from bit 2, movable in bit 1, known zero in bit 0.
+/// One word, so that it travels in a register and is what a CPU's cache holds: frame number from bit 12, order from bit 7,
+/// movable in bit 6, bit 1 set, known zero in bit 0. Order and movable, where they stand, are the class's offset in a CPU's
+/// cache: of a block that was just taken, its free waits for nothing but that.
 #[derive(PartialEq, Eq)]
 #[must_use = "dropping this loses the frames: free them"]
 #[repr(transparent)]
 pub struct Frozen(NonZeroU64);
 
 const ZERO: u64 = 1;
-const MOVABLE: u64 = 1 << 1;
-const CLASS_SHIFT: u32 = 1;
-const ORDER_SHIFT: u32 = 2;
-const PRESENT: NonZeroU64 = NonZeroU64::MIN.saturating_add((1 << 7) - 1);
-const PFN_SHIFT: u32 = 8;
+const MOVABLE: u64 = 1 << CLASS_SHIFT;
+const CLASS_SHIFT: u32 = 6;
+const ORDER_SHIFT: u32 = 7;
+const PRESENT: NonZeroU64 = NonZeroU64::MIN.saturating_add(1);
+const PFN_SHIFT: u32 = 12;
 
 impl Frozen {
     #[inline]
     pub(crate) const fn make(pfn: Pfn, order: Order, mobility: Mobility, zero: bool) -> Self {
         let bits = pfn.number() << PFN_SHIFT
             | (order.get() as u64) << ORDER_SHIFT
-            | (mobility.index() as u64) << 1
+            | (mobility.index() as u64) << CLASS_SHIFT
             | zero as u64;
         Frozen(combine(bits))
     }
@@ -39,15 +40,20 @@ impl Frozen {
     }
 
     /// The handle that a cache held.
+    ///
+    /// # Safety
+    ///
+    /// The word is [`into_word`](Frozen::into_word)'s, and the handle is taken out of the cache, or used for nothing but reading.
     #[inline]
-    pub(crate) const fn from_word(word: u64) -> Self {
-        Frozen(combine(word))
+    pub(crate) const unsafe fn from_word(word: u64) -> Self {
+        // SAFETY: a handle's word, so bit 1 is set.
+        Frozen(unsafe { NonZeroU64::new_unchecked(word) })
     }
 
     /// The same block for another use. What is known of its content stays.
     #[inline]
     pub(crate) const fn with_mobility(self, mobility: Mobility) -> Self {
-        Frozen(combine(self.0.get() & !MOVABLE | (mobility.index() as u64) << 1))
+        Frozen(combine(self.0.get() & !MOVABLE | (mobility.index() as u64) << CLASS_SHIFT))
     }
 
     /// The same block, no longer known to be zero.
@@ -72,6 +78,13 @@ impl Frozen {
     #[inline]
     pub(crate) const fn class(&self) -> usize {
         (self.0.get() >> CLASS_SHIFT) as usize & 63
+    }
+
+    /// Whether that index is below a number of classes. Compared where it stands in the word, so that the index has one use, and
+    /// is multiplied by the size of a class, 64 bytes, by not being shifted.
+    #[inline]
+    pub(crate) const fn class_is_below(&self, classes: usize) -> bool {
+        self.0.get() & 63 << CLASS_SHIFT < (classes as u64) << CLASS_SHIFT
     }
 
     /// Which of the 64 bits says whether it must be looked at when it is freed. Multiplied by the golden ratio, so that first
@@ -141,7 +154,7 @@ impl Frozen {
 
 #[inline]
 const fn combine(bits: u64) -> NonZeroU64 {
-    // Bit 7 is always set, so this is never zero and costs nothing.
+    // Bit 1 is always set, so this is never zero and costs nothing.
     match NonZeroU64::new(bits | PRESENT.get()) {
         Some(word) => word,
         None => PRESENT,
@@ -216,10 +229,13 @@ mod tests {
                 for mobility in Mobility::ALL {
                     for zero in [false, true] {
                         let order = Order::new(order).expect("valid");
-                        let block = Frozen::from_word(Frozen::make(Pfn::new(pfn), order, mobility, zero).into_word());
+                        let word = Frozen::make(Pfn::new(pfn), order, mobility, zero).into_word();
+                        // SAFETY: the word of a handle that is gone.
+                        let block = unsafe { Frozen::from_word(word) };
                         assert_eq!((block.pfn().number(), block.order()), (pfn, order));
                         assert_eq!((block.mobility(), block.is_zero()), (mobility, zero));
                         assert_eq!(block.class(), 2 * order.get() as usize + mobility.index());
+                        assert!((0..64).all(|classes| block.class_is_below(classes) == (block.class() < classes)));
                         let block = block.with_mobility(mobility.other()).soiled();
                         assert_eq!((block.mobility(), block.is_zero()), (mobility.other(), false));
                         assert_eq!(block.pfn().number(), pfn);

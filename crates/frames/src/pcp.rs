@@ -278,7 +278,8 @@ impl<'m> PerCpu<'m> {
     /// The class of a block, if there is one for its order.
     #[inline]
     pub(crate) fn class_of(&self, block: &Frozen) -> Option<&Class<'m>> {
-        self.classes.get(block.class())
+        // SAFETY: below the number of classes.
+        block.class_is_below(CLASSES).then(|| unsafe { self.classes.get_unchecked(block.class()) })
     }
 
     /// The class from which blocks of `order` are allocated, if there is one.

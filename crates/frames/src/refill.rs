@@ -122,7 +122,8 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Frees blocks of one order, less than 2 MiB. Those of a word that come one after another are freed together.
     fn free_batch(&self, lists: &mut FreeLists, order: u32, batch: &[u64]) {
-        let mut blocks = batch.iter().map(|word| Frozen::from_word(*word)).peekable();
+        // SAFETY: a cache's, which gives them up.
+        let mut blocks = batch.iter().map(|word| unsafe { Frozen::from_word(*word) }).peekable();
         let (careful, mut freed) = (self.is_careful(), 0);
         while let Some(first) = blocks.next() {
             let Some(arena) = self.arena(first.pfn()) else { continue };
@@ -163,7 +164,8 @@ impl<'m, E: Env> Frames<'m, E> {
     /// lock instead of under it.
     fn warm(&self, batch: &[u64]) {
         for word in batch {
-            let block = Frozen::from_word(*word);
+            // SAFETY: a cache's, and only looked at.
+            let block = unsafe { Frozen::from_word(*word) };
             if let Some(arena) = self.arena(block.pfn()) {
                 let (meta, index) = (arena.block(block.pfn()), in_block(block.pfn()));
                 core::hint::black_box(meta.free.get(index) ^ (meta.mobility() == Mobility::Movable));
