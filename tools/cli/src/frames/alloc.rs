@@ -4,7 +4,7 @@ use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure, mean_each, rounds_in};
 use crate::frames::args::{Alloc, Pattern};
-use crate::frames::peers::{self, Locked, Peer, Visit};
+use crate::frames::peers::{self, Managed, Peer, Visit};
 use crate::goals::Goals;
 use crate::headline;
 use crate::machine::Machine;
@@ -133,7 +133,7 @@ struct Others<'a> {
 
 impl Visit for Others<'_> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        Locked::<T>::new(self.area.extent).map(|_| self.names.push(T::NAME))
+        Managed::<T>::new(self.area.extent).map(|_| self.names.push(T::NAME))
     }
 }
 
@@ -147,6 +147,10 @@ struct Loops {
 }
 
 impl<'a> Work<'a> for Loops {
+    fn order(&self) -> Order {
+        self.case.order
+    }
+
     fn makes_many_holes(&self) -> bool {
         self.case.pattern == Pattern::Random && self.held > MOST_HOLES
     }

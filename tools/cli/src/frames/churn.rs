@@ -3,7 +3,7 @@
 use crate::document::Row;
 use crate::frames::area::{AreaPlan, figure};
 use crate::frames::args::Churn;
-use crate::frames::peers::{self, Locked, Peer, Visit};
+use crate::frames::peers::{self, Managed, Peer, Visit};
 use crate::goals::{Bound, Goals};
 use crate::machine::Machine;
 use crate::stats::Samples;
@@ -191,7 +191,7 @@ struct Sides<'a> {
 
 impl Visit for Sides<'_> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        let peer = Locked::<T>::new(self.extent)?;
+        let peer = Managed::<T>::new(self.extent)?;
         self.add(T::NAME, &peer)
     }
 }

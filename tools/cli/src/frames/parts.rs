@@ -3,7 +3,7 @@
 use crate::document::Row;
 use crate::frames::area::{Area, Side, alternate, cell};
 use crate::frames::args::Free;
-use crate::frames::peers::{self, Locked, Peer, Visit};
+use crate::frames::peers::{self, Managed, Peer, Visit};
 use crate::machine::Machine;
 use crate::stats::Samples;
 use crate::table;
@@ -83,7 +83,7 @@ struct Claims<'a> {
 
 impl Visit for Claims<'_> {
     fn visit<T: Peer>(&mut self) -> Result<()> {
-        let peer = Locked::<T>::new(self.area.extent)?;
+        let peer = Managed::<T>::new(self.area.extent)?;
         self.add(T::NAME, peer);
         Ok(())
     }

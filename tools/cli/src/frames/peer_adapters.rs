@@ -1,6 +1,7 @@
-//! One adapter for each allocator that is compared with. What each can do is in [`Peer`]'s constants.
+//! One adapter for each allocator of the registry that is compared with. What each can do is in [`OneCpu`]'s constants.
 
-use crate::frames::peers::{Peer, Visit};
+use crate::frames::llfree::LlFree;
+use crate::frames::peers::{Locked, OneCpu, Visit};
 use anyhow::{Result, ensure};
 use bitmap_allocator::{BitAlloc, BitAlloc16M};
 use buddy_slab_allocator::BuddyAllocator;
@@ -12,16 +13,17 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 /// Visits all of them.
 pub fn each(visitor: &mut impl Visit) -> Result<()> {
-    visitor.visit::<BuddySystem>()?;
-    visitor.visit::<Bitmap>()?;
-    visitor.visit::<Holes>()?;
-    visitor.visit::<BuddySlab>()
+    visitor.visit::<Locked<BuddySystem>>()?;
+    visitor.visit::<Locked<Bitmap>>()?;
+    visitor.visit::<Locked<Holes>>()?;
+    visitor.visit::<Locked<BuddySlab>>()?;
+    visitor.visit::<LlFree>()
 }
 
 /// rCore's buddy system: an ordered set of block numbers per order, on the heap.
 pub struct BuddySystem(FrameAllocator<{ Order::MAX.get() as usize + 1 }>);
 
-impl Peer for BuddySystem {
+impl OneCpu for BuddySystem {
     const NAME: &'static str = "buddy_system_allocator";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
@@ -52,7 +54,7 @@ impl Peer for BuddySystem {
 /// rCore's bitmap: a tree of 16-bit words.
 pub struct Bitmap(Box<BitAlloc16M>);
 
-impl Peer for Bitmap {
+impl OneCpu for Bitmap {
     const NAME: &'static str = "bitmap-allocator";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
@@ -101,7 +103,7 @@ fn range(first: u64, pages: u64) -> Option<PageRange> {
     PageRange::from_start_len(start, (pages << PAGE_SHIFT) as usize).ok()
 }
 
-impl Peer for Holes {
+impl OneCpu for Holes {
     const NAME: &'static str = "free-list";
     const DIVISIBLE: bool = true;
     const CLAIMS: bool = true;
@@ -154,7 +156,7 @@ const SLACK: usize = 4;
 // SAFETY: the mapping belongs to this value alone.
 unsafe impl Send for BuddySlab {}
 
-impl Peer for BuddySlab {
+impl OneCpu for BuddySlab {
     const NAME: &'static str = "buddy-slab-allocator";
     const DIVISIBLE: bool = false;
     const CLAIMS: bool = false;
@@ -215,6 +217,7 @@ impl Drop for BuddySlab {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::frames::peers::Peer;
 
     /// Every peer gives out different frames, takes them back, and can then give all of them out again.
     struct Check;
@@ -222,30 +225,33 @@ mod tests {
     impl Visit for Check {
         fn visit<T: Peer>(&mut self) -> Result<()> {
             let frames = 1 << 12;
-            let mut peer = T::new(frames)?;
+            let (peer, cpu) = (T::new(frames)?, || 0);
             for order in [0, 3, 9, 10] {
                 let order = Order::new(order)?;
                 let count = frames >> order.get();
-                let mut taken: Vec<u64> = (0..count).map_while(|_| peer.alloc(order)).collect();
-                assert_eq!((taken.len() as u64, peer.alloc(order)), (count, None), "{} {order}", T::NAME);
+                let mut taken: Vec<u64> = (0..count).map_while(|_| peer.alloc(cpu, order)).collect();
+                assert_eq!((taken.len() as u64, peer.alloc(cpu, order)), (count, None), "{} {order}", T::NAME);
                 taken.sort_unstable();
                 assert!(taken.iter().copied().eq((0..count).map(|i| i << order.get())), "{} {order}", T::NAME);
-                taken.into_iter().for_each(|frame| peer.free(frame, order));
+                taken.into_iter().for_each(|frame| peer.free(cpu, frame, order));
             }
             if T::DIVISIBLE {
                 let nine = Order::new(9)?;
-                let block = peer.alloc(nine).expect("free");
-                (block..block + 512).for_each(|page| peer.free(page, Order::ZERO));
-                let block = peer.alloc(nine).expect("free");
-                peer.free_range(block, 512);
+                let block = peer.alloc(cpu, nine).expect("free");
+                peer.divide(block, nine);
+                (block..block + 512).for_each(|page| peer.free(cpu, page, Order::ZERO));
+                let block = peer.alloc(cpu, nine).expect("free");
+                peer.divide(block, nine);
+                peer.free_range(cpu, block, 512);
             }
             if T::CLAIMS {
                 assert!(peer.claim(1024, 1024) && !peer.claim(1024, 1024), "{}", T::NAME);
-                peer.free_range(1024, 1024);
+                peer.free_range(cpu, 1024, 1024);
             }
-            let all = Order::new(12)?;
-            let whole = peer.alloc(all).expect("everything is free again");
-            peer.free(whole, all);
+            let large = Order::new(T::LARGEST.min(12))?;
+            let taken: Vec<u64> = (0..frames >> large.get()).map_while(|_| peer.alloc(cpu, large)).collect();
+            assert_eq!(taken.len() as u64, frames >> large.get(), "{}: everything is free again", T::NAME);
+            taken.into_iter().for_each(|block| peer.free(cpu, block, large));
             Ok(())
         }
     }

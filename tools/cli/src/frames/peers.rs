@@ -1,5 +1,5 @@
-//! The allocators that a user would pick instead, behind one small trait, each under one spin lock, which is how they
-//! are used: none of them can be called by two CPUs at once.
+//! The allocators that a user would pick instead, behind one small trait: LLFree without a lock, and the others, which no two
+//! CPUs can call at once, each under one spin lock, which is how they are used.
 
 use anyhow::Result;
 use hugemm_base::lock::{Lock, SpinLock};
@@ -7,10 +7,10 @@ use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, Order, Pfn};
 use hugemm_workloads::alloc_free::{Source, Unclaimed};
 
-/// Another allocator of frames, numbered from 0.
+/// Another allocator of frames, numbered from 0. `cpu` asks which CPU calls.
 #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "nobody implements it without the peers"))]
-pub trait Peer: Send + Sized + 'static {
-    /// Its name on the crate registry.
+pub trait Peer: Send + Sync + Sized + 'static {
+    /// Its name, on the crate registry if it is there.
     const NAME: &'static str;
     /// Whether parts of a block can be freed.
     const DIVISIBLE: bool;
@@ -18,44 +18,98 @@ pub trait Peer: Send + Sized + 'static {
     const CLAIMS: bool;
     /// Whether a free takes longer the more holes there are: such a one is left out where there would be too many.
     const SCANS_HOLES: bool = false;
+    /// The largest order that it has.
+    const LARGEST: u32 = Order::MAX.get();
 
     /// An allocator of this many frames, all free. `Err` says why it cannot have as many.
     fn new(frames: u64) -> Result<Self>;
     /// Takes a naturally aligned block.
-    fn alloc(&mut self, order: Order) -> Option<u64>;
+    fn alloc(&self, cpu: impl FnOnce() -> u32, order: Order) -> Option<u64>;
     /// Frees a block.
-    fn free(&mut self, frame: u64, order: Order);
+    fn free(&self, cpu: impl FnOnce() -> u32, frame: u64, order: Order);
+    /// From here on parts of a block are freed.
+    fn divide(&self, _frame: u64, _order: Order) {}
     /// Frees a range that is a power of two and aligned, or a part of a block.
-    fn free_range(&mut self, first: u64, pages: u64);
+    fn free_range(&self, cpu: impl FnOnce() -> u32, first: u64, pages: u64);
     /// Takes particular frames; false if they are in use.
+    fn claim(&self, first: u64, pages: u64) -> bool;
+}
+
+/// One that a single CPU at a time can use: see [`Peer`].
+#[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
+#[allow(missing_docs, reason = "as in `Peer`")]
+pub trait OneCpu: Send + Sized + 'static {
+    const NAME: &'static str;
+    const DIVISIBLE: bool;
+    const CLAIMS: bool;
+    const SCANS_HOLES: bool = false;
+
+    fn new(frames: u64) -> Result<Self>;
+    fn alloc(&mut self, order: Order) -> Option<u64>;
+    fn free(&mut self, frame: u64, order: Order);
+    fn free_range(&mut self, first: u64, pages: u64);
     fn claim(&mut self, first: u64, pages: u64) -> bool;
 }
 
-/// A peer under its lock.
-pub struct Locked<T> {
-    peer: Lock<SpinLock, T>,
+/// Such a one under its lock.
+#[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
+pub struct Locked<T>(Lock<SpinLock, T>);
+
+impl<T: OneCpu> Peer for Locked<T> {
+    const NAME: &'static str = T::NAME;
+    const DIVISIBLE: bool = T::DIVISIBLE;
+    const CLAIMS: bool = T::CLAIMS;
+    const SCANS_HOLES: bool = T::SCANS_HOLES;
+
+    fn new(frames: u64) -> Result<Self> {
+        Ok(Locked(Lock::new(T::new(frames)?)))
+    }
+
+    #[inline]
+    fn alloc(&self, _cpu: impl FnOnce() -> u32, order: Order) -> Option<u64> {
+        self.0.lock().alloc(order)
+    }
+
+    #[inline]
+    fn free(&self, _cpu: impl FnOnce() -> u32, frame: u64, order: Order) {
+        self.0.lock().free(frame, order);
+    }
+
+    #[inline]
+    fn free_range(&self, _cpu: impl FnOnce() -> u32, first: u64, pages: u64) {
+        self.0.lock().free_range(first, pages);
+    }
+
+    fn claim(&self, first: u64, pages: u64) -> bool {
+        self.0.lock().claim(first, pages)
+    }
+}
+
+/// A peer that manages the frames of an area.
+pub struct Managed<T> {
+    peer: T,
     base: u64,
 }
 
-impl<T: Peer> Locked<T> {
-    /// A peer that manages as many frames as `area`, all free.
+impl<T: Peer> Managed<T> {
+    /// One that manages as many frames as `area`, all free.
     #[cfg_attr(not(feature = "peers"), allow(dead_code, reason = "as above"))]
     pub fn new(area: Extent) -> Result<Self> {
-        Ok(Locked { peer: Lock::new(T::new(area.pages())?), base: area.base().number() })
+        Ok(Managed { peer: T::new(area.pages())?, base: area.base().number() })
     }
 }
 
-impl<P: Cpu, T: Peer> Source<P> for Locked<T> {
+impl<P: Cpu, T: Peer> Source<P> for Managed<T> {
     type Block = u64;
 
     #[inline]
-    fn alloc(&self, _cx: &CpuCx<'_, P>, order: Order) -> Option<u64> {
-        self.peer.lock().alloc(order)
+    fn alloc(&self, cx: &CpuCx<'_, P>, order: Order) -> Option<u64> {
+        self.peer.alloc(|| number(cx), order)
     }
 
     #[inline]
-    fn free(&self, _cx: &CpuCx<'_, P>, block: u64, order: Order) {
-        self.peer.lock().free(block, order);
+    fn free(&self, cx: &CpuCx<'_, P>, block: u64, order: Order) {
+        self.peer.free(|| number(cx), block, order);
     }
 
     fn head(&self, block: &u64) -> Pfn {
@@ -63,26 +117,35 @@ impl<P: Cpu, T: Peer> Source<P> for Locked<T> {
     }
 
     fn divide(&self, block: u64, order: Order) -> Result<Extent, u64> {
-        if T::DIVISIBLE { Ok(Extent::block(Pfn::new(self.base + block), order)) } else { Err(block) }
+        if !T::DIVISIBLE {
+            return Err(block);
+        }
+        self.peer.divide(block, order);
+        Ok(Extent::block(Pfn::new(self.base + block), order))
     }
 
     #[inline]
-    fn free_page(&self, _cx: &CpuCx<'_, P>, page: Pfn) {
-        self.peer.lock().free(page.number() - self.base, Order::ZERO);
+    fn free_page(&self, cx: &CpuCx<'_, P>, page: Pfn) {
+        self.peer.free(|| number(cx), page.number() - self.base, Order::ZERO);
     }
 
     #[inline]
-    fn free_pages(&self, _cx: &mut CpuCx<'_, P>, pages: Extent) {
-        self.peer.lock().free_range(pages.base().number() - self.base, pages.pages());
+    fn free_pages(&self, cx: &mut CpuCx<'_, P>, pages: Extent) {
+        self.peer.free_range(|| number(cx), pages.base().number() - self.base, pages.pages());
     }
 
     fn claim(&self, _cx: &mut CpuCx<'_, P>, extent: Extent) -> Result<(), Unclaimed> {
         if !T::CLAIMS {
             return Err(Unclaimed::NoSuchOperation);
         }
-        let claimed = self.peer.lock().claim(extent.base().number() - self.base, extent.pages());
+        let claimed = self.peer.claim(extent.base().number() - self.base, extent.pages());
         if claimed { Ok(()) } else { Err(Unclaimed::InUse) }
     }
+}
+
+#[inline]
+fn number<P: Cpu>(cx: &CpuCx<'_, P>) -> u32 {
+    cx.pinned(|pin| pin.cpu().0)
 }
 
 /// Something to be done with each peer, whatever its type.
@@ -107,8 +170,8 @@ pub fn note(none: bool) -> Option<&'static str> {
     match (none, cfg!(feature = "peers")) {
         (true, _) => None,
         (false, true) => Some(
-            "Each other allocator is under one spin lock and manages as many frames; none keeps references. – : it has \
-             no such operation.",
+            "Each other allocator manages as many frames, LLFree without a lock and the others under one spin lock; none keeps \
+             references. – : it has no such operation.",
         ),
         (false, false) => Some("Other allocators are not compiled in: build with --features peers."),
     }
