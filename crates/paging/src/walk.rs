@@ -43,6 +43,18 @@ macro_rules! looking {
                 }
             }
 
+            /// How many 4 KiB pages there are from the start of the span on before the first that is anything but
+            /// [`Absent`](Lookup::Absent). One walk, which ends there.
+            ///
+            /// # Errors
+            ///
+            /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span.
+            pub fn absent(&self, span: VirtRange) -> Result<u64, PagingError> {
+                let (first, end) = self.tree.check(span)?;
+                let root = self.tree.table(self.tree.root);
+                Ok(self.tree.absent(root, Tree::<F, M>::ROOT, first, end) - first)
+            }
+
             /// Shows `visit` what is mapped in the span, in ascending order, by maximal [runs](Run); leaves that differ in
             /// those of `differ` that hardware changes make one run nevertheless. What is hidden is left out. One walk;
             /// 64 bytes read per eight entries.
@@ -70,6 +82,22 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             return Lookup::Absent;
         }
         found::<F>(&self.descend(page))
+    }
+
+    /// The first page of `first..end` at which there is something, or `end`.
+    fn absent(&self, table: Table, level: u32, first: u64, end: u64) -> u64 {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            let next = match kind::<F>(entry, level) {
+                Kind::Empty => slot.end,
+                Kind::Table => self.absent(self.below(entry), level - 1, slot.first, slot.end),
+                Kind::Leaf | Kind::Owner | Kind::Detached | Kind::Reserved => slot.first,
+            };
+            if next < slot.end {
+                return next;
+            }
+        }
+        end
     }
 
     fn walk(&self, span: VirtRange, differ: Flags, visit: &mut dyn FnMut(&[Run])) -> Result<(), PagingError> {

@@ -4,7 +4,7 @@ use crate::support::{Heap, access, at, extent, lower, span};
 use crate::{DATA, GIB, SMALL, runs, table, unmap};
 use hugemm_base::inject::{FaultPlan, NoFaults};
 use hugemm_base::{PageSize, Pfn, VirtRange};
-use hugemm_paging::{Aarch64, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, X86_64};
+use hugemm_paging::{Aarch64, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, PageTable, PagingError, Run, X86_64};
 
 #[test]
 fn the_largest_leaf_that_fits_is_used() {
@@ -70,6 +70,29 @@ fn no_table_is_asked_for_that_is_not_needed() {
             assert_eq!(heap.live(), 0);
         }
     }
+}
+
+/// As far as there is nothing, page by page: below missing tables, in tables, before a leaf of any size, what the owner keeps and
+/// what is not harvested yet.
+#[test]
+fn what_is_absent_is_counted_up_to_the_first_that_is_not() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    for page in [700, 5000, GIB + 3] {
+        table.exclusive(&heap).map(span(page, 1), [extent(9, 1)], SMALL).expect("mapped");
+    }
+    table.exclusive(&heap).map(span(2048, 512), [extent(2048, 512)], DATA).expect("mapped");
+    table.shared(&heap).enter_owner(at(4000), PageSize::Size4K, 7).expect("nothing there");
+    let _waiting = table.exclusive(&heap).detach(span(5000, 1), Editing::LIVE).expect("detached");
+    let guard = table.shared(&heap);
+    let naive = |first, end| (first..end).take_while(|page| guard.lookup(at(*page)) == Lookup::Absent).count() as u64;
+    for first in [0, 511, 512, 699, 700, 701, 1023, 1024, 2047, 2048, 2100, 2560, 3999, 4000, 4001, 4999, 5000, 5001] {
+        for end in [first + 1, first + 500, first + 1500, 2 * GIB] {
+            assert_eq!(guard.absent(span(first, end - first)), Ok(naive(first, end)), "{first}..{end}");
+        }
+    }
+    assert_eq!(guard.absent(span(GIB + 4, GIB)), Ok(GIB), "to the end");
+    assert!(guard.absent(span(1 << 40, 1)).is_err());
 }
 
 /// A user space beside the kernel's half sees what the kernel maps later, and takes nothing of it away.

@@ -232,7 +232,7 @@ enum Absent {
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// Looks from page `from` on, whole pages of `size` 4 KiB pages. O(pages looked at) of them, at most a batch.
+    /// Looks from page `from` on, whole pages of `size` 4 KiB pages: one walk for a batch of them at most.
     fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: u64) -> Absent {
         if space.areas().shared().forking {
             return Absent::Busy;
@@ -240,19 +240,13 @@ impl<S: Setup> Vm<'_, S> {
         let task = RefCell::new(cx);
         let table = space.table().shared(self.tables(&task));
         // What one batch takes.
-        let enough = if size == 1 { 512 } else { BATCH as u64 };
-        let mut found = 0;
-        let mut at = from;
-        while at < end && found < enough {
-            match table.lookup(VirtAddr::new(at << PAGE_SHIFT)) {
-                Lookup::Absent => found += 1,
-                _ if found > 0 => break,
-                Lookup::Mapped(leaf) => return Absent::Mapped(leaf.flags),
-                Lookup::Busy => return Absent::Busy,
-                Lookup::Owner(_) => return Absent::SwapEntry,
-            }
-            at += size;
+        let enough = if size == 1 { 512 } else { BATCH as u64 * size };
+        let absent = pages(from, end.min(from + enough)).and_then(|span| table.absent(span).ok()).unwrap_or(0);
+        match table.lookup(VirtAddr::new(from << PAGE_SHIFT)) {
+            Lookup::Absent => Absent::Pages((absent & !(size - 1)).max(size)),
+            Lookup::Mapped(leaf) => Absent::Mapped(leaf.flags),
+            Lookup::Busy => Absent::Busy,
+            Lookup::Owner(_) => Absent::SwapEntry,
         }
-        Absent::Pages(found * size)
     }
 }
