@@ -132,6 +132,14 @@ impl Batch {
     }
 }
 
+/// Free 2 MiB blocks in a row.
+pub(crate) struct FreeRun<'m> {
+    region: &'m Region,
+    /// The region's first frame.
+    base: Pfn,
+    index: Position<Blocks>,
+}
+
 impl<'m, E: Env> Frames<'m, E> {
     /// Frees `count` 2 MiB blocks of one region and arena from `pfn` on. The caller owns the frames. `divided`: some may be
     /// groups of smaller blocks in the map.
@@ -291,18 +299,23 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// Takes the lowest run of 2^`log` times 2 MiB of some content.
     pub(crate) fn take_2m(&self, lists: &mut FreeLists, log: u32, sought: Sought) -> Option<Taken> {
-        let (region, base, index) = self.seek(lists, log, sought, |region, base, _| {
-            first_run(log, |at| region.available(at, sought)).map(|index| (region, base, index))
-        })?;
-        let mut all_zero = true;
-        for (at, bits) in spans(index, 1 << log) {
-            all_zero &= take_word(lists, region, at, bits, false) == bits;
-        }
-        lists.pages -= 1 << (BLOCK_ORDER + log);
-        if log != 0 {
-            region.starts.merge(index, log);
-        }
-        Some(Taken { pfn: index.pfn(base), zero: all_zero })
+        let run = self.lowest_run(lists, log, sought, |_| true)?;
+        Some(take_run(lists, log, run))
+    }
+
+    /// The lowest run of 2^`log` times 2 MiB of some content in each of the node's places, of those the first that will do.
+    pub(crate) fn lowest_run(
+        &self,
+        lists: &FreeLists,
+        log: u32,
+        sought: Sought,
+        fits: impl Fn(Pfn) -> bool,
+    ) -> Option<FreeRun<'m>> {
+        let mut find = |region: &'m Region, base, _| {
+            first_run(log, |at| region.available(at, sought)).map(|index| FreeRun { region, base, index })
+        };
+        let lowest = |places| self.seek_in(&places, log, sought, &mut find);
+        self.places(lists).filter_map(lowest).find(|run| fits(run.index.pfn(run.base)))
     }
 
     /// Takes up to `want` 2 MiB blocks, the lowest there are, ascending: of [`BATCHES`] words at most, so that a round ends
@@ -383,6 +396,20 @@ pub(crate) fn take_word(lists: &mut FreeLists, region: &Region, at: usize, bits:
         lists.isolated -= pages(region.isolated.load(at) & bits);
     }
     zero
+}
+
+/// Takes a run of 2^`log` times 2 MiB that was just found.
+pub(crate) fn take_run(lists: &mut FreeLists, log: u32, run: FreeRun<'_>) -> Taken {
+    let FreeRun { region, base, index } = run;
+    let mut zero = true;
+    for (at, bits) in spans(index, 1 << log) {
+        zero &= take_word(lists, region, at, bits, false) == bits;
+    }
+    lists.pages -= 1 << (BLOCK_ORDER + log);
+    if log != 0 {
+        region.starts.merge(index, log);
+    }
+    Taken { pfn: index.pfn(base), zero }
 }
 
 /// Frames in the 2 MiB blocks of a word.

@@ -311,7 +311,7 @@ impl<'m, E: Env> Frames<'m, E> {
 
     /// 2 MiB that were just taken become 512 free pages of a mobility.
     #[inline(never)]
-    fn divide_2m(&self, lists: &mut FreeLists, taken: Taken, mobility: Mobility) -> Option<Place<'m>> {
+    pub(crate) fn divide_2m(&self, lists: &mut FreeLists, taken: Taken, mobility: Mobility) -> Option<Place<'m>> {
         let arena = self.arena(taken.pfn)?;
         arena.map_open(taken.pfn, mobility);
         let block = arena.block(taken.pfn);
@@ -348,7 +348,7 @@ impl<'m, E: Env> Frames<'m, E> {
         self.places(lists).find_map(|places| self.seek_4k_in(&places, order, mobility, sought))
     }
 
-    fn seek_4k_in(
+    pub(crate) fn seek_4k_in(
         &self,
         places: &Places<'m>,
         order: u32,

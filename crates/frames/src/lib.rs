@@ -54,6 +54,7 @@
 //! | [`pcp`], `class.rs` | per-CPU caches, and the stacks they consist of |
 //! | `page_alloc.rs` | allocating and freeing blocks; known-zero memory first for those who ask |
 //! | `refill.rs` | what moves between a cache and its node |
+//! | `below.rs` | blocks below an address |
 //! | `nowait.rs` | the same without ever waiting |
 //! | `counted.rs` | counted pages and folios, splitting |
 //! | `range.rs` | freeing ranges, parts and arrays |
@@ -78,6 +79,7 @@
 mod alloc_contig;
 mod arena;
 mod arenas;
+mod below;
 mod blockmap;
 mod buddy;
 mod careful;

@@ -18,7 +18,7 @@ fn room(spec: &ArenaSpec) -> &'static mut [u8] {
     memory.bytes()
 }
 
-fn add<E: Env>(frames: &Frames<'_, E>, spec: &ArenaSpec) -> Result<(), FramesConfigError> {
+pub(super) fn add<E: Env>(frames: &Frames<'_, E>, spec: &ArenaSpec) -> Result<(), FramesConfigError> {
     let memory = room(spec);
     // SAFETY: the memory is nobody else's and stays; frame numbers are this manager's alone.
     unsafe { frames.add(spec, memory.as_mut_ptr(), memory.len()) }

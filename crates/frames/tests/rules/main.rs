@@ -1,6 +1,7 @@
 //! One test per rule that random operations do not single out, by subject.
 
 mod added;
+mod below;
 mod claims;
 mod configuration;
 mod counted;

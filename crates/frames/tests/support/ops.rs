@@ -206,10 +206,39 @@ impl Run<'_> {
         }
     }
 
+    fn allocated_below(&mut self, request: AllocRequest, limit: Pfn, result: Result<Frozen, AllocError>) {
+        match result {
+            Ok(block) => {
+                assert!(block.extent().end() <= limit, "{block:?} is not below {limit}");
+                self.allocated(request, Ok(block));
+            }
+            Err(AllocError::OutOfMemory) => {
+                let (model, size) = (self.model.borrow(), request.order.pages());
+                let mut firsts =
+                    (self.base.next_multiple_of(size)..limit.number().min(self.end)).step_by(size as usize);
+                let overlooked = firsts.find(|&first| {
+                    let range = first..first + size;
+                    let free = |frame: u64| {
+                        let at = (frame - self.base) as usize;
+                        model.state.get(at) == Some(&State::Free) && !model.poisoned[at]
+                    };
+                    let there = match request.from {
+                        Placement::Only(node) => self.frames.node_of(Pfn::new(first)) == Some(node),
+                        _ => true,
+                    };
+                    let whole = !self.borders.iter().any(|border| *border > first && range.contains(border));
+                    range.end <= limit.number() && there && whole && range.clone().all(free)
+                });
+                assert_eq!(overlooked, None, "{request:?} below {limit}");
+            }
+            Err(error) => self.allocated(request, Err(error)),
+        }
+    }
+
     fn step(&mut self, op: u64, bytes: &mut Bytes<'_>) {
         let mut cx = self.threads.cx();
         let frames = self.frames;
-        match op % 20 {
+        match op % 21 {
             0 | 1 => {
                 let request = self.request(bytes);
                 self.allocated(request, frames.alloc(&cx, request));
@@ -362,6 +391,11 @@ impl Run<'_> {
                     Err(AllocContigError::InUse(_) | AllocContigError::NotManaged) => {}
                     Err(error) => panic!("{error:?}"),
                 }
+            }
+            19 => {
+                let request = self.request(bytes);
+                let limit = Pfn::new(self.base + bytes.below(self.end - self.base + 2));
+                self.allocated_below(request, limit, frames.alloc_below(&cx, limit, request));
             }
             _ => {
                 frames.drain(&cx);

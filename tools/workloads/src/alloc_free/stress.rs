@@ -1,6 +1,6 @@
 //! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
-//! another CPU than the one that took them. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed.
+//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed.
 
 use crate::random::Random;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -32,6 +32,8 @@ pub enum Broken {
     },
     /// Handed out although it is not in the area.
     Outside(Pfn),
+    /// Handed out although it does not end below the frame that was asked for.
+    NotBelow(Pfn),
     /// Handed out although it had been poisoned before.
     HwPoisoned(Pfn),
     /// The allocator did not take back what it had handed out.
@@ -45,6 +47,7 @@ impl core::fmt::Display for Broken {
                 write!(f, "frame {frame} was handed out twice, the second time in a block of order {order}")
             }
             Broken::Outside(frame) => write!(f, "frame {frame} was handed out and is not in the area"),
+            Broken::NotBelow(limit) => write!(f, "a block was asked for below frame {limit} and does not end there"),
             Broken::HwPoisoned(frame) => write!(f, "frame {frame} was handed out although it is poisoned"),
             Broken::NotFreed(extent) => write!(f, "the frames from {} on were not taken back", extent.base()),
         }
@@ -176,11 +179,18 @@ pub fn run<P: Cpu, E: Env>(
         if *place == 0 {
             let order = Order::new(random.below(u64::from(LARGEST) + 1) as u32).unwrap_or(Order::ZERO);
             let poisoned = ownership.poisoned();
-            let counted = frames.alloc(cx, AllocRequest::order(order)).ok().and_then(|block| frames.count(block).ok());
-            match counted {
+            let area = ownership.area;
+            let limit =
+                (random.below(4) == 0).then(|| Pfn::new(area.end().number() - random.below(area.pages().max(1))));
+            let request = AllocRequest::order(order);
+            let block = limit.map_or_else(|| frames.alloc(cx, request), |limit| frames.alloc_below(cx, limit, request));
+            match block.ok().and_then(|block| frames.count(block).ok()) {
                 Some(folio) => {
                     let head = folio.into_pfn();
                     let extent = Extent::block(head, order);
+                    if let Some(limit) = limit.filter(|limit| extent.end() > *limit) {
+                        return Err(Broken::NotBelow(limit));
+                    }
                     ownership.check_sound(extent, poisoned)?;
                     ownership.take(extent, order)?;
                     done.taken[order.get() as usize] += 1;
