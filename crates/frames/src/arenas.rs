@@ -175,3 +175,110 @@ impl<'m> Arenas<'m> {
         }
     }
 }
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use crate::arena::in_region;
+    use loom::sync::Arc;
+    use loom::thread;
+    use std::alloc::{alloc_zeroed, dealloc};
+
+    /// A manager's arenas, one of them there from the start, and memory for one that comes.
+    struct World {
+        arenas: Arenas<'static>,
+        memory: Vec<(*mut u8, Layout)>,
+    }
+
+    // SAFETY: each piece of memory is given to one `add`.
+    unsafe impl Send for World {}
+    // SAFETY: as above.
+    unsafe impl Sync for World {}
+
+    impl Drop for World {
+        fn drop(&mut self) {
+            // SAFETY: allocated so in `new`, and the arenas are not used any more.
+            self.memory.iter().for_each(|(memory, layout)| unsafe { dealloc(*memory, *layout) });
+        }
+    }
+
+    fn spec(base: u64) -> ArenaSpec {
+        ArenaSpec { extent: Extent::new(Pfn::new(base), 4).expect("in range"), node: NodeId(0), descriptors: None }
+    }
+
+    impl World {
+        fn new(adders: usize) -> Arc<Self> {
+            let extent = Extent::new(Pfn::new(0), 1).expect("in range");
+            let first = Arena {
+                extent,
+                node: NodeId(0),
+                descriptors: core::ptr::null_mut(),
+                blocks: &[],
+                regions: &[],
+                first_region: 0,
+                rows: Rows::new(&[], 0),
+            };
+            let given = std::slice::from_ref(Box::leak(Box::new(first)));
+            let layout = Arenas::added_bytes(&spec(1)).expect("valid");
+            // SAFETY: the layout has a size.
+            let memory = (0..adders).map(|_| (unsafe { alloc_zeroed(layout) }, layout)).collect();
+            Arc::new(World { arenas: Arenas::new(given, 1), memory })
+        }
+
+        fn add(&self, adder: usize, base: u64) -> bool {
+            let (memory, layout) = self.memory[adder];
+            // SAFETY: zeroed, this adder's alone, and there as long as the arenas.
+            unsafe { self.arenas.add(&spec(base), memory, layout.size()) }.is_ok()
+        }
+
+        /// The number of the region of an arena that is found; what is kept about it is there then.
+        fn find(&self, base: u64) -> Option<usize> {
+            let arena = self.arenas.of(Pfn::new(base))?;
+            assert!(arena.region(Pfn::new(base)).split.get(in_region(Pfn::new(base))), "as in a new region");
+            Some(arena.region_number(Pfn::new(base)))
+        }
+    }
+
+    fn explore(model: impl Fn() + Sync + Send + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = builder.preemption_bound.min(Some(2)).or(Some(2));
+        builder.check(model);
+    }
+
+    /// Whoever finds an arena, by a frame or as a place to allocate from, finds all that is kept about it. Fails with the Release of
+    /// `add` or the Acquire of `next` relaxed.
+    #[test]
+    fn an_arena_is_found_whole_or_not_at_all() {
+        explore(|| {
+            let world = World::new(1);
+            let other = Arc::clone(&world);
+            // The other way round loom would not see that they depend on each other: it keeps one access of each word, and an adder's own
+            // look comes between.
+            let finder = thread::spawn(move || {
+                let found = other.find(8);
+                assert!(found.is_none_or(|number| number == 0));
+                assert!(found.is_none() || other.arenas.places(NodeId(0), None).count() == 1);
+            });
+            assert!(world.add(0, 8));
+            finder.join().unwrap();
+            assert_eq!((world.find(8), world.arenas.frames()), (Some(0), 5));
+        });
+    }
+
+    /// Two CPUs add: both arenas are there with regions of their own, and of two that overlap one is.
+    #[test]
+    fn none_of_two_that_are_added_is_lost() {
+        for (base, both) in [(64, true), (10, false)] {
+            explore(move || {
+                let world = World::new(2);
+                let other = Arc::clone(&world);
+                let adder = thread::spawn(move || other.add(0, 8));
+                let (mine, theirs) = (world.add(1, base), adder.join().unwrap());
+                assert!(mine || theirs);
+                assert_eq!(mine && theirs, both);
+                let numbers = [world.find(8).filter(|_| theirs), world.find(base + 3).filter(|_| mine)];
+                assert!(numbers[0] != numbers[1] && numbers.into_iter().flatten().max() == Some(usize::from(both)));
+            });
+        }
+    }
+}
