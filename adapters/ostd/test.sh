@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Boots a small OSTD kernel on hugemm's frames and heap, under QEMU's emulation.
 #
-#   adapters/ostd/test.sh          our tests and OSTD's own at 1, 2 and 4 CPUs; then mistakes that the tests must find
+#   adapters/ostd/test.sh          our tests and OSTD's own at 1, 2, 4 and 8 CPUs; then mistakes that the tests must find
 #   adapters/ostd/test.sh bench    a table: the same kernel on hugemm's allocators and on OSTD's defaults
 #
 # Exit code 0: all as it should be. Otherwise the last lines say what is missing or what failed.
@@ -50,7 +50,7 @@ if [ "${1-}" = bench ]; then
 fi
 cargo fmt --all --check
 build
-for cpus in 1 2 4; do expect 33 "$cpus" test; done
+for cpus in 1 2 4 8; do expect 33 "$cpus" test; done
 for plant in double leak short refusal; do
     echo "planted: $plant"
     expect 65 2 "test plant=$plant"
