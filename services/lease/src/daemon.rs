@@ -1,6 +1,7 @@
 //! The daemon's state: what is ready, who has what; taking, lending, ending. No socket here, and no thread of its own.
 
 use crate::kept::{Kept, MOST_NAME, OwnerProcess};
+use crate::log;
 use crate::memory_file::{FileError, MemoryFile, Page};
 use crate::policy::{Asker, LendingPolicy, Refusal};
 use crate::service;
@@ -8,8 +9,11 @@ use crate::status::{Counts, Filling, KeptMemory, LeaseTimes, Lent, Status};
 use crate::stock::{Choice, Shapes, choose, missing};
 use crate::wire::{Forget, KeepAs, Leased, Refused, RefusedKind, Seen, Wish};
 use rustix::rand::GetRandomFlags;
+use serde::Serialize;
+use serde_json::json;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,6 +40,8 @@ pub struct Daemon {
     state: Mutex<State>,
     /// Something of the state is different: what is ready, what it is told to do.
     changed: Condvar,
+    /// Where a line is written for each event.
+    log: Option<File>,
 }
 
 #[derive(Debug, Default)]
@@ -74,6 +80,13 @@ struct KeptEntry {
 /// largest page some tenths.
 const STARVES: Duration = Duration::from_secs(2);
 
+impl Lease {
+    fn about(&self, lease: u64) -> Lent {
+        let seconds = self.since.elapsed().as_secs();
+        Lent { lease, uid: self.uid, pid: self.pid, bytes: self.bytes, seconds }
+    }
+}
+
 impl State {
     /// What a user has: leases, and kept memory that no lease has now.
     fn has(&self, uid: u32) -> u64 {
@@ -104,7 +117,19 @@ fn refused(kind: RefusedKind, message: impl Into<String>) -> Refused {
 impl Daemon {
     /// With nothing ready.
     pub fn new(config: PoolConfig) -> Self {
-        Daemon { config, state: Mutex::default(), changed: Condvar::new() }
+        Daemon { config, state: Mutex::default(), changed: Condvar::new(), log: None }
+    }
+
+    /// The same, with a line in `log` for each event.
+    pub fn with_log(config: PoolConfig, log: File) -> Self {
+        Daemon { log: Some(log), ..Self::new(config) }
+    }
+
+    /// Writes a line about an event. With nothing locked: whoever reads it may be slow.
+    pub fn log(&self, event: &str, about: impl Serialize) {
+        if let Some(log) = &self.log {
+            log::write(log, event, about);
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -159,6 +184,24 @@ impl Daemon {
             Err(Refused { kind: RefusedKind::Empty, .. }) => state.counts.misses += 1,
             Err(_) => state.counts.refused += 1,
         }
+        drop(state);
+        let (uid, bytes, ms) = (asker.uid, wish.bytes, asked.elapsed().as_micros() as f64 / 1e3);
+        match &result {
+            // Without the secret.
+            Ok((Leased { lease, filled_late, resumed, .. }, _)) => self.log(
+                "leased",
+                json!({
+                    "lease": lease, "uid": uid, "pid": pid, "bytes": bytes, "filled_late": filled_late,
+                    "keep": wish.keep.as_ref().map(|keep| &keep.name), "resumed": resumed, "ms": ms,
+                }),
+            ),
+            Err(Refused { kind, message }) => {
+                self.log(
+                    "refused",
+                    json!({ "uid": uid, "pid": pid, "bytes": bytes, "kind": kind, "message": message }),
+                );
+            }
+        }
         result
     }
 
@@ -210,7 +253,7 @@ impl Daemon {
                 self.keep(asker, pid, leased, file, wish.keep.as_ref())
             }
             Err(why) => {
-                self.end(lease);
+                self.remove(lease);
                 Err(why)
             }
         }
@@ -241,7 +284,10 @@ impl Daemon {
                     return Ok((file, late));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
-                Err(FileError::HwPoisoned) => self.state().counts.poisoned += 1,
+                Err(FileError::HwPoisoned) => {
+                    self.state().counts.poisoned += 1;
+                    self.log("poisoned", json!({ "bytes": file.bytes() }));
+                }
                 Err(why) => {
                     if file.resize(had).is_ok() {
                         service::store(&file);
@@ -283,7 +329,7 @@ impl Daemon {
             }
             _ => "no descriptor or no random number for kept memory; lease without --keep",
         };
-        self.end(leased.lease);
+        self.remove(leased.lease);
         Err(refused(RefusedKind::Kept, refusal))
     }
 
@@ -338,6 +384,7 @@ impl Daemon {
                 // With nothing locked: it takes a while.
                 kept.iter().for_each(|kept| service::let_go_of_kept(&kept.memory));
                 drop(kept);
+                self.log("forgotten", json!({ "uid": uid, "name": forget.keep.name }));
                 Ok(())
             }
         }
@@ -346,21 +393,33 @@ impl Daemon {
     /// The owner of a lease is gone. What it had goes back to the kernel with the last descriptor and mapping, unless it is
     /// kept.
     pub fn end(&self, lease: u64) {
-        let mut state = self.state();
-        let Some(Lease { uid, keep: Some(name), .. }) = state.leases.remove(&lease) else { return };
-        if let Some(kept) = state.kept.get_mut(&(uid, name)).filter(|kept| kept.lease == Some(lease)) {
-            kept.lease = None;
+        if let Some(ended) = self.remove(lease) {
+            self.log("ended", ended.about(lease));
         }
     }
 
-    /// Counts what a supervisor saw.
-    pub fn seen(&self, seen: Seen) {
-        let counts = &mut self.state().counts;
-        match seen {
-            Seen::Placed => counts.placed += 1,
-            Seen::PrivateMapping => counts.private += 1,
-            Seen::Unused => counts.unused += 1,
+    fn remove(&self, lease: u64) -> Option<Lease> {
+        let mut state = self.state();
+        let ended = state.leases.remove(&lease)?;
+        let key = ended.keep.clone().map(|name| (ended.uid, name));
+        let kept = key.and_then(|key| state.kept.get_mut(&key)).filter(|kept| kept.lease == Some(lease));
+        if let Some(kept) = kept {
+            kept.lease = None;
         }
+        Some(ended)
+    }
+
+    /// Counts what the supervisor of a lease saw.
+    pub fn seen(&self, lease: Option<u64>, seen: Seen) {
+        let mut state = self.state();
+        let count = match seen {
+            Seen::Placed => &mut state.counts.placed,
+            Seen::PrivateMapping => &mut state.counts.private,
+            Seen::Unused => &mut state.counts.unused,
+        };
+        *count += 1;
+        drop(state);
+        self.log("seen", json!({ "lease": lease, "what": seen }));
     }
 
     /// Whether somebody may give commands, not just lease.
@@ -379,6 +438,7 @@ impl Daemon {
         // With nothing locked: it takes a while.
         files.iter().for_each(service::let_go);
         drop(files);
+        self.log(if drained { "drained" } else { "filling" }, json!({}));
     }
 
     /// Ends the waiting of every thread.
@@ -404,17 +464,7 @@ impl Daemon {
             filling: state.filling,
             waiting: state.waiting(),
             drained: state.drained,
-            leases: state
-                .leases
-                .iter()
-                .map(|(&lease, l)| Lent {
-                    lease,
-                    uid: l.uid,
-                    pid: l.pid,
-                    bytes: l.bytes,
-                    seconds: l.since.elapsed().as_secs(),
-                })
-                .collect(),
+            leases: state.leases.iter().map(|(&lease, l)| l.about(lease)).collect(),
             kept: state
                 .kept
                 .iter()
@@ -490,13 +540,18 @@ impl Daemon {
         }
         let mut state = self.state();
         state.filling = None;
+        let Some(file) = file else { return };
         if state.drained {
+            drop(state);
             // In the meantime: back to the kernel.
-            file.iter().for_each(service::let_go);
-        } else if let Some(file) = file {
-            state.ready.push(file);
-            self.changed.notify_all();
+            service::let_go(&file);
+            return;
         }
+        let bytes = file.bytes();
+        state.ready.push(file);
+        self.changed.notify_all();
+        drop(state);
+        self.log("filled", json!({ "bytes": bytes }));
     }
 }
 
@@ -544,6 +599,42 @@ fn secret() -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Programs read it: every line is an object, and nobody's secret is in it.
+    #[test]
+    fn each_event_is_a_line_of_json() {
+        let (mut read, write) = std::io::pipe().expect("a pipe");
+        let page = Page::Transparent;
+        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
+        let config = PoolConfig { page, node: None, shapes, size: page.bytes(), policy };
+        let daemon = Daemon::with_log(config, OwnedFd::from(write).into());
+        let (root, keep) = (Asker { uid: 0, gid: 0 }, KeepAs { name: "a\n\"b".to_owned(), secret: None });
+        let wish = |bytes| Wish { bytes, page: None, node: None, keep: Some(keep.clone()) };
+        let lease = |bytes| daemon.lease(root, 7, &wish(bytes));
+        assert!(lease(1).is_err() && lease(page.bytes()).is_err(), "no size; nothing ready");
+        // Whatever pages it has: the daemon asks for those that are missing.
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let (leased, file) = lease(page.bytes()).expect("leased");
+        daemon.seen(Some(leased.lease), Seen::Placed);
+        daemon.end(leased.lease);
+        daemon.forget(root, &Forget { keep, uid: None }).expect("forgotten");
+        daemon.drain(true);
+        daemon.drain(false);
+        drop((daemon, file));
+        let mut text = String::new();
+        std::io::Read::read_to_string(&mut read, &mut text).expect("UTF-8");
+        assert!(leased.secret.is_some_and(|secret| !text.contains(&secret)), "{text}");
+        let lines: Vec<serde_json::Value> =
+            text.lines().map(|line| serde_json::from_str(line).expect("an object")).collect();
+        let events: Vec<_> = lines.iter().map(|line| line["event"].as_str().unwrap_or_default()).collect();
+        let all = ["refused", "refused", "filled", "leased", "seen", "ended", "forgotten", "drained", "filling"];
+        assert_eq!(events, all, "{text}");
+        assert!(lines.iter().all(|line| line["time"].as_f64() > Some(1e9)), "{text}");
+        let of = |n: usize, field: &str| lines[n][field].clone();
+        assert_eq!((of(0, "kind"), of(1, "kind")), (json!("invalid"), json!("empty")));
+        assert_eq!((of(3, "lease"), of(3, "pid"), of(3, "keep")), (json!(leased.lease), json!(7), json!("a\n\"b")));
+        assert_eq!((of(4, "what"), of(5, "lease")), (json!("placed"), json!(leased.lease)));
+    }
 
     /// A thread at idle priority that gets no CPU says nothing; its daemon does.
     #[test]

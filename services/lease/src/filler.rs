@@ -53,10 +53,12 @@ pub fn check(node: Option<u32>, manners: &Manners) -> Result<(), String> {
 fn prepare_thread(node: Option<u32>, cpus: &[usize]) -> Result<(), String> {
     background::idle_priority().map_err(|error| format!("cannot fill at idle priority: {error}"))?;
     if !cpus.is_empty() {
-        background::run_on(cpus).map_err(|error| format!("cannot run on the CPUs of --cpus: {error}"))?;
+        background::run_on(cpus).map_err(|error| {
+            format!("cannot run on the CPUs of --cpus: {error}; those that are there: /sys/devices/system/cpu/online")
+        })?;
     }
     if let Some(node) = node {
-        background::memory_from(node).map_err(|error| format!("cannot take memory from node {node}: {error}"))?;
+        background::memory_from(node).map_err(|error| format!("cannot take memory from node {node}: {error}; those that have some: /sys/devices/system/node/has_memory"))?;
     }
     Ok(())
 }

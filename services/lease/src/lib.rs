@@ -13,7 +13,7 @@
 //! | [`policy`] | who may have how much |
 //! | [`daemon`], [`status`] | taking, lending, keeping, ending; how things stand |
 //! | [`wire`], [`server`], [`client`] | the socket |
-//! | [`service`], [`metrics`] | what a service manager and a scraper are told |
+//! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_debug_implementations)]
@@ -23,6 +23,7 @@ pub mod client;
 pub mod daemon;
 pub mod filler;
 pub mod kept;
+mod log;
 pub mod memory_file;
 pub mod metrics;
 pub mod policy;

@@ -103,6 +103,8 @@ pub struct MemoryFile {
     fd: OwnedFd,
     page: Page,
     bytes: u64,
+    /// How much of the machine's memory was broken when no page of the file was.
+    broken: Option<u64>,
 }
 
 impl MemoryFile {
@@ -121,7 +123,8 @@ impl MemoryFile {
         let fd = rustix::fs::memfd_create(c"hugemm-lease", flags).map_err(refused("memfd_create"))?;
         rustix::fs::fchmod(&fd, READY).map_err(refused("fchmod"))?;
         rustix::fs::ftruncate(&fd, bytes).map_err(refused("ftruncate"))?;
-        Ok(MemoryFile { fd, page, bytes })
+        // Before it has pages, and the kernel gives nobody a broken one.
+        Ok(MemoryFile { fd, page, bytes, broken: hardware_corrupted() })
     }
 
     /// A file that a predecessor left.
@@ -137,7 +140,8 @@ impl MemoryFile {
             filled && ours && Mode::from_raw_mode(stat.st_mode) == READY
         });
         match ready {
-            Some((page, stat)) => Ok(MemoryFile { fd, page, bytes: stat.st_size as u64 }),
+            // Where nothing is broken, no page of it is.
+            Some((page, stat)) => Ok(MemoryFile { fd, page, bytes: stat.st_size as u64, broken: Some(0) }),
             None => Err(fd),
         }
     }
@@ -196,13 +200,21 @@ impl MemoryFile {
         Ok(())
     }
 
-    /// Looks at every page, without touching its bytes: all there, none broken. Some tenths of a second per TiB.
+    /// That no page of it is broken. Looks at every page, without touching its bytes, if any memory of the machine has broken since
+    /// the file was made: some tenths of a second per TiB. Else it costs next to nothing. Transparent pages are always looked at, for
+    /// they may have been swapped out.
     ///
     /// # Errors
     ///
     /// [`FileError::HwPoisoned`]; [`FileError::NoPages`] if one is missing and could not be had.
-    pub fn check(&self) -> Result<(), FileError> {
-        Window::new(self.fd.as_fd(), 0, self.bytes)?.advise(Advice::LinuxPopulateRead)
+    pub fn check(&mut self) -> Result<(), FileError> {
+        // Before the look: what breaks meanwhile is found by the next.
+        let broken = hardware_corrupted();
+        if self.page == Page::Transparent || !is_as_it_was(self.broken, broken) {
+            Window::new(self.fd.as_fd(), 0, self.bytes)?.advise(Advice::LinuxPopulateRead)?;
+            self.broken = broken;
+        }
+        Ok(())
     }
 
     /// Writes on the file that it has an owner, who alone may open it again by a path (`/proc/PID/fd/N`). From here on no daemon
@@ -228,6 +240,19 @@ impl AsFd for MemoryFile {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// How much of this machine's memory the kernel has found broken, in KiB: 0 from one that does not look for that, `None` if it cannot
+/// be known (proc_meminfo(5)).
+fn hardware_corrupted() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let Some(broken) = text.lines().find_map(|line| line.strip_prefix("HardwareCorrupted:")) else { return Some(0) };
+    broken.split_whitespace().next()?.parse().ok()
+}
+
+/// Whether it is known that no memory has broken between two readings.
+fn is_as_it_was(before: Option<u64>, now: Option<u64>) -> bool {
+    now.is_some() && before == now
 }
 
 /// Of which pages a file is: `None` unless it is one of a huge page file system, or one in memory that may be sealed or has
@@ -315,6 +340,15 @@ impl Drop for Window {
 mod tests {
     use super::*;
     use rustix::fs::SealFlags;
+
+    #[test]
+    fn pages_are_looked_at_unless_nothing_can_have_broken() {
+        assert!(is_as_it_was(Some(0), Some(0)) && is_as_it_was(Some(2048), Some(2048)));
+        for (before, now) in [(Some(0), Some(4)), (Some(0), None), (None, Some(0)), (None, None)] {
+            assert!(!is_as_it_was(before, now), "{before:?}, {now:?}");
+        }
+        assert!(hardware_corrupted().is_some(), "this machine says how it is");
+    }
 
     /// Kept memory takes the place of a file at each start of its program.
     #[test]

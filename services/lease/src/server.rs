@@ -161,7 +161,7 @@ fn client(daemon: &Daemon, connection: BorrowedFd<'_>) -> io::Result<()> {
         match request {
             Request::Lease(wish) => lease(daemon, connection, asker, peer.pid, &wish, &mut held)?,
             Request::Status {} => wire::send(connection, &Answer::Status(Box::new(daemon.status())), None)?,
-            Request::Seen(seen) => daemon.seen(seen),
+            Request::Seen(seen) => daemon.seen(held.leases.last().copied(), seen),
             Request::End {} => {
                 held.end();
                 wire::send(connection, &Answer::Done {}, None)?;

@@ -44,7 +44,7 @@ pub struct Shapes(pub Vec<u64>);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShapeError {
     /// Not a multiple of the page.
-    #[error("{bytes} bytes are not a multiple of the page size, {page}")]
+    #[error("a shape of {bytes} bytes is not whole pages of {page}; announce a multiple with --shape")]
     NotPages {
         /// The size.
         bytes: u64,
@@ -52,7 +52,7 @@ pub enum ShapeError {
         page: u64,
     },
     /// More than the pool is to have.
-    #[error("the shapes add up to {sum} bytes, more than the pool's {size}")]
+    #[error("the shapes add up to {sum} bytes, more than the pool's {size}; serve more with --size")]
     TooMuch {
         /// All shapes.
         sum: u64,
@@ -60,7 +60,7 @@ pub enum ShapeError {
         size: u64,
     },
     /// Nothing at all.
-    #[error("the pool is smaller than one page ({page} bytes)")]
+    #[error("the pool is smaller than one page ({page} bytes); serve more with --size")]
     Nothing {
         /// The page.
         page: u64,

@@ -359,7 +359,9 @@ fn without_a_lease_the_program_still_runs() {
     refused(&["pool", "status", "--socket", &socket], &["no lease daemon at"]);
     misused(&["pool", "serve", "--size", "1GB", "--page", "4K"], "none of 2M, 1G and thp");
     misused(&["pool", "serve", "--size", "1GB", "--shape", "1GBx0"], "no files of a size");
-    refused(&["pool", "serve", "--size", "2MB", "--shape", "4MB", "--socket", &socket], &["more than the pool's"]);
+    refused(&["pool", "serve", "--size", "2MB", "--shape", "4MB"], &["more than the pool's", "--size"]);
+    refused(&["pool", "serve", "--size", "4MB", "--shape", "3MB"], &["not whole pages of 2097152", "--shape"]);
+    refused(&["pool", "serve", "--size", "4MB", "--node", "999"], &["node 999", "has_memory"]);
 }
 
 /// What does not exist, cannot be, or may not be asked: one line with the way out, and nothing is left behind.
@@ -369,6 +371,7 @@ fn odd_commands_are_answered_in_one_line() {
     let (socket, file) = (scratch.path("socket"), scratch.put("file", "no socket"));
     misused(&["lease"], "<SIZE>");
     misused(&["lease", "0", "--", "true"], "larger than zero");
+    misused(&["lease", "1G", "true"], "the command stands behind --");
     misused(&["lease", "1G", "--fd", "7"], "<COMMAND>");
     misused(&["lease", "1G", "--fd", "2", "--", "true"], "not in 3..");
     misused(&["lease", "1G", "--path", "--", "true"], "cannot be used with");
@@ -421,9 +424,16 @@ fn a_daemon_says_what_it_does() {
     };
     assert!(heard().contains("READY=1"));
     let mut says = BufReader::new(daemon.stderr.take().expect("piped"));
-    let mut line = String::new();
-    says.read_line(&mut line).expect("a line");
-    assert!(line.starts_with("hugemm pool: waiting: ") && line.contains("nr_hugepages"), "{line}");
+    let mut event = || {
+        let mut line = String::new();
+        says.read_line(&mut line).expect("a line");
+        let event: serde_json::Value = serde_json::from_str(&line).expect("an object");
+        event
+    };
+    let serving = event();
+    assert!(serving["event"] == "serving" && serving["page"] == "2M" && serving["ready"] == serde_json::json!([]));
+    let waiting = event();
+    assert!(waiting["event"] == "waiting" && waiting["why"].to_string().contains("nr_hugepages"), "{waiting}");
     let second = hugemm(&["pool", "serve", "--size", "8M", "--socket", &socket]);
     assert!(!second.status.success() && said(&second).contains("a daemon is there already"), "{}", said(&second));
     // The first one is there still; it answers until it is told to end.
@@ -431,6 +441,9 @@ fn a_daemon_says_what_it_does() {
     // SAFETY: the daemon, started for this.
     unsafe { libc::kill(daemon.id() as i32, libc::SIGTERM) };
     assert!(heard().contains("STOPPING=1"));
+    // A line for people, too.
+    let last = says.lines().map_while(Result::ok).find(|line| line.contains("\"event\":\"stopping\""));
+    assert!(last.is_some(), "an event");
     assert!(daemon.wait().expect("ended").success());
     assert!(!fs::exists(&socket).expect("looked at"), "its socket goes with it");
 }

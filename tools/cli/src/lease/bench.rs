@@ -38,9 +38,9 @@ enum Way {
     Threads,
     /// Leased; QEMU is told nothing, and replaced its file is.
     Wrapper,
-    /// Leased; QEMU is given a path of a process that holds it.
+    /// Leased; QEMU is given a path of a process that holds it. Filled it is already, so `prealloc` is left out.
     Path,
-    /// Leased; QEMU inherits the descriptor.
+    /// Leased; QEMU inherits the descriptor, and fills nothing either.
     Descriptor,
     /// Kept from the start before.
     Kept,
@@ -367,7 +367,7 @@ impl<'a> Bench<'a> {
             }
             Way::Descriptor => {
                 command = self.lease(&["--fd", "9", "--"])?;
-                self.qemu(command.arg(qemu), "memory-backend-file,mem-path=/proc/self/fd/9,prealloc=on");
+                self.qemu(command.arg(qemu), "memory-backend-file,mem-path=/proc/self/fd/9");
             }
             Way::Empty => {
                 command = self.lease(&["--"])?;
@@ -380,7 +380,7 @@ impl<'a> Bench<'a> {
                 let path = about["path"].as_str().context("`hugemm lease --json` names no path")?;
                 holder = about["holder"].as_i64();
                 command = Command::new(qemu);
-                self.qemu(&mut command, &format!("memory-backend-file,mem-path={path},prealloc=on"));
+                self.qemu(&mut command, &format!("memory-backend-file,mem-path={path}"));
             }
         }
         let time = until_ready(&mut command, from);

@@ -19,6 +19,7 @@ use hugemm_lease::status::Status;
 use hugemm_lease::stock::Shapes;
 use hugemm_lease::wire::{Answer, Forget, KeepAs, Request};
 use hugemm_workloads::size::Size;
+use serde_json::json;
 use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -94,8 +95,9 @@ fn serve(args: &Serve) -> Result<()> {
         MetricsListener::bind(place).with_context(|| format!("cannot listen at {place} for --metrics"))
     });
     let metrics = metrics.transpose()?;
-    let daemon =
-        Arc::new(Daemon::new(PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy }));
+    let config = PoolConfig { page: args.page, node: args.node, shapes, size: args.size.0, policy };
+    let log = std::io::stderr().as_fd().try_clone_to_owned().context("no descriptor for the log")?;
+    let daemon = Arc::new(Daemon::with_log(config, log.into()));
     daemon.adopt(inherited.files);
     adopt(&daemon, inherited.kept);
     if let Some(metrics) = metrics {
@@ -112,12 +114,13 @@ fn serve(args: &Serve) -> Result<()> {
             thread::sleep(std::time::Duration::from_millis(100));
             let (waiting, filling) = watched.waiting();
             if let Some(why) = waiting.as_ref().filter(|_| !said) {
-                eprintln!("hugemm pool: waiting: {why}");
+                watched.log("waiting", json!({ "why": why }));
             }
             // Once for each file, however often some of its pages come.
             said = waiting.is_some() || said && filling;
         }
         service::stopping();
+        watched.log("stopping", json!({}));
         drop(told);
     });
     let node = args.node;
@@ -130,6 +133,7 @@ fn serve(args: &Serve) -> Result<()> {
             fill(&daemon, &manners, free);
         });
         println!("leases at {}", path.display());
+        daemon.log("serving", daemon.status());
         service::ready();
         serve_socket(&daemon, &listener, stop.as_fd())
     })?;
