@@ -4,8 +4,10 @@
 #![cfg(not(miri))] // The whole manager, 46 times: hours.
 
 use hugemm_base::inject::{FaultPlan, every_fault};
-use hugemm_base::{CpuId, Dirty, Extent, NodeId, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_base::{
+    Cpu, CpuCx, CpuId, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange, Zeroed,
+};
+use hugemm_frames::{AllocRequest, ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_paging::{EditLock, Editing, Flags, FrameTables, Mapping, PageTable, PagingError, X86_64};
 
@@ -23,9 +25,13 @@ fn span(first: u64, pages: u64) -> VirtRange {
     VirtRange::new(VirtAddr::new(first * PAGE_BYTES), pages * PAGE_BYTES).expect("a span")
 }
 
-/// Maps a range that needs tables at every level, looks, unmaps it. Everything is as before, wherever memory ends.
-fn scenario(plan: &FaultPlan, shared: bool) {
-    let mut memory = vec![Aligned { _bytes: [0xff; PAGE_BYTES as usize] }; FRAMES];
+/// A machine whose memory is all this byte, in a manager.
+fn with_frames(
+    plan: &FaultPlan,
+    byte: u8,
+    test: impl FnOnce(&Frames<'_, Plain<&FaultPlan>>, &mut CpuCx<'_, Host<'_>>) + Send,
+) {
+    let mut memory = vec![Aligned { _bytes: [byte; PAGE_BYTES as usize] }; FRAMES];
     let len = size_of_val(memory.as_slice());
     // SAFETY: the same memory as bytes.
     let bytes = unsafe { std::slice::from_raw_parts_mut(memory.as_mut_ptr().cast::<u8>(), len) };
@@ -40,34 +46,57 @@ fn scenario(plan: &FaultPlan, shared: bool) {
     host.run_on(CpuId(0), |cx| {
         // SAFETY: released once, here; the memory is the host's alone.
         unsafe { frames.release(cx, Dirty::assume_owned(host.frames())) };
-        {
-            // SAFETY: the host's memory is a direct map.
-            let mut tables = unsafe { FrameTables::new(&frames, cx) };
-            // SAFETY: one allocator; no CPU translates by the table.
-            let table = unsafe { PageTable::<X86_64, EditLock>::new(&mut tables, span(0, 1 << 35)) };
-            let Ok(table) = table else { return assert_eq!(table.err(), Some(PagingError::NoTable)) };
-            let range = span((1 << 27) - 1500, 3000);
-            let runs = [Extent::new(Pfn::new(1 << 20), 3000).expect("in range")];
-            let how = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
-            let done = match shared {
-                true => table.shared(&mut tables).map(range, runs, how),
-                false => table.exclusive(&mut tables).map(range, runs, how),
-            };
-            let mut seen = 0;
-            table.shared(&mut tables).walk(range, Flags::NONE, |run| seen += run.extent.pages()).expect("in bounds");
-            assert!(matches!((done, seen), (Ok(()), 3000) | (Err(PagingError::NoTable), 0)), "{done:?}, {seen}");
-            let unhooked = table.exclusive(&mut tables).detach(range, Editing::LIVE).expect("in bounds");
-            // SAFETY: no CPU translates by the table.
-            let detached = unsafe { unhooked.assume_flushed() };
-            let harvest = table.exclusive(&mut tables).harvest(detached, Flags::NONE, |_| ()).expect("its own");
-            assert_eq!(harvest.pages, seen);
-            // SAFETY: as above.
-            unsafe { table.retire(&mut tables, |_| ()) };
-        }
+        test(&frames, cx);
         frames.drain(cx);
         assert_eq!(frames.stats(cx).free, FRAMES as u64, "tables are missing");
     })
     .expect("a CPU");
+}
+
+/// Maps a range that needs tables at every level, looks, unmaps it. Everything is as before, wherever memory ends.
+fn scenario(plan: &FaultPlan, shared: bool) {
+    with_frames(plan, 0xff, |frames, cx| {
+        // SAFETY: the host's memory is a direct map.
+        let mut tables = unsafe { FrameTables::new(frames, cx) };
+        // SAFETY: one allocator; no CPU translates by the table.
+        let table = unsafe { PageTable::<X86_64, EditLock>::new(&mut tables, span(0, 1 << 35)) };
+        let Ok(table) = table else { return assert_eq!(table.err(), Some(PagingError::NoTable)) };
+        let range = span((1 << 27) - 1500, 3000);
+        let runs = [Extent::new(Pfn::new(1 << 20), 3000).expect("in range")];
+        let how = Mapping { flags: Flags::WRITE, largest: PageSize::Size4K };
+        let done = match shared {
+            true => table.shared(&mut tables).map(range, runs, how),
+            false => table.exclusive(&mut tables).map(range, runs, how),
+        };
+        let mut seen = 0;
+        table.shared(&mut tables).walk(range, Flags::NONE, |run| seen += run.extent.pages()).expect("in bounds");
+        assert!(matches!((done, seen), (Ok(()), 3000) | (Err(PagingError::NoTable), 0)), "{done:?}, {seen}");
+        let unhooked = table.exclusive(&mut tables).detach(range, Editing::LIVE).expect("in bounds");
+        // SAFETY: no CPU translates by the table.
+        let detached = unsafe { unhooked.assume_flushed() };
+        let harvest = table.exclusive(&mut tables).harvest(detached, Flags::NONE, |_| ()).expect("its own");
+        assert_eq!(harvest.pages, seen);
+        // SAFETY: as above.
+        unsafe { table.retire(&mut tables, |_| ()) };
+    });
+}
+
+/// A frame that is known to be zero becomes a table as it is.
+#[test]
+fn zero_memory_is_not_cleared() {
+    with_frames(&FaultPlan::nth(u64::MAX), 0, |frames, cx| {
+        let block = frames.alloc(cx, AllocRequest::order(Order::new(5).expect("32 pages"))).expect("memory");
+        // SAFETY: all of the memory is zero, and this is the block's owner.
+        frames.free_zeroed(cx, unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) });
+        let skipped = cx.platform().counters().clears_skipped.get();
+        // SAFETY: the host's memory is a direct map.
+        let mut tables = unsafe { FrameTables::new(frames, cx) };
+        // SAFETY: one allocator; no CPU translates by the table.
+        let table = unsafe { PageTable::<X86_64, EditLock>::new(&mut tables, span(0, 1 << 35)) }.expect("memory");
+        // SAFETY: as above.
+        unsafe { table.retire(&mut tables, |_| ()) };
+        assert_eq!(cx.platform().counters().clears_skipped.get(), skipped + 1, "the root");
+    });
 }
 
 #[test]

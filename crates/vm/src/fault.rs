@@ -231,7 +231,7 @@ impl<S: Setup> Vm<'_, S> {
         };
         let want = Want::of_fault(area, at);
         let owner = Owner { object: area.object, offset: area.offset_of(page.first_page()) };
-        let extent = match self.new_page(cx, 0, &want, owner, &Never, phases) {
+        let extent = match self.new_page(cx, &want, owner, &Never, phases) {
             Ok(Some(extent)) => extent,
             Ok(None) => return Ok(Served::Meanwhile),
             // Another CPU that has entered this page meanwhile had what was missing.
@@ -357,7 +357,7 @@ impl<S: Setup> Vm<'_, S> {
         let want = Want { reserved: index.pooled, ..*want };
         let owner = Owner { object: object.id, offset };
         let how = Mapping { flags: Flags::NONE, largest: want.page };
-        let made = match self.new_page(cx, 0, &want, owner, &Never, phases) {
+        let made = match self.new_page(cx, &want, owner, &Never, phases) {
             Ok(None) => return Ok(false),
             Ok(Some(extent)) => {
                 phases.enter(Phase::Map);

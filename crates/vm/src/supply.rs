@@ -56,21 +56,20 @@ impl Want {
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// One zeroed page, counted, with the caller's reference. `None` if the pool cannot keep its promise because others
-    /// hold what they have not entered yet: looking again helps. `mine`: promised pages that the caller has in hand.
+    /// One zeroed page, counted, with the caller's reference. `None` if the pool cannot keep its promise because somebody
+    /// holds what is not entered yet: looking again helps, once the caller has entered or returned its own.
     ///
     /// A promised page is [entered](Vm::entered) or [returned](Vm::return_pages) next.
     pub(crate) fn new_page(
         &self,
         cx: &mut Cx<'_, S>,
-        mine: u64,
         want: &Want,
         owner: Owner,
         cancel: &impl Cancel,
         phases: &impl Phases,
     ) -> Result<Option<Extent>, VmError> {
         phases.enter(Phase::Allocate);
-        let Some(block) = self.take_block(cx, want, mine)? else { return Ok(None) };
+        let Some(block) = self.take_block(cx, want)? else { return Ok(None) };
         let block = self.clear_block(cx, block, want.page.order(), want, cancel, phases)?;
         self.adopt(cx, block, want, owner).map(Some)
     }
@@ -110,7 +109,7 @@ impl<S: Setup> Vm<'_, S> {
     pub(crate) fn block_for_copy(&self, cx: &mut Cx<'_, S>, want: &Want, alone: bool) -> Result<Frozen, VmError> {
         let order = want.page.order();
         if want.pooled {
-            let extent = match self.take_from_pool(cx, want, 0)?.ok_or(VmError::NoPool)? {
+            let extent = match self.take_from_pool(cx, want)?.ok_or(VmError::NoPool)? {
                 Ok(zeroed) => zeroed.into_extent(),
                 Err(dirty) => dirty.into_extent(),
             };
@@ -125,8 +124,8 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// A block for a page, from where it is wanted. `None` as for [`take_promised`](Vm::take_promised).
-    fn take_block(&self, cx: &mut Cx<'_, S>, want: &Want, mine: u64) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
-        if want.pooled { self.take_from_pool(cx, want, mine) } else { self.take_free_block(cx, want).map(Some) }
+    fn take_block(&self, cx: &mut Cx<'_, S>, want: &Want) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
+        if want.pooled { self.take_from_pool(cx, want) } else { self.take_free_block(cx, want).map(Some) }
     }
 
     /// A block for a page from the frame allocator: known to be zero if there is one.
@@ -185,9 +184,9 @@ impl<S: Setup> Vm<'_, S> {
 
     /// What the pool hands out, if it is a block of the frame allocator: the pool may have been filled by another one. Such
     /// a page goes back to it.
-    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want, mine: u64) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
+    fn take_from_pool(&self, cx: &Cx<'_, S>, want: &Want) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
         let content = if want.reserved {
-            match self.take_promised(cx, want.page, want.from, mine)? {
+            match self.take_promised(cx, want.page, want.from)? {
                 Some(content) => content,
                 None => return Ok(None),
             }
@@ -349,14 +348,13 @@ impl<S: Setup> Vm<'_, S> {
 
 /// Promised pages of a pool: see `promises.rs`.
 impl<S: Setup> Vm<'_, S> {
-    /// Takes a promised page. `Ok(None)` if there is none while others than the caller, who has `mine` in hand, have some:
-    /// looking again helps.
+    /// Takes a promised page. `Ok(None)` if there is none while somebody has some in hand: looking again helps, once the
+    /// caller has entered or returned its own.
     pub(crate) fn take_promised(
         &self,
         cx: &Cx<'_, S>,
         size: PageSize,
         from: Placement,
-        mine: u64,
     ) -> Result<Option<Result<Zeroed, Dirty>>, VmError> {
         let mut promises = self.promises().exclusive();
         let ledger = promises.of(size);
@@ -365,7 +363,7 @@ impl<S: Setup> Vm<'_, S> {
                 ledger.in_hand += 1;
                 Ok(Some(content))
             }
-            Err(_) if ledger.in_hand > mine => Ok(None),
+            Err(_) if ledger.in_hand > 0 => Ok(None),
             Err(error) => Err(error),
         }
     }

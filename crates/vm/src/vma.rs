@@ -28,7 +28,7 @@ pub struct VmaKind {
     pub shared: bool,
     /// Pages come from the huge page pool and go back there.
     pub pooled: bool,
-    /// Every page was reserved in the pool when the area was made.
+    /// Every page was reserved in the pool when the area was made, which [`map`](crate::Vm::map) decides.
     pub reserved: bool,
     /// Which node its pages come from.
     pub from: Placement,
@@ -55,7 +55,7 @@ impl VmaKind {
 
     /// The same, from the pool.
     pub const fn pooled(self) -> Self {
-        VmaKind { pooled: true, reserved: true, ..self }
+        VmaKind { pooled: true, ..self }
     }
 
     /// The same, from other nodes than that of whoever fills it.
@@ -190,7 +190,7 @@ impl<S: Setup> Areas<S> {
     pub(crate) fn meeting(&self, first: u64, end: u64) -> impl Iterator<Item = &Vma<S>> {
         let mut next = first;
         core::iter::from_fn(move || {
-            let area = self.first_after(next).filter(|area| next < end && area.info.range.first_page() < end)?;
+            let area = self.first_after(next).filter(|area| area.info.range.first_page() < end)?;
             next = area.info.range.end_page();
             Some(area)
         })

@@ -155,3 +155,23 @@ fn who_clears_ahead_rests() {
         });
     });
 }
+
+/// Small pages that lie side by side are freed together: by lock rounds, of which page by page there is one for each refill of
+/// a CPU's cache.
+#[test]
+fn unmapped_pages_are_freed_by_runs() {
+    const PAGES: u64 = 2048;
+    with_rig(32, 1, 77, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let all = span(AT, PAGES << 12);
+            rig.vm.map(cx, &space, all, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+            rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
+            let before = rig.vm.frames().stats(cx).lock_rounds;
+            rig.vm.unmap(cx, &space, all).expect("its own");
+            let rounds = rig.vm.frames().stats(cx).lock_rounds - before;
+            assert!(rounds <= 9, "{rounds}");
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+        });
+    });
+}

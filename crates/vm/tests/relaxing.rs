@@ -4,7 +4,7 @@
 
 mod support;
 
-use hugemm_base::{CpuId, PageSize, VirtAddr};
+use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
 use hugemm_host::mmu::Fault;
 use hugemm_vm::{Access, Backing, Served, VmaKind};
 use support::{Metered, bounds, no_faults, span, with_format};
@@ -47,4 +47,30 @@ fn a_page_that_is_reused_can_be_written_on_every_cpu() {
             rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, parent).expect("nobody uses it"));
         });
     }
+}
+
+/// A page is writable, and nothing has noted a write. The fault that notes it flushes where faults drop nothing: a CPU may have
+/// kept the entry as one that refuses writes until they are noted.
+fn flushes_to_note<const DROPS: bool>(access: Access) -> u64 {
+    let mut flushes = 0;
+    with_format::<Metered<DROPS>, false>(16, 1, 3, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 4096), kind, Backing::Private).expect("an area");
+            rig.vm.prefault(&space, span(AT, 4096), None).work(cx, &Never).expect("memory");
+            rig.vm.test_and_clear_young(cx, &space, span(AT, 4096), |_| ()).expect("in the space");
+            let before = rig.vm.shootdown().counts();
+            assert_eq!(rig.vm.fault(cx, &space, VirtAddr::new(AT), access), Ok(Served::Meanwhile));
+            flushes = rig.vm.shootdown().counts().since(before).flushes();
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+        });
+    });
+    flushes
+}
+
+#[test]
+fn a_noted_write_is_flushed_where_faults_drop_nothing() {
+    assert_eq!([Access::Read, Access::Write].map(flushes_to_note::<false>), [0, 1]);
+    assert_eq!([Access::Read, Access::Write].map(flushes_to_note::<true>), [0, 0]);
 }

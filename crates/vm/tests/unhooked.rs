@@ -593,6 +593,13 @@ fn only_mapped_pages_are_held_for_moving() {
             let held = rig.vm.hold_mapped(cx, shared).expect("the object's");
             assert_eq!(held.pfn(), shared);
             let_go(rig, cx, held);
+            // But no large one's.
+            let pages = rig.vm.create_shared(cx, 512, PageSize::Size2M, false).expect("an object");
+            rig.vm.map(cx, &space, span(5 * AT, 2 << 20), large, Backing::Shared(&pages, 0)).expect("an area");
+            rig.store(cx, &space, 5 * AT, 1).expect("memory");
+            let head = leaf(rig, cx, &space, 5 * AT).frame;
+            assert_eq!(rig.vm.hold_mapped(cx, head).map(|held| held.pfn()), None);
+            rig.vm.close(cx, pages).expect("its own");
             rig.vm.close(cx, object).expect("its own");
             rig.leave(cx, &space);
             for space in [space, child] {

@@ -86,7 +86,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 self.done.fetch_add(filled, Ordering::Relaxed);
                 next += filled;
             }
-            at = ends.max(at + 1);
+            at = ends;
         }
         Ok(())
     }
@@ -170,9 +170,10 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let most = Order::largest_within(room).unwrap_or(Order::ZERO);
                 self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
             } else {
-                match self.vm.new_page(cx, batch.pages / size.pages(), &want, owner, cancel, phases) {
+                match self.vm.new_page(cx, &want, owner, cancel, phases) {
                     Ok(Some(page)) => Ok(page),
                     Ok(None) if batch.count == 0 => return Ok(0),
+                    // Or what is missing is in this batch: the next round tells.
                     Ok(None) => break,
                     Err(error) => Err(error),
                 }
@@ -200,7 +201,8 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             None => Err(VmError::NoArea { at: area.range.start() }),
         };
         phases.enter(Phase::Other);
-        let want = self.want(area, VirtAddr::new(from << PAGE_SHIFT));
+        // Only of what kind they were.
+        let want = self.want(area, area.range.start());
         if entered == Ok(Served::Mapped) {
             if want.reserved {
                 self.vm.entered(cx, want.page, batch.pages / size.pages());
