@@ -212,3 +212,24 @@ impl<S: Setup> Areas<S> {
 pub(crate) fn pages(from: u64, to: u64) -> Option<VirtRange> {
     VirtRange::new(VirtAddr::new(from << hugemm_base::PAGE_SHIFT), (to - from) << hugemm_base::PAGE_SHIFT).ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_area_is_the_same_at_a_page_if_nothing_differs_there() {
+        let kind = VmaKind::private(PageSize::Size4K);
+        let info = VmaInfo { range: pages(100, 200).expect("a range"), kind, object: 7, offset: 10 };
+        // Cut elsewhere, it has the same page there.
+        let part = VmaInfo { range: pages(150, 160).expect("a range"), offset: 60, ..info };
+        assert!(info.same_at(&info, 155) && info.same_at(&part, 155));
+        for other in [
+            VmaInfo { kind: VmaKind { locked: true, ..kind }, ..info },
+            VmaInfo { object: 8, ..info },
+            VmaInfo { offset: 11, ..info },
+        ] {
+            assert!(!info.same_at(&other, 155), "{other:?}");
+        }
+    }
+}

@@ -120,6 +120,22 @@ fn pages_come_from_the_pool_and_its_nodes() {
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (1, 4));
         assert!(vm.destroy(cx, child).is_ok() && vm.destroy(cx, parent).is_ok());
         assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (0, 6));
+        // And of the area's nodes only, if it says so: whatever others have.
+        let parent = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
+        vm.map(cx, &parent, span(AT, 3), kind.from(Placement::Only(NodeId(1))), Backing::Private)
+            .expect("three of six");
+        vm.map(cx, &parent, span(2 * AT, 1), kind.from(Placement::Only(NodeId(1))), Backing::Private)
+            .expect("one of three");
+        vm.prefault(&parent, span(AT, 3), None).work(cx, &Never).expect("promised");
+        let child = vm.fork(cx, &parent).expect("memory");
+        assert_eq!(vm.fault(cx, &parent, at(AT), Access::Write), Err(VmError::NoPool));
+        assert_eq!(
+            vm.fault(cx, &child, at(2 * AT), Access::Write),
+            Err(VmError::NoPool),
+            "it was promised to the parent"
+        );
+        assert_eq!((pool.counts(cx).reserved, pool.counts(cx).counts.free), (1, 3));
+        assert!(vm.destroy(cx, child).is_ok() && vm.destroy(cx, parent).is_ok());
         // Frames as on demand.
         let space = vm.create(cx, VirtRange::new(VirtAddr::new(0), 1 << 47).expect("half")).expect("a space");
         let kind = VmaKind::private(PageSize::Size4K).from(Placement::Only(NodeId(1)));
