@@ -5,10 +5,11 @@
 mod support;
 
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
+use hugemm_paging::{Aarch64, PageFormat};
 use hugemm_vm::{Backing, SharedRef, VmError, VmaKind};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use support::{Handle, Model, Rig, bounds, no_faults, span, with_rig};
+use support::{Handle, Model, Rig, bounds, no_faults, span, with_format, with_rig};
 
 const AT: u64 = 0x4000_0000;
 const SPACES: usize = 3;
@@ -63,11 +64,11 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     proptest::collection::vec(op, 1..120)
 }
 
-struct World<'r, 'h> {
-    rig: &'r Rig<'h>,
-    spaces: Vec<Option<Handle<'r, 'h>>>,
+struct World<'r, 'h, F: PageFormat> {
+    rig: &'r Rig<'h, F>,
+    spaces: Vec<Option<Handle<'r, 'h, F>>>,
     known: Vec<Known>,
-    object: SharedRef<'r, Model<'h>>,
+    object: SharedRef<'r, Model<'h, F>>,
     /// Of the shared object, by word.
     shared: BTreeMap<u64, u64>,
     loaded: [Option<usize>; 3],
@@ -75,8 +76,8 @@ struct World<'r, 'h> {
     stamp: u64,
 }
 
-impl<'r, 'h> World<'r, 'h> {
-    fn space(&self, index: usize) -> &Handle<'r, 'h> {
+impl<'r, 'h, F: PageFormat> World<'r, 'h, F> {
+    fn space(&self, index: usize) -> &Handle<'r, 'h, F> {
         self.spaces[index].as_ref().expect("a space")
     }
 
@@ -260,7 +261,7 @@ impl<'r, 'h> World<'r, 'h> {
     }
 }
 
-fn play(rig: &Rig<'_>, ops: &[Op]) {
+fn play<F: PageFormat>(rig: &Rig<'_, F>, ops: &[Op]) {
     let mut world = rig.mmu.as_cpu(CpuId(0), |cx| {
         rig.fill_pool(cx, 6);
         World {
@@ -320,5 +321,11 @@ proptest! {
     #[test]
     fn memory_holds_what_was_stored(ops in ops(), seed in any::<u64>()) {
         with_rig(48, 3, seed, &no_faults(), |rig| play(rig, &ops));
+    }
+
+    /// The same on arm64, where no CPU may come to know two translations of one address that differ.
+    #[test]
+    fn nothing_changes_in_use_on_arm64(ops in ops(), seed in any::<u64>()) {
+        with_format::<Aarch64, false>(48, 3, seed, &no_faults(), |rig| play(rig, &ops));
     }
 }

@@ -17,7 +17,7 @@ use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host, allowed_cpus};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_host::mmap::Mmap;
-use hugemm_host::mmu::{Fault, Mmu};
+use hugemm_host::mmu::{Fault, Mmu, Tables};
 use hugemm_hugetlb::{
     FlatMemory, Group, HugePageCounts, HugePool, Nodes, PoolArena, SoftMap, VmemmapOptimizer, WalkCache,
 };
@@ -215,7 +215,7 @@ pub fn with_rig(mib: u64, cpus: u32, seed: u64, inject: &FaultPlan, test: impl f
     with_format(mib, cpus, seed, inject, test);
 }
 
-/// The same for another format, whose entries are x86-64's all the same.
+/// The same for another format: one whose entries are x86-64's all the same, or arm64's.
 pub fn with_format<F: PageFormat, const AWAY: bool>(
     mib: u64,
     cpus: u32,
@@ -229,7 +229,8 @@ pub fn with_format<F: PageFormat, const AWAY: bool>(
     let os_cpu = allowed_cpus().expect("a CPU")[0];
     let host = Host::new(&[CpuPlace { os_cpu, node: NodeId(0) }], region.bytes_mut()).expect("a machine");
     let host: &Host<'_> = &host;
-    let mmu = Mmu::new(host, cpus, 2, seed);
+    let walks = if F::BREAK_BEFORE_MAKE { Tables::Arm64 { resizes: false } } else { Tables::X86_64 };
+    let mmu = Mmu::new(host, cpus, 2, seed).walking(walks);
     run(&mmu, host.frames(), cpus, inject, test);
 }
 
