@@ -13,6 +13,7 @@ use crate::vma::VmaInfo;
 use crate::vma::pages;
 use core::cell::RefCell;
 use core::fmt;
+use core::marker::PhantomData;
 use hugemm_base::{Cancel, Extent, PAGE_SHIFT, PageSize, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Run};
 
@@ -22,19 +23,30 @@ const BATCH: usize = 64;
 /// How often a batch is filled again because somebody unmaps it meanwhile.
 const ATTEMPTS: u32 = 16;
 
-/// A pinned run of frames: given back with [`Vm::unpin`].
+/// A pinned run of frames: given back with [`Vm::unpin`]. It borrows the manager, which tells its own pins from others by
+/// where it lies:
+///
+/// ```compile_fail,E0505
+/// # use hugemm_vm::{Pinned, Setup, Vm};
+/// fn outlive<S: Setup>(vm: Vm<'_, S>, pin: impl for<'v> FnOnce(&'v Vm<'_, S>) -> Pinned<'v>) {
+///     let pinned = pin(&vm);
+///     drop(vm);
+///     println!("{:?}", pinned.extent());
+/// }
+/// ```
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "dropping this keeps the pages for ever: unpin them"]
-pub struct Pinned {
+pub struct Pinned<'v> {
     /// Where it is counted.
     space: SpaceId,
+    manager: PhantomData<&'v ()>,
     at: VirtAddr,
     extent: Extent,
     page: PageSize,
     pooled: bool,
 }
 
-impl Pinned {
+impl Pinned<'_> {
     /// Where it was mapped.
     pub fn at(&self) -> VirtAddr {
         self.at
@@ -80,14 +92,14 @@ impl<S: Setup> Vm<'_, S> {
     ///
     /// The [`PinError`] says how many pages are pinned, which stay so, and why not more: as of
     /// [`Prefault::work`](crate::Prefault::work).
-    pub fn pin(
-        &self,
+    pub fn pin<'v>(
+        &'v self,
         cx: &mut Cx<'_, S>,
         space: &AddressSpace<S>,
         span: VirtRange,
         total: Option<u64>,
         cancel: &impl Cancel,
-        mut visit: impl FnMut(Pinned),
+        mut visit: impl FnMut(Pinned<'v>),
     ) -> Result<u64, PinError> {
         let (first, end) = (span.first_page(), span.end_page());
         let total = Some(total.unwrap_or(span.bytes()).max(span.bytes()));
@@ -112,14 +124,14 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Pins a span of at most [`BATCH`] pages of one area: all or none.
-    fn pin_batch(
-        &self,
+    fn pin_batch<'v>(
+        &'v self,
         cx: &mut Cx<'_, S>,
         site: Site<'_, S, ()>,
         span: VirtRange,
         total: Option<u64>,
         cancel: &impl Cancel,
-        visit: &mut impl FnMut(Pinned),
+        visit: &mut impl FnMut(Pinned<'v>),
     ) -> Result<(), VmError> {
         let Site { space, area, .. } = site;
         let kind = area.kind;
@@ -131,6 +143,7 @@ impl<S: Setup> Vm<'_, S> {
                 for run in found.runs.into_iter().flatten() {
                     visit(Pinned {
                         space: space.identity(),
+                        manager: PhantomData,
                         at: run.at,
                         extent: run.extent,
                         page: kind.page,
@@ -197,7 +210,12 @@ impl<S: Setup> Vm<'_, S> {
     /// # Errors
     ///
     /// The pin, and [`Foreign`](VmError::Foreign).
-    pub fn unpin(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, pinned: Pinned) -> Result<(), (VmError, Pinned)> {
+    pub fn unpin<'v>(
+        &self,
+        cx: &mut Cx<'_, S>,
+        space: &AddressSpace<S>,
+        pinned: Pinned<'v>,
+    ) -> Result<(), (VmError, Pinned<'v>)> {
         if self.check_own(space).is_err() || pinned.space != space.identity() {
             return Err((VmError::Foreign, pinned));
         }

@@ -84,7 +84,7 @@ where
             Ok(zeroed) => {
                 self.frames().free_zeroed(cx, zeroed);
                 let spent = cx.platform().now_ns().saturating_sub(start);
-                ZeroTurn::Cleared { bytes, rest: spent * (100 - worker.percent) / worker.percent }
+                ZeroTurn::Cleared { bytes, rest: spent.saturating_mul(100 - worker.percent) / worker.percent }
             }
             Err(stopped) => {
                 let reason = stopped.reason;

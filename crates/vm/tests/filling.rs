@@ -102,7 +102,7 @@ fn pins_say_what_they_hold() {
             for page in (0..200).step_by(2).chain((1..200).step_by(2)) {
                 rig.store(cx, &space, AT + (page << 12), 1).expect("memory");
             }
-            let mut pins: Vec<Pinned> = Vec::new();
+            let mut pins: Vec<Pinned<'_>> = Vec::new();
             let pinned = rig.vm.pin(cx, &space, span(AT + 0x3000, (1533) << 12), None, &Never, |pin| pins.push(pin));
             assert_eq!(pinned, Ok(1533));
             let mut next = AT + 0x3000;

@@ -72,7 +72,7 @@ struct World<'r, 'h, F: PageFormat> {
     /// Of the shared object, by word.
     shared: BTreeMap<u64, u64>,
     loaded: [Option<usize>; 3],
-    pinned: Vec<(usize, hugemm_vm::Pinned)>,
+    pinned: Vec<(usize, hugemm_vm::Pinned<'r>)>,
     stamp: u64,
 }
 

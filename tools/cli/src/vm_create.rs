@@ -281,7 +281,7 @@ impl Side<'_, '_, '_> {
         })??;
         let creation = Creation::new(&vm, &space, area, line.how, u64::from(line.workers));
         let start = Barrier::new(line.workers as usize);
-        let pins: Mutex<Vec<Pinned>> = Mutex::default();
+        let pins: Mutex<Vec<Pinned<'_>>> = Mutex::default();
         let results = self.host.run_on_each((0..line.workers).map(CpuId), |cx| {
             let worker = u64::from(cx.platform().current().0);
             let mut mine = Vec::with_capacity(if line.how == CreateMethod::Pin { 4096 } else { 0 });

@@ -424,14 +424,14 @@ impl Process<'_> {
     /// Pins a random page of the region, of the size of its pages, as if for a device; `None` if there is no memory for it.
     // Not on the stack of who calls: faults come deeper.
     #[inline(never)]
-    pub fn pin<S: Setup>(
+    pub fn pin<'v, S: Setup>(
         &mut self,
         cx: &mut Cx<'_, S>,
-        vm: &Vm<'_, S>,
+        vm: &'v Vm<'_, S>,
         space: &AddressSpace<S>,
         page: PageSize,
         touched: &mut Touched,
-    ) -> Result<Option<Pinned>, Failed> {
+    ) -> Result<Option<Pinned<'v>>, Failed> {
         let first = self.random.below(self.wrote.len() as u64 / page.pages()) * page.pages();
         let at = VirtAddr::new(self.at.get() + first * PAGE_BYTES);
         let span = VirtRange::new(at, page.bytes()).map_err(|_| VmError::OutOfBounds { at })?;
@@ -453,7 +453,7 @@ impl Process<'_> {
         cx: &mut Cx<'_, S>,
         vm: &Vm<'_, S>,
         space: &AddressSpace<S>,
-        pinned: &Pinned,
+        pinned: &Pinned<'_>,
     ) -> Result<bool, Failed> {
         let (extent, first) = (pinned.extent(), (pinned.at().get() - self.at.get()) / PAGE_BYTES);
         let mut shared = false;

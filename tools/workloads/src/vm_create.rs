@@ -159,7 +159,7 @@ where
         cx: &mut Cx<'p, S>,
         worker: u64,
         cancel: &impl Cancel,
-        mut pinned: impl FnMut(Pinned),
+        mut pinned: impl FnMut(Pinned<'v>),
         touch: impl FnOnce(&mut Cx<'p, S>, &mut dyn Iterator<Item = VirtAddr>, &dyn Phases) -> Result<(), VmError>,
     ) -> Result<Split, VmError> {
         let watch = Stopwatch::new(cx.platform());

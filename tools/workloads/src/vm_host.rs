@@ -179,7 +179,7 @@ pub struct FlushCounts {
 }
 
 /// What a platform adds, for tasks whose contexts borrow the platform for `'c`.
-pub trait Site<'c, 'm, S: Setup> {
+pub trait Site<'c, 'v, 'm, S: Setup> {
     /// Has all CPUs of the site work on a creation, the calling one among them. Returns the nanoseconds that it took.
     fn create(&mut self, cx: &mut Cx<'c, S>, creation: &Creation<'_, '_, 'm, S>) -> Result<u64, VmError>
     where
@@ -189,10 +189,10 @@ pub trait Site<'c, 'm, S: Setup> {
     fn workers(&self) -> u64;
 
     /// Keeps a run that was pinned.
-    fn keep(&mut self, run: Pinned);
+    fn keep(&mut self, run: Pinned<'v>);
 
     /// One of the runs that were kept, until there is none.
-    fn pinned(&mut self) -> Option<Pinned>;
+    fn pinned(&mut self) -> Option<Pinned<'v>>;
 
     /// Has the CPUs of a guest, by its number up to and with [`GUESTS`], load its space, so that flushes have to reach them,
     /// or leave it.
@@ -311,7 +311,7 @@ struct Cast<'v, S: Setup> {
     guests: [Guest<'v, S>; GUESTS],
 }
 
-impl<'m, S, V> HostRun<'_, 'm, '_, '_, S, V>
+impl<'v, 'm, S, V> HostRun<'v, 'm, '_, '_, S, V>
 where
     S: Setup,
     S::Platform: Clock,
@@ -322,7 +322,7 @@ where
     pub fn run<'c>(
         &self,
         cx: &mut Cx<'c, S>,
-        site: &mut impl Site<'c, 'm, S>,
+        site: &mut impl Site<'c, 'v, 'm, S>,
         tell: &mut impl FnMut(RunPhase, &PhaseFigures),
     ) -> Result<Accounting, HostRunError> {
         let mut accounting = Accounting::open(cx, self, site);
@@ -374,7 +374,7 @@ where
     }
 
     /// Times a phase, counts its flushes, and tells of it.
-    fn phase<'c, T, P: Site<'c, 'm, S>>(
+    fn phase<'c, T, P: Site<'c, 'v, 'm, S>>(
         &self,
         cx: &mut Cx<'c, S>,
         site: &mut P,
@@ -413,10 +413,10 @@ where
     }
 
     /// A machine of `pages` pages of the pool.
-    fn machine<'c, 'v>(
-        &'v self,
+    fn machine<'c>(
+        &self,
         cx: &mut Cx<'c, S>,
-        site: &mut impl Site<'c, 'm, S>,
+        site: &mut impl Site<'c, 'v, 'm, S>,
         tell: &mut impl FnMut(RunPhase, &PhaseFigures),
         phase: RunPhase,
         pages: u64,
@@ -440,10 +440,10 @@ where
     }
 
     #[allow(clippy::type_complexity, reason = "the object and its guests")]
-    fn guests<'c, 'v>(
-        &'v self,
+    fn guests<'c>(
+        &self,
         cx: &mut Cx<'c, S>,
-        site: &mut impl Site<'c, 'm, S>,
+        site: &mut impl Site<'c, 'v, 'm, S>,
     ) -> Result<(SharedRef<'v, S>, [Guest<'v, S>; GUESTS]), HostRunError> {
         let shared = self.vm.create_shared(cx, self.sizes.shared, PageSize::Size4K, false)?;
         if self.granularity == Granularity::Extent {
@@ -496,7 +496,7 @@ where
     fn pressure<'c>(
         &self,
         cx: &mut Cx<'c, S>,
-        site: &mut impl Site<'c, 'm, S>,
+        site: &mut impl Site<'c, 'v, 'm, S>,
         cast: &Cast<'_, S>,
         accounting: &mut Accounting,
         figures: &mut PhaseFigures,
@@ -518,7 +518,7 @@ where
     fn failures<'c>(
         &self,
         cx: &mut Cx<'c, S>,
-        site: &mut impl Site<'c, 'm, S>,
+        site: &mut impl Site<'c, 'v, 'm, S>,
         cast: &Cast<'_, S>,
         accounting: &mut Accounting,
         figures: &mut PhaseFigures,
@@ -570,7 +570,7 @@ where
     fn destroy<'c>(
         &self,
         cx: &mut Cx<'c, S>,
-        site: &mut impl Site<'c, 'm, S>,
+        site: &mut impl Site<'c, 'v, 'm, S>,
         cast: Cast<'_, S>,
         accounting: &mut Accounting,
     ) -> Result<(), HostRunError> {

@@ -174,7 +174,9 @@ impl<C: Compressor> Scratch<C> {
                 let area = self.area(cpu).read();
                 area.scratch.drop_in_place();
                 let pfn = hugemm_base::Pfn::new(area.pfn);
-                let window = Window { ptr: area.scratch.as_ptr().cast(), pages: Extent::block(pfn, order).pages() };
+                // By the output: a compressor may have made its scratch elsewhere.
+                let ptr = area.output.sub(Self::OUTPUT).as_ptr();
+                let window = Window { ptr, pages: Extent::block(pfn, order).pages() };
                 (Frozen::assume_owned(pfn, order, Mobility::Unmovable), window)
             };
             Self::unmap(frames, cx, Mapped { block, window });

@@ -30,15 +30,15 @@ struct Program<'r, 'h> {
     /// What this CPU, or a device of its, stored last, by address, in its own words.
     known: BTreeMap<u64, u64>,
     /// Private pages that devices have.
-    devices: Vec<Device>,
+    devices: Vec<Device<'r>>,
     /// Pages that it may still find poisoned.
     poison: u64,
     value: u64,
 }
 
 /// A device with a pinned page.
-struct Device {
-    pinned: Pinned,
+struct Device<'r> {
+    pinned: Pinned<'r>,
     /// Whether the page is still where it was pinned.
     mapped: bool,
     /// If not, what is in it, by the place.
@@ -65,7 +65,7 @@ fn most_pinned(page: PageSize) -> usize {
     if page == PageSize::Size4K { 3 } else { 1 }
 }
 
-impl<'h> Program<'_, 'h> {
+impl<'r, 'h> Program<'r, 'h> {
     fn any_at(&mut self) -> u64 {
         let (base, pages, page) = match self.rng.below(33) {
             0..=15 => (SHARED_AT, self.shared_pages, self.page),

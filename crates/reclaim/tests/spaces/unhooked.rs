@@ -57,7 +57,13 @@ fn put<'h>(rig: &Rig<'h>, cx: &Cx<'_, 'h>, folio: FolioRef, order: Order) {
 }
 
 /// Pins one run of frames.
-fn pin<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &AddressSpace<Model<'h>>, at: u64, bytes: u64) -> Pinned {
+fn pin<'r, 'h>(
+    rig: &'r Rig<'h>,
+    cx: &mut Cx<'_, 'h>,
+    space: &AddressSpace<Model<'h>>,
+    at: u64,
+    bytes: u64,
+) -> Pinned<'r> {
     let mut pins = Vec::new();
     rig.vm.pin(cx, space, span(at, bytes), None, &Never, |pin| pins.push(pin)).expect("pinned");
     assert_eq!(pins.len(), 1);

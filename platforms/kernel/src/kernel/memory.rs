@@ -6,6 +6,7 @@ use super::platform::Kernel;
 use super::tlb::{self, Hardware};
 use super::{layout, percpu, tables};
 use crate::memory_map::{MOST, MemoryMap};
+use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
@@ -119,10 +120,31 @@ fn carve<T>(free: &mut MemoryMap, count: u64, mut make: impl FnMut() -> T) -> &'
 }
 
 /// Memory for a command's own data: a block, seen as a slice. Given back by [`Scratch::free`].
-pub struct Scratch<T: 'static> {
+pub struct Scratch<T> {
     block: Frozen,
-    /// The slice.
-    pub items: &'static mut [T],
+    first: NonNull<T>,
+    count: usize,
+}
+
+// SAFETY: it owns its values, as a `Vec` does.
+unsafe impl<T: Send> Send for Scratch<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Scratch<T> {}
+
+impl<T> Deref for Scratch<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `new` has written that many values into the block, which is there until `free` takes this.
+        unsafe { core::slice::from_raw_parts(self.first.as_ptr(), self.count) }
+    }
+}
+
+impl<T> DerefMut for Scratch<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and nobody else leads there.
+        unsafe { core::slice::from_raw_parts_mut(self.first.as_ptr(), self.count) }
+    }
 }
 
 impl<T> Scratch<T> {
@@ -136,15 +158,13 @@ impl<T> Scratch<T> {
         let order = bytes.div_ceil(PAGE_BYTES).next_power_of_two().trailing_zeros();
         let order = Order::new(order).map_err(|_| AllocError::OutOfMemory)?;
         let block = frames().alloc(cx, AllocRequest::order(order))?;
-        let first = layout::direct(block.extent().start().get()).cast::<T>();
-        // SAFETY: the block is ours and large enough, page-aligned, and every value is written before the slice exists.
-        let items = unsafe {
-            for index in 0..count {
-                first.add(index).write(make());
-            }
-            core::slice::from_raw_parts_mut(first, count)
-        };
-        Ok(Scratch { block, items })
+        let first = NonNull::new(layout::direct(block.extent().start().get()).cast::<T>());
+        let first = first.ok_or(AllocError::OutOfMemory)?;
+        for index in 0..count {
+            // SAFETY: the block is ours, large enough and page-aligned.
+            unsafe { first.add(index).write(make()) };
+        }
+        Ok(Scratch { block, first, count })
     }
 
     /// Gives the memory back.
@@ -156,7 +176,7 @@ impl<T> Scratch<T> {
 impl Scratch<Option<Frozen>> {
     /// Gives back the blocks that it lists; the list stays, empty.
     pub fn free_blocks(&mut self, cx: &CpuCx<'static, Kernel>) {
-        for block in self.items.iter_mut().filter_map(Option::take) {
+        for block in self.iter_mut().filter_map(Option::take) {
             frames().free(cx, block);
         }
     }

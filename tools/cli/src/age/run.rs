@@ -112,7 +112,7 @@ impl<'h> Rig<'_, 'h> {
         let mut wrote: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (config.shared >> 12) as usize]).collect();
         let mut private: Vec<Vec<u32>> = mine.iter().map(|_| vec![0; (own >> 12) as usize]).collect();
         let mut stores = vec![0; mine.len()];
-        let mut pins: Vec<Option<Pinned>> = mine.iter().map(|_| None).collect();
+        let mut pins: Vec<Option<Pinned<'_>>> = mine.iter().map(|_| None).collect();
         let mut random = Random::new(u64::from(cpu.0) + 7);
         let (pager, free) = (self.vm.pager(), |cx: &CpuCx<'_, _>| self.vm.frames().available(cx));
         let mut done = AgeFigures::default();

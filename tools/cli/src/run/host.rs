@@ -139,10 +139,10 @@ struct ThisSite<'a, 'm, 'h: 'm, 'e: 'm, 'r: 'm> {
     shootdown: &'a TlbShootdown<'a, Counting>,
     optimizer: &'a VmemmapOptimizer<'e, Soft<'e>, crate::pool::machine::Map<'e>>,
     setting: &'a SideSetup,
-    pins: Vec<Pinned>,
+    pins: Vec<Pinned<'a>>,
 }
 
-impl<'c, 'h, 'm, 'e, 'r> Site<'c, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'_, 'm, 'h, 'e, 'r> {
+impl<'c, 'a, 'h, 'm, 'e, 'r> Site<'c, 'a, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'a, 'm, 'h, 'e, 'r> {
     fn create(
         &mut self,
         cx: &mut Cx<'c, OnHost<'h, 'e, 'r>>,
@@ -180,11 +180,11 @@ impl<'c, 'h, 'm, 'e, 'r> Site<'c, 'm, OnHost<'h, 'e, 'r>> for ThisSite<'_, 'm, '
         self.setting.workers.into()
     }
 
-    fn keep(&mut self, run: Pinned) {
+    fn keep(&mut self, run: Pinned<'a>) {
         self.pins.push(run);
     }
 
-    fn pinned(&mut self) -> Option<Pinned> {
+    fn pinned(&mut self) -> Option<Pinned<'a>> {
         self.pins.pop()
     }
 

@@ -43,7 +43,7 @@ fn side<S: Source<Kernel>>(
     let n = n.unwrap_or((PAGES >> order.get()).max(4));
     let fit = (frames().managed() >> order.get()) / 2;
     let held = HELD.min(n).min(fit.max(1));
-    let extents = Scratch::new(cx, held as usize, Extent::default)?;
+    let mut extents = Scratch::new(cx, held as usize, Extent::default)?;
     let ways = if run.is_multiple_of(2) {
         [FreeMethod::Range, FreeMethod::EachPage]
     } else {
@@ -57,7 +57,7 @@ fn side<S: Source<Kernel>>(
         while left > 0 {
             percpu::beat();
             let now = left.min(held);
-            let part = &mut extents.items[..now as usize];
+            let part = &mut extents[..now as usize];
             spent.taking = spent.taking.plus(ranges::take(cx, source, order, part)?);
             let given = ranges::give(cx, source, part, way);
             match way {

@@ -52,10 +52,10 @@ pub fn with_empty<T>(
 ) -> Result<T, Failure> {
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
-    let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, size), Group::default)?;
+    let mut groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, size), Group::default)?;
     let mut nodes = [HugePageCounts::default()];
     let result = {
-        let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut *groups.items, &mut nodes)?;
+        let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut groups, &mut nodes)?;
         f(cx, &pool)
     };
     groups.free(cx);

@@ -135,12 +135,12 @@ fn run<'m, 'a>(
     // Each worker's pins; none is more than one page.
     let each = (fill.bytes / fill.page.bytes()).div_ceil(workers.into()) as usize;
     let each = if fill.how == CreateMethod::Pin { each } else { 1 };
-    let pins = Scratch::new(cx, each * workers as usize, || None::<Pinned>)?;
+    let mut pins = Scratch::new(cx, each * workers as usize, || None::<Pinned<'_>>)?;
     let (took, start) = (
         Lock::<SpinLock, _>::new(Ok(Created { bytes: fill.bytes, ..Created::default() })),
         smp::Rendezvous::new(workers),
     );
-    let lists: Lock<SpinLock, _> = Lock::new(pins.items.chunks_mut(each));
+    let lists: Lock<SpinLock, _> = Lock::new(pins.chunks_mut(each));
     smp::on_cpus(cx, workers, &|cx, cpu| {
         let mut places = lists.lock().next().unwrap_or_default().iter_mut();
         start.wait();
@@ -161,7 +161,7 @@ fn run<'m, 'a>(
             (Err(_), Ok(_)) => {}
         }
     });
-    for run in pins.items.iter_mut().filter_map(Option::take) {
+    for run in pins.iter_mut().filter_map(Option::take) {
         manager.unpin(cx, space, run).map_err(|(error, _)| error)?;
     }
     pins.free(cx);

@@ -80,7 +80,7 @@ pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
     let own =
         if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
     let record = (plan.shared + 2 * own) / PAGE_BYTES;
-    let records = Scratch::new(cx, (record * u64::from(plan.procs)) as usize, || 0_u32)?;
+    let mut records = Scratch::new(cx, (record * u64::from(plan.procs)) as usize, || 0_u32)?;
     let terms = Terms {
         page: plan.page,
         frames: plan.frames,
@@ -92,7 +92,7 @@ pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
     };
     let before = shootdown().counts();
     let result = swapped::with(cx, &terms, |cx, vm, store| {
-        let mut figures = run_processes(cx, vm, store, plan, own, records.items)?;
+        let mut figures = run_processes(cx, vm, store, plan, own, &mut records)?;
         figures.shootdowns = shootdown().counts().since(before);
         Ok(figures)
     });
@@ -141,17 +141,17 @@ fn set_up<'a>(
 }
 
 /// What a process knows: what it wrote last into each page that it shares, and of its own; a child's.
-struct Part<'b> {
+struct Part<'b, 'v> {
     number: u32,
     shared: &'b mut [u32],
     own: &'b mut [u32],
     spare: &'b mut [u32],
     stores: u32,
     /// A page of its own that a device has.
-    pinned: Option<Pinned>,
+    pinned: Option<Pinned<'v>>,
 }
 
-impl Part<'_> {
+impl Part<'_, '_> {
     fn unpin<'a>(&mut self, cx: Cx<'_>, vm: &SwapVm<'a>, space: &AddressSpace<OurSpaces<'a>>) {
         if let Some(pinned) = self.pinned.take() {
             // Its own: it cannot be refused.
@@ -183,7 +183,7 @@ fn play_all<'a>(
     let begin = cx.platform().now_ns();
     smp::on_cpus(cx, cpus, &|cx, cpu| {
         let mine = (0..plan.procs).filter(|process| process % cpus == cpu).count();
-        let mut parts: [Option<Part<'_>>; MOST] =
+        let mut parts: [Option<Part<'_, '_>>; MOST] =
             core::array::from_fn(|index| if index < mine { next_part() } else { None });
         start.wait();
         let random = Random::new(plan.seed ^ u64::from(cpu + 7) << 32);
@@ -236,9 +236,9 @@ struct Task<'t, 'v, 'a> {
     touched: Touched,
 }
 
-impl Task<'_, '_, '_> {
+impl<'t> Task<'t, '_, '_> {
     /// Plays until the time is over; how many windows were touched.
-    fn play(&mut self, cx: Cx<'_>, is_worker: bool, parts: &mut [Option<Part<'_>>]) -> Result<u64, Failed> {
+    fn play(&mut self, cx: Cx<'_>, is_worker: bool, parts: &mut [Option<Part<'_, 't>>]) -> Result<u64, Failed> {
         let (pager, mut turn) = (self.vm.pager(), 0);
         let (until, store, least) = (self.until, self.store, self.plan.least);
         let mut patience = Patience::new(IDLE, LOOKS * self.plan.frames, until);
@@ -267,7 +267,7 @@ impl Task<'_, '_, '_> {
         Ok(turn as u64)
     }
 
-    fn turn(&mut self, cx: Cx<'_>, part: &mut Part<'_>, forks: bool) -> Result<(), Failed> {
+    fn turn(&mut self, cx: Cx<'_>, part: &mut Part<'_, 't>, forks: bool) -> Result<(), Failed> {
         let Some(space) = self.spaces.get(part.number as usize).and_then(Option::as_ref) else { return Ok(()) };
         let touch = ByHardware::default();
         let regions = [(SHARED_AT, &mut *part.shared, false), (OWN_AT, &mut *part.own, true)];

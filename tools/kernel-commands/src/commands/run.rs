@@ -84,12 +84,11 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     let Ways { name, granularity, clearer, optimizer, ageing } = *ways;
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
-    let groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
+    let mut groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
     let sizes = HostSizes::of(frames().available(cx).saturating_sub(OWN)).ok_or(Failure::Memory)?;
-    let pins = Scratch::new(cx, sizes.pool as usize, || None::<Pinned>)?;
     let mut nodes = [HugePageCounts::default()];
     let result = {
-        let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut *groups.items, &mut nodes)?;
+        let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut groups, &mut nodes)?;
         // SAFETY: commands run one after the other and have one optimizer each.
         let optimizer = unsafe { vmemmap::optimizer(optimizer) };
         // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
@@ -102,15 +101,16 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
             vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool))
         }?;
         let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
-        let mut site = Here { vm: &vm, store: &store, pins: &mut *pins.items, kept: 0 };
+        let mut pins = Scratch::new(cx, sizes.pool as usize, || None)?;
+        let mut site = Here { vm: &vm, store: &store, pins: &mut pins, kept: 0 };
         let done = run.run(cx, &mut site, tell).map_err(Failure::from);
+        pins.free(cx);
         drop(vm);
         match (store.close(cx), done) {
             (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
             (_, done) => done,
         }
     };
-    pins.free(cx);
     groups.free(cx);
     let accounting = result?;
     if name == "extent" {
@@ -120,10 +120,10 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
 }
 
 /// This machine, as the run sees it.
-struct Here<'b, 'a, 'm> {
-    vm: &'b KernelVm<'m, Swapped<'a>>,
+struct Here<'b, 'v, 'a, 'm> {
+    vm: &'v KernelVm<'m, Swapped<'a>>,
     store: &'b Store,
-    pins: &'b mut [Option<Pinned>],
+    pins: &'b mut [Option<Pinned<'v>>],
     /// How many are kept.
     kept: usize,
 }
@@ -131,7 +131,7 @@ struct Here<'b, 'a, 'm> {
 /// The types of the run's address spaces.
 type OurSpaces<'a> = OnKernel<Swapped<'a>>;
 
-impl<'a, 'm> Site<'static, 'm, OurSpaces<'a>> for Here<'_, 'a, 'm> {
+impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
     fn create(
         &mut self,
         cx: &mut CpuCx<'static, Kernel>,
@@ -155,7 +155,7 @@ impl<'a, 'm> Site<'static, 'm, OurSpaces<'a>> for Here<'_, 'a, 'm> {
         percpu::count().into()
     }
 
-    fn keep(&mut self, run: Pinned) {
+    fn keep(&mut self, run: Pinned<'v>) {
         // There is a place for each page.
         if let Some(place) = self.pins.get_mut(self.kept) {
             *place = Some(run);
@@ -163,7 +163,7 @@ impl<'a, 'm> Site<'static, 'm, OurSpaces<'a>> for Here<'_, 'a, 'm> {
         }
     }
 
-    fn pinned(&mut self) -> Option<Pinned> {
+    fn pinned(&mut self) -> Option<Pinned<'v>> {
         self.kept = self.kept.checked_sub(1)?;
         self.pins[self.kept].take()
     }

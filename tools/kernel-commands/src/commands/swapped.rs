@@ -102,9 +102,9 @@ pub fn with<R>(
     terms: &Terms,
     f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
+    let mut clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
     let rest = Rest::hold(cx, terms)?;
-    let result = on_ration(cx, terms, clocks.items, f);
+    let result = on_ration(cx, terms, &mut clocks, f);
     rest.free(cx);
     clocks.free(cx);
     result
@@ -148,8 +148,8 @@ impl Rest {
         let pieces: u64 = free.blocks.iter().take(largest.get() as usize).sum();
         // One more of each order, for a block that has to be divided.
         let most = free.available() / largest.pages() + pieces + u64::from(largest.get()) + 1;
-        let held = Scratch::new(cx, most as usize, || None)?;
-        let mut places = held.items.iter_mut();
+        let mut held = Scratch::new(cx, most as usize, || None)?;
+        let mut places = held.iter_mut();
         let mut hold = |order: Order, most: u64| {
             for _ in 0..most {
                 if frames().available(cx) < terms.frames + order.pages() {

@@ -77,10 +77,10 @@ record! {
 }
 
 impl Accounting {
-    pub(crate) fn open<'c, 'm, S, V>(
+    pub(crate) fn open<'c, 'v, 'm, S, V>(
         cx: &mut Cx<'c, S>,
-        run: &HostRun<'_, 'm, '_, '_, S, V>,
-        site: &impl Site<'c, 'm, S>,
+        run: &HostRun<'v, 'm, '_, '_, S, V>,
+        site: &impl Site<'c, 'v, 'm, S>,
     ) -> Self
     where
         S: Setup,
@@ -116,11 +116,11 @@ impl Accounting {
     }
 
     /// Every machine is gone and the pool empty.
-    pub(crate) fn close<'c, 'm, S, V>(
+    pub(crate) fn close<'c, 'v, 'm, S, V>(
         &mut self,
         cx: &mut Cx<'c, S>,
-        run: &HostRun<'_, 'm, '_, '_, S, V>,
-        site: &impl Site<'c, 'm, S>,
+        run: &HostRun<'v, 'm, '_, '_, S, V>,
+        site: &impl Site<'c, 'v, 'm, S>,
     ) -> Result<(), Mismatch>
     where
         S: Setup,

@@ -73,7 +73,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let cpus = percpu::count();
-    let known = Scratch::new(cx, cpus as usize, || Known {
+    let mut known = Scratch::new(cx, cpus as usize, || Known {
         small: [0; SMALL_PAGES as usize],
         huge: [0; HUGE_PAGES as usize],
         common: [0; SMALL_PAGES as usize],
@@ -94,7 +94,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
                 zeroes: ZeroWorker::new(&clearer, PageSize::Size2M, 100),
                 zeroed: AtomicU64::new(0),
             };
-            let parts: Lock<SpinLock, _> = Lock::new(known.items.iter_mut());
+            let parts: Lock<SpinLock, _> = Lock::new(known.iter_mut());
             smp::on_cpus(cx, cpus, &|cx, cpu| {
                 let Some(known) = parts.lock().next() else { return };
                 let random = Random::new(seed ^ u64::from(cpu) << 40);

@@ -26,7 +26,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
     let exchange = Scratch::new(cx, EXCHANGE, || AtomicU64::new(0))?;
     let found: Lock<SpinLock, Option<Broken>> = Lock::new(None);
     let stop = AtomicBool::new(false);
-    if let Some(ownership) = Ownership::new(area, words.items) {
+    if let Some(ownership) = Ownership::new(area, &words) {
         smp::on_cpus(cx, cpus, &|cx, cpu| {
             let mut random = Random::new(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
@@ -43,8 +43,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
                 if plant == Plant::DoubleFree && cpu == 0 {
                     free_twice(cx);
                 }
-                if let Err(broken) = stress::run(cx, frames(), &ownership, exchange.items, &mut own, steps, &mut random)
-                {
+                if let Err(broken) = stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random) {
                     stop.store(true, Ordering::Relaxed);
                     found.lock().get_or_insert(broken);
                     return;
@@ -55,7 +54,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
         if let Some(broken) = found.lock().take() {
             return Err(Finding::Frames(broken).into());
         }
-        stress::finish(cx, frames(), &ownership, exchange.items, &mut Random::new(seed)).map_err(Finding::Frames)?;
+        stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(Finding::Frames)?;
     }
     for scratch in [words, exchange] {
         scratch.free(cx);

@@ -55,11 +55,11 @@ impl Tally {
 pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Failure> {
     let ((mut areas, count), (mut gigantic_areas, _)) = (vmemmap::areas(), vmemmap::areas());
     let (areas, gigantic_areas) = (&mut areas[..count], &mut gigantic_areas[..count]);
-    let groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size2M), Group::default)?;
-    let gigantic_groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size1G), Group::default)?;
+    let mut groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size2M), Group::default)?;
+    let mut gigantic_groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size1G), Group::default)?;
     let (mut counts, mut gigantic_counts) = ([HugePageCounts::default()], [HugePageCounts::default()]);
-    let huge = Pool::new(PageSize::Size2M, areas, &mut *groups.items, &mut counts)?;
-    let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut *gigantic_groups.items, &mut gigantic_counts)?;
+    let huge = Pool::new(PageSize::Size2M, areas, &mut groups, &mut counts)?;
+    let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut gigantic_groups, &mut gigantic_counts)?;
     let mut intact = Intact::new(cx)?;
     let mut random = Random::new(seed);
     let mut tally = Tally::default();

@@ -116,12 +116,12 @@ impl Pieces {
     fn make(cx: Cx<'_>, pages: u64) -> Result<Pieces, AllocError> {
         let Ok(order) = Order::new(PIECE) else { return Err(AllocError::OutOfMemory) };
         let count = pages.min(frames().available(cx) / 2) / order.pages();
-        let held = Scratch::new(cx, count as usize, || None)?;
-        for place in held.items.iter_mut() {
+        let mut held = Scratch::new(cx, count as usize, || None)?;
+        for place in held.iter_mut() {
             percpu::beat();
             *place = frames().alloc(cx, AllocRequest::order(order)).ok();
         }
-        for block in held.items.iter_mut().step_by(2).filter_map(Option::take) {
+        for block in held.iter_mut().step_by(2).filter_map(Option::take) {
             frames().free(cx, block);
         }
         Ok(Pieces(held))

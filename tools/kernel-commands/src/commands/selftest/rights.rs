@@ -84,7 +84,7 @@ fn span(at: u64, bytes: u64) -> Result<VirtRange, PagingError> {
 
 /// One round on all CPUs, until `until` at the latest; returns how often the right to store was taken away.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
-    let runs = Scratch::new(cx, PAGES as usize, Extent::default)?;
+    let mut runs = Scratch::new(cx, PAGES as usize, Extent::default)?;
     let space = BareSpace::new(cx, Some(&Counters))?;
     let stop = AtomicBool::new(false);
     let outcome: Lock<SpinLock, _> = Lock::new(None);
@@ -104,10 +104,10 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
     });
     let mut found = 0;
     space.free(cx, |run| {
-        runs.items[found] = run.extent;
+        runs[found] = run.extent;
         found += 1;
     });
-    for run in &runs.items[..found] {
+    for run in &runs[..found] {
         // SAFETY: the space that had them is gone, and each was shown once.
         frames().free_extent(cx, unsafe { Dirty::assume_owned(*run) });
     }

@@ -107,7 +107,7 @@ impl Round<'_> {
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
     let cpus = percpu::count();
-    let runs = Scratch::new(cx, RUNS * cpus as usize, Extent::default)?;
+    let mut runs = Scratch::new(cx, RUNS * cpus as usize, Extent::default)?;
     let round = Round {
         space: BareSpace::new(cx, Some(&Checked))?,
         plant,
@@ -118,7 +118,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         resized: AtomicU64::new(0),
     };
     // Each CPU gets its part of the list.
-    let lists: Lock<SpinLock, _> = Lock::new(runs.items.chunks_exact_mut(RUNS));
+    let lists: Lock<SpinLock, _> = Lock::new(runs.chunks_exact_mut(RUNS));
     // SAFETY: none: this is the planted bug, which the self-test must find.
     unsafe { tlb::miss_one(plant == Plant::MissedCpu) };
     smp::on_cpus(cx, cpus, &|cx, cpu| {
@@ -134,7 +134,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
     }
     let flushes = space.flushes();
     debug_assert!(flushes > 0);
-    let list = RefCell::new(List { runs: &mut runs.items[..], count: 0 });
+    let list = RefCell::new(List { runs: &mut runs[..], count: 0 });
     for piece in 0..PIECES {
         let span = span(START + piece * PageSize::Size2M.bytes(), PageSize::Size2M.bytes());
         space.unmap(cx, span, |run| list.borrow_mut().push(run))?;

@@ -58,8 +58,8 @@ impl Intact {
     pub fn new(cx: Cx<'_>) -> Result<Intact, AllocError> {
         let most = memory::managed_bytes() / PageSize::Size2M.bytes();
         let free = Scratch::new(cx, most as usize + SINGLES, || None)?;
-        let others = Scratch::new(cx, OTHERS, || None)?;
-        for (index, place) in others.items.iter_mut().enumerate() {
+        let mut others = Scratch::new(cx, OTHERS, || None)?;
+        for (index, place) in others.iter_mut().enumerate() {
             let order = Order::new([0, 9, 3, 0, 5, 1, 9, 2][index % 8]).unwrap_or(Order::ZERO);
             let block = frames().alloc(cx, AllocRequest::order(order))?;
             // Another one between this and the next.
@@ -74,7 +74,7 @@ impl Intact {
 
     /// Looks at one of the others' descriptors, as `cpu`, at any time.
     pub fn look(&self, cpu: u32, random: &mut Random) -> Result<(), Finding> {
-        match &self.others.items[random.below(OTHERS as u64) as usize] {
+        match &self.others[random.below(OTHERS as u64) as usize] {
             Some(block) => read(cpu, block.pfn().number(), ALL),
             None => Ok(()),
         }
@@ -88,7 +88,7 @@ impl Intact {
             return Err(Finding::Lost { expected: self.frames, found }.into());
         }
         let mut order = huge_order();
-        for place in &mut *self.free.items {
+        for place in self.free.iter_mut() {
             let mut block = frames().alloc(cx, AllocRequest::order(order));
             if block.is_err() {
                 order = Order::ZERO;
@@ -102,7 +102,7 @@ impl Intact {
                 // Of a lean page the head's is all that anybody owns.
                 pool.pages().map(|(pfn, lean)| (pfn, if lean { 1 } else { pool.size().pages() }))
             });
-            let free = self.free.items.iter().flatten().map(|block| (block.pfn(), block.extent().pages()));
+            let free = self.free.iter().flatten().map(|block| (block.pfn(), block.extent().pages()));
             for (base, pages) in pages.chain(free) {
                 percpu::beat();
                 (base.number()..base.number() + pages).try_for_each(&mut *each)?;
@@ -114,7 +114,7 @@ impl Intact {
             Ok(())
         })?;
         let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
-        let others = &*self.others.items;
+        let others = &*self.others;
         // By every CPU: one that missed a flush finds something else.
         smp::on_cpus(cx, percpu::count(), &|_, cpu| {
             let mut others = others.iter().flatten();
