@@ -1,5 +1,6 @@
-//! LLFree, which no registry has, written here from its paper: Wrenger et al., "LLFree: Scalable and Optionally-Persistent
-//! Page-Frame Allocation", USENIX ATC 2023. It has no lock: each word is changed by compare-and-swap.
+//! LLFree, which no registry has, written here after its published design: Wrenger et al., "LLFree: Scalable and
+//! Optionally-Persistent Page-Frame Allocation", USENIX ATC 2023. It has no lock: each word is changed by compare-and-swap. The
+//! thresholds below are this file's own, so its figures are this file's too, not its authors'.
 //!
 //! * **lower**: a bit per frame, 512 to a *child* of 2 MiB, and a 16-bit entry per child: how many of its frames are free, or that it
 //!   is in use as a whole
