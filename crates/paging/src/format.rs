@@ -55,7 +55,9 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     const CLAIMED: u64;
 
     /// Whether a CPU whose access is refused by a translation that it keeps drops that translation, so that rights that were
-    /// given are found by the next try. Where it does not, giving rights owes a flush as taking them does.
+    /// given are found by the next try. Where it does not, giving rights owes a flush as taking them does, and whoever handles a
+    /// refused access invalidates its address on that CPU before the next try, what is kept of tables included (arm64's TLBI
+    /// VAAE1): a read-only table may have been handed down by another CPU, which flushes nothing for it.
     const FAULT_DROPS: bool;
 
     /// Whether a valid entry that CPUs may be using has to be invalid, and flushed, before it maps something else, in leaves

@@ -264,7 +264,8 @@ impl Editing {
     ///
     /// # Safety
     ///
-    /// It is so: otherwise written pages are lost as clean.
+    /// It is so: otherwise written pages are lost as clean. Where the format [demands a break](PageFormat::BREAK_BEFORE_MAKE), no CPU
+    /// translates by leaves whose size or memory type changes, not even to read: it could have two translations of one address.
     pub const unsafe fn quiet() -> Editing {
         Editing { live: false, resizes: false }
     }

@@ -90,7 +90,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let root = self.table(self.root);
         let mut edit = Edit::new(change, way);
         self.protect_table(root, Self::ROOT, first, end, None, &mut edit);
-        Ok(edit.stale(span))
+        let stale = edit.stale(span);
+        // Where a refusal drops nothing, a CPU may also keep refusing by a read-only table that has been handed down here.
+        Ok(if change.set.contains(Flags::WRITE) && !F::FAULT_DROPS { stale.through_tables() } else { stale })
     }
 
     /// Changes what `first..end` maps; `ahead` is the last-level table that comes after this one.

@@ -35,6 +35,11 @@ impl Stale {
         Stale { tables: self.tables | (entries > 0), ..self.leaves(entries, level) }
     }
 
+    /// What CPUs keep of the tables on the way is old too, if any leaf is.
+    pub(crate) fn through_tables(self) -> Self {
+        Stale { tables: self.tables | (self.entries > 0), ..self }
+    }
+
     /// What to flush; `None` if no entry has changed.
     pub fn flush(&self) -> Option<VirtRange> {
         (self.entries > 0).then_some(self.range)

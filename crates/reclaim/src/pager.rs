@@ -77,7 +77,7 @@ impl<'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Reclaim<'a, '
         node: NodeId,
         f: impl FnOnce(&mut Cx<'_, S>, &Side<'_, '_, 'a, 'm, S, W, L, O>) -> R,
     ) -> Option<R> {
-        let lru = self.lru(node)?;
+        let lru = self.lru_of(vm.frames(), node)?;
         self.with_batch(vm, cx, |cx, deferred| f(cx, &Side::new(vm, self, node, lru, deferred)))
     }
 
@@ -140,7 +140,7 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
 
     unsafe fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
         for some in heads.chunks(Neighbours::MOST) {
-            for (node, lru) in self.lrus() {
+            for (node, lru) in self.lrus(frames) {
                 let mut here = Neighbours::new();
                 for head in some.iter().filter(|head| frames.node_of(**head) == Some(node)) {
                     here.push(*head);
@@ -179,7 +179,7 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
             return 0;
         }
         self.counts().direct.add(1);
-        let nodes = || self.lrus().filter(|(node, _)| need.node.is_none_or(|only| only == *node));
+        let nodes = || self.lrus(vm.frames()).filter(|(node, _)| need.node.is_none_or(|only| only == *node));
         let done = self.with_batch(vm, cx, |cx, deferred| {
             // Memory in pieces.
             let gather = |cx: &mut Cx<'_, S>| {

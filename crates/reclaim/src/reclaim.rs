@@ -69,9 +69,17 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
         self.swap
     }
 
-    /// Every node's LRU.
-    pub(crate) fn lrus(&self) -> impl Iterator<Item = (NodeId, &'a Lru<'a, 'm, S::Env, L>)> {
-        (0..).map(NodeId).zip(self.lrus)
+    /// The LRU of every node that has one for these frames.
+    pub(crate) fn lrus(
+        &self,
+        frames: &Frames<'_, S::Env>,
+    ) -> impl Iterator<Item = (NodeId, &'a Lru<'a, 'm, S::Env, L>)> {
+        (0..).map(NodeId).zip(self.lrus).filter(|(_, lru)| lru.is_of(frames))
+    }
+
+    /// The LRU of a node, if it is for these frames: pages of others' lists are nobody's here.
+    pub(crate) fn lru_of(&self, frames: &Frames<'_, S::Env>, node: NodeId) -> Option<&'a Lru<'a, 'm, S::Env, L>> {
+        self.lru(node).filter(|lru| lru.is_of(frames))
     }
 
     /// Whose LRU a page is on; `None` for all if there is one.
@@ -146,7 +154,7 @@ impl<'a, 'm, S: Setup, W, L: RawLock, O: Steps> Reclaim<'a, 'm, S, W, L, O> {
                 _ => heads(most, order).take_while(|head| frames.node_of(*head) == node).count() as u64 * order.pages(),
             };
             let (some, more) = rest.split_at(same.max(order.pages()));
-            visit(node.and_then(|node| self.lru(node)).filter(|lru| lru.is_of(frames)), some);
+            visit(node.and_then(|node| self.lru_of(frames, node)), some);
             rest = more;
         }
     }

@@ -100,7 +100,9 @@ enum Found<S: Setup> {
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// Serves a fault of the calling task at `at` in `space`. Interrupts are on; may sleep where the platform says so.
+    /// Serves a fault of the calling task at `at` in `space`. Interrupts are on; may sleep where the platform says so. Where a
+    /// refusal [drops no translation](hugemm_paging::PageFormat::FAULT_DROPS) (arm64), whoever calls this for a refused access
+    /// invalidates `at` on its own CPU afterwards, tables included; otherwise the access may be refused again and again.
     ///
     /// # Errors
     ///
