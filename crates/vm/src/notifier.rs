@@ -85,7 +85,7 @@ impl<P: Cpu, N: Notifier<P> + ?Sized> Notifier<P> for &N {
 ///     fn begin(&self, _: &mut CpuCx<'_, SingleCpu>, range: VirtRange) {
 ///         let mut entries = self.entries.lock().expect("nobody panics");
 ///         self.following.begin();
-///         entries.retain(|at, _| !range.contains(*at)); // and flush the guest's translations of them
+///         entries.retain(|at, _| *at < range.start() || range.last() < *at); // and flush the guest's translations of them
 ///     }
 ///
 ///     fn end(&self, _: &mut CpuCx<'_, SingleCpu>, _: VirtRange) {
