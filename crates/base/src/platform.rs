@@ -351,8 +351,8 @@ pub unsafe trait TlbHw {
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
 
     /// Invalidates on all CPUs by instructions that reach them (INVLPGB, TLBI … IS), waits until that is done, and says how many
-    /// it took; `None` if there is no such instruction, and then nothing has happened. Interrupts are on, but where entries are broken before they are made
-    /// (arm64), there they may be off.
+    /// it took; `None` if there is no such instruction, and then nothing has happened. Interrupts are on; they may be off where
+    /// entries are broken before they are made (arm64).
     fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
         None
     }

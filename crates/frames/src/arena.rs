@@ -193,6 +193,22 @@ unsafe impl Send for Arena<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Arena<'_> {}
 
+#[cfg(test)]
+impl Arena<'_> {
+    /// An extent, and nothing kept about it.
+    pub(crate) fn bare(extent: Extent) -> Self {
+        Arena {
+            extent,
+            node: NodeId(0),
+            descriptors: core::ptr::null_mut(),
+            blocks: &[],
+            regions: &[],
+            first_region: 0,
+            rows: Rows::new(&[], 0),
+        }
+    }
+}
+
 /// How many blocks of `order` an extent touches.
 pub(crate) const fn touched(extent: Extent, order: u32) -> u64 {
     if extent.is_empty() {

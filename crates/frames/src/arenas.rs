@@ -208,16 +208,7 @@ mod loom_tests {
 
     impl World {
         fn new(adders: usize) -> Arc<Self> {
-            let extent = Extent::new(Pfn::new(0), 1).expect("in range");
-            let first = Arena {
-                extent,
-                node: NodeId(0),
-                descriptors: core::ptr::null_mut(),
-                blocks: &[],
-                regions: &[],
-                first_region: 0,
-                rows: Rows::new(&[], 0),
-            };
+            let first = Arena::bare(Extent::new(Pfn::new(0), 1).expect("in range"));
             let given = std::slice::from_ref(Box::leak(Box::new(first)));
             let layout = Arenas::added_bytes(&spec(1)).expect("valid");
             // SAFETY: the layout has a size.

@@ -584,16 +584,7 @@ mod tests {
     /// A place is exact if its run is not a half of a larger one, whichever half.
     #[test]
     fn an_exact_place_is_no_part_of_a_larger_run() {
-        let extent = hugemm_base::Extent::new(Pfn::new(1 << 9), 1 << 9).expect("in range");
-        let arena = Arena {
-            extent,
-            node: NodeId(0),
-            descriptors: core::ptr::null_mut(),
-            blocks: &[],
-            regions: &[],
-            first_region: 0,
-            rows: crate::rows::Rows::new(&[], 0),
-        };
+        let arena = Arena::bare(hugemm_base::Extent::new(Pfn::new(1 << 9), 1 << 9).expect("in range"));
         let mut room = [0; WORDS];
         (room[0], room[1], room[2], room[3]) = (0xffff_0000, u64::MAX, u64::MAX, u64::MAX);
         let place = |index| Place { arena: &arena, near: Pfn::new(512 + 7), index: Position::new(index), room };

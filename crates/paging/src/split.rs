@@ -103,8 +103,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes what was detached, and has been flushed, present again: in leaves of `size` where it can be. Larger ones become
     /// tables of them; tables of smaller ones become leaves of up to that size where they map one aligned block with one set of
     /// flags, accessed or dirty if any of them was. Owners' words in tables that [detaching](Exclusive::detach) left in their
-    /// place are gone by then; all else is as it was. Tables that are needed no longer are given back at
-    /// once; no flush is owed.
+    /// place are gone by then; all else is as it was. Tables that are needed no longer are given back at once; no flush is owed.
     ///
     /// Together with [detaching](Exclusive::detach) and the flush this is break-before-make, for any format. Reads 8 bytes per
     /// entry of the tables that `size` concerns.

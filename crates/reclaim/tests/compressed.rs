@@ -6,8 +6,9 @@ mod support;
 use hugemm_base::Order;
 use hugemm_base::inject::{FaultPlan, NoFaults, every_fault};
 use hugemm_frames::{AllocRequest, Frames, Frozen, Plain};
-use hugemm_reclaim::{Compressed, SlotError, StoreError, Swap, SwapSlot};
+use hugemm_reclaim::{Compressed, Compressor, Corrupt, PageBytes, SlotError, StoreError, Swap, SwapSlot};
 use proptest::prelude::*;
+use std::mem::MaybeUninit;
 use std::sync::Mutex;
 use support::{CPUS, Content, Machine, Rng, Runs, assert_nothing_lost, machine, ops, run_as, with_frames};
 
@@ -38,6 +39,34 @@ proptest! {
     fn random_operations_agree_with_the_model(data in proptest::collection::vec(any::<u8>(), 0..if cfg!(miri) { 90 } else { 1500 })) {
         ops::run(&data, Runs);
     }
+}
+
+/// A compressor may have its working memory elsewhere: what is closed in the end is what was opened.
+#[test]
+fn working_memory_of_another_place_changes_nothing() {
+    struct Elsewhere;
+    impl Compressor for Elsewhere {
+        type Scratch = u64;
+        const WORST: usize = 64;
+        fn init<'a>(&self, _: &'a mut MaybeUninit<u64>) -> &'a mut u64 {
+            Box::leak(Box::default())
+        }
+        fn compress(&self, _: &mut u64, _: &PageBytes, _: &mut [u8]) -> Option<usize> {
+            None
+        }
+        fn decompress(&self, _: &[u8], _: &mut PageBytes) -> Result<(), Corrupt> {
+            Err(Corrupt)
+        }
+    }
+    let machine = machine(64, u64::MAX);
+    run_as(0);
+    with_frames(&machine, NoFaults, |frames| {
+        let cx = machine.cx();
+        let store: Compressed<'_, '_, Plain<NoFaults>, Elsewhere> =
+            Compressed::new(frames, &cx, Elsewhere, CPUS, 64).expect("memory for work");
+        store.close(&cx).expect("empty");
+        assert_nothing_lost(&machine, frames);
+    });
 }
 
 #[test]

@@ -15,15 +15,20 @@ const AT: u64 = 0x4000_0000;
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 type Away<'h> = Rig<'h, Metered, true>;
-type Process<'h> = AddressSpace<Model<'h, Metered, true>>;
-type Page<'d, 'h> = UnhookedPage<'d, Model<'h, Metered, true>>;
+type Process<'h, const AWAY: bool = true> = AddressSpace<Model<'h, Metered, AWAY>>;
+type Page<'d, 'h, const AWAY: bool = true> = UnhookedPage<'d, Model<'h, Metered, AWAY>>;
 
 fn with_rig(mib: u64, seed: u64, test: impl for<'h> FnOnce(&Away<'h>)) {
     with_format(mib, 2, seed, &no_faults(), test);
 }
 
 /// A space in use with so many pages at `AT`, all of them written.
-fn filled<'v, 'h>(rig: &'v Away<'h>, cx: &mut Cx<'_, 'h>, size: PageSize, pages: u64) -> Handle<'v, 'h, Metered, true> {
+fn filled<'v, 'h, const AWAY: bool>(
+    rig: &'v Rig<'h, Metered, AWAY>,
+    cx: &mut Cx<'_, 'h>,
+    size: PageSize,
+    pages: u64,
+) -> Handle<'v, 'h, Metered, AWAY> {
     let space = rig.vm.create(cx, bounds()).expect("a space");
     let area = span(AT, pages * size.bytes());
     rig.vm.map(cx, &space, area, VmaKind::private(size), Backing::Private).expect("an area");
@@ -32,14 +37,19 @@ fn filled<'v, 'h>(rig: &'v Away<'h>, cx: &mut Cx<'_, 'h>, size: PageSize, pages:
     space
 }
 
-fn leaf<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Process<'h>, at: u64) -> Leaf {
+fn leaf<'h, const AWAY: bool>(
+    rig: &Rig<'h, Metered, AWAY>,
+    cx: &mut Cx<'_, 'h>,
+    space: &Process<'h, AWAY>,
+    at: u64,
+) -> Leaf {
     match rig.vm.lookup(cx, space, VirtAddr::new(at)) {
         Lookup::Mapped(leaf) => leaf,
         found => panic!("{found:?}"),
     }
 }
 
-fn hold(rig: &Away<'_>, head: Pfn) -> FolioRef {
+fn hold<const AWAY: bool>(rig: &Rig<'_, Metered, AWAY>, head: Pfn) -> FolioRef {
     // SAFETY: the tests' pages are mapped or unhooked, and nobody else is there to let them go.
     unsafe { rig.vm.frames().get_at(head) }.expect("it has references")
 }
@@ -49,18 +59,18 @@ fn let_go<'h>(rig: &Away<'h>, cx: &Cx<'_, 'h>, folio: FolioRef) {
 }
 
 /// One machine, one manager: whatever is unhooked is flushed by its TLBs.
-fn deferred(rig: &Away<'_>) -> DeferredUnmap {
+fn deferred<const AWAY: bool>(rig: &Rig<'_, Metered, AWAY>) -> DeferredUnmap {
     // SAFETY: used with this manager's TLBs only.
     unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs")
 }
 
-fn unhook<'d, 'h>(
-    rig: &'d Away<'h>,
+fn unhook<'d, 'h, const AWAY: bool>(
+    rig: &'d Rig<'h, Metered, AWAY>,
     cx: &mut Cx<'_, 'h>,
-    space: &Process<'h>,
+    space: &Process<'h, AWAY>,
     at: u64,
     deferred: &'d DeferredUnmap,
-) -> Page<'d, 'h> {
+) -> Page<'d, 'h, AWAY> {
     let leaf = leaf(rig, cx, space, at);
     let page = rig.vm.unhook(cx, hold(rig, leaf.frame), leaf.size.order(), deferred).expect("nobody else has it");
     assert_eq!((page.head(), page.order()), (leaf.frame, leaf.size.order()));
@@ -396,87 +406,33 @@ fn pages_of_many_processes_go_away() {
 }
 
 /// A fork waits for a page that is moving, and then the child has it too: whether its pages are shared by parts or, because
-/// something is pinned, one by one.
+/// something is pinned, one by one; with a pager and without, where pages move all the same.
 #[test]
 fn a_fork_waits_for_a_page_that_is_moving() {
     for (size, pinned) in SIZES.into_iter().flat_map(|size| [false, true].map(|pinned| (size, pinned))) {
-        with_rig(48, 97, |rig| {
-            let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
-            let (space, pins) = rig.mmu.as_cpu(CpuId(0), |cx| {
-                let space = filled(rig, cx, size, 3);
-                let mut pins = Vec::new();
-                if pinned {
-                    let last = span(AT + 2 * size.bytes(), size.bytes());
-                    rig.vm.pin(cx, &space, last, None, &hugemm_base::Never, |pin| pins.push(pin)).expect("there");
-                }
-                (space, pins)
-            });
-            std::thread::scope(|scope| {
-                let (space, away, forks) = (&space, &away, &forks);
-                scope.spawn(move || {
-                    rig.beside_others(0, |cx| {
-                        let deferred = deferred(rig);
-                        let page = unhook(rig, cx, space, AT + size.bytes(), &deferred);
-                        away.store(true, Ordering::SeqCst);
-                        while !forks.load(Ordering::SeqCst) {
-                            rig.vm.shootdown().handle_ipi(cx);
-                        }
-                        // Enough for a fork that does not wait to be over.
-                        for _ in 0..100 {
-                            rig.vm.shootdown().handle_ipi(cx);
-                            std::thread::yield_now();
-                        }
-                        rig.vm.put_back(cx, page);
-                    });
-                });
-                scope.spawn(move || {
-                    rig.beside_others(1, |cx| {
-                        while !away.load(Ordering::SeqCst) {
-                            rig.vm.shootdown().handle_ipi(cx);
-                        }
-                        forks.store(true, Ordering::SeqCst);
-                        let child = rig.vm.fork(cx, space).expect("forked");
-                        rig.enter(cx, &child);
-                        for index in 0..3 {
-                            assert_eq!(rig.load(cx, &child, AT + index * size.bytes()), Ok(index + 1));
-                        }
-                        rig.leave(cx, &child);
-                        rig.vm.destroy(cx, child).expect("destroyed");
-                    });
-                });
-            });
-            rig.mmu.as_cpu(CpuId(0), |cx| {
-                pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
-                rig.leave(cx, &space);
-                rig.vm.destroy(cx, space).expect("destroyed");
-            });
-        });
+        fork_waits::<true>(size, pinned);
+        fork_waits::<false>(size, pinned);
     }
 }
 
-/// Pages move without a pager too. A fork waits for one that is moving, and so its child has it.
-#[test]
-fn a_fork_waits_without_a_pager() {
-    support::with_rig(16, 2, 101, &no_faults(), |rig| {
+fn fork_waits<const AWAY: bool>(size: PageSize, pinned: bool) {
+    with_format::<Metered, AWAY>(48, 2, 97, &no_faults(), |rig| {
         let (away, forks) = (AtomicBool::new(false), AtomicBool::new(false));
-        let space = rig.mmu.as_cpu(CpuId(0), |cx| {
-            let space = rig.vm.create(cx, bounds()).expect("a space");
-            let kind = VmaKind::private(PageSize::Size4K);
-            rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
-            rig.enter(cx, &space);
-            rig.store(cx, &space, AT, 7).expect("memory");
-            rig.leave(cx, &space);
-            space
+        let (space, pins) = rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, size, 3);
+            let mut pins = Vec::new();
+            if pinned {
+                let last = span(AT + 2 * size.bytes(), size.bytes());
+                rig.vm.pin(cx, &space, last, None, &hugemm_base::Never, |pin| pins.push(pin)).expect("there");
+            }
+            (space, pins)
         });
         std::thread::scope(|scope| {
             let (space, away, forks) = (&space, &away, &forks);
             scope.spawn(move || {
                 rig.beside_others(0, |cx| {
-                    // SAFETY: used with this manager's TLBs only.
-                    let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-                    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("mapped") };
-                    let held = rig.vm.hold_mapped(cx, leaf.frame).expect("a page");
-                    let page = rig.vm.unhook(cx, held, Order::ZERO, &deferred).expect("nobody else has it");
+                    let deferred = deferred(rig);
+                    let page = unhook(rig, cx, space, AT + size.bytes(), &deferred);
                     away.store(true, Ordering::SeqCst);
                     while !forks.load(Ordering::SeqCst) {
                         rig.vm.shootdown().handle_ipi(cx);
@@ -486,7 +442,7 @@ fn a_fork_waits_without_a_pager() {
                         rig.vm.shootdown().handle_ipi(cx);
                         std::thread::yield_now();
                     }
-                    assert!(rig.vm.move_page(cx, page));
+                    if AWAY { rig.vm.put_back(cx, page) } else { assert!(rig.vm.move_page(cx, page)) }
                 });
             });
             scope.spawn(move || {
@@ -497,13 +453,19 @@ fn a_fork_waits_without_a_pager() {
                     forks.store(true, Ordering::SeqCst);
                     let child = rig.vm.fork(cx, space).expect("forked");
                     rig.enter(cx, &child);
-                    assert_eq!(rig.load(cx, &child, AT), Ok(7));
+                    for index in 0..3 {
+                        assert_eq!(rig.load(cx, &child, AT + index * size.bytes()), Ok(index + 1));
+                    }
                     rig.leave(cx, &child);
                     rig.vm.destroy(cx, child).expect("destroyed");
                 });
             });
         });
-        rig.mmu.as_cpu(CpuId(0), |cx| rig.vm.destroy(cx, space).expect("destroyed"));
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
     });
 }
 
@@ -526,16 +488,8 @@ fn unmapping_flushes_what_is_moving_without_a_pager() {
             (0..PAGES).for_each(|index| rig.store(cx, &space, at(index), 7).expect("memory"));
         });
         rig.mmu.as_cpu(CpuId(0), |cx| {
-            // SAFETY: used with this manager's TLBs only.
-            let deferred: DeferredUnmap = unsafe { DeferredUnmap::new(rig.vm.shootdown()) }.expect("few CPUs");
-            let mut pages = Vec::new();
-            for index in 0..PAGES {
-                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(at(index))) else {
-                    panic!("mapped")
-                };
-                let held = rig.vm.hold_mapped(cx, leaf.frame).expect("a page");
-                pages.push(rig.vm.unhook(cx, held, Order::ZERO, &deferred).expect("nobody else has it"));
-            }
+            let deferred = deferred(rig);
+            let pages: Vec<_> = (0..PAGES).map(|index| unhook(rig, cx, &space, at(index), &deferred)).collect();
             rig.vm.unmap(cx, &space, span(AT, PAGES << 12)).expect("unmapped");
             let reached = (0..PAGES).filter(|index| rig.mmu.store(CpuId(1), VirtAddr::new(at(*index)), 8).is_ok());
             assert_eq!(reached.count(), 0, "unmapped, and reached by old translations");

@@ -131,8 +131,11 @@ impl<'e, L: RawLock, E: Env, V: DescriptorMap> Resize<'_, '_, 'e, L, E, V> {
         let size = self.pool.size();
         let zero = group.zero.get() & pages;
         group.zero.remove_shared(pages);
-        group.bad.remove_shared(pages);
-        group.staged.remove_shared(pages);
+        // Poison is noted of what is staged: a strike in between would wait for the page's next stay.
+        self.pool.locked(cx, |_| {
+            group.bad.remove_shared(pages);
+            group.staged.remove_shared(pages);
+        });
         for (known, bits) in [(true, zero), (false, pages & !zero)] {
             for (first, length) in runs(bits) {
                 let Ok(run) = Extent::new(area.page(size, index, first), length * size.pages()) else { continue };

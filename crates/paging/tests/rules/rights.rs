@@ -4,7 +4,7 @@ use crate::support::{Heap, access, at, extent, span};
 use crate::{DATA, GIB, SMALL, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Change, Editing, Flags, Leaf, Lookup, Mapping, Run, TableMemory, X86_64};
+use hugemm_paging::{Aarch64, Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, Run, TableMemory, X86_64};
 
 /// Leaves that differ in their flags are changed each as it has to be, also where their frames are the same, and where
 /// whole cache lines are changed by plain stores; what is not there stays so.
@@ -90,6 +90,24 @@ fn a_range_is_handed_down_at_once() {
 fn quiet() -> Editing {
     // SAFETY: it is so.
     unsafe { Editing::quiet() }
+}
+
+/// A CPU that was refused by a read-only table may go on refusing by it where a fault drops nothing, so who gives the right to
+/// write has tables flushed there; giving what tables do not decide, and taking, needs none of that.
+#[test]
+fn what_is_allowed_again_may_be_refused_by_old_tables() {
+    fn rule<F: PageFormat>() {
+        let heap = Heap::new(NoFaults);
+        let table = table::<F, _>(&heap);
+        table.exclusive(&heap).map(span(0, 1024), [extent(1, 1024)], DATA).expect("mapped");
+        let _ = table.exclusive(&heap).write_protect(span(0, 1024)).expect("in bounds");
+        for (set, clear) in [(Flags::WRITE, Flags::NONE), (Flags::OWNER0, Flags::NONE), (Flags::NONE, Flags::WRITE)] {
+            let stale = table.shared(&heap).protect(span(3, 1), Change { set, clear }).expect("in bounds");
+            assert_eq!((stale.entries(), stale.tables()), (1, set.contains(Flags::WRITE) && !F::FAULT_DROPS));
+        }
+    }
+    rule::<X86_64>();
+    rule::<Aarch64>();
 }
 
 /// What is stale says itself how far apart the pages are that have to be invalidated: the smallest leaf that was edited.

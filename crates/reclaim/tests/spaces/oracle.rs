@@ -349,7 +349,7 @@ fn every_word_is_the_word_written_last() {
     for (page, policy, mib) in
         [(PageSize::Size4K, LruPolicy::Generations, 7), (PageSize::Size4K, LruPolicy::TwoList, 8)]
     {
-        let size = Size { mib, swap: 2500, cpus: CPUS, policy, nodes: 1 };
+        let size = Size { mib, swap: 2500, cpus: CPUS, policy, nodes: 1, strange: false };
         with_rig(size, 31, &no_faults(), |rig| run(rig, [page; 2], 7, steps));
     }
 }
@@ -357,7 +357,7 @@ fn every_word_is_the_word_written_last() {
 #[test]
 fn every_word_of_large_pages_is_the_word_written_last() {
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(600);
-    let size = Size { mib: 24, swap: 2500, cpus: CPUS, policy: LruPolicy::Generations, nodes: 1 };
+    let size = Size { mib: 24, swap: 2500, cpus: CPUS, policy: LruPolicy::Generations, nodes: 1, strange: false };
     with_rig(size, 32, &no_faults(), |rig| run(rig, [PageSize::Size2M; 2], 8, steps));
 }
 
@@ -365,7 +365,7 @@ fn every_word_of_large_pages_is_the_word_written_last() {
 #[test]
 fn every_word_is_the_word_written_last_while_pages_move() {
     let steps = std::env::var("HUGEMM_SOAK_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(800);
-    let size = Size { mib: 12, swap: 2500, cpus: CPUS, policy: LruPolicy::TwoList, nodes: 1 };
+    let size = Size { mib: 12, swap: 2500, cpus: CPUS, policy: LruPolicy::TwoList, nodes: 1, strange: false };
     with_rig(size, 33, &no_faults(), |rig| {
         run(rig, [PageSize::Size2M, PageSize::Size4K], 9, steps);
         assert!(rig.vm.pager().counts().moved.get() > 0, "no page moved");
@@ -375,7 +375,7 @@ fn every_word_is_the_word_written_last_while_pages_move() {
 /// As before, but every so manieth allocation fails: that is one access's failure, or one page's that stays.
 #[test]
 fn every_word_is_the_word_written_last_though_allocations_fail() {
-    let size = Size { mib: 8, swap: 2500, cpus: CPUS, policy: LruPolicy::Generations, nodes: 1 };
+    let size = Size { mib: 8, swap: 2500, cpus: CPUS, policy: LruPolicy::Generations, nodes: 1, strange: false };
     // What the test's own setting up asks for must be there.
     let plan = FaultPlan::periodic(500, 17);
     with_rig(size, 34, &plan, |rig| run(rig, [PageSize::Size4K; 2], 7, 2500));

@@ -106,6 +106,8 @@ pub struct Rig<'h> {
     pub mmu: &'h Cpus<'h>,
     pub vm: Vm<'h, Model<'h>>,
     pub store: &'h Store<'h>,
+    /// Another manager of frames of the same numbers, none of which it has been given.
+    pub others: &'h Frames<'h, Plain<&'h FaultPlan>>,
     /// Frames that may stay in use: counters of references keep theirs.
     pub kept: AtomicU64,
     /// CPUs that are [beside others](Rig::beside_others).
@@ -122,6 +124,8 @@ pub struct Size {
     pub policy: LruPolicy,
     /// Each has as much memory and every so manieth CPU.
     pub nodes: u32,
+    /// The pager's LRU for every node but the first is for other frames: [`Rig::others`].
+    pub strange: bool,
 }
 
 pub const NODE: NodeId = NodeId(0);
@@ -162,10 +166,11 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let cpu_nodes: Vec<NodeId> = (0..cpus).map(|cpu| NodeId(cpu % size.nodes)).collect();
     let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &cpu_nodes };
     let layout = Frames::<Plain>::required_bytes(&config).expect("valid");
-    let metadata = Memory::new(layout);
-    // SAFETY: zeroed, of this size, used once; one platform.
-    let frames =
-        unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("large enough");
+    let metadata = [(); 2].map(|()| Memory::new(layout));
+    let [frames, others] = metadata.each_ref().map(|metadata| {
+        // SAFETY: zeroed, of this size, used once; one platform; of the two only the first is given frames.
+        unsafe { Frames::new(&config, Plain(inject), metadata.ptr(), metadata.bytes()) }.expect("room")
+    });
     mmu.as_cpu(CpuId(0), |cx| {
         for arena in &arenas {
             // SAFETY: nobody else's frames, released once.
@@ -184,7 +189,8 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     // SAFETY: the model MMU intercepts it.
     let features = unsafe { features.with(model) };
     let clearer = Clearer::new(features, policy).expect("the model primitive");
-    let lrus: Vec<_> = arenas.iter().map(|_| Lru::new(&frames, size.policy)).collect();
+    let whose = |node| if size.strange && node != NODE { &others } else { &frames };
+    let lrus: Vec<_> = arenas.iter().map(|arena| Lru::new(whose(arena.node), size.policy)).collect();
     // Fails only where an allocation is made to fail.
     let Ok(store) = mmu.as_cpu(CpuId(0), |cx| Compressed::new(&frames, cx, Runs, cpus, size.swap)) else { return };
     let store = ManuallyDrop::new(Watched::new(store));
@@ -192,7 +198,7 @@ fn run(mmu: &Mmu<'_, '_>, memory: Extent, size: Size, inject: &FaultPlan, test: 
     let parts = Parts::with_pager(&frames, &shootdown, clearer, Reclaim::new(&lrus, &*store, marks, ()));
     // SAFETY: the host's memory is a direct map; all contexts are the model's.
     let vm = unsafe { Vm::new(parts) }.expect("small objects");
-    let rig = Rig { mmu, vm, store: &store, kept: AtomicU64::new(0), crew: Crew::default() };
+    let rig = Rig { mmu, vm, store: &store, others: &others, kept: AtomicU64::new(0), crew: Crew::default() };
     test(&rig);
     mmu.as_cpu(CpuId(0), |cx| {
         rig.vm.trim(cx);

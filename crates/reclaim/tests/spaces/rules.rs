@@ -7,7 +7,8 @@ use hugemm_reclaim::{LruPolicy, Swap};
 use hugemm_vm::{Backing, VmError, VmaKind};
 
 pub(crate) const AT: u64 = 0x4000_0000;
-pub(crate) const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1 };
+pub(crate) const SIZE: Size =
+    Size { mib: 16, swap: 2000, cpus: 2, policy: LruPolicy::Generations, nodes: 1, strange: false };
 pub(crate) const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 pub(crate) fn filled<'v, 'h>(

@@ -401,3 +401,40 @@ fn pages_without_an_lru_are_on_none() {
         });
     });
 }
+
+/// An LRU for other frames is nobody's: what is on it is not looked at, held or let go, whoever asks for memory of its node.
+#[test]
+fn a_strangers_lru_is_left_alone() {
+    with_rig(Size { nodes: 2, strange: true, ..SIZE }, 17, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            // Of the same number as a page that is in use here.
+            let space = filled(rig, cx, PageSize::Size4K, 1);
+            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, VirtAddr::new(AT)) else { panic!("mapped") };
+            let (pager, page) = (rig.vm.pager(), Extent::block(leaf.frame, Order::ZERO));
+            assert_eq!(rig.others.node_of(leaf.frame), Some(NODE));
+            let theirs = pager.lru(NodeId(1)).expect("one for each node");
+            let other: Reclaim<'_, '_, Model<'_>, _> =
+                Reclaim::new(std::slice::from_ref(theirs), rig.store, pager.marks(), ());
+            // SAFETY: it has been given to neither that manager nor anybody in its name; nobody looks at its bytes.
+            let frozen = unsafe { Frozen::assume_owned(page.base(), Order::ZERO, Mobility::Movable) };
+            let _ = rig.others.count(frozen).expect("managed").into_pfn();
+            // SAFETY: counted just now, and it is told once.
+            unsafe { other.lru_add(rig.others, cx, page, Order::ZERO) };
+            assert_eq!(theirs.stats(cx).folios, 1);
+            let before = rig.vm.frames().stats(cx);
+            let budget = ShrinkBudget { free: 8, scan: 8 };
+            assert_eq!(pager.shrink(&rig.vm, cx, NodeId(1), budget, &Never).scanned, 0);
+            assert!(!pager.gather(&rig.vm, cx, NodeId(1)));
+            let need = Shortfall { order: Order::ZERO, pages: 8, node: Some(NodeId(1)), may_sleep: true };
+            assert_eq!(pager.relieve(&rig.vm, cx, need), 0);
+            assert_eq!(pager.counts().aged.get(), 0, "looked at");
+            assert_eq!((theirs.stats(cx).folios, rig.others.references(page.base())), (1, 1));
+            assert_eq!(rig.vm.frames().stats(cx).free, before.free);
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            // SAFETY: the reference that became a number above.
+            unsafe { other.drop_references(rig.others, cx, FolioRun::from_extent(page, Order::ZERO)) };
+            assert_eq!(theirs.stats(cx).folios, 0);
+        });
+    });
+}

@@ -11,7 +11,7 @@ use hugemm_vm::{AddressSpace, Backing, Pager, Pinned, Protection, UnhookedPage, 
 use std::sync::atomic::Ordering;
 
 const AT: u64 = 0x4000_0000;
-const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: LruPolicy::Generations, nodes: 1 };
+const SIZE: Size = Size { mib: 16, swap: 2000, cpus: 3, policy: LruPolicy::Generations, nodes: 1, strange: false };
 const SIZES: [PageSize; 2] = [PageSize::Size4K, PageSize::Size2M];
 
 fn filled<'v, 'h>(rig: &'v Rig<'h>, cx: &mut Cx<'_, 'h>, page: PageSize, pages: u64) -> Handle<'v, 'h> {

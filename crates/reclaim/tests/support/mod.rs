@@ -71,7 +71,9 @@ unsafe impl PhysMap for Bytes {
         Some(Window { ptr, pages })
     }
 
-    unsafe fn close(&self, _window: Window) {
+    unsafe fn close(&self, window: Window) {
+        let offset = window.ptr.addr().wrapping_sub(self.bytes.ptr().addr()) as u64;
+        assert!(offset < self.pages * PAGE_BYTES && offset.is_multiple_of(PAGE_BYTES), "never opened");
         self.open.fetch_sub(1, Ordering::SeqCst);
     }
 }
