@@ -176,27 +176,21 @@ impl Edit {
     pub(crate) fn pages<F: PageFormat>(&mut self, table: Table, from: usize, to: usize, ahead: Option<Table>) -> bool {
         let (mut index, mut all) = (from, true);
         while index < to {
-            if index.is_multiple_of(LINE) && index + LINE <= to {
-                if let Some(ahead) = ahead {
-                    ahead.prefetch(index);
-                }
-                let line = table.line(index);
-                let differ = line.iter().fold(0, |sum, entry| sum | entry ^ line[0]);
-                if differ & !F::FRAME == 0 && line[0] & 1 != 0 {
-                    self.prepare::<F>(line[0]);
-                    if self.plain {
-                        let delta = self.delta;
-                        line.iter().enumerate().for_each(|(place, entry)| table.set(index + place, entry ^ delta));
-                        if delta != 0 {
-                            self.changed += LINE as u64;
+            let entry = table.get(index);
+            if index.is_multiple_of(LINE) && entry & 1 != 0 {
+                self.prepare::<F>(entry);
+                if self.plain {
+                    let same = table.flip_alike::<F>((index, to), self.bits, self.delta, ahead.unwrap_or(table));
+                    if same != 0 {
+                        if self.delta != 0 {
+                            self.changed += same as u64;
                             self.smallest = 0;
                         }
-                        index += LINE;
+                        index += same;
                         continue;
                     }
                 }
             }
-            let entry = table.get(index);
             if entry & 1 != 0 {
                 self.leaf::<F>(table, index, 0, entry);
             } else {

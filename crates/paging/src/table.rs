@@ -3,6 +3,7 @@
 //! Entries that hardware or another CPU may read are accessed by atomic loads and stores. Plain stores, which the
 //! compiler may combine, are for tables that nobody else can reach yet.
 
+use crate::format::PageFormat;
 use crate::level::ENTRIES;
 use crate::memory::TableMemory;
 use crate::walker;
@@ -70,6 +71,42 @@ impl Table {
     #[inline]
     pub(crate) fn set(self, index: usize, entry: u64) {
         self.entry(index).store(entry, Ordering::Relaxed);
+    }
+
+    /// Flips `bits` in the entries `from..to`, by whole cache lines and plain loads and stores, up to the first line with an entry
+    /// that differs from `like` outside of its frame. Returns how many entries it flipped. `ahead` is the table that comes next, or
+    /// this one: a cache line of it is asked for with each that is written.
+    ///
+    /// Four lines to a turn: a loop of one has as many branches as a CPU remembers, so that its end is not foreseen and the next
+    /// table's first loads wait for it. That and an index for each entry took a table from 0.57 to 0.68 µs.
+    #[inline]
+    pub(crate) fn flip_alike<F: PageFormat>(
+        self,
+        (from, to): (usize, usize),
+        like: u64,
+        bits: u64,
+        ahead: Table,
+    ) -> usize {
+        debug_assert!(from <= to && to <= ENTRIES);
+        let turns = |table: Table| {
+            // SAFETY: `from..to` are entries of the table, as of `entry`.
+            let entries = unsafe { core::slice::from_raw_parts(table.0.as_ptr().add(from), to - from) };
+            entries.as_chunks::<LINE>().0.as_chunks::<4>().0
+        };
+        let mut flipped = 0;
+        for (lines, next) in turns(self).iter().zip(turns(ahead)) {
+            next.iter().for_each(walker::prefetch);
+            for line in lines {
+                // Relaxed: nobody goes where these entries lead.
+                let entries = line.each_ref().map(|place| place.load(Ordering::Relaxed));
+                if entries.iter().fold(0, |sum, entry| sum | entry ^ like) & !F::FRAME != 0 {
+                    return flipped;
+                }
+                line.iter().zip(entries).for_each(|(place, entry)| place.store(entry ^ bits, Ordering::Relaxed));
+                flipped += LINE;
+            }
+        }
+        flipped
     }
 
     /// Writes an entry after everything that it makes reachable.

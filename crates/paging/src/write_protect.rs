@@ -118,9 +118,16 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         table.claimed(index, F::CLAIMED, is_read_only::<F>, |entry| {
             let below = self.below(entry);
             let mut edit = Edit::handing_down(NO_WRITE, editing);
-            if level > 1 || !edit.pages::<F>(below, 0, ENTRIES, ahead) {
-                (0..ENTRIES).for_each(|index| restrict::<F>(below, index, level - 1, &mut edit));
-            }
+            // Tables of a table are alike, as a rule.
+            let first = below.get(0);
+            let done = match kind::<F>(first, level - 1) {
+                _ if level == 1 && edit.pages::<F>(below, 0, ENTRIES, ahead) => ENTRIES,
+                Kind::Table if !is_read_only::<F>(first) => {
+                    below.flip_alike::<F>((0, ENTRIES), first, F::READ_ONLY_TABLE, below)
+                }
+                _ => 0,
+            };
+            (done..ENTRIES).for_each(|index| restrict::<F>(below, index, level - 1, &mut edit));
             entry ^ F::READ_ONLY_TABLE
         })
     }

@@ -245,6 +245,31 @@ fn write_protection_is_one_store_per_table() {
     assert_eq!(shown.iter().map(|run| run.flags).collect::<Vec<_>>(), [Flags::ACCESSED]);
 }
 
+/// Tables are handed down many at once where they are alike; those that were read-only of their own stay so, and so do leaves
+/// that have the place of a table.
+#[test]
+fn what_was_read_only_of_its_own_stays_so_below_a_read_only_table() {
+    // The first so many tables of a 1 GiB are read-only of their own: whole turns of lines, lines, and one.
+    for own in [512, 64, 32, 8, 1, 0] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<X86_64, _>(&heap);
+        table.exclusive(&heap).map(span(GIB, 511 * 512), [extent(GIB, 511 * 512)], SMALL).expect("mapped");
+        table.exclusive(&heap).map(span(2 * GIB - 512, 512), [extent(0, 512)], DATA).expect("a leaf of 2 MiB");
+        let protect = |pages| _ = table.exclusive(&heap).write_protect(span(GIB, pages)).expect("in bounds");
+        if own > 0 {
+            protect(own * 512);
+        }
+        protect(GIB);
+        let write = |page| access::<X86_64, _>(&heap, table.root(), at(page), true).is_some();
+        let change = Change { set: Flags::WRITE, clear: Flags::NONE };
+        let again = GIB + 100 * 512 + 7;
+        let _ = table.shared(&heap).protect(span(again, 1), change).expect("in bounds");
+        assert!(write(again));
+        let others = (0..512).map(|table| GIB + table * 512).chain([again - 1, again + 1]);
+        assert_eq!(others.filter(|page| write(*page)).collect::<Vec<_>>(), [], "{own}");
+    }
+}
+
 /// What is put in the place of a read-only table, or below one, gets no right that it did not have.
 #[test]
 fn a_read_only_table_is_joined_and_divided_as_it_was() {
