@@ -56,6 +56,8 @@ struct State {
     leases: BTreeMap<u64, Lease>,
     kept: BTreeMap<(u32, String), KeptEntry>,
     leases_ever: u64,
+    /// When a file was taken last.
+    taken: Option<Instant>,
     counts: Counts,
     times: LeaseTimes,
 }
@@ -79,6 +81,10 @@ struct KeptEntry {
 /// A chunk that takes longer than this is filled by a thread that others keep from running: it takes hundredths of a second, the
 /// largest page some tenths.
 const STARVES: Duration = Duration::from_secs(2);
+
+/// How long nothing is filled after a file was taken: its program starts then, and filling beside it has it wait for memory and
+/// caches. A program that takes memory takes it from what is ready, so filling cannot be put off for ever.
+pub(crate) const REST: Duration = Duration::from_millis(100);
 
 impl Lease {
     fn about(&self, lease: u64) -> Lent {
@@ -272,6 +278,7 @@ impl Daemon {
                     }
                 };
                 let file = state.ready.swap_remove(index);
+                state.taken = Some(Instant::now());
                 self.changed.notify_all();
                 file
             };
@@ -507,6 +514,11 @@ impl Daemon {
         let waited = self.changed.wait_timeout_while(state, pause, idle);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         !state.stopping && !state.drained
+    }
+
+    /// How much is left of the time after a lease in which nothing is filled.
+    pub(crate) fn rest(&self) -> Duration {
+        self.state().taken.map_or(Duration::ZERO, |taken| REST.saturating_sub(taken.elapsed()))
     }
 
     /// A chunk is being filled from now on.

@@ -89,6 +89,14 @@ impl Filler<'_> {
                 self.throttle.observe(machine_is_busy());
                 self.looked = Some(Instant::now());
             }
+            let pause = self.throttle.pause(self.began.elapsed()).max(self.daemon.rest());
+            if !self.daemon.may_go_on(pause) {
+                return None;
+            }
+            if !self.daemon.rest().is_zero() {
+                // Another lease meanwhile.
+                continue;
+            }
             let chunk = self.throttle.chunk(page.bytes()).min(bytes - done);
             if let Some(free) = free()
                 && free < self.manners.keep_free.saturating_add(chunk)
@@ -98,9 +106,6 @@ impl Filler<'_> {
                     return None;
                 }
                 continue;
-            }
-            if !self.daemon.may_go_on(self.throttle.pause(self.began.elapsed())) {
-                return None;
             }
             self.throttle.begin(self.began.elapsed(), chunk);
             self.daemon.fills();
@@ -145,4 +150,47 @@ fn no_pages(page: Page, missing: u64, free: u64, keep_free: u64) -> String {
          echo $(( $(cat /sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages) + {pages} )) > \
          /sys/kernel/mm/hugepages/hugepages-{kib}kB/nr_hugepages"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::daemon::{PoolConfig, REST};
+    use crate::policy::{Asker, LendingPolicy};
+    use crate::stock::Shapes;
+    use crate::wire::Wish;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_program_starts_before_the_next_file_is_filled() {
+        let page = Page::Transparent;
+        let (shapes, policy) = (Shapes(vec![page.bytes(); 2]), LendingPolicy::closed(0));
+        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: 2 * page.bytes(), policy });
+        // As if nothing were free; says when it was looked at, and ends the filling.
+        let looked = || {
+            let at = Cell::new(None);
+            let mut filler = Filler {
+                daemon: &daemon,
+                manners: &Manners::default(),
+                began: Instant::now(),
+                throttle: &mut Throttle::new(1 << 30),
+                looked: None,
+            };
+            let free = || {
+                at.set(Some(Instant::now()));
+                daemon.drain(true);
+                Some(0)
+            };
+            assert!(filler.file(page.bytes(), &free).is_none());
+            daemon.drain(false);
+            at.get().expect("looked")
+        };
+        looked();
+        assert!(daemon.rest().is_zero(), "nobody has leased");
+        daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        let wish = Wish { bytes: page.bytes(), page: None, node: None, keep: None };
+        let leased = Instant::now();
+        daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish).expect("leased");
+        assert!(looked() - leased >= REST);
+    }
 }

@@ -2,11 +2,10 @@
 //! and what is wrong with a command line, on one line.
 
 use crate::args::Cli;
-use crate::lease::args::Lease;
 use crate::unmeasured_args::{Completions, Man};
 use anyhow::{Context, Result, anyhow};
 use clap::error::ErrorKind;
-use clap::{Args, Command, CommandFactory, FromArgMatches};
+use clap::{Command, CommandFactory, FromArgMatches};
 use std::ffi::OsString;
 use std::io::Write;
 use std::process::ExitCode;
@@ -27,23 +26,9 @@ pub fn usage_error(error: &clap::Error) -> String {
 /// # Errors
 /// What clap says; help that was asked for is an error, too.
 pub fn parse() -> Result<Cli, clap::Error> {
-    if let Some(lease) = parse_lease(std::env::args_os()) {
-        return Ok(Cli { command: crate::args::Command::Lease(lease) });
-    }
     let mut command = numbers_may_be_negative(Cli::command());
     let matches = command.try_get_matches_from_mut(std::env::args_os())?;
     Cli::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
-}
-
-/// `hugemm lease`, whose program waits, by itself: to build all commands takes as long as to take a lease. `None` for other commands,
-/// for help, and for what is wrong, of which the whole knows what to say.
-fn parse_lease(mut words: impl Iterator<Item = OsString>) -> Option<Lease> {
-    words.next()?;
-    if words.next()? != "lease" {
-        return None;
-    }
-    let command = numbers_may_be_negative(Lease::augment_args(Command::new("lease").no_binary_name(true)));
-    Lease::from_arg_matches(&command.try_get_matches_from(words).ok()?).ok()
 }
 
 /// Values such as -1 reach the options' own parsers, which say what they want, instead of being taken for options.

@@ -342,6 +342,8 @@ impl<'a> Bench<'a> {
     fn start_machine(&self, way: Way) -> Result<Duration> {
         const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
         let qemu = &self.args.qemu;
+        // Filling has just gone through the caches, or has not: the program is in them again for every way.
+        Command::new(qemu).arg("--version").output().context("QEMU does not say its version any more")?;
         let from = Instant::now();
         let mut holder = None;
         let mut command;

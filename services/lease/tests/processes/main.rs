@@ -1,0 +1,62 @@
+//! Daemon, client, supervisor and program, each killed before each of its system calls; and programs that make it difficult.
+//!
+//! No libtest, whose threads a client that is about to become another program must not have: without arguments this program is
+//! the tests, with them it is what the first one names.
+
+#[path = "../support/mod.rs"]
+mod support;
+#[path = "../support/tracer.rs"]
+mod tracer;
+
+mod killed;
+mod manager;
+mod programs;
+mod roles;
+mod served;
+
+use killed::{clients_and_supervisors_are_killed, the_daemon_is_killed};
+use manager::{a_manager_holds_what_is_filled, kept_memory_survives_the_daemon};
+use programs::{a_descriptor_changes, programs_of_all_kinds};
+use roles::{client, daemon, keeper, program};
+use std::path::Path;
+use support::{PAGE, Pool};
+
+/// A lease, and a file that the daemon has ready: two pages, so that there is a first and a last one.
+const LEASE: u64 = 2 * PAGE;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    let words: Vec<&str> = arguments.iter().skip(1).map(String::as_str).collect();
+    match words[..] {
+        ["daemon", socket] => daemon(Path::new(socket)),
+        ["client", socket, role] => client(Path::new(socket), role),
+        ["keeper", socket] => keeper(Path::new(socket)),
+        ["program", role] => program(role),
+        // The flags of a test runner select nothing: all of this is one test.
+        _ => tests(),
+    }
+}
+
+/// A name, and what is done.
+type Test = (&'static str, fn(&Pool));
+
+fn tests() {
+    let tests: [Test; 7] = [
+        ("clients and supervisors are killed before every call", clients_and_supervisors_are_killed),
+        ("the daemon is killed before every call", the_daemon_is_killed),
+        ("a descriptor is closed while the supervisor looks", |pool| a_descriptor_changes(pool, "close")),
+        ("a descriptor is reused while the supervisor looks", |pool| a_descriptor_changes(pool, "reuse")),
+        ("a service manager holds what is filled", a_manager_holds_what_is_filled),
+        ("kept memory survives its program and the daemon", kept_memory_survives_the_daemon),
+        ("programs with filters, children and old calls", programs_of_all_kinds),
+    ];
+    let Some(pool) = Pool::with_free(4 * LEASE / PAGE) else { return };
+    for (name, test) in tests {
+        // Whatever hangs ends the test program, and that all that it traces.
+        // SAFETY: a timer of this process.
+        unsafe { libc::alarm(300) };
+        test(&pool);
+        pool.wait_until_lacks(0);
+        println!("test {name} ... ok");
+    }
+}

@@ -1,0 +1,219 @@
+//! What the first word makes of this program: a daemon, a client, a keeper of memory, or the program that a client becomes.
+
+use crate::LEASE;
+use crate::support::PAGE;
+use hugemm_lease::client::{ClientError, Connection, Lease};
+use hugemm_lease::daemon::{Daemon, PoolConfig};
+use hugemm_lease::filler::{Manners, fill};
+use hugemm_lease::memory_file::Page;
+use hugemm_lease::policy::LendingPolicy;
+use hugemm_lease::seccomp::{FilterError, report_ftruncate};
+use hugemm_lease::server::{Listener, adopt, serve};
+use hugemm_lease::service;
+use hugemm_lease::stock::Shapes;
+use hugemm_lease::supervisor::{AttachError, attach};
+use hugemm_lease::wire::{KeepAs, Wish};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub(crate) fn me(words: &[&str]) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("a path"));
+    command.args(words);
+    command
+}
+
+pub(crate) fn daemon(path: &Path) {
+    let shapes = Shapes::new(&[(LEASE, 1)], LEASE, PAGE).expect("a shape");
+    // SAFETY: the first thing that this process does.
+    let inherited = unsafe { service::inherited() }.expect("what is passed makes sense");
+    let listener = inherited.listener.map_or_else(|| Listener::bind(path, false), Ok).expect("a socket");
+    let policy = LendingPolicy::closed(rustix::process::geteuid().as_raw());
+    let daemon = Arc::new(Daemon::new(PoolConfig { page: Page::Huge2M, node: None, shapes, size: LEASE, policy }));
+    let (never, _open) = std::io::pipe().expect("a pipe");
+    daemon.adopt(inherited.files);
+    adopt(&daemon, inherited.kept);
+    service::ready();
+    std::thread::scope(|scope| {
+        scope.spawn(|| fill(&daemon, &Manners::default(), || None));
+        let _ = serve(&daemon, &listener, never.as_fd());
+    });
+}
+
+/// Leases, and becomes the program, on the lease if there is one. A daemon that is not there yet is waited for, unless it has
+/// been there.
+pub(crate) fn client(socket: &Path, role: &str) {
+    if role == "listened" {
+        // Some container runtimes do this.
+        let listener = report_ftruncate(12_345, true).or_else(|_| report_ftruncate(12_345, false));
+        std::mem::forget(listener.expect("a listener"));
+    }
+    if role == "filtered" {
+        allow_all();
+    }
+    match lease(socket) {
+        Ok(lease) => match attach(lease) {
+            Ok(_) => {}
+            Err(AttachError::Filter(FilterError::Taken)) => println!("taken"),
+            Err(error) => println!("not attached: {error}"),
+        },
+        Err(error) => println!("not leased: {error}"),
+    }
+    panic!("{}", me(&["program", role]).exec());
+}
+
+pub(crate) fn lease(socket: &Path) -> Result<Lease, ClientError> {
+    loop {
+        let wish = Wish { bytes: LEASE, page: None, node: None, keep: None };
+        match Connection::open(socket).and_then(|daemon| daemon.lease(wish)) {
+            Err(ClientError::NoDaemon { .. } | ClientError::Refused(_)) if !gone(socket).exists() => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Leases memory that is kept, writes into it, says its secret, and ends when it is told to.
+pub(crate) fn keeper(socket: &Path) {
+    let lease = kept(socket, None).expect("kept memory");
+    with_bytes(&lease, |memory| memory.fill(0x5a));
+    println!("{}", lease.about.secret.as_deref().expect("a secret"));
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+pub(crate) fn kept(socket: &Path, secret: Option<&str>) -> Result<Lease, ClientError> {
+    let keep = KeepAs { name: "cache".to_owned(), secret: secret.map(str::to_owned) };
+    Connection::open(socket)?.lease(Wish { bytes: LEASE, page: None, node: None, keep: Some(keep) })
+}
+
+pub(crate) fn with_bytes(lease: &Lease, look: impl FnOnce(&mut [u8])) {
+    let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+    // SAFETY: at an address of the kernel's choice; the file has that length, and nobody else has it mapped.
+    unsafe {
+        let at = rustix::mm::mmap(std::ptr::null_mut(), LEASE as usize, rights, flags, &lease.file, 0).expect("mapped");
+        look(std::slice::from_raw_parts_mut(at.cast(), LEASE as usize));
+        rustix::mm::munmap(at, LEASE as usize).expect("unmapped");
+    }
+}
+
+/// A mark that the daemon is not there any more.
+pub(crate) fn gone(socket: &Path) -> PathBuf {
+    socket.with_extension("gone")
+}
+
+/// Makes memory as stock programs do, and says what came of it.
+pub(crate) fn program(role: &str) {
+    if role == "child" {
+        let mut child = me(&["program", "plain"]).spawn().expect("a child");
+        assert!(child.wait().expect("ended").success());
+        return;
+    }
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    let file = memfd_create(c"program", flags).expect("a file");
+    let mover = matches!(role, "close" | "reuse").then(|| {
+        let (fd, close) = (file.as_raw_fd(), role == "close");
+        std::thread::spawn(move || move_descriptor(fd, close))
+    });
+    #[cfg(target_arch = "x86_64")]
+    if role == "int80" {
+        old_ftruncate(&file);
+    }
+    if role == "listens" {
+        // What a container runtime would see that is run on a lease.
+        println!("{:?}", report_ftruncate(12_345, true).map(drop));
+    }
+    let answer = if role == "int80" { Ok(()) } else { rustix::fs::ftruncate(&file, LEASE) };
+    if let Some(mover) = mover {
+        mover.join().expect("moved");
+        let stat = rustix::fs::fstat(&file);
+        let [answer, size, filled] =
+            [answer.map(|()| 0), stat.map(|stat| stat.st_size), stat.map(|stat| stat.st_blocks)]
+                .map(|result| result.map_or_else(|error| error.to_string(), |value| value.to_string()));
+        println!("{answer}, {size}, {filled}");
+        // Its number may be another's.
+        std::mem::forget(file);
+        return;
+    }
+    match answer {
+        Err(Errno::NOSYS) => println!("ENOSYS"),
+        Err(error) => println!("failed: {error}"),
+        Ok(()) => use_memory(&file, role == "stays"),
+    }
+}
+
+/// Memory must be clear, keeps what is written, and says whether it was there before.
+pub(crate) fn use_memory(file: &OwnedFd, stays: bool) {
+    let stat = rustix::fs::fstat(file).expect("a file");
+    assert_eq!(stat.st_size as u64, LEASE);
+    let leased = stat.st_blocks as u64 * 512 == LEASE;
+    let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+    // SAFETY: at an address of the kernel's choice; the file has that length.
+    let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), LEASE as usize, rights, flags, file, 0) };
+    let at: *mut u8 = at.expect("mapped").cast();
+    // SAFETY: just mapped, and nobody else has the file.
+    let memory = unsafe { std::slice::from_raw_parts_mut(at, LEASE as usize) };
+    assert!(memory.iter().all(|byte| *byte == 0), "what is lent is clear");
+    memory.fill(0xa5);
+    println!("{} {}", if leased { "leased" } else { "plain" }, stat.st_ino);
+    if stays {
+        let _ = std::io::stdin().read(&mut [0]);
+        assert!(memory.iter().all(|byte| *byte == 0xa5), "lent memory has its bytes, whatever becomes of the daemon");
+        println!("kept");
+    }
+}
+
+/// When it is told to: closes the descriptor, or puts another file in its place. A call that nothing else here makes says that it
+/// is done.
+pub(crate) fn move_descriptor(fd: i32, close: bool) {
+    let other = memfd_create(c"other", MemfdFlags::CLOEXEC).expect("a file");
+    let _ = std::io::stdin().read(&mut [0]);
+    // SAFETY: the descriptor's number is the program's to close; its owner forgets it.
+    unsafe {
+        if close {
+            libc::close(fd);
+        } else {
+            libc::dup2(other.as_raw_fd(), fd);
+        }
+    }
+    // SAFETY: asks for a number.
+    unsafe { libc::syscall(DONE, 0) };
+}
+
+/// What says that a descriptor has been moved.
+pub(crate) const DONE: i64 = libc::SYS_getsid;
+
+/// `ftruncate` as 32-bit programs call it.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn old_ftruncate(file: &OwnedFd) {
+    let mut answer = 93i64;
+    // SAFETY: the call changes the length of the file; `rbx` is put back. The kernel leaves r8 to r11 undefined.
+    unsafe {
+        std::arch::asm!(
+            "xchg rbx, {fd}", "int 0x80", "xchg rbx, {fd}",
+            fd = inout(reg) i64::from(file.as_raw_fd()) => _,
+            inout("rax") answer, in("rcx") LEASE,
+            out("r8") _, out("r9") _, out("r10") _, out("r11") _,
+        );
+    }
+    assert_eq!(answer, 0, "this kernel runs 32-bit calls, and failed this one");
+}
+
+/// A filter that allows all, as programs install which forbid some calls.
+pub(crate) fn allow_all() {
+    let mut all =
+        [libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k: libc::SECCOMP_RET_ALLOW }];
+    let filter = libc::sock_fprog { len: 1, filter: all.as_mut_ptr() };
+    // SAFETY: a flag of this process; a filter that outlives the call, which copies it.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter), 0);
+    }
+}
