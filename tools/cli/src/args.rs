@@ -2,7 +2,7 @@
 
 use crate::boot::args::Boot;
 use crate::frames::args as frames;
-use crate::linux::args::{LINUX_HELP, Linux};
+use crate::linux::args::Linux;
 use crate::paging::args as paging;
 use crate::run::args::{RUN_HELP, Run};
 use crate::unmeasured_args as unmeasured;
@@ -42,7 +42,7 @@ pub enum Command {
     #[command(after_help = REPLAY_HELP)]
     Replay(Replay),
     /// Do the same work in stock Linux guests on the same virtual machine: one table over kernels and CPUs.
-    #[command(after_help = LINUX_HELP)]
+    #[command(after_help = crate::linux::args::help())]
     Linux(Linux),
 
     /// Run a stock program on memory that is ready before it asks, on stock Linux.
@@ -81,8 +81,6 @@ pub enum Bench {
     /// Memory clearing, with the names and units of `perf bench mem`.
     #[command(subcommand)]
     Mem(Mem),
-    /// Clear one large extent with one to N CPUs, each near its node: bandwidth, and the time between reschedule points.
-    Clear(ClearExtent),
     /// How much a cache-resident program on one CPU is slowed down while another CPU clears.
     Interference(Interference),
     /// Blocks split into pages and freed: as a range, and page by page.
@@ -177,8 +175,8 @@ pub struct Probe {
     /// Save the chosen profile: as JSON, or as a Rust constant if FILE ends in .rs.
     #[arg(long, value_name = "FILE", conflicts_with = "matrix")]
     pub save_profile: Option<PathBuf>,
-    /// Measure something else: the CPUs of each node on the memory of each node, by their number, and a neighbour's
-    /// latency meanwhile. SIZE is taken of each node.
+    /// Measure something else: the CPUs of each node on the memory of each node, by their number, the longest time between
+    /// reschedule points, and a neighbour's latency meanwhile. SIZE is taken of each node.
     #[arg(long)]
     pub matrix: bool,
     #[command(flatten)]
@@ -240,32 +238,6 @@ pub struct Mmap {
     /// Kind of huge pages.
     #[arg(long, value_enum, default_value_t = Kind::Auto)]
     pub kind: Kind,
-    #[command(flatten)]
-    pub calibration: Calibration,
-    #[command(flatten)]
-    pub common: Common,
-}
-
-/// `hugemm bench clear`
-#[derive(Debug, Args)]
-pub struct ClearExtent {
-    /// Size of the extent [default: a sixth of what is available, 1 GiB to 4 GiB].
-    #[arg(short, long)]
-    pub size: Option<Size>,
-    /// Numbers of CPUs.
-    #[arg(short, long, value_delimiter = ',', default_value = "1,2", value_parser = cpus())]
-    pub workers: Vec<u32>,
-    /// Preemption models.
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "none,full")]
-    pub preempt: Vec<Preempt>,
-    /// Largest unit under a cooperative model [default: what 2 ms allow at the measured bandwidth].
-    #[arg(long)]
-    pub unit: Option<Size>,
-    /// Runs of each measurement.
-    #[arg(short, long, default_value_t = 5, value_parser = runs())]
-    pub runs: u32,
-    #[command(flatten)]
-    pub warmup: Warmup,
     #[command(flatten)]
     pub calibration: Calibration,
     #[command(flatten)]

@@ -103,7 +103,7 @@ impl VirtualMachine<'_> {
 
 /// Runs the command.
 pub fn run(args: &Boot) -> Result<()> {
-    let request = args::request(&args.command)?;
+    let request = args::request(&args.command, "hugemm boot", Request::commands())?;
     let mut environment = Environment::read()?;
     let cpus = args.cpus.unwrap_or((environment.cpu.allowed_cpus.len() as u32).clamp(1, MAX_CPUS));
     let (memory, timeout) = (args.memory, Duration::from_secs(args.timeout));

@@ -5,15 +5,15 @@ mod work;
 
 use crate::args::{Common, Kind, Warmup};
 use crate::document::Row;
-use crate::frames::area::cell;
+use crate::frames::area::{AreaPlan, cell};
 use crate::machine::Machine;
 use crate::measure::Repeat;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
 use clap::Args;
-use hugemm_base::{CpuId, NodeId, PageSize};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_base::{CpuId, PageSize};
+use hugemm_frames::{Frames, Plain};
 use hugemm_heap::Heap;
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
@@ -96,16 +96,12 @@ pub fn run(args: &HeapArgs) -> Result<()> {
     let mut memory = machine.memory(bytes, PageSize::Size2M, Kind::Thp)?;
     environment.note_region("heap", &memory);
     let host = Host::new(&places, memory.as_mut_slice())?;
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: most + 1, cpu_nodes: &[] };
-    let need = Frames::<Plain>::required_bytes(&config)?.size() as u64;
-    let mut metadata = machine.memory(need.next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, Kind::Thp)?;
-    // SAFETY: one platform, and frames that no other manager knows.
-    let frames = unsafe { Frames::in_slice(&config, Plain::default(), metadata.as_mut_slice()) }?;
+    let plan = AreaPlan::over(host.frames(), most + 1)?;
+    let mut metadata = plan.memory(&machine)?;
+    // SAFETY: the frames are the host's alone, initialised, and reached by its contexts only.
+    let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
     let frames: &Frames<'_, Plain> = &frames;
     let rows = host.run_on(CpuId(most), |cx| {
-        // SAFETY: the frames are owned once, and released once.
-        unsafe { frames.release(cx, host.own_frames()) };
         let heap = Heap::new(frames, cx, most)?;
         compare(args, &machine, &host, &environment, &threads, frames, heap)
     })??;

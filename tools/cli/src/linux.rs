@@ -10,15 +10,13 @@ pub mod reference;
 
 use crate::arch::Arch;
 use crate::document::{self, Document};
-use crate::linux::args::{GuestBench, GuestCommand, GuestLine, GuestMem, Linux};
-use crate::linux::faults::Populate;
+use crate::linux::args::{Linux, Work};
 use crate::linux::image::{Initramfs, LinuxImage};
 use crate::linux::reference::Reference;
 use crate::qemu::{Accel, Ended, Guest};
 use crate::stats::Samples;
-use crate::{cli_text, environment_text, noise, progress};
+use crate::{environment_text, noise, progress};
 use anyhow::{Result, bail};
-use clap::Parser;
 use hugemm_base::PageSize;
 use hugemm_inspect::environment::Environment;
 use serde_json::Value;
@@ -38,7 +36,7 @@ const BOOTS: u32 = 3;
 
 /// Runs the command.
 pub fn run(args: &Linux) -> Result<()> {
-    let GuestCommand::Bench(work) = GuestLine::try_parse_from(&args.command).map_err(one_line)?.command;
+    let work = args::work(&args.command, args.runs)?;
     let images = args.kernels.iter().map(|file| LinuxImage::open(file)).collect::<Result<Vec<_>>>()?;
     let arch = LinuxImage::common_arch(&images)?;
     let virtual_cpu = VirtualCpu { arch, model: args.cpu_model.as_deref().unwrap_or(arch.linux_cpu_model()) };
@@ -46,15 +44,15 @@ pub fn run(args: &Linux) -> Result<()> {
     let quiet = args.common.json_only();
     let environment = Environment::read()?;
     args.accel.ready(arch, args.memory)?;
-    let words = words(&work, args.runs)?;
+    let words = words(&work, args.runs);
     let init = arch.linux_init().find(args.init.as_deref())?;
     let modules = |image: &LinuxImage| match &work {
-        GuestBench::Age(_) => modules::of(image, &age::MODULES),
+        Work::Age(_) => modules::of(image, &age::MODULES),
         _ => Ok(Vec::new()),
     };
     let initramfs = images.iter().enumerate().map(|(number, image)| Initramfs::new(number, &init, &modules(image)?));
     let initramfs = initramfs.collect::<Result<Vec<_>>>()?;
-    let reference = if args.reference { Some(Reference::new(args, virtual_cpu, &work)?) } else { None };
+    let reference = if args.reference { Some(Reference::new(args, virtual_cpu, work)?) } else { None };
     let accel = args.accel.decide(arch, || arch.kernel().find(None))?;
     let kernels = images.len() + usize::from(reference.is_some());
     let bar = progress::bar((kernels * args.cpus.len()) as u64, quiet);
@@ -81,17 +79,16 @@ pub fn run(args: &Linux) -> Result<()> {
         println!("  guests    {} each, QEMU {}, CPU model {}", args.memory, accel.name(), virtual_cpu.model);
     }
     let mut rows = match &work {
-        GuestBench::Pool(work) => pool::report(work, &cells, quiet),
-        GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).report(&cells, quiet),
-        GuestBench::VmCreate(create) => Populate::from(create).report(&cells, quiet),
-        GuestBench::Age(work) => age::report(work, &cells, quiet),
+        Work::Pool(work) => pool::report(work, &cells, quiet),
+        Work::VmCreate(work) => faults::report(work, &cells, quiet),
+        Work::Age(work) => age::report(work, &cells, quiet),
     };
     // A side that clears its pages does more.
     if reference.is_some() && !args.init_on_alloc {
         rows.extend(match &work {
-            GuestBench::Pool(_) => reference::compare(&rows, quiet),
-            GuestBench::Age(_) => age::compare(&rows, quiet),
-            _ => faults::compare(&rows, quiet),
+            Work::Pool(_) => reference::compare(&rows, quiet),
+            Work::VmCreate(_) => faults::compare(&rows, quiet),
+            Work::Age(_) => age::compare(&rows, quiet),
         });
     }
     for cell in &cells {
@@ -117,21 +114,13 @@ pub struct Cell {
     pub events: Result<Vec<Value>, String>,
 }
 
-/// A usage error of the guest's command on one line.
-fn one_line(error: clap::Error) -> anyhow::Error {
-    anyhow::anyhow!("the command after '--': {}; see 'hugemm linux --help'", cli_text::usage_error(&error))
-}
-
 /// The arguments of the guest's init.
-fn words(work: &GuestBench, runs: u32) -> Result<String> {
-    Ok(match work {
-        GuestBench::Pool(pool) => {
-            format!("pool {} {} {runs} {}", pool.n, kib(pool.page), pool.hvo)
-        }
-        GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).words(runs),
-        GuestBench::VmCreate(create) => Populate::from(create).words(runs),
-        GuestBench::Age(work) => age::words(work, runs)?,
-    })
+fn words(work: &Work, runs: u32) -> String {
+    match work {
+        Work::Pool(pool) => format!("pool {} {} {runs} {}", pool::wanted(pool), kib(pool.page), pool.hvo),
+        Work::VmCreate(work) => faults::words(work),
+        Work::Age(work) => age::words(work, runs),
+    }
 }
 
 /// A page's size in KiB.

@@ -82,7 +82,6 @@ fn main() -> ExitCode {
         Command::Bench(Bench::Headline(args)) => headline::run(args),
         Command::Bench(Bench::Mem(Mem::Memset(args))) => memset::run(args),
         Command::Bench(Bench::Mem(Mem::Mmap(args))) => mmap::run(args),
-        Command::Bench(Bench::Clear(args)) => clear::run(args),
         Command::Bench(Bench::Interference(args)) => interference::run(args),
         Command::Replay(args) => replay::run(args),
         Command::Bench(Bench::Free(args)) => frames::free::run(args),

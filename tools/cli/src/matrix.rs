@@ -1,5 +1,5 @@
-//! `hugemm probe --matrix`: how fast the CPUs of each node clear the memory of each node, by how many they are, and what
-//! somebody else's access to that memory takes meanwhile.
+//! `hugemm probe --matrix`: how fast the CPUs of each node clear the memory of each node, by how many they are, how long they do
+//! not reschedule under a cooperative model, and what somebody else's access to that memory takes meanwhile.
 
 use crate::args::Probe;
 use crate::clear;
@@ -10,7 +10,7 @@ use crate::measure::Repeat;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, ensure};
-use hugemm_base::{CancelFlag, CpuId, Never, NodeId, PageSize};
+use hugemm_base::{CancelFlag, CpuId, Never, NodeId, PageSize, PreemptModel};
 use hugemm_clear::{ClearPolicy, Clearer};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::environment::Environment;
@@ -66,7 +66,7 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
     let cells = cells(&machine.topology, &nodes);
     let repeat = Repeat { runs: args.runs, warmup: args.warmup.warmup };
     let bar = progress::bar((cells.len() * repeat.all()) as u64, machine.quiet());
-    let mut measured = vec![<[Samples; 3]>::default(); cells.len()];
+    let mut measured = vec![<[Samples; 4]>::default(); cells.len()];
     for run in 0..repeat.all() {
         for (cell, samples) in cells.iter().zip(&mut measured) {
             interrupt::check()?;
@@ -83,19 +83,30 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
     }
     bar.finish_and_clear();
 
-    let mut lines = table::new(["CPUs of", "memory of", "CPUs", "GB/s", "neighbour alone", "beside it", "slowed by"]);
+    let mut lines = table::new([
+        "CPUs of",
+        "memory of",
+        "CPUs",
+        "GB/s",
+        "longest unit",
+        "neighbour alone",
+        "beside it",
+        "slowed by",
+    ]);
     let mut rows = Vec::new();
-    for (cell, [bandwidth, alone, beside]) in cells.iter().zip(&measured) {
+    for (cell, [bandwidth, longest, alone, beside]) in cells.iter().zip(&measured) {
         let node = memories[cell.memory].node;
         let label = |row: Row| {
             row.label("cpu_node", cell.cpu_node).label("memory_node", node).label("threads", cell.threads as u64)
         };
         rows.push(label(Row::median("clear.matrix.bandwidth", bandwidth, "GB/s")));
+        rows.push(label(Row::median("clear.matrix.worst_unit", longest, "ms")));
         let mut line = vec![
             format!("node {}", cell.cpu_node),
             format!("node {node}"),
             cell.threads.to_string(),
             table::gbps(bandwidth.median()),
+            format!("{:.2} ms", longest.median()),
         ];
         if cell.places.len() > cell.threads {
             let slowed = beside.per_run_ratio(alone);
@@ -109,7 +120,7 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
     if !machine.quiet() {
         environment_text::print(&environment);
         println!(
-            "\n{} of each node's memory are cleared in one request, by the policy. A neighbour, a CPU of the",
+            "\n{} of each node's memory are cleared in one request, by the policy, under a cooperative model. A neighbour, a CPU of the",
             Size(size)
         );
         println!(
@@ -147,17 +158,21 @@ fn cells(topology: &MachineTopology, memories: &[u32]) -> Vec<Cell> {
     cells
 }
 
-/// GB/s of one clear, and a neighbour's ns per load without it and beside it.
-fn once(cell: &Cell, memory: &mut NodeMemory, clearer: &Clearer) -> Result<[Option<f64>; 3]> {
+/// GB/s of one clear, the longest time between reschedule points in ms, and a neighbour's ns per load without it and beside it.
+fn once(cell: &Cell, memory: &mut NodeMemory, clearer: &Clearer) -> Result<[Option<f64>; 4]> {
     let bytes = memory.cleared.len() as u64;
     let host = Host::new(&cell.places, memory.cleared.as_mut_slice())?;
+    host.set_preempt_model(PreemptModel::None);
     // SAFETY: the only owner of this host's frames.
     let dirty = unsafe { host.own_frames() };
     let threads = cell.threads as u32;
-    let clear =
-        |dirty| clear::once(&host, clearer, dirty, threads).map(|(_, pass)| bytes as f64 / pass.nanos.max(1) as f64);
+    let cleared = |dirty| {
+        let (_, pass) = clear::once(&host, clearer, dirty, threads)?;
+        anyhow::Ok([bytes as f64 / pass.nanos.max(1) as f64, pass.longest as f64 / 1e6])
+    };
     if cell.places.len() == cell.threads {
-        return Ok([Some(clear(dirty)?), None, None]);
+        let [gbps, longest] = cleared(dirty)?;
+        return Ok([Some(gbps), Some(longest), None, None]);
     }
     let chase = Chase::new(lines_in(memory.chased.as_mut_slice()), 0x9e37_79b9);
     let (done, start) = (CancelFlag::new(), Barrier::new(2));
@@ -171,10 +186,11 @@ fn once(cell: &Cell, memory: &mut NodeMemory, clearer: &Clearer) -> Result<[Opti
             })
         });
         start.wait();
-        let gbps = clear(dirty);
+        let figures = cleared(dirty);
         done.raise();
         let (alone, beside) = neighbour.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok([Some(gbps?), Some(alone), Some(beside)])
+        let [gbps, longest] = figures?;
+        Ok([gbps, longest, alone, beside].map(Some))
     })
 }
 

@@ -1,8 +1,7 @@
-//! `hugemm report FILE…`: saved results as one HTML page, as SVG files, as Markdown, or in
-//! the tables of a page that is there.
+//! `hugemm report FILE…`: saved results as one HTML page, or in the tables of a Markdown page that is there.
 //!
 //! The way of a figure: `content` sorts the rows of all documents, by the table in `views` or by their labels alone
-//! (`build`), into plots; `draw` draws them (`axis`, `svg`); `html` and `markdown` write them down.
+//! (`build`), into plots; `draw` draws them (`axis`, `svg`); `html` writes them down.
 
 mod axis;
 mod build;
@@ -11,7 +10,6 @@ mod draw;
 mod fill;
 mod html;
 mod machine;
-mod markdown;
 mod plot;
 mod svg;
 #[cfg(test)]
@@ -21,7 +19,7 @@ mod views;
 use crate::document;
 use crate::saved::{Saved, same_schema};
 use crate::unmeasured_args::Report;
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use content::Content;
 use std::path::{Path, PathBuf};
 
@@ -47,35 +45,18 @@ pub fn run(args: &Report) -> Result<()> {
         );
     }
     let content = Content::of(&documents);
-    // Messages go to standard error where standard output is the Markdown.
-    let tell = |what: &str| if args.markdown { eprintln!("{what}") } else { println!("{what}") };
-    if let Some(dir) = &args.svg {
-        std::fs::create_dir_all(dir).map_err(|error| {
-            anyhow!("cannot make the directory {}: {error}; name one where you may write", dir.display())
-        })?;
-        let mut count = 0;
-        for plot in content.plots().filter(|plot| plot.is_drawable()) {
-            let (svg, height) = draw::draw(plot);
-            write(&dir.join(format!("{}.svg", plot.id)), &svg.file(height, &plot.title))?;
-            count += 1;
-        }
-        tell(&format!("{count} plots written to {}", dir.display()));
-    }
-    if args.markdown {
-        print!("{}", markdown::text(&content, args.svg.as_deref()));
-    }
     for page in &args.fill {
         let text = std::fs::read_to_string(page).with_context(|| format!("cannot read {}", page.display()))?;
         let Some(filled) = fill::filled(&text, &content) else {
             bail!("{} has no table row for any goal of {}", page.display(), names(&args.files));
         };
         write(page, &filled)?;
-        tell(&format!("figures put into {}", page.display()));
+        println!("figures put into {}", page.display());
     }
-    let default = (args.svg.is_none() && !args.markdown && args.fill.is_empty()).then(|| PathBuf::from(DEFAULT));
+    let default = args.fill.is_empty().then(|| PathBuf::from(DEFAULT));
     if let Some(file) = args.html.clone().or(default) {
         write(&file, &html::page(&content))?;
-        tell(&format!("report written to {}", file.display()));
+        println!("report written to {}", file.display());
     }
     Ok(())
 }

@@ -56,15 +56,9 @@ pub struct Report {
     /// Documents that any command saved with --json=FILE.
     #[arg(value_name = "FILE.json", required = true, value_hint = ValueHint::FilePath)]
     pub files: Vec<PathBuf>,
-    /// Write one HTML page that needs nothing else [default, if nothing else is asked for: hugemm-report.html].
+    /// Write one HTML page that needs nothing else [default without --fill: hugemm-report.html].
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub html: Option<PathBuf>,
-    /// Write each plot to a file in this directory, which is made if it is missing.
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
-    pub svg: Option<PathBuf>,
-    /// Print the tables as Markdown, with the plots if --svg is given.
-    #[arg(long)]
-    pub markdown: bool,
     /// Put the goals' figures into the tables of a Markdown page, which has a row for each and columns 'wanted', 'measured'
     /// and 'met'. Can be given several times.
     #[arg(long, value_name = "PAGE.md", value_hint = ValueHint::FilePath)]

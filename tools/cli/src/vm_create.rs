@@ -10,6 +10,7 @@ pub mod args;
 pub mod pool;
 
 use crate::boot::lines::Transcript;
+use crate::frames::area::AreaPlan;
 use crate::goals::Goals;
 use crate::machine::{GIB, Machine};
 use crate::results::{self, Line, Results};
@@ -17,9 +18,9 @@ use crate::vm_create::args::VmCreate;
 use crate::vm_create::pool::with_pool;
 use crate::{environment_text, kernel_side, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{Cpu, CpuId, NoPressure, NodeId, PageSize, PreemptModel, VirtAddr, VirtRange};
+use hugemm_base::{Cpu, CpuId, NoPressure, PageSize, PreemptModel, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_frames::{Frames, Plain};
 use hugemm_host::cpu::Host;
 use hugemm_hugetlb::HugePool;
 use hugemm_inspect::environment::Environment;
@@ -124,15 +125,10 @@ fn by_pages_of(
     let policy = ClearPolicy::new(machine.profile(&args.calibration, region.as_mut_slice())?.profile);
     let host = Host::new(&places, region.as_mut_slice())?;
 
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: most, cpu_nodes: &[] };
-    let metadata = Frames::<Plain>::required_bytes(&config)?.size() as u64;
-    let mut metadata = machine.memory(metadata.next_multiple_of(2 << 20), PageSize::Size2M, crate::args::Kind::Thp)?;
-    let metadata = metadata.as_mut_slice();
-    // SAFETY: the region is borrowed exclusively, initialised, and used for nothing else; one host, hence one platform.
-    let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
-    // SAFETY: the only owner of the host's frames, released once.
-    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, host.own_frames()) })?;
+    let plan = AreaPlan::over(host.frames(), most)?;
+    let mut metadata = plan.memory(machine)?;
+    // SAFETY: the frames are the host's alone, initialised, and reached by its contexts only.
+    let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
 
     let mut ways = Vec::new();
     for how in how.iter() {

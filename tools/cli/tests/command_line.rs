@@ -221,7 +221,11 @@ fn the_matrix_has_every_pair_of_nodes() {
     let nodes: std::collections::BTreeSet<_> = bandwidth.iter().map(|row| row["memory_node"].as_u64()).collect();
     let alone: Vec<_> = bandwidth.iter().filter(|row| row["threads"] == 1).collect();
     assert!(!alone.is_empty() && alone.len().is_multiple_of(nodes.len()), "{matrix}");
-    assert!(bandwidth.iter().chain(&beside).all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0)));
+    let units = rows(&matrix, "clear.matrix.worst_unit");
+    assert_eq!(units.len(), bandwidth.len());
+    assert!(
+        bandwidth.iter().chain(&beside).chain(&units).all(|row| row["value"].as_f64().is_some_and(|value| value > 0.0))
+    );
     assert_eq!(beside.len(), rows(&matrix, "clear.matrix.neighbour_alone").len());
     let most = bandwidth.iter().filter_map(|row| row["threads"].as_u64()).max().expect("threads");
     assert_eq!(beside.is_empty(), most == 1, "with two CPUs one is left");

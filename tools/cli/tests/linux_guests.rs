@@ -33,7 +33,6 @@ fn files_and_commands_are_checked_before_anything_boots() {
         &["no bootable x86-64 or arm64 kernel"],
     );
     refused(&["linux", &kernel, "--", "bench", "swim"], &["after '--'", "swim", "--help"]);
-    refused(&["linux", &kernel, "--", "bench", "pool"], &["after '--'", "required", "-n"]);
     refused(&["linux", &kernel, "--init", "/nonexistent/init", "--", "bench", "pool", "-n", "1"], &["no file"]);
     let init = scratch.put("init", b"\x7fELF: a program that nobody gets to");
     let create = ["linux", &kernel, "--init", &init, "--", "bench", "vm-create", "-s", "2MB"];

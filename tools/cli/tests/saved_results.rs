@@ -131,7 +131,6 @@ fn files_that_are_no_documents_are_refused_in_a_line() {
     refused(&["compare", &good, &empty], &["no figure in common"]);
     refused(&["report", &empty], &["no figure", "nothing was written"]);
     refused(&["report", &good, "--html", "/nonexistent/out.html"], &["cannot write /nonexistent/out.html"]);
-    refused(&["report", &good, "--svg", "/proc/none"], &["cannot make the directory /proc/none"]);
     misused(&["compare", &good], "required");
     misused(&["compare", &good, &good, &good], "unexpected argument");
     misused(&["compare", &format!("{good},"), &good], "file name is empty");
@@ -144,9 +143,9 @@ fn files_that_are_no_documents_are_refused_in_a_line() {
 #[test]
 fn the_page_is_whole_and_needs_nothing_else() {
     let scratch = Scratch::new("page");
-    let (page, plots) = (scratch.path("page.html"), scratch.path("plots"));
+    let page = scratch.path("page.html");
     let files = [data("probe.json"), data("free.json"), data("linux.json")];
-    let output = hugemm(&["report", &files[0], &files[1], &files[2], "--html", &page, "--svg", &plots]);
+    let output = hugemm(&["report", &files[0], &files[1], &files[2], "--html", &page]);
     assert!(output.status.success(), "{}", words(&output.stderr));
     let text = std::fs::read_to_string(&page).expect("a page");
     let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
@@ -163,30 +162,6 @@ fn the_page_is_whole_and_needs_nothing_else() {
     assert_eq!(rows_on_page, saved.map(|one| one["results"].as_array().map_or(0, Vec::len)).sum::<usize>());
     for part in ["Goals: ", "past the cache is faster", "What vmemmap optimization costs", "as a range"] {
         assert!(text.contains(part), "{part}");
-    }
-    let mut count = 0;
-    for file in std::fs::read_dir(&plots).expect("plots") {
-        let svg = std::fs::read_to_string(file.expect("a file").path()).expect("a plot");
-        let tree = roxmltree::Document::parse(&svg).expect("well-formed");
-        assert_eq!(tree.root_element().tag_name().namespace(), Some("http://www.w3.org/2000/svg"));
-        count += 1;
-    }
-    assert!(count >= 5 && words(&output.stdout).contains(&format!("{count} plots written")), "{count}");
-}
-
-#[test]
-fn markdown_goes_to_standard_output_alone() {
-    let scratch = Scratch::new("markdown");
-    let plots = scratch.path("plots");
-    let output = hugemm(&["report", &data("linux.json"), "--markdown", "--svg", &plots]);
-    let (out, err) = (words(&output.stdout), words(&output.stderr));
-    assert!(
-        out.starts_with("# hugemm: linux") && out.contains("## Huge page pools") && out.contains("| CPUs |"),
-        "{out}"
-    );
-    assert!(out.contains(".svg)") && err.contains("plots written"), "{err}");
-    for link in out.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
-        assert!(Path::new(link).is_file(), "{link}");
     }
 }
 
@@ -232,5 +207,5 @@ fn every_bench_can_be_repeated_and_warmed_up() {
         let document = with(more);
         assert_eq!(rows(&document, "bench.mem.memset")[0]["runs"], 3, "{more:?}");
     }
-    misused(&["bench", "clear", "--warmup", "-1"], "-1 is not in 0..");
+    misused(&["bench", "interference", "--warmup", "-1"], "-1 is not in 0..");
 }

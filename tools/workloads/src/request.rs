@@ -106,13 +106,17 @@ macro_rules! requests {
                 })
             }
 
-            /// Reads the words of a command line; nothing if they do not begin with a command's name.
+            /// Reads the words of a command line by these of the [commands](Self::commands); nothing if they do not begin with the
+            /// name of one.
             ///
             /// # Errors
             ///
             /// What is wrong with the arguments, or the command's help, if that is asked for.
-            pub fn read(words: &[String]) -> Result<Option<Self>, clap::Error> {
-                for mut command in Self::commands() {
+            pub fn read(
+                words: &[String],
+                commands: impl Iterator<Item = clap::Command>,
+            ) -> Result<Option<Self>, clap::Error> {
+                for mut command in commands {
                     let name = command.get_name().to_owned();
                     let count = name.split(' ').count();
                     if words.iter().take(count).eq(name.split(' ')) {

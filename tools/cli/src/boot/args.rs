@@ -15,15 +15,20 @@ use std::path::PathBuf;
 
 /// What can be run.
 pub fn help() -> String {
+    format!(
+        "{}\n'hugemm boot -- COMMAND --help' has its options. Under tcg only ratios and counts mean something, nanoseconds do \
+         not.",
+        listed(Request::commands())
+    )
+}
+
+/// Commands and what they do, a line each.
+pub fn listed(commands: impl Iterator<Item = clap::Command>) -> String {
     let line = |command: clap::Command| {
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();
         format!("  {:<18}{about}\n", command.get_name())
     };
-    let commands: String = Request::commands().map(line).collect();
-    format!(
-        "COMMAND is one of\n{commands}\n'hugemm boot -- COMMAND --help' has its options. Under tcg only ratios and counts mean \
-         something, nanoseconds do not."
-    )
+    format!("COMMAND is one of\n{}", commands.map(line).collect::<String>())
 }
 
 /// `hugemm boot`
@@ -57,22 +62,24 @@ pub struct Boot {
     pub command: Vec<String>,
 }
 
-/// Reads the kernel's command; help that is asked for ends the program.
+/// Reads the command after `--`, one of these; help that is asked for ends the program. `program` is what stands before `--`.
 ///
 /// # Errors
 /// There is no such command, or something is wrong with its arguments.
-pub fn request(words: &[String]) -> Result<Request> {
-    match Request::read(words) {
+pub fn request(words: &[String], program: &str, commands: impl Iterator<Item = clap::Command>) -> Result<Request> {
+    let commands: Vec<clap::Command> = commands.collect();
+    match Request::read(words, commands.iter().cloned()) {
         Ok(Some(request)) => Ok(request),
         Ok(None) => {
-            let names: Vec<String> = Request::commands().map(|command| command.get_name().to_owned()).collect();
-            bail!("the reference kernel has no command '{}'; it has {}", words.join(" "), names.join(", "))
+            let names: Vec<String> = commands.iter().map(|command| command.get_name().to_owned()).collect();
+            let names = names.join(", ");
+            bail!("after '--': no command '{}'; it has {names}; see '{program} --help'", words.join(" "))
         }
         Err(help) if help.kind() == ErrorKind::DisplayHelp => help.exit(),
         Err(error) => {
             let named: Vec<&str> = words.iter().map(String::as_str).take_while(|word| !word.starts_with('-')).collect();
             let (error, named) = (cli_text::usage_error(&error), named.join(" "));
-            bail!("the command after '--': {error}; see 'hugemm boot -- {named} --help'")
+            bail!("the command after '--': {error}; see '{program} -- {named} --help'")
         }
     }
 }
@@ -83,7 +90,7 @@ mod tests {
 
     fn line(words: &str) -> Result<String> {
         let words: Vec<String> = words.split(' ').map(str::to_owned).collect();
-        Ok(request(&words)?.to_string())
+        Ok(request(&words, "hugemm boot", Request::commands())?.to_string())
     }
 
     #[test]

@@ -4,7 +4,7 @@ use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure, mean_each, rounds_in};
 use crate::frames::args::{Alloc, Pattern};
-use crate::frames::peers::{self, Managed, Peer, Visit};
+use crate::frames::peers;
 use crate::goals::Goals;
 use crate::headline;
 use crate::machine::Machine;
@@ -63,9 +63,7 @@ pub fn run(args: &Alloc) -> Result<()> {
         "A thread's pin is nothing ({pin:.1} ns), a kernel turns interrupts off and on: hugemm boot -- bench alloc has the \
          same loop with both"
     );
-    let mut others = Others { area: &area, names: Vec::new() };
-    peers::each(args.measured.no_peers, &mut others)?;
-    let sides = 1 + usize::from(args.counted) + others.names.len();
+    let sides = 1 + usize::from(args.counted) + peers::count(args.measured.no_peers, area.extent)?;
     let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.pairs.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let atomic = headline::atomic().median();
@@ -123,18 +121,6 @@ fn threads(args: &Alloc, machine: &Machine) -> Vec<u32> {
     let mut threads: Vec<u32> = (0..).map(|i| 1 << i).take_while(|n| *n < all).collect();
     threads.push(all);
     threads
-}
-
-/// The names of the peers that can manage as much.
-struct Others<'a> {
-    area: &'a Area<'a>,
-    names: Vec<&'static str>,
-}
-
-impl Visit for Others<'_> {
-    fn visit<T: Peer>(&mut self) -> Result<()> {
-        Managed::<T>::new(self.area.extent).map(|_| self.names.push(T::NAME))
-    }
 }
 
 /// The work of one measurement.

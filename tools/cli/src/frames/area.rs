@@ -17,6 +17,7 @@ use hugemm_inspect::memory::Region;
 use hugemm_workloads::alloc_free::{Source, Spent};
 use hugemm_workloads::size::Size;
 use indicatif::ProgressBar;
+use std::alloc::Layout;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -25,8 +26,8 @@ pub struct AreaPlan {
     /// Which frames.
     pub extent: Extent,
     cpus: u32,
-    /// Bytes that the allocator needs for itself.
-    pub metadata: usize,
+    /// What the allocator needs for itself.
+    pub metadata: Layout,
 }
 
 impl AreaPlan {
@@ -39,40 +40,53 @@ impl AreaPlan {
         }
         let extent = Extent::new(BASE_FRAME, bytes >> PAGE_SHIFT)
             .map_err(|_| anyhow!("{size} is more than physical addresses can number; use a smaller --size"))?;
-        let mut plan = AreaPlan { extent, cpus, metadata: 0 };
-        plan.metadata = Frames::<Plain>::required_bytes(&plan.config(&[plan.arena()]))?.size();
-        Ok(plan)
+        AreaPlan::over(extent, cpus)
     }
 
-    fn arena(&self) -> ArenaSpec {
-        ArenaSpec { extent: self.extent, node: NodeId(0), descriptors: None }
-    }
-
-    fn config<'a>(&self, arenas: &'a [ArenaSpec]) -> FramesConfig<'a> {
-        FramesConfig { arenas, cpus: self.cpus, cpu_nodes: &[] }
+    /// For these frames.
+    pub fn over(extent: Extent, cpus: u32) -> Result<Self> {
+        let arenas = [arena(extent)];
+        let metadata = Frames::<Plain>::required_bytes(&FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] })?;
+        Ok(AreaPlan { extent, cpus, metadata })
     }
 
     /// Memory for the allocator's own data.
     pub fn memory(&self, machine: &Machine) -> Result<Region> {
-        let bytes = (self.metadata as u64).next_multiple_of(PageSize::Size2M.bytes());
+        let bytes = (self.metadata.size() as u64).next_multiple_of(PageSize::Size2M.bytes());
         let managed = Size(self.extent.bytes());
         machine
             .memory(bytes, PageSize::Size2M, Kind::Thp)
             .with_context(|| format!("the allocator's data for {managed}"))
     }
 
-    /// The allocator in that memory, everything free, and its machine.
+    /// The allocator in that memory, everything free.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else has the frames, and what is behind them, if anything is, is initialised. All contexts that reach the manager are
+    /// `host`'s.
+    pub unsafe fn frames<'m>(&self, host: &Host<'_>, memory: &'m mut [u8]) -> Result<Frames<'m>> {
+        let arenas = [arena(self.extent)];
+        let config = FramesConfig { arenas: &arenas, cpus: self.cpus, cpu_nodes: &[] };
+        // SAFETY: the caller's promise.
+        let frames = unsafe { Frames::in_slice(&config, Plain::default(), memory) }?;
+        // SAFETY: released once, here; the caller's promise.
+        host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(self.extent)) })?;
+        Ok(frames)
+    }
+
+    /// The same with a machine of its own.
     pub fn area<'m>(&self, machine: &Machine, memory: &'m mut Region) -> Result<Area<'m>> {
         let host = Host::new(&machine.places(self.cpus as usize)?, &mut [])?;
-        let memory = memory.as_mut_slice();
-        let (at, bytes) = (memory.as_mut_ptr(), memory.len());
-        // SAFETY: the region is borrowed exclusively for 'm, initialised (populated), and used for nothing else; the
-        // area has one host, and only its contexts reach the manager.
-        let frames = unsafe { Frames::new(&self.config(&[self.arena()]), Plain::default(), at, bytes) }?;
-        // SAFETY: released once, here; there is no memory behind the numbers that anybody could own.
-        host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(self.extent)) })?;
+        // SAFETY: there is no memory behind the numbers that anybody could own; the area has one host, and only its contexts reach
+        // the manager.
+        let frames = unsafe { self.frames(&host, memory.as_mut_slice()) }?;
         Ok(Area { host, frames, extent: self.extent })
     }
+}
+
+fn arena(extent: Extent) -> ArenaSpec {
+    ArenaSpec { extent, node: NodeId(0), descriptors: None }
 }
 
 /// An allocator and its machine.

@@ -55,9 +55,8 @@ pub fn run(args: &Churn) -> Result<()> {
     let mut memory = plan.memory(&machine)?;
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
-    let mut count = Count(1);
-    peers::each(args.no_peers, &mut count)?;
-    let bar = progress::bar(count.0 * args.seconds, machine.quiet());
+    let sides = 1 + peers::count(args.no_peers, area.extent)? as u64;
+    let bar = progress::bar(sides * args.seconds, machine.quiet());
     let mut sides = Sides { host: &area.host, extent: area.extent, args, bar: &bar, outcomes: Vec::new() };
     sides.add("hugemm", &FrozenBlocks(&area.frames))?;
     peers::each(args.no_peers, &mut sides)?;
@@ -170,15 +169,6 @@ struct Lost {
     percent: f64,
     size: &'static str,
     when: &'static str,
-}
-
-struct Count(u64);
-
-impl Visit for Count {
-    fn visit<T: Peer>(&mut self) -> Result<()> {
-        self.0 += 1;
-        Ok(())
-    }
 }
 
 struct Sides<'a> {

@@ -6,7 +6,7 @@ use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::frames::area::{Area, AreaPlan, Columns, Sides, Work, alternate, cell, figure};
 use crate::frames::args::Free;
-use crate::frames::peers::{self, Peer, Visit};
+use crate::frames::peers;
 use crate::goals::Goals;
 use crate::machine::Machine;
 use crate::results::{self, Line, Results};
@@ -47,9 +47,7 @@ pub fn run(args: &Free) -> Result<()> {
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
 
-    let mut names = Names::default();
-    peers::each(args.measured.no_peers, &mut names)?;
-    let sides = 2 + names.0.len();
+    let sides = 2 + peers::count(args.measured.no_peers, area.extent)?;
     let turns =
         (args.blocks.order.iter().count() * sides + sides + 4 + 3) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
@@ -86,7 +84,7 @@ pub fn run(args: &Free) -> Result<()> {
     }
     rows.extend(parts::claims_and_arrays(&machine, &area, args, &bar)?);
     bar.finish_and_clear();
-    let percent = plan.metadata as f64 * 100.0 / plan.extent.bytes() as f64;
+    let percent = plan.metadata.size() as f64 * 100.0 / plan.extent.bytes() as f64;
     let mut metadata = Samples::default();
     metadata.push(percent);
     goals.at_most("frames.metadata_pct", &metadata, "percent", 1.6);
@@ -122,16 +120,6 @@ fn check(args: &Free, plan: &AreaPlan, order: Order) -> Result<()> {
         bail!("{held} blocks of order {order} do not fit {}; use --held {fit} or less, or a larger --size", args.size);
     }
     Ok(())
-}
-
-#[derive(Default)]
-struct Names(Vec<&'static str>);
-
-impl Visit for Names {
-    fn visit<T: Peer>(&mut self) -> Result<()> {
-        self.0.push(T::NAME);
-        Ok(())
-    }
 }
 
 /// The work of one table.

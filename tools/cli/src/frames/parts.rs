@@ -140,7 +140,7 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
         name,
         run: Box::new(move || {
             let mut array = vec![Pfn::new(0); count as usize];
-            area.on_cpus(1, &frames_of(area), |_, _| Ok(()))?;
+            area.on_cpus(1, &FrozenBlocks(&area.frames), |_, _| Ok(()))?;
             let spent = area.host.run_on(CpuId(0), |cx| ranges::array(cx, &area.frames, &mut array, way))??;
             Ok(vec![Some(spent.each())])
         }),
@@ -161,8 +161,4 @@ pub fn claims_and_arrays(machine: &Machine, area: &Area<'_>, args: &Free, bar: &
         bar.suspend(|| table::print(&format!("An array of {count} counted pages ({size}), as vfree has"), &lines));
     }
     Ok(rows)
-}
-
-fn frames_of<'a, 'm>(area: &'a Area<'m>) -> FrozenBlocks<'a, 'm, hugemm_frames::Plain> {
-    FrozenBlocks(&area.frames)
 }

@@ -165,6 +165,23 @@ pub fn each(none: bool, visitor: &mut impl Visit) -> Result<()> {
     Ok(())
 }
 
+struct Count(Extent, usize);
+
+impl Visit for Count {
+    fn visit<T: Peer>(&mut self) -> Result<()> {
+        Managed::<T>::new(self.0).map(|_| self.1 += 1)
+    }
+}
+
+/// How many of them there are.
+///
+/// # Errors
+/// One cannot manage as many frames.
+pub fn count(none: bool, area: Extent) -> Result<usize> {
+    let mut count = Count(area, 0);
+    each(none, &mut count).map(|()| count.1)
+}
+
 /// What a table says of them.
 pub fn note(none: bool) -> Option<&'static str> {
     match (none, cfg!(feature = "peers")) {

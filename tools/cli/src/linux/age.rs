@@ -4,46 +4,24 @@
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::GuestAge;
 use crate::linux::reference::NAME;
 use crate::linux::{Cell, samples};
 use crate::stats::Samples;
 use crate::table;
-use anyhow::Result;
-use hugemm_base::PageSize;
-use hugemm_reclaim::{Ageing, LruPolicy};
+use hugemm_reclaim::LruPolicy;
 use hugemm_workloads::age::AgeFigures;
-use hugemm_workloads::request::{Age, Request};
+use hugemm_workloads::request::Age;
 use hugemm_workloads::size::Size;
-use hugemm_workloads::words::List;
 use serde_json::{Value, json};
 
 /// What a Linux guest needs besides its image.
 pub const MODULES: [&str; 2] = ["lz4", "zram"];
 
-/// The work as hugemm's kernel is asked for it, a warm-up before the runs: it runs every page size of the list.
-fn age(work: &GuestAge, runs: u32) -> Result<Age> {
-    Ok(Age {
-        procs: work.procs,
-        shared: None,
-        memory: Some(work.memory.0),
-        swap: None,
-        seconds: work.seconds as f64,
-        young: List::one(Ageing::Batch),
-        lru: work.lru,
-        page: List::new((0..=runs).map(|_| PageSize::Size4K))?,
-    })
-}
-
 /// The arguments of the guest's init.
-pub fn words(work: &GuestAge, runs: u32) -> Result<String> {
-    let [shared, memory, swap] = age(work, runs)?.sizes(work.memory.0);
-    Ok(format!("age {memory} {shared} {swap} {} {} {runs} {}", work.procs, work.seconds * 1000, work.lru))
-}
-
-/// The request that is the same work for hugemm's kernel.
-pub fn request(work: &GuestAge, runs: u32) -> Result<Request> {
-    age(work, runs).map(Request::Age)
+pub fn words(work: &Age, runs: u32) -> String {
+    let [shared, memory, swap] = work.sizes(Age::KERNEL_MEMORY);
+    let millis = (work.seconds * 1000.0) as u64;
+    format!("age {memory} {shared} {swap} {} {millis} {runs} {}", work.procs, work.lru)
 }
 
 /// The kernel's runs as a Linux guest reports its own.
@@ -87,7 +65,7 @@ fn rate(event: &Value, field: &str) -> Option<f64> {
 }
 
 /// The table and its rows.
-pub fn report(work: &GuestAge, cells: &[Cell], quiet: bool) -> Vec<Row> {
+pub fn report(work: &Age, cells: &[Cell], quiet: bool) -> Vec<Row> {
     let mut lines = table::new(["kernel", "CPUs", "lists"].into_iter().chain(COLUMNS.map(|column| column.0)));
     let mut rows = Vec::new();
     for cell in cells {
@@ -107,7 +85,7 @@ pub fn report(work: &GuestAge, cells: &[Cell], quiet: bool) -> Vec<Row> {
         }
     }
     if !quiet {
-        let (memory, shared) = (work.memory, Size(work.memory.0 / 2 * 3));
+        let [shared, memory, _] = work.sizes(Age::KERNEL_MEMORY).map(Size);
         let title = format!("{} processes share {shared}, {memory} available, half of it at most for swap", work.procs);
         table::print(&title, &lines);
     }
@@ -142,16 +120,14 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_workloads::request::Request;
 
     #[test]
-    fn both_sides_do_the_same() {
-        let lru = List::new([LruPolicy::TwoList, LruPolicy::Generations]).expect("short");
-        let work = GuestAge { memory: Size(256 << 20), procs: 8, seconds: 5, lru };
-        assert_eq!(words(&work, 3).expect("few"), "age 268435456 402653184 134217728 8 5000 3 classic,generations");
-        let asked = request(&work, 1).expect("few").to_string();
-        assert!(asked.contains("procs=8") && asked.contains("memory=268435456"), "{asked}");
-        assert!(asked.contains("lru=classic,generations") && asked.contains("page=4KB,4KB"), "{asked}");
-        assert!(words(&work, 16).is_err(), "more than a list can have");
+    fn the_guest_is_told_all_of_the_work() {
+        let line =
+            "bench age procs=8 shared=- memory=268435456 swap=- seconds=5 young=batch lru=classic,generations page=4KB";
+        let Ok(Request::Age(work)) = line.parse() else { panic!("{line}") };
+        assert_eq!(words(&work, 3), "age 268435456 402653184 134217728 8 5000 3 classic,generations");
     }
 
     fn row(kernel: &str, cpus: u32, lists: &str, value: f64) -> Row {

@@ -2,32 +2,31 @@
 
 use crate::accel::Choice;
 use crate::args::Common;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use crate::boot::args::{listed, request};
+use anyhow::{Result, bail};
+use clap::{Args, Command};
 use hugemm_base::PageSize;
-use hugemm_reclaim::LruPolicy;
-use hugemm_workloads::options::{list, named, one_of, seconds};
-use hugemm_workloads::request::{Function, Optimization};
+use hugemm_workloads::options::seconds;
+use hugemm_workloads::request::{Age, Optimization, Pool, Request, VmCreate};
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_create::CreateMethod;
-use hugemm_workloads::words::List;
+use hugemm_workloads::words::{List, Word};
 use std::path::PathBuf;
 
 /// Where kernels come from, and what the figures are worth.
-pub const LINUX_HELP: &str = "\
-The kernels are any distribution's: nothing is installed. docs/linux-guests.md says how to fetch Debian's by package name.
-
-COMMAND is one of
-  bench pool -n PAGES [--page 2MB|1GB] [--hvo off,on]
-  bench mem mmap -s SIZE [-p 4KB|2MB|1GB] [-f demand,populate] [--kind hugetlb|thp]
-  bench vm-create -s SIZE [-p 4KB|2MB|1GB] [--how demand,prefault] [--workers N,…]
-                  [--kind hugetlb|thp]
-  bench age [--memory SIZE] [--procs N] [--seconds S] [--lru classic,generations]
-
-With --reference hugemm's pages come from a pool where Linux's do (hugetlb), else from free memory.
-
-Under tcg only ratios and counts mean something, milliseconds do not; under icount they mean instructions, whatever else \
-the machine does. The CPU model leaves out what QEMU emulates slowly and the kernel would use: `rep stosb`, which is several times \
-slower than plain stores, on x86-64, and the algorithm of pointer authentication on arm64.";
+pub fn help() -> String {
+    format!(
+        "The kernels are any distribution's: nothing is installed. docs/linux-guests.md says how to fetch Debian's by package name.\n\n\
+         {}\n'hugemm linux VMLINUZ -- COMMAND --help' has its options, which are those of 'hugemm boot'; of runs, -r before the \
+         '--' counts. What stock Linux has no word for (--clear, --flush, --young) is about hugemm's side alone.\n\n\
+         With --reference hugemm's pages come from a pool where Linux's do, else from free memory, and Linux's are transparent \
+         huge pages then (--from).\n\n\
+         Under tcg only ratios and counts mean something, milliseconds do not; under icount they mean instructions, whatever else \
+         the machine does. The CPU model leaves out what QEMU emulates slowly and the kernel would use: `rep stosb`, which is \
+         several times slower than plain stores, on x86-64, and the algorithm of pointer authentication on arm64.",
+        listed(commands())
+    )
+}
 
 /// `hugemm linux`
 #[derive(Debug, Args)]
@@ -69,128 +68,89 @@ pub struct Linux {
     pub command: Vec<String>,
 }
 
-/// The part of the command line after `--`.
-#[derive(Debug, Parser)]
-#[command(name = "hugemm linux … --", no_binary_name = true, disable_help_flag = true, disable_version_flag = true)]
-pub struct GuestLine {
-    #[command(subcommand)]
-    pub command: GuestCommand,
+/// What the guests do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Work {
+    /// Huge page pools grow and shrink.
+    Pool(Pool),
+    /// A virtual machine's memory is populated.
+    VmCreate(VmCreate),
+    /// Processes share more memory than there is.
+    Age(Age),
 }
 
-/// What a Linux guest can do. Its jobs have other parameters than the reference kernel's, which declare hugemm's own ways too:
-/// only what stock Linux can be asked for, one size in each, and what its huge pages are.
-#[derive(Debug, Subcommand)]
-pub enum GuestCommand {
-    /// Measure one workload.
-    #[command(subcommand)]
-    Bench(GuestBench),
+/// Those of the reference kernel's commands that stock Linux can be asked for, with the defaults that it has an answer to.
+fn commands() -> impl Iterator<Item = Command> {
+    let defaults: [(&str, &[(&str, &str)]); 3] = [
+        ("bench pool", &[("flush", "batch")]),
+        ("bench vm-create", &[("size", "1GB"), ("how", "demand,prefault"), ("workers", "1,2"), ("clear", "bulk")]),
+        ("bench age", &[("memory", "128MB"), ("seconds", "15"), ("young", "batch"), ("lru", "classic,generations")]),
+    ];
+    let adapt = move |command: Command| {
+        let (name, defaults) = *defaults.iter().find(|(name, _)| *name == command.get_name())?;
+        let set = |command: Command, (arg, value): &(&'static str, &'static str)| {
+            command.mut_arg(*arg, |arg| arg.default_value(*value))
+        };
+        Some(defaults.iter().fold(command, set).bin_name(format!("hugemm linux VMLINUZ -- {name}")))
+    };
+    Request::commands().filter_map(adapt)
 }
 
-/// The workloads.
-#[derive(Debug, Subcommand)]
-pub enum GuestBench {
-    /// Grow and shrink the huge page pool.
-    Pool(GuestPool),
-    /// Memory.
-    #[command(subcommand)]
-    Mem(GuestMem),
-    /// Allocate, clear and map a virtual machine's memory.
-    VmCreate(GuestVmCreate),
-    /// Processes that share more memory than there is.
-    Age(GuestAge),
-}
-
-/// The workloads of `bench mem`.
-#[derive(Debug, Subcommand)]
-pub enum GuestMem {
-    /// Populate memory page by page.
-    Mmap(GuestMmap),
-}
-
-/// `bench pool`
-#[derive(Debug, Args)]
-pub struct GuestPool {
-    /// Huge pages.
-    #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..))]
-    pub n: u64,
-    /// Their size.
-    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
-    pub page: PageSize,
-    /// Vmemmap optimization.
-    #[arg(long, default_value = "off,on", value_parser = list(one_of(|hvo: Optimization| hvo != Optimization::InPlace)))]
-    pub hvo: List<Optimization>,
-}
-
-/// `bench mem mmap`
-#[derive(Debug, Args)]
-pub struct GuestMmap {
-    /// Memory per run.
-    #[arg(short, long)]
-    pub size: Size,
-    /// Page size.
-    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
-    pub page: PageSize,
-    /// Who populates.
-    #[arg(short, long, default_value = "demand", value_parser = list(named::<Function>()))]
-    pub function: List<Function>,
-    /// What Linux's huge pages are.
-    #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
-    pub kind: GuestKind,
-}
-
-/// `bench vm-create`
-#[derive(Debug, Args)]
-pub struct GuestVmCreate {
-    /// The virtual machine's memory.
-    #[arg(short, long)]
-    pub size: Size,
-    /// Page size.
-    #[arg(short, long, ignore_case = true, default_value = "2MB", value_parser = named::<PageSize>())]
-    pub page: PageSize,
-    /// How the memory is asked for: Linux cannot pin without a device.
-    #[arg(long, default_value = "demand,prefault", value_parser = list(one_of(|how: CreateMethod| how != CreateMethod::Pin)))]
-    pub how: List<CreateMethod>,
-    /// Numbers of CPUs that fill it.
-    #[arg(short, long, default_value = "1,2", value_parser = list(clap::value_parser!(u32).range(1..=255)))]
-    pub workers: List<u32>,
-    /// What Linux's huge pages are.
-    #[arg(long, value_enum, default_value_t = GuestKind::Hugetlb)]
-    pub kind: GuestKind,
-}
-
-/// `bench age`
-#[derive(Debug, Args)]
-pub struct GuestAge {
-    /// Memory that there is, compressed pages included; half of it at most is theirs. The processes share one and a half times
-    /// as much.
-    #[arg(long, default_value = "128MB")]
-    pub memory: Size,
-    /// Processes that share the region.
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=14))]
-    pub procs: u32,
-    /// Seconds of each run.
-    #[arg(long, default_value_t = 15, value_parser = seconds())]
-    pub seconds: u64,
-    /// Which pages are old.
-    #[arg(long, default_value = "classic,generations", value_parser = list(named::<LruPolicy>()))]
-    pub lru: List<LruPolicy>,
-}
-
-/// Linux's kinds of huge pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum GuestKind {
-    /// From a pool that has been filled before.
-    Hugetlb,
-    /// Transparent huge pages, from free memory; 2 MiB only.
-    Thp,
-}
-
-impl GuestKind {
-    /// Its name on the command line and in results.
-    pub fn name(self) -> &'static str {
-        match self {
-            GuestKind::Hugetlb => "hugetlb",
-            GuestKind::Thp => "thp",
+/// Reads the command after `--`, to be run so often after a run that warms up.
+///
+/// # Errors
+/// There is no such command, or stock Linux cannot do it so.
+pub fn work(words: &[String], runs: u32) -> Result<Work> {
+    fn one<T: Copy + Word>(list: List<T>, option: &str) -> Result<T> {
+        let mut values = list.iter();
+        match (values.next(), values.next()) {
+            (Some(value), None) => Ok(value),
+            _ => bail!("the command after '--': {option} {list} are several; give one"),
         }
+    }
+    let refused = |what: &str| bail!("the command after '--': stock Linux has no {what}; see 'hugemm linux --help'");
+    Ok(match request(words, "hugemm linux VMLINUZ", commands())? {
+        Request::Pool(pool) if pool.hvo.contains(Optimization::InPlace) => refused("--hvo in-place")?,
+        Request::Pool(pool) => {
+            let n = one(pool.n.unwrap_or(List::one(2000)), "-n")?;
+            Work::Pool(Pool { n: Some(List::one(n)), runs, ..pool })
+        }
+        Request::VmCreate(create) if create.how.contains(CreateMethod::Pin) => refused("--how pin without a device")?,
+        Request::VmCreate(create) => {
+            one(create.page, "-p")?;
+            one(create.clear, "--clear")?;
+            Work::VmCreate(VmCreate { runs, ..create })
+        }
+        // The kernel runs every page size of the list: a warm-up before the runs.
+        Request::Age(age) => Work::Age(Age { page: List::new((0..=runs).map(|_| PageSize::Size4K))?, ..age }),
+        _ => refused("such command")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str) -> Result<Work> {
+        work(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), 3)
+    }
+
+    #[test]
+    fn what_stock_linux_cannot_do_is_refused() {
+        for (line, part) in [
+            ("bench free", "no command 'bench free'; it has bench vm-create, bench pool, bench age"),
+            ("bench pool --hvo on,in-place", "stock Linux has no --hvo in-place"),
+            ("bench pool -n 7,8", "-n 7,8 are several"),
+            ("bench vm-create --how pin", "stock Linux has no --how pin"),
+            ("bench vm-create -p 2MB,1GB", "-p 2MB,1GB are several"),
+            ("bench age --swim", "see 'hugemm linux VMLINUZ -- bench age --help'"),
+        ] {
+            let error = read(line).expect_err(line).to_string();
+            assert!(error.contains(part) && error.contains("after '--'") && !error.contains('\n'), "{line}: {error}");
+        }
+        let [age, create] = ["bench age", "bench vm-create"].map(|line| read(line).expect("valid"));
+        assert!(matches!(age, Work::Age(age) if age.page.iter().count() == 4 && age.memory == Some(128 << 20)));
+        assert!(matches!(create, Work::VmCreate(create) if (create.size, create.runs) == (Some(1 << 30), 3)));
+        assert!(work(&["bench".into(), "age".into()], 16).is_err(), "more than a list can have");
     }
 }

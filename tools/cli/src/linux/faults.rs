@@ -1,124 +1,96 @@
-//! Memory populated in Linux guests and in hugemm's kernel beside them: `bench mem mmap` and `bench vm-create`.
-//!
-//! Both commands are one work: memory mapped, and populated by touching each page or by one request, by some workers.
+//! Memory populated in Linux guests and in hugemm's kernel beside them: mapped, and populated by touching each page or by one
+//! request, by some workers.
 
 use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::{GuestKind, GuestMmap, GuestVmCreate};
 use crate::linux::reference::NAME;
 use crate::linux::{Cell, kib, samples};
 use crate::results::{self, Line};
 use crate::stats::Samples;
 use crate::table;
 use hugemm_base::PageSize;
-use hugemm_workloads::request::{Clearing, Function, PagesFrom, Request, VmCreate};
+use hugemm_workloads::request::{Function, KERNEL_SIZE, PagesFrom, VmCreate};
 use hugemm_workloads::size::Size;
 use hugemm_workloads::vm_create::{CreateMethod, Created};
 use hugemm_workloads::words::{List, Named};
 use serde_json::{Value, json};
 
-/// The work.
-pub struct Populate {
-    size: u64,
-    page: PageSize,
-    functions: List<Function>,
-    workers: List<u32>,
-    kind: GuestKind,
+/// As Linux has it.
+fn function(how: CreateMethod) -> Function {
+    if how == CreateMethod::Demand { Function::Demand } else { Function::Populate }
 }
 
-impl From<&GuestMmap> for Populate {
-    fn from(mmap: &GuestMmap) -> Self {
-        let (size, functions) = (mmap.size.0, mmap.function);
-        Populate { size, page: mmap.page, functions, workers: List::one(1), kind: mmap.kind }
-    }
+/// What Linux's huge pages are: from a pool that has been filled before, or transparent, from free memory.
+fn kind(work: &VmCreate) -> &'static str {
+    if work.from == PagesFrom::Pool { "hugetlb" } else { "thp" }
 }
 
-impl From<&GuestVmCreate> for Populate {
-    fn from(create: &GuestVmCreate) -> Self {
-        let function = |how| if how == CreateMethod::Demand { Function::Demand } else { Function::Populate };
-        let (size, functions, workers) = (create.size.0, create.how.map(function), create.workers);
-        Populate { size, page: create.page, functions, workers, kind: create.kind }
-    }
+fn size(work: &VmCreate) -> (u64, PageSize) {
+    (work.size.unwrap_or(KERNEL_SIZE), work.page.iter().next().unwrap_or(PageSize::Size2M))
 }
 
-impl Populate {
-    /// The arguments of the guest's init.
-    pub fn words(&self, runs: u32) -> String {
-        let Populate { size, functions, workers, .. } = self;
-        format!("faults {size} {runs} {} {functions} {workers} {}", kib(self.page), self.kind.name())
-    }
+/// Numbers of workers; one where nothing is said.
+fn workers(work: &VmCreate) -> List<u32> {
+    work.workers.unwrap_or(List::one(1))
+}
 
-    /// The request that is the same work for hugemm's kernel, as it clears by itself.
-    pub fn request(&self, runs: u32) -> Request {
-        let how = |function| match function {
-            Function::Demand => CreateMethod::Demand,
-            Function::Populate => CreateMethod::Prefault,
+/// The arguments of the guest's init.
+pub fn words(work: &VmCreate) -> String {
+    let ((size, page), functions) = (size(work), work.how.map(function));
+    format!("faults {size} {} {} {functions} {} {}", work.runs, kib(page), workers(work), kind(work))
+}
+
+/// The kernel's runs as a Linux guest reports its own.
+pub fn events(transcript: &Transcript) -> Vec<Value> {
+    let of_line = |line: Line<Created>| {
+        let function = if line.label("how") == "demand" { "demand" } else { "populate" };
+        let event = |(run, it): (usize, &Created)| {
+            let workers = line.number("workers");
+            json!({"run": run + 1, "function": function, "workers": workers, "bytes": it.bytes, "ns": it.nanos})
         };
-        Request::VmCreate(VmCreate {
-            size: Some(self.size),
-            page: List::one(self.page),
-            how: self.functions.map(how),
-            workers: Some(self.workers),
-            clear: List::one(Clearing::Bulk),
-            from: if self.kind == GuestKind::Hugetlb { PagesFrom::Pool } else { PagesFrom::Frames },
-            runs,
-        })
-    }
+        line.runs.iter().enumerate().map(event).collect::<Vec<_>>()
+    };
+    results::of_guest(transcript).into_iter().flat_map(of_line).collect()
+}
 
-    /// The kernel's runs as a Linux guest reports its own.
-    pub fn events(&self, transcript: &Transcript) -> Vec<Value> {
-        let of_line = |line: Line<Created>| {
-            let function = if line.label("how") == "demand" { "demand" } else { "populate" };
-            let event = |(run, it): (usize, &Created)| {
-                let workers = line.number("workers");
-                json!({"run": run + 1, "function": function, "workers": workers, "bytes": it.bytes, "ns": it.nanos})
-            };
-            line.runs.iter().enumerate().map(event).collect::<Vec<_>>()
+/// The table and its rows.
+pub fn report(work: &VmCreate, cells: &[Cell], quiet: bool) -> Vec<Row> {
+    let ((bytes, page), kind) = (size(work), kind(work));
+    let mut lines = table::new(["kernel", "CPUs", "function", "workers", "GB/s", "± stdev"]);
+    let mut rows = Vec::new();
+    for cell in cells {
+        let Ok(events) = &cell.events else {
+            lines.add_row([&cell.kernel, &cell.cpus.to_string(), "no result"]);
+            continue;
         };
-        results::of_guest(transcript).into_iter().flat_map(of_line).collect()
-    }
-
-    /// The table and its rows.
-    pub fn report(&self, cells: &[Cell], quiet: bool) -> Vec<Row> {
-        let mut lines = table::new(["kernel", "CPUs", "function", "workers", "GB/s", "± stdev"]);
-        let mut rows = Vec::new();
-        for cell in cells {
-            let Ok(events) = &cell.events else {
-                lines.add_row([&cell.kernel, &cell.cpus.to_string(), "no result"]);
+        let ways =
+            work.how.iter().flat_map(|how| workers(work).iter().map(move |n| (function(how), n)).collect::<Vec<_>>());
+        for (function, workers) in ways {
+            let mine: Vec<Value> = events.iter().filter(|event| event["workers"] == workers).cloned().collect();
+            let gbps = |event: &Value| Some(event["bytes"].as_f64()? / event["ns"].as_f64()?);
+            let rate = samples(&mine, "function", function.name(), gbps);
+            if rate.runs() == 0 {
                 continue;
-            };
-            for (function, workers) in self.ways() {
-                let mine: Vec<Value> = events.iter().filter(|event| event["workers"] == workers).cloned().collect();
-                let gbps = |event: &Value| Some(event["bytes"].as_f64()? / event["ns"].as_f64()?);
-                let rate = samples(&mine, "function", function.name(), gbps);
-                if rate.runs() == 0 {
-                    continue;
-                }
-                lines.add_row([
-                    cell.kernel.clone(),
-                    cell.cpus.to_string(),
-                    function.name().to_owned(),
-                    workers.to_string(),
-                    format!("{:.2}", rate.median()),
-                    format!("{:.1}%", rate.stdev_percent()),
-                ]);
-                let row = Row::median("linux.mmap", &rate, "GB/s").label("kernel", cell.kernel.as_str());
-                let row = row.label("cpus", cell.cpus).label("function", function.name()).label("workers", workers);
-                rows.push(row.label("page_kib", kib(self.page)).label("kind", self.kind.name()));
             }
+            lines.add_row([
+                cell.kernel.clone(),
+                cell.cpus.to_string(),
+                function.name().to_owned(),
+                workers.to_string(),
+                format!("{:.2}", rate.median()),
+                format!("{:.1}%", rate.stdev_percent()),
+            ]);
+            let row = Row::median("linux.mmap", &rate, "GB/s").label("kernel", cell.kernel.as_str());
+            let row = row.label("cpus", cell.cpus).label("function", function.name()).label("workers", workers);
+            rows.push(row.label("page_kib", kib(page)).label("kind", kind));
         }
-        if !quiet {
-            let pages = Size(kib(self.page) << 10);
-            let kind = if self.page == PageSize::Size4K { "" } else { self.kind.name() };
-            table::print(&format!("{} populated in {pages} pages {kind}", Size(self.size)), &lines);
-        }
-        rows
     }
-
-    fn ways(&self) -> impl Iterator<Item = (Function, u32)> {
-        self.functions.iter().flat_map(|function| self.workers.iter().map(move |workers| (function, workers)))
+    if !quiet {
+        let kind = if page == PageSize::Size4K { "" } else { kind };
+        table::print(&format!("{} populated in {} pages {kind}", Size(bytes), Size(page.bytes())), &lines);
     }
+    rows
 }
 
 /// hugemm against each Linux: a table, the goal that it is ahead of all of them, and their rows.
@@ -157,6 +129,7 @@ pub fn compare(rows: &[Row], quiet: bool) -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hugemm_workloads::request::Request;
 
     fn row(kernel: &str, function: &str, workers: u32, value: f64) -> Row {
         let row = Row::single("linux.mmap", value, "GB/s").label("kernel", kernel).label("cpus", 2);
@@ -183,26 +156,12 @@ mod tests {
     }
 
     #[test]
-    fn both_commands_are_one_work() {
-        let create = GuestVmCreate {
-            size: Size(1 << 30),
-            page: PageSize::Size2M,
-            how: List::new([CreateMethod::Demand, CreateMethod::Prefault]).expect("short"),
-            workers: List::new([1, 4]).expect("short"),
-            kind: GuestKind::Thp,
-        };
-        let work = Populate::from(&create);
-        assert_eq!(work.words(3), "faults 1073741824 3 2048 demand,populate 1,4 thp");
-        assert_eq!(
-            work.request(3).to_string(),
-            "bench vm-create size=1073741824 page=2MB how=demand,prefault workers=1,4 clear=bulk from=frames runs=3"
-        );
-        let mmap = GuestMmap {
-            size: Size(4096),
-            page: PageSize::Size4K,
-            function: List::one(Function::Populate),
-            kind: GuestKind::Hugetlb,
-        };
-        assert_eq!(Populate::from(&mmap).words(1), "faults 4096 1 4 populate 1 hugetlb");
+    fn the_guest_is_told_all_of_the_work() {
+        let line =
+            "bench vm-create size=1073741824 page=2MB how=demand,prefault workers=1,4 clear=bulk from=frames runs=3";
+        let Ok(Request::VmCreate(work)) = line.parse() else { panic!("{line}") };
+        assert_eq!(words(&work), "faults 1073741824 3 2048 demand,populate 1,4 thp");
+        let pool = VmCreate { from: PagesFrom::Pool, workers: None, ..work };
+        assert_eq!(words(&pool), "faults 1073741824 3 2048 demand,populate 1 hugetlb");
     }
 }

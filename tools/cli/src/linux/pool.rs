@@ -2,20 +2,14 @@
 
 use crate::boot::lines::Transcript;
 use crate::document::Row;
-use crate::linux::args::GuestPool;
 use crate::linux::{Cell, kib, samples};
 use crate::results::{self, Line};
 use crate::table;
 use hugemm_workloads::pool::Cycle;
-use hugemm_workloads::request::{FlushEach, Optimization, Pool};
+use hugemm_workloads::request::{Optimization, Pool};
 use hugemm_workloads::size::Size;
-use hugemm_workloads::words::{List, Named};
+use hugemm_workloads::words::Named;
 use serde_json::{Value, json};
-
-/// The request that is the same work as a Linux guest's.
-pub fn request(pool: &GuestPool, runs: u32) -> Pool {
-    Pool { n: Some(List::one(pool.n)), page: pool.page, hvo: pool.hvo, flush: List::one(FlushEach::Batch), runs }
-}
 
 /// The kernel's runs as a Linux guest reports its own.
 pub fn events(transcript: &Transcript) -> Vec<Value> {
@@ -31,6 +25,11 @@ pub fn events(transcript: &Transcript) -> Vec<Value> {
         line.runs.iter().enumerate().map(event).collect::<Vec<_>>()
     };
     results::of_guest(transcript).into_iter().flat_map(of_line).collect()
+}
+
+/// Its pages.
+pub fn wanted(pool: &Pool) -> u64 {
+    pool.n.and_then(|n| n.iter().next()).unwrap_or(0)
 }
 
 /// What is shown of a pool, per page: its heading, its metric, its unit, and how it follows from an event.
@@ -53,7 +52,8 @@ fn per_page(event: &Value, sum: f64) -> Option<f64> {
 }
 
 /// The tables and their rows.
-pub fn report(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
+pub fn report(pool: &Pool, cells: &[Cell], quiet: bool) -> Vec<Row> {
+    let wanted = wanted(pool);
     let heads = ["kernel", "CPUs", "hvo", "pages", "up µs", "down µs", "up IPIs", "down IPIs"];
     let mut lines = table::new(heads);
     let mut taxes = table::new(["kernel", "CPUs", "tax up", "tax down", "IPIs more, up", "down"]);
@@ -79,7 +79,7 @@ pub fn report(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
             }
             let median = columns.map(|samples| samples.median());
             let [up, down, up_ipis, down_ipis] = median;
-            let short = if pages < pool.n as f64 { " (short)" } else { "" };
+            let short = if pages < wanted as f64 { " (short)" } else { "" };
             lines.add_row([
                 cell.kernel.clone(),
                 cell.cpus.to_string(),
@@ -110,7 +110,7 @@ pub fn report(pool: &GuestPool, cells: &[Cell], quiet: bool) -> Vec<Row> {
         }
     }
     if !quiet {
-        table::print(&format!("Pool of {} {} pages, per page; medians", pool.n, Size(kib(pool.page) << 10)), &lines);
+        table::print(&format!("Pool of {wanted} {} pages, per page; medians", Size(kib(pool.page) << 10)), &lines);
         if !taxes.is_empty() {
             table::print("What vmemmap optimization costs: on / off, and IPIs more per resize", &taxes);
         }

@@ -1,11 +1,11 @@
 //! hugemm's own kernel among the Linux guests: the same machine, the same work, the same table, and the goal between them.
 
-use crate::boot::{Done, VirtualMachine};
+use crate::boot::VirtualMachine;
+use crate::boot::lines::Transcript;
 use crate::document::Row;
 use crate::goals::Goals;
-use crate::linux::args::{GuestBench, GuestMem, Linux};
-use crate::linux::faults::Populate;
-use crate::linux::{VirtualCpu, age, pool};
+use crate::linux::args::{Linux, Work};
+use crate::linux::{VirtualCpu, age, faults, pool};
 use crate::qemu::Accel;
 use crate::stats::Samples;
 use crate::table;
@@ -23,20 +23,13 @@ pub const NAME: &str = "hugemm";
 pub struct Reference<'w> {
     image: PathBuf,
     virtual_cpu: VirtualCpu<'w>,
-    request: Request,
-    work: &'w GuestBench,
+    work: Work,
 }
 
 impl<'w> Reference<'w> {
     /// Finds or builds the image.
-    pub fn new(args: &Linux, virtual_cpu: VirtualCpu<'w>, work: &'w GuestBench) -> Result<Self> {
-        let request = match work {
-            GuestBench::Pool(work) => Request::Pool(pool::request(work, args.runs)),
-            GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).request(args.runs),
-            GuestBench::VmCreate(create) => Populate::from(create).request(args.runs),
-            GuestBench::Age(work) => age::request(work, args.runs)?,
-        };
-        let reference = Reference { image: virtual_cpu.arch.kernel().find(None)?, virtual_cpu, request, work };
+    pub fn new(args: &Linux, virtual_cpu: VirtualCpu<'w>, work: Work) -> Result<Self> {
+        let reference = Reference { image: virtual_cpu.arch.kernel().find(None)?, virtual_cpu, work };
         args.cpus.iter().try_for_each(|cpus| reference.machine(args, Accel::Tcg, *cpus).check())?;
         Ok(reference)
     }
@@ -49,15 +42,14 @@ impl<'w> Reference<'w> {
 
     /// Boots it and collects its events, as a guest's. The outer error ends the command, the inner one is the cell's.
     pub fn boot(&self, args: &Linux, accel: Accel, cpus: u32) -> Result<Result<Vec<Value>, String>> {
-        let done = self.machine(args, accel, cpus).run(&self.request, |_, _, _| {});
-        interrupt::check()?;
-        let events = |done: &Done| match self.work {
-            GuestBench::Pool(_) => pool::events(&done.transcript),
-            GuestBench::Mem(GuestMem::Mmap(mmap)) => Populate::from(mmap).events(&done.transcript),
-            GuestBench::VmCreate(create) => Populate::from(create).events(&done.transcript),
-            GuestBench::Age(_) => age::events(&done.transcript),
+        let (request, events): (_, fn(&Transcript) -> Vec<Value>) = match self.work {
+            Work::Pool(work) => (Request::Pool(work), pool::events),
+            Work::VmCreate(work) => (Request::VmCreate(work), faults::events),
+            Work::Age(work) => (Request::Age(work), age::events),
         };
-        Ok(done.map(|done| events(&done)).map_err(|error| format!("{error:#}")))
+        let done = self.machine(args, accel, cpus).run(&request, |_, _, _| {});
+        interrupt::check()?;
+        Ok(done.map(|done| events(&done.transcript)).map_err(|error| format!("{error:#}")))
     }
 }
 

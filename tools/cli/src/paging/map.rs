@@ -13,7 +13,7 @@
 //! Frames are one run, or as `--extent` says; the last rows are of short runs, and of such into tables that exist and stay.
 
 use crate::document::Row;
-use crate::frames::area::{Columns, Side, alternate, cell, figure};
+use crate::frames::area::{AreaPlan, Columns, Side, alternate, cell, figure};
 use crate::frames::peers;
 use crate::goals::Goals;
 use crate::machine::Machine;
@@ -21,8 +21,8 @@ use crate::paging::args::Map;
 use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow, bail};
-use hugemm_base::{CpuId, Dirty, NodeId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_base::{CpuId, PAGE_SHIFT, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_frames::Frames;
 use hugemm_host::cpu::Host;
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
@@ -115,19 +115,13 @@ pub fn run(args: &Map) -> Result<()> {
     let mut memory = table_memory(&machine, largest)?;
     environment.note_region("tables", &memory);
     let extent = Host::new(&machine.places(1)?, memory.as_mut_slice())?.frames();
-    let arenas = [ArenaSpec { extent, node: NodeId(0), descriptors: None }];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-    let bytes = Frames::<Plain>::required_bytes(&config)?.size() as u64;
-    let mut metadata =
-        machine.memory(bytes.next_multiple_of(PageSize::Size2M.bytes()), PageSize::Size2M, crate::args::Kind::Thp)?;
-    let metadata = metadata.as_mut_slice();
+    let plan = AreaPlan::over(extent, 1)?;
+    let mut metadata = plan.memory(&machine)?;
 
     let start = memory.as_mut_slice().as_mut_ptr().expose_provenance() as u64;
     let host = Host::new(&machine.places(1)?, memory.as_mut_slice())?;
-    // SAFETY: the region is borrowed exclusively, initialised (populated), and used for nothing else; one host.
-    let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
-    // SAFETY: released once, here; the memory is the host's alone.
-    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(extent)) })?;
+    // SAFETY: the memory is the host's alone, initialised, and reached by its contexts only.
+    let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
     let offset = VirtAddr::new(start.wrapping_sub(extent.start().get()));
     let cost = FlushCost::measure().context("what a flush costs")?;
     let bench = Bench { host: &host, frames: &frames, offset, cost };

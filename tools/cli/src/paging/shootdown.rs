@@ -10,7 +10,7 @@
 use crate::args::Kind;
 use crate::boot::lines::Transcript;
 use crate::document::Row;
-use crate::frames::area::figure;
+use crate::frames::area::{AreaPlan, figure};
 use crate::machine::Machine;
 use crate::paging::shootdown_args::Shootdown;
 use crate::results::{self, Line, Results};
@@ -19,10 +19,7 @@ use crate::stats::Samples;
 use crate::{environment_text, progress, table};
 use anyhow::{Context, Result, anyhow};
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{
-    CpuCx, CpuId, Dirty, Invalidation, NodeId, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange,
-};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
+use hugemm_base::{CpuCx, CpuId, Invalidation, PAGE_BYTES, PageSize, PhysAddr, TlbHw, TlbScope, VirtAddr, VirtRange};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::flush_cost::{FlushCost, WORKING_SET, spin};
@@ -180,17 +177,10 @@ fn on_machine<H: TlbHw + Sync>(
     let (runs, how) = runs.map_or((1, "counted"), |runs| (runs, "membarrier"));
     let mut memory = machine.memory(TABLES, PageSize::Size2M, Kind::Thp)?;
     let host = Host::new(places, memory.as_mut_slice())?;
-    let arenas = [ArenaSpec { extent: host.frames(), node: NodeId(0), descriptors: None }];
-    let nodes = vec![NodeId(0); places.len()];
-    let config = FramesConfig { arenas: &arenas, cpus: places.len() as u32, cpu_nodes: &nodes };
-    let bytes = (Frames::<Plain>::required_bytes(&config)?.size() as u64).next_multiple_of(PageSize::Size2M.bytes());
-    let mut metadata = machine.memory(bytes, PageSize::Size2M, Kind::Thp)?;
-    let metadata = metadata.as_mut_slice();
-    // SAFETY: the region is borrowed exclusively, initialised (populated), and used for nothing else; one host.
-    let frames: Frames<'_, Plain> =
-        unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
-    // SAFETY: released once, here; the memory is the host's alone.
-    host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(host.frames())) })?;
+    let plan = AreaPlan::over(host.frames(), places.len() as u32)?;
+    let mut metadata = plan.memory(machine)?;
+    // SAFETY: the memory is the host's alone, initialised, and reached by its contexts only.
+    let frames = unsafe { plan.frames(&host, metadata.as_mut_slice()) }?;
 
     let tlb_cpus: Vec<TlbCpu> = (0..cpus).map(|_| TlbCpu::default()).collect();
     let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();

@@ -1,10 +1,11 @@
 //! Running a plan: a fresh allocator each time, each operation as the CPU it happened on, one thread.
 
 use super::plan::Plan;
+use crate::frames::area::AreaPlan;
 use crate::stats::Samples;
 use anyhow::{Result, bail};
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, Order, Pfn};
-use hugemm_frames::{ArenaSpec, Frames, FramesConfig, NodeStats, Plain};
+use hugemm_base::{CpuCx, CpuId, Extent, Order, Pfn};
+use hugemm_frames::{Frames, NodeStats};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_inspect::interrupt;
 use hugemm_workloads::replay::{self, Op, ReplayCounts, Slots};
@@ -25,15 +26,13 @@ pub struct Setup {
 }
 
 impl Setup {
-    fn arena(&self) -> Result<ArenaSpec> {
-        Ok(ArenaSpec { extent: Extent::new(BASE, self.pages)?, node: NodeId(0), descriptors: None })
+    fn plan(&self) -> Result<AreaPlan> {
+        AreaPlan::over(Extent::new(BASE, self.pages)?, self.cpus)
     }
 
     /// Bytes of metadata that the allocator needs.
     pub fn metadata_bytes(&self) -> Result<usize> {
-        let arenas = [self.arena()?];
-        let config = FramesConfig { arenas: &arenas, cpus: self.cpus, cpu_nodes: &[] };
-        let layout = Frames::<Plain>::required_bytes(&config)?;
+        let layout = self.plan()?.metadata;
         Ok(layout.size() + layout.align())
     }
 }
@@ -112,20 +111,12 @@ struct Replayer<'a, 'h> {
     host: &'a Host<'h>,
 }
 
-type Manager<'m> = Frames<'m, Plain>;
-
 impl<'h> Replayer<'_, 'h> {
-    fn manager<'m>(&self, metadata: &'m mut [u8]) -> Result<Manager<'m>> {
-        let arenas = [self.setup.arena()?];
-        let config = FramesConfig { arenas: &arenas, cpus: self.setup.cpus, cpu_nodes: &[] };
-        let align = Frames::<Plain>::required_bytes(&config)?.align();
-        let offset = metadata.as_ptr().align_offset(align).min(metadata.len());
-        let metadata = &mut metadata[offset..];
-        // SAFETY: the slice is initialised and borrowed for as long as the manager lives; all contexts are of one host.
-        let frames = unsafe { Frames::new(&config, Plain::default(), metadata.as_mut_ptr(), metadata.len()) }?;
-        // SAFETY: frame numbers with nothing behind them, released once; no content is ever reached through them.
-        self.host.run_on(CpuId(0), |cx| unsafe { frames.release(cx, Dirty::assume_owned(arenas[0].extent)) })?;
-        Ok(frames)
+    fn manager<'m>(&self, metadata: &'m mut [u8]) -> Result<Frames<'m>> {
+        let plan = self.setup.plan()?;
+        let offset = metadata.as_ptr().align_offset(plan.metadata.align()).min(metadata.len());
+        // SAFETY: frame numbers with nothing behind them; all contexts are of one host.
+        unsafe { plan.frames(self.host, &mut metadata[offset..]) }
     }
 
     /// Runs each turn as its CPU.
@@ -141,19 +132,19 @@ impl<'h> Replayer<'_, 'h> {
         Ok(())
     }
 
-    fn drain(&self, frames: &Manager<'_>) -> Result<()> {
+    fn drain(&self, frames: &Frames<'_>) -> Result<()> {
         for cpu in 0..self.setup.cpus {
             self.host.run_on(CpuId(cpu), |cx| frames.drain(cx))?;
         }
         Ok(())
     }
 
-    fn stats(&self, frames: &Manager<'_>) -> Result<NodeStats> {
+    fn stats(&self, frames: &Frames<'_>) -> Result<NodeStats> {
         Ok(self.host.run_on(CpuId(0), |cx| frames.stats(cx))?)
     }
 
     /// Allocates what was in use before the trace. Returns what failed.
-    fn before(&self, frames: &Manager<'_>, slots: &mut Slots<'_>) -> Result<u64> {
+    fn before(&self, frames: &Frames<'_>, slots: &mut Slots<'_>) -> Result<u64> {
         let tally = self.host.run_on(CpuId(0), |cx| replay::run(cx, frames, &self.plan.before, slots))?;
         self.drain(frames)?;
         Ok(tally.failed)
@@ -192,7 +183,7 @@ impl<'h> Replayer<'_, 'h> {
     }
 
     /// Checks the accounting: what the trace leaves in use is in use, and all of it can be freed.
-    fn settle(&self, frames: &Manager<'_>, slots: &mut Slots<'_>, tally: ReplayCounts) -> Result<(NodeStats, u64)> {
+    fn settle(&self, frames: &Frames<'_>, slots: &mut Slots<'_>, tally: ReplayCounts) -> Result<(NodeStats, u64)> {
         if let Some(why) = tally.refused {
             bail!("the allocator refused a block that it had handed out: {why}; please report this with the trace");
         }

@@ -1,6 +1,7 @@
 //! What a report says, whatever it is written as: goals, plots by section, single figures, documents.
 
 use super::build::{Figure, by_view, generic};
+use super::machine;
 use super::plot::{Plot, number};
 use super::views::VIEWS;
 use crate::goals::Bound;
@@ -38,16 +39,13 @@ pub struct Single {
 pub struct Content<'a> {
     /// Goals, in the order of the documents.
     pub goals: Vec<Goal>,
-    /// Headings, and the plots below each.
-    pub sections: Vec<(&'static str, Vec<Plot>)>,
+    /// The commands that measured, and the plots of each.
+    pub sections: Vec<(String, Vec<Plot>)>,
     /// Figures without others to stand beside.
     pub singles: Vec<Single>,
     /// The documents with their names.
     pub documents: Vec<(&'a str, &'a Saved)>,
 }
-
-/// The heading of plots that no view asks for.
-const OTHER: &str = "Other measurements";
 
 impl<'a> Content<'a> {
     /// Sorts the figures of documents.
@@ -80,21 +78,26 @@ impl<'a> Content<'a> {
         }
         let all: Vec<Figure<'_>> = figures.iter().map(|(_, figure)| *figure).collect();
 
-        let mut sections: Vec<(&'static str, Vec<Plot>)> = Vec::new();
+        let mut sections: Vec<(String, Vec<Plot>)> = Vec::new();
+        let mut add = |document: usize, plots: Vec<Plot>| {
+            let command = machine::command_name(&documents[document].1.command);
+            match sections.iter_mut().find(|(title, _)| *title == command) {
+                Some((_, present)) => present.extend(plots),
+                None => sections.push((command, plots)),
+            }
+        };
         let mut taken = HashSet::new();
         for view in &VIEWS {
+            let has = |name: &str| view.metrics.iter().any(|(metric, _)| *metric == name);
             let plots = by_view(view, &all);
-            if plots.is_empty() {
-                continue;
-            }
-            taken.extend(view.metrics.iter().map(|(name, _)| *name));
-            match sections.iter_mut().find(|(title, _)| *title == view.section) {
-                Some((_, present)) => present.extend(plots),
-                None => sections.push((view.section, plots)),
+            if let (Some((document, _)), false) =
+                (figures.iter().find(|(_, figure)| has(figure.row.metric())), plots.is_empty())
+            {
+                taken.extend(view.metrics.iter().map(|(name, _)| *name));
+                add(*document, plots);
             }
         }
         let mut singles = Vec::new();
-        let mut others = Vec::new();
         let mut seen = HashSet::new();
         for (index, figure) in &figures {
             let metric = figure.row.metric();
@@ -111,20 +114,12 @@ impl<'a> Content<'a> {
                     value: with_unit(row.value(), row.stdev(), row.unit()),
                 });
             } else if seen.insert(metric) {
-                others.extend(generic(metric, &of_metric));
+                add(*index, generic(metric, &of_metric));
             }
-        }
-        if !others.is_empty() {
-            sections.push((OTHER, others));
         }
         name_apart(&mut sections);
         let documents = documents.iter().map(|(name, saved)| (name.as_str(), saved)).collect();
         Content { goals, sections, singles, documents }
-    }
-
-    /// All plots.
-    pub fn plots(&self) -> impl Iterator<Item = &Plot> {
-        self.sections.iter().flat_map(|(_, plots)| plots)
     }
 }
 
@@ -136,7 +131,7 @@ fn with_unit(value: f64, stdev: f64, unit: &str) -> String {
 }
 
 /// Plots of the same title get different names.
-fn name_apart(sections: &mut [(&'static str, Vec<Plot>)]) {
+fn name_apart(sections: &mut [(String, Vec<Plot>)]) {
     let mut names = HashSet::new();
     for plot in sections.iter_mut().flat_map(|(_, plots)| plots) {
         let base = if plot.id.is_empty() { "plot".to_owned() } else { plot.id.clone() };

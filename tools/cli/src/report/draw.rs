@@ -255,7 +255,7 @@ mod tests {
     fn a_known_curve_has_known_coordinates() {
         let points = [(4096.0, 0.0), (8192.0, 25.0), (16384.0, 50.0)];
         let (svg, height) = draw(&plot(X::Numbers(Scale::Bytes, "size".to_owned()), &[("ab", &points)]));
-        let text = svg.file(height, "p");
+        let text = svg.inline(height, "p");
         // The area is 2 × 7 + 10 + 8 to 440 - 2 × 7 - 22 - 8 wide and 26 to 276 high.
         assert_eq!(f64::midpoint(32.0, 396.0), 214.0);
         let path = "M32 276 L214 151 L396 26";
@@ -269,7 +269,7 @@ mod tests {
     fn bars_are_as_long_as_their_figures() {
         let (svg, height) =
             draw(&plot(X::Groups(vec!["g".to_owned()]), &[("ab", &[(0.0, 10.0)]), ("cd", &[(0.0, 5.0)])]));
-        let text = svg.file(height, "p");
+        let text = svg.inline(height, "p");
         // From 2 × 7 + 12 to 440 - 2 × 7 - 14.
         assert!(text.contains("width=\"386\"") && text.contains("width=\"193\""), "{text}");
     }

@@ -150,20 +150,8 @@ impl Svg {
 
     /// The picture as an element of a page that has the style. `label` is what a screen reader says.
     pub fn inline(&self, height: f64, label: &str) -> String {
-        self.element(height, label, "", "")
-    }
-
-    /// The picture as a file of its own.
-    pub fn file(&self, height: f64, label: &str) -> String {
-        let style = format!("<style>{STYLE}svg{{background:var(--paper)}}</style>\n");
-        self.element(height, label, " xmlns=\"http://www.w3.org/2000/svg\"", &style)
-    }
-
-    fn element(&self, height: f64, label: &str, namespace: &str, style: &str) -> String {
         let (w, h, label) = (at(self.width), at(height), escape(label));
-        format!(
-            "<svg{namespace} class=\"plot\" viewBox=\"0 0 {w} {h}\" role=\"img\" aria-label=\"{label}\">\n{style}{}</svg>\n",
-            self.body
-        )
+        let attributes = format!("class=\"plot\" viewBox=\"0 0 {w} {h}\" role=\"img\" aria-label=\"{label}\"");
+        format!("<svg {attributes}>\n{}</svg>\n", self.body)
     }
 }

@@ -1,14 +1,12 @@
-//! Which figures make which plot: the one place to add a plot of another metric.
+//! Which figures make which plot, where their labels alone do not say it: several metrics in one plot, marks, what a reader should know.
 //!
-//! A metric that no view takes is plotted by its labels alone, see `generic`.
+//! A metric that no view takes is plotted by its labels, see `generic`.
 
 use super::plot::Scale;
 
 /// How the rows of one or more metrics become plots.
 #[derive(Clone, Debug)]
 pub struct View {
-    /// The heading above it.
-    pub section: &'static str,
     /// What is shown.
     pub title: &'static str,
     /// The metrics, each with its name among the others; empty where there is only one.
@@ -27,55 +25,39 @@ pub struct View {
     pub note: &'static str,
 }
 
-/// A view of one metric with nothing special.
-const PLAIN: View = View {
-    section: "",
-    title: "",
-    metrics: &[],
-    x: None,
-    groups: &[],
-    split: &[],
-    only: None,
-    crossover: None,
-    note: "",
-};
+/// A view of nothing special.
+const PLAIN: View =
+    View { title: "", metrics: &[], x: None, groups: &[], split: &[], only: None, crossover: None, note: "" };
 
-const REGION: Option<(&str, &str, Scale)> = Some(("region", "size of the region", Scale::Bytes));
-const CHUNK: Option<(&str, &str, Scale)> = Some(("chunk", "size of the chunk", Scale::Bytes));
-const ORDER: Option<(&str, &str, Scale)> = Some(("order", "order of the block, and its size", Scale::Order));
-const CPUS: Option<(&str, &str, Scale)> = Some(("cpus", "CPUs", Scale::Count));
+type X = Option<(&'static str, &'static str, Scale)>;
+const REGION: X = Some(("region", "size of the region", Scale::Bytes));
+const CHUNK: X = Some(("chunk", "size of the chunk", Scale::Bytes));
+const ORDER: X = Some(("order", "order of the block, and its size", Scale::Order));
+const CPUS: X = Some(("cpus", "CPUs", Scale::Count));
 
-const PAGES: Option<(&str, &str, Scale)> = Some(("pages", "pages", Scale::Count));
+/// Primitives by size, with the marks of a case.
+const fn clearing(
+    title: &'static str,
+    metrics: &'static [(&'static str, &'static str)],
+    x: X,
+    case: &'static str,
+) -> View {
+    View { title, metrics, x, crossover: Some(case), ..PLAIN }
+}
 
-const HOST: &str = "A virtual machine host";
-const CLEARING: &str = "Clearing";
-const POPULATING: &str = "Populating";
-const ALLOCATING: &str = "Allocating and freeing";
-const MACHINES: &str = "Virtual machines";
-const AGEING: &str = "Ageing";
-const TABLES: &str = "Page tables and shootdowns";
-const POOLS: &str = "Huge page pools";
+/// What is said of extents that are left.
+const LEFT: &str = "More is better: the same memory is in use on all sides.";
 
-/// All views, in the order of the page.
-pub const VIEWS: [View; 43] = [
+/// All views.
+pub const VIEWS: [View; 24] = [
     View {
-        section: HOST,
         title: "Time of each phase",
         metrics: &[("run.time", "")],
         groups: &["phase"],
         note: "The kernel has as much of the run as a process can ask for: its destruction is that of less memory.",
         ..PLAIN
     },
-    View { section: HOST, title: "The whole run", metrics: &[("run.total", "")], ..PLAIN },
     View {
-        section: HOST,
-        title: "TLB flushes in each phase",
-        metrics: &[("run.flushes", "")],
-        groups: &["phase"],
-        ..PLAIN
-    },
-    View {
-        section: HOST,
         title: "CPUs interrupted in each phase",
         metrics: &[("run.interrupts", "")],
         groups: &["phase"],
@@ -83,90 +65,21 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: HOST,
-        title: "Bandwidth of the parts that fill memory",
-        metrics: &[("run.bandwidth", "")],
-        groups: &["phase"],
-        only: Some(("phase", &["prefault VM", "pin VM", "4 KiB guests", "pressure"])),
-        ..PLAIN
-    },
-    View {
-        section: HOST,
-        title: "Time per page of the parts that do not touch memory",
-        metrics: &[("run.each", "")],
-        groups: &["phase"],
-        ..PLAIN
-    },
-    View {
-        section: HOST,
         title: "Pages stored to swap under pressure, and loaded from it",
         metrics: &[("run.stored", "stored"), ("run.loaded", "loaded")],
         ..PLAIN
     },
-    View { section: HOST, title: "TLB flushes because of ageing", metrics: &[("run.age_flushes", "")], ..PLAIN },
+    clearing("Cold regions cleared", &[("clear.region_cold", "")], REGION, "cold"),
+    clearing(
+        "Cold regions cleared and read right after, as a fault does",
+        &[("clear.region_cold_touched", "")],
+        REGION,
+        "cold_touched",
+    ),
+    clearing("Hot regions cleared", &[("clear.region_hot", "")], REGION, "hot"),
+    clearing("Cold memory cleared by chunk, a fence each", &[("clear.chunk", "")], CHUNK, ""),
+    clearing("bench mem memset: memory cleared by chunk", &[("bench.mem.memset", "")], CHUNK, ""),
     View {
-        section: HOST,
-        title: "Descriptor memory given back",
-        metrics: &[("run.saved", "")],
-        groups: &["phase"],
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "Cold regions cleared",
-        metrics: &[("clear.region_cold", "")],
-        x: REGION,
-        crossover: Some("cold"),
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "Cold regions cleared and read right after, as a fault does",
-        metrics: &[("clear.region_cold_touched", "")],
-        x: REGION,
-        crossover: Some("cold_touched"),
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "Hot regions cleared",
-        metrics: &[("clear.region_hot", "")],
-        x: REGION,
-        crossover: Some("hot"),
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "Cold memory cleared by chunk, a fence each",
-        metrics: &[("clear.chunk", "")],
-        x: CHUNK,
-        crossover: Some(""),
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "bench mem memset: memory cleared by chunk",
-        metrics: &[("bench.mem.memset", "")],
-        x: CHUNK,
-        crossover: Some(""),
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "One large extent on several CPUs",
-        metrics: &[("bench.clear.bandwidth", "")],
-        x: CPUS,
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
-        title: "Longest time between reschedule points",
-        metrics: &[("bench.clear.worst_unit", "")],
-        x: CPUS,
-        ..PLAIN
-    },
-    View {
-        section: CLEARING,
         title: "What a program loses while another CPU clears",
         metrics: &[("bench.interference.slowdown", "")],
         groups: &["working_set"],
@@ -174,7 +87,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: POPULATING,
         title: "Memory populated",
         metrics: &[("bench.mem.mmap", "")],
         groups: &["function"],
@@ -184,15 +96,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: POPULATING,
-        title: "Memory populated by stock Linux guests",
-        metrics: &[("linux.mmap", "")],
-        x: CPUS,
-        split: &["page_kib"],
-        ..PLAIN
-    },
-    View {
-        section: MACHINES,
         title: "A virtual machine's memory created",
         metrics: &[("bench.vm_create", "")],
         groups: &["how", "workers"],
@@ -202,7 +105,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: MACHINES,
         title: "Where the time of a creation goes",
         metrics: &[
             ("bench.vm_create.allocate", "allocating"),
@@ -215,7 +117,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: AGEING,
         title: "Share of reclaim's time spent in flushing because of ageing",
         metrics: &[("bench.age.ageing_flush_share", "")],
         groups: &["lru"],
@@ -225,15 +126,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: AGEING,
-        title: "Flushes caused by ageing",
-        metrics: &[("bench.age.flushes_by_ageing", "")],
-        groups: &["lru"],
-        split: &["page"],
-        ..PLAIN
-    },
-    View {
-        section: AGEING,
         title: "Windows of memory touched",
         metrics: &[("bench.age.loops", "")],
         groups: &["lru"],
@@ -242,7 +134,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: ALLOCATING,
         title: "Freeing a block of counted pages",
         metrics: &[
             ("bench.free.free_range", "as a range"),
@@ -254,85 +145,32 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: ALLOCATING,
         title: "Freeing a split block as a range, beside other allocators",
         metrics: &[("bench.free.free_range", "")],
         x: ORDER,
         ..PLAIN
     },
     View {
-        section: ALLOCATING,
         title: "Freeing an unsplit block, beside other allocators",
         metrics: &[("bench.free.free_whole", "")],
         x: ORDER,
         ..PLAIN
     },
     View {
-        section: ALLOCATING,
-        title: "A block taken and freed at once",
-        metrics: &[("bench.alloc.pair", "")],
-        x: CPUS,
-        split: &["order"],
-        ..PLAIN
-    },
-    View {
-        section: ALLOCATING,
-        title: "Many blocks taken",
-        metrics: &[("bench.alloc.alloc", "")],
-        x: CPUS,
-        split: &["pattern", "order"],
-        ..PLAIN
-    },
-    View {
-        section: ALLOCATING,
-        title: "Many blocks freed",
-        metrics: &[("bench.alloc.free", "")],
-        x: CPUS,
-        split: &["pattern", "order"],
-        ..PLAIN
-    },
-    View {
-        section: ALLOCATING,
         title: "2 MiB extents left after mixed sizes",
         metrics: &[("bench.churn.extents_2m", "")],
         groups: &["when"],
-        note: "More is better: the same memory is in use on all sides.",
+        note: LEFT,
         ..PLAIN
     },
     View {
-        section: ALLOCATING,
         title: "1 GiB extents left after mixed sizes",
         metrics: &[("bench.churn.extents_1g", "")],
         groups: &["when"],
-        note: "More is better: the same memory is in use on all sides.",
+        note: LEFT,
         ..PLAIN
     },
     View {
-        section: TABLES,
-        title: "Time of one operation",
-        metrics: &[("bench.shootdown.time", "")],
-        x: PAGES,
-        split: &["operation", "cpus"],
-        ..PLAIN
-    },
-    View {
-        section: TABLES,
-        title: "TLB flushes of one operation",
-        metrics: &[("bench.shootdown.flushes", "")],
-        x: PAGES,
-        split: &["operation", "policy"],
-        ..PLAIN
-    },
-    View {
-        section: TABLES,
-        title: "CPUs interrupted by one operation",
-        metrics: &[("bench.shootdown.ipis", "")],
-        x: PAGES,
-        split: &["operation", "policy"],
-        ..PLAIN
-    },
-    View {
-        section: POOLS,
         title: "Growing and shrinking a pool, per page",
         metrics: &[("bench.pool.up_ns", "growing"), ("bench.pool.down_ns", "shrinking")],
         groups: &["n"],
@@ -340,31 +178,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: POOLS,
-        title: "TLB flushes of one resize",
-        metrics: &[("bench.pool.flushes_up", "growing"), ("bench.pool.flushes_down", "shrinking")],
-        groups: &["n"],
-        split: &["page"],
-        ..PLAIN
-    },
-    View {
-        section: POOLS,
-        title: "CPUs interrupted by one resize",
-        metrics: &[("bench.pool.ipis_up", "growing"), ("bench.pool.ipis_down", "shrinking")],
-        x: CPUS,
-        split: &["n", "page"],
-        ..PLAIN
-    },
-    View {
-        section: POOLS,
-        title: "Descriptor memory given back, per page",
-        metrics: &[("bench.pool.saved_kib", "")],
-        groups: &["n"],
-        split: &["page"],
-        ..PLAIN
-    },
-    View {
-        section: POOLS,
         title: "What vmemmap optimization costs, on / off",
         metrics: &[("linux.pool.tax_up", "growing"), ("linux.pool.tax_down", "shrinking")],
         x: CPUS,
@@ -373,7 +186,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: POOLS,
         title: "hugemm with the optimization beside Linux without: time, as a ratio",
         metrics: &[("linux.pool.on_vs_off", "")],
         x: CPUS,
@@ -381,7 +193,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: POOLS,
         title: "Growing and shrinking a pool in a guest, per page",
         metrics: &[("linux.pool.up_ns", "growing"), ("linux.pool.down_ns", "shrinking")],
         x: CPUS,
@@ -389,7 +200,6 @@ pub const VIEWS: [View; 43] = [
         ..PLAIN
     },
     View {
-        section: POOLS,
         title: "Interrupts between CPUs of a guest, per resize",
         metrics: &[("linux.pool.up_ipis", "growing"), ("linux.pool.down_ipis", "shrinking")],
         x: CPUS,
