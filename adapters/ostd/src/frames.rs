@@ -147,7 +147,7 @@ impl OstdFrames {
         let memory = self.platform.learn(&segment);
         // SAFETY: the segment is the manager's for good, once the arena is there; by the trait's contract nobody has handed the
         // frames over before.
-        if unsafe { manager.add(&spec(rest), memory, bytes) }.is_err() {
+        if unsafe { manager.add(cx, &spec(rest), memory, bytes) }.is_err() {
             // Its frames are still nobody's but the caller's, who does not want them back from OSTD.
             for frame in segment {
                 UniqueFrame::try_from(frame).ok()?.reset_as_unused();

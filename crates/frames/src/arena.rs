@@ -183,8 +183,10 @@ pub(crate) struct Arena<'m> {
     pub(crate) regions: &'m [Region],
     /// The number of its first region among those of all arenas.
     pub(crate) first_region: usize,
-    /// Its node's.
+    /// Its node's; its own if it was added.
     pub(crate) rows: Rows<'m>,
+    /// How many of its frames have been released. Node's lock.
+    pub(crate) released: AtomicU64,
 }
 
 // SAFETY: the pointer is to memory that the manager owns for its life, and is used only to make `DescRef`s, whose every
@@ -205,6 +207,7 @@ impl Arena<'_> {
             regions: &[],
             first_region: 0,
             rows: Rows::new(&[], 0),
+            released: AtomicU64::new(0),
         }
     }
 }
@@ -248,12 +251,6 @@ impl<'m> Arena<'m> {
     pub(crate) fn region_number(&self, pfn: Pfn) -> usize {
         let first = self.extent.base().number() >> REGION_ORDER;
         self.first_region + ((pfn.number() >> REGION_ORDER) - first) as usize
-    }
-
-    /// Its regions have the numbers from `first` on: for an arena that nobody else knows yet, with rows of its own.
-    pub(crate) fn renumber(&mut self, first: usize) {
-        self.first_region = first;
-        self.rows = self.rows.renumbered(first);
     }
 
     /// Whether a frame is in the arena: one comparison, because what is below the base wraps.

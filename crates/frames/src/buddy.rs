@@ -105,7 +105,7 @@ impl<'m, E: Env> Frames<'m, E> {
     /// Where the node's free blocks are: those of arenas that were added come last.
     pub(crate) fn places(&self, lists: &FreeLists) -> impl Iterator<Item = Places<'m>> {
         let rows = self.node(lists.node).map(|node| node.rows);
-        self.arena_table().places(lists.node, rows)
+        self.arena_table().places(lists, rows)
     }
 
     /// Frees an extent of one arena whose ends are block borders in the map: the small chunks at its ends, and what whole

@@ -64,7 +64,7 @@ impl<'m, E: Env> Frames<'m, E> {
         mobility: Mobility,
         sought: Sought,
     ) -> Option<Place<'m>> {
-        self.in_own_chunk(own, order, mobility, sought).or_else(|| {
+        self.in_own_chunk(lists, own, order, mobility, sought).or_else(|| {
             let in_places = |places: Places<'m>| {
                 let found = (order..BLOCK_ORDER).filter_map(|larger| {
                     let kind = kind(mobility, sought, larger);
@@ -90,9 +90,16 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The lowest in the CPU's own chunk.
-    fn in_own_chunk(&self, own: &PerCpu<'m>, order: u32, mobility: Mobility, sought: Sought) -> Option<Place<'m>> {
+    fn in_own_chunk(
+        &self,
+        lists: &FreeLists,
+        own: &PerCpu<'m>,
+        order: u32,
+        mobility: Mobility,
+        sought: Sought,
+    ) -> Option<Place<'m>> {
         let near = Pfn::new(own.chunks.of(mobility)? << CHUNK_SHIFT);
-        let arena = self.arena(near).filter(|arena| arena.node == own.node)?;
+        let arena = self.arena_table().of_any(near, lists)?;
         let (region, block, half) = (arena.region(near), arena.block(near), half_of(near));
         let ours = region.split.get(in_region(near))
             && !region.isolated.get(in_region(near))

@@ -1,9 +1,10 @@
 //! The manager: what it consists of, and how frames come to it in the first place.
 
 use crate::arena::{Arena, ArenaSpec};
-use crate::arenas::Arenas;
+use crate::arenas::{Arenas, RemoveError, RemovedArena};
 use crate::careful::Careful;
 use crate::descriptor::{DescMut, DescRef, Descriptor};
+use crate::freelist::FreeLists;
 use crate::frozen::{Frozen, FrozenRun};
 use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::node::{Content, Node};
@@ -12,7 +13,7 @@ use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
 use hugemm_base::inject::{FaultPoint, Inject};
-use hugemm_base::lock::{RawLock, SpinLock};
+use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, Ordering};
 use hugemm_base::{CpuCx, CpuPin, Dirty, Extent, ExtentLinks, NodeId, Order, Pfn};
@@ -72,6 +73,8 @@ pub struct Frames<'m, E: Env = Plain> {
     /// How many frames have been released.
     managed: AtomicU64,
     careful: Careful,
+    /// Held by whoever changes the list of arenas. Before a node's lock.
+    changes: PinnedLock<E::Lock, ()>,
     env: E,
     memory: PhantomData<&'m mut u8>,
 }
@@ -79,7 +82,7 @@ pub struct Frames<'m, E: Env = Plain> {
 impl<E: Env> fmt::Debug for Frames<'_, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Frames")
-            .field("arenas", &self.arenas().count())
+            .field("arenas", &self.arenas.count())
             .field("frames", &self.frames())
             .finish_non_exhaustive()
     }
@@ -129,6 +132,7 @@ impl<'m, E: Env> Frames<'m, E> {
             caches: cpus,
             managed: AtomicU64::new(0),
             careful: Careful::new(),
+            changes: PinnedLock::new(()),
             env,
             memory: PhantomData,
         })
@@ -161,9 +165,9 @@ impl<'m, E: Env> Frames<'m, E> {
         Arenas::added_bytes(spec)
     }
 
-    /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). It stays for good.
-    /// Any number can be added, from any CPU; what looks for a frame's arena goes through all that were. O(2 MiB blocks) and
-    /// O(arenas); no lock, and nobody waits.
+    /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). Any number can be
+    /// added, from any CPU; what looks for a frame's arena goes through all of them. O(2 MiB blocks) and O(arenas), during which only others
+    /// that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
     ///
     /// The CPUs' caches stay as large as they were made: whoever knows all of memory at the start gives all of it to
     /// [`new`](Frames::new).
@@ -178,13 +182,65 @@ impl<'m, E: Env> Frames<'m, E> {
     /// # Safety
     ///
     /// As [`new`](Frames::new) of the memory, the descriptors and the frame numbers; and the memory and the descriptors stay valid as
-    /// long as anybody uses the manager, not only for the `'m` that is seen here.
-    pub unsafe fn add(&self, spec: &ArenaSpec, memory: *mut u8, bytes: usize) -> Result<(), FramesConfigError> {
+    /// long as anybody uses the manager, not only for the `'m` that is seen here, or until [`remove`](Frames::remove) gives them back.
+    pub unsafe fn add<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        spec: &ArenaSpec,
+        memory: *mut u8,
+        bytes: usize,
+    ) -> Result<(), FramesConfigError> {
         if self.node(spec.node).is_none() {
             return Err(FramesConfigError::NoSuchNode(spec.node));
         }
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.arenas.add(spec, memory, bytes) }
+        cx.pinned(|pin| {
+            let _one = self.changes.lock(pin);
+            // SAFETY: the caller's promise, passed on; the lock is held.
+            unsafe { self.arenas.add(spec, memory, bytes) }
+        })
+    }
+
+    /// Removes an arena that was [added](Frames::add): the owner of all its frames, `frames`, says which. What was kept about it comes
+    /// back. O(slots), and a word per 128 MiB; the node's lock is held meanwhile. Any context but NMI.
+    ///
+    /// How one comes to own all of them: [`alloc_contig_pages`](Frames::alloc_contig_pages), and whatever was never released.
+    ///
+    /// # Errors
+    ///
+    /// The frames, and why: [`NotAdded`](RemoveError::NotAdded) if they are no arena that was added, all of it;
+    /// [`HwPoisoned`](RemoveError::HwPoisoned) if one of them is, which the manager remembers. Nothing has changed.
+    ///
+    /// # Safety
+    ///
+    /// From now on nobody asks the manager about a frame of the arena: no call with such a frame's number is at work, or comes until an
+    /// arena with it has been added again, and no [descriptor](Frames::descriptor) of one is in use. Nobody owns any of the frames but the
+    /// caller, so only those have to be thought of who ask by number: [`try_get`](Frames::try_get), [`head_of`](Frames::head_of),
+    /// [`hwpoison`](Frames::hwpoison) and the like.
+    pub unsafe fn remove<P: Cpu>(
+        &self,
+        cx: &CpuCx<'_, P>,
+        frames: Dirty,
+    ) -> Result<RemovedArena, (Dirty, RemoveError)> {
+        let extent = frames.extent();
+        let removed = cx.pinned(|pin| {
+            let _one = self.changes.lock(pin);
+            // SAFETY: the lock is held.
+            let arena = unsafe { self.arenas.exactly(extent) }.ok_or(RemoveError::NotAdded)?;
+            let remove = |_: &mut FreeLists| {
+                if let Some(pfn) = self.next_refused(arena, extent) {
+                    return Err(RemoveError::HwPoisoned(pfn));
+                }
+                // Relaxed: statistics.
+                self.managed.fetch_sub(arena.released.load(Ordering::Relaxed), Ordering::Relaxed);
+                // SAFETY: the caller's promise; both locks are held.
+                unsafe { self.arenas.remove(extent) }.ok_or(RemoveError::NotAdded)
+            };
+            self.with_node(pin, arena.node, remove).unwrap_or(Err(RemoveError::NotAdded))
+        });
+        match removed {
+            Ok(memory) => Ok(RemovedArena { frames, memory }),
+            Err(error) => Err((frames, error)),
+        }
     }
 
     /// [`release`](Frames::release) for frames that are known by their numbers alone.
@@ -208,14 +264,16 @@ impl<'m, E: Env> Frames<'m, E> {
 
     fn free_new<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
         let mut sum = 0;
-        for arena in self.arenas() {
-            let part = extent.intersection(arena.extent);
-            if !part.is_empty() {
-                cx.pinned(|pin| {
-                    self.with_node(pin, arena.node, |lists| self.free_chunks(lists, arena, part, Content::Dirty))
-                });
-                sum += part.pages();
-            }
+        for (arena, part) in self.parts(extent) {
+            cx.pinned(|pin| {
+                self.with_node(pin, arena.node, |lists| {
+                    self.free_chunks(lists, arena, part, Content::Dirty);
+                    // Relaxed: the lock orders.
+                    let released = arena.released.load(Ordering::Relaxed);
+                    arena.released.store(released + part.pages(), Ordering::Relaxed);
+                })
+            });
+            sum += part.pages();
         }
         // Relaxed: a statistic.
         self.managed.fetch_add(sum, Ordering::Relaxed);
@@ -259,11 +317,6 @@ impl<'m, E: Env> Frames<'m, E> {
     #[inline]
     pub(crate) fn arena_table(&self) -> &Arenas<'m> {
         &self.arenas
-    }
-
-    /// All arenas.
-    pub(crate) fn arenas(&self) -> impl Iterator<Item = &'m Arena<'m>> + use<'m, E> {
-        self.arenas.all()
     }
 
     /// The arena of a frame: see [`Arenas::of`].

@@ -342,8 +342,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Adds up the free blocks of 2 MiB and more of one node by order. Isolated ones are single.
-    pub(crate) fn count_2m(&self, node: NodeId, blocks: &mut [u64; ORDERS]) {
-        for region in self.arenas().filter(|arena| arena.node == node).flat_map(|arena| arena.regions) {
+    pub(crate) fn count_2m(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
+        for region in self.arena_table().on(lists).flat_map(|arena| arena.regions) {
             let counts = count_runs(core::array::from_fn(|at| region.available(at, Sought::Any)));
             for (sum, count) in blocks.iter_mut().skip(BLOCK_ORDER as usize).zip(counts) {
                 *sum += count;

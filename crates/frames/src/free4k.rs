@@ -29,8 +29,8 @@ use crate::node::{Content, Taken};
 use crate::pcp::{self, PerCpu};
 use crate::rows::SMALL;
 use crate::stats::ORDERS;
+use hugemm_base::Pfn;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{NodeId, Pfn};
 
 /// Kinds of one mobility.
 const ROWS: usize = 3 * SMALL;
@@ -465,8 +465,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Adds up the free blocks of less than 2 MiB of one node by order. A line per 2 MiB of which parts are free.
-    pub(crate) fn count_4k(&self, node: NodeId, blocks: &mut [u64; ORDERS]) {
-        for arena in self.arenas().filter(|arena| arena.node == node) {
+    pub(crate) fn count_4k(&self, lists: &FreeLists, blocks: &mut [u64; ORDERS]) {
+        for arena in self.arena_table().on(lists) {
             for block in arena.blocks.iter().filter(|block| block.count.load(Ordering::Relaxed) != 0) {
                 for (sum, count) in blocks.iter_mut().zip(count_runs(block.free.snapshot())) {
                     *sum += count;

@@ -143,7 +143,8 @@ pub(crate) unsafe fn fill_arena<'m>(
                 carver.base.add(at).cast()
             }
         };
-        Ok(Arena { extent: spec.extent, node: spec.node, descriptors, blocks, regions, first_region, rows })
+        let released = AtomicU64::new(0);
+        Ok(Arena { extent: spec.extent, node: spec.node, descriptors, blocks, regions, first_region, rows, released })
     }
 }
 

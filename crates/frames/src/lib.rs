@@ -40,7 +40,7 @@
 //! | `carve.rs` | a manager that lives in the memory it manages |
 //! | `arena.rs` | arenas; what is kept per frame, per 2 MiB and per 1 GiB |
 //! | [`descriptor`] | descriptors: don't-care for all frames that are not heads |
-//! | `arenas.rs` | which arena a frame is in; arenas that come while the manager runs |
+//! | `arenas.rs` | which arena a frame is in; arenas that come and go while the manager runs |
 //! | `blockmap.rs` | which frames are heads, and of which order |
 //! | `mobility.rs` | which allocations share 2 MiB blocks |
 //! | [`refs`] | references: packed, outside the descriptors, lock-free |
@@ -111,6 +111,7 @@ mod takers;
 
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;
+pub use arenas::{RemoveError, RemovedArena};
 pub use carve::{CarveError, CarveReason, Carved};
 pub use descriptor::{DescMut, DescRef, Descriptor};
 pub use folio::{FolioRef, FolioRun};

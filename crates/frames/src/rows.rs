@@ -37,11 +37,6 @@ impl<'m> Rows<'m> {
         Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS), base }
     }
 
-    /// The same for other regions.
-    pub(crate) fn renumbered(self, base: usize) -> Self {
-        Rows { base, ..self }
-    }
-
     // Relaxed: the lock orders.
     pub(crate) fn put(&self, kind: usize, region: usize, value: bool) {
         let region = region - self.base;

@@ -74,8 +74,8 @@ impl<E: Env> Frames<'_, E> {
             let mut blocks = [0; ORDERS];
             let stats = self.with_node(pin, node, |lists| NodeStats {
                 blocks: {
-                    self.count_2m(node, &mut blocks);
-                    self.count_4k(node, &mut blocks);
+                    self.count_2m(lists, &mut blocks);
+                    self.count_4k(lists, &mut blocks);
                     blocks
                 },
                 free: lists.pages,

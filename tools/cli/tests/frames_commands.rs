@@ -143,7 +143,7 @@ fn stress_hands_nothing_out_twice() {
     let taken = rows(&document, "bench.stress.taken");
     assert_eq!(taken.len(), 11);
     assert!(taken.iter().take(8).all(|row| row["value"].as_f64().is_some_and(|taken| taken > 0.0)));
-    for hazard in ["bench.stress.hwpoisoned", "bench.stress.claimed"] {
+    for hazard in ["bench.stress.hwpoisoned", "bench.stress.claimed", "bench.stress.unplugged"] {
         assert!(rows(&document, hazard)[0]["value"].as_f64() > Some(0.0), "{hazard}");
     }
     assert_eq!(rows(&document, "bench.stress.handed_out_twice")[0]["value"], 0.0);

@@ -1,14 +1,15 @@
-//! Arenas that come while the manager runs.
+//! Arenas that come and go while the manager runs.
 
 use super::support::{Memory, Threads, arena, extent, release};
 use super::{order, request};
 use hugemm_base::inject::NoFaults;
-use hugemm_base::{NodeId, Pfn};
+use hugemm_base::{Dirty, NodeId, Pfn};
 use hugemm_frames::{
-    AllocError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, FramesConfigError, Frozen, NoMigration, Placement,
-    Plain,
+    AllocError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, FramesConfigError, Frozen, HwPoisoned, NoMigration,
+    Placement, Plain, RemoveError,
 };
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 type Manager<'m> = Frames<'m, Plain>;
 
@@ -21,7 +22,7 @@ fn room(spec: &ArenaSpec) -> &'static mut [u8] {
 pub(super) fn add<E: Env>(frames: &Frames<'_, E>, spec: &ArenaSpec) -> Result<(), FramesConfigError> {
     let memory = room(spec);
     // SAFETY: the memory is nobody else's and stays; frame numbers are this manager's alone.
-    unsafe { frames.add(spec, memory.as_mut_ptr(), memory.len()) }
+    unsafe { frames.add(&<Threads>::default().cx(), spec, memory.as_mut_ptr(), memory.len()) }
 }
 
 /// Hands frames over; how many were taken.
@@ -123,7 +124,7 @@ fn bad_arenas_are_refused_and_change_nothing() {
         let need = Manager::added_bytes(&spec).expect("valid");
         for (at, bytes) in [(0, need.size() - 1), (64, need.size())] {
             // SAFETY: never used, because it is refused.
-            let refused = unsafe { frames.add(&spec, memory.as_mut_ptr().wrapping_add(at), bytes) };
+            let refused = unsafe { frames.add(&cx, &spec, memory.as_mut_ptr().wrapping_add(at), bytes) };
             assert_eq!(refused, Err(FramesConfigError::Memory { bytes: need.size(), align: 4096 }));
         }
         assert_eq!((frames.frames(), frames.stats(&cx).free), (1536, 0));
@@ -199,4 +200,194 @@ fn what_was_there_first_is_used_first() {
         frames.free(&cx, again);
         held.into_iter().for_each(|block| frames.free(&cx, block));
     });
+}
+
+/// Empties an arena and removes it; the memory that comes back is overwritten.
+fn remove(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> &'static mut [u8] {
+    let all = frames.alloc_contig_pages(&mut threads.cx(), extent(base, pages), &mut NoMigration).expect("emptied");
+    // SAFETY: nobody asks for its frames by number.
+    let removed = unsafe { frames.remove(&threads.cx(), all) }.expect("added");
+    assert_eq!(removed.frames.extent(), extent(base, pages));
+    // SAFETY: `room`'s, and nobody's any more.
+    let memory = unsafe { &mut *removed.memory.as_ptr() };
+    memory.fill(0xff);
+    memory
+}
+
+#[test]
+fn an_arena_goes_and_leaves_nothing_behind() {
+    with_two_nodes(|frames, threads| {
+        let cx = threads.cx();
+        hand_over(frames, threads, 512, 512);
+        let before = frames.stats(&cx);
+        for turn in 0..3 {
+            for (base, pages, node) in [(8192, 1024, 0), (3072, 512, 1)] {
+                add(frames, &arena(base, pages, node)).expect("room");
+                assert_eq!(hand_over(frames, threads, base, pages), pages);
+            }
+            assert_eq!((frames.frames(), frames.managed()), (1024 + 1536, 512 + 1536));
+            // All of it is used by pages, so that CPUs remember where they were.
+            let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+            assert_eq!(held.len(), 2048);
+            held.into_iter().for_each(|block| frames.free(&cx, block));
+            // The second is found in its slot behind one that is empty.
+            let memory = remove(frames, threads, 8192, 1024);
+            let need = Manager::added_bytes(&arena(8192, 1024, 0)).expect("valid").size();
+            assert_eq!(memory.len(), if turn == 0 { need - 4096 } else { need }, "turn {turn}");
+            assert_eq!((frames.frames(), frames.managed()), (1024 + 512, 512 + 512));
+            assert_eq!([8192, 3072].map(|pfn| frames.node_of(Pfn::new(pfn))), [None, Some(NodeId(1))]);
+            let held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()).collect();
+            assert_eq!(held.len(), 1024);
+            assert!(held.iter().all(|page| !extent(8192, 1024).contains(page.pfn())));
+            held.into_iter().for_each(|block| frames.free(&cx, block));
+            remove(frames, threads, 3072, 512);
+            let after = frames.stats(&cx);
+            assert_eq!((after.available(), after.extents(order(9))), (before.free, 1), "turn {turn}");
+        }
+    });
+}
+
+/// Other frames in the slots of those that were there before, on the other node.
+#[test]
+fn what_comes_into_a_slot_is_a_new_arena() {
+    with_two_nodes(|frames, threads| {
+        let cx = threads.cx();
+        add(frames, &arena(8192, 512, 0)).expect("room");
+        add(frames, &arena(9216, 512, 0)).expect("room");
+        hand_over(frames, threads, 8192, 512);
+        hand_over(frames, threads, 9216, 512);
+        remove(frames, threads, 8192, 512);
+        let spec = arena(2048, 1024, 1);
+        let memory = room(&spec);
+        // SAFETY: the memory is nobody else's and stays.
+        unsafe { frames.add(&cx, &spec, memory.as_mut_ptr(), memory.len()) }.expect("room");
+        // Beside it, not over it.
+        assert_eq!(add(frames, &arena(3000, 1000, 0)), Err(FramesConfigError::Overlap(Pfn::new(3000))));
+        assert_eq!(add(frames, &arena(4000, 5300, 0)), Err(FramesConfigError::Overlap(Pfn::new(4096))));
+        assert_eq!(hand_over(frames, threads, 2048, 1500), 1024);
+        assert_eq!(
+            [2048, 8192, 9216].map(|pfn| frames.node_of(Pfn::new(pfn))),
+            [Some(NodeId(1)), None, Some(NodeId(0))]
+        );
+        let page = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("free");
+        assert_eq!(page.extent(), extent(2048, 512));
+        frames.free(&cx, page);
+    });
+}
+
+#[test]
+fn only_what_was_added_goes_and_only_all_of_it() {
+    with_two_nodes(|frames, threads| {
+        let mut cx = threads.cx();
+        add(frames, &arena(8192, 1024, 0)).expect("room");
+        add(frames, &arena(9216, 512, 0)).expect("room");
+        hand_over(frames, threads, 512, 512);
+        hand_over(frames, threads, 8192, 1536);
+        for (base, pages) in [(512, 512), (8192, 512), (8704, 512), (8192, 0)] {
+            let part = extent(base, pages);
+            // SAFETY: nobody has the empty one.
+            let owned = frames.alloc_contig_range(&cx, part).unwrap_or_else(|_| unsafe { Dirty::assume_owned(part) });
+            // SAFETY: refused.
+            let (owned, error) = unsafe { frames.remove(&cx, owned) }.expect_err("no arena that was added");
+            assert_eq!((owned.extent(), error), (part, RemoveError::NotAdded));
+            frames.free_extent(&cx, owned);
+        }
+        // Two at once are not one.
+        let first = frames.alloc_contig_pages(&mut cx, extent(8192, 1024), &mut NoMigration).expect("free");
+        let second = frames.alloc_contig_pages(&mut cx, extent(9216, 512), &mut NoMigration).expect("free");
+        let (first, second) = (first.into_extent(), second.into_extent());
+        // SAFETY: both are owned.
+        let both = unsafe { Dirty::assume_owned(first.join(second).expect("adjoin")) };
+        // SAFETY: refused.
+        let (_, error) = unsafe { frames.remove(&cx, both) }.expect_err("two arenas");
+        assert_eq!(error, RemoveError::NotAdded);
+        // Poison is remembered.
+        assert_eq!(frames.hwpoison(&cx, Pfn::new(9300)), HwPoisoned::InUse);
+        // SAFETY: owned.
+        let (second, error) = unsafe { frames.remove(&cx, Dirty::assume_owned(second)) }.expect_err("poisoned");
+        assert_eq!(error, RemoveError::HwPoisoned(Pfn::new(9300)));
+        frames.free_extent(&cx, second);
+        // SAFETY: owned, and asked for by nobody.
+        let removed = unsafe { frames.remove(&cx, Dirty::assume_owned(first)) };
+        assert_eq!(removed.map(|removed| removed.frames.extent()).map_err(|(_, error)| error), Ok(first));
+        assert_eq!((frames.managed(), frames.stats(&cx).refused, frames.stats(&cx).free), (1024, 1, 1023));
+    });
+}
+
+/// One thread plugs and unplugs, in the same memory all the time, which is overwritten in between; others allocate and free meanwhile,
+/// on the node of what comes and goes and on another.
+#[test]
+fn arenas_come_and_go_while_others_allocate() {
+    let arenas = [arena(0, 1024, 0), arena(4096, 1024, 1)];
+    let config = FramesConfig { arenas: &arenas, cpus: 4, cpu_nodes: &[NodeId(0), NodeId(1), NodeId(0), NodeId(1)] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    release(&frames, extent(0, 1024));
+    release(&frames, extent(4096, 1024));
+    let (frames, threads): (_, &Threads) = (&frames, &Threads::default());
+    let rounds = if cfg!(miri) { 3 } else { 200 };
+    let (done, gone) = (&AtomicBool::new(false), &AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for cpu in 2..4 {
+            scope.spawn(move || {
+                hugemm_threads::run_as(cpu);
+                let cx = threads.cx();
+                let mut held: Vec<Frozen> = Vec::new();
+                let mut turn = 0;
+                while !done.load(Ordering::Relaxed) {
+                    turn += 1;
+                    match frames.alloc(&cx, AllocRequest::order(order([0, 0, 2, 5, 9][turn % 5]))) {
+                        Ok(block) if held.len() < 64 => held.push(block),
+                        Ok(block) => {
+                            frames.free(&cx, block);
+                            held.drain(..).for_each(|block| frames.free(&cx, block));
+                        }
+                        Err(_) => held.drain(..).for_each(|block| frames.free(&cx, block)),
+                    }
+                    if turn % 64 == 0 {
+                        held.drain(..).for_each(|block| frames.free(&cx, block));
+                        frames.drain(&cx);
+                        // Of no arena, always.
+                        assert_eq!(frames.node_of(Pfn::new(6000)), None);
+                        std::thread::yield_now();
+                    }
+                    frames.serve(&cx);
+                }
+                held.into_iter().for_each(|block| frames.free(&cx, block));
+                frames.drain(&cx);
+            });
+        }
+        scope.spawn(move || {
+            hugemm_threads::run_as(0);
+            let mut cx = threads.cx();
+            // Enough for the largest. That of the first time keeps the slot; then it is the same again and again.
+            let [mut memory, next] = [(); 2].map(|()| room(&arena(8192, 1024, 0)));
+            let mut next = Some(next);
+            for round in 0..rounds {
+                let spec = [arena(8192, 1024, 0), arena(8704, 512, 1), arena(7168, 1024, 1)][round as usize % 3];
+                // SAFETY: the memory is nobody else's and stays.
+                unsafe { frames.add(&cx, &spec, memory.as_mut_ptr(), memory.len()) }.expect("room");
+                hand_over(frames, threads, spec.extent.base().number(), spec.extent.pages());
+                std::thread::yield_now();
+                let all = loop {
+                    match frames.alloc_contig_pages(&mut cx, spec.extent, &mut NoMigration) {
+                        Ok(all) => break all,
+                        Err(_) => std::thread::yield_now(),
+                    }
+                };
+                // SAFETY: nobody asks for its frames by number.
+                let removed = unsafe { frames.remove(&cx, all) }.expect("added");
+                // SAFETY: what was given, and nobody's any more.
+                memory = next.take().unwrap_or(unsafe { &mut *removed.memory.as_ptr() });
+                memory.fill(0xff);
+                gone.fetch_add(1, Ordering::Relaxed);
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+    });
+    assert_eq!(gone.load(Ordering::Relaxed), rounds);
+    let cx = threads.cx();
+    frames.drain(&cx);
+    let stats = frames.stats(&cx);
+    assert_eq!((frames.frames(), frames.managed(), stats.free, stats.extents(order(9))), (2048, 2048, 2048, 4));
 }

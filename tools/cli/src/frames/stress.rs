@@ -1,19 +1,22 @@
 //! `hugemm bench stress`: all orders up to 10 from one shared area on several CPUs, with an ownership bitmap beside the
-//! allocator. Meanwhile every CPU claims ranges of 2 MiB, which are isolated for as long, and frames are poisoned one after
-//! the other. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
+//! allocator. Meanwhile every CPU claims ranges of 2 MiB, which are isolated for as long, frames are poisoned one after
+//! the other, and 2 MiB are plugged in and unplugged. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
 
+use crate::args::Kind;
 use crate::document::Row;
 use crate::frames::area::AreaPlan;
 use crate::frames::args::Stress;
 use crate::machine::Machine;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
-use hugemm_base::{Clock, CpuId, Order};
+use hugemm_base::{Clock, CpuId, Extent, Order, PageSize};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
-use hugemm_workloads::alloc_free::stress::{self, Ownership, Stressed};
+use hugemm_workloads::alloc_free::stress::{self, Ownership, Plugged, Stressed};
 use hugemm_workloads::random::Random;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// Steps between looks at the clock, and between claims.
 const STEPS: u64 = 8192;
@@ -32,14 +35,20 @@ pub fn run(args: &Stress) -> Result<()> {
     let plan = AreaPlan::new(&machine, args.size, threads, Order::new(stress::LARGEST)?)?;
     let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
+    let wide = Extent::new(plan.extent.base(), plan.extent.pages() + PageSize::Size2M.pages())?;
+    let (_, beyond) = wide.split_at(plan.extent.pages());
+    let mut room = machine.memory(PageSize::Size2M.bytes(), PageSize::Size2M, Kind::Thp)?;
+    // SAFETY: the frames are numbers beyond the area's, and the memory stays longer than the manager.
+    let plugged = unsafe { Plugged::new(beyond, NonNull::from(room.as_mut_slice())) };
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
-    let words: Vec<AtomicU64> = (0..area.extent.pages() / 64).map(|_| AtomicU64::new(0)).collect();
-    let Some(ownership) = Ownership::new(area.extent, &words) else {
+    let words: Vec<AtomicU64> = (0..wide.pages() / 64).map(|_| AtomicU64::new(0)).collect();
+    let Some(ownership) = Ownership::new(wide, &words) else {
         bail!("{} is no multiple of 256KB; give one that is", args.size)
     };
     let places: Vec<AtomicU64> = (0..area.extent.pages() / PAGES_PER_POISON).map(|_| AtomicU64::new(0)).collect();
-    let ownership = ownership.with_poison(&places);
+    let ownership = ownership.with_poison(&places).with_plugged(&plugged);
+    let plugged = Mutex::new(plugged);
     let claims = AtomicU64::new(0);
     let exchange: Vec<AtomicU64> = (0..PLACES).map(|_| AtomicU64::new(0)).collect();
     // So many in each hand that all of it is in use at times: a block is 186 pages on average, and half the hand full.
@@ -67,22 +76,20 @@ pub fn run(args: &Stress) -> Result<()> {
                     ownership.poison(cx, &area.frames, &mut random);
                 }
             }
-            match stress::run(cx, &area.frames, &ownership, &exchange, &mut held, STEPS, &mut random) {
-                Ok(more) => {
-                    sum.taken.iter_mut().zip(more.taken).for_each(|(sum, more)| *sum += more);
-                    sum.failed += more.failed;
+            let mut turn = || {
+                let more = stress::run(cx, &area.frames, &ownership, &exchange, &mut held, STEPS, &mut random)?;
+                sum.taken.iter_mut().zip(more.taken).for_each(|(sum, more)| *sum += more);
+                sum.failed += more.failed;
+                let claimed = stress::claim(cx, &area.frames, &ownership, &mut random)?;
+                claims.fetch_add(claimed.into(), Ordering::Relaxed);
+                match plugged.try_lock() {
+                    Ok(mut plugged) => stress::plug(cx, &area.frames, &mut plugged),
+                    Err(_) => Ok(()),
                 }
-                Err(broken) => {
-                    stop.store(true, Ordering::Relaxed);
-                    return Err(broken);
-                }
-            }
-            match stress::claim(cx, &area.frames, &ownership, &mut random) {
-                Ok(claimed) => _ = claims.fetch_add(claimed.into(), Ordering::Relaxed),
-                Err(broken) => {
-                    stop.store(true, Ordering::Relaxed);
-                    return Err(broken);
-                }
+            };
+            if let Err(broken) = turn() {
+                stop.store(true, Ordering::Relaxed);
+                return Err(broken);
             }
         }
         Ok(sum)
@@ -98,10 +105,12 @@ pub fn run(args: &Stress) -> Result<()> {
     interrupt::check()?;
     // A poisoned frame that is in a cache is found when it leaves that.
     area.host.run_on_each((0..threads).map(CpuId), |cx| area.frames.drain(cx))?;
+    let mut plugged = plugged.into_inner().unwrap_or_else(PoisonError::into_inner);
     let (left, refused) = area.host.run_on(CpuId(0), |cx| {
+        let gone = stress::unplug(cx, &area.frames, &mut plugged);
         let stats = area.frames.stats(cx);
-        (stats.available(), stats.refused)
-    })?;
+        gone.map(|()| (stats.available(), stats.refused))
+    })??;
     let poisoned = ownership.poisoned() as u64;
     if refused != poisoned {
         bail!("{poisoned} frames were poisoned, and {refused} are out of use");
@@ -110,7 +119,7 @@ pub fn run(args: &Stress) -> Result<()> {
     if left != sound {
         bail!("{} frames of {} were lost or invented: free are {left}", sound.abs_diff(left), args.size);
     }
-    let hazards = Hazards { poisoned, claims: claims.into_inner() };
+    let hazards = Hazards { poisoned, claims: claims.into_inner(), unplugged: plugged.unplugged };
     report(args, &machine, environment, threads, &sums, hazards)
 }
 
@@ -118,6 +127,7 @@ pub fn run(args: &Stress) -> Result<()> {
 struct Hazards {
     poisoned: u64,
     claims: u64,
+    unplugged: u64,
 }
 
 fn report(
@@ -128,7 +138,7 @@ fn report(
     sums: &[Stressed],
     hazards: Hazards,
 ) -> Result<()> {
-    let Hazards { poisoned, claims } = hazards;
+    let Hazards { poisoned, claims, unplugged } = hazards;
     let mut rows = Vec::new();
     let mut lines = table::new(["order", "taken"]);
     let mut all = 0;
@@ -144,13 +154,14 @@ fn report(
     rows.push(Row::single("bench.stress.failed", failed as f64, "count").label("cpus", threads));
     rows.push(Row::single("bench.stress.hwpoisoned", poisoned as f64, "count").label("cpus", threads));
     rows.push(Row::single("bench.stress.claimed", claims as f64, "ranges").label("cpus", threads));
+    rows.push(Row::single("bench.stress.unplugged", unplugged as f64, "count").label("cpus", threads));
     rows.push(Row::single("bench.stress.handed_out_twice", 0.0, "count").label("cpus", threads));
     if !machine.quiet() {
         environment_text::print(&environment);
         table::print(&format!("Blocks taken from {} by {threads} CPUs in {} s", args.size, args.seconds), &lines);
         println!(
-            "\n  {all} blocks, {claims} claims of 2 MiB, {poisoned} frames poisoned, {failed} requests that found nothing; no \
-             frame was handed out twice or poisoned, none was lost"
+            "\n  {all} blocks, {claims} claims of 2 MiB, {poisoned} frames poisoned, 2 MiB unplugged {unplugged} times, {failed} \
+             requests that found nothing; no frame was handed out twice or poisoned, none was lost"
         );
     }
     machine.report(&args.common, environment, rows)

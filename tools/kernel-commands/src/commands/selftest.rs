@@ -163,6 +163,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let (mut steps, mut zeroed) = (0, 0);
     let mut pressed = pressure::Tally::default();
     let before = tlb::shootdown().counts();
+    let mut plugged = frames_stress::plugged(cx)?;
     // A planted bug has the time to itself.
     let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
     // It divides leaves of live tables by one store.
@@ -195,7 +196,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         let slice = ((of - spent.min(of)) / PARTS).clamp(SLICE_LEAST, most);
         let clock = cx.platform();
         if runs(Part::Frames) {
-            frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
+            frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice, &mut plugged)?;
         }
         if runs(Part::Rights) {
             seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
@@ -229,6 +230,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
+    sample("selftest.unplugged", plugged.unplugged as f64, "times", &[]);
     sample("selftest.unmaps", unmaps as f64, "ranges", &[]);
     sample("selftest.resized", resized as f64, "pieces of 2 MiB", &[]);
     sample("selftest.accesses", steps as f64, "steps in address spaces", &[]);

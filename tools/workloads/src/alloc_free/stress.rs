@@ -1,13 +1,17 @@
 //! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
-//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed.
+//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed, and a
+//! piece of memory may come and go.
 
 use crate::random::Random;
+use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, Order, Pfn};
-
-use hugemm_frames::{AllocRequest, Env, FolioRef, FolioRun, Frames, HwPoisoned, NoMigration, Put};
+use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn};
+use hugemm_frames::{
+    AllocRequest, ArenaSpec, Env, FolioRef, FolioRun, Frames, FramesConfigError, HwPoisoned, NoMigration, Put,
+    RemoveError,
+};
 
 /// Largest order that is asked for.
 pub const LARGEST: u32 = 10;
@@ -15,6 +19,8 @@ pub const LARGEST: u32 = 10;
 /// A bit per frame of an area: whether somebody owns it. Any CPU.
 pub struct Ownership<'a> {
     area: Extent,
+    /// What of it does not go: only there are frames chosen by their numbers.
+    stays: Extent,
     words: &'a [AtomicU64],
     /// Frames that have been poisoned, + 1; 0 behind the last.
     poisoned: &'a [AtomicU64],
@@ -38,6 +44,10 @@ pub enum Broken {
     HwPoisoned(Pfn),
     /// The allocator did not take back what it had handed out.
     NotFreed(Extent),
+    /// A piece of memory was not plugged in.
+    NotAdded(FramesConfigError),
+    /// One that belongs to nobody was not unplugged.
+    NotRemoved(RemoveError),
 }
 
 impl core::fmt::Display for Broken {
@@ -50,6 +60,8 @@ impl core::fmt::Display for Broken {
             Broken::NotBelow(limit) => write!(f, "a block was asked for below frame {limit} and does not end there"),
             Broken::HwPoisoned(frame) => write!(f, "frame {frame} was handed out although it is poisoned"),
             Broken::NotFreed(extent) => write!(f, "the frames from {} on were not taken back", extent.base()),
+            Broken::NotAdded(error) => write!(f, "memory was not plugged in: {error}"),
+            Broken::NotRemoved(error) => write!(f, "memory was not unplugged: {error}"),
         }
     }
 }
@@ -60,7 +72,13 @@ impl<'a> Ownership<'a> {
     /// Nobody owns anything. `words` are zero, and one for each 64 frames of the area, whose number of frames is a
     /// multiple of 64.
     pub fn new(area: Extent, words: &'a [AtomicU64]) -> Option<Self> {
-        (words.len() as u64 * 64 == area.pages()).then_some(Ownership { area, words, poisoned: &[] })
+        (words.len() as u64 * 64 == area.pages()).then_some(Ownership { area, stays: area, words, poisoned: &[] })
+    }
+
+    /// The last frames of the area are a [`Plugged`]'s.
+    pub fn with_plugged(self, plugged: &Plugged) -> Self {
+        let stays = self.area.slice(0, plugged.extent.base().number().saturating_sub(self.area.base().number()));
+        Ownership { stays, ..self }
     }
 
     /// The same with room for frames that are [poisoned](Self::poison) meanwhile: one for each of `places`, which are zero.
@@ -74,12 +92,12 @@ impl<'a> Ownership<'a> {
         if self.poisoned() == self.poisoned.len() {
             return false;
         }
-        let some = self.area.end().number() - 1 - random.below((self.area.pages() / 4).max(1));
+        let some = self.stays.end().number() - 1 - random.below((self.stays.pages() / 4).max(1));
         let mut frame = Pfn::new(some);
         if random.below(2) == 0
             && let Ok(page) = frames.alloc(cx, AllocRequest::order(Order::ZERO))
         {
-            frame = page.pfn();
+            frame = if self.stays.contains(page.pfn()) { page.pfn() } else { frame };
             frames.free(cx, page);
         }
         match frames.hwpoison(cx, frame) {
@@ -226,8 +244,8 @@ pub fn claim<P: Cpu, E: Env>(
     random: &mut Random,
 ) -> Result<bool, Broken> {
     let size = Order::new(9).unwrap_or(Order::ZERO);
-    let first = ownership.area.base().number().next_multiple_of(size.pages());
-    let count = ownership.area.end().number().saturating_sub(first) / size.pages();
+    let first = ownership.stays.base().number().next_multiple_of(size.pages());
+    let count = ownership.stays.end().number().saturating_sub(first) / size.pages();
     let extent = Extent::block(Pfn::new(first + random.below(count.max(1)) * size.pages()), size);
     let poisoned = ownership.poisoned();
     let Ok(claimed) = frames.alloc_contig_pages(cx, extent, &mut NoMigration) else { return Ok(false) };
@@ -239,6 +257,84 @@ pub fn claim<P: Cpu, E: Env>(
         pages if pages == size.pages() => Ok(true),
         _ => Err(Broken::NotFreed(extent)),
     }
+}
+
+/// A piece of memory that is plugged in and unplugged again and again.
+#[derive(Debug)]
+pub struct Plugged {
+    extent: Extent,
+    memory: NonNull<[u8]>,
+    there: bool,
+    /// How often it was unplugged.
+    pub unplugged: u64,
+}
+
+// SAFETY: the memory is nobody else's, by the contract of `new`.
+unsafe impl Send for Plugged {}
+
+impl Plugged {
+    /// Bytes that the manager needs to keep about such a piece, aligned to 4096; 0 if it cannot be one.
+    pub fn bytes<E: Env>(extent: Extent) -> usize {
+        // 4 KiB of the first time stay with the manager.
+        Frames::<E>::added_bytes(&Self::spec(extent)).map_or(0, |layout| layout.size() + 4096)
+    }
+
+    /// One past its last frame.
+    pub fn end(&self) -> Pfn {
+        self.extent.end()
+    }
+
+    /// One that is not there yet: whole 2 MiB, aligned.
+    ///
+    /// # Safety
+    ///
+    /// The frames are no manager's, and nobody but [`plug`] asks about their numbers. The memory is nobody else's as long as the manager
+    /// is used that this is plugged into, always the same.
+    pub unsafe fn new(extent: Extent, memory: NonNull<[u8]>) -> Self {
+        Plugged { extent, memory, there: false, unplugged: 0 }
+    }
+
+    fn spec(extent: Extent) -> ArenaSpec {
+        ArenaSpec { extent, node: NodeId(0), descriptors: None }
+    }
+}
+
+/// Plugs the memory in if it is not there, and unplugs it if none of it is in use. Waits for other CPUs.
+pub fn plug<P: Cpu, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    plugged: &mut Plugged,
+) -> Result<(), Broken> {
+    let Plugged { extent, memory, .. } = *plugged;
+    if !plugged.there {
+        let bytes = memory.len();
+        // SAFETY: by the contract of `new`.
+        unsafe {
+            frames.add(cx, &Plugged::spec(extent), memory.as_ptr().cast(), bytes).map_err(Broken::NotAdded)?;
+            frames.release_extent(cx, extent);
+        }
+        plugged.there = true;
+    } else if let Ok(all) = frames.alloc_contig_pages(cx, extent, &mut NoMigration) {
+        // SAFETY: nobody asks about their numbers, by the contract of `new`.
+        let removed = unsafe { frames.remove(cx, all) }.map_err(|(_, error)| Broken::NotRemoved(error))?;
+        // SAFETY: nobody's any more. Whoever still looks there should see it.
+        unsafe { removed.memory.cast::<u8>().write_bytes(0xff, removed.memory.len()) };
+        (plugged.memory, plugged.there) = (removed.memory, false);
+        plugged.unplugged += 1;
+    }
+    Ok(())
+}
+
+/// Unplugs it for good. When no CPU is in [`run`], nor has anything cached.
+pub fn unplug<P: Cpu, E: Env>(
+    cx: &mut CpuCx<'_, P>,
+    frames: &Frames<'_, E>,
+    plugged: &mut Plugged,
+) -> Result<(), Broken> {
+    if plugged.there {
+        plug(cx, frames, plugged)?;
+    }
+    if plugged.there { Err(Broken::NotFreed(plugged.extent)) } else { Ok(()) }
 }
 
 /// Frees what is on its way between CPUs. When no CPU is in [`run`].

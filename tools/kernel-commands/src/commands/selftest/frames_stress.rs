@@ -1,13 +1,15 @@
 //! All CPUs take, pass on and free blocks of all orders; a bitmap beside the allocator knows every frame's owner.
 
 use super::{Cx, Failure, Finding};
+use core::mem::ManuallyDrop;
+use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
-use hugemm_base::{Clock, Extent, Order, Pfn};
+use hugemm_base::{Clock, Extent, Order, PageSize, Pfn};
 use hugemm_frames::{AllocRequest, Mobility};
-use hugemm_kernel::memory::{self, Scratch, frames};
+use hugemm_kernel::memory::{self, KernelEnv, Scratch, frames};
 use hugemm_kernel::{percpu, smp};
-use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership};
+use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership, Plugged};
 use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
@@ -18,15 +20,27 @@ const HELD: usize = 64;
 /// Places through which blocks go from one CPU to another.
 const EXCHANGE: usize = 16;
 
+/// Memory that comes and goes in each round: 2 MiB beyond all there is, of which nothing but numbers is used.
+pub fn plugged(cx: Cx<'_>) -> Result<Plugged, Failure> {
+    let first = memory::end().number().next_multiple_of(PageSize::Size2M.pages());
+    let extent = Extent::new(Pfn::new(first), PageSize::Size2M.pages()).unwrap_or_default();
+    // A part of it is the allocator's for good; all of it stays with this.
+    let mut room = ManuallyDrop::new(Scratch::new(cx, Plugged::bytes::<KernelEnv>(extent), || 0_u8)?);
+    // SAFETY: no memory is there, so no manager has those frames; the room is never given back.
+    Ok(unsafe { Plugged::new(extent, NonNull::from(&mut room[..])) })
+}
+
 /// One round on all CPUs, until `until` at the latest.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Failure> {
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, plugged: &mut Plugged) -> Result<(), Failure> {
     let cpus = percpu::count();
-    let area = Extent::new(Pfn::new(0), highest().next_multiple_of(64)).unwrap_or_default();
+    let area = Extent::new(Pfn::new(0), plugged.end().number()).unwrap_or_default();
     let words = Scratch::new(cx, (area.pages() / 64) as usize, || AtomicU64::new(0))?;
     let exchange = Scratch::new(cx, EXCHANGE, || AtomicU64::new(0))?;
     let found: Lock<SpinLock, Option<Broken>> = Lock::new(None);
+    let turning = Lock::<SpinLock, _>::new(plugged);
     let stop = AtomicBool::new(false);
     if let Some(ownership) = Ownership::new(area, &words) {
+        let ownership = ownership.with_plugged(&turning.lock());
         smp::on_cpus(cx, cpus, &|cx, cpu| {
             let mut random = Random::new(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
@@ -43,7 +57,14 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
                 if plant == Plant::DoubleFree && cpu == 0 {
                     free_twice(cx);
                 }
-                if let Err(broken) = stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random) {
+                let mut done =
+                    stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random).map(|_| ());
+                if done.is_ok()
+                    && let Some(mut plugged) = turning.try_lock()
+                {
+                    done = stress::plug(cx, frames(), &mut plugged);
+                }
+                if let Err(broken) = done {
                     stop.store(true, Ordering::Relaxed);
                     found.lock().get_or_insert(broken);
                     return;
@@ -55,16 +76,13 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<(), Fail
             return Err(Finding::Frames(broken).into());
         }
         stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(Finding::Frames)?;
+        free_pages(cx);
+        stress::unplug(cx, frames(), &mut turning.lock()).map_err(Finding::Frames)?;
     }
     for scratch in [words, exchange] {
         scratch.free(cx);
     }
     Ok(())
-}
-
-/// One past the highest frame that the allocator may hand out.
-fn highest() -> u64 {
-    memory::end().number()
 }
 
 /// Free frames, those in all CPUs' caches included.
