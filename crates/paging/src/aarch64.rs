@@ -9,6 +9,7 @@
 //! | 10, 11 | AF: accessed; nG: not global |
 //! | 12–47 | frame |
 //! | 51 | DBM: writable. With AP read-only, a page that nobody has written: hardware (or the fault handler) clears AP |
+//! | 52 | contiguous: see [`folding`](crate::folding) |
 //! | 53, 54 | PXN, UXN |
 //! | 55 | written before it was made read-only |
 //! | 56, 57 | the owner's two |
@@ -36,6 +37,7 @@ const INNER_SHAREABLE: u64 = 3 << 8;
 const ACCESSED: u64 = 1 << 10;
 const NOT_GLOBAL: u64 = 1 << 11;
 const DBM: u64 = 1 << 51;
+const CONTIGUOUS: u64 = 1 << 52;
 const PXN: u64 = 1 << 53;
 const UXN: u64 = 1 << 54;
 const WAS_DIRTY: u64 = 1 << 55;
@@ -52,7 +54,7 @@ const RESERVED: u64 = 1 << 63;
 pub struct Aarch64;
 
 // SAFETY: bit 0 is the valid bit; 58 and 63 are ignored by hardware and set in no valid or owner's entry made here; frames are in
-// bits 12 to 47 at every level; `change` writes the same frame and kind back.
+// bits 12 to 47 at every level; `change` writes the same frame, kind and contiguous mark back.
 unsafe impl PageFormat for Aarch64 {
     const NAME: &'static str = "arm64, 4 KiB granule";
     const LEVELS: u32 = 4;
@@ -64,6 +66,7 @@ unsafe impl PageFormat for Aarch64 {
     const CLEAN: u64 = READ_ONLY;
     const READ_ONLY_TABLE: u64 = NO_WRITE_BELOW;
     const CLAIMED: u64 = CLAIMED;
+    const CONTIGUOUS: u64 = CONTIGUOUS;
     // Only what raises a translation, address size or access flag fault is never kept; a permission fault drops nothing (Arm
     // ARM, D8.16).
     const FAULT_DROPS: bool = false;
@@ -128,7 +131,11 @@ unsafe impl PageFormat for Aarch64 {
     #[inline]
     fn change(entry: u64, set: Flags, clear: Flags) -> u64 {
         let level = if entry & TABLE_OR_PAGE != 0 { 0 } else { 1 };
-        Self::leaf(Self::frame(entry), level, Self::flags(entry).without(clear).with(set))
+        let flags = Self::flags(entry).without(clear).with(set);
+        let folded = entry & CONTIGUOUS;
+        // Hardware may note a store to one of a group in another.
+        let dirty = Flags::DIRTY.only_if(folded != 0 && flags.contains(Flags::WRITE));
+        Self::leaf(Self::frame(entry), level, flags | dirty) | folded
     }
 
     fn mask(flags: Flags) -> u64 {

@@ -135,8 +135,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
-    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Busy`](PagingError::Busy) if
-    /// it meets a range that is not harvested yet. Nothing has changed.
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Folded`](PagingError::Folded) if a folded
+    /// group does, [`Busy`](PagingError::Busy) if it meets a range that is not harvested yet. Nothing has changed.
     pub fn detach(&mut self, span: VirtRange, editing: Editing) -> Result<Unhooked, PagingError> {
         self.detach_owned(span, editing, |_, _, _| ())
     }
@@ -156,6 +156,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ) -> Result<Unhooked, PagingError> {
         let (first, end) = self.tree.check(span)?;
         self.tree.check_ends(first, end)?;
+        self.tree.check_groups(first, end)?;
         if let Some(page) = self.outstanding().meets(span) {
             return Err(PagingError::Busy { at: level::address(page) });
         }

@@ -27,6 +27,11 @@ pub enum PagingError {
         /// The end that it reaches over.
         at: VirtAddr,
     },
+    /// A [folded](crate::folding) group reaches over the end of the range, or round the leaf.
+    Folded {
+        /// The end that it reaches over.
+        at: VirtAddr,
+    },
     /// CPUs may be translating there, and the format lets an entry that they use change its size, or its memory type, only
     /// when it has been invalid and flushed in between ([break-before-make](crate::PageFormat::BREAK_BEFORE_MAKE)):
     /// [detach](crate::Exclusive::detach) it, flush, and [attach](crate::Exclusive::attach) it again, if whoever meets it
@@ -73,6 +78,7 @@ impl fmt::Display for PagingError {
             PagingError::Overlap { at } => write!(f, "{at} is mapped already; unmap it first"),
             PagingError::Busy { at } => write!(f, "{at} is being mapped or unmapped; flush, harvest, and try again"),
             PagingError::NeedsSplit { at } => write!(f, "a larger page reaches over {at}; split it first"),
+            PagingError::Folded { at } => write!(f, "pages on either side of {at} are folded; unfold them first"),
             PagingError::NeedsBreak { at } => {
                 write!(f, "{at} is in use and cannot be changed in place; detach it, flush, and attach or map it again")
             }
@@ -110,6 +116,7 @@ mod tests {
             PagingError::Overlap { at },
             PagingError::Busy { at },
             PagingError::NeedsSplit { at },
+            PagingError::Folded { at },
             PagingError::NeedsBreak { at },
             PagingError::NotMapped { at },
             PagingError::NotUniform { at },

@@ -26,8 +26,9 @@ use hugemm_base::{PAGE_BYTES, PAGE_SHIFT, Pfn, VirtAddr};
 /// * [`leaf`](PageFormat::leaf) and [`table`](PageFormat::table) give present entries, from which
 ///   [`frame`](PageFormat::frame), [`is_leaf`](PageFormat::is_leaf) and [`flags`](PageFormat::flags) read back what
 ///   was put in. The frame number is in bits 12 and up: leaves of adjacent frames differ by the page size.
-/// * [`change`](PageFormat::change) keeps frame and kind. `READ_ONLY_TABLE` and `CLAIMED` have no bit in common with each
-///   other, the frame, `DETACHED` and `RESERVED`.
+/// * [`change`](PageFormat::change) keeps frame, kind and `CONTIGUOUS`, and leaves no leaf that has that mark writable and not
+///   dirty. `leaf` does not set it, and it says nothing about an entry's flags.
+/// * `READ_ONLY_TABLE`, `CLAIMED` and `CONTIGUOUS` have no bit in common with each other, the frame, `DETACHED` and `RESERVED`.
 pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// Name, as printed.
     const NAME: &'static str;
@@ -53,6 +54,8 @@ pub unsafe trait PageFormat: Copy + Send + Sync + 'static {
     /// A bit that hardware ignores in an entry that refers to a table, and that [`table`](PageFormat::table) leaves 0:
     /// a CPU is at work on what is below it.
     const CLAIMED: u64;
+    /// Marks a leaf of a [folded](crate::folding) group; 0 where there is no such mark.
+    const CONTIGUOUS: u64 = 0;
 
     /// Whether a CPU whose access is refused by a translation that it keeps drops that translation, so that rights that were
     /// given are found by the next try. Where it does not, giving rights owes a flush as taking them does, and whoever handles a

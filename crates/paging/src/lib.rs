@@ -43,6 +43,7 @@
 //! | [`write_protect`] | write protection by the table, and what it costs to undo in part |
 //! | [`young`] | ageing without a flush |
 //! | [`owned`] | entries for what is not there: the owner's word, such as a place in swap |
+//! | [`folding`] | sixteen leaves that a TLB may keep as one |
 //! | [`split`] | other leaf sizes, in place |
 //! | `walker.rs` | the barrier before hardware walks |
 //! | [`shootdown`] | the protocol of shootdowns; batches, and when everything is flushed instead of ranges |
@@ -67,6 +68,7 @@ pub mod detach;
 pub mod edit_lock;
 pub mod error;
 pub mod flags;
+pub mod folding;
 pub mod format;
 mod frames_memory;
 pub mod invalidate;

@@ -12,6 +12,7 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
+use crate::folding;
 use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, ENTRIES, Slot, slots};
 use crate::memory::{TableContent, TableMemory};
@@ -51,7 +52,21 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
         runs: impl IntoIterator<Item = Extent>,
         how: Mapping,
     ) -> Result<(), PagingError> {
-        self.tree.map::<true>(span, runs, how)
+        self.tree.map::<true>(span, runs, how, false)
+    }
+
+    /// The same, and what can be is [folded](crate::folding), where the format knows that.
+    ///
+    /// # Errors
+    ///
+    /// As [`map`](Shared::map).
+    pub fn map_folded(
+        &mut self,
+        span: VirtRange,
+        runs: impl IntoIterator<Item = Extent>,
+        how: Mapping,
+    ) -> Result<(), PagingError> {
+        self.tree.map::<true>(span, runs, how, F::CONTIGUOUS != 0)
     }
 }
 
@@ -67,7 +82,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
         runs: impl IntoIterator<Item = Extent>,
         how: Mapping,
     ) -> Result<(), PagingError> {
-        self.tree.map::<false>(span, runs, how)
+        self.tree.map::<false>(span, runs, how, false)
     }
 }
 
@@ -79,6 +94,8 @@ struct Job<I> {
     template: u64,
     /// Level of the largest leaf.
     largest: u32,
+    /// Whether to fold.
+    fold: bool,
     first: u64,
     end: u64,
     /// Everything before this page has been reserved.
@@ -102,7 +119,7 @@ impl<F: PageFormat, M: TableMemory, I> Drop for Call<'_, F, M, I> {
         if !job.published {
             ready_to_commit();
             let root = tree.table(tree.root);
-            tree.resolve(root, Tree::<F, M>::ROOT, job.first, job.reserved, *commit);
+            tree.resolve(root, Tree::<F, M>::ROOT, job.first, job.reserved, *commit, job.fold);
         }
         walker::published();
     }
@@ -173,6 +190,14 @@ impl<I: Iterator<Item = Extent>> Job<I> {
         if taken < end - first { Err(PagingError::OutOfFrames { at: level::address(first + taken) }) } else { Ok(()) }
     }
 
+    /// Folds what is to be of a table that has been built for the pages `first..end`.
+    #[inline]
+    fn fold_built<F: PageFormat>(&self, table: Table, level: u32, first: u64, end: u64) {
+        if F::CONTIGUOUS != 0 && self.fold {
+            folding::fold::<F>(table, level, level::index(first, level), level::index(end - 1, level) + 1);
+        }
+    }
+
     /// Whether the current run fills one table of 4 KiB pages and all of the next, as surely as tables can be had.
     fn fills_two<F: PageFormat>(&mut self) -> bool {
         self.source.peek().is_some_and(|run| run.pages() >= 2 * ENTRIES as u64 && check_frames::<F>(run).is_ok())
@@ -209,6 +234,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         span: VirtRange,
         runs: impl IntoIterator<Item = Extent>,
         how: Mapping,
+        fold: bool,
     ) -> Result<(), PagingError> {
         let (first, end) = self.check(span)?;
         self.check_flags(how.flags, span.start())?;
@@ -217,6 +243,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             flags: how.flags,
             template: F::leaf(Pfn::new(0), 0, how.flags),
             largest: level::of(how.largest),
+            fold,
             first,
             end,
             reserved: first,
@@ -363,10 +390,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 job.next = Some(next);
                 // SAFETY: nobody else reaches a table that hangs nowhere.
                 unsafe { job.fill_one_of_two(table, built.tree.table(next)) };
+                job.fold_built::<F>(table, level, first, end);
                 return Ok(built.finish());
             }
             // SAFETY: nobody else reaches a table that hangs nowhere; the pages lie under it.
             unsafe { job.fill::<F>(table, first, end) }?;
+            job.fold_built::<F>(table, level, first, end);
             return Ok(built.finish());
         }
         while built.next < end {
@@ -389,15 +418,19 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 }
             }
         }
+        job.fold_built::<F>(table, level, first, end);
         Ok(built.finish())
     }
 
-    /// Makes what was reserved in `first..end` present, or takes it back.
-    fn resolve(&mut self, table: Table, level: u32, first: u64, end: u64, commit: bool) {
+    /// Makes what was reserved in `first..end` present, folded or not, or takes it back.
+    fn resolve(&mut self, table: Table, level: u32, first: u64, end: u64, commit: bool, fold: bool) {
+        if commit && fold && F::CONTIGUOUS != 0 && first < end {
+            folding::fold::<F>(table, level, level::index(first, level), level::index(end - 1, level) + 1);
+        }
         for slot in slots(first, end, level) {
             let seen = table.get(slot.index);
             match kind::<F>(seen, level) {
-                Kind::Table => self.resolve(self.below(seen), level - 1, slot.first, slot.end, commit),
+                Kind::Table => self.resolve(self.below(seen), level - 1, slot.first, slot.end, commit, fold),
                 Kind::Reserved if commit => table.set(slot.index, seen ^ F::RESERVED),
                 Kind::Reserved => {
                     table.set(slot.index, 0);

@@ -7,6 +7,7 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
+use crate::folding::is_folded;
 use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
@@ -118,13 +119,13 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// # Errors
     ///
-    /// What stands there instead. Nothing has changed.
+    /// What stands there instead, which may also be that leaf, [folded](crate::folding). Nothing has changed.
     pub fn take_leaf(&mut self, at: VirtAddr, frame: Pfn, word: impl Fn(Leaf) -> Option<u64>) -> Result<Leaf, Lookup> {
         let page = self.tree.page_of(at).ok_or(Lookup::Absent)?;
         let mut end = self.tree.descend(page);
         loop {
             let leaf = match found::<F>(&end) {
-                Lookup::Mapped(leaf) if F::frame(end.entry) == frame => leaf,
+                Lookup::Mapped(leaf) if F::frame(end.entry) == frame && !is_folded::<F>(end.entry) => leaf,
                 other => return Err(other),
             };
             let next = word(leaf).map_or(0, F::owner);

@@ -342,6 +342,12 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         Ok((first, end))
     }
 
+    /// Whether a page is this table's to look at: what lies behind the last one may be edited under another lock.
+    #[inline]
+    pub(crate) fn translates(&self, page: u64) -> bool {
+        (self.bounds.first_page()..self.bounds.end_page()).contains(&page)
+    }
+
     /// Whether a leaf at `at` may have these flags: what a flush of its space would keep is common to all spaces.
     #[inline]
     pub(crate) fn check_flags(&self, flags: Flags, at: VirtAddr) -> Result<(), PagingError> {

@@ -21,6 +21,11 @@ pub struct Change {
 }
 
 impl Change {
+    /// Whether it only notes what hardware would.
+    fn notes(self) -> bool {
+        Flags::HARDWARE.contains(self.set) && self.clear == Flags::NONE
+    }
+
     /// Whether leaves may get another memory type by it, or become every space's.
     fn retypes(self) -> bool {
         const TYPES: Flags = Flags::UNCACHED.with(Flags::WRITE_THROUGH);
@@ -59,7 +64,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// # Errors
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
-    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Global`](PagingError::Global),
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Folded`](PagingError::Folded) if a folded
+    /// group does and more is to change than accessed and dirty bits are to be set, [`Global`](PagingError::Global),
     /// [`NeedsBreak`](PagingError::NeedsBreak) if memory types are to change, or leaves to become global, that CPUs may be using
     /// and the format does not let them see changed: unmap and map them again. Nothing has changed.
     pub fn protect(&mut self, span: VirtRange, change: Change) -> Result<Stale, PagingError> {
@@ -84,6 +90,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let (first, end) = self.check(span)?;
         self.check_flags(change.set, span.start())?;
         self.check_ends(first, end)?;
+        if !change.notes() {
+            self.check_groups(first, end)?;
+        }
         if change.retypes() && !way.editing().retypes::<F>() {
             return Err(PagingError::NeedsBreak { at: span.start() });
         }

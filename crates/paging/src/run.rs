@@ -71,7 +71,7 @@ impl<F: PageFormat> Leaves<'_, F> {
     /// make one nevertheless. Ends with the first cache line that says otherwise.
     #[inline]
     pub fn as_run(&self, differ: Flags) -> Option<Run> {
-        let differ = F::mask(differ & Flags::HARDWARE);
+        let differ = overlooked::<F>(differ);
         let all = self.stretches(differ).next().filter(|stretch| stretch.leaves == self.entries.len())?;
         let pages = (all.leaves as u64) << level::shift(self.level);
         let leaf = self.leaf(all.entry & !differ | (all.any ^ F::CLEAN) & differ);
@@ -105,6 +105,12 @@ impl<F: PageFormat> Leaves<'_, F> {
         let Leaves { entries, level, ahead, .. } = *self;
         Stretches { entries, level, keep: !differ, index: 0, ahead, format: PhantomData }
     }
+}
+
+/// The bits in which leaves of one run may differ.
+#[inline]
+fn overlooked<F: PageFormat>(differ: Flags) -> u64 {
+    F::mask(differ & Flags::HARDWARE) | F::CONTIGUOUS
 }
 
 /// Whether an entry that is at rest, or has been copied, is a leaf.
@@ -249,7 +255,7 @@ impl<'v, F: PageFormat> Runs<'v, F> {
         Runs {
             open: Open { first: 0, pages: 0, level: 0, entry: 0, any: 0 },
             complete: ([MaybeUninit::uninit(); TOGETHER], 0),
-            differ: F::mask(differ & Flags::HARDWARE),
+            differ: overlooked::<F>(differ),
             read_only: false,
             known: (0, F::flags(0)),
             visit,

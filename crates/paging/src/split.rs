@@ -16,6 +16,7 @@ use crate::detach::Detached;
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
+use crate::folding::{group_accessed, is_folded, unfold_group};
 use crate::format::{Kind, PageFormat, is_read_only, kind};
 use crate::level::{self, ENTRIES, slots};
 use crate::memory::{TableContent, TableMemory};
@@ -103,7 +104,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes what was detached, and has been flushed, present again: in leaves of `size` where it can be. Larger ones become
     /// tables of them; tables of smaller ones become leaves of up to that size where they map one aligned block with one set of
     /// flags, accessed or dirty if any of them was. Owners' words in tables that [detaching](Exclusive::detach) left in their
-    /// place are gone by then; all else is as it was. Tables that are needed no longer are given back at once; no flush is owed.
+    /// place are gone by then; [folded](crate::folding) leaves in such tables are folded no longer; all else is as it was. Tables that are needed no longer are given back at once; no flush is owed.
     ///
     /// Together with [detaching](Exclusive::detach) and the flush this is break-before-make, for any format. Reads 8 bytes per
     /// entry of the tables that `size` concerns.
@@ -141,7 +142,7 @@ struct Resize {
 /// First frame and common flags of 512 leaves that make one, or where they do not.
 fn uniform<F: PageFormat>(table: Table, level: u32, page: u64) -> Result<(Pfn, Flags), PagingError> {
     let first = table.get(0);
-    let differ = F::mask(Flags::HARDWARE);
+    let differ = F::mask(Flags::HARDWARE) | F::CONTIGUOUS;
     let mut seen = Flags::NONE;
     for index in 0..ENTRIES {
         let entry = table.get(index);
@@ -281,6 +282,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 Kind::Leaf => {
                     let Some(frame) = stock.take(self) else { return };
                     let below = self.table(frame);
+                    // Where leaves may change their size in place, so may groups.
+                    let entry = if is_folded::<F>(entry) { unfold_group::<F>(table, slot.index) } else { entry };
                     fill_split::<F>(below, entry, level);
                     swap_in::<F>(table, slot.index, entry, frame, editing, |now| fill_split::<F>(below, now, level));
                     *stale = stale.leaves(1, level - 1);
@@ -298,7 +301,13 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
                 Kind::Detached => {
-                    let entry = entry ^ F::DETACHED;
+                    let entry = match entry ^ F::DETACHED {
+                        leaf if F::is_leaf(leaf, level) && is_folded::<F>(leaf) => {
+                            let accessed = if group_accessed::<F>(table, slot.index) { F::ACCESSED } else { 0 };
+                            leaf & !F::CONTIGUOUS | accessed
+                        }
+                        entry => entry,
+                    };
                     let new = match resize {
                         // SAFETY: it was hidden before a flush that has taken place.
                         Some(resize) => unsafe { self.resized(entry, level, resize) },

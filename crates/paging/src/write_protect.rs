@@ -41,10 +41,12 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// # Errors
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
-    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end. Nothing has changed.
+    /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Folded`](PagingError::Folded) if a folded
+    /// group does. Nothing has changed.
     pub fn write_protect(&mut self, span: VirtRange) -> Result<Stale, PagingError> {
         let (first, end) = self.tree.check(span)?;
         self.tree.check_ends(first, end)?;
+        self.tree.check_groups(first, end)?;
         let root = self.tree.table(self.tree.root);
         let mut edit = Edit::alone(NO_WRITE);
         let tables = self.tree.write_protect(root, Tree::<F, M>::ROOT, first, end, &mut edit);

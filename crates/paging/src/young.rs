@@ -7,6 +7,7 @@
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::flags::Flags;
+use crate::folding::{GROUP, clear_group, group_accessed, is_folded};
 use crate::format::{Kind, PageFormat, kind};
 use crate::level::{self, slots};
 use crate::memory::TableMemory;
@@ -30,7 +31,8 @@ macro_rules! ageing {
     ($guard:ident) => {
         impl<F: PageFormat, L: RawEditLock, M: TableMemory> $guard<'_, F, L, M> {
             /// Clears the accessed bit of every leaf in the span, whole or in part, and shows `visit` those that had it,
-            /// by maximal [runs](Run). One atomic per young leaf, one load per old one.
+            /// by maximal [runs](Run). One atomic per young leaf, one load per old one. A [folded](crate::folding) group has
+            /// one age: if any of it was accessed, all of it that is in the span is shown, and none of it is accessed then.
             ///
             /// # Errors
             ///
@@ -50,7 +52,7 @@ macro_rules! ageing {
             }
 
             /// The same for those leaves only that `choose` wants, by their first page's number and first frame; others
-            /// stay as old as they are. `choose` is asked only of leaves that have been accessed, and is all that is told
+            /// stay as old as they are, unless they are folded with one that is wanted. `choose` is asked only of leaves that have been accessed, and is all that is told
             /// of them: nothing is put together.
             ///
             /// # Errors
@@ -128,6 +130,8 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         young: &mut Young,
         shown: &mut impl Shown,
     ) {
+        // The entry after the last folded group that was met, and whether that had been accessed.
+        let mut group = (0, false);
         for slot in slots(first, end, level) {
             let entry = table.get(slot.index);
             match kind::<F>(entry, level) {
@@ -136,10 +140,17 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
                 }),
                 Kind::Leaf => {
                     young.leaves += 1;
-                    if entry & F::ACCESSED == 0 || !choose(slot.first, F::frame(entry)) {
+                    let folded = is_folded::<F>(entry);
+                    if folded && slot.index >= group.0 {
+                        group = ((slot.index | (GROUP - 1)) + 1, group_accessed::<F>(table, slot.index));
+                    }
+                    let accessed = if folded { group.1 } else { entry & F::ACCESSED != 0 };
+                    if !accessed || !choose(slot.first, F::frame(entry)) {
                         continue;
                     }
-                    if table.clear(slot.index, F::ACCESSED) & F::ACCESSED == 0 {
+                    if folded {
+                        clear_group::<F>(table, slot.index);
+                    } else if table.clear(slot.index, F::ACCESSED) & F::ACCESSED == 0 {
                         continue;
                     }
                     young.young += 1;

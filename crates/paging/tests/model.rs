@@ -56,6 +56,15 @@ fn a_frame_that_is_made_before_it_is_broken() {
     assert!(error.as_ref().is_some_and(|error| error.contains("two translations")), "{error:?}");
 }
 
+/// A group that is unfolded and not flushed, and one of which a part is changed.
+#[test]
+fn groups_that_are_changed_in_part() {
+    for (plant, what) in [(Plant::UnfoldWithoutFlush, "two translations"), (Plant::PartOfAGroup, "folded group")] {
+        let error = (0..40).find_map(|seed| run_on::<Aarch64>(ARM64, seed, Some(plant)).err());
+        assert!(error.as_ref().is_some_and(|error| error.contains(what)), "{plant:?}: {error:?}");
+    }
+}
+
 /// Whether a page that changes its size so, in use, is all right: in twenty runs, or not in all of them.
 fn resizes<F: PageFormat>(walks: Tables, how: Resizing) -> Result<(), String> {
     (0..20).try_for_each(|seed| world::with_memory(|memory| World::<F>::on(walks, memory, seed, None).resize(how)))

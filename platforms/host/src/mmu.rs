@@ -8,6 +8,7 @@
 //!
 //! * It keeps every translation, of every tag, until that is invalidated, or evicted at random.
 //! * It may walk again although it has a translation; then it has both, and picks one at random for each access.
+//! * Of a folded leaf (arm64's contiguous bit) it keeps the leaf or the whole group, and notes accesses in any leaf of that.
 //! * It keeps entries of upper levels too, those of the kernel's half under the tag of every space that walked them, and
 //!   walks from any of them.
 //! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told; arm64's do so
@@ -23,7 +24,7 @@
 //! Tests say when frames are [allocated](Mmu::allocated) and [freed](Mmu::freed). Then no access may reach a frame, and no
 //! walk a table, through something remembered from before it was freed; no store may go through an old translation while
 //! the entry says another frame; no CPU may read bytes that another has not published; with arm64's tables no CPU may come to
-//! know two translations of one address that differ in size or address. See [`Violation`].
+//! know two translations of one address that differ in size or address, and every folded group is whole and uniform. See [`Violation`].
 //!
 //! # Use
 //!
@@ -249,6 +250,11 @@ impl<'h, 'm> Mmu<'h, 'm> {
         // SAFETY: as for `load`.
         unsafe { ptr.cast::<AtomicU64>().as_ref() }.store(value, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// How many translations the CPU has read from tables.
+    pub fn fills(&self, cpu: CpuId) -> u64 {
+        self.tlb(cpu).fills
     }
 
     /// The CPU's program stops using addresses (it idles), or goes on; until then it repeats accesses meanwhile.

@@ -2,6 +2,7 @@
 
 mod detaching;
 mod extremes;
+mod folding;
 mod mapping;
 mod races;
 mod refusals;

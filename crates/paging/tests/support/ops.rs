@@ -23,6 +23,7 @@ pub enum Op {
         flags: u8,
         largest: PageSize,
         shared: bool,
+        fold: bool,
         fail: Option<u64>,
     },
     Detach {
@@ -100,10 +101,10 @@ pub fn op() -> impl Strategy<Value = Op> {
     );
     let runs = prop::collection::vec(run, 1..5);
     prop_oneof![
-        6 => (0..PAGES, prop::bool::ANY, runs, 0_u8..32, size.clone(), prop::bool::ANY, fail.clone()).prop_map(
-            |(first, aligned, runs, flags, largest, shared, fail)| {
+        6 => (0..PAGES, prop::bool::ANY, runs, 0_u8..32, size.clone(), prop::bool::ANY, prop::bool::ANY, fail.clone()).prop_map(
+            |(first, aligned, runs, flags, largest, shared, fold, fail)| {
                 let first = if aligned { first & !511 } else { first };
-                Op::Map { first, runs, flags, largest, shared, fail }
+                Op::Map { first, runs, flags, largest, shared, fold, fail }
             }
         ),
         4 => (range(), prop::bool::ANY).prop_map(|((first, pages), live)| Op::Detach { first, pages, live }),
@@ -146,6 +147,8 @@ struct Waiting {
     away: BTreeMap<u64, (PageSize, u64)>,
     /// Those of the pages whose right to store is not certain any more.
     blurred: BTreeSet<u64>,
+    /// As in [`State`].
+    folded: BTreeMap<u64, u64>,
 }
 
 /// Runs a sequence; panics where table and oracle disagree.
@@ -153,8 +156,14 @@ pub fn check<F: PageFormat>(ops: Vec<Op>) {
     let heap = Heap::new(SwitchedPlan::default());
     // SAFETY: one heap; nobody translates by the table but `access`, which caches nothing.
     let table = unsafe { PageTable::<F, EditLock>::new(&mut &heap, lower::<F>()) }.expect("a root");
-    let mut state =
-        State { heap: &heap, table: &table, pages: BTreeMap::new(), waiting: Vec::new(), away: BTreeMap::new() };
+    let mut state = State {
+        heap: &heap,
+        table: &table,
+        pages: BTreeMap::new(),
+        waiting: Vec::new(),
+        away: BTreeMap::new(),
+        folded: BTreeMap::new(),
+    };
     for op in ops {
         state.apply(&op);
         state.compare();
@@ -181,6 +190,8 @@ struct State<'a, F: PageFormat> {
     waiting: Vec<Waiting>,
     /// Owner's entries: first page; word, and the leaf that was there or would fit.
     away: BTreeMap<u64, (u64, Leaf)>,
+    /// Folded groups: first page and pages.
+    folded: BTreeMap<u64, u64>,
 }
 
 impl<F: PageFormat> State<'_, F> {
@@ -205,8 +216,9 @@ impl<F: PageFormat> State<'_, F> {
 
     fn apply(&mut self, op: &Op) {
         match op {
-            Op::Map { first, runs, flags: bits, largest, shared, fail } => {
-                self.map(BASE + first, runs, flags(*bits), *largest, *shared, *fail);
+            Op::Map { first, runs, flags: bits, largest, shared, fold, fail } => {
+                let how = Mapping { flags: flags(*bits), largest: *largest };
+                self.map(BASE + first, runs, how, (*shared, *fold), *fail);
             }
             Op::Detach { first, pages, live } => self.detach(BASE + first, *pages, *live),
             Op::Harvest { which } if !self.waiting.is_empty() => {
@@ -239,6 +251,14 @@ impl<F: PageFormat> State<'_, F> {
     }
 
     fn take_away(&mut self, page: u64, word: u64) {
+        let Lookup::Mapped(before) = self.table.shared(self.heap).lookup(at(page)) else { return };
+        if self.group(page).is_some() {
+            let refused = self.table.exclusive(self.heap).take_leaf(at(page), before.frame, |_| Some(word));
+            assert_eq!(refused, Err(Lookup::Mapped(before)), "a folded leaf stays");
+            if !self.unfold(page, 1) {
+                return;
+            }
+        }
         let Lookup::Mapped(before) = self.table.shared(self.heap).lookup(at(page)) else { return };
         let mut guard = self.table.exclusive(self.heap);
         let other = Pfn::new(before.frame.number() + 512);
@@ -293,22 +313,16 @@ impl<F: PageFormat> State<'_, F> {
         }
     }
 
-    fn map(
-        &mut self,
-        first: u64,
-        runs: &[(u64, u64)],
-        flags: Flags,
-        largest: PageSize,
-        shared: bool,
-        fail: Option<u64>,
-    ) {
+    fn map(&mut self, first: u64, runs: &[(u64, u64)], how: Mapping, (shared, fold): (bool, bool), fail: Option<u64>) {
+        let flags = how.flags;
         let wanted: u64 = runs.iter().map(|(_, pages)| pages).sum();
         let pages = wanted.min(BASE + PAGES - first);
         let extents: Vec<_> = runs.iter().map(|(base, pages)| extent(*base, *pages)).collect();
         let before = self.heap.live();
-        let how = Mapping { flags, largest };
         let (result, failed) = self.failing(fail, || {
-            if shared {
+            if shared && fold {
+                self.table.shared(self.heap).map_folded(span(first, pages), extents, how)
+            } else if shared {
                 self.table.shared(self.heap).map(span(first, pages), extents, how)
             } else {
                 self.table.exclusive(self.heap).map(span(first, pages), extents, how)
@@ -321,6 +335,13 @@ impl<F: PageFormat> State<'_, F> {
                 assert!(occupied.is_none() && !failed);
                 let frames = runs.iter().flat_map(|(base, pages)| *base..base + pages);
                 self.pages.extend((first..first + pages).zip(frames.map(|frame| (frame, flags))));
+                if shared
+                    && fold
+                    && F::CONTIGUOUS != 0
+                    && (!flags.contains(Flags::WRITE) || flags.contains(Flags::DIRTY))
+                {
+                    self.note_folded(first, pages);
+                }
             }
             Err(error) => {
                 match error {
@@ -332,6 +353,66 @@ impl<F: PageFormat> State<'_, F> {
                 assert!(shared || self.heap.live() == before, "tables were not given back");
             }
         }
+    }
+
+    /// Groups that a call which mapped these pages has to have folded.
+    fn note_folded(&mut self, first: u64, pages: u64) {
+        for size in [PageSize::Size4K, PageSize::Size2M] {
+            let group = 16 * size.pages();
+            let whole = (first.next_multiple_of(group)..first + pages).step_by(group as usize);
+            for start in whole.filter(|start| start + group <= first + pages) {
+                let frame = self.pages[&start].0;
+                let guard = self.table.shared(self.heap);
+                let leaf = |at_page| matches!(guard.lookup(at(at_page)), Lookup::Mapped(leaf) if leaf.size == size);
+                if frame.is_multiple_of(group)
+                    && (start..start + group).all(|page| self.pages[&page].0 == frame + page - start && leaf(page))
+                {
+                    self.folded.insert(start, group);
+                }
+            }
+        }
+    }
+
+    /// The folded group that a page is in.
+    fn group(&self, page: u64) -> Option<(u64, u64)> {
+        let (first, pages) = self.folded.range(..=page).next_back()?;
+        (page < first + pages).then_some((*first, *pages))
+    }
+
+    /// Whether a folded group reaches over an end.
+    fn in_group(&self, first: u64, pages: u64) -> bool {
+        let over = |page| self.group(page).is_some_and(|(start, _)| start != page);
+        over(first) || over(first + pages)
+    }
+
+    /// The groups in a range, which are taken out.
+    fn take_folded(&mut self, first: u64, pages: u64) -> BTreeMap<u64, u64> {
+        let mut rest = self.folded.split_off(&first);
+        self.folded.append(&mut rest.split_off(&(first + pages)));
+        rest
+    }
+
+    /// Unfolds what reaches over the ends, as whoever changes a part has to; false if it has to wait.
+    fn unfold(&mut self, first: u64, pages: u64) -> bool {
+        let mut guard = self.table.exclusive(self.heap);
+        while let Some(group) = guard.folded(span(first, pages)) {
+            let (start, pages) = (group.first_page(), group.end_page() - group.first_page());
+            assert_eq!(self.folded.get(&start), Some(&pages));
+            let unhooked = match guard.detach(group, Editing::LIVE) {
+                Err(PagingError::Busy { .. }) => return false,
+                unhooked => unhooked.expect("a whole group"),
+            };
+            assert!(!unhooked.tables() && unhooked.entries() == 16);
+            // SAFETY: nothing is cached anywhere.
+            guard.attach(unsafe { unhooked.assume_flushed() }, PageSize::Size1G).expect("no table is needed");
+            self.folded.remove(&start);
+            let accessed =
+                self.pages.range(start..start + pages).any(|(_, (_, flags))| flags.contains(Flags::ACCESSED));
+            for (_, (_, flags)) in self.pages.range_mut(start..start + pages).filter(|_| accessed) {
+                *flags = *flags | Flags::ACCESSED;
+            }
+        }
+        true
     }
 
     /// The first page at either end whose leaf reaches over that end.
@@ -350,19 +431,27 @@ impl<F: PageFormat> State<'_, F> {
         // What is not there goes at once, or with the table that it is in.
         let mut taken = BTreeMap::new();
         let take = |at: VirtAddr, size: PageSize, word| _ = taken.insert(at.get() >> 12, (size, word));
-        let unhooked = match self.table.exclusive(self.heap).detach_owned(span(first, pages), editing, take) {
+        let result = self.table.exclusive(self.heap).detach_owned(span(first, pages), editing, take);
+        let unhooked = match result {
             Ok(unhooked) => unhooked,
             refused => {
                 assert!(taken.is_empty(), "refused, and taken nevertheless");
                 return match refused {
                     Err(PagingError::NeedsSplit { .. }) => assert!(straddled),
+                    Err(PagingError::Folded { .. }) => {
+                        assert!(self.in_group(first, pages));
+                        if self.unfold(first, pages) {
+                            self.detach(first, pages, live);
+                        }
+                    }
                     // Cautious answers are allowed, so that nothing more can be said.
                     Err(PagingError::Busy { .. }) => assert!(!self.waiting.is_empty()),
                     other => panic!("{other:?}"),
                 };
             }
         };
-        assert!(!straddled);
+        assert!(!straddled && !self.in_group(first, pages));
+        let folded = self.take_folded(first, pages);
         let gone: Vec<u64> = self
             .away
             .iter()
@@ -384,7 +473,7 @@ impl<F: PageFormat> State<'_, F> {
         assert!(unhooked.flush().is_some() || rest.is_empty());
         // SAFETY: nothing is cached anywhere.
         let detached = unsafe { unhooked.assume_flushed() };
-        self.waiting.push(Waiting { detached, pages: rest, away, blurred: BTreeSet::new() });
+        self.waiting.push(Waiting { detached, pages: rest, away, blurred: BTreeSet::new(), folded });
     }
 
     fn harvest(&mut self, mut waiting: Waiting) {
@@ -433,10 +522,22 @@ impl<F: PageFormat> State<'_, F> {
         if straddled {
             return assert!(matches!(result, Err(PagingError::NeedsSplit { .. })));
         }
+        let notes = clear == Flags::NONE && set.without(Flags::DIRTY) == Flags::NONE;
+        if self.in_group(first, pages) && !notes {
+            assert!(matches!(result, Err(PagingError::Folded { .. })), "{result:?}");
+            return if self.unfold(first, pages) {
+                self.protect(first, pages, set, clear, shared)
+            };
+        }
         let stale = result.expect("in bounds");
         let mut differ = false;
-        for (_, (_, flags)) in self.pages.range_mut(first..first + pages) {
-            let new = flags.without(clear) | set;
+        let folded = self.folded.clone();
+        let folded = |page: u64| folded.range(..=page).next_back().is_some_and(|(first, pages)| page < first + pages);
+        for (page, (_, flags)) in self.pages.range_mut(first..first + pages) {
+            let mut new = flags.without(clear) | set;
+            if folded(*page) && new.contains(Flags::WRITE) {
+                new = new | Flags::DIRTY;
+            }
             differ |= new != *flags;
             *flags = new;
         }
@@ -448,6 +549,12 @@ impl<F: PageFormat> State<'_, F> {
         let result = self.table.exclusive(self.heap).write_protect(span(first, pages));
         if straddled {
             return assert!(matches!(result, Err(PagingError::NeedsSplit { .. })));
+        }
+        if self.in_group(first, pages) {
+            assert!(matches!(result, Err(PagingError::Folded { .. })), "{result:?}");
+            return if self.unfold(first, pages) {
+                self.write_protect(first, pages)
+            };
         }
         let stale = result.expect("in bounds");
         let mut differ = false;
@@ -472,6 +579,17 @@ impl<F: PageFormat> State<'_, F> {
                 first_hit = first_hit.min(start);
                 end = end.max(start + leaf.size.pages());
             }
+        }
+        // And a group's.
+        let groups = self.folded.iter().filter(|(start, group)| first < **start + **group && **start < first + pages);
+        let is_young = |page: &Page| page.1.contains(Flags::ACCESSED);
+        let young_groups: Vec<_> = groups
+            .map(|(start, group)| *start..start + group)
+            .filter(|group| self.pages.range(group.clone()).any(|(_, page)| is_young(page)))
+            .collect();
+        for group in young_groups {
+            self.pages.range_mut(group.clone()).for_each(|(_, (_, flags))| *flags = *flags | Flags::ACCESSED);
+            (first_hit, end) = (first_hit.min(group.start), end.max(group.end));
         }
         let mut seen = BTreeMap::new();
         let young = self
@@ -519,6 +637,9 @@ impl<F: PageFormat> State<'_, F> {
         });
         match result {
             Ok(stale) => {
+                let hit = |start: u64, group: u64| group > 16 && first < start + group && start < first + pages;
+                // Groups of larger leaves that were split.
+                self.folded.retain(|start, group| !hit(*start, *group));
                 assert!(!large || resizes || !F::BREAK_BEFORE_MAKE);
                 assert_eq!(self.heap.live() as u64, before as u64 + stale.entries());
             }
@@ -537,10 +658,24 @@ impl<F: PageFormat> State<'_, F> {
 
     /// What was detached comes back, in other sizes.
     fn attach(&mut self, waiting: Waiting, size: PageSize, fail: Option<u64>) {
-        let Waiting { detached, pages, away, blurred } = waiting;
+        let Waiting { detached, mut pages, away, blurred, folded } = waiting;
         let range = detached.range();
         let (result, failed) = self.failing(fail, || self.table.exclusive(self.heap).attach(detached, size));
         assert!(result == Ok(()) || result == Err(PagingError::NoTable) && failed, "{result:?}");
+        for (first, count) in folded {
+            let still = self.table.exclusive(self.heap).folded(span(first + 1, 1));
+            if still.is_some_and(|group| group == span(first, count)) {
+                self.folded.insert(first, count);
+                continue;
+            }
+            assert!(still.is_none());
+            // Detached one by one, all are accessed if one is.
+            let any = pages.range(first..first + count).any(|(_, (_, flags))| flags.contains(Flags::ACCESSED));
+            for (page, (_, flags)) in pages.range_mut(first..first + count).filter(|_| any) {
+                let Lookup::Mapped(leaf) = self.table.shared(self.heap).lookup(at(*page)) else { continue };
+                *flags = *flags | leaf.flags & Flags::ACCESSED;
+            }
+        }
         for (first, (size, word)) in away {
             let flags = Flags::WRITE | Flags::ACCESSED;
             self.away.insert(first, (word, Leaf { frame: Pfn::new(first & 0xffff), size, flags }));
@@ -584,6 +719,7 @@ impl<F: PageFormat> State<'_, F> {
         let pages: Vec<_> = self.pages.range(block..block + 512).map(|(_, page)| *page).collect();
         assert_eq!(pages.len(), 512);
         assert!(pages[0].0 % 512 == 0 && pages.windows(2).all(|pair| pair[0].0 + 1 == pair[1].0));
+        self.take_folded(block, 512);
         let mut all = pages.iter().fold(Flags::NONE, |sum, (_, flags)| sum | *flags);
         if all.contains(Flags::WRITE) {
             all = all | Flags::DIRTY;
@@ -612,6 +748,14 @@ impl<F: PageFormat> State<'_, F> {
                 assert_eq!(guard.lookup(at(page)), Lookup::Busy);
             }
         }
+        drop(guard);
+        let guard = self.table.exclusive(self.heap);
+        for page in (BASE..BASE + PAGES).step_by(61) {
+            // One page is never a whole group.
+            let group =
+                guard.folded(span(page, 1)).map(|group| (group.first_page(), group.end_page() - group.first_page()));
+            assert_eq!(group, self.group(page));
+        }
     }
 
     fn finish(&mut self) {
@@ -624,7 +768,7 @@ impl<F: PageFormat> State<'_, F> {
         let pages = std::mem::take(&mut self.pages);
         let away =
             std::mem::take(&mut self.away).into_iter().map(|(at, (word, leaf))| (at, (leaf.size, word))).collect();
-        self.harvest(Waiting { detached, pages, away, blurred: BTreeSet::new() });
+        self.harvest(Waiting { detached, pages, away, blurred: BTreeSet::new(), folded: BTreeMap::new() });
     }
 }
 

@@ -3,6 +3,7 @@
 use hugemm_base::{Extent, PAGE_BYTES, Pfn};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::{NoTable, TableContent, TableMemory};
+use std::collections::BTreeSet;
 use std::ptr::NonNull;
 use std::sync::Mutex;
 
@@ -50,6 +51,18 @@ impl Pool {
         let frame = Extent::new(self.free.lock().expect("pool").pop()?, 1).ok()?;
         self.mmu.allocated(frame);
         Some(frame)
+    }
+
+    /// Aligned frames enough for a folded group.
+    pub(super) fn take_group(&self) -> Option<Extent> {
+        let mut free = self.free.lock().expect("pool");
+        let known: BTreeSet<u64> = free.iter().map(|frame| frame.number()).collect();
+        let whole =
+            |first: &&u64| first.is_multiple_of(16) && (**first..**first + 16).all(|frame| known.contains(&frame));
+        let group = Extent::new(Pfn::new(*known.iter().find(whole)?), 16).ok()?;
+        free.retain(|frame| !(group.base().number()..group.end().number()).contains(&frame.number()));
+        self.mmu.allocated(group);
+        Some(group)
     }
 
     pub(super) fn give(&self, extent: Extent) {

@@ -44,6 +44,8 @@ pub enum Plant {
     UpperLevelsKept,
     FreeBeforeDeferredFlush,
     MapBeforeFlush,
+    UnfoldWithoutFlush,
+    PartOfAGroup,
 }
 
 /// The model's hardware; with [`Plant::MissedCpu`], one CPU acknowledges and invalidates nothing.

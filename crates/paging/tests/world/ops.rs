@@ -70,6 +70,10 @@ impl<F: PageFormat> World<F> {
 
     /// Maps a few zeroed frames.
     pub(super) fn map(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
+        if F::CONTIGUOUS != 0 && self.below(2) == 0 {
+            self.map_groups(space);
+            return Ok(());
+        }
         let (first, pages) = (self.page(), 1 + self.below(8));
         let frames: Vec<Extent> = std::iter::from_fn(|| self.pool.take()).take(pages as usize).collect();
         for frame in &frames {
@@ -89,6 +93,42 @@ impl<F: PageFormat> World<F> {
             frames.into_iter().for_each(|frame| self.pool.give(frame));
         }
         Ok(())
+    }
+
+    /// Maps two groups of frames that may be folded, which counts as written.
+    fn map_groups(&self, space: usize) {
+        let first = self.page() & !15;
+        let groups: Vec<Extent> = std::iter::from_fn(|| self.pool.take_group()).take(2).collect();
+        let how = Mapping { flags: Flags::WRITE | Flags::USER | Flags::DIRTY, largest: PageSize::Size4K };
+        let mut table = self.spaces[space].table.shared(&self.pool);
+        let taken = groups.len() < 2 || table.map_folded(span(first, 32), groups.iter().copied(), how).is_err();
+        drop(table);
+        if taken {
+            groups.into_iter().for_each(|group| self.pool.give(group));
+        } else if self.planted(Plant::PartOfAGroup) {
+            // One page of a group goes, and nobody has unfolded it.
+            let entry = self.entry(space, first + 3).expect("mapped");
+            entry.fetch_and(!1, Ordering::Relaxed);
+        }
+    }
+
+    /// Unfolds what reaches over the ends of a part that is to be changed; false if the part is busy.
+    fn unfold(&self, cx: &Cx<'_, '_>, space: usize, part: VirtRange) -> bool {
+        let this = &self.spaces[space];
+        let mut table = this.table.exclusive(&self.pool);
+        while let Some(group) = table.folded(part) {
+            let Ok(unhooked) = table.detach(group, Editing::LIVE) else { return false };
+            let detached = if self.planted(Plant::UnfoldWithoutFlush) {
+                // SAFETY: none: this is the bug.
+                unsafe { unhooked.assume_flushed() }
+            } else {
+                let mut batch = ShootdownBatch::new(&this.tlb);
+                let debt = batch.detached(unhooked).expect("its own").expect("something");
+                debt.release(&batch.flush(&self.shootdown, cx, &ShootdownPolicy::BATCHED)).expect("paid")
+            };
+            table.attach(detached, PageSize::Size4K).expect("takes no table");
+        }
+        true
     }
 
     /// Reads off what was mapped, checks that every written page is known as such, and frees the frames.
@@ -127,6 +167,7 @@ impl<F: PageFormat> World<F> {
                 1 => span(0, PAGES),
                 _ => span(self.page(), 1 + self.below(16)),
             };
+            self.unfold(cx, space, part);
             let unhooked = this.table.exclusive(&self.pool).detach(part, Editing::LIVE);
             let Ok(unhooked) = unhooked else { continue };
             if self.planted(Plant::FreeBeforeFlush)
@@ -160,6 +201,7 @@ impl<F: PageFormat> World<F> {
     pub(super) fn unmap_later(&self, cx: &Cx<'_, '_>, space: usize) -> Result<(), String> {
         let this = &self.spaces[space];
         let part = span(self.page(), 1 + self.below(4));
+        self.unfold(cx, space, part);
         {
             let mut table = this.table.exclusive(&self.pool);
             if let Ok(unhooked) = table.detach(part, Editing::LIVE)
@@ -198,6 +240,7 @@ impl<F: PageFormat> World<F> {
         this.tlb.settle(&self.shootdown, cx);
         let by_table = self.below(2) == 0 || self.planted(Plant::UpperLevelsKept);
         let part = if by_table { span(0, 512 + self.below(512)) } else { span(self.below(16), 1 + self.below(16)) };
+        self.unfold(cx, space, part);
         let stale = if by_table {
             this.table.exclusive(&self.pool).write_protect(part)
         } else {
@@ -266,6 +309,10 @@ impl<F: PageFormat> World<F> {
             (0..paused.len()).for_each(|cpu| self.mmu.pause(CpuId(cpu as u32), true));
         }
         let mut old = None;
+        if !self.unfold(cx, space, span(page, 1)) {
+            self.pool.give(new);
+            return Ok(());
+        }
         let found = this.table.shared(&self.pool).lookup(at(page));
         if let Lookup::Mapped(leaf) = found {
             let taken = this.table.exclusive(&self.pool).take_leaf(at(page), leaf.frame, |_| Some(MOVING));

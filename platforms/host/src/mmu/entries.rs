@@ -6,6 +6,9 @@ use hugemm_base::{Pfn, PhysAddr};
 /// Levels of tables.
 pub(super) const LEVELS: u32 = 4;
 
+/// Leaves that one translation may stand for, where they say so: arm64's contiguous bit.
+pub(super) const GROUP: u64 = 16;
+
 const PRESENT: u64 = 1;
 const FRAME: u64 = 0x000f_ffff_ffff_f000;
 
@@ -23,6 +26,7 @@ const ARM_READ_ONLY: u64 = 1 << 7;
 const ARM_ACCESSED: u64 = 1 << 10;
 const ARM_NOT_GLOBAL: u64 = 1 << 11;
 const ARM_DBM: u64 = 1 << 51;
+const ARM_CONTIGUOUS: u64 = 1 << 52;
 const ARM_TABLE_READ_ONLY: u64 = 1 << 62;
 
 /// Whose page tables the CPUs walk.
@@ -86,6 +90,16 @@ impl Tables {
             Tables::X86_64 => leaf & X86_DIRTY != 0,
             Tables::Arm64 { .. } => leaf & ARM_READ_ONLY == 0,
         }
+    }
+
+    /// Whether a leaf says that it is one of [`GROUP`] which a TLB may keep as one.
+    pub(super) fn is_folded(self, leaf: u64) -> bool {
+        self != Tables::X86_64 && leaf & ARM_CONTIGUOUS != 0
+    }
+
+    /// What two leaves of a group must not differ in, beside the frame: all but what hardware notes.
+    pub(super) fn noted_apart(self, leaf: u64) -> u64 {
+        self.noted(leaf, true, leaf & ARM_DBM != 0)
     }
 
     /// Whether a leaf is every address space's.

@@ -65,6 +65,13 @@ pub enum Violation {
         /// The address.
         at: VirtAddr,
     },
+    /// A CPU found a leaf that says it is one of a folded group, and the group is not whole or not uniform.
+    Group {
+        /// The CPU.
+        cpu: CpuId,
+        /// The address.
+        at: VirtAddr,
+    },
     /// An entry points outside memory.
     Wild {
         /// The address.
@@ -89,6 +96,7 @@ impl fmt::Display for Violation {
             Violation::Conflict { cpu, at } => {
                 write!(f, "{cpu} has two translations of {at}: an entry was changed that had to be broken first")
             }
+            Violation::Group { cpu, at } => write!(f, "{cpu} found {at} in a folded group whose entries do not agree"),
             Violation::FreedTwice { frame } => write!(f, "{frame} was freed twice"),
             Violation::Wild { at, frame } => write!(f, "{at} leads to {frame}, which is no memory"),
         }

@@ -18,6 +18,10 @@ pub(super) struct Translation {
     pub(super) base: u64,
     /// 0: 4 KiB; 1: 2 MiB; 2: 1 GiB.
     pub(super) level: u32,
+    /// Bytes that it translates: a leaf's, or a group's.
+    pub(super) bytes: u64,
+    /// Whether the leaf is one of a group.
+    pub(super) folded: bool,
     pub(super) frame: Pfn,
     pub(super) writable: bool,
     pub(super) dirty: bool,
@@ -43,15 +47,14 @@ pub(super) const fn reach(level: u32) -> u64 {
     1 << (PAGE_SHIFT + 9 * level)
 }
 
-/// Whether what two entries of these levels translate, from these addresses on, has an address in common.
-fn overlap(one: (u64, u32), other: (u64, u32)) -> bool {
-    let mask = !(reach(one.1.max(other.1)) - 1);
-    one.0 & mask == other.0 & mask
+/// Whether two ranges of addresses, by their start and bytes, have an address in common.
+fn overlap(one: (u64, u64), other: (u64, u64)) -> bool {
+    one.0 < other.0.wrapping_add(other.1) && other.0 < one.0.wrapping_add(one.1)
 }
 
 /// Whether the leaf stands in an entry on the way to the table, the table's own included.
 fn replaces(table: &CachedTable, leaf: &Translation) -> bool {
-    leaf.level > table.level && overlap((table.base, table.level), (leaf.base, leaf.level))
+    leaf.level > table.level && overlap((table.base, reach(table.level + 1)), (leaf.base, leaf.bytes))
 }
 
 /// One CPU's registers and TLB.
@@ -63,6 +66,8 @@ pub(super) struct CpuTlb {
     pub(super) random: Random,
     pub(super) recent: Vec<(VirtAddr, MmuAccess)>,
     pub(super) paused: bool,
+    /// Translations that were read from tables.
+    pub(super) fills: u64,
 }
 
 impl CpuTlb {
@@ -75,12 +80,13 @@ impl CpuTlb {
             random: Random::new(seed),
             recent: Vec::new(),
             paused: false,
+            fills: 0,
         }
     }
 
     /// Where the translations are that an access to `at` may use.
     pub(super) fn matching(&self, at: VirtAddr) -> Vec<usize> {
-        let fits = |t: &Translation| (t.global || t.tag == self.tag) && at.get().wrapping_sub(t.base) < reach(t.level);
+        let fits = |t: &Translation| (t.global || t.tag == self.tag) && at.get().wrapping_sub(t.base) < t.bytes;
         (0..self.leaves.len()).filter(|&i| fits(&self.leaves[i])).collect()
     }
 
@@ -91,13 +97,13 @@ impl CpuTlb {
     }
 
     /// Whether a translation that is about to be kept says something else than what is kept of its addresses: of another
-    /// size (unless the CPU `resizes`), or to another frame.
+    /// size, folded or not (unless the CPU `resizes`), or to another frame.
     pub(super) fn contradicts(&self, new: &Translation, resizes: bool) -> bool {
         let to = |t: &Translation| t.frame.start().get().wrapping_sub(t.base);
         self.leaves.iter().any(|old| {
             (old.global || new.global || old.tag == new.tag)
-                && overlap((old.base, old.level), (new.base, new.level))
-                && (to(old) != to(new) || old.level != new.level && !resizes)
+                && overlap((old.base, old.bytes), (new.base, new.bytes))
+                && (to(old) != to(new) || (old.level, old.folded) != (new.level, new.folded) && !resizes)
         }) || self.tables.iter().any(|old| !resizes && old.tag == new.tag && replaces(old, new))
     }
 
@@ -110,6 +116,7 @@ impl CpuTlb {
     }
 
     pub(super) fn insert(&mut self, translation: Translation) {
+        self.fills += 1;
         if self.leaves.len() >= CAPACITY {
             let victim = self.random.below(CAPACITY);
             self.leaves.swap_remove(victim);
@@ -159,7 +166,7 @@ impl CpuTlb {
             X86Flush::Page(at) => at.get().wrapping_sub(base) < bytes,
             X86Flush::Space | X86Flush::All => true,
         };
-        self.leaves.retain(|t| !(mine(t) && named(t.base, reach(t.level))));
+        self.leaves.retain(|t| !(mine(t) && named(t.base, t.bytes)));
         if tables {
             // Tables have no global mark: those of the kernel's half are under each tag whose space has walked them.
             let every_tag = tags || step == X86Flush::All;

@@ -1,6 +1,6 @@
 //! Walking real tables, setting accessed and dirty bits as hardware does, and accesses.
 
-use super::entries::{LEVELS, Tables};
+use super::entries::{GROUP, LEVELS, Tables};
 use super::oracle::Violation;
 use super::tlb::{CachedTable, CpuTlb, Translation, reach};
 use super::{Fault, Mmu, MmuAccess};
@@ -88,6 +88,31 @@ impl Mmu<'_, '_> {
         Some(unsafe { base.cast::<AtomicU64>().add(index as usize).as_ref() })
     }
 
+    /// Notes an access in any leaf of the group that `at` is in; false if that one says otherwise by now.
+    fn note_in_group(&self, tlb: &mut CpuTlb, table: Pfn, at: VirtAddr, level: u32, store: bool) -> bool {
+        let group = at.get() & !(reach(level) * GROUP - 1);
+        let other = VirtAddr::new(group + tlb.random.next() % GROUP * reach(level));
+        let Some(entry) = self.entry(table, other, level) else { return false };
+        let value = entry.load(Ordering::Acquire);
+        let noted = self.walks.noted(value, true, store);
+        Tables::is_present(value)
+            && self.walks.is_folded(value)
+            && entry.compare_exchange(value, noted, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Whether the leaf `value` at `at` is one of a whole group: all are present and say the same, but for what hardware notes.
+    fn is_group(&self, table: Pfn, at: VirtAddr, level: u32, value: u64) -> bool {
+        let group = at.get() & !(reach(level) * GROUP - 1);
+        let first = value.wrapping_sub((at.get() & !(reach(level) - 1)) - group);
+        let aligned = self.walks.frame(first).start().get().is_multiple_of(reach(level) * GROUP);
+        aligned
+            && (0..GROUP).all(|place| {
+                let entry = self.entry(table, VirtAddr::new(group + place * reach(level)), level);
+                let seen = entry.map_or(0, |entry| entry.load(Ordering::Acquire));
+                self.walks.noted_apart(seen) == self.walks.noted_apart(first + place * reach(level))
+            })
+    }
+
     /// Walks, sets the bits, remembers.
     pub(super) fn walk(
         &self,
@@ -137,6 +162,14 @@ impl Mmu<'_, '_> {
                     break leaf;
                 }
                 // As hardware does: a locked update of the entry as it was seen, or another look.
+                // For one of a group, perhaps in another of it.
+                if leaf
+                    && self.walks.is_folded(value)
+                    && tlb.random.one_in(2)
+                    && self.note_in_group(tlb, table, at, level, store)
+                {
+                    break leaf;
+                }
                 match entry.compare_exchange(value, noted, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => {
                         value = noted;
@@ -151,12 +184,19 @@ impl Mmu<'_, '_> {
             writable &= walks.lets_write(value, leaf);
             let below = walks.frame(value);
             if leaf {
+                let folded = walks.is_folded(value);
+                if folded && !self.is_group(table, at, level, value) {
+                    self.oracle.report(Violation::Group { cpu, at });
+                }
+                let bytes = if folded && tlb.random.one_in(2) { reach(level) * GROUP } else { reach(level) };
                 let translation = Translation {
                     tag: tlb.tag,
                     global: walks.is_global(value),
-                    base: at.get() & !(reach(level) - 1),
+                    base: at.get() & !(bytes - 1),
                     level,
-                    frame: Pfn::new(below.number() & !((reach(level) >> PAGE_SHIFT) - 1)),
+                    bytes,
+                    folded,
+                    frame: Pfn::new(below.number() & !((bytes >> PAGE_SHIFT) - 1)),
                     writable,
                     dirty: walks.is_dirty(value),
                     seen,

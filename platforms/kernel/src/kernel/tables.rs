@@ -65,12 +65,12 @@ unsafe impl TableMemory for BootTables<'_> {
     }
 }
 
-/// Maps an extent at an address by the largest leaves that fit.
+/// Maps an extent at an address by the largest leaves that fit, folded where the format knows that: none of it is ever changed.
 fn map(table: &PageTable<Format>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags) {
     let largest = if mmu::has_gigantic_leaves() { PageSize::Size1G } else { PageSize::Size2M };
     let mapped = VirtRange::new(VirtAddr::new(at), extent.bytes())
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(at) })
-        .and_then(|span| table.shared(BootTables(free)).map(span, [extent], Mapping { flags, largest }));
+        .and_then(|span| table.shared(BootTables(free)).map_folded(span, [extent], Mapping { flags, largest }));
     mmu::wait_for_entries();
     mapped.unwrap_or_else(|error| panic!("the kernel cannot be mapped: {error}; use a larger --memory"));
 }

@@ -1,0 +1,107 @@
+//! Folded groups: sixteen leaves in a row that a TLB may keep as one (arm64's contiguous bit; 64 KiB of 4 KiB pages, 32 MiB of
+//! 2 MiB pages).
+//!
+//! [`map_folded`](Shared::map_folded) marks each group whose addresses and frames are aligned to it and go on together, before any of it
+//! is present. From then on the group says the same throughout, but for what hardware notes, and these are the rules:
+//!
+//! * A part of it is not changed. [`detach`](crate::detach), [`protect`](crate::protect) and
+//!   [`write_protect`](crate::write_protect) refuse a range that a group reaches over ([`Folded`](PagingError::Folded)), and what takes
+//!   a single leaf refuses a folded one. Who needs a part *unfolds*: detaches the group
+//!   ([`folded`](Exclusive::folded) says which), flushes, and [attaches](Exclusive::attach) it, which marks nothing. Under one
+//!   exclusive guard nobody meets the group in between. [`split`](Exclusive::split), where it may be done in place, does that itself. Accessed bits may be set in a part: they are no TLB's.
+//! * Hardware may note an access or a store to one of the leaves in any other. So a group is accessed if one of its leaves is, and
+//!   ages as a whole ([`young`](crate::young)); and a writable leaf is only folded when it is dirty, and stays so.
+//!
+//! So whoever asks for the age of single pages should not fold them.
+
+use crate::edit_lock::RawEditLock;
+use crate::error::PagingError;
+use crate::format::{Kind, PageFormat, kind};
+use crate::level;
+use crate::memory::TableMemory;
+use crate::page_table::{End, Exclusive, Tree};
+use crate::table::Table;
+use hugemm_base::{PAGE_SHIFT, VirtRange};
+
+/// Leaves of one group (Arm ARM, D8.7.1: with a granule of 4 KiB, at every level).
+pub(crate) const GROUP: usize = 16;
+
+/// Whether a present leaf is one of a group.
+#[inline]
+pub(crate) fn is_folded<F: PageFormat>(leaf: u64) -> bool {
+    F::CONTIGUOUS != 0 && leaf & F::CONTIGUOUS != 0
+}
+
+/// Folds what can be of the entries `from..to` of a table of `level`. They are the caller's alone: reserved, or in a table that hangs
+/// nowhere. Reads 8 bytes per entry.
+pub(crate) fn fold<F: PageFormat>(table: Table, level: u32, from: usize, to: usize) {
+    let step = level::pages(level) << PAGE_SHIFT;
+    for group in (from.next_multiple_of(GROUP)..to).step_by(GROUP).filter(|group| group + GROUP <= to) {
+        let first = table.get(group);
+        let shown = if kind::<F>(first, level) == Kind::Reserved { first ^ F::RESERVED } else { first };
+        let follows = |place: usize| table.get(group + place) == first.wrapping_add(step * place as u64);
+        if kind::<F>(shown, level) == Kind::Leaf
+            && F::frame(shown).number().is_multiple_of(GROUP as u64 * level::pages(level))
+            && F::is_settled(shown | F::ACCESSED)
+            && (1..GROUP).all(follows)
+        {
+            (group..group + GROUP).for_each(|index| table.set(index, table.get(index) | F::CONTIGUOUS));
+        }
+    }
+}
+
+/// Whether any leaf of the group that entry `index` is in has been accessed.
+pub(crate) fn group_accessed<F: PageFormat>(table: Table, index: usize) -> bool {
+    let group = index & !(GROUP - 1);
+    (group..group + GROUP).any(|index| table.get(index) & F::ACCESSED != 0)
+}
+
+/// Makes all leaves of the group that entry `index` is in old. An atomic for each that is young.
+pub(crate) fn clear_group<F: PageFormat>(table: Table, index: usize) {
+    let group = index & !(GROUP - 1);
+    for index in group..group + GROUP {
+        if table.get(index) & (F::ACCESSED | 1) == F::ACCESSED | 1 {
+            table.clear(index, F::ACCESSED);
+        }
+    }
+}
+
+/// Takes the mark from all leaves of the group that entry `index` is in, where that may be done in place. Returns the entry.
+pub(crate) fn unfold_group<F: PageFormat>(table: Table, index: usize) -> u64 {
+    let group = index & !(GROUP - 1);
+    (group..group + GROUP).for_each(|index| _ = table.clear(index, F::CONTIGUOUS));
+    table.get(index)
+}
+
+impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
+    /// The first folded group that reaches over an end of the span, or is larger than it: to be detached, flushed and attached before
+    /// a part of it is changed. At most one load per level for each end.
+    pub fn folded(&self, span: VirtRange) -> Option<VirtRange> {
+        let (first, end) = self.tree.check(span).ok()?;
+        let (page, pages) = self.tree.group_over(first).or_else(|| self.tree.group_over(end))?;
+        VirtRange::from_pages(page, pages).ok()
+    }
+}
+
+impl<F: PageFormat, M: TableMemory> Tree<F, M> {
+    /// First page and pages of the folded group in which `page` is not the first.
+    #[inline]
+    fn group_over(&self, page: u64) -> Option<(u64, u64)> {
+        if F::CONTIGUOUS == 0 || !self.translates(page) {
+            return None;
+        }
+        let End { entry, level, .. } = self.descend(page);
+        let pages = GROUP as u64 * level::pages(level);
+        let inside = kind::<F>(entry, level) == Kind::Leaf && is_folded::<F>(entry) && !page.is_multiple_of(pages);
+        inside.then_some((page - page % pages, pages))
+    }
+
+    /// Whether no folded group reaches over either end of the range.
+    #[inline]
+    pub(crate) fn check_groups(&self, first: u64, end: u64) -> Result<(), PagingError> {
+        match [first, end].into_iter().find(|page| self.group_over(*page).is_some()) {
+            Some(page) => Err(PagingError::Folded { at: level::address(page) }),
+            None => Ok(()),
+        }
+    }
+}
