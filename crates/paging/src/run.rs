@@ -82,14 +82,19 @@ impl<F: PageFormat> Leaves<'_, F> {
     /// Each leaf with its address, in ascending order. 8 bytes read per entry; of a leaf is worked out what is looked at.
     #[inline]
     pub fn iter(&self) -> impl Iterator<Item = (VirtAddr, Leaf)> {
+        // A line has a length that the compiler knows: with slices of eight, a CPU does not foresee the end of a table.
         let step = level::pages(self.level);
-        let part = if self.ahead.is_some() { LINE } else { ENTRIES };
-        self.entries.chunks(part).zip((0..).step_by(part)).flat_map(move |(line, index)| {
-            ask(self.ahead, index);
-            let pages = (self.first + index as u64 * step..).step_by(step as usize);
-            let leaves = line.iter().zip(pages).filter(|(entry, _)| is_leaf::<F>(**entry, self.level));
-            leaves.map(|(entry, page)| (level::address(page), self.leaf(*entry)))
-        })
+        let (lines, rest) = self.entries.as_chunks::<LINE>();
+        let found = move |index: usize, entry: &u64| {
+            let leaf = is_leaf::<F>(*entry, self.level).then(|| self.leaf(*entry))?;
+            Some((level::address(self.first + index as u64 * step), leaf))
+        };
+        let whole = lines.iter().enumerate().flat_map(move |(line, entries)| {
+            ask(self.ahead, line * LINE);
+            entries.iter().enumerate().filter_map(move |(place, entry)| found(line * LINE + place, entry))
+        });
+        let done = lines.len() * LINE;
+        whole.chain(rest.iter().enumerate().filter_map(move |(place, entry)| found(done + place, entry)))
     }
 
     #[inline]

@@ -112,7 +112,7 @@ const STEPS: &[Step] = &[
         goals: &["age.flushes", "age.flush_share_pct", "age.speedup_4k", "age.reclaim_of_ceiling_4k"],
     },
     Step {
-        command: "bench vm-create --how demand,prefault --workers 1 --clear bulk --from frames",
+        command: "bench vm-create --how demand,prefault --workers 1 --clear bulk --from frames --runs 9",
         goals: &["fault.outside_clear_pct", "vm.create_vs_host_kernel"],
     },
 ];
