@@ -1,15 +1,18 @@
 //! LZ4 as the compressor of hugemm's swap in memory.
 //!
-//! The block format, one block per page, by [`lz4_flex`] in its safe mode: bounds are checked on both sides, so damaged
+//! The block format, one block per page. Blocks are written by [`lz4_flex`] in its safe mode, and read by a decoder for pages
+//! (`decode.rs`): bounds are checked on both sides, so damaged
 //! input is an error or a wrong page, never an access outside the buffers. The match table (4096 positions of 16 bits,
 //! cleared for every page) lives in the working memory that the store keeps per CPU, so that compressing takes little stack
 //! and no heap. Making that memory, once per CPU, takes 8 KiB of stack for a moment.
-#![no_std]
+#![cfg_attr(not(test), no_std)]
 #![warn(missing_debug_implementations)]
+
+mod decode;
 
 use core::mem::MaybeUninit;
 use hugemm_reclaim::{Compressor, Corrupt, PageBytes};
-use lz4_flex::block::{CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size};
+use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 
 /// The compressor. Stateless.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,9 +36,6 @@ impl Compressor for Lz4 {
     }
 
     fn decompress(&self, from: &[u8], into: &mut PageBytes) -> Result<(), Corrupt> {
-        match decompress_into(from, into) {
-            Ok(len) if len == into.len() => Ok(()),
-            _ => Err(Corrupt),
-        }
+        decode::decode(from, into).ok_or(Corrupt)
     }
 }

@@ -25,7 +25,7 @@
 //! * A folio that goes while it is isolated is only marked. The isolator finds it *left* when it puts it back.
 //! * A folio that may be named to `promote` or `let_go` without being on the LRU (a locked one) has been left out.
 //!
-//! Context: any but NMI. The lock is held for a batch at most, 32 folios, and pinned. One lock per node; a fault takes a
+//! Context: any but NMI. The lock is held for 64 folios at most, and pinned; `promote` takes it under a page table's. One lock per node; a fault takes a
 //! round per insertion of up to a batch, reclaim two per batch, so what contends are faults of one node's CPUs.
 
 mod batch;
@@ -39,7 +39,7 @@ mod tests;
 mod two_list;
 
 pub use batch::BATCH;
-pub(crate) use batch::{Batch, Folio, Neighbours};
+pub(crate) use batch::{Batch, Folio};
 pub use policy::LruPolicy;
 pub(crate) use policy::LruVerdict;
 
@@ -212,13 +212,17 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         });
     }
 
-    /// Look-around: treats folios as looked at and found young; how many were on the LRU. The caller holds references to
-    /// them. One lock round.
-    pub(crate) fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, neighbours: &Neighbours) -> usize {
-        if neighbours.heads().is_empty() {
+    /// Look-around: treats folios as looked at and found young; how many base pages of them were on the LRU. Those that somebody is
+    /// looking at are shown to `isolated`. The caller sees to it that each has a reference. One lock round: at most 64 of them.
+    pub(crate) fn promote<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: &[Pfn], mut isolated: impl FnMut(Pfn)) -> u64 {
+        if heads.is_empty() {
             return 0;
         }
-        self.locked(cx, |lists| neighbours.heads().iter().filter(|head| lists.promote(self.frames, **head)).count())
+        self.locked(cx, |lists| {
+            let before = lists.stats.promoted;
+            heads.iter().filter(|head| lists.promote(self.frames, **head)).for_each(|head| isolated(*head));
+            lists.stats.promoted - before
+        })
     }
 
     /// The policy now in force.

@@ -1,7 +1,7 @@
 //! What a [`Vm`] needs of a [`Pager`], and the turns of those who reclaim from it.
 
 use crate::links::Words;
-use crate::lru::{BATCH, Neighbours};
+use crate::lru::BATCH;
 use crate::reclaim::Reclaim;
 use crate::runs::heads;
 use crate::shrink::{ShrinkBudget, ShrinkProgress};
@@ -139,13 +139,12 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
     }
 
     unsafe fn used(&self, frames: &Frames<'_, S::Env>, cx: &Cx<'_, S>, heads: &[Pfn]) {
-        for some in heads.chunks(Neighbours::MOST) {
+        for some in heads.chunks(BATCH) {
             for (node, lru) in self.lrus(frames) {
-                let mut here = Neighbours::new();
-                for head in some.iter().filter(|head| frames.node_of(**head) == Some(node)) {
-                    here.push(*head);
-                }
-                lru.promote(cx, &here);
+                let mut here = [Pfn::new(0); BATCH];
+                let of_node = some.iter().filter(|head| frames.node_of(**head) == Some(node));
+                let count = here.iter_mut().zip(of_node).map(|(place, head)| *place = *head).count();
+                lru.promote(cx, &here[..count], |_| ());
             }
         }
     }

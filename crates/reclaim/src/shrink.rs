@@ -1,13 +1,13 @@
 //! One pass over an LRU: isolate, age, unmap, put back what stays, flush, write out, free; batch by batch.
 //!
-//! Per batch of up to 32 folios: three lock rounds of the LRU (isolate, put back, drop references), two or three more if
-//! neighbours were found young, one if pages could not be written, and as many again if the youngest list is looked at too. At most one flush, and one reschedule point
+//! Per batch of up to 32 folios: three lock rounds of the LRU (isolate, put back, drop references), one for each walk that
+//! found neighbours young (of a run's walks mostly the first), one if pages could not be written, and as many again if the youngest list is looked at too. At most one flush, and one reschedule point
 //! after it where the caller may sleep.
 
-use crate::lru::{BATCH, Batch, LruEnd, LruVerdict, Neighbours};
+use crate::lru::{BATCH, Batch, LruEnd, LruVerdict};
 use crate::side::{Look, Side, Unhooked, Unwritten};
 use crate::swap::Swap;
-use crate::ways::{Step, Steps};
+use crate::ways::Steps;
 use hugemm_base::lock::RawLock;
 use hugemm_base::{Cancel, Cpu};
 use hugemm_vm::{Cx, Setup};
@@ -98,7 +98,6 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
     fn batch(&self, cx: &mut Cx<'_, S>, most: u64, progress: &mut ShrinkProgress) {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
-        let mut neighbours = Neighbours::new();
         self.isolate(cx, LruEnd::Oldest, most, &mut batch);
         let ageing_due = batch.ageing_due;
         if batch.is_empty() && batch.refused > 0 {
@@ -115,14 +114,9 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         progress.scanned += batch.pages();
         let mut looks = [Look::Idle; BATCH];
         let mut unhooked: [Option<Unhooked<'s, S>>; BATCH] = [const { None }; BATCH];
-        self.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
-        // Before anything is unmapped: a neighbour may be in this batch, and has lost its accessed bit by now.
-        self.promote(cx, &neighbours);
-        for ((folio, unhooked), mut look) in batch.folios_mut().iter_mut().zip(&mut unhooked).zip(looks) {
+        self.age(cx, batch.folios(), &mut looks[..batch.folios().len()]);
+        for ((folio, unhooked), look) in batch.folios_mut().iter_mut().zip(&mut unhooked).zip(looks) {
             let pages = folio.order.pages();
-            if look == Look::Idle && neighbours.heads().contains(&folio.pfn) {
-                look = Look::Young;
-            }
             folio.verdict = match look {
                 Look::Keep => {
                     progress.kept += pages;
@@ -190,27 +184,17 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         }
     }
 
-    /// Look-around: neighbours become younger, and the references to them end.
-    fn promote(&self, cx: &Cx<'_, S>, neighbours: &Neighbours) {
-        self.pager.steps().enter(Step::Around);
-        self.lru.promote(cx, neighbours);
-        self.release(cx, neighbours.heads().iter().copied());
-        self.pager.steps().enter(Step::Other);
-    }
-
     /// Looks at the oldest folios of the youngest list: idle ones become candidates. How many pages were looked at.
     fn age_youngest(&self, cx: &mut Cx<'_, S>, progress: &mut ShrinkProgress) -> u64 {
         let policy = self.lru.policy(cx);
         let mut batch = Batch::new();
-        let mut neighbours = Neighbours::new();
         self.isolate(cx, LruEnd::Youngest, u64::MAX, &mut batch);
         let mut looks = [Look::Idle; BATCH];
-        self.age(cx, batch.folios(), &mut looks[..batch.folios().len()], &mut neighbours);
+        self.age(cx, batch.folios(), &mut looks[..batch.folios().len()]);
         for (folio, look) in batch.folios_mut().iter_mut().zip(looks) {
-            let young = look == Look::Young || neighbours.heads().contains(&folio.pfn);
             folio.verdict = match look {
                 Look::Keep => KEEP,
-                _ => match policy.judge(folio.was, young) {
+                look => match policy.judge(folio.was, look == Look::Young) {
                     // The policy was changed in between, to one that does not look at the youngest.
                     LruVerdict::Release => KEEP,
                     verdict => verdict,
@@ -220,7 +204,6 @@ impl<'s, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<'s, '_, '_, 
         progress.aged += batch.pages();
         self.lru.put_back(cx, &mut batch);
         self.release(cx, batch.folios().iter().map(|folio| folio.pfn));
-        self.promote(cx, &neighbours);
         batch.pages()
     }
 }

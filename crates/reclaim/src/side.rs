@@ -2,7 +2,7 @@
 //! order: *unmap, off the LRU, flush, write out, free*, for a whole batch with one flush. An [`UnhookedPage`] owns the flush
 //! that it owes, and each step that could reach its frame pays it first.
 
-use crate::lru::{BATCH, Folio, Lru, Neighbours};
+use crate::lru::{BATCH, Folio, Lru};
 use crate::reclaim::Reclaim;
 use crate::swap::{StoreError, Swap, SwapSlot};
 use crate::ways::{Ageing, Step, Steps};
@@ -13,7 +13,7 @@ use hugemm_base::{Cpu, NodeId, Order, PageSize, Pfn, TlbHw};
 use hugemm_frames::{Env, FolioRef, Frames, Frozen, RefError};
 use hugemm_paging::{DeferredUnmap, Keep, ShootdownBatch, ShootdownPolicy, TlbShootdown};
 use hugemm_vm::ageing::AROUND;
-use hugemm_vm::{AgeRun, Cx, Recency, Setup, UnhookedPage, Vm, VmError};
+use hugemm_vm::{AgeRun, Cx, Neighbours, Recency, Setup, UnhookedPage, Vm, VmError};
 
 /// Most CPUs: so many bits has each of the two masks of a deferred flush, which are on the reclaiming task's stack (256
 /// bytes), because memory for them could not be had when it is needed.
@@ -113,7 +113,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
     }
 
     /// By runs: sorted by where they lie, those that are near each other in one walk.
-    fn age_runs(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], neighbours: &mut Neighbours) {
+    fn age_runs<'p>(&self, cx: &mut Cx<'p, S>, folios: &[Folio], looks: &mut [Look]) {
         let none = Lies { object: 0, offset: 0, order: Order::ZERO, index: 0 };
         let mut lies = [none; BATCH];
         for (index, (folio, lies)) in folios.iter().zip(&mut lies).enumerate() {
@@ -125,13 +125,20 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         lies.sort_unstable_by_key(|lies| (lies.object, lies.order, lies.offset));
         // The folios are of one LRU; neighbours that are on another are left to that one's lock.
         let node = folios.first().map(|folio| self.node_of(folio.pfn));
+        let mut around = 0;
+        // Folios of the batch that were looked at as neighbours: a look that is not repeated.
+        let mut young = [false; BATCH];
         let mut rest = &*lies;
         while let Some(first) = rest.first() {
             let reach = AROUND * first.order.pages();
-            let together = |next: &&Lies| {
-                next.object == first.object && next.order == first.order && next.offset / reach == first.offset / reach
+            let together = |(before, next): &(&Lies, &Lies)| {
+                next.object == first.object
+                    && next.order == first.order
+                    && next.offset / reach == first.offset / reach
+                    // A process's own copy is another page at the same offset.
+                    && next.offset != before.offset
             };
-            let (some, more) = rest.split_at(rest.iter().take_while(together).count());
+            let (some, more) = rest.split_at(1 + rest.iter().zip(&rest[1..]).take_while(together).count());
             rest = more;
             let mut pages = [(0, Pfn::new(0)); BATCH];
             let mut found = [Recency::default(); BATCH];
@@ -139,21 +146,25 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
                 *page = (lies.offset, folios[lies.index].pfn);
             }
             let run = AgeRun { object: first.object, pages: &pages[..some.len()], order: first.order };
-            let mut around = 0;
-            let mut keep = |head| {
-                // SAFETY: mapped, and its page table locked: it has a reference that keeps it for that long.
-                let wanted = neighbours.has_room()
-                    && Some(self.node_of(head)) == node
-                    && unsafe { hold(self.vm.frames(), head) }.is_ok();
-                around += u64::from(wanted && neighbours.push(head));
-                wanted
+            let wants = |head| Some(self.node_of(head)) == node;
+            let mut take = |cx: &Cx<'p, S>, heads: &[Pfn]| {
+                self.pager.steps().enter(Step::Around);
+                let isolated = |head| {
+                    let here = folios.iter().position(|folio| folio.pfn == head);
+                    here.into_iter().for_each(|index| young[index] = true);
+                };
+                around += self.lru.promote(cx, heads, isolated);
+                self.pager.steps().enter(Step::Age);
             };
-            self.vm.age(cx, &run, &mut found, Some(&mut keep));
-            self.pager.counts().around.add(around);
+            self.vm.age(cx, &run, &mut found, Some(Neighbours { wants: &wants, take: &mut take }));
             for (lies, found) in some.iter().zip(found) {
                 looks[lies.index] = self.judge(&found);
             }
         }
+        for (look, _) in looks.iter_mut().zip(young).filter(|(look, young)| *young && **look == Look::Idle) {
+            *look = Look::Young;
+        }
+        self.pager.counts().around.add(around);
     }
 
     /// The old ways: a page at a time.
@@ -198,7 +209,7 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
         held.is_ok()
     }
 
-    /// Drops references that [`hold`](Side::hold) or a look-around took; one may be the last if the folio's owner let go
+    /// Drops references that [`hold`](Side::hold) took; one may be the last if the folio's owner let go
     /// meanwhile. One lock round of the LRU per [`BATCH`] of them.
     pub(crate) fn release(&self, cx: &Cx<'_, S>, heads: impl Iterator<Item = Pfn>) {
         let mut rest = heads.peekable();
@@ -214,16 +225,16 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
     /// Tests and clears the accessed bits of all mappings of some folios, without any TLB flush; `looks[i]` is what was
     /// found of folio `i`. Mappings without recency, and those of spaces that go away, do not count.
     ///
-    /// Look-around: does the same to neighbours in the same tables that are on the same LRU, and notes the heads of those
-    /// it found young, with a reference to each.
-    pub(crate) fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], neighbours: &mut Neighbours) {
+    /// Look-around: does the same to neighbours in the same tables that are on the same LRU, and makes those younger that it
+    /// found young, as long as the table that maps them is locked: one lock round of the LRU for those that a walk found.
+    pub(crate) fn age(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look]) {
         self.pager.steps().enter(Step::Age);
         self.pager.counts().aged.add(folios.iter().map(|folio| folio.order.pages()).sum());
         // Whoever flushes because of ageing, on whatever path, is counted where flushes are started.
         let (shootdown, cpu) = (self.vm.shootdown(), cx.platform().current());
         let before = shootdown.counts_of(cpu);
         match self.pager.ageing() {
-            Ageing::Batch => self.age_runs(cx, folios, looks, neighbours),
+            Ageing::Batch => self.age_runs(cx, folios, looks),
             way => self.age_pages(cx, folios, looks, way),
         }
         self.pager.counts().age_flushes.add(shootdown.counts_of(cpu).since(before).flushes());

@@ -9,6 +9,7 @@ use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use crate::vma::Vma;
 use core::cell::RefCell;
+use core::fmt;
 use hugemm_base::{Order, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
 
 /// 4 KiB pages that one look-around reaches over, itself included: the entries of 8 cache lines.
@@ -25,7 +26,8 @@ pub struct Recency {
     pub users: u32,
 }
 
-/// Pages of one object that are aged together: offset and head of each, in ascending order and not empty.
+/// Pages of one object that are aged together: offset and head of each, in ascending order and not empty. Those that do not
+/// lie in the same [`AROUND`] pages of their order as the first are not looked at, and of several with one offset only the first is.
 #[derive(Clone, Copy, Debug)]
 pub struct AgeRun<'a> {
     /// The object's number.
@@ -36,43 +38,80 @@ pub struct AgeRun<'a> {
     pub order: Order,
 }
 
+/// What is done about other 4 KiB pages that were used and lie in the same [`AROUND`] pages of the object as a run.
+pub struct Neighbours<'a, 'p, S: Setup> {
+    /// Whether a page is wanted: then it counts as looked at, and is old afterwards in this mapping and those that come after.
+    pub wants: &'a dyn Fn(Pfn) -> bool,
+    /// Is given those that a walk of one mapping found, none twice. The mapping's page table is locked, so that they stay; it may
+    /// neither sleep nor lock page tables, areas or objects.
+    pub take: &'a mut dyn FnMut(&Cx<'p, S>, &[Pfn]),
+}
+
+impl<S: Setup> fmt::Debug for Neighbours<'_, '_, S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Neighbours").finish_non_exhaustive()
+    }
+}
+
+/// A page at each place of a run's [`AROUND`], and what its mappings have said.
+#[derive(Clone, Copy)]
+struct Slot {
+    /// Its head's number + 1; 0 if nobody wants one there.
+    page: u64,
+    users: u32,
+}
+
 impl<S: Setup> Vm<'_, S> {
     /// Tests and clears the accessed bits of every mapping of the run's pages, and asks secondary MMUs; no TLB is touched.
-    /// `found[i]` is what was found of page `i`; pages beyond its end stay as old as they are. Mappings without recency and those
+    /// `found[i]` is what was found of page `i`; the run ends where it does. Mappings without recency and those
     /// of spaces that go away do not count.
     ///
-    /// Other 4 KiB pages in the run's range, and in the [64 entries](AROUND) that its ends lie in, that have been used are
-    /// shown to `neighbour`, which says whether it wants them: then they count as looked at and are old afterwards, in all
-    /// mappings that are walked from then on. It is called under a page table's lock, so what is mapped there can be held;
-    /// in a run that spans no more than those 64 entries, once for a page that it wants.
-    ///
-    /// One lock round of the object and two per mapping; one walk per mapping over the run's range. Interrupts are on; the caller
-    /// holds no lock.
-    pub fn age(
+    /// One lock round of the object and two per mapping; one walk per mapping, over the run's range or, with neighbours, the
+    /// [`AROUND`] pages that it lies in. The page table is the caller's alone meanwhile, so what hardware has finished with is
+    /// edited by plain stores. Interrupts are on; the caller holds no lock.
+    pub fn age<'p>(
         &self,
-        cx: &mut Cx<'_, S>,
+        cx: &mut Cx<'p, S>,
         run: &AgeRun<'_>,
         found: &mut [Recency],
-        mut neighbour: Option<&mut dyn FnMut(Pfn) -> bool>,
+        mut neighbours: Option<Neighbours<'_, 'p, S>>,
     ) {
-        let (Some((from, _)), Some((last, _))) = (run.pages.first().copied(), run.pages.last().copied()) else {
-            return;
-        };
-        let Some(object) = self.registry().shared().get(run.object) else { return };
+        let Some((first, _)) = run.pages.first().copied() else { return };
         let size = run.order.pages();
-        let to = last.saturating_add(size);
+        let reach = AROUND * size;
+        let base = first - first % reach;
+        let place = |offset: u64| (offset >> run.order.get() & (AROUND - 1)) as usize;
+        let run_pages = || run.pages.iter().take_while(|(offset, _)| offset.wrapping_sub(base) < reach);
+        let mut slots = [Slot { page: 0, users: 0 }; AROUND as usize];
+        let mut heads = [Pfn::new(0); AROUND as usize];
+        let mut last = first;
+        for ((offset, head), _) in run_pages().zip(&*found) {
+            last = *offset;
+            let slot = &mut slots[place(*offset)];
+            slot.page = if slot.page == 0 { head.number() + 1 } else { slot.page };
+        }
+        let Some(object) = self.registry().shared().get(run.object) else { return };
+        if size > 1 {
+            neighbours = None;
+        }
+        let to = match neighbours {
+            Some(_) => base.saturating_add(reach),
+            None => last.saturating_add(size),
+        };
+        let from = if neighbours.is_some() { base } else { first };
         let mut mapped = false;
         let mut going = false;
-        // Neighbours that are wanted, by their place among the 64: frame number + 1.
-        let mut wanted = [0; AROUND as usize];
         {
             // SAFETY: `Registry::get` took a reference.
             let areas = unsafe { object.as_ref() }.areas.shared();
             for area in areas.iter() {
+                if part(area, first, last.saturating_add(size)).is_none() {
+                    continue;
+                }
                 let Some((first, last)) = part(area, from, to) else { continue };
                 let here = |offset: u64| (first..last).contains(&offset);
                 if area.info.kind.locked {
-                    let pages = run.pages.iter().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
+                    let pages = run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset));
                     pages.for_each(|(_, page)| page.keep = true);
                     continue;
                 }
@@ -86,49 +125,31 @@ impl<S: Setup> Vm<'_, S> {
                 if area.info.kind.no_recency {
                     continue;
                 }
-                let (first, last) = match &neighbour {
-                    Some(_) if size == 1 => {
-                        part(area, from & !(AROUND - 1), to.checked_next_multiple_of(AROUND).unwrap_or(u64::MAX))
-                    }
-                    _ => None,
-                }
-                .unwrap_or((first, last));
                 let start = area.info.range.first_page() + (first - area.info.offset);
                 let Some(span) = crate::vma::pages(start, start + (last - first)) else { continue };
                 let task = RefCell::new(&mut *cx);
-                let mut table = space.table().shared(self.tables(&task));
-                // Both go up.
-                let mut next = 0;
+                let mut table = space.table().exclusive(self.tables(&task));
+                let mut count = 0;
                 let choose = |page: u64, frame: Pfn| {
-                    let offset = first + (page - start);
-                    while run.pages.get(next).is_some_and(|page| page.0 < offset) {
-                        next += 1;
+                    let slot = &mut slots[place(first + (page - start))];
+                    if slot.page == 0 && neighbours.as_ref().is_some_and(|neighbours| (neighbours.wants)(frame)) {
+                        slot.page = frame.number() + 1;
+                        heads[count] = frame;
+                        count += 1;
                     }
-                    match run.pages.get(next) {
-                        Some((at, head)) if *at == offset => {
-                            // If not, it is another page of the object at the same offset: a process's own copy.
-                            let Some(found) = found.get_mut(next).filter(|_| *head == frame) else { return false };
-                            found.young = true;
-                            found.users += 1;
-                            true
-                        }
-                        _ => {
-                            let wanted = &mut wanted[(offset % AROUND) as usize];
-                            let this = frame.number() + 1;
-                            if *wanted != this && neighbour.as_mut().is_some_and(|wants| wants(frame)) {
-                                *wanted = this;
-                            }
-                            *wanted == this
-                        }
-                    }
+                    // If not, it is another page of the object at the same offset: a process's own copy.
+                    let chosen = slot.page == frame.number() + 1;
+                    slot.users += u32::from(chosen);
+                    chosen
                 };
                 // In bounds: the area is.
                 let _ = table.test_and_clear_young_of(span, choose);
+                if let Some(neighbours) = neighbours.as_mut().filter(|_| count > 0) {
+                    (neighbours.take)(&**task.borrow(), &heads[..count]);
+                }
                 drop(table);
                 if space.is_followed() {
-                    for ((offset, _), page) in
-                        run.pages.iter().zip(&mut *found).filter(|((offset, _), _)| here(*offset))
-                    {
+                    for ((offset, _), page) in run_pages().zip(&mut *found).filter(|((offset, _), _)| here(*offset)) {
                         let at =
                             VirtAddr::new((area.info.range.first_page() + (offset - area.info.offset)) << PAGE_SHIFT);
                         let young = VirtRange::new(at, run.order.bytes()).is_ok_and(|span| space.followers_age(span));
@@ -137,6 +158,12 @@ impl<S: Setup> Vm<'_, S> {
                     }
                 }
             }
+        }
+        for ((offset, head), page) in run_pages().zip(&mut *found) {
+            let slot = slots[place(*offset)];
+            let users = if slot.page == head.number() + 1 { slot.users } else { 0 };
+            page.young |= users > 0;
+            page.users += users;
         }
         if going && !mapped {
             found.iter_mut().for_each(|page| page.keep = true);

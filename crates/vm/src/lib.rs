@@ -116,7 +116,7 @@ pub mod vma;
 mod working_set;
 pub mod zeroing;
 
-pub use ageing::{AgeRun, Recency};
+pub use ageing::{AgeRun, Neighbours, Recency};
 pub use cpu_masks::{CpuMasks, SpaceTlb};
 pub use error::VmError;
 pub use fault::{Access, Served};

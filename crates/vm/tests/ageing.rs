@@ -7,7 +7,8 @@ mod support;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{AgeRun, Backing, Notifier, Recency, SharedRef, VmaKind};
+use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Recency, SharedRef, VmaKind};
+use std::cell::RefCell;
 use std::sync::Arc;
 use support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
 
@@ -52,17 +53,17 @@ fn is_young<'h>(rig: &Rig<'h>, cx: &mut Cx<'_, 'h>, space: &Handle<'_, 'h>, page
 }
 
 /// Ages these pages of the space's area.
-fn age<'h>(
+fn age<'p, 'h>(
     rig: &Rig<'h>,
-    cx: &mut Cx<'_, 'h>,
+    cx: &mut Cx<'p, 'h>,
     space: &Handle<'_, 'h>,
     pages: &[u64],
-    neighbour: Option<&mut dyn FnMut(Pfn) -> bool>,
+    neighbours: Option<Neighbours<'_, 'p, Model<'h>>>,
 ) -> Vec<Recency> {
     let object = space.find_vma(VirtAddr::new(AT)).expect("an area").object;
     let pages: Vec<_> = pages.iter().map(|&page| (page, frame(rig, cx, space, page))).collect();
     let mut found = vec![Recency::default(); pages.len()];
-    rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, neighbour);
+    rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, neighbours);
     found
 }
 
@@ -75,7 +76,7 @@ fn a_run_is_harvested_and_nothing_else() {
             assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [USED; 3]);
             assert_eq!(age(rig, cx, &space, &[3, 4, 9], None), [OLD; 3], "their bits are taken");
             (0..100).for_each(|page| assert_eq!(is_young(rig, cx, &space, page), ![3, 4, 9].contains(&page), "{page}"));
-            assert_eq!(age(rig, cx, &space, &[2, 3, 10, 99], None), [USED, OLD, USED, USED]);
+            assert_eq!(age(rig, cx, &space, &[2, 3, 10, 63], None), [USED, OLD, USED, USED]);
             rig.vm.age(
                 cx,
                 &AgeRun { object: 1 << 40, pages: &[(0, Pfn::new(0))], order: Order::ZERO },
@@ -153,22 +154,28 @@ fn areas_say_what_their_use_means() {
 }
 
 /// Neighbours that have been used are offered once, whatever maps them; those that are wanted are old afterwards, in every
-/// mapping that comes after, the others as young as before.
+/// mapping that comes after, the others as young as before. Who wants them is told of each once, before the page can go.
 #[test]
 fn neighbours_are_offered_once() {
-    with_rig(16, 1, 64, &no_faults(), |rig| {
+    fn check<'h>(rig: &Rig<'h>) {
         rig.mmu.as_cpu(CpuId(0), |cx| {
             let object = rig.vm.create_shared(cx, 192, PageSize::Size4K, false).expect("an object");
             let spaces = [0, 1].map(|_| filled(rig, cx, KIND, Some(&object), 192));
             let frames: Vec<_> = (0..192).map(|page| frame(rig, cx, &spaces[0], page)).collect();
-            let mut offered = Vec::new();
-            let mut want = |head: Pfn| {
-                let page = frames.iter().position(|frame| *frame == head).expect("of the object") as u64;
-                offered.push(page);
-                page.is_multiple_of(2)
+            let page = |head: Pfn| frames.iter().position(|frame| *frame == head).expect("of the object") as u64;
+            let offered = RefCell::new(Vec::new());
+            let wants = |head: Pfn| {
+                offered.borrow_mut().push(page(head));
+                page(head).is_multiple_of(2)
             };
+            let mut taken: Vec<Vec<u64>> = Vec::new();
+            let mut take = |_: &Cx<'_, 'h>, heads: &[Pfn]| taken.push(heads.iter().map(|head| page(*head)).collect());
             let both = Recency { users: 2, ..USED };
-            assert_eq!(age(rig, cx, &spaces[0], &[70, 71], Some(&mut want)), [both; 2]);
+            let neighbours = Neighbours { wants: &wants, take: &mut take };
+            assert_eq!(age(rig, cx, &spaces[0], &[70, 71], Some(neighbours)), [both; 2]);
+            let even: Vec<u64> = (64..128).filter(|page| page % 2 == 0 && *page != 70).collect();
+            assert_eq!(taken, [even], "in the walk that found them, and not again in the next");
+            let mut offered = offered.into_inner();
             offered.sort_unstable();
             let around = || (64..128).filter(|page| ![70, 71].contains(page));
             let mut expected: Vec<u64> =
@@ -185,6 +192,33 @@ fn neighbours_are_offered_once() {
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
             rig.vm.close(cx, object).expect("its own");
+        });
+    }
+    with_rig(16, 1, 64, &no_faults(), check);
+}
+
+/// A run is pages at different places of one stretch of 64: of two at one place, and of what lies further on, nothing is said, and
+/// their bits stay.
+#[test]
+fn a_run_lies_in_one_stretch() {
+    with_rig(16, 1, 67, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let parent = filled(rig, cx, KIND, None, 130);
+            let child = rig.vm.fork(cx, &parent).expect("forked");
+            use_pages(rig, cx, &child, 0..1);
+            use_pages(rig, cx, &parent, 0..1);
+            assert_eq!(age(rig, cx, &parent, &[63, 64, 127], None)[1..], [OLD; 2]);
+            assert_eq!(age(rig, cx, &parent, &[64, 127, 128], None)[2], OLD);
+            assert!(is_young(rig, cx, &parent, 128) && !is_young(rig, cx, &parent, 127));
+            let object = parent.find_vma(VirtAddr::new(AT)).expect("an area").object;
+            let pages = [&parent, &child].map(|space| (0, frame(rig, cx, space, 0)));
+            let mut found = [OLD; 2];
+            rig.vm.age(cx, &AgeRun { object, pages: &pages, order: Order::ZERO }, &mut found, None);
+            assert_eq!(found, [USED, OLD]);
+            assert!(!is_young(rig, cx, &parent, 0) && is_young(rig, cx, &child, 0));
+            for space in [child, parent] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
         });
     });
 }

@@ -7,7 +7,7 @@ mod support;
 
 use hugemm_base::{CpuId, Never, Order, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
-use hugemm_vm::{Access, AgeRun, Backing, Recency, VmError, VmaKind};
+use hugemm_vm::{Access, AgeRun, Backing, Neighbours, Recency, VmError, VmaKind};
 use support::{bounds, no_faults, span, with_rig};
 
 /// Addresses in 64 bits, in pages.
@@ -117,7 +117,8 @@ fn spaces_take_any_range() {
             {
                 for order in [Order::ZERO, Order::MAX] {
                     let run = AgeRun { object: area.object, pages, order };
-                    rig.vm.age(cx, &run, &mut found[..room], Some(&mut |_| false));
+                    let none = Neighbours { wants: &|_| false, take: &mut |_, _| () };
+                    rig.vm.age(cx, &run, &mut found[..room], Some(none));
                 }
             }
             assert!(found[0].young, "nobody took its bit who could not say so");

@@ -18,6 +18,8 @@ fn every_type() {
         }
         // One task has it in hand.
         send { UnhookedPage<'static, Here, [AtomicU64; 2]>, Follower<Here>, }
+        // Closures of one task, for one call.
+        neither { Neighbours<'static, 'static, Here>, }
     }
 }
 

@@ -205,6 +205,7 @@ fn hardware_bits_survive_edits_of_live_entries() {
                     let stale = table.exclusive(&heap).protect(span(0, PAGES), change, Editing::LIVE);
                     assert!(stale.expect("in bounds").entries() <= PAGES);
                     table.shared(&heap).test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
+                    table.exclusive(&heap).test_and_clear_young(span(0, PAGES), |_| ()).expect("in bounds");
                 }
             }
             writer.join().expect("the writer")

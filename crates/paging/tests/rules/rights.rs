@@ -180,6 +180,40 @@ fn ageing_takes_the_bits_that_are_wanted() {
     assert_eq!((again.young, left), (1, vec![extent(102, 1)]), "what was not wanted is as young as it was");
 }
 
+/// A CPU may set the dirty bit of a leaf that has none at any moment, also of one that is just being aged by whoever is alone: it
+/// stays. Where it is set, and in leaves that are not written, a plain store takes the accessed bit, and leaves all else.
+#[test]
+fn ageing_alone_loses_no_dirty_bit() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 16), [extent(100, 16)], SMALL).expect("mapped");
+    table
+        .exclusive(&heap)
+        .map(span(16, 16), [extent(116, 16)], Mapping { flags: Flags::NONE, ..SMALL })
+        .expect("mapped");
+    let touch = |page, write| assert!(access::<X86_64, _>(&heap, table.root(), at(page), write).is_some());
+    // A long stretch and a single page are aged by different loops.
+    for (first, pages) in [(0, 32), (3, 1), (20, 1)] {
+        (first..first + pages).for_each(|page| touch(page, page % 2 == 0 && page < 16));
+        let young = table.exclusive(&heap).test_and_clear_young_of(span(first, pages), |page, _| {
+            if page < 16 {
+                touch(page, true);
+            }
+            true
+        });
+        assert_eq!(young.map(|young| (young.leaves, young.young)), Ok((pages, pages)));
+    }
+    let mut dirty = 0;
+    let guard = table.shared(&heap);
+    let count = |run: Run| {
+        assert!(!run.flags.contains(Flags::ACCESSED), "{run:?}");
+        assert_eq!(run.flags.contains(Flags::WRITE), run.at < at(16), "{run:?}");
+        dirty += if run.flags.contains(Flags::DIRTY) { run.extent.pages() } else { 0 };
+    };
+    guard.walk(span(0, 32), Flags::NONE, count).expect("in bounds");
+    assert_eq!(dirty, 16, "what was written stays known");
+}
+
 #[test]
 fn ageing_clears_and_reports_once_at_every_leaf_size() {
     let heap = Heap::new(NoFaults);

@@ -289,11 +289,13 @@ impl<F: PageFormat> World<F> {
             }
             return Ok(());
         }
-        self.spaces[space]
-            .table
-            .shared(&self.pool)
-            .test_and_clear_young(span(0, PAGES), |_| ())
-            .map_err(|e| e.to_string())?;
+        let table = &self.spaces[space].table;
+        let aged = if self.below(2) == 0 {
+            table.shared(&self.pool).test_and_clear_young(span(0, PAGES), |_| ())
+        } else {
+            table.exclusive(&self.pool).test_and_clear_young(span(0, PAGES), |_| ())
+        };
+        aged.map_err(|e| e.to_string())?;
         if self.shootdown.counts() == before { Ok(()) } else { Err("ageing flushed".to_owned()) }
     }
 

@@ -64,6 +64,7 @@ impl<F: PageFormat> Shared<'_, F> {
                 space.table.shared(&world.pool).map(span, frames.take(PAGES as usize), how).expect("room");
                 for _ in 0..20 {
                     space.table.shared(&world.pool).test_and_clear_young(span, |_| ()).expect("mapped");
+                    space.table.exclusive(&world.pool).test_and_clear_young(span, |_| ()).expect("mapped");
                     std::thread::yield_now();
                 }
                 let unhooked = space.table.exclusive(&world.pool).detach(span, Editing::LIVE).expect("mapped");

@@ -161,11 +161,10 @@ impl Lists {
         }
     }
 
-    /// Treats a folio as if it had been looked at and found young. False if it is not on a list.
+    /// Treats a folio as if it had been looked at and found young. True if somebody is looking at it, who decides.
     pub(crate) fn promote(&mut self, words: &impl Words, pfn: Pfn) -> bool {
-        let State { standing: Standing::On { label: from }, order, referenced } = state(words, pfn) else {
-            return false;
-        };
+        let State { standing, order, referenced } = state(words, pfn);
+        let Standing::On { label: from } = standing else { return matches!(standing, Standing::Isolated { .. }) };
         let was = self.was(from, referenced);
         let verdict = self.policy.judge(was, true);
         let Some(age) = self.policy.place(self.ring, was, verdict) else { return false };
@@ -174,7 +173,7 @@ impl Lists {
         // To the front even of the same list: its accessed bit is gone, so its own look must be a round away.
         self.unlink(words, pfn, order, from);
         self.link(words, pfn, order, age, referenced);
-        true
+        false
     }
 
     pub(crate) fn stats(&self) -> LruStats {

@@ -143,7 +143,7 @@ proptest! {
                 }
                 5 if !on.is_empty() => {
                     let pfn = on[usize::from(pick) % on.len()];
-                    prop_assert!(lists.promote(&words, Pfn::new(pfn)));
+                    prop_assert!(!lists.promote(&words, Pfn::new(pfn)), "nobody looks at it");
                     let from = model.lists.iter().position(|list| list.iter().any(|entry| entry.pfn == pfn)).expect("on");
                     let at = model.lists[from].iter().position(|entry| entry.pfn == pfn).expect("on");
                     let last = model.youngest();
@@ -198,11 +198,11 @@ proptest! {
                         if let Some(young) = young {
                             folio.verdict = lists.policy.judge(folio.was, young);
                         }
+                        prop_assert!(lists.promote(&words, folio.pfn), "who looks at it decides");
                         // Some leave while they are looked at.
                         if (usize::from(pick) + index).is_multiple_of(7) {
                             prop_assert_eq!(lists.remove(&words, folio.pfn), LruRemoval::Isolated);
                             prop_assert_eq!(lists.remove(&words, folio.pfn), LruRemoval::NotThere);
-                            prop_assert!(!lists.promote(&words, folio.pfn));
                             model.seen.released += entry.order.pages();
                         } else {
                             model.settle(entry, was_youngest, young);
@@ -279,9 +279,9 @@ fn folios_that_cannot_be_held_are_passed_over_bit_by_bit() {
     }
 }
 
-/// A batch and what is remembered of neighbours take as many as they have room for, and no more.
+/// A batch takes as many as it has room for, and no more.
 #[test]
-fn batches_and_neighbours_have_room_for_so_many() {
+fn a_batch_has_room_for_so_many() {
     let order = Order::new(9).expect("valid");
     let was = Was { youngest: false, referenced: true };
     let folio =
@@ -296,13 +296,6 @@ fn batches_and_neighbours_have_room_for_so_many() {
     let heads: Vec<u64> = batch.folios().iter().map(|folio| folio.pfn.number()).collect();
     assert_eq!(heads, (0..BATCH as u64).collect::<Vec<_>>());
     assert_eq!(batch.pages(), BATCH as u64 * 512);
-    let mut neighbours = Neighbours::new();
-    for pfn in 0..Neighbours::MOST as u64 {
-        assert!(neighbours.has_room() && neighbours.push(Pfn::new(pfn)));
-    }
-    assert!(!neighbours.has_room() && !neighbours.push(Pfn::new(1)));
-    let heads: Vec<u64> = neighbours.heads().iter().map(|head| head.number()).collect();
-    assert_eq!(heads, (0..Neighbours::MOST as u64).collect::<Vec<_>>());
 }
 
 /// Only what was released to be evicted, and whose owner still wants it, comes on again when it could not go.

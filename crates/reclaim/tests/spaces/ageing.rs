@@ -87,6 +87,32 @@ fn look_around_takes_a_page_with_all_its_mappings() {
     });
 }
 
+/// A process's own copy of a page lies at the same place of the same object, and is a page of its own: in one batch with the other,
+/// both are looked at. What is looked at on the way, and is in the batch too, has been looked at.
+#[test]
+fn copies_in_one_batch_are_looked_at_each() {
+    const PAGES: u64 = 16;
+    with_rig(SIZE, 6, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let parent = filled(rig, cx, PageSize::Size4K, PAGES);
+            let child = rig.vm.fork(cx, &parent).expect("forked");
+            for space in [&child, &parent] {
+                rig.enter(cx, space);
+                (0..PAGES).for_each(|page| rig.put(cx, space, AT + (page << 12), page).expect("memory"));
+                rig.leave(cx, space);
+            }
+            let pager = rig.vm.pager();
+            let budget = ShrinkBudget { free: u64::MAX, scan: 2 * PAGES };
+            let looked = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
+            assert_eq!((looked.scanned, looked.young, looked.freed), (2 * PAGES, 2 * PAGES, 0), "all have been used");
+            assert_eq!(pager.counts().around.get(), 0, "nothing is beside the batch");
+            for space in [child, parent] {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+        });
+    });
+}
+
 /// Makes the CPU forget the space's translations: what is used from then on shows in the tables.
 fn forget<'h>(rig: &Rig<'h>, cx: &mut crate::rig::Cx<'_, 'h>, space: &Handle<'_, 'h>) {
     let mut batch = ShootdownBatch::new(space.tlb());
