@@ -149,8 +149,7 @@ impl Mmap {
 
     fn advise(&self, range: Range<usize>, advice: Advice) -> Result<(), Errno> {
         assert!(range.start <= range.end && range.end <= self.len, "a range of the mapping");
-        // SAFETY: the range is inside the mapping. None of the kinds of advice used here invalidates memory that Rust
-        // code may assume unchanged: discarding is reached through `&mut self` only.
+        // SAFETY: the range is inside the mapping. None of the kinds of advice used here changes what memory holds.
         unsafe { madvise(self.start.as_ptr().wrapping_add(range.start).cast(), range.len(), advice) }
     }
 
@@ -177,14 +176,14 @@ impl Mmap {
     }
 
     /// Gives memory to every page of the range, which is a multiple of `page`. A page that cannot be had is an error,
-    /// never a signal. Contents are kept; before Linux 5.14 that is possible only if there are none yet (`fresh`).
-    pub fn populate(&mut self, range: Range<usize>, page: usize, fresh: bool) -> Result<(), CallFailed> {
+    /// never a signal. Before Linux 5.14 what the pages held is lost.
+    pub fn populate(&mut self, range: Range<usize>, page: usize) -> Result<(), CallFailed> {
         loop {
             match self.advise(range.clone(), Advice::LinuxPopulateWrite) {
                 Ok(()) => return Ok(()),
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 // Before Linux 5.14.
-                Err(Errno::INVAL) if fresh => return self.touch(range, page),
+                Err(Errno::INVAL) => return self.touch(range, page),
                 Err(errno) => return Err(CallFailed { call: "madvise(MADV_POPULATE_WRITE)", errno }),
             }
         }
@@ -212,11 +211,6 @@ impl Mmap {
         let result =
             unsafe { libc::madvise(self.start.as_ptr().wrapping_add(range.start).cast(), range.len(), MADV_COLLAPSE) };
         if result == 0 { Ok(()) } else { Err(last_error("madvise(MADV_COLLAPSE)")) }
-    }
-
-    /// Gives the range's pages back to the kernel; they read as zero afterwards.
-    pub fn discard(&mut self, range: Range<usize>) -> Result<(), CallFailed> {
-        self.advise(range, Advice::LinuxDontNeed).map_err(failed("madvise(MADV_DONTNEED)"))
     }
 
     /// Binds the mapping to one NUMA node, before it is populated.
@@ -267,7 +261,7 @@ mod tests {
         for align in [PAGE, 1 << 21, 1 << 30] {
             let mut m = Mmap::new(1 << 21, align, PAGE, Kind::Anonymous).unwrap();
             assert_eq!(m.start().as_ptr() as usize % align, 0);
-            m.populate(0..1 << 21, PAGE, true).unwrap();
+            m.populate(0..1 << 21, PAGE).unwrap();
             let bytes = m.bytes_mut();
             assert!(bytes.iter().all(|&b| b == 0));
             bytes[0] = 1;
@@ -276,12 +270,11 @@ mod tests {
     }
 
     #[test]
-    fn touching_populates_too_and_discarding_zeroes() {
+    fn touching_populates_too() {
         let mut m = Mmap::new(16 * PAGE, PAGE, PAGE, Kind::Anonymous).unwrap();
         m.touch(0..16 * PAGE, PAGE).unwrap();
         m.bytes_mut().fill(7);
-        m.discard(PAGE..2 * PAGE).unwrap();
-        assert_eq!((m.bytes_mut()[PAGE - 1], m.bytes_mut()[PAGE], m.bytes_mut()[2 * PAGE]), (7, 0, 7));
+        assert!(m.bytes_mut().iter().all(|byte| *byte == 7));
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub fn run(args: &Probe, machine: &Machine) -> Result<()> {
     ensure!(size >= 64 << 20, "{} is too small to be cleared by several CPUs; use 64MB or more", Size(size));
     let mut environment = Environment::read()?;
     let mut memories = Vec::new();
-    for node in machine.topology.nodes.iter().filter(|node| node.memory_total > 0).map(|node| node.id) {
+    for node in machine.topology.nodes.iter().filter(|node| node.memory_bytes > 0).map(|node| node.id) {
         let cleared = machine.memory_on(size, args.kind, node)?;
         environment.note_region(format!("cleared, node {node}"), &cleared);
         let chased = machine.memory_on(machine.calibration_bytes() as u64, args.kind, node)?;
@@ -204,7 +204,7 @@ mod tests {
     fn two_nodes() -> MachineTopology {
         // Siblings have adjoining numbers: the last two CPUs of a node are one core.
         let cpu = |id: u32| HostCpu { id, node: id / 4, core: id / 2 * 2, package: 0 };
-        let node = |id: u32| HostNode { id, cpus: vec![], memory_total: 1, memory_free: 1, distances: vec![] };
+        let node = |id: u32| HostNode { id, cpus: vec![], memory_bytes: 1, distances: vec![] };
         MachineTopology {
             cpus: (0..8).map(cpu).collect(),
             online: 8,

@@ -9,8 +9,8 @@ mod warnings;
 use crate::cgroup::cpu_quota;
 use crate::memory::Region;
 use crate::roots::{Roots, text};
-use crate::topology::{MachineTopology, PageSizes, TopologyError};
-use read::{cache_info, flag, load_average, memory_info, pool_info, read_cpu, read_frequency, read_kernel, thp_info};
+use crate::topology::{HostNode, MachineTopology, ThpSettings, TopologyError};
+use read::{cache_info, flag, load_average, memory_info, pool_info, read_cpu, read_frequency, read_kernel};
 use serde::{Deserialize, Serialize};
 
 /// The machine and its settings at one moment.
@@ -23,11 +23,11 @@ pub struct Environment {
     /// Caches of the first allowed CPU, as the kernel states them.
     pub caches: CacheInfo,
     /// NUMA nodes.
-    pub numa_nodes: Vec<NodeInfo>,
+    pub numa_nodes: Vec<HostNode>,
     /// The kernel.
     pub kernel: KernelInfo,
     /// Settings of transparent huge pages.
-    pub transparent_huge_pages: ThpInfo,
+    pub transparent_huge_pages: ThpSettings,
     /// Hugetlb pools, one for each page size.
     pub hugetlb_pools: Vec<PoolInfo>,
     /// Whether the kernel gives back redundant page descriptors of hugetlb pages (`vm.hugetlb_optimize_vmemmap`).
@@ -114,19 +114,6 @@ pub struct CacheInfo {
     pub line_bytes: Option<u64>,
 }
 
-/// A NUMA node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodeInfo {
-    /// Its number.
-    pub id: u32,
-    /// Its CPUs.
-    pub cpus: Vec<u32>,
-    /// Its memory in bytes.
-    pub memory_bytes: u64,
-    /// Relative distances to all nodes; 10 is local.
-    pub distances: Vec<u32>,
-}
-
 /// The kernel.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KernelInfo {
@@ -146,21 +133,6 @@ pub struct KernelInfo {
     pub init_on_alloc: Option<bool>,
     /// Whether automatic NUMA balancing moves pages.
     pub numa_balancing: Option<bool>,
-}
-
-/// Settings of transparent huge pages.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ThpInfo {
-    /// `always`, `madvise` or `never`.
-    pub enabled: Option<String>,
-    /// The setting of the 2 MiB size alone.
-    pub enabled_2m: Option<String>,
-    /// Who compacts memory on a fault.
-    pub defrag: Option<String>,
-    /// The huge page size in bytes.
-    pub page_bytes: Option<u64>,
-    /// This process is exempt.
-    pub off_for_process: bool,
 }
 
 /// A hugetlb pool, in pages.
@@ -256,22 +228,13 @@ impl Environment {
         let cpuinfo = text(roots.proc.join("cpuinfo")).unwrap_or_default();
         let cpu = read_cpu(&cpuinfo, &topology);
         let hypervisor = cpu.features.iter().any(|f| f == "hypervisor") || roots.sys.join("hypervisor/type").exists();
-        let sizes = PageSizes::read(roots);
+        let sizes = topology.page_sizes;
         Ok(Self {
             arch: std::env::consts::ARCH.to_owned(),
             caches: cache_info(&topology.caches),
-            numa_nodes: topology
-                .nodes
-                .iter()
-                .map(|node| NodeInfo {
-                    id: node.id,
-                    cpus: node.cpus.clone(),
-                    memory_bytes: node.memory_total,
-                    distances: node.distances.clone(),
-                })
-                .collect(),
+            numa_nodes: topology.nodes,
             kernel: read_kernel(roots),
-            transparent_huge_pages: thp_info(roots, &sizes),
+            transparent_huge_pages: ThpSettings::read(roots),
             hugetlb_pools: sizes.hugetlb.iter().map(|&bytes| pool_info(roots, bytes)).collect(),
             hugetlb_optimize_vmemmap: flag(roots, "sys/vm/hugetlb_optimize_vmemmap"),
             base_page_bytes: sizes.base,

@@ -35,7 +35,7 @@ use plan::{RegionPlan, bind_to, map_hugetlb};
 use rustix::io::Errno;
 use smaps::Seen;
 use std::fmt;
-use std::ops::{ControlFlow, Range};
+use std::ops::ControlFlow;
 use std::ptr::NonNull;
 
 /// How much is populated between two cancellation points, in bytes (one page, if that is larger).
@@ -64,7 +64,7 @@ pub struct RegionRequest {
     /// What pages to use.
     pub backing: RegionBacking,
     /// Populate and verify now (the default). Otherwise pages come on first touch, and nothing is known of them until
-    /// [`Region::populate`] or [`Region::verify`].
+    /// [`Region::verify`].
     pub populate: bool,
     /// Take memory from this NUMA node only.
     pub node: Option<u32>,
@@ -212,26 +212,14 @@ impl Region {
         let verified = Verified { huge_bytes: 0, resident_bytes: 0, total_bytes: plan.bytes, page_size: plan.page };
         let mut region = Self { mapping, _pool: pool, plan, verified, roots: roots.clone() };
         if request.populate {
-            region.populate_from(true, &mut on_progress)?;
+            region.populate(&mut on_progress)?;
         }
         Ok(region)
     }
 
-    /// Populates what is not yet populated, then verifies. Contents are kept.
-    ///
-    /// # Errors
-    /// As [`allocate_with`](Self::allocate_with). The region stays as it is then, in part populated. Before Linux 5.14
-    /// the system call for it is missing, which is an error.
-    pub fn populate(
+    /// Populates all of it, then verifies.
+    fn populate(
         &mut self,
-        mut on_progress: impl FnMut(PopulateProgress) -> ControlFlow<()>,
-    ) -> Result<(), MemoryError> {
-        self.populate_from(false, &mut on_progress)
-    }
-
-    fn populate_from(
-        &mut self,
-        fresh: bool,
         on_progress: &mut dyn FnMut(PopulateProgress) -> ControlFlow<()>,
     ) -> Result<(), MemoryError> {
         let total = self.plan.bytes;
@@ -254,7 +242,7 @@ impl Region {
                 RegionBacking::Hugetlb(_) => self.plan.page as usize,
                 RegionBacking::Thp | RegionBacking::Small => rustix::param::page_size(),
             };
-            self.mapping.populate(done as usize..next as usize, page, fresh).map_err(|e| {
+            self.mapping.populate(done as usize..next as usize, page).map_err(|e| {
                 match (self.plan.backing, e.errno) {
                     (RegionBacking::Hugetlb(size), Errno::FAULT | Errno::NOMEM) => {
                         MemoryError::PoolRanOut { size, done, total }
@@ -333,11 +321,6 @@ impl Region {
         self.mapping.bytes_mut()
     }
 
-    /// The page size that was asked for, in bytes. [`verified`](Self::verified) says how much of the region has it.
-    pub fn page_size(&self) -> u64 {
-        self.plan.page
-    }
-
     /// What backs the region.
     pub fn backing(&self) -> RegionBacking {
         self.plan.backing
@@ -346,26 +329,6 @@ impl Region {
     /// What the kernel reported when it was asked last; nothing resident if the region was never populated.
     pub fn verified(&self) -> Verified {
         self.verified
-    }
-
-    /// Gives the pages of a range back to the kernel; the range reads as zeros afterwards, in new pages. The range
-    /// consists of whole pages.
-    ///
-    /// # Errors
-    /// [`MemoryError::OutOfRange`], [`MemoryError::Misaligned`]; [`MemoryError::Call`] for hugetlb pages before
-    /// Linux 5.18.
-    pub fn discard(&mut self, range: Range<usize>) -> Result<(), MemoryError> {
-        let page_size = self.plan.page;
-        if range.start > range.end || range.end > self.len() {
-            return Err(MemoryError::OutOfRange { range, len: self.len() });
-        }
-        for bytes in [range.start as u64, range.end as u64] {
-            if bytes % page_size != 0 {
-                return Err(MemoryError::Misaligned { bytes, page_size });
-            }
-        }
-        let bytes = range.len() as u64;
-        self.mapping.discard(range).map_err(|e| call_error(e, bytes))
     }
 }
 

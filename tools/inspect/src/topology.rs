@@ -4,6 +4,7 @@
 //! missing gives the plain answer (one node, no cache known), never an error, except for the list of CPUs.
 
 use crate::roots::{Roots, chosen, field, field_kib, number, text};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
@@ -40,17 +41,15 @@ pub struct HostCpu {
     pub package: u32,
 }
 
-/// One NUMA node.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// One NUMA node, as [`Environment`](crate::environment::Environment) has it too.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostNode {
     /// The kernel's number of the node.
     pub id: u32,
     /// All CPUs of the node, allowed or not.
     pub cpus: Vec<u32>,
     /// Its memory in bytes; 0 for a node of CPUs only.
-    pub memory_total: u64,
-    /// Its free memory in bytes, at the time of reading.
-    pub memory_free: u64,
+    pub memory_bytes: u64,
     /// Relative distances to all nodes in the order of their ids; 10 is local.
     pub distances: Vec<u32>,
 }
@@ -116,8 +115,6 @@ impl Caches {
 pub struct PageSizes {
     /// The base page.
     pub base: u64,
-    /// The transparent huge page that one entry of the page middle directory maps; `None` without THP support.
-    pub transparent: Option<u64>,
     /// Sizes for which the kernel has a hugetlb pool, ascending.
     pub hugetlb: Vec<u64>,
 }
@@ -134,16 +131,12 @@ impl PageSizes {
             })
             .collect();
         hugetlb.sort_unstable();
-        Self {
-            base: rustix::param::page_size() as u64,
-            transparent: number(roots.sys.join("kernel/mm/transparent_hugepage/hpage_pmd_size")),
-            hugetlb,
-        }
+        Self { base: rustix::param::page_size() as u64, hugetlb }
     }
 }
 
 /// Settings of transparent huge pages, as sysfs words them; `None` where the kernel has no such file.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ThpSettings {
     /// `always`, `madvise` or `never`.
     pub enabled: Option<String>,
@@ -151,6 +144,8 @@ pub struct ThpSettings {
     pub enabled_2m: Option<String>,
     /// Who compacts memory on a fault: `always`, `defer`, `defer+madvise`, `madvise` or `never`.
     pub defrag: Option<String>,
+    /// The huge page size in bytes.
+    pub page_bytes: Option<u64>,
     /// This process is exempt from transparent huge pages (`prctl(PR_SET_THP_DISABLE)`, often set by a parent).
     pub off_for_process: bool,
 }
@@ -167,6 +162,7 @@ impl ThpSettings {
             enabled: get("enabled"),
             enabled_2m: get("hugepages-2048kB/enabled"),
             defrag: get("defrag"),
+            page_bytes: number(roots.sys.join("kernel/mm/transparent_hugepage/hpage_pmd_size")),
             off_for_process: field(&status, "THP_enabled") == Some("0"),
         }
     }
@@ -249,11 +245,6 @@ impl MachineTopology {
     pub fn packages(&self) -> usize {
         self.cpus.iter().map(|cpu| cpu.package).collect::<BTreeSet<_>>().len()
     }
-
-    /// The node with the given id.
-    pub fn node(&self, id: u32) -> Option<&HostNode> {
-        self.nodes.iter().find(|node| node.id == id)
-    }
 }
 
 fn read_nodes(roots: &Roots, all_cpus: &[u32]) -> Vec<HostNode> {
@@ -263,8 +254,7 @@ fn read_nodes(roots: &Roots, all_cpus: &[u32]) -> Vec<HostNode> {
         return vec![HostNode {
             id: 0,
             cpus: all_cpus.to_vec(),
-            memory_total: field_kib(&meminfo, "MemTotal").unwrap_or(0),
-            memory_free: field_kib(&meminfo, "MemFree").unwrap_or(0),
+            memory_bytes: field_kib(&meminfo, "MemTotal").unwrap_or(0),
             distances: vec![10],
         }];
     }
@@ -272,12 +262,10 @@ fn read_nodes(roots: &Roots, all_cpus: &[u32]) -> Vec<HostNode> {
         .map(|id| {
             let dir = roots.sys.join(format!("devices/system/node/node{id}"));
             let meminfo = text(dir.join("meminfo")).unwrap_or_default();
-            let memory = |key: &str| field_kib(&meminfo, &format!("Node {id} {key}")).unwrap_or(0);
             HostNode {
                 id,
                 cpus: text(dir.join("cpulist")).and_then(|t| parse_list(&t).ok()).unwrap_or_default(),
-                memory_total: memory("MemTotal"),
-                memory_free: memory("MemFree"),
+                memory_bytes: field_kib(&meminfo, &format!("Node {id} MemTotal")).unwrap_or(0),
                 distances: text(dir.join("distance"))
                     .map(|t| t.split_whitespace().filter_map(|d| d.parse().ok()).collect())
                     .unwrap_or_default(),
@@ -381,7 +369,7 @@ mod tests {
             .file("proc/self/status", "Name:\tx\nCpus_allowed_list:\t1-5,9\n")
             .file("sys/devices/system/node/online", "0-1\n")
             .file("sys/devices/system/node/node0/cpulist", "0-1,4-5\n")
-            .file("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:   1024 kB\nNode 0 MemFree:  512 kB\n")
+            .file("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:   1024 kB\n")
             .file("sys/devices/system/node/node0/distance", "10 21\n")
             .file("sys/devices/system/node/node1/cpulist", "2-3,6-7\n")
             .file("sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages", "0\n")
@@ -406,15 +394,13 @@ mod tests {
         assert_eq!(t.cpus.iter().map(|c| c.id).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
         assert_eq!(t.cpus[1], HostCpu { id: 2, node: 1, core: 2, package: 1 });
         assert_eq!((t.cores(), t.packages()), (4, 2));
-        assert_eq!(t.node(0).unwrap().memory_free, 512 << 10);
-        assert_eq!(t.node(0).unwrap().distances, [10, 21]);
-        assert_eq!(t.node(1).unwrap().memory_total, 0);
-        assert!(t.node(2).is_none());
+        let nodes: Vec<_> = t.nodes.iter().map(|node| (node.id, node.memory_bytes, &node.distances[..])).collect();
+        assert_eq!(nodes, [(0, 1 << 20, &[10, 21][..]), (1, 0, &[])]);
         assert_eq!(t.caches.l1d.as_ref().unwrap().bytes, 48 << 10);
         assert_eq!(t.caches.last_level().unwrap().shared_cpus, [0, 1, 4, 5]);
         assert_eq!(t.caches.l2, None);
         assert_eq!(t.page_sizes.hugetlb, [2 << 20, 1 << 30]);
-        assert_eq!(t.page_sizes.transparent, Some(2 << 20));
+        assert_eq!(ThpSettings::read(&m.roots()).page_bytes, Some(2 << 20));
     }
 
     #[test]
@@ -442,7 +428,7 @@ mod tests {
     fn the_running_machine_has_a_shape() {
         let t = MachineTopology::read().unwrap();
         assert!(!t.cpus.is_empty() && t.cores() <= t.cpus.len() && t.online >= t.cpus.len());
-        assert!(t.cpus.iter().all(|cpu| t.node(cpu.node).is_some()));
+        assert!(t.cpus.iter().all(|cpu| t.nodes.iter().any(|node| node.id == cpu.node)));
         assert!(t.page_sizes.base.is_power_of_two());
     }
 }

@@ -1,10 +1,10 @@
 //! Reads each part of the environment from the files of a machine.
 
-use super::{CacheInfo, CpuInfo, FrequencyInfo, KernelInfo, MemoryInfo, PoolInfo, ThpInfo};
+use super::{CacheInfo, CpuInfo, FrequencyInfo, KernelInfo, MemoryInfo, PoolInfo};
 use crate::cgroup::memory_cgroups;
 use crate::limits::Limits;
 use crate::roots::{Roots, chosen, field, field_kib, number, text};
-use crate::topology::{Cache, Caches, MachineTopology, PageSizes, ThpSettings};
+use crate::topology::{Cache, Caches, MachineTopology};
 
 pub(super) fn read_cpu(cpuinfo: &str, topology: &MachineTopology) -> CpuInfo {
     // x86, arm64, and others: the same things under different names.
@@ -149,11 +149,6 @@ fn what_matters(command_line: &str) -> String {
 /// The last `name=value` on the kernel's command line.
 pub(super) fn parameter<'a>(command_line: &'a str, name: &str) -> Option<&'a str> {
     command_line.split_whitespace().filter_map(|word| word.strip_prefix(name)?.strip_prefix('=')).next_back()
-}
-
-pub(super) fn thp_info(roots: &Roots, sizes: &PageSizes) -> ThpInfo {
-    let ThpSettings { enabled, enabled_2m, defrag, off_for_process } = ThpSettings::read(roots);
-    ThpInfo { enabled, enabled_2m, defrag, page_bytes: sizes.transparent, off_for_process }
 }
 
 pub(super) fn pool_info(roots: &Roots, page_bytes: u64) -> PoolInfo {

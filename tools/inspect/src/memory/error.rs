@@ -10,7 +10,6 @@ use hugemm_base::PageSize;
 use hugemm_host::mmap::CallFailed;
 use rustix::io::Errno;
 use std::io;
-use std::ops::Range;
 use std::path::PathBuf;
 
 /// Memory could not be had as asked for; whatever had been taken has been given back. Each message is one line: the
@@ -34,14 +33,6 @@ pub enum MemoryError {
     Overflow {
         /// The number of bytes.
         bytes: u64,
-    },
-    /// A range that does not lie in the region.
-    #[error("bytes {}..{} do not lie in a region of {len} bytes", .range.start, .range.end)]
-    OutOfRange {
-        /// The range.
-        range: Range<usize>,
-        /// The region's size.
-        len: usize,
     },
     /// 4 KiB hugetlb pages, which do not exist.
     #[error("{0} is no hugetlb page size; use 2MB or 1GB, or small pages")]

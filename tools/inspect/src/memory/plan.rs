@@ -5,7 +5,7 @@ use super::{MemoryError, REQUIRED_THP_SHARE, RegionBacking, RegionRequest};
 use crate::limits::check_hugetlb_cgroups;
 use crate::pool::{HugetlbPool, PoolGuard};
 use crate::roots::Roots;
-use crate::topology::{PageSizes, ThpSettings, node_ids};
+use crate::topology::{ThpSettings, node_ids};
 use hugemm_base::PageSize;
 use hugemm_host::mmap::{CallFailed, Kind, Mmap};
 use rustix::io::Errno;
@@ -22,12 +22,11 @@ pub(super) struct RegionPlan {
 impl RegionPlan {
     pub(super) fn check(roots: &Roots, request: &RegionRequest) -> Result<Self, MemoryError> {
         let &RegionRequest { bytes, backing, .. } = request;
-        let sizes = PageSizes::read(roots);
         let page = match backing {
-            RegionBacking::Small => sizes.base,
+            RegionBacking::Small => rustix::param::page_size() as u64,
             RegionBacking::Hugetlb(PageSize::Size4K) => return Err(MemoryError::NotHuge(PageSize::Size4K)),
             RegionBacking::Hugetlb(size) => size.bytes(),
-            RegionBacking::Thp => thp_size(roots, &sizes)?,
+            RegionBacking::Thp => thp_size(roots)?,
         };
         let required = match backing {
             RegionBacking::Small => 0.0,
@@ -58,10 +57,10 @@ impl RegionPlan {
 }
 
 /// The size of transparent huge pages, if this process may have any.
-fn thp_size(roots: &Roots, sizes: &PageSizes) -> Result<u64, MemoryError> {
+fn thp_size(roots: &Roots) -> Result<u64, MemoryError> {
     let dir = roots.sys.join("kernel/mm/transparent_hugepage");
     let settings = ThpSettings::read(roots);
-    let (Some((deciding, file)), Some(size)) = (settings.deciding(), sizes.transparent) else {
+    let (Some((deciding, file)), Some(size)) = (settings.deciding(), settings.page_bytes) else {
         return Err(MemoryError::NoThp { path: dir.join("enabled") });
     };
     if deciding == "never" {
