@@ -17,10 +17,9 @@ const FILE: u64 = 2 * PAGE;
 
 /// Breaks the second page of one of this process's files that are ready; false where the kernel does not do that.
 fn break_a_page() -> bool {
-    let ready = fs::read_dir("/proc/self/fd")
-        .expect("descriptors")
-        .filter_map(Result::ok)
-        .find(|entry| fs::read_link(entry.path()).is_ok_and(|name| name.to_string_lossy().contains("hugemm-lease")));
+    let ready = fs::read_dir("/proc/self/fd").expect("descriptors").filter_map(Result::ok).find(|entry| {
+        fs::read_link(entry.path()).is_ok_and(|name| name.to_string_lossy().contains("memfd:hugemm-lease"))
+    });
     let file = File::options().read(true).write(true).open(ready.expect("a file").path()).expect("opened by root");
     let memory = map(&file.into());
     // SAFETY: advice on a page of this mapping, which is touched by nobody from here on.

@@ -16,8 +16,9 @@ pub fn usage_error(error: &clap::Error) -> String {
     let mut lines = text.lines();
     let complaint = lines.next().unwrap_or_default().trim_start_matches("error: ");
     let listed: Vec<_> = lines.by_ref().take_while(|line| !line.is_empty()).map(str::trim).collect();
-    let tips: String =
-        lines.filter_map(|line| line.trim().strip_prefix("tip: ")).map(|tip| format!("; {tip}")).collect();
+    // That a dash may stand behind `--` helps with no argument of ours, and behind it a lease has its command.
+    let tips = lines.filter_map(|line| line.trim().strip_prefix("tip: ")).filter(|tip| !tip.starts_with("to pass "));
+    let tips: String = tips.map(|tip| format!("; {tip}")).collect();
     format!("{} {}", complaint, listed.join(", ")).trim_end().to_owned() + &tips
 }
 
@@ -108,6 +109,7 @@ mod tests {
         assert!(values.contains("'x' for '<SHELL>' [possible values: bash"), "{values}");
         let tip = of(&["hugemm", "run", "--siz", "3GB"]);
         assert_eq!(tip, "unexpected argument '--siz' found; a similar argument exists: '--size'");
+        assert_eq!(of(&["hugemm", "lease", "--size", "1G"]), "unexpected argument '--size' found");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use hugemm_lease::supervisor::{attach, private_by_arguments};
 use hugemm_lease::wire::Wish;
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
-use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
+use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs;
@@ -156,7 +156,7 @@ fn find(program: &OsStr) -> io::Result<()> {
     let look = |path: &Path| Ok(access(path, Access::EXEC_OK)?);
     let dirs = std::env::var_os("PATH").filter(|_| !program.as_bytes().contains(&b'/'));
     let Some(dirs) = dirs else { return look(Path::new(program)) };
-    let mut cause = io::ErrorKind::NotFound.into();
+    let mut cause = Errno::NOENT.into();
     for dir in std::env::split_paths(&dirs) {
         match look(&dir.join(program)) {
             Ok(()) => return Ok(()),
