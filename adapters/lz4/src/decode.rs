@@ -100,6 +100,7 @@ mod tests {
 
     /// Something of every distance that repeats, up to every length, at every place in a word, and up to the page's end.
     #[test]
+    #[cfg_attr(miri, ignore = "too many pages; the property tests do the same")]
     fn whatever_repeats_is_decoded() {
         for distance in 1..=40 {
             for length in [0, 1, 4, 7, 8, 9, 15, 16, 17, 40, 300] {
@@ -142,6 +143,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..if cfg!(miri) { ProptestConfig::with_cases(2) } else { ProptestConfig::default() } })]
+
         #[test]
         fn what_was_compressed_comes_back(bytes in prop::collection::vec(0_u8..4, 4096), noise: u64) {
             let mut page: PageBytes = bytes.try_into().expect("a page");
