@@ -2,7 +2,10 @@
 #![cfg(not(loom))]
 
 use hugemm_base::platform::StoreBuffer;
-use hugemm_base::{Counters, Cpu, CpuId, Invalidation, NodeId, PhysAddr, PreemptModel, TlbHw, TlbScope};
+use hugemm_base::{
+    Counters, Cpu, CpuId, Extent, Invalidation, NodeId, Pfn, PhysAddr, PhysMap, PreemptModel, SingleCpu, TlbHw,
+    TlbScope,
+};
 use std::cell::RefCell;
 
 /// No more than the trait demands.
@@ -108,4 +111,17 @@ fn a_reference_to_hardware_is_that_hardware() {
     assert_eq!(ask(&rich), (Some(7), 6, vec![CpuId(9)]));
     assert_eq!(rich.0.borrow()[..4], ASKED);
     assert_eq!(rich.0.borrow()[4..], ["broadcast cpu2 Kernel true"]);
+}
+
+/// The platform lives in the first frame of its memory: nobody gets that one, neither to own nor to see.
+#[test]
+fn a_single_cpu_keeps_its_own_frame() {
+    #[repr(align(4096))]
+    struct Pages([[u8; 4096]; 4]);
+    let (all, mut pages) = (Extent::new(Pfn::new(8), 4).expect("valid"), Box::new(Pages([[0; 4096]; 4])));
+    // SAFETY: the test's memory, whose numbers nobody else uses.
+    let (cx, ram) = unsafe { SingleCpu::start(all, pages.0.as_mut_ptr().cast()) };
+    assert_eq!(ram.extent(), all.slice(1, 4));
+    assert!(cx.platform().open(all.slice(0, 1), None).is_none());
+    assert_eq!(cx.platform().open(ram.extent(), None).map(|window| window.pages), Some(3));
 }

@@ -10,7 +10,7 @@ use hugemm_threads::{Memory, Random, Threads, run_as};
 use std::alloc::Layout;
 use std::collections::HashSet;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 type TestHeap<'m> = Heap<'m, Carved>;
 type Cx<'a> = hugemm_base::CpuCx<'a, Threads<Memory>>;
@@ -408,22 +408,25 @@ fn memory_may_be_mapped_anywhere() {
     assert_eq!((heap.stats().pages, frames.available(&cx)), (0, before));
 }
 
-/// Counts the windows that are open.
+/// Counts the pages of the windows that are open, none of which shows more than so many.
 #[derive(Debug)]
 struct Counting {
     memory: Memory,
-    windows: AtomicUsize,
+    windows: AtomicU64,
+    most: AtomicU64,
 }
 
 // SAFETY: the memory's windows.
 unsafe impl PhysMap for Counting {
     fn open(&self, extent: Extent, user: Option<VirtAddr>) -> Option<Window> {
-        self.windows.fetch_add(extent.pages() as usize, Ordering::Relaxed);
-        self.memory.open(extent, user)
+        let window = self.memory.open(extent, user)?;
+        let pages = window.pages.min(self.most.load(Ordering::Relaxed));
+        self.windows.fetch_add(pages, Ordering::Relaxed);
+        Some(Window { pages, ..window })
     }
 
     unsafe fn close(&self, window: Window) {
-        self.windows.fetch_sub(window.pages as usize, Ordering::Relaxed);
+        self.windows.fetch_sub(window.pages, Ordering::Relaxed);
         // SAFETY: passed on.
         unsafe { self.memory.close(window) };
     }
@@ -437,11 +440,11 @@ unsafe impl LinearMap for Counting {}
 fn what_is_given_back_is_closed_first() {
     let memory = Memory::new(layout(4 << 20, 2 << 20));
     let all = memory.frames();
-    let threads = Threads::new(Counting { memory, windows: AtomicUsize::new(0) });
+    let threads = Threads::new(Counting { memory, windows: AtomicU64::new(0), most: AtomicU64::new(u64::MAX) });
     // SAFETY: the memory is the test's; frame numbers are its own.
     let (cx, ram) = (threads.cx(), unsafe { Ram::assume_unmanaged(all) });
     let frames = Frames::carve(&cx, ram).expect("enough memory");
-    let open = || threads.windows.load(Ordering::Relaxed) as u64;
+    let open = || threads.windows.load(Ordering::Relaxed);
     let metadata = open();
     let heap = Heap::new(&frames, &cx, 1).expect("enough memory");
     let own = open() - metadata;
@@ -453,6 +456,11 @@ fn what_is_given_back_is_closed_first() {
         heap.trim(&cx);
         assert_eq!((open(), heap.stats().pages), (metadata + own, 0), "{layout:?}");
     }
+    // Also what is refused because it is not mapped as a whole.
+    let before = frames.available(&cx);
+    threads.most.store(1, Ordering::Relaxed);
+    assert_eq!(Heap::new(&frames, &cx, 8).err(), Some(HeapError::NotMapped));
+    assert_eq!((open(), frames.available(&cx)), (metadata + own, before));
 }
 
 /// Half of the memory is mapped where the rest is; the other half elsewhere, or not at all.

@@ -327,6 +327,22 @@ fn pages_leave_evenly_and_only_where_they_are() {
     });
 }
 
+/// Of a node's pages those of the highest addresses leave first.
+#[test]
+fn the_highest_leave_first() {
+    machine(&Shape::spans(3), NoFaults, |m| {
+        let mut memory = m.pool_memory(PageSize::Size2M);
+        let pool = memory.pool();
+        set(m, &pool, 9);
+        let pages: Vec<_> = pool.pages().map(|(pfn, _)| pfn).collect();
+        assert!(pages.is_sorted());
+        for left in [8, 5, 4, 1, 0] {
+            set(m, &pool, left);
+            assert!(pool.pages().map(|(pfn, _)| pfn).eq(pages[..left as usize].iter().copied()), "{left} left");
+        }
+    });
+}
+
 /// As many from each node as from the others, the lowest numbers first; and where one has no more, the others give them.
 #[test]
 fn pages_come_evenly_and_from_where_there_are_some() {

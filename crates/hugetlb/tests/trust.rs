@@ -424,3 +424,34 @@ fn a_demotion_that_unwinds_loses_no_page() {
         }
     }
 }
+
+/// A page that poison strikes while it is demoted stays what it was, since nobody knows which of its parts is bad; one that has
+/// been handed over by then is the other pool's to know of.
+#[test]
+fn a_page_struck_amid_its_demotion_stays() {
+    let strike = |at: u64| {
+        machine(&Shape::spans(28), NoFaults, |m| {
+            let (mut large, mut small) = (m.pool_memory(PageSize::Size1G), m.pool_memory(PageSize::Size2M));
+            let (large, small, cx) = (large.pool(), small.pool(), m.threads.cx());
+            assert_eq!(m.set(&large, 1).entered, 1);
+            let (page, _) = large.pages().next().expect("one");
+            let (calls, stays) = (AtomicU64::new(0), AtomicU64::new(0));
+            let struck = |cx: &mut CpuCx<'_, _>| {
+                if calls.fetch_add(1, Ordering::Relaxed) + 1 == at && large.note_hwpoison(cx, page).is_ok() {
+                    stays.store(1, Ordering::Relaxed);
+                }
+            };
+            let demote = |cx: &mut CpuCx<'_, _>| large.demote(cx, &m.optimizer, &small, Nodes::All, 1);
+            let report = m.threads.interrupted(struck, demote);
+            let stays = stays.into_inner();
+            assert_eq!(report.map_or(0, |report| report.entered), 512 * (1 - stays), "call {at}");
+            let counts = [&large, &small].map(|pool| pool.counts(&cx).counts);
+            assert_eq!((counts[0].total, counts[0].free, counts[1].total), (stays, 0, 512 * (1 - stays)), "call {at}");
+            assert!(large.is_consistent(&cx) && small.is_consistent(&cx));
+            (calls.into_inner(), stays)
+        })
+    };
+    let (calls, _) = strike(u64::MAX);
+    let stayed: Vec<u64> = [1, 10, calls / 2, calls - 40, calls - 10, calls].map(|at| strike(at).1).into();
+    assert!(stayed.contains(&1) && stayed.is_sorted_by(|before, after| before >= after), "{stayed:?}");
+}

@@ -130,7 +130,8 @@ pub struct Harvest {
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     /// Makes the span inaccessible, holes and all; what was mapped stays known until the
     /// [harvest](Exclusive::harvest). One store per entry, atomic only where hardware may still change a leaf; one for
-    /// everything below an entry that lies in the span as a whole. Owner's entries are emptied.
+    /// everything below an entry that lies in the span as a whole. Owner's entries are emptied, and as a whole where they reach
+    /// over an end.
     ///
     /// # Errors
     ///

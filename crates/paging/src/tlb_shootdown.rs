@@ -30,7 +30,7 @@ pub struct TlbCpu {
     /// What is under its tags has been given up, by whomever, and it has not noticed yet.
     expired: AtomicBool,
     /// The same for the kernel's half.
-    pub(crate) kernel: Tagged,
+    kernel: Tagged,
     pub(crate) slot: Slot,
     /// Spaces named so far; the first CPU's is used.
     pub(crate) spaces: AtomicU64,
@@ -66,6 +66,16 @@ impl Default for TlbCpu {
 }
 
 impl TlbCpu {
+    /// What is known of the kernel's half as `space` has it. The last to be seen is known: of another nothing is.
+    pub(crate) fn kernel_of(&self, space: u64) -> &Tagged {
+        // Relaxed: only this CPU reads or writes these words.
+        if self.kernel.space.load(Ordering::Relaxed) != space {
+            self.kernel.space.store(space, Ordering::Relaxed);
+            self.kernel.seen.store(0, Ordering::Relaxed);
+        }
+        &self.kernel
+    }
+
     /// Whether what is under the tags was given up since this CPU noticed last. Then the tags are nobody's, but for `current`,
     /// whose translations the caller invalidates.
     pub(crate) fn notice_expiry(&self, current: Option<usize>) -> bool {
@@ -229,7 +239,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
         let own = &self.cpus[cpu.0 as usize];
         let loaded = own.loaded.load(Ordering::Relaxed);
         let tagged = match request.scope {
-            TlbScope::Kernel => &own.kernel,
+            TlbScope::Kernel => own.kernel_of(request.space),
             TlbScope::Space if loaded == request.space => &own.tags[own.tag.load(Ordering::Relaxed) as usize % TAGS],
             TlbScope::Space => {
                 // It is no longer loaded (what is left under its tag is caught up with when it is loaded again), or the

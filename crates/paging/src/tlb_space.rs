@@ -262,7 +262,7 @@ impl<Q, M: AsRef<[AtomicU64]>> TlbSpace<KernelSpace, Q, M> {
             full_fence(FencePoint::AfterJoining);
             let generation = self.domain.generation();
             shootdown.hw.invalidate(pin.cpu(), TlbScope::Kernel, &Invalidation::ALL);
-            own.kernel.seen.store(generation, Ordering::Relaxed);
+            own.kernel_of(self.id).seen.store(generation, Ordering::Relaxed);
         })
     }
 

@@ -370,6 +370,29 @@ fn the_kernels_half_reaches_every_cpu_that_is_online() {
     });
 }
 
+/// Two spaces of the kernel's half: what a CPU has seen of one says nothing of the other, whose flush it would leave out.
+#[test]
+fn the_kernels_halves_are_seen_apart() {
+    let parts = Parts::new(2);
+    let shootdown = parts.shootdown(Counting);
+    let (halves, cpu) = ([(); 2].map(|()| parts.space::<KernelSpace, _>(&shootdown)), Player::new(0));
+    for number in [1, 0] {
+        cpu.number.set(number);
+        cpu.run(|cx| halves.each_ref().map(|half| half.online(&shootdown, cx)));
+    }
+    // Each is asked for the first time after the other has been flushed more often.
+    for half in [0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 0] {
+        cpu.run(|cx| {
+            let before = shootdown.counts();
+            let mut batch = ShootdownBatch::new(&halves[half]);
+            batch.changed(range(1 << 36, 8), PageSize::Size4K);
+            batch.flush(&shootdown, cx, &ShootdownPolicy::BATCHED);
+            let counts = shootdown.counts().since(before);
+            assert_eq!((counts.targets, counts.served, counts.late), (1, 1, 0));
+        });
+    }
+}
+
 #[test]
 #[cfg(debug_assertions)]
 #[should_panic(expected = "interrupts off")]

@@ -204,11 +204,9 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     /// The class and span of a piece.
     fn piece(&self, block: Pfn, index: u32) -> Option<(usize, Mobility, Span)> {
         let (class, mobility) = self.class_of(block)?;
-        let spec = TABLE.get(class as usize).filter(|spec| index < spec.pieces)?;
-        if self.frames.word(block, FREE) & 1 << index != 0 {
-            return None;
-        }
-        Some((class as usize, mobility, piece_span(spec, block, index)))
+        let spec = TABLE.get(class as usize)?;
+        let used = spec.all_free() & !self.frames.word(block, FREE);
+        (used & 1 << index != 0).then(|| (class as usize, mobility, piece_span(spec, block, index)))
     }
 
     /// A frame or block for data: from the manager, or the page's own frame where that has none. The limit is charged.

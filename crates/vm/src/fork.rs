@@ -297,27 +297,24 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
-        let (mut page, end) = (area.range.first_page(), area.range.end_page());
-        while page < end {
+        for page in (area.range.first_page()..area.range.end_page()).step_by(size as usize) {
             if page.is_multiple_of(PART * size) {
                 self.breathe(cx);
             }
             let task = &RefCell::new(&mut *cx);
             let Some(span) = pages(page, page + size) else { return Err(VmError::Unreachable) };
-            match self.share_one(task, parent, child, area, span, changed)? {
-                One::Shared => {}
-                One::Moving => {
+            let shared = loop {
+                match self.share_one(task, parent, child, area, span, changed)? {
                     // Whoever moves it may wait for this CPU.
-                    self.breathe(&mut task.borrow_mut());
-                    continue;
+                    One::Moving => self.breathe(&mut task.borrow_mut()),
+                    shared => break shared,
                 }
-                One::Pinned(extent) => {
-                    let copied = self.copy_for_child(task, child, area, span, extent);
-                    self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
-                    copied?;
-                }
+            };
+            if let One::Pinned(extent) = shared {
+                let copied = self.copy_for_child(task, child, area, span, extent);
+                self.drop_pages(&mut task.borrow_mut(), extent, kind.page, kind.pooled);
+                copied?;
             }
-            page += size;
         }
         Ok(())
     }

@@ -9,8 +9,8 @@ use crate::error::VmError;
 use crate::setup::{Cx, Setup};
 use crate::space::{AddressSpace, Site, SpaceId};
 use crate::vm::Vm;
-use crate::vma::VmaInfo;
 use crate::vma::pages;
+use crate::vma::{VmaInfo, VmaKind};
 use core::cell::RefCell;
 use core::fmt;
 use core::marker::PhantomData;
@@ -83,10 +83,41 @@ struct Found {
     pages: u64,
 }
 
+/// References that were taken for pins, until somebody has been given them: those that nobody has, because there are too few
+/// or the visitor unwinds, go back.
+struct Taken<'a, 'm, 'p, S: Setup> {
+    vm: &'a Vm<'m, S>,
+    cx: &'a mut Cx<'p, S>,
+    space: &'a AddressSpace<S>,
+    kind: VmaKind,
+    runs: core::array::IntoIter<Option<Run>, BATCH>,
+    /// 4 KiB pages that are counted as pinned.
+    pages: u64,
+}
+
+impl<S: Setup> Taken<'_, '_, '_, S> {
+    /// A run, with its references.
+    fn next(&mut self) -> Option<Run> {
+        let run = self.runs.find_map(|run| run)?;
+        self.pages -= run.extent.pages();
+        Some(run)
+    }
+}
+
+impl<S: Setup> Drop for Taken<'_, '_, '_, S> {
+    fn drop(&mut self) {
+        for run in self.runs.by_ref().flatten() {
+            self.vm.drop_pages(self.cx, run.extent, self.kind.page, self.kind.pooled);
+        }
+        self.space.pins().remove(self.pages);
+    }
+}
+
 impl<S: Setup> Vm<'_, S> {
     /// Fills `span`, which lies in areas throughout and at whole pages of them, and pins every page. `total` is as for
     /// [`prefault`](Vm::prefault), on which several CPUs may have worked before. `visit` is given each run, in ascending
-    /// order, with nothing locked. Returns how many 4 KiB pages there are. Passes reschedule points; may sleep.
+    /// order, with nothing locked; if it unwinds, what it has not been given is not pinned. Returns how many 4 KiB pages there
+    /// are. Passes reschedule points; may sleep.
     ///
     /// # Errors
     ///
@@ -139,8 +170,10 @@ impl<S: Setup> Vm<'_, S> {
             self.prefault(space, span, total).writable().work(cx, cancel)?;
             space.pins().add(span.pages());
             let (found, error) = self.take_references(cx, space, area, span);
+            let runs = found.runs.into_iter();
+            let mut taken = Taken { vm: self, cx: &mut *cx, space, kind, runs, pages: span.pages() };
             if error.is_none() && found.pages == span.pages() {
-                for run in found.runs.into_iter().flatten() {
+                while let Some(run) = taken.next() {
                     visit(Pinned {
                         space: space.identity(),
                         manager: PhantomData,
@@ -152,10 +185,7 @@ impl<S: Setup> Vm<'_, S> {
                 }
                 return Ok(());
             }
-            for run in found.runs.into_iter().flatten() {
-                self.drop_pages(cx, run.extent, kind.page, kind.pooled);
-            }
-            space.pins().remove(span.pages());
+            drop(taken);
             if let Some(error) = error {
                 return Err(error);
             }

@@ -8,6 +8,9 @@
 //! Whoever unmaps an area counts the pages that it lacks and lets go of their promises. Those of pages in hand are used up for now:
 //! they wait until the pages are entered elsewhere or back. One lock orders taking, entering, returning and letting go, since
 //! each changes what the others may ask of the pool. It is taken once for a page that is 2 MiB at least.
+//!
+//! A task that unwinds loses the pages that it has in hand, as it loses any frames. They are in hand for good: a promise was used up
+//! for each, which the pool is not to be given back. Whoever finds the pool empty then looks again for as long as it is.
 
 use hugemm_base::PageSize;
 

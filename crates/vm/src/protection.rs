@@ -1,7 +1,6 @@
 //! What a mapping may be asked to allow.
 
 use core::fmt;
-use core::ops::BitOr;
 use hugemm_paging::Flags;
 
 /// What whoever makes an area may choose about its mappings: rights and cache attributes. Reading is always allowed.
@@ -23,7 +22,7 @@ use hugemm_paging::Flags;
 /// use hugemm_base::PageSize;
 /// use hugemm_vm::{VmaKind, Protection};
 ///
-/// let _ = VmaKind::private(PageSize::Size4K).allowing(Protection::WRITE | Protection::USER);
+/// let _ = VmaKind::private(PageSize::Size4K).allowing(Protection::WRITE.with(Protection::USER));
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Protection(Flags);
@@ -61,14 +60,6 @@ impl Protection {
     /// The same in the page tables' words.
     pub const fn flags(self) -> Flags {
         self.0
-    }
-}
-
-impl BitOr for Protection {
-    type Output = Protection;
-
-    fn bitor(self, other: Protection) -> Protection {
-        self.with(other)
     }
 }
 

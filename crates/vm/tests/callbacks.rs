@@ -7,7 +7,7 @@ mod support;
 use hugemm_base::{CpuCx, CpuId, Never, Order, PageSize, VirtAddr, VirtRange};
 use hugemm_frames::{AllocRequest, Frozen};
 use hugemm_paging::{DeferredUnmap, Flags, Lookup};
-use hugemm_vm::{Access, AddressSpace, Backing, Notifier, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Notifier, Served, VmError, VmaKind};
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -146,4 +146,67 @@ fn relief_may_fault_and_unmap() {
             held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
         });
     }
+}
+
+/// Memory runs out for a page of an object that another CPU enters meanwhile: it is there, so nothing is wanting. Pages that
+/// are under way keep each other out of a few places, hence the many pages, of which one is another's neighbour.
+#[test]
+fn a_shared_page_that_another_has_made_wants_no_memory() {
+    let met = Cell::new(0);
+    for page in 1..16 {
+        with_space(|rig, cx, space| {
+            let object = rig.vm.create_shared(cx, 32, PageSize::Size4K, false).expect("an object");
+            let at = |page: u64| VirtAddr::new(4 * AT + (page << 12));
+            rig.vm.map(cx, space, span(4 * AT, 32 << 12), KIND, Backing::Shared(&object, 0)).expect("an area");
+            // The page tables of both.
+            rig.vm.fault(cx, space, at(31), Access::Write).expect("memory");
+            rig.vm.pager().helps.store(true, Ordering::Relaxed);
+            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let mut held: Vec<Frozen> = all.collect();
+            let spare = Cell::new(held.pop());
+            rig.calling_back(
+                |cx| {
+                    let served = Cell::new(Err(VmError::NoMemory));
+                    rig.calling_back(
+                        |cx| {
+                            rig.vm.frames().free(cx, spare.take().expect("one"));
+                            let served = rig.vm.fault(cx, space, at(page), Access::Write);
+                            met.set(met.get() + u32::from(served == Ok(Served::Mapped)));
+                        },
+                        || served.set(rig.vm.fault(cx, space, at(page), Access::Write)),
+                    );
+                    assert!(served.get().is_ok(), "{served:?}");
+                },
+                || assert_eq!(rig.vm.fault(cx, space, at(0), Access::Write), Err(VmError::NoMemory)),
+            );
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            rig.vm.close(cx, object).expect("its own");
+        });
+    }
+    assert!(met.get() > 0);
+}
+
+/// A visitor that ends by unwinding has what it was given: the rest is pinned by nobody, and the space can go.
+#[test]
+fn what_no_visitor_was_given_is_not_pinned() {
+    with_space(|rig, cx, space| {
+        // No two adjoin, so each is a run.
+        (0..8).rev().for_each(|page| _ = rig.vm.fault(cx, space, VirtAddr::new(AT + (page << 12)), Access::Write));
+        let mut pins = Vec::new();
+        let visit = |pin| {
+            pins.push(pin);
+            assert!(pins.len() < 3, "no more");
+        };
+        let pin = || rig.vm.pin(cx, space, span(AT, 0x8000), None, &Never, visit);
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(pin)).is_err());
+        assert_eq!(pins.len(), 3);
+        for pin in pins {
+            assert_eq!((pin.extent().pages(), rig.vm.frames().references(pin.extent().base())), (1, 2));
+            rig.vm.unpin(cx, space, pin).expect("its own");
+        }
+        for page in 0..8 {
+            let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT + (page << 12))) else { panic!() };
+            assert_eq!(rig.vm.frames().references(leaf.frame), 1);
+        }
+    });
 }

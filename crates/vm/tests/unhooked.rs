@@ -618,3 +618,36 @@ fn lost_pages_are_counted() {
         });
     });
 }
+
+/// A page is taken out of as many places as its slot can be shared among for certain, and of no more.
+#[test]
+fn a_page_of_too_many_places_stays() {
+    const MOST: usize = 1 << 12;
+    with_rig(128, 107, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = filled(rig, cx, PageSize::Size4K, 1);
+            rig.leave(cx, &space);
+            let (head, deferred) = (leaf(rig, cx, &space, AT).frame, deferred(rig));
+            let mut children = Vec::new();
+            for (places, goes) in [(MOST, true), (MOST + 1, false)] {
+                children.resize_with(places - 1, || rig.vm.fork(cx, &space).expect("memory"));
+                match rig.vm.unhook(cx, hold(rig, head), Order::ZERO, &deferred) {
+                    Ok(page) => {
+                        assert!(goes);
+                        rig.vm.put_back(cx, page);
+                    }
+                    Err(folio) => {
+                        assert!(!goes);
+                        let_go(rig, cx, folio);
+                    }
+                }
+                assert_eq!(rig.vm.frames().references(head), places as u64);
+            }
+            for space in children.into_iter().chain([space]) {
+                rig.vm.destroy(cx, space).expect("destroyed");
+            }
+            // For counts of so many references.
+            rig.keep(1);
+        });
+    });
+}

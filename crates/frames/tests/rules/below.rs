@@ -146,6 +146,27 @@ fn low_memory_can_be_kept_for_those_who_need_it() {
     free_all(&frames, &threads, held);
 }
 
+/// Nodes are asked in the order of every allocation: the CPU's own first, or the one that is preferred, whatever lies lowest.
+#[test]
+fn what_lies_below_comes_from_the_nearest_node() {
+    let arenas = [arena(0, 1024, 0), arena(4096, 1024, 1)];
+    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(1)] };
+    let memory = Memory::for_config(&config);
+    let frames = memory.manager(&config, NoFaults);
+    let threads: Threads = Threads::default();
+    hugemm_threads::run_as(0);
+    release(&frames, extent(0, 1024));
+    release(&frames, extent(4096, 1024));
+    let get = |kind: AllocRequest| frames.alloc_below(&threads.cx(), Pfn::new(8192), kind).expect("free");
+    let mut held =
+        vec![get(request(9)), get(request(9).from(Placement::Prefer(NodeId(0)))), get(request(9)), get(request(9))];
+    let nodes = held.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0);
+    assert_eq!(nodes.collect::<Vec<_>>(), [1, 0, 1, 0], "the last from where there is some");
+    held.extend(all_below(&frames, &threads, 8192, request(0)));
+    assert_eq!(held.len(), 4);
+    free_all(&frames, &threads, held);
+}
+
 /// An arena that came later may lie below those that were there.
 #[test]
 fn added_arenas_are_looked_at_too() {

@@ -116,6 +116,27 @@ fn isolated_blocks_are_not_allocated() {
     });
 }
 
+/// Where one claim is at work no other takes anything, free though it is.
+#[test]
+fn claims_keep_out_of_each_others_way() {
+    with_one_arena(0, 2048, 1, |frames, threads| {
+        let mut cx = threads.cx();
+        let mut held = Some(frames.alloc(&cx, request(0)).expect("memory"));
+        let mut migrate = |cx: &mut CpuCx<'_, Threads>, _: Extent| {
+            for taken in [extent(600, 8), extent(1000, 48)] {
+                assert_eq!(frames.alloc_contig_range(cx, taken), Err(AllocContigError::Contended));
+            }
+            let whole = frames.alloc_contig_pages(cx, extent(512, 512), &mut NoMigration);
+            assert_eq!(whole, Err(AllocContigError::Contended));
+            let beside = frames.alloc_contig_range(cx, extent(1024, 512)).expect("nobody is at work there");
+            frames.free_extent(cx, beside);
+            held.take().map(|block| frames.free(cx, block)).is_some()
+        };
+        let claimed = frames.alloc_contig_pages(&mut cx, extent(0, 1024), &mut migrate).expect("emptied");
+        frames.free_extent(&cx, claimed);
+    });
+}
+
 /// What a claim in vain had isolated is found again, also by those who looked for it meanwhile and found nothing: whole
 /// 2 MiB, and pages of divided ones.
 #[test]

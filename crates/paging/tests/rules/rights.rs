@@ -4,7 +4,9 @@ use crate::support::{Heap, access, at, extent, span};
 use crate::{DATA, GIB, SMALL, table, unmap};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{PageSize, Pfn};
-use hugemm_paging::{Aarch64, Change, Editing, Flags, Leaf, Lookup, Mapping, PageFormat, Run, TableMemory, X86_64};
+use hugemm_paging::{
+    Aarch64, Change, Editing, Flags, Leaf, Lookup, Mapping, OwnerNext, PageFormat, Run, TableMemory, X86_64,
+};
 
 /// Leaves that differ in their flags are changed each as it has to be, also where their frames are the same, and where
 /// whole cache lines are changed by plain stores; what is not there stays so.
@@ -351,4 +353,28 @@ fn what_is_detached_below_a_read_only_table_is_shown_without_rights() {
         let _ = table.exclusive(&heap).harvest(detached, Flags::HARDWARE, show).expect("its own");
         assert_eq!(runs, [(extent(first, pages), Flags::NONE)]);
     }
+}
+
+/// What takes the place of an owner's word can be written if it says so, whatever a table above it denies; what stands beside it
+/// cannot, nor can a leaf that does not say so.
+#[test]
+fn what_comes_back_under_a_table_that_denies_stores_has_its_own_rights() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.exclusive(&heap).map(span(0, 4), [extent(4096, 4)], SMALL).expect("mapped");
+    for page in [4, 5] {
+        table.shared(&heap).enter_owner(at(page), PageSize::Size4K, page).expect("nothing there");
+    }
+    let _ = table.exclusive(&heap).write_protect(span(0, 512)).expect("in bounds");
+    for (page, flags) in [(5, Flags::NONE), (4, Flags::WRITE)] {
+        let leaf = Leaf { frame: Pfn::new(8192 + page), size: PageSize::Size4K, flags };
+        table.shared(&heap).replace_owner(at(page), page, OwnerNext::Leaf(leaf)).expect("it is there");
+        for (page, written) in [(0, false), (3, false), (5, false), (4, page == 4)] {
+            match table.shared(&heap).lookup(at(page)) {
+                Lookup::Mapped(leaf) => assert_eq!(leaf.flags.contains(Flags::WRITE), written, "{page}"),
+                other => assert_eq!(other, Lookup::Owner(page)),
+            }
+        }
+    }
+    unmap(&table, &heap, span(0, GIB));
 }

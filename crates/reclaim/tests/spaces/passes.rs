@@ -3,7 +3,7 @@
 use crate::rig::{Cpus, Cx, Handle, NODE, Rig, Size, no_faults, span, with_rig};
 use crate::rules::{AT, SIZE, filled};
 use hugemm_base::{CancelFlag, CpuId, Never, NodeId, Order, PageSize, Shortfall, VirtAddr};
-use hugemm_frames::AllocRequest;
+use hugemm_frames::{AllocRequest, Put};
 use hugemm_paging::Lookup;
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, ShrinkBudget, ShrinkProgress, Swap, Turn};
 use hugemm_vm::{Backing, Pager, VmError, VmaKind};
@@ -65,6 +65,23 @@ fn a_pass_evicts_what_is_idle() {
             assert!(batches < 10_000, "{policy:?} stands still");
         }
         assert!((0..200).step_by(4).all(|index| !away(rig, cx, space, index)), "{policy:?}: used pages were evicted");
+    });
+}
+
+/// A page that cannot be held is looked at and kept, and a pass over nothing else ends with its budget. Here it has as many
+/// references as fit without counters, for which there is no memory.
+#[test]
+fn what_cannot_be_held_is_kept() {
+    with_pages(1, SIZE, |policy, rig, cx, space| {
+        let frames = rig.vm.frames();
+        let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("not mapped") };
+        let memory: Vec<_> = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok()).collect();
+        // SAFETY: it is mapped, and nobody else is there to let it go.
+        let held: Vec<_> = core::iter::from_fn(|| unsafe { frames.get_at(leaf.frame) }.ok()).collect();
+        let expected = ShrinkProgress { scanned: 10, kept: 10, ..ShrinkProgress::default() };
+        assert_eq!(pass(rig, cx, u64::MAX, 10), expected, "{policy:?}");
+        held.into_iter().for_each(|folio| assert_eq!(frames.put(cx, folio), Ok(Put::Kept)));
+        memory.into_iter().for_each(|block| frames.free(cx, block));
     });
 }
 
