@@ -42,7 +42,16 @@ impl<S: Setup> Vm<'_, S> {
             // same page.
             if area.kind.shared || self.frames().references(old.frame) == 1 {
                 let change = Change { set: Flags::WRITE | Flags::HARDWARE, clear: Flags::NONE };
-                let stale = table.protect(page, change).map_err(VmError::Paging)?;
+                let stale = match table.protect(page, change) {
+                    Err(PagingError::Folded { .. }) => {
+                        drop(table);
+                        let mut table = space.table().exclusive(self.tables(&task));
+                        // The next try finds it single, or as somebody else has left it.
+                        let _ = self.unfold(&task, space, &mut table, page);
+                        return Ok(Served::Meanwhile);
+                    }
+                    stale => stale.map_err(VmError::Paging)?,
+                };
                 drop(table);
                 // A CPU that has the old entry faults, and finds this one, unless it goes on refusing by the old one.
                 if !S::Format::FAULT_DROPS {
@@ -135,7 +144,8 @@ impl<S: Setup> Vm<'_, S> {
             if read_only(table.lookup(page.start())).is_none_or(|leaf| leaf.frame != from.base()) {
                 return Ok(Served::Meanwhile);
             }
-            match table.detach(page, Editing::LIVE) {
+            let single = self.unfold(&task, space, &mut table, page);
+            match single.and_then(|()| table.detach(page, Editing::LIVE)) {
                 Ok(unhooked) => unhooked,
                 Err(PagingError::Busy { .. }) => return Ok(Served::Meanwhile),
                 Err(error) => return Err(VmError::Paging(error)),

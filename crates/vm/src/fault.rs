@@ -15,6 +15,7 @@
 
 use crate::error::VmError;
 use crate::object::{Index, Object, Owner};
+use crate::pager::Pager;
 use crate::phases::{Phase, Phases};
 use crate::setup::{Cx, Setup};
 use crate::space::{AddressSpace, AddressSpaceCounters, Site};
@@ -270,13 +271,17 @@ impl<S: Setup> Vm<'_, S> {
     where
         I: IntoIterator<Item = Extent> + Clone,
     {
-        let how = Mapping { flags, largest: area.kind.page };
+        // A folded group has one age, and counts as written: for pages that nobody ages one by one.
+        let folds = S::Format::CONTIGUOUS != 0 && !(S::Pager::ACTIVE && !area.kind.pooled && !area.kind.locked);
+        let written = if folds && flags.contains(Flags::WRITE) { Flags::DIRTY } else { Flags::NONE };
+        let how = Mapping { flags: flags | written, largest: area.kind.page };
         self.try_map(cx, |task| {
             let areas = space.areas().shared();
             if !areas.admit(area, span) {
                 return Err(PagingError::Busy { at: span.start() });
             }
-            space.table().shared(self.tables(task)).map(span, frames.clone(), how)
+            let mut table = space.table().shared(self.tables(task));
+            if folds { table.map_folded(span, frames.clone(), how) } else { table.map(span, frames.clone(), how) }
         })
     }
 

@@ -202,6 +202,11 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(to);
         }
         let span = pages(from, to).ok_or(unreachable)?;
+        match self.unfold(task, parent, &mut table, span) {
+            // As what is just moving.
+            Err(PagingError::Busy { .. }) => return Ok(from),
+            unfolded => unfolded.map_err(VmError::Paging)?,
+        }
         // Under the lock under which references are taken: what is put back between the two would be writable and shared.
         changed(table.write_protect(span).map_err(VmError::Paging)?);
         let mut done = Ok(());
@@ -345,6 +350,10 @@ impl<S: Setup> Vm<'_, S> {
         if self.frames().references(leaf.frame) > 1 {
             self.get_page(&mut task.borrow_mut(), leaf.frame)?;
             return Ok(One::Pinned(extent));
+        }
+        match self.unfold(task, parent, &mut table, span) {
+            Err(PagingError::Busy { .. }) => return Ok(One::Moving),
+            unfolded => unfolded.map_err(VmError::Paging)?,
         }
         let change = Change { set: Flags::NONE, clear: Flags::WRITE };
         let stale = table.protect(span, change, Editing::LIVE).map_err(VmError::Paging)?;

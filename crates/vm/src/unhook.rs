@@ -219,7 +219,10 @@ impl<S: Setup> Vm<'_, S> {
         place.space.changing(cx, span, |cx| {
             let task = RefCell::new(&mut *cx);
             let mut table = place.space.table().exclusive(self.tables(&task));
-            let found = table.take_leaf(place.at, page.head, word);
+            let found = match self.unfold(&task, place.space, &mut table, span) {
+                Ok(()) => table.take_leaf(place.at, page.head, word),
+                Err(_) => Err(Lookup::Busy),
+            };
             if owes(&found) {
                 // Under the lock under which the entry was changed.
                 let more = page.deferred.unmapped(place.space.tlb(), (), span);

@@ -13,8 +13,10 @@ use core::cell::RefCell;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::Ordering;
-use hugemm_base::{VirtAddr, VirtRange};
-use hugemm_paging::{Detached, Editing, Flags, PageTable, PagingError, Run, ShootdownBatch, Unhooked};
+use hugemm_base::{PageSize, VirtAddr, VirtRange};
+use hugemm_paging::{
+    Detached, Editing, Exclusive, Flags, PageTable, PagingError, Run, ShootdownBatch, TableMemory, Unhooked,
+};
 use intrusive_collections::UnsafeRef;
 
 /// Entries that are read off between two reschedule points, and their pages dropped: 8 GiB of 4 KiB pages, 64 GiB of
@@ -131,7 +133,9 @@ impl<S: Setup> Vm<'_, S> {
                     let detached = {
                         let mut table = space.table().exclusive(self.tables(&task));
                         let away = |_, _, word| self.drop_away(&task.borrow(), word);
-                        let detached = table.detach_owned(span, Editing::LIVE, away);
+                        let detached = self
+                            .unfold(&task, space, &mut table, span)
+                            .and_then(|()| table.detach_owned(span, Editing::LIVE, away));
                         if detached.is_ok() {
                             // What has been unhooked there, by reclaim or to be moved, is used by no CPU any more.
                             space.tlb().settle(self.shootdown(), &task.borrow());
@@ -183,6 +187,30 @@ impl<S: Setup> Vm<'_, S> {
         let receipt = batch.flush(self.shootdown(), cx, self.shootdown_policy());
         // The receipt is of this batch, so it pays. If it did not, the addresses would stay blocked, and be counted.
         debt.release(&receipt).ok()
+    }
+
+    /// Unfolds what reaches over the ends of a span of which a part is to be changed, under the guard under which that is to be
+    /// done, so that nobody meets a group on its way. Without folded groups, which every other format is, it is nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`PagingError::Busy`]: another task is between its own detach and harvest near here. Some may be unfolded.
+    pub(crate) fn unfold<M: TableMemory>(
+        &self,
+        task: &Task<'_, '_, S>,
+        space: &AddressSpace<S>,
+        table: &mut Exclusive<'_, S::Format, S::Lock, M>,
+        span: VirtRange,
+    ) -> Result<(), PagingError> {
+        while let Some(group) = table.folded(span) {
+            let unhooked = table.detach(group, Editing::LIVE)?;
+            // Something was there, and a flush of its own pays.
+            let Some(detached) = self.flush_unhooked(&task.borrow(), space, unhooked) else {
+                return Err(PagingError::Busy { at: group.start() });
+            };
+            table.attach(detached, PageSize::Size1G)?;
+        }
+        Ok(())
     }
 
     /// Reads off what was detached and flushed, and drops it as each area's kind wants it. Returns how many pages there
