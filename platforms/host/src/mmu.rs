@@ -252,11 +252,6 @@ impl<'h, 'm> Mmu<'h, 'm> {
         Ok(())
     }
 
-    /// How many translations the CPU has read from tables.
-    pub fn fills(&self, cpu: CpuId) -> u64 {
-        self.tlb(cpu).fills
-    }
-
     /// The CPU's program stops using addresses (it idles), or goes on; until then it repeats accesses meanwhile.
     pub fn pause(&self, cpu: CpuId, paused: bool) {
         self.tlb(cpu).paused = paused;

@@ -66,8 +66,6 @@ pub(super) struct CpuTlb {
     pub(super) random: Random,
     pub(super) recent: Vec<(VirtAddr, MmuAccess)>,
     pub(super) paused: bool,
-    /// Translations that were read from tables.
-    pub(super) fills: u64,
 }
 
 impl CpuTlb {
@@ -80,7 +78,6 @@ impl CpuTlb {
             random: Random::new(seed),
             recent: Vec::new(),
             paused: false,
-            fills: 0,
         }
     }
 
@@ -116,7 +113,6 @@ impl CpuTlb {
     }
 
     pub(super) fn insert(&mut self, translation: Translation) {
-        self.fills += 1;
         if self.leaves.len() >= CAPACITY {
             let victim = self.random.below(CAPACITY);
             self.leaves.swap_remove(victim);
