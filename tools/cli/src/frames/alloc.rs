@@ -63,7 +63,7 @@ pub fn run(args: &Alloc) -> Result<()> {
         "A thread's pin is nothing ({pin:.1} ns), a kernel turns interrupts off and on: hugemm boot -- bench alloc has the \
          same loop with both"
     );
-    let sides = 1 + usize::from(args.counted) + peers::count(args.measured.no_peers, area.extent)?;
+    let sides = 1 + usize::from(args.counted) + peers::count(args.measured.no_peers);
     let turns = cases.len() * threads.len() * sides * args.measured.repeat(args.pairs.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
     let atomic = headline::atomic().median();

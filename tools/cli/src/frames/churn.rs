@@ -55,7 +55,7 @@ pub fn run(args: &Churn) -> Result<()> {
     let mut memory = plan.memory(&machine)?;
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
-    let sides = 1 + peers::count(args.no_peers, area.extent)? as u64;
+    let sides = 1 + peers::count(args.no_peers) as u64;
     let bar = progress::bar(sides * args.seconds, machine.quiet());
     let mut sides = Sides { host: &area.host, extent: area.extent, args, bar: &bar, outcomes: Vec::new() };
     sides.add("hugemm", &FrozenBlocks(&area.frames))?;

@@ -47,7 +47,7 @@ pub fn run(args: &Free) -> Result<()> {
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
 
-    let sides = 2 + peers::count(args.measured.no_peers, area.extent)?;
+    let sides = 2 + peers::count(args.measured.no_peers);
     let turns =
         (args.blocks.order.iter().count() * sides + sides + 4 + 3) * args.measured.repeat(args.blocks.runs).all();
     let bar = progress::bar(turns as u64, machine.quiet());
