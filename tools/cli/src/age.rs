@@ -117,7 +117,7 @@ pub fn run(args: &Age) -> Result<()> {
     let real = machine.topology.cpus.len() as u32;
     let Processes { procs, seconds, young, lru, page: pages, .. } = args.processes;
     let cpus = args.cpus.unwrap_or(real.min(procs));
-    let [shared, memory, swap] = args.processes.sizes(128 << 20);
+    let [shared, memory, swap] = args.processes.sizes(Processes::MEMORY);
     machine.whole_pages(Size(memory), PageSize::Size2M)?;
     machine.whole_pages(Size(shared), PageSize::Size2M)?;
     let interrupts = if cpus > 1 { Some(MembarrierIpi::register(cpus as usize, real as usize)?) } else { None };

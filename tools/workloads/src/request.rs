@@ -366,7 +366,7 @@ requests! {
         /// The region that they share [default: one and a half times the memory].
         shared: Option<u64> [long, value_parser = bytes],
         /// Memory that there is, compressed pages included, 32MB at least [default: two thirds of the shared region, or 128MB;
-        /// 64MB in the reference kernel].
+        /// 64MB with 'hugemm boot'].
         memory: Option<u64> [long, value_parser = bytes_from(LEAST_AGED)],
         /// Memory that compressed pages may take [default: half of it].
         swap: Option<u64> [long, value_parser = bytes],
@@ -423,7 +423,9 @@ pub const KERNEL_SIZE: u64 = 256 << 20;
 const LEAST_AGED: u64 = 32 << 20;
 
 impl Age {
-    /// Memory in the reference kernel if nothing is said of it.
+    /// Memory if nothing is said of it, on the host and beside Linux guests.
+    pub const MEMORY: u64 = 128 << 20;
+    /// The same in the reference kernel by itself.
     pub const KERNEL_MEMORY: u64 = 64 << 20;
 
     /// Bytes that are shared, of memory, and of it for compressed pages. What is not given follows from the others, in whole 2 MiB;

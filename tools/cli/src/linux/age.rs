@@ -19,7 +19,7 @@ pub const MODULES: [&str; 2] = ["lz4", "zram"];
 
 /// The arguments of the guest's init.
 pub fn words(work: &Age, runs: u32) -> String {
-    let [shared, memory, swap] = work.sizes(Age::KERNEL_MEMORY);
+    let [shared, memory, swap] = work.sizes(Age::MEMORY);
     let millis = (work.seconds * 1000.0) as u64;
     format!("age {memory} {shared} {swap} {} {millis} {runs} {}", work.procs, work.lru)
 }
@@ -85,7 +85,7 @@ pub fn report(work: &Age, cells: &[Cell], quiet: bool) -> Vec<Row> {
         }
     }
     if !quiet {
-        let [shared, memory, _] = work.sizes(Age::KERNEL_MEMORY).map(Size);
+        let [shared, memory, _] = work.sizes(Age::MEMORY).map(Size);
         let title = format!("{} processes share {shared}, {memory} available, half of it at most for swap", work.procs);
         table::print(&title, &lines);
     }

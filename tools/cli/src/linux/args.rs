@@ -84,7 +84,7 @@ fn commands() -> impl Iterator<Item = Command> {
     let defaults: [(&str, &[(&str, &str)]); 3] = [
         ("bench pool", &[("flush", "batch")]),
         ("bench vm-create", &[("size", "1GB"), ("how", "demand,prefault"), ("workers", "1,2"), ("clear", "bulk")]),
-        ("bench age", &[("memory", "128MB"), ("seconds", "15"), ("young", "batch"), ("lru", "classic,generations")]),
+        ("bench age", &[("seconds", "15"), ("young", "batch"), ("lru", "classic,generations"), ("page", "4KB")]),
     ];
     let adapt = move |command: Command| {
         let (name, defaults) = *defaults.iter().find(|(name, _)| *name == command.get_name())?;
@@ -113,6 +113,7 @@ pub fn work(words: &[String], runs: u32) -> Result<Work> {
         Request::Pool(pool) if pool.hvo.contains(Optimization::InPlace) => refused("--hvo in-place")?,
         Request::Pool(pool) => {
             let n = one(pool.n.unwrap_or(List::one(2000)), "-n")?;
+            one(pool.flush, "--flush")?;
             Work::Pool(Pool { n: Some(List::one(n)), runs, ..pool })
         }
         Request::VmCreate(create) if create.how.contains(CreateMethod::Pin) => refused("--how pin without a device")?,
@@ -121,8 +122,16 @@ pub fn work(words: &[String], runs: u32) -> Result<Work> {
             one(create.clear, "--clear")?;
             Work::VmCreate(VmCreate { runs, ..create })
         }
-        // The kernel runs every page size of the list: a warm-up before the runs.
-        Request::Age(age) => Work::Age(Age { page: List::new((0..=runs).map(|_| PageSize::Size4K))?, ..age }),
+        Request::Age(age) => {
+            one(age.young, "--young")?;
+            let page = one(age.page, "-p")?;
+            if page != PageSize::Size4K {
+                bail!("the command after '--': -p {page} is not for 'bench age' here: the guests share pages of 4KB");
+            }
+            let [shared, memory, swap] = age.sizes(Age::MEMORY).map(Some);
+            // The kernel runs every page size of the list: a warm-up before the runs.
+            Work::Age(Age { shared, memory, swap, page: List::new((0..=runs).map(|_| page))?, ..age })
+        }
         _ => refused("such command")?,
     })
 }
@@ -141,15 +150,21 @@ mod tests {
             ("bench free", "no command 'bench free'; it has bench vm-create, bench pool, bench age"),
             ("bench pool --hvo on,in-place", "stock Linux has no --hvo in-place"),
             ("bench pool -n 7,8", "-n 7,8 are several"),
+            ("bench pool --flush page,batch", "--flush page,batch are several"),
             ("bench vm-create --how pin", "stock Linux has no --how pin"),
             ("bench vm-create -p 2MB,1GB", "-p 2MB,1GB are several"),
+            ("bench age --young flush,batch", "--young flush,batch are several"),
+            ("bench age -p 2MB", "-p 2MB is not for 'bench age' here"),
+            ("bench age -p 4KB,2MB", "-p 4KB,2MB are several"),
             ("bench age --swim", "see 'hugemm linux VMLINUZ -- bench age --help'"),
         ] {
             let error = read(line).expect_err(line).to_string();
             assert!(error.contains(part) && error.contains("after '--'") && !error.contains('\n'), "{line}: {error}");
         }
-        let [age, create] = ["bench age", "bench vm-create"].map(|line| read(line).expect("valid"));
+        let lines = ["bench age", "bench age --shared 1500MB", "bench vm-create"];
+        let [age, shared, create] = lines.map(|line| read(line).expect("valid"));
         assert!(matches!(age, Work::Age(age) if age.page.iter().count() == 4 && age.memory == Some(128 << 20)));
+        assert!(matches!(shared, Work::Age(age) if age.memory == Some(1000 << 20) && age.swap == Some(500 << 20)));
         assert!(matches!(create, Work::VmCreate(create) if (create.size, create.runs) == (Some(1 << 30), 3)));
         assert!(work(&["bench".into(), "age".into()], 16).is_err(), "more than a list can have");
     }
