@@ -56,8 +56,8 @@ struct State {
     leases: BTreeMap<u64, Lease>,
     kept: BTreeMap<(u32, String), KeptEntry>,
     leases_ever: u64,
-    /// When a file was taken last.
-    taken: Option<Instant>,
+    /// When filling was put off last, for [`REST`].
+    put_off: Option<Instant>,
     counts: Counts,
     times: LeaseTimes,
 }
@@ -82,8 +82,8 @@ struct KeptEntry {
 /// largest page some tenths.
 const STARVES: Duration = Duration::from_secs(2);
 
-/// How long nothing is filled after a file was taken: its program starts then, and filling beside it has it wait for memory and
-/// caches. A program that takes memory takes it from what is ready, so filling cannot be put off for ever.
+/// How long nothing is filled after a file was lent: its program starts then, and filling beside it has it wait for memory and
+/// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
 pub(crate) const REST: Duration = Duration::from_millis(100);
 
 impl Lease {
@@ -277,30 +277,34 @@ impl Daemon {
                         return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
                     }
                 };
-                let file = state.ready.swap_remove(index);
-                state.taken = Some(Instant::now());
-                self.changed.notify_all();
-                file
+                state.ready.swap_remove(index)
             };
             service::let_go(&file);
             let had = file.bytes();
+            // Whoever fills is told when it is certain that something is missing, and whether a program starts.
             match prepare(&mut file, had, bytes).and_then(|()| file.make_lent(asker.uid, asker.gid)) {
                 Ok(()) => {
                     let late = bytes.saturating_sub(had);
-                    self.state().counts.filled_late_bytes += late;
+                    let mut state = self.state();
+                    state.counts.filled_late_bytes += late;
+                    if state.put_off.is_none_or(|since| since.elapsed() >= 2 * REST) {
+                        state.put_off = Some(Instant::now());
+                    }
+                    self.changed.notify_all();
                     return Ok((file, late));
                 }
                 // It goes back to the kernel, which knows which page of it is broken.
                 Err(FileError::HwPoisoned) => {
                     self.state().counts.poisoned += 1;
+                    self.changed.notify_all();
                     self.log("poisoned", json!({ "bytes": file.bytes() }));
                 }
                 Err(why) => {
                     if file.resize(had).is_ok() {
                         service::store(&file);
                         self.state().ready.push(file);
-                        self.changed.notify_all();
                     }
+                    self.changed.notify_all();
                     let message =
                         format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
                     return Err(refused(RefusedKind::Empty, message));
@@ -518,7 +522,7 @@ impl Daemon {
 
     /// How much is left of the time after a lease in which nothing is filled.
     pub(crate) fn rest(&self) -> Duration {
-        self.state().taken.map_or(Duration::ZERO, |taken| REST.saturating_sub(taken.elapsed()))
+        self.state().put_off.map_or(Duration::ZERO, |since| REST.saturating_sub(since.elapsed()))
     }
 
     /// A chunk is being filled from now on.
@@ -646,6 +650,32 @@ mod tests {
         assert_eq!((of(0, "kind"), of(1, "kind")), (json!("invalid"), json!("empty")));
         assert_eq!((of(3, "lease"), of(3, "pid"), of(3, "keep")), (json!(leased.lease), json!(7), json!("a\n\"b")));
         assert_eq!((of(4, "what"), of(5, "lease")), (json!("placed"), json!(leased.lease)));
+    }
+
+    /// Who asks for what is not to be had does not keep the daemon from filling, and who leases again and again keeps it at most
+    /// half of the time.
+    #[test]
+    fn filling_is_not_put_off_for_ever() {
+        let page = Page::Transparent;
+        let (shapes, policy) = (Shapes(vec![page.bytes(); 2]), LendingPolicy::closed(0));
+        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let lease = |bytes| {
+            let wish = Wish { bytes, page: None, node: None, keep: None };
+            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+        };
+        let fill = || daemon.fill_ended(Some(MemoryFile::new(page, page.bytes()).expect("a file")));
+        fill();
+        // Longer than any file: the kernel refuses at once.
+        assert_eq!(lease(1 << 63).expect_err("too long").kind, RefusedKind::Empty);
+        assert_eq!((daemon.rest(), daemon.status().ready), (Duration::ZERO, vec![page.bytes()]));
+        let leased_again = |after: Duration| {
+            daemon.state().put_off = Instant::now().checked_sub(after);
+            fill();
+            lease(page.bytes()).expect("leased");
+            daemon.rest() > Duration::ZERO
+        };
+        assert!(!leased_again(REST), "filling has its turn first");
+        assert!(leased_again(2 * REST));
     }
 
     /// A thread at idle priority that gets no CPU says nothing; its daemon does.
