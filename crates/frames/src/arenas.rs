@@ -10,7 +10,8 @@
 //! Whoever looks for a frame's arena takes no lock, announces nothing, and may be held up anywhere. So a slot stays, and what is needed to
 //! pass it by stands in it: which frames, and which node. Only two kinds of readers go on to what is kept about an arena:
 //!
-//! * those who look for a frame of it. `Frames::remove` asks its caller to promise that there are none;
+//! * those who look for a frame of it: because they have it, and then only until they have given it up, the last of several that are given
+//!   up one after another; or by its number alone, and `Frames::remove` asks its caller to promise that there are none of these;
 //! * those who hold its node's lock. It leaves the slot under that lock.
 //!
 //! A slot is used again, so what stands in it is read between two looks at its turn. Where that has changed the slot counts as empty: an
@@ -271,16 +272,34 @@ impl<'m> Arenas<'m> {
         given.or_else(|| self.added_on(lists).find(|arena| arena.contains(pfn)))
     }
 
-    /// Their parts of an extent of which somebody may have frames: those that the manager was made with in ascending order, then those
-    /// that were added.
-    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> + use<'m> {
-        let from = self.given.partition_point(|arena| arena.extent.end() <= extent.base());
-        let upto = self.given.iter().skip(from).take_while(move |arena| arena.extent.base() < extent.end());
-        let added = self.added().filter(move |seen| !seen.extent.intersection(extent).is_empty());
+    /// Their parts of an extent of which somebody may have frames, in ascending order. O(slots) each, but where the first frame that is left
+    /// is in an arena that the manager was made with.
+    ///
+    /// Each is looked for behind the one before. So whoever frees a part does not come to its frames again: their arena may go
+    /// meanwhile, and come again in any slot.
+    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> {
+        let mut rest = extent;
+        core::iter::from_fn(move || {
+            let arena = self.lowest(rest)?;
+            let part = rest.intersection(arena.extent);
+            rest = rest.slice(part.end().number() - rest.base().number(), rest.pages());
+            Some((arena, part))
+        })
+    }
+
+    /// The first arena with frames of an extent of which somebody may have some.
+    fn lowest(&self, extent: Extent) -> Option<&'m Arena<'m>> {
+        let after = self.given.partition_point(|arena| arena.extent.end() <= extent.base());
+        let given = self.given.get(after).filter(|arena| !arena.extent.intersection(extent).is_empty());
+        let pages =
+            given.map_or(extent.pages(), |arena| arena.extent.base().number().saturating_sub(extent.base().number()));
+        let before = extent.slice(0, pages);
+        if before.is_empty() {
+            return given;
+        }
+        let added = self.added().filter(|seen| !seen.extent.intersection(before).is_empty());
         // SAFETY: as in `later`.
-        upto.chain(added.map(|seen| &unsafe { seen.kept() }.arena))
-            .map(move |arena| (arena, extent.intersection(arena.extent)))
-            .filter(|(_, part)| !part.is_empty())
+        added.min_by_key(|seen| seen.extent.base()).map(|seen| &unsafe { seen.kept() }.arena).or(given)
     }
 
     /// Where a node's free blocks are, by its own rows and by those of arenas that were added, which come last.

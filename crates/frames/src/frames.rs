@@ -212,10 +212,14 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// # Safety
     ///
-    /// From now on nobody asks the manager about a frame of the arena: no call with such a frame's number is at work, or comes until an
-    /// arena with it has been added again, and no [descriptor](Frames::descriptor) of one is in use. Nobody owns any of the frames but the
-    /// caller, so only those have to be thought of who ask by number: [`try_get`](Frames::try_get), [`head_of`](Frames::head_of),
-    /// [`hwpoison`](Frames::hwpoison) and the like.
+    /// From now on nobody asks the manager by number about a frame of the arena that is not his: no such call is at work, or comes until an
+    /// arena with the frame has been added again, and no [descriptor](Frames::descriptor) of one is in use. Such calls are
+    /// [`try_get`](Frames::try_get), [`head_of`](Frames::head_of), [`node_of`](Frames::node_of), [`references`](Frames::references),
+    /// [`hwpoison`](Frames::hwpoison), [`alloc_contig_range`](Frames::alloc_contig_range) and the like, and those with runs of numbers
+    /// of which not all are the caller's.
+    ///
+    /// Nobody has to wait for calls that were given frames of the arena, or references to them, and are still returning: frees, puts,
+    /// [`free_range`](Frames::free_range). They look at nothing of the arena when they have let go of the last. Nor for allocations.
     pub unsafe fn remove<P: Cpu>(
         &self,
         cx: &CpuCx<'_, P>,
@@ -271,12 +275,12 @@ impl<'m, E: Env> Frames<'m, E> {
                     // Relaxed: the lock orders.
                     let released = arena.released.load(Ordering::Relaxed);
                     arena.released.store(released + part.pages(), Ordering::Relaxed);
+                    // Relaxed: a statistic. Here, because the arena may go as soon as the lock is free.
+                    self.managed.fetch_add(part.pages(), Ordering::Relaxed);
                 })
             });
             sum += part.pages();
         }
-        // Relaxed: a statistic.
-        self.managed.fetch_add(sum, Ordering::Relaxed);
         sum
     }
 
@@ -326,7 +330,7 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// The arenas' parts of an extent.
-    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> + use<'m, E> {
+    pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> {
         self.arenas.parts(extent)
     }
 

@@ -55,8 +55,11 @@ impl<'m, E: Env> Frames<'m, E> {
         let (pfn, order) = (block.pfn(), block.order());
         let Some(arena) = self.arena(pfn) else { return };
         let free = |lists: &mut FreeLists| self.free_owned(lists, arena, pfn, order);
-        let freed = cx.pinned(|pin| self.try_with_node(pin, arena.node, free));
-        let Some(node) = self.node(arena.node).filter(|_| freed.is_none()) else { return };
+        if cx.pinned(|pin| self.try_with_node(pin, arena.node, free)).is_some() {
+            // The block is free: nothing of its arena may be looked at.
+            return;
+        }
+        let Some(node) = self.node(arena.node) else { return };
         // SAFETY: the block's handle was given here, and whoever takes it out of the queue looks at nothing of this.
         let desc = unsafe { DescMut::new(self.desc_in(arena, pfn)) };
         desc.store(ORDER, order.get().into());

@@ -11,9 +11,9 @@ fn every_type() {
         both {
             Frames<'static, Plain>, Frames<'static, Carved>, Plain, Carved, CarveError, CarveReason, FramesConfigError, AllocRequest, AllocError, AllocContigError, NoMigration, Placement, Mobility,
             HwPoisoned, Frozen, FrozenRun, FolioRef, FolioRun, Put, RefError, RangeReport, NodeStats, WideCounts,
-            Descriptor, Slab<SpinLock>, SlabStats,
+            Descriptor, Slab<SpinLock>, SlabStats, RemoveError,
         }
-        // Pointers to descriptors; stores to one are its owner's.
-        neither { DescMut<'static>, DescRef<'static>, ArenaSpec, FramesConfig<'static>, }
+        // Pointers to descriptors or metadata; stores to a descriptor are its owner's.
+        neither { DescMut<'static>, DescRef<'static>, ArenaSpec, FramesConfig<'static>, RemovedArena, }
     }
 }

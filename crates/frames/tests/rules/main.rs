@@ -8,6 +8,9 @@ mod counted;
 mod descriptors;
 mod errors;
 mod extremes;
+// Miri has no part of a mapping given back.
+#[cfg(not(miri))]
+mod gone;
 mod ownership;
 mod places;
 mod poison;

@@ -1,0 +1,227 @@
+//! What a call still does when the frames that it was given are free, and so their arena may be gone: the lock that it has just left lets
+//! another CPU run, which unplugs the arena. What was kept about it is out of reach from then on.
+
+use super::support::{Memory, Threads, arena, extent};
+use hugemm_base::inject::{FaultPoint, Inject};
+use hugemm_base::lock::RawLock;
+use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, Pfn};
+use hugemm_frames::{ArenaSpec, Env, FolioRun, Frames, FramesConfig, Frozen, Mobility, NoMigration, Put};
+use std::cell::RefCell;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+thread_local! {
+    /// What another CPU does as soon as this one has left a lock.
+    static NEXT: RefCell<Option<Box<dyn FnOnce() + Send>>> = const { RefCell::new(None) };
+}
+
+/// A lock behind which [`NEXT`] happens.
+struct Behind(AtomicBool);
+
+// SAFETY: one compare-and-swap wins, until the winner's store.
+unsafe impl RawLock for Behind {
+    fn new() -> Self {
+        Behind(AtomicBool::new(false))
+    }
+
+    fn lock(&self) {
+        while !self.try_lock() {
+            std::thread::yield_now();
+        }
+    }
+
+    fn try_lock(&self) -> bool {
+        self.0.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    unsafe fn unlock(&self) {
+        self.0.store(false, Ordering::Release);
+        if let Some(next) = NEXT.take() {
+            std::thread::spawn(next).join().expect("no panic");
+        }
+    }
+}
+
+#[derive(Default)]
+struct Watched;
+
+impl Inject for Watched {
+    fn fault(&self, _: FaultPoint) -> bool {
+        false
+    }
+}
+
+// SAFETY: descriptors as ever.
+unsafe impl Env for Watched {
+    type Lock = Behind;
+}
+
+type Manager = Frames<'static, Watched>;
+
+/// What is kept about an arena that is removed: of so many bytes from `at` on.
+#[derive(Clone, Copy)]
+struct Room(NonNull<[u8]>);
+
+// SAFETY: only an address, until somebody says otherwise.
+unsafe impl Send for Room {}
+
+impl Room {
+    /// Of the system, so that it can be given back in part, and whoever looks there then is stopped.
+    fn of(extent: Extent) -> Self {
+        let bytes = Manager::added_bytes(&spec(extent)).expect("valid").size();
+        let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping, at an address of the system's choice.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
+        assert_ne!(at, libc::MAP_FAILED);
+        Room(NonNull::slice_from_raw_parts(NonNull::new(at.cast()).expect("mapped"), bytes))
+    }
+
+    fn add(self, frames: &Manager, cx: &CpuCx<'_, Threads>, extent: Extent) {
+        // SAFETY: memory of its own, which stays until the arena is removed; the tests say whose the frames are.
+        unsafe {
+            frames.add(cx, &spec(extent), self.0.as_ptr().cast(), self.0.len()).expect("room");
+            frames.release_extent(cx, extent);
+        }
+    }
+
+    fn give_back(self) {
+        // SAFETY: whole pages of a mapping that the manager has given back.
+        assert_eq!(unsafe { libc::munmap(self.0.as_ptr().cast(), self.0.len()) }, 0);
+    }
+}
+
+fn spec(extent: Extent) -> ArenaSpec {
+    ArenaSpec { extent, node: NodeId(0), descriptors: None }
+}
+
+/// As an embedder unplugs; what was kept about the arena is the system's again.
+fn unplug(frames: &Manager, cx: &mut CpuCx<'_, Threads>, extent: Extent) {
+    let all = frames.alloc_contig_pages(cx, extent, &mut NoMigration).expect("free");
+    // SAFETY: the tests ask about no frame of it by its number.
+    let removed = unsafe { frames.remove(cx, all) }.map_err(|(_, error)| error).expect("added");
+    Room(removed.memory).give_back();
+}
+
+/// A manager with 2 MiB that stay and hold nothing, and slots for two arenas, both empty.
+fn manager() -> &'static Manager {
+    let arenas = [arena(512, 512, 0)];
+    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(0), NodeId(0)] };
+    let memory: &'static mut Memory =
+        Box::leak(Box::new(Memory::new(Manager::required_bytes(&config).expect("valid"))));
+    // SAFETY: one manager, one platform, frame numbers that no other manager's handles meet.
+    let frames = unsafe { Manager::in_slice(&config, Watched, memory.bytes()) }.expect("enough");
+    let frames = Box::leak(Box::new(frames));
+    hugemm_threads::run_as(0);
+    let threads = <Threads>::default();
+    let slots = [extent(1 << 20, 512), extent(1 << 21, 512)];
+    slots.iter().for_each(|slot| Room::of(*slot).add(frames, &threads.cx(), *slot));
+    slots.iter().for_each(|slot| unplug(frames, &mut threads.cx(), *slot));
+    frames
+}
+
+/// Another CPU does this when this one leaves its next lock.
+fn then(act: impl FnOnce(&mut CpuCx<'_, Threads>) + Send + 'static) {
+    NEXT.set(Some(Box::new(move || {
+        hugemm_threads::run_as(1);
+        act(&mut <Threads>::default().cx());
+    })));
+}
+
+/// All of two arenas that adjoin, owned.
+fn own_both(frames: &'static Manager, a: Extent, b: Extent) -> Dirty {
+    let threads = <Threads>::default();
+    let own = |part: Extent| {
+        Room::of(part).add(frames, &threads.cx(), part);
+        frames.alloc_contig_pages(&mut threads.cx(), part, &mut NoMigration).expect("free")
+    };
+    let first = own(a);
+    first.join(own(b)).expect("they adjoin")
+}
+
+/// The first arena goes while the second is still to be freed, and comes again behind it, and somebody has all of it.
+fn come_again(frames: &'static Manager, a: Extent) {
+    then(move |cx| {
+        unplug(frames, cx, a);
+        let other = extent(1 << 20, 512);
+        Room::of(other).add(frames, cx, other);
+        Room::of(a).add(frames, cx, a);
+        let mine = frames.alloc_contig_pages(cx, a, &mut NoMigration).expect("free");
+        assert_eq!(mine.into_extent(), a);
+    });
+}
+
+const A: (u64, u64) = (8192, 1024);
+const B: (u64, u64) = (9216, 1024);
+
+#[test]
+fn a_part_that_was_freed_is_not_freed_again_in_another_arena() {
+    let (frames, threads) = (manager(), <Threads>::default());
+    let (a, b) = (extent(A.0, A.1), extent(B.0, B.1));
+    let both = own_both(frames, a, b);
+    come_again(frames, a);
+    assert_eq!(frames.free_extent(&threads.cx(), both), 2048);
+    assert!(NEXT.take().is_none(), "it has happened");
+    assert!(frames.alloc_contig_range(&threads.cx(), a).is_err(), "somebody has it");
+    assert!(frames.alloc_contig_range(&threads.cx(), b).is_ok());
+}
+
+/// The same for references to the frames.
+#[test]
+fn a_part_whose_references_were_dropped_is_not_looked_for_again() {
+    let (frames, threads) = (manager(), <Threads>::default());
+    let (a, b) = (extent(A.0, A.1), extent(B.0, B.1));
+    let both = own_both(frames, a, b).into_extent();
+    let count = |block: Extent| {
+        // SAFETY: just taken, and given up.
+        let block = unsafe { Frozen::assume_owned(block.base(), Order::new(10).expect("valid"), Mobility::Unmovable) };
+        frames.count_run(frames.split(block, Order::ZERO).expect("managed")).expect("managed").into_extent()
+    };
+    let _ = [a, b].map(count);
+    come_again(frames, a);
+    // SAFETY: the only references.
+    let report = frames.free_range(&mut threads.cx(), unsafe { FolioRun::from_extent(both, Order::ZERO) });
+    assert_eq!((report.freed, report.invalid, report.runs), (2048, 0, 2));
+    assert!(frames.alloc_contig_range(&threads.cx(), a).is_err(), "somebody has it");
+}
+
+/// What frees the last frame of an arena looks at nothing of it afterwards.
+#[test]
+fn nothing_of_an_arena_is_read_when_its_last_frame_is_free() {
+    type Free = fn(&Manager, &mut CpuCx<'_, Threads>, Frozen);
+    let ways: [Free; 6] = [
+        |frames, cx, last| frames.free_nowait(cx, last),
+        |frames, cx, last| {
+            frames.free(cx, last);
+            frames.drain(cx);
+        },
+        |frames, cx, last| assert_eq!(frames.free_extent(cx, last.into_dirty()), 512),
+        |frames, cx, last| {
+            let folio = frames.count(last).expect("managed");
+            assert_eq!(frames.put(cx, folio), Ok(Put::Last));
+            frames.drain(cx);
+        },
+        |frames, cx, last| {
+            let run = frames.count_run(frames.split(last, Order::ZERO).expect("managed")).expect("managed");
+            assert_eq!(frames.free_range(cx, run).freed, 512);
+            frames.drain(cx);
+        },
+        |frames, cx, last| {
+            let mut run = frames.count_run(frames.split(last, Order::ZERO).expect("managed")).expect("managed");
+            assert_eq!(frames.free_array(cx, std::iter::from_fn(|| run.pop())).freed, 512);
+        },
+    ];
+    for way in ways {
+        let (frames, threads) = (manager(), <Threads>::default());
+        let whole = extent(A.0, A.1);
+        Room::of(whole).add(frames, &threads.cx(), whole);
+        let block = || frames.alloc(&threads.cx(), super::request(9)).expect("free");
+        let (first, last) = (block(), block());
+        assert_eq!(first.pfn(), Pfn::new(A.0));
+        frames.free(&threads.cx(), first);
+        frames.drain(&threads.cx());
+        then(move |cx| unplug(frames, cx, whole));
+        way(frames, &mut threads.cx(), last);
+        assert!(NEXT.take().is_none(), "it has happened");
+        assert_eq!((frames.frames(), frames.managed()), (512, 0));
+    }
+}
