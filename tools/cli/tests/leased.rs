@@ -4,10 +4,11 @@ mod support;
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Output};
 use support::lease::{Daemon, pool};
-use support::{document, hugemm, misused, rows};
+use support::{Scratch, document, hugemm, misused, rows};
 
 /// Runs a command of the shell on the memory that is kept as `cache`.
 fn on_kept(daemon: &Daemon, options: &[&str], command: &str) -> Output {
@@ -100,9 +101,20 @@ fn stock_qemu_starts_in_every_way() {
         return;
     }
     let Some(_pool) = pool(16) else { return };
-    let document = document(&["bench", "lease", "--sizes", "32MB", "--runs", "1", "--warmup", "0", "--json"]);
+    // QEMU that writes down what it is told.
+    let scratch = Scratch::new("lease-ways");
+    let log = scratch.path("log");
+    let qemu = scratch.put("qemu", format!("#!/bin/sh\necho \"$*\" >>'{log}'\nexec qemu-system-x86_64 \"$@\"\n"));
+    std::fs::set_permissions(&qemu, PermissionsExt::from_mode(0o755)).expect("executable");
+    let words = ["bench", "lease", "--sizes", "32MB", "--runs", "1", "--warmup", "0", "--qemu", &qemu, "--json"];
+    let document = document(&words);
+    let told = std::fs::read_to_string(&log).expect("QEMU was started");
+    let versions: Vec<_> = told.lines().map(|line| line == "--version").collect();
+    // Kept memory takes two starts.
+    assert_eq!(versions.iter().filter(|version| !**version).count(), 10, "{told}");
+    assert_eq!(versions.windows(2).filter(|two| **two == [false, false]).count(), 1, "one start is cold: {told}");
     let times = rows(&document, "bench.lease.exec_to_ready");
-    assert_eq!(times.len(), 8);
+    assert_eq!(times.len(), 9);
     assert!(times.iter().all(|row| row["value"].as_f64().is_some_and(|ms| ms > 0.0) && row["size"] == 32 << 20));
     for goal in ["wrapper", "path", "descriptor"] {
         assert_eq!(rows(&document, &format!("lease.{goal}_vs_prealloc_off"))[0]["goal"], 1.2);

@@ -38,6 +38,8 @@ enum Way {
     Threads,
     /// Leased; QEMU is told nothing, and replaced its file is.
     Wrapper,
+    /// The same right after filling, which leaves the caches without QEMU: for every other way it has just said its version.
+    Cold,
     /// Leased; QEMU is given a path of a process that holds it. Filled it is already, so `prealloc` is left out.
     Path,
     /// Leased; QEMU inherits the descriptor, and fills nothing either.
@@ -49,8 +51,17 @@ enum Way {
 }
 
 /// In the order in which the daemon's file is filled least often.
-const WAYS: [Way; 8] =
-    [Way::Off, Way::OneThread, Way::Threads, Way::Empty, Way::Wrapper, Way::Path, Way::Descriptor, Way::Kept];
+const WAYS: [Way; 9] = [
+    Way::Off,
+    Way::OneThread,
+    Way::Threads,
+    Way::Empty,
+    Way::Wrapper,
+    Way::Cold,
+    Way::Path,
+    Way::Descriptor,
+    Way::Kept,
+];
 
 impl Way {
     /// In the table and the JSON.
@@ -60,6 +71,7 @@ impl Way {
             Way::OneThread => "prealloc=on, 1 thread",
             Way::Threads => "prealloc=on, threads",
             Way::Wrapper => "leased, wrapper",
+            Way::Cold => "leased, wrapper, cold caches",
             Way::Path => "leased, path",
             Way::Descriptor => "leased, descriptor",
             Way::Kept => "kept, second start",
@@ -310,10 +322,10 @@ impl<'a> Bench<'a> {
                 self.drain()?;
                 self.start_machine(way)?
             }
-            Way::Wrapper | Way::Path | Way::Descriptor => {
+            Way::Wrapper | Way::Cold | Way::Path | Way::Descriptor => {
                 let before = self.fill()?;
                 let time = self.start_machine(way)?;
-                if way == Way::Wrapper {
+                if matches!(way, Way::Wrapper | Way::Cold) {
                     self.check_placed(before.counts.placed + 1)?;
                 }
                 time
@@ -342,8 +354,10 @@ impl<'a> Bench<'a> {
     fn start_machine(&self, way: Way) -> Result<Duration> {
         const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
         let qemu = &self.args.qemu;
-        // Filling has just gone through the caches, or has not: the program is in them again for every way.
-        Command::new(qemu).arg("--version").output().context("QEMU does not say its version any more")?;
+        if way != Way::Cold {
+            // Filling has just gone through the caches, or has not: the program is in them again.
+            Command::new(qemu).arg("--version").output().context("QEMU does not say its version any more")?;
+        }
         let from = Instant::now();
         let mut holder = None;
         let mut command;
@@ -357,7 +371,7 @@ impl<'a> Bench<'a> {
                 };
                 self.qemu(&mut command, &format!("{OWN},{prealloc}"));
             }
-            Way::Wrapper => {
+            Way::Wrapper | Way::Cold => {
                 command = self.lease(&["--require", "--"])?;
                 self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
             }
