@@ -53,7 +53,8 @@ impl<'m, F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> PagedMap<'m
     ///
     /// * `root` is the root of kernel page tables that every CPU uses; the tables above the 2 MiB entries of all
     ///   descriptor arrays exist and stay.
-    /// * Every descriptor block is mapped by a leaf of 2 MiB, or not at all, and edited through this value only.
+    /// * Every descriptor block is mapped by a leaf of 2 MiB, which is not one of a [folded](hugemm_paging::folding) group, or not at
+    ///   all, and edited through this value only.
     /// * `memory` is a direct map of all frames that tables and descriptors are or will be in: its windows stay valid
     ///   without being closed.
     /// * `space` and `shootdown` are those of the kernel's addresses.

@@ -27,9 +27,10 @@ pub enum PagingError {
         /// The end that it reaches over.
         at: VirtAddr,
     },
-    /// A [folded](crate::folding) group reaches over the end of the range, or round the leaf.
+    /// A [folded](crate::folding) group reaches over the end of the range, or lies in it and is to change as only single leaves
+    /// may.
     Folded {
-        /// The end that it reaches over.
+        /// The end that it reaches over, or its first leaf in the range.
         at: VirtAddr,
     },
     /// CPUs may be translating there, and the format lets an entry that they use change its size, or its memory type, only
@@ -78,7 +79,7 @@ impl fmt::Display for PagingError {
             PagingError::Overlap { at } => write!(f, "{at} is mapped already; unmap it first"),
             PagingError::Busy { at } => write!(f, "{at} is being mapped or unmapped; flush, harvest, and try again"),
             PagingError::NeedsSplit { at } => write!(f, "a larger page reaches over {at}; split it first"),
-            PagingError::Folded { at } => write!(f, "pages on either side of {at} are folded; unfold them first"),
+            PagingError::Folded { at } => write!(f, "pages at {at} are folded; unfold them first"),
             PagingError::NeedsBreak { at } => {
                 write!(f, "{at} is in use and cannot be changed in place; detach it, flush, and attach or map it again")
             }

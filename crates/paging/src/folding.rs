@@ -2,22 +2,36 @@
 //! 2 MiB pages).
 //!
 //! [`map_folded`](Shared::map_folded) marks each group whose addresses and frames are aligned to it and go on together, before any of it
-//! is present. From then on the group says the same throughout, but for what hardware notes, and these are the rules:
+//! is present. From then on, between calls, the group says the same throughout, but for what hardware notes, and these are the rules:
 //!
+//! * While CPUs translate by it, a whole group changes in what hardware notes and in [`WRITE`](crate::Flags::WRITE) only: until the
+//!   flush a CPU may store or not, and both are right. [`protect`](crate::protect) refuses more ([`Folded`](PagingError::Folded)).
 //! * A part of it is not changed. [`detach`](crate::detach), [`protect`](crate::protect) and
-//!   [`write_protect`](crate::write_protect) refuse a range that a group reaches over ([`Folded`](PagingError::Folded)), and what takes
+//!   [`write_protect`](crate::write_protect) refuse a range that a group reaches over, and what takes
 //!   a single leaf refuses a folded one. Who needs a part *unfolds*: detaches the group
 //!   ([`folded`](Exclusive::folded) says which), flushes, and [attaches](Exclusive::attach) it, which marks nothing. Under one
 //!   exclusive guard nobody meets the group in between. [`split`](Exclusive::split), where it may be done in place, does that itself. Accessed bits may be set in a part: they are no TLB's.
 //! * Hardware may note an access or a store to one of the leaves in any other. So a group is accessed if one of its leaves is, and
 //!   ages as a whole ([`young`](crate::young)); and a writable leaf is only folded when it is dirty, and stays so.
 //!
+//! Within a call a group is not the same throughout: sixteen entries are sixteen stores. The Arm ARM (D8.7.1)
+//! calls a group whose entries differ misprogrammed: a CPU may go by one for all, or report that they conflict. There are two such moments:
+//!
+//! * A group becomes present, or is hidden, one entry after another: those that are present agree, the others are invalid. A CPU
+//!   that goes by a present one for all of the group reaches what the call maps, or what is not reused before the flush; one that
+//!   goes by an invalid one faults, and the access is tried again. An abort for entries that conflict needs two that are cached, and
+//!   invalid ones are not. Linux's huge pages of contiguous entries come and go in the same way.
+//! * `WRITE` changes: all are present, of two kinds, and accesses by either are right until the flush. A CPU that reports a conflict
+//!   here would need a break. Linux takes it from contiguous small pages in place, too, but from huge pages by a break.
+//!
+//! No arm64 CPU has run either. What is said here of CPUs is how the rules are understood; the model MMU looks between calls only.
+//!
 //! So whoever asks for the age of single pages should not fold them.
 
 use crate::edit_lock::RawEditLock;
 use crate::error::PagingError;
 use crate::format::{Kind, PageFormat, kind};
-use crate::level;
+use crate::level::{self, slots};
 use crate::memory::TableMemory;
 use crate::page_table::{End, Exclusive, Tree};
 use crate::table::Table;
@@ -94,6 +108,28 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         let pages = GROUP as u64 * level::pages(level);
         let inside = kind::<F>(entry, level) == Kind::Leaf && is_folded::<F>(entry) && !page.is_multiple_of(pages);
         inside.then_some((page - page % pages, pages))
+    }
+
+    /// Whether no leaf of the range is folded. Reads 8 bytes per entry, where the format has groups at all.
+    pub(crate) fn check_no_group(&self, first: u64, end: u64) -> Result<(), PagingError> {
+        if F::CONTIGUOUS == 0 {
+            return Ok(());
+        }
+        self.check_below(self.table(self.root), Self::ROOT, first, end)
+    }
+
+    fn check_below(&self, table: Table, level: u32, first: u64, end: u64) -> Result<(), PagingError> {
+        for slot in slots(first, end, level) {
+            let entry = table.get(slot.index);
+            match kind::<F>(entry, level) {
+                Kind::Table => self.check_below(self.below(entry), level - 1, slot.first, slot.end)?,
+                Kind::Leaf if is_folded::<F>(entry) => {
+                    return Err(PagingError::Folded { at: level::address(slot.first) });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     /// Whether no folded group reaches over either end of the range.

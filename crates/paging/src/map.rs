@@ -55,7 +55,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
         self.tree.map::<true>(span, runs, how, false)
     }
 
-    /// The same, and what can be is [folded](crate::folding), where the format knows that.
+    /// The same, and what can be is [folded](crate::folding), where the format knows that. Nobody may
+    /// [`protect`](Shared::protect) what meets the span at the same time.
     ///
     /// # Errors
     ///

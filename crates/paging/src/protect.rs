@@ -26,6 +26,12 @@ impl Change {
         Flags::HARDWARE.contains(self.set) && self.clear == Flags::NONE
     }
 
+    /// Whether a folded group may be changed by it leaf by leaf while CPUs translate by it: they do as one of its leaves says, each
+    /// of which is right until the flush that the change owes, as it is of a single leaf.
+    fn keeps_groups(self) -> bool {
+        Flags::HARDWARE.with(Flags::WRITE).contains(self.set | self.clear)
+    }
+
     /// Whether leaves may get another memory type by it, or become every space's.
     fn retypes(self) -> bool {
         const TYPES: Flags = Flags::UNCACHED.with(Flags::WRITE_THROUGH);
@@ -56,7 +62,11 @@ impl Way {
 
 impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     /// Changes the flags of every leaf in the span, each by one atomic exchange. Written pages stay known as written
-    /// unless [`Flags::DIRTY`] is cleared. Read-only tables on the way are handed down first.
+    /// unless [`Flags::DIRTY`] is cleared; a [folded](crate::folding) leaf that is to be writable stays written even then. Read-only
+    /// tables on the way are handed down first.
+    ///
+    /// Nobody may [map folded](Shared::map_folded) what meets the span at the same time: its groups, of which a part is refused here,
+    /// could come after the look for them.
     ///
     /// What takes rights away is to be flushed before anybody relies on it; what only gives rights, where the format's
     /// [faults drop nothing](PageFormat::FAULT_DROPS), before anybody waits for an access to succeed.
@@ -65,7 +75,8 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Shared<'_, F, L, M> {
     ///
     /// [`OutOfBounds`](PagingError::OutOfBounds) if the table does not translate all of the span,
     /// [`NeedsSplit`](PagingError::NeedsSplit) if a larger leaf reaches over an end, [`Folded`](PagingError::Folded) if a folded
-    /// group does and more is to change than accessed and dirty bits are to be set, [`Global`](PagingError::Global),
+    /// group does and more is to change than accessed and dirty bits are to be set, or if one lies in the span and more is to change
+    /// than those and [`Flags::WRITE`], [`Global`](PagingError::Global),
     /// [`NeedsBreak`](PagingError::NeedsBreak) if memory types are to change, or leaves to become global, that CPUs may be using
     /// and the format does not let them see changed: unmap and map them again. Nothing has changed.
     pub fn protect(&mut self, span: VirtRange, change: Change) -> Result<Stale, PagingError> {
@@ -79,7 +90,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
     ///
     /// # Errors
     ///
-    /// As [`Shared::protect`].
+    /// As [`Shared::protect`]; with [`Editing::quiet`], whole groups and memory types may change.
     pub fn protect(&mut self, span: VirtRange, change: Change, editing: Editing) -> Result<Stale, PagingError> {
         self.tree.protect(span, change, Way::Alone(editing))
     }
@@ -95,6 +106,9 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
         }
         if change.retypes() && !way.editing().retypes::<F>() {
             return Err(PagingError::NeedsBreak { at: span.start() });
+        }
+        if !change.keeps_groups() && !way.editing().retypes::<F>() {
+            self.check_no_group(first, end)?;
         }
         let root = self.table(self.root);
         let mut edit = Edit::new(change, way);
@@ -189,7 +203,7 @@ impl Edit {
             if index.is_multiple_of(LINE) && entry & 1 != 0 {
                 self.prepare::<F>(entry);
                 if self.plain {
-                    let same = table.flip_alike::<F>((index, to), self.bits, self.delta, ahead.unwrap_or(table));
+                    let same = table.flip_alike::<F, false>((index, to), self.bits, self.delta, ahead.unwrap_or(table));
                     if same != 0 {
                         if self.delta != 0 {
                             self.changed += same as u64;

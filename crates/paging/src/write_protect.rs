@@ -125,7 +125,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
             let done = match kind::<F>(first, level - 1) {
                 _ if level == 1 && edit.pages::<F>(below, 0, ENTRIES, ahead) => ENTRIES,
                 Kind::Table if !is_read_only::<F>(first) => {
-                    below.flip_alike::<F>((0, ENTRIES), first, F::READ_ONLY_TABLE, below)
+                    below.flip_alike::<F, true>((0, ENTRIES), first, F::READ_ONLY_TABLE, below)
                 }
                 _ => 0,
             };
@@ -142,7 +142,8 @@ fn restrict<F: PageFormat>(table: Table, index: usize, level: u32, edit: &mut Ed
     let seen = table.get(index);
     match kind::<F>(seen, level) {
         Kind::Leaf => edit.leaf::<F>(table, index, level, seen),
-        Kind::Table if !is_read_only::<F>(seen) => table.set(index, seen ^ F::READ_ONLY_TABLE),
+        // Whoever hooked it in may be another CPU, and whoever goes through it does not wait for this one.
+        Kind::Table if !is_read_only::<F>(seen) => table.publish(index, seen ^ F::READ_ONLY_TABLE),
         Kind::Detached => {
             let entry = seen ^ F::DETACHED;
             let entry = match kind::<F>(entry, level) {

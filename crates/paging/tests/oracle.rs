@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use support::ops::{check, op};
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 2 } else { 192 }, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 2 } else { 192 }, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn x86_64_agrees_with_single_pages(ops in prop::collection::vec(op(), 1..40)) {

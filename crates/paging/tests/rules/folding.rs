@@ -120,6 +120,36 @@ fn a_part_is_refused_and_the_whole_is_not() {
     }
 }
 
+/// More than the right to store changes in no group that CPUs may be using, whole or not: its leaves change one after another.
+#[test]
+fn what_a_group_is_changes_only_where_nobody_looks() {
+    for (first, step, how) in [(32, 1, SMALL), (2 * BIG, 512, LARGE)] {
+        let heap = Heap::new(NoFaults);
+        let table = table::<Aarch64, _>(&heap);
+        let (group, wider) = (span(first, 16 * step), span(first - 16 * step, 48 * step));
+        table.shared(&heap).map(span(first - step, step), [extent(BIG, step)], how).expect("free");
+        table.shared(&heap).map_folded(group, [extent(BIG * 8, 16 * step)], how).expect("free");
+        let folded = PagingError::Folded { at: at(first) };
+        for flag in [Flags::EXEC, Flags::USER, Flags::OWNER0] {
+            let given = Change { set: flag | Flags::WRITE, clear: Flags::NONE };
+            let taken = Change { set: Flags::NONE, clear: flag };
+            for change in [given, taken] {
+                assert_eq!(table.shared(&heap).protect(wider, change), Err(folded));
+                assert_eq!(table.exclusive(&heap).protect(group, change, Editing::LIVE), Err(folded));
+            }
+            assert!(!leaf(&table, &heap, first - step).flags.contains(flag), "nothing has changed");
+            let beside = table.shared(&heap).protect(span(first - step, step), given).expect("a single leaf");
+            assert_eq!(beside.entries(), 1);
+            let _ = table.shared(&heap).protect(span(first - step, step), taken).expect("a single leaf");
+            // SAFETY: no CPU translates by the table.
+            let quiet = table.exclusive(&heap).protect(group, given, unsafe { Editing::quiet() });
+            assert_eq!(quiet.expect("whole").entries(), 16);
+            assert!((0..16).all(|place| leaf(&table, &heap, first + place * step).flags.contains(flag)));
+        }
+        assert_eq!(self::group(&table, &heap, first + step), Some(group));
+    }
+}
+
 /// What is unfolded says what it said, and is accessed if any of it was; then parts are as others.
 #[test]
 fn unfolding_keeps_what_is_known() {

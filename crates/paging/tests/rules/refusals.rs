@@ -37,6 +37,20 @@ fn bad_requests_are_named_and_change_nothing() {
     assert!(matches!(both, Err(PagingError::OutOfBounds { .. })), "not both halves");
 }
 
+/// A handle on a part of tables, of which a leaf goes on behind the last address, does not take that leaf as its own.
+#[test]
+fn a_leaf_over_the_end_of_the_bounds_is_refused() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<X86_64, _>(&heap);
+    table.shared(&heap).map(span(512, 512), [extent(512, 512)], DATA).expect("free");
+    // SAFETY: as in `table`; the other handle waits.
+    let part = unsafe { PageTable::<X86_64>::adopt(table.root(), span(0, 612)) }.expect("a half");
+    let over = PagingError::NeedsSplit { at: at(612) };
+    assert_eq!(part.exclusive(&heap).detach(span(512, 100), Editing::LIVE).expect_err("a part"), over);
+    assert_eq!(part.exclusive(&heap).write_protect(span(0, 612)), Err(over));
+    assert_eq!(runs(&table, &heap, lower::<X86_64>()), [(512, extent(512, 512), PageSize::Size2M)]);
+}
+
 /// Exhaustion at every point leaves everything as it was, shared or exclusive.
 #[test]
 fn exhaustion_is_rolled_back_everywhere() {

@@ -529,6 +529,15 @@ impl<F: PageFormat> State<'_, F> {
                 self.protect(first, pages, set, clear, shared)
             };
         }
+        let in_place = Flags::HARDWARE | Flags::WRITE;
+        if (set | clear).without(in_place) != Flags::NONE
+            && let Some(start) = self.folded.range(first..first + pages).next().map(|(start, _)| *start)
+        {
+            assert_eq!(result, Err(PagingError::Folded { at: at(start) }));
+            return if self.unfold(start + 1, 1) {
+                self.protect(first, pages, set, clear, shared)
+            };
+        }
         let stale = result.expect("in bounds");
         let mut differ = false;
         let folded = self.folded.clone();

@@ -65,12 +65,25 @@ unsafe impl TableMemory for BootTables<'_> {
     }
 }
 
-/// Maps an extent at an address by the largest leaves that fit, folded where the format knows that: none of it is ever changed.
-fn map(table: &PageTable<Format>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags) {
+/// Whether leaves are changed later.
+enum Changes {
+    Never,
+    /// One at a time: descriptors.
+    ByLeaf,
+}
+
+/// Maps an extent at an address by the largest leaves that fit; folded, where the format knows that, if none of it is ever changed.
+fn map(table: &PageTable<Format>, free: &mut MemoryMap, at: u64, extent: Extent, flags: Flags, changes: Changes) {
     let largest = if mmu::has_gigantic_leaves() { PageSize::Size1G } else { PageSize::Size2M };
     let mapped = VirtRange::new(VirtAddr::new(at), extent.bytes())
         .map_err(|_| PagingError::OutOfBounds { at: VirtAddr::new(at) })
-        .and_then(|span| table.shared(BootTables(free)).map_folded(span, [extent], Mapping { flags, largest }));
+        .and_then(|span| {
+            let (mut table, how) = (table.shared(BootTables(free)), Mapping { flags, largest });
+            match changes {
+                Changes::Never => table.map_folded(span, [extent], how),
+                Changes::ByLeaf => table.map(span, [extent], how),
+            }
+        });
     mmu::wait_for_entries();
     mapped.unwrap_or_else(|error| panic!("the kernel cannot be mapped: {error}; use a larger --memory"));
 }
@@ -97,20 +110,20 @@ pub(crate) fn build(machine: &mut Machine) {
         let start = (piece.start().get() & !(huge - 1)).max(from);
         let end = piece.end().start().get().next_multiple_of(huge);
         if end > start {
-            map(&table, free, layout::DIRECT + start, extent(start, end), DATA);
+            map(&table, free, layout::DIRECT + start, extent(start, end), DATA, Changes::Never);
         }
         from = end.max(from);
     }
     let [text, rodata, data, end] = layout::image_parts();
     for (from, to, flags) in [(text, rodata, CODE), (rodata, data, CONSTANTS), (data, end, DATA)] {
-        map(&table, free, from, extent(from - layout::IMAGE, to - layout::IMAGE), flags);
+        map(&table, free, from, extent(from - layout::IMAGE, to - layout::IMAGE), flags, Changes::Never);
     }
     for cpu in 0..cpus {
         let stack = free.take(layout::STACK_BYTES / PAGE_BYTES, Order::ZERO).unwrap_or_else(|error| panic!("{error}"));
-        map(&table, free, layout::stack_bottom(cpu), stack, DATA);
+        map(&table, free, layout::stack_bottom(cpu), stack, DATA, Changes::Never);
     }
     for (at, registers) in devices.iter().filter(|(_, registers)| !registers.is_empty()) {
-        map(&table, free, *at, *registers, DATA | Flags::UNCACHED);
+        map(&table, free, *at, *registers, DATA | Flags::UNCACHED, Changes::Never);
     }
     // SAFETY: only the boot CPU runs, and nobody has asked for it.
     unsafe { TABLE.set(table) };
@@ -126,7 +139,7 @@ pub(crate) fn map_descriptors(free: &mut MemoryMap, arena: Extent, from: u64) ->
     let mut address = start;
     while address < end {
         let block = free.take(huge.pages(), huge.order()).unwrap_or_else(|error| panic!("{error}"));
-        map(kernel(), free, address, block, DATA);
+        map(kernel(), free, address, block, DATA, Changes::ByLeaf);
         // SAFETY: just mapped; nobody else knows of it. The entries were empty before, so there is nothing to flush.
         unsafe { (address as *mut u8).write_bytes(0, huge.bytes() as usize) };
         address += huge.bytes();
