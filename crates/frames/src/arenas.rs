@@ -20,6 +20,7 @@
 use crate::arena::{Arena, ArenaSpec, REGION_ORDER, touched};
 use crate::freelist::{FreeLists, Places};
 use crate::layout::{Carver, FramesConfigError, fill_arena, place_arena};
+use crate::refs::WideCounts;
 use crate::rows::Rows;
 use core::alloc::Layout;
 use core::fmt;
@@ -104,9 +105,23 @@ const _: () = assert!(size_of::<Slot>() == hugemm_base::PAGE_BYTES as usize);
 
 /// What is kept about an arena that was added.
 #[derive(Debug)]
-struct Kept<'m> {
+pub(crate) struct Kept<'m> {
     arena: Arena<'m>,
+    /// What it was added with, and all of this is in: without the slot at the beginning, if that is used.
     memory: NonNull<[u8]>,
+}
+
+impl Kept<'_> {
+    /// All this is in.
+    pub(crate) fn memory(&self) -> NonNull<[u8]> {
+        self.memory
+    }
+
+    /// The wide counters that its frames were given.
+    pub(crate) fn wide(&self) -> impl Iterator<Item = NonNull<WideCounts>> {
+        // Acquire pairs with the Release in `install_wide`.
+        self.arena.blocks.iter().filter_map(|block| NonNull::new(block.wide.load(Ordering::Acquire)))
+    }
 }
 
 /// An arena that was added, as its slot has it.
@@ -152,12 +167,12 @@ impl Slot {
     }
 
     /// An arena comes. The slot is empty.
-    fn fill(&self, spec: &ArenaSpec, kept: *mut u8) {
+    fn fill(&self, arena: &Arena<'_>, kept: *mut u8) {
         // Release, with the Acquire fence in `seen`: the turn is over before anything of the next is seen.
         fence(Ordering::Release);
-        self.base.store(spec.extent.base().number(), Ordering::Relaxed);
-        self.pages.store(spec.extent.pages(), Ordering::Relaxed);
-        self.node.store(spec.node.0.into(), Ordering::Relaxed);
+        self.base.store(arena.extent.base().number(), Ordering::Relaxed);
+        self.pages.store(arena.extent.pages(), Ordering::Relaxed);
+        self.node.store(arena.node.0.into(), Ordering::Relaxed);
         self.kept.store(kept, Ordering::Relaxed);
         self.take_turn(Ordering::Release);
     }
@@ -319,47 +334,67 @@ impl<'m> Arenas<'m> {
         place(spec)
     }
 
-    /// Adds an arena.
+    /// Fills the memory for an arena that is to be [added](Arenas::add). O(2 MiB blocks).
     ///
     /// # Safety
     ///
-    /// As [`Frames::add`](crate::Frames::add), and nobody else changes the list.
-    pub(crate) unsafe fn add(&self, spec: &ArenaSpec, memory: *mut u8, bytes: usize) -> Result<(), FramesConfigError> {
+    /// As [`Frames::add`](crate::Frames::add).
+    pub(crate) unsafe fn fill(
+        spec: &ArenaSpec,
+        memory: *mut u8,
+        bytes: usize,
+    ) -> Result<NonNull<Kept<'m>>, FramesConfigError> {
         let need = place(spec)?;
         let whole =
             NonNull::new(memory).filter(|at| bytes >= need.size() && at.addr().get().is_multiple_of(need.align()));
         let whole = whole.ok_or(FramesConfigError::Memory { bytes: need.size(), align: need.align() })?;
-        let extents = self.given.iter().map(|arena| arena.extent).chain(self.added().map(|seen| seen.extent));
-        if let Some(common) = extents.map(|extent| extent.intersection(spec.extent)).find(|common| !common.is_empty()) {
-            return Err(FramesConfigError::Overlap(common.base()));
-        }
-        let at = self.slots().position(|slot| slot.seen().is_none());
-        let vacant = at.and_then(|at| self.slots().nth(at));
-        let first_region = (at.unwrap_or_else(|| self.slots().count()) + 1) * REGIONS;
         let mut carver = Carver::at(memory);
-        let slot = carver.place::<Slot>(1)?;
-        // What goes with the arena again: all but a slot that is to be used.
-        let own = if vacant.is_none() { size_of::<Slot>() } else { 0 };
+        carver.place::<Slot>(1)?;
         let kept = carver.place::<Kept<'m>>(1)?;
         let words = Rows::words(touched(spec.extent, REGION_ORDER));
         // SAFETY: the memory is as large as `place` says, which placed the same in the same order, and the caller gave it away.
         unsafe {
-            let rows = Rows::new(carver.fill(words, |_| AtomicU64::new(0))?, first_region);
-            let arena = fill_arena(&mut carver, spec, rows, first_region)?;
-            let kept = memory.add(kept);
-            let memory = NonNull::slice_from_raw_parts(whole.add(own), bytes - own);
-            kept.cast::<Kept<'m>>().write(Kept { arena, memory });
-            if let Some(vacant) = vacant {
-                vacant.fill(spec, kept);
-                return Ok(());
-            }
-            let slot = whole.as_ptr().add(slot).cast::<Slot>();
-            slot.write(Slot::new());
-            (*slot).fill(spec, kept);
-            let last = self.slots().last().map_or(&self.added, |slot| &slot.next);
-            // Release: whoever finds the slot finds what is in it.
-            last.0.store(slot.cast(), Ordering::Release);
+            let rows = Rows::new(carver.fill(words, |_| AtomicU64::new(0))?, 0);
+            let arena = fill_arena(&mut carver, spec, rows, 0)?;
+            let kept = whole.add(kept).cast::<Kept<'m>>();
+            kept.write(Kept { arena, memory: NonNull::slice_from_raw_parts(whole, bytes) });
+            Ok(kept)
         }
+    }
+
+    /// Adds an arena. O(arenas).
+    ///
+    /// # Safety
+    ///
+    /// `filled` is from [`fill`](Arenas::fill), and nobody else's. Nobody else changes the list.
+    pub(crate) unsafe fn add(&self, mut filled: NonNull<Kept<'m>>) -> Result<(), FramesConfigError> {
+        let at = filled.as_ptr();
+        // SAFETY: the caller's alone until it is linked.
+        let kept = unsafe { filled.as_mut() };
+        let extents = self.given.iter().map(|arena| arena.extent).chain(self.added().map(|seen| seen.extent));
+        let mut common = extents.map(|extent| extent.intersection(kept.arena.extent));
+        if let Some(common) = common.find(|common| !common.is_empty()) {
+            return Err(FramesConfigError::Overlap(common.base()));
+        }
+        let vacant = self.slots().enumerate().find(|(_, slot)| slot.seen().is_none());
+        let number = vacant.map_or_else(|| self.slots().count(), |(number, _)| number);
+        kept.arena.number_regions((number + 1) * REGIONS);
+        if let Some((_, vacant)) = vacant {
+            vacant.fill(&kept.arena, at.cast());
+            return Ok(());
+        }
+        // The slot does not go with the arena.
+        let slot = kept.memory.cast::<Slot>();
+        // SAFETY: `fill` placed a slot at the beginning of the memory.
+        unsafe {
+            kept.memory =
+                NonNull::slice_from_raw_parts(slot.add(1).cast(), kept.memory.len().saturating_sub(size_of::<Slot>()));
+            slot.write(Slot::new());
+            slot.as_ref().fill(&kept.arena, at.cast());
+        }
+        let last = self.slots().last().map_or(&self.added, |slot| &slot.next);
+        // Release: whoever finds the slot finds what is in it.
+        last.0.store(slot.as_ptr().cast(), Ordering::Release);
         Ok(())
     }
 
@@ -368,23 +403,37 @@ impl<'m> Arenas<'m> {
     /// # Safety
     ///
     /// Nobody else changes the list.
-    pub(crate) unsafe fn exactly(&self, extent: Extent) -> Option<&'m Arena<'m>> {
-        // SAFETY: by the contract it stays.
-        self.added().find(|seen| seen.extent == extent).map(|seen| &unsafe { seen.kept() }.arena)
+    pub(crate) unsafe fn exactly(&self, extent: Extent) -> Option<Leaver<'m>> {
+        self.slots().find_map(|slot| {
+            let seen = slot.seen().filter(|seen| seen.extent == extent)?;
+            // SAFETY: by the contract it stays.
+            Some(Leaver { slot, kept: unsafe { seen.kept() } })
+        })
+    }
+}
+
+/// An arena that may go.
+#[derive(Debug)]
+pub(crate) struct Leaver<'m> {
+    slot: &'m Slot,
+    kept: &'m Kept<'m>,
+}
+
+impl<'m> Leaver<'m> {
+    /// It.
+    pub(crate) fn arena(&self) -> &'m Arena<'m> {
+        &self.kept.arena
     }
 
-    /// That arena goes; the memory of what was kept about it.
+    /// It goes. What was kept about it is the caller's.
     ///
     /// # Safety
     ///
-    /// As [`Frames::remove`](crate::Frames::remove); the caller holds its node's lock, and nobody else changes the list.
-    pub(crate) unsafe fn remove(&self, extent: Extent) -> Option<NonNull<[u8]>> {
-        let there = |slot: &&Slot| slot.seen().is_some_and(|seen| seen.extent == extent);
-        let slot = self.slots().find(there)?;
-        // SAFETY: it is there until the next line.
-        let memory = unsafe { slot.seen()?.kept() }.memory;
-        slot.vacate();
-        Some(memory)
+    /// As [`Frames::remove`](crate::Frames::remove); the caller holds its node's lock, and nobody else has changed the list since it was
+    /// found.
+    pub(crate) unsafe fn leave(self) -> &'m Kept<'m> {
+        self.slot.vacate();
+        self.kept
     }
 }
 
@@ -450,10 +499,12 @@ mod loom_tests {
 
         fn add(&self, piece: usize, base: u64) -> bool {
             let Piece { at, layout, all } = &self.memory[piece];
-            let _one = self.changes.lock().unwrap();
             all.with_mut(|_| ());
-            // SAFETY: zeroed, one adder's alone, and there as long as the arenas; one at a time.
-            unsafe { self.arenas.add(&spec(base), *at, layout.size()) }.is_ok()
+            // SAFETY: zeroed, one adder's alone, and there as long as the arenas.
+            let filled = unsafe { Arenas::fill(&spec(base), *at, layout.size()) }.expect("enough");
+            let _one = self.changes.lock().unwrap();
+            // SAFETY: filled for this; one at a time.
+            unsafe { self.arenas.add(filled) }.is_ok()
         }
 
         /// What was kept about the arena is somebody else's at once.
@@ -461,8 +512,8 @@ mod loom_tests {
             let _one = self.changes.lock().unwrap();
             let _lists = self.node.lock().unwrap();
             // SAFETY: the models look for no frame of it; both locks are held.
-            let memory = unsafe { self.arenas.remove(spec(base).extent) }.expect("there");
-            self.piece_at(memory.as_ptr().cast()).all.with_mut(|_| ());
+            let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave() };
+            self.piece_at(kept.memory().as_ptr().cast()).all.with_mut(|_| ());
         }
 
         fn piece_at(&self, at: *const u8) -> &Piece {

@@ -206,8 +206,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// # Safety
     ///
-    /// `counts` is initialised to zero ([`WideCounts::new`]), and nobody else's for as long as the manager lives, or until the arena of
-    /// `pfn` is [removed](Frames::remove).
+    /// `counts` is initialised to zero ([`WideCounts::new`]), and nobody else's for as long as the manager lives, or until
+    /// [`remove`](Frames::remove) hands them back with the arena of `pfn`.
     pub unsafe fn widen(&self, pfn: Pfn, counts: NonNull<WideCounts>) -> Result<bool, RefError> {
         let arena = self.arena(pfn).ok_or(RefError::NotManaged)?;
         Ok(refs::install_wide(&arena.block(pfn).wide, counts.as_ptr()))

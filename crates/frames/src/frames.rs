@@ -9,9 +9,11 @@ use crate::frozen::{Frozen, FrozenRun};
 use crate::layout::{self, FramesConfig, FramesConfigError, Parts};
 use crate::node::{Content, Node};
 use crate::pcp::PerCpu;
+use crate::refs::WideCounts;
 use core::alloc::Layout;
 use core::fmt;
 use core::marker::PhantomData;
+use core::ptr::NonNull;
 use hugemm_base::inject::{FaultPoint, Inject};
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
@@ -166,8 +168,8 @@ impl<'m, E: Env> Frames<'m, E> {
     }
 
     /// Adds an arena to a manager that is in use, with nothing free in it yet: see [`release`](Frames::release). Any number can be
-    /// added, from any CPU; what looks for a frame's arena goes through all of them. O(2 MiB blocks) and O(arenas), during which only others
-    /// that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
+    /// added, from any CPU; what looks for a frame's arena goes through all of them. O(2 MiB blocks) without a lock or a pin, then
+    /// O(arenas), during which others that [add](Frames::add) or [remove](Frames::remove) wait. Any context but NMI.
     ///
     /// The CPUs' caches stay as large as they were made: whoever knows all of memory at the start gives all of it to
     /// [`new`](Frames::new).
@@ -176,8 +178,8 @@ impl<'m, E: Env> Frames<'m, E> {
     ///
     /// [`Empty`](FramesConfigError::Empty); [`Overlap`](FramesConfigError::Overlap) with an arena that there is;
     /// [`NoSuchNode`](FramesConfigError::NoSuchNode) for one that no arena was on when the manager was made;
-    /// [`Memory`](FramesConfigError::Memory) and [`TooLarge`](FramesConfigError::TooLarge). Nothing has changed then, and the memory is
-    /// the caller's again.
+    /// [`Memory`](FramesConfigError::Memory) and [`TooLarge`](FramesConfigError::TooLarge). Nothing has changed then, and the memory, of
+    /// any content, is the caller's again.
     ///
     /// # Safety
     ///
@@ -193,15 +195,19 @@ impl<'m, E: Env> Frames<'m, E> {
         if self.node(spec.node).is_none() {
             return Err(FramesConfigError::NoSuchNode(spec.node));
         }
+        // SAFETY: the caller's promise, passed on.
+        let filled = unsafe { Arenas::fill(spec, memory, bytes) }?;
         cx.pinned(|pin| {
             let _one = self.changes.lock(pin);
-            // SAFETY: the caller's promise, passed on; the lock is held.
-            unsafe { self.arenas.add(spec, memory, bytes) }
+            // SAFETY: filled for this; the lock is held.
+            unsafe { self.arenas.add(filled) }
         })
     }
 
     /// Removes an arena that was [added](Frames::add): the owner of all its frames, `frames`, says which. What was kept about it comes
-    /// back. O(slots), and a word per 128 MiB; the node's lock is held meanwhile. Any context but NMI.
+    /// back. O(slots), and a word per 128 MiB, with the node's lock held; then, without a lock, a line per 2 MiB. Any context but NMI.
+    ///
+    /// The counters with which frames of the arena were [widened](Frames::widen) go to `wide`, one after another: they are the caller's again.
     ///
     /// How one comes to own all of them: [`alloc_contig_pages`](Frames::alloc_contig_pages), and whatever was never released.
     ///
@@ -224,12 +230,14 @@ impl<'m, E: Env> Frames<'m, E> {
         &self,
         cx: &CpuCx<'_, P>,
         frames: Dirty,
+        wide: impl FnMut(NonNull<WideCounts>),
     ) -> Result<RemovedArena, (Dirty, RemoveError)> {
         let extent = frames.extent();
         let removed = cx.pinned(|pin| {
             let _one = self.changes.lock(pin);
             // SAFETY: the lock is held.
-            let arena = unsafe { self.arenas.exactly(extent) }.ok_or(RemoveError::NotAdded)?;
+            let leaver = unsafe { self.arenas.exactly(extent) }.ok_or(RemoveError::NotAdded)?;
+            let arena = leaver.arena();
             let remove = |_: &mut FreeLists| {
                 if let Some(pfn) = self.next_refused(arena, extent) {
                     return Err(RemoveError::HwPoisoned(pfn));
@@ -237,12 +245,15 @@ impl<'m, E: Env> Frames<'m, E> {
                 // Relaxed: statistics.
                 self.managed.fetch_sub(arena.released.load(Ordering::Relaxed), Ordering::Relaxed);
                 // SAFETY: the caller's promise; both locks are held.
-                unsafe { self.arenas.remove(extent) }.ok_or(RemoveError::NotAdded)
+                Ok(unsafe { leaver.leave() })
             };
             self.with_node(pin, arena.node, remove).unwrap_or(Err(RemoveError::NotAdded))
         });
         match removed {
-            Ok(memory) => Ok(RemovedArena { frames, memory }),
+            Ok(kept) => {
+                kept.wide().for_each(wide);
+                Ok(RemovedArena { frames, memory: kept.memory() })
+            }
             Err(error) => Err((frames, error)),
         }
     }

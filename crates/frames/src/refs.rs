@@ -281,8 +281,8 @@ impl BlockRefs {
         let wide = move || {
             // Acquire pairs with the Release in `install_wide`: the counters are zero before the pointer is seen.
             let wide = wide.load(Ordering::Acquire);
-            // SAFETY: the pointer is null or was installed by `install_wide`, whose caller gave the counters away for
-            // as long as the manager lives.
+            // SAFETY: the pointer is null or was installed by `install_wide`, whose caller gave the counters away until the manager
+            // or the arena goes, and nobody counts references of a frame of an arena that is gone.
             unsafe { wide.as_ref() }.map(|wide| &wide.counts[index])
         };
         PackedSide { word: &self.side[index / SIDE_LANES], shift: (index % SIDE_LANES) as u32 * 4, wide }

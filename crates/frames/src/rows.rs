@@ -37,6 +37,11 @@ impl<'m> Rows<'m> {
         Rows { words, width: words.len() / (SMALL_KINDS + BIG_KINDS), base }
     }
 
+    /// The same for the regions from another number on.
+    pub(crate) fn from(self, base: usize) -> Self {
+        Rows { base, ..self }
+    }
+
     // Relaxed: the lock orders.
     pub(crate) fn put(&self, kind: usize, region: usize, value: bool) {
         let region = region - self.base;

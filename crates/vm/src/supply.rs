@@ -272,7 +272,8 @@ impl<S: Setup> Vm<'_, S> {
     }
 
     /// Sees to it that the frames of the 2 MiB around `frame` can have any number of references: takes a frame for counters
-    /// if there are none yet, which stays there. Asks nobody for relief. Any context in which frames may be taken.
+    /// if there are none yet, which stays there until [`Frames::remove`](hugemm_frames::Frames::remove) hands it back, by the address at
+    /// which the platform opened it. Asks nobody for relief. Any context in which frames may be taken.
     ///
     /// # Errors
     ///
@@ -288,9 +289,9 @@ impl<S: Setup> Vm<'_, S> {
         // SAFETY: the frame is this task's, and as large and aligned as the counters.
         unsafe { counts.write(WideCounts::new()) };
         let Some(counts) = NonNull::new(counts) else { return Err(VmError::Unreachable) };
-        // SAFETY: just initialised; if it is accepted, the frame is never used for anything else again.
+        // SAFETY: just initialised; if it is accepted, the frame is used for nothing else until its arena's remover has it.
         match unsafe { self.frames().widen(frame, counts) } {
-            // The counters keep the frame.
+            // The counters keep the frame, until whoever removes the arena of `frame` frees it.
             Ok(true) => {
                 let _ = block.into_dirty().into_extent();
             }

@@ -5,10 +5,11 @@ use super::{order, request};
 use hugemm_base::inject::NoFaults;
 use hugemm_base::{Dirty, NodeId, Pfn};
 use hugemm_frames::{
-    AllocError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, FramesConfigError, Frozen, HwPoisoned, NoMigration,
-    Placement, Plain, RemoveError,
+    AllocError, AllocRequest, ArenaSpec, Env, FolioRef, Frames, FramesConfig, FramesConfigError, Frozen, HwPoisoned,
+    Mobility, NoMigration, Placement, Plain, Put, RemoveError, WideCounts,
 };
 use std::collections::HashSet;
+use std::ptr::NonNull;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -213,11 +214,16 @@ fn what_was_there_first_is_used_first() {
     });
 }
 
+/// No frame was widened.
+fn no_counters(counts: NonNull<WideCounts>) {
+    panic!("counters at {counts:p}");
+}
+
 /// Empties an arena and removes it; the memory that comes back is overwritten.
 fn remove(frames: &Manager<'_>, threads: &Threads, base: u64, pages: u64) -> &'static mut [u8] {
     let all = frames.alloc_contig_pages(&mut threads.cx(), extent(base, pages), &mut NoMigration).expect("emptied");
     // SAFETY: nobody asks for its frames by number.
-    let removed = unsafe { frames.remove(&threads.cx(), all) }.expect("added");
+    let removed = unsafe { frames.remove(&threads.cx(), all, no_counters) }.expect("added");
     assert_eq!(removed.frames.extent(), extent(base, pages));
     // SAFETY: `room`'s, and nobody's any more.
     let memory = unsafe { &mut *removed.memory.as_ptr() };
@@ -299,7 +305,8 @@ fn only_what_was_added_goes_and_only_all_of_it() {
             // SAFETY: nobody has the empty one.
             let owned = frames.alloc_contig_range(&cx, part).unwrap_or_else(|_| unsafe { Dirty::assume_owned(part) });
             // SAFETY: refused.
-            let (owned, error) = unsafe { frames.remove(&cx, owned) }.expect_err("no arena that was added");
+            let (owned, error) =
+                unsafe { frames.remove(&cx, owned, no_counters) }.expect_err("no arena that was added");
             assert_eq!((owned.extent(), error), (part, RemoveError::NotAdded));
             frames.free_extent(&cx, owned);
         }
@@ -310,18 +317,48 @@ fn only_what_was_added_goes_and_only_all_of_it() {
         // SAFETY: both are owned.
         let both = unsafe { Dirty::assume_owned(first.join(second).expect("adjoin")) };
         // SAFETY: refused.
-        let (_, error) = unsafe { frames.remove(&cx, both) }.expect_err("two arenas");
+        let (_, error) = unsafe { frames.remove(&cx, both, no_counters) }.expect_err("two arenas");
         assert_eq!(error, RemoveError::NotAdded);
         // Poison is remembered.
         assert_eq!(frames.hwpoison(&cx, Pfn::new(9300)), HwPoisoned::InUse);
         // SAFETY: owned.
-        let (second, error) = unsafe { frames.remove(&cx, Dirty::assume_owned(second)) }.expect_err("poisoned");
+        let (second, error) =
+            unsafe { frames.remove(&cx, Dirty::assume_owned(second), no_counters) }.expect_err("poisoned");
         assert_eq!(error, RemoveError::HwPoisoned(Pfn::new(9300)));
         frames.free_extent(&cx, second);
         // SAFETY: owned, and asked for by nobody.
-        let removed = unsafe { frames.remove(&cx, Dirty::assume_owned(first)) };
+        let removed = unsafe { frames.remove(&cx, Dirty::assume_owned(first), no_counters) };
         assert_eq!(removed.map(|removed| removed.frames.extent()).map_err(|(_, error)| error), Ok(first));
         assert_eq!((frames.managed(), frames.stats(&cx).refused, frames.stats(&cx).free), (1024, 1, 1023));
+    });
+}
+
+/// The counters of frames that had many references, in two of four 2 MiB, come back once the arena goes.
+#[test]
+fn wide_counters_come_back_with_their_arena() {
+    with_two_nodes(|frames, threads| {
+        let cx = threads.cx();
+        add(frames, &arena(8192, 2048, 0)).expect("room");
+        hand_over(frames, threads, 8192, 2048);
+        let mut wide = [8192 + 600, 8192 + 1100].map(|pfn| (Pfn::new(pfn), Box::new(WideCounts::new())));
+        for (pfn, counts) in &mut wide {
+            let frame = frames.alloc_contig_range(&cx, extent(pfn.number(), 1)).expect("free").into_extent();
+            // SAFETY: just taken.
+            let frame = unsafe { Frozen::assume_owned(frame.base(), order(0), Mobility::Movable) };
+            let folio = frames.count(frame).expect("managed");
+            // SAFETY: zero, and there until the arena goes.
+            assert_eq!(unsafe { frames.widen(*pfn, NonNull::from(&mut **counts)) }, Ok(true));
+            let more: Vec<FolioRef> = (0..40).map(|_| frames.get(&folio).expect("room")).collect();
+            assert!(more.into_iter().all(|one| frames.put(&cx, one) == Ok(Put::Kept)));
+            assert_eq!(frames.put(&cx, folio), Ok(Put::Last));
+        }
+        frames.drain(&cx);
+        let all = frames.alloc_contig_range(&cx, extent(8192, 2048)).expect("free");
+        let mut back = Vec::new();
+        // SAFETY: nobody asks for its frames by number.
+        let removed = unsafe { frames.remove(&cx, all, |counts| back.push(counts.as_ptr().cast_const())) };
+        assert!(removed.is_ok());
+        assert_eq!(back, wide.each_ref().map(|(_, counts)| &raw const **counts));
     });
 }
 
@@ -387,7 +424,7 @@ fn arenas_come_and_go_while_others_allocate() {
                     }
                 };
                 // SAFETY: nobody asks for its frames by number.
-                let removed = unsafe { frames.remove(&cx, all) }.expect("added");
+                let removed = unsafe { frames.remove(&cx, all, no_counters) }.expect("added");
                 // SAFETY: what was given, and nobody's any more.
                 memory = next.take().unwrap_or(unsafe { &mut *removed.memory.as_ptr() });
                 memory.fill(0xff);

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 thread_local! {
     /// What another CPU does as soon as this one has left a lock.
     static NEXT: RefCell<Option<Box<dyn FnOnce() + Send>>> = const { RefCell::new(None) };
+    /// What this one does when it next comes to a lock.
+    static BEFORE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
 }
 
 /// A lock behind which [`NEXT`] happens.
@@ -25,6 +27,9 @@ unsafe impl RawLock for Behind {
     }
 
     fn lock(&self) {
+        if let Some(before) = BEFORE.take() {
+            before();
+        }
         while !self.try_lock() {
             std::thread::yield_now();
         }
@@ -98,7 +103,7 @@ fn spec(extent: Extent) -> ArenaSpec {
 fn unplug(frames: &Manager, cx: &mut CpuCx<'_, Threads>, extent: Extent) {
     let all = frames.alloc_contig_pages(cx, extent, &mut NoMigration).expect("free");
     // SAFETY: the tests ask about no frame of it by its number.
-    let removed = unsafe { frames.remove(cx, all) }.map_err(|(_, error)| error).expect("added");
+    let removed = unsafe { frames.remove(cx, all, |_| ()) }.map_err(|(_, error)| error).expect("added");
     Room(removed.memory).give_back();
 }
 
@@ -224,4 +229,20 @@ fn nothing_of_an_arena_is_read_when_its_last_frame_is_free() {
         assert!(NEXT.take().is_none(), "it has happened");
         assert_eq!((frames.frames(), frames.managed()), (512, 0));
     }
+}
+
+/// Interrupts stay on while what is kept about an arena that comes is filled: 369 MB of 1 TiB.
+#[test]
+fn what_is_kept_is_filled_before_the_lock() {
+    let (frames, threads) = (manager(), <Threads>::default());
+    let whole = extent(A.0, A.1);
+    let room = Room::of(whole);
+    BEFORE.set(Some(Box::new(move || {
+        // SAFETY: nobody else looks there yet.
+        let bytes = unsafe { room.0.as_ref() };
+        // All frames of a new arena are blocks of their own.
+        assert!(bytes.windows(64).any(|starts| starts.iter().all(|byte| *byte == 0xff)));
+    })));
+    room.add(frames, &threads.cx(), whole);
+    assert!(BEFORE.take().is_none(), "a lock was taken");
 }

@@ -316,7 +316,7 @@ pub fn plug<P: Cpu, E: Env>(
         plugged.there = true;
     } else if let Ok(all) = frames.alloc_contig_pages(cx, extent, &mut NoMigration) {
         // SAFETY: nobody asks about their numbers, by the contract of `new`.
-        let removed = unsafe { frames.remove(cx, all) }.map_err(|(_, error)| Broken::NotRemoved(error))?;
+        let removed = unsafe { frames.remove(cx, all, |_| ()) }.map_err(|(_, error)| Broken::NotRemoved(error))?;
         // SAFETY: nobody's any more. Whoever still looks there should see it.
         unsafe { removed.memory.cast::<u8>().write_bytes(0xff, removed.memory.len()) };
         (plugged.memory, plugged.there) = (removed.memory, false);
