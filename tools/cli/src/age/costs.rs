@@ -173,8 +173,12 @@ impl<'h> Rig<'_, 'h> {
     fn round(&self, cx: &mut CpuCx<'_, Host<'h>>, config: &RunConfig, pages: u64, evicted: &mut u64) {
         let pager = self.vm.pager();
         let first = self.seen().pages;
-        let budget = ShrinkBudget { free: u64::MAX, scan: config.page.pages() * BATCH as u64 };
-        while self.seen().pages - first < pages {
+        loop {
+            let left = pages.saturating_sub(self.seen().pages - first);
+            if left == 0 {
+                return;
+            }
+            let budget = ShrinkBudget { free: u64::MAX, scan: left.min(config.page.pages() * BATCH as u64) };
             let progress = pager.shrink(self.vm, cx, NODE, budget, &Never);
             *evicted += progress.freed;
             if progress.empty || progress.full {
