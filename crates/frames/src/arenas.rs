@@ -295,7 +295,11 @@ impl<'m> Arenas<'m> {
     pub(crate) fn parts(&self, extent: Extent) -> impl Iterator<Item = (&'m Arena<'m>, Extent)> {
         let mut rest = extent;
         core::iter::from_fn(move || {
-            let arena = self.lowest(rest)?;
+            if rest.is_empty() {
+                return None;
+            }
+            let first = self.given.first().filter(|arena| arena.contains(rest.base()));
+            let arena = first.or_else(|| self.lowest(rest))?;
             let part = rest.intersection(arena.extent);
             rest = rest.slice(part.end().number() - rest.base().number(), rest.pages());
             Some((arena, part))
@@ -303,6 +307,7 @@ impl<'m> Arenas<'m> {
     }
 
     /// The first arena with frames of an extent of which somebody may have some.
+    #[cold]
     fn lowest(&self, extent: Extent) -> Option<&'m Arena<'m>> {
         let after = self.given.partition_point(|arena| arena.extent.end() <= extent.base());
         let given = self.given.get(after).filter(|arena| !arena.extent.intersection(extent).is_empty());
