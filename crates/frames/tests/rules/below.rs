@@ -1,11 +1,10 @@
 //! Blocks below an address.
 
 use super::added::add;
-use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use super::support::{Threads, arena, extent, release, with_arenas, with_one_arena};
 use super::{order, request};
-use hugemm_base::inject::NoFaults;
 use hugemm_base::{NodeId, Pfn, Zeroed};
-use hugemm_frames::{AllocError, AllocRequest, Frames, FramesConfig, Frozen, Placement};
+use hugemm_frames::{AllocError, AllocRequest, Frames, Frozen, Placement};
 
 /// All that can be had below a frame.
 fn all_below(frames: &Frames<'_>, threads: &Threads, limit: u64, kind: AllocRequest) -> Vec<Frozen> {
@@ -118,53 +117,41 @@ fn zeroes_go_to_those_who_want_them() {
 /// Low memory as a node that no CPU is on is what everybody else comes to last.
 #[test]
 fn low_memory_can_be_kept_for_those_who_need_it() {
-    let arenas = [arena(0, 1024, 1), arena(4096, 1024, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    let threads: Threads = Threads::default();
-    hugemm_threads::run_as(0);
-    let cx = threads.cx();
-    release(&frames, extent(0, 1024));
-    release(&frames, extent(4096, 1024));
-    let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(3)).ok()).collect();
-    let at = held.iter().position(|block| block.pfn().number() < 4096).expect("all of it in the end");
-    assert_eq!(at, 128, "high memory first");
-    assert_eq!(frames.alloc_below(&cx, Pfn::new(4096), request(3)), Err(AllocError::OutOfMemory));
-    frames.free(&cx, held.pop().expect("some"));
-    let low = frames.alloc_below(&cx, Pfn::new(4096), request(3)).expect("free");
-    assert_eq!(frames.node_of(low.pfn()), Some(NodeId(1)));
-    assert_eq!(
-        frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId(0)))),
-        Err(AllocError::OutOfMemory)
-    );
-    assert_eq!(
-        frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId(2)))),
-        Err(AllocError::NoSuchNode)
-    );
-    held.push(low);
-    free_all(&frames, &threads, held);
+    with_arenas(&[arena(0, 1024, 1), arena(4096, 1024, 0)], 1, &[NodeId(0)], |frames, threads| {
+        let cx = threads.cx();
+        let mut held: Vec<Frozen> = std::iter::from_fn(|| frames.alloc(&cx, request(3)).ok()).collect();
+        let at = held.iter().position(|block| block.pfn().number() < 4096).expect("all of it in the end");
+        assert_eq!(at, 128, "high memory first");
+        assert_eq!(frames.alloc_below(&cx, Pfn::new(4096), request(3)), Err(AllocError::OutOfMemory));
+        frames.free(&cx, held.pop().expect("some"));
+        let low = frames.alloc_below(&cx, Pfn::new(4096), request(3)).expect("free");
+        assert_eq!(frames.node_of(low.pfn()), Some(NodeId(1)));
+        assert_eq!(
+            frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId(0)))),
+            Err(AllocError::OutOfMemory)
+        );
+        assert_eq!(
+            frames.alloc_below(&cx, Pfn::new(4096), request(3).from(Placement::Only(NodeId(2)))),
+            Err(AllocError::NoSuchNode)
+        );
+        held.push(low);
+        free_all(frames, threads, held);
+    });
 }
 
 /// Nodes are asked in the order of every allocation: the CPU's own first, or the one that is preferred, whatever lies lowest.
 #[test]
 fn what_lies_below_comes_from_the_nearest_node() {
-    let arenas = [arena(0, 1024, 0), arena(4096, 1024, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(1)] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    let threads: Threads = Threads::default();
-    hugemm_threads::run_as(0);
-    release(&frames, extent(0, 1024));
-    release(&frames, extent(4096, 1024));
-    let get = |kind: AllocRequest| frames.alloc_below(&threads.cx(), Pfn::new(8192), kind).expect("free");
-    let mut held =
-        vec![get(request(9)), get(request(9).from(Placement::Prefer(NodeId(0)))), get(request(9)), get(request(9))];
-    let nodes = held.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0);
-    assert_eq!(nodes.collect::<Vec<_>>(), [1, 0, 1, 0], "the last from where there is some");
-    held.extend(all_below(&frames, &threads, 8192, request(0)));
-    assert_eq!(held.len(), 4);
-    free_all(&frames, &threads, held);
+    with_arenas(&[arena(0, 1024, 0), arena(4096, 1024, 1)], 1, &[NodeId(1)], |frames, threads| {
+        let get = |kind: AllocRequest| frames.alloc_below(&threads.cx(), Pfn::new(8192), kind).expect("free");
+        let mut held =
+            vec![get(request(9)), get(request(9).from(Placement::Prefer(NodeId(0)))), get(request(9)), get(request(9))];
+        let nodes = held.iter().map(|block| frames.node_of(block.pfn()).expect("managed").0);
+        assert_eq!(nodes.collect::<Vec<_>>(), [1, 0, 1, 0], "the last from where there is some");
+        held.extend(all_below(frames, threads, 8192, request(0)));
+        assert_eq!(held.len(), 4);
+        free_all(frames, threads, held);
+    });
 }
 
 /// An arena that came later may lie below those that were there.

@@ -1,39 +1,33 @@
 //! Where blocks come from: nodes, mobility, low memory, chunks.
 
-use super::support::{Memory, Threads, arena, extent, release, with_one_arena};
+use super::support::{arena, extent, with_arenas, with_one_arena};
 use super::{GIB, order, request};
-use hugemm_base::inject::NoFaults;
 use hugemm_base::{NodeId, Order, Pfn, Zeroed};
-use hugemm_frames::{AllocError, FramesConfig, Frozen, NoMigration, Placement};
+use hugemm_frames::{AllocError, Frozen, NoMigration, Placement};
 
 #[test]
 fn nodes_are_preferred_and_fallen_back_from() {
-    let arenas = [arena(0, 512, 0), arena(512, 512, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[NodeId(1), NodeId(0)] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    release(&frames, extent(0, 1024));
-    let threads: Threads = Threads::default();
-    hugemm_threads::run_as(0);
-    let cx = threads.cx();
-    assert_eq!((frames.nodes(), frames.frames(), frames.managed()), (2, 1024, 1024));
-    let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").0;
-    let local = frames.alloc(&cx, request(0)).expect("memory");
-    let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId(0)))).expect("memory");
-    assert_eq!((node(&local), node(&other)), (1, 0));
-    assert_eq!(frames.local_node(&cx), NodeId(1));
-    frames.free(&cx, local);
-    frames.free(&cx, other);
-    let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
-    assert!(cached[0] == 0 && cached[1] != 0, "CPU 0 is on node 1: {cached:?}");
-    frames.drain(&cx);
-    let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("memory");
-    assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
-    assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
-    let fallen = frames.alloc(&cx, request(0)).expect("fallback");
-    assert_eq!(node(&fallen), 0);
-    frames.free(&cx, fallen);
-    frames.free(&cx, all);
+    with_arenas(&[arena(0, 512, 0), arena(512, 512, 1)], 2, &[NodeId(1), NodeId(0)], |frames, threads| {
+        let cx = threads.cx();
+        assert_eq!((frames.nodes(), frames.frames(), frames.managed()), (2, 1024, 1024));
+        let node = |block: &Frozen| frames.node_of(block.pfn()).expect("managed").0;
+        let local = frames.alloc(&cx, request(0)).expect("memory");
+        let other = frames.alloc(&cx, request(0).from(Placement::Prefer(NodeId(0)))).expect("memory");
+        assert_eq!((node(&local), node(&other)), (1, 0));
+        assert_eq!(frames.local_node(&cx), NodeId(1));
+        frames.free(&cx, local);
+        frames.free(&cx, other);
+        let cached = [0, 1].map(|node| frames.node_stats(&cx, NodeId(node)).cached);
+        assert!(cached[0] == 0 && cached[1] != 0, "CPU 0 is on node 1: {cached:?}");
+        frames.drain(&cx);
+        let all = frames.alloc(&cx, request(9).from(Placement::Only(NodeId(1)))).expect("memory");
+        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(1)))), Err(AllocError::OutOfMemory));
+        assert_eq!(frames.alloc(&cx, request(0).from(Placement::Only(NodeId(2)))), Err(AllocError::NoSuchNode));
+        let fallen = frames.alloc(&cx, request(0)).expect("fallback");
+        assert_eq!(node(&fallen), 0);
+        frames.free(&cx, fallen);
+        frames.free(&cx, all);
+    });
 }
 
 #[test]
@@ -143,40 +137,36 @@ fn cached_2_mib_blocks_come_back_whole() {
 /// nothing else is left, they share.
 #[test]
 fn two_cpus_fill_their_caches_from_different_chunks() {
-    let arenas = [arena(0, 4096, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    release(&frames, extent(0, 4096));
-    let threads: Threads = Threads::default();
-    let cx = threads.cx();
-    let mut held: [Vec<Frozen>; 2] = [Vec::new(), Vec::new()];
-    let chunks = |held: &[Vec<Frozen>; 2]| -> [std::collections::BTreeSet<u64>; 2] {
-        [0, 1].map(|cpu| held[cpu].iter().map(|block| block.pfn().number() >> 8).collect())
-    };
-    let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
-        for step in 0..count {
-            for (cpu, held) in held.iter_mut().enumerate() {
-                hugemm_threads::run_as(cpu as u32);
-                held.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
+    with_one_arena(0, 4096, 2, |frames, threads| {
+        let cx = threads.cx();
+        let mut held: [Vec<Frozen>; 2] = [Vec::new(), Vec::new()];
+        let chunks = |held: &[Vec<Frozen>; 2]| -> [std::collections::BTreeSet<u64>; 2] {
+            [0, 1].map(|cpu| held[cpu].iter().map(|block| block.pfn().number() >> 8).collect())
+        };
+        let take = |held: &mut [Vec<Frozen>; 2], count: usize| {
+            for step in 0..count {
+                for (cpu, held) in held.iter_mut().enumerate() {
+                    hugemm_threads::run_as(cpu as u32);
+                    held.push(frames.alloc(&cx, request(step as u32 % 4)).expect("memory"));
+                }
             }
+        };
+        take(&mut held, 40);
+        let [zero, one] = chunks(&held);
+        assert!(zero.is_disjoint(&one), "{zero:?} {one:?}");
+        // Both 2 MiB in use stay few: a CPU goes on where it was.
+        assert!(zero.len() + one.len() <= 4, "{zero:?} {one:?}");
+        // All of the memory can be had.
+        let mut rest = Vec::new();
+        for cpu in [0, 1, 0, 1] {
+            hugemm_threads::run_as(cpu);
+            rest.extend(std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()));
         }
-    };
-    take(&mut held, 40);
-    let [zero, one] = chunks(&held);
-    assert!(zero.is_disjoint(&one), "{zero:?} {one:?}");
-    // Both 2 MiB in use stay few: a CPU goes on where it was.
-    assert!(zero.len() + one.len() <= 4, "{zero:?} {one:?}");
-    // All of the memory can be had.
-    let mut rest = Vec::new();
-    for cpu in [0, 1, 0, 1] {
-        hugemm_threads::run_as(cpu);
-        rest.extend(std::iter::from_fn(|| frames.alloc(&cx, request(0)).ok()));
-    }
-    let pages: u64 = held.iter().flatten().chain(&rest).map(|block| block.order().pages()).sum();
-    let cached = frames.stats(&cx).cached;
-    assert_eq!(pages + cached, 4096);
-    held.into_iter().flatten().chain(rest).for_each(|block| frames.free(&cx, block));
+        let pages: u64 = held.iter().flatten().chain(&rest).map(|block| block.order().pages()).sum();
+        let cached = frames.stats(&cx).cached;
+        assert_eq!(pages + cached, 4096);
+        held.into_iter().flatten().chain(rest).for_each(|block| frames.free(&cx, block));
+    });
 }
 
 /// What is freed above the 2 MiB where its class found room last is not handed out again before what is free there, however
@@ -300,37 +290,33 @@ fn a_gathered_block_is_taken_again_where_it_is_the_lowest() {
 /// whichever CPU says so.
 #[test]
 fn a_gathered_block_with_poison_is_not_taken_again() {
-    let arenas = [arena(0, 1 << 14, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 2, cpu_nodes: &[] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    release(&frames, extent(0, 1 << 14));
-    let threads: Threads = Threads::default();
-    let cx = threads.cx();
-    let mut refused = 0;
-    for (gathered, teller) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
-        for order in 4..9 {
-            hugemm_threads::run_as(0);
-            let block = frames.alloc(&cx, request(order)).expect("memory");
-            let poisoned = Pfn::new(block.pfn().number() + 3);
-            let mut block = Some(block);
-            if gathered {
-                block.take().into_iter().for_each(|block| frames.free(&cx, block));
+    with_one_arena(0, 1 << 14, 2, |frames, threads| {
+        let cx = threads.cx();
+        let mut refused = 0;
+        for (gathered, teller) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
+            for order in 4..9 {
+                hugemm_threads::run_as(0);
+                let block = frames.alloc(&cx, request(order)).expect("memory");
+                let poisoned = Pfn::new(block.pfn().number() + 3);
+                let mut block = Some(block);
+                if gathered {
+                    block.take().into_iter().for_each(|block| frames.free(&cx, block));
+                }
+                hugemm_threads::run_as(teller);
+                frames.hwpoison(&cx, poisoned);
+                hugemm_threads::run_as(0);
+                block.into_iter().for_each(|block| frames.free(&cx, block));
+                let next = frames.alloc(&cx, request(order)).expect("memory");
+                let taken = next.pfn().number()..next.pfn().number() + (1 << order);
+                assert!(!taken.contains(&poisoned.number()), "of order {order}, gathered {gathered}, told by {teller}");
+                frames.free(&cx, next);
+                refused += 1;
             }
-            hugemm_threads::run_as(teller);
-            frames.hwpoison(&cx, poisoned);
-            hugemm_threads::run_as(0);
-            block.into_iter().for_each(|block| frames.free(&cx, block));
-            let next = frames.alloc(&cx, request(order)).expect("memory");
-            let taken = next.pfn().number()..next.pfn().number() + (1 << order);
-            assert!(!taken.contains(&poisoned.number()), "of order {order}, gathered {gathered}, told by {teller}");
-            frames.free(&cx, next);
-            refused += 1;
         }
-    }
-    frames.drain(&cx);
-    let stats = frames.stats(&cx);
-    assert_eq!((stats.refused, stats.available()), (refused, (1 << 14) - refused));
+        frames.drain(&cx);
+        let stats = frames.stats(&cx);
+        assert_eq!((stats.refused, stats.available()), (refused, (1 << 14) - refused));
+    });
 }
 
 /// Blocks of 2 MiB that a cache held are found again, whichever share a word of what is kept for them, or a place where those of a
@@ -339,45 +325,45 @@ fn a_gathered_block_with_poison_is_not_taken_again() {
 fn cached_2_mib_blocks_go_back_to_where_they_were() {
     const HUGE: u64 = 512;
     let (border, far) = (130 * HUGE, 64 * 64 * HUGE);
-    let arenas = [arena(0, border, 0), arena(border, 70 * HUGE, 0), arena(far, 70 * HUGE, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    for arena in arenas {
-        release(&frames, arena.extent);
-    }
-    let threads: Threads = Threads::default();
-    hugemm_threads::run_as(0);
-    let mut cx = threads.cx();
-    let all = |cx: &_| -> Vec<Frozen> { core::iter::from_fn(|| frames.alloc(cx, request(9)).ok()).collect() };
-    let mut held = all(&cx);
-    assert_eq!(held.len(), 270);
-    for (pair, zero) in [([border - HUGE, border], false), ([0, far], false), ([HUGE, 2 * HUGE], true)] {
-        for pfn in pair {
-            let at = held.iter().position(|block| block.pfn().number() == pfn).expect("taken");
-            let block = held.swap_remove(at);
-            if zero && pfn == pair[0] {
-                // SAFETY: the handle owned the frames; there is no memory behind the numbers.
-                frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) });
-            } else {
-                frames.free(&cx, block);
+    with_arenas(
+        &[arena(0, border, 0), arena(border, 70 * HUGE, 0), arena(far, 70 * HUGE, 0)],
+        1,
+        &[],
+        |frames, threads| {
+            let mut cx = threads.cx();
+            let all = |cx: &_| -> Vec<Frozen> { core::iter::from_fn(|| frames.alloc(cx, request(9)).ok()).collect() };
+            let mut held = all(&cx);
+            assert_eq!(held.len(), 270);
+            for (pair, zero) in [([border - HUGE, border], false), ([0, far], false), ([HUGE, 2 * HUGE], true)] {
+                for pfn in pair {
+                    let at = held.iter().position(|block| block.pfn().number() == pfn).expect("taken");
+                    let block = held.swap_remove(at);
+                    if zero && pfn == pair[0] {
+                        // SAFETY: the handle owned the frames; there is no memory behind the numbers.
+                        frames.free_zeroed(&cx, unsafe { Zeroed::assume_owned(block.into_dirty().into_extent()) });
+                    } else {
+                        frames.free(&cx, block);
+                    }
+                }
+                assert_eq!(frames.stats(&cx).cached, 2 * HUGE);
+                frames.drain(&cx);
+                let stats = frames.stats(&cx);
+                assert_eq!((stats.free, stats.blocks[9], stats.cached), (2 * HUGE, 2, 0), "{pair:?}");
+                if !zero {
+                    let claim =
+                        |pfn| frames.alloc_contig_pages(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
+                    let claimed = pair.map(claim);
+                    claimed.into_iter().for_each(|claimed| _ = frames.free_extent(&cx, claimed));
+                }
+                let mut again: Vec<_> =
+                    all(&cx).into_iter().map(|block| (block.pfn().number(), held.push(block)).0).collect();
+                again.sort_unstable();
+                assert_eq!(again, pair);
+                assert_eq!(held.iter().filter(|block| block.is_zero()).count(), usize::from(zero));
             }
-        }
-        assert_eq!(frames.stats(&cx).cached, 2 * HUGE);
-        frames.drain(&cx);
-        let stats = frames.stats(&cx);
-        assert_eq!((stats.free, stats.blocks[9], stats.cached), (2 * HUGE, 2, 0), "{pair:?}");
-        if !zero {
-            let claim = |pfn| frames.alloc_contig_pages(&mut cx, extent(pfn, HUGE), &mut NoMigration).expect("free");
-            let claimed = pair.map(claim);
-            claimed.into_iter().for_each(|claimed| _ = frames.free_extent(&cx, claimed));
-        }
-        let mut again: Vec<_> = all(&cx).into_iter().map(|block| (block.pfn().number(), held.push(block)).0).collect();
-        again.sort_unstable();
-        assert_eq!(again, pair);
-        assert_eq!(held.iter().filter(|block| block.is_zero()).count(), usize::from(zero));
-    }
-    held.into_iter().for_each(|block| frames.free(&cx, block));
-    frames.drain(&cx);
-    assert_eq!(frames.stats(&cx).free, 270 * HUGE);
+            held.into_iter().for_each(|block| frames.free(&cx, block));
+            frames.drain(&cx);
+            assert_eq!(frames.stats(&cx).free, 270 * HUGE);
+        },
+    );
 }

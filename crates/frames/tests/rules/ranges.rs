@@ -1,10 +1,9 @@
 //! Freeing ranges and arrays of pages.
 
-use super::support::{Memory, Threads, arena, counted_pages, extent, folio, pages, release, with_one_arena};
+use super::support::{Threads, arena, counted_pages, extent, folio, pages, with_arenas, with_one_arena};
 use super::{GIB, counters, order, request};
-use hugemm_base::inject::NoFaults;
 use hugemm_base::{CpuCx, Dirty, NodeId, Order, Pfn};
-use hugemm_frames::{AllocContigError, FolioRef, FramesConfig, HwPoisoned, Placement, Put, RangeReport};
+use hugemm_frames::{AllocContigError, FolioRef, HwPoisoned, Placement, Put, RangeReport};
 
 /// One lock round for a frozen 1 GiB, and for 1 GiB of counted pages.
 #[test]
@@ -156,30 +155,25 @@ fn extents_become_cached_blocks_by_themselves() {
 /// Arenas that adjoin share nothing.
 #[test]
 fn ranges_split_at_the_border_of_arenas() {
-    let arenas = [arena(0, 768, 0), arena(768, 768, 1)];
-    let config = FramesConfig { arenas: &arenas, cpus: 1, cpu_nodes: &[NodeId(0)] };
-    let memory = Memory::for_config(&config);
-    let frames = memory.manager(&config, NoFaults);
-    release(&frames, extent(0, 1536));
-    let threads: Threads = Threads::default();
-    hugemm_threads::run_as(0);
-    let mut cx = threads.cx();
-    let left = frames.alloc_contig_range(&cx, extent(512, 256)).expect("free").into_extent();
-    let right = frames.alloc_contig_range(&cx, extent(768, 256)).expect("free").into_extent();
-    assert_eq!(frames.alloc_contig_range(&cx, extent(400, 512)), Err(AllocContigError::NotManaged));
-    let both = left.join(right).expect("adjoining");
-    // SAFETY: claimed above.
-    assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);
-    assert_eq!(frames.node_stats(&cx, NodeId(0)).available(), 768);
-    assert_eq!(frames.node_stats(&cx, NodeId(1)).available(), 768);
-    // And of counted ones: two runs.
-    let mut held: Vec<FolioRef> = Vec::new();
-    for node in [0, 1] {
-        while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId(node)))) {
-            held.push(frames.count(block).expect("fresh"));
+    with_arenas(&[arena(0, 768, 0), arena(768, 768, 1)], 1, &[NodeId(0)], |frames, threads| {
+        let mut cx = threads.cx();
+        let left = frames.alloc_contig_range(&cx, extent(512, 256)).expect("free").into_extent();
+        let right = frames.alloc_contig_range(&cx, extent(768, 256)).expect("free").into_extent();
+        assert_eq!(frames.alloc_contig_range(&cx, extent(400, 512)), Err(AllocContigError::NotManaged));
+        let both = left.join(right).expect("adjoining");
+        // SAFETY: claimed above.
+        assert_eq!(frames.free_extent(&cx, unsafe { Dirty::assume_owned(both) }), 512);
+        assert_eq!(frames.node_stats(&cx, NodeId(0)).available(), 768);
+        assert_eq!(frames.node_stats(&cx, NodeId(1)).available(), 768);
+        // And of counted ones: two runs.
+        let mut held: Vec<FolioRef> = Vec::new();
+        for node in [0, 1] {
+            while let Ok(block) = frames.alloc(&cx, request(0).from(Placement::Only(NodeId(node)))) {
+                held.push(frames.count(block).expect("fresh"));
+            }
         }
-    }
-    assert_eq!(held.len(), 1536);
-    let report = frames.free_range(&mut cx, pages(extent(0, 1536)));
-    assert_eq!(report, RangeReport { freed: 1536, runs: 2, ..RangeReport::default() });
+        assert_eq!(held.len(), 1536);
+        let report = frames.free_range(&mut cx, pages(extent(0, 1536)));
+        assert_eq!(report, RangeReport { freed: 1536, runs: 2, ..RangeReport::default() });
+    });
 }

@@ -69,14 +69,22 @@ pub fn release<I: hugemm_base::inject::Inject>(frames: &Frames<'_, Plain<I>>, ex
     unsafe { frames.release(&Threads::<()>::default().cx(), Dirty::assume_owned(extent)) };
 }
 
-/// One arena, all of it free, on node 0.
-pub fn with_one_arena(base: u64, pages: u64, cpus: u32, test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads)) {
-    let arenas = [arena(base, pages, 0)];
-    let config = FramesConfig { arenas: &arenas, cpus, cpu_nodes: &[] };
+/// Arenas, all of them free, and on which node each CPU is: a manager of them, used by CPU 0.
+pub fn with_arenas(
+    arenas: &[ArenaSpec],
+    cpus: u32,
+    cpu_nodes: &[NodeId],
+    test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads),
+) {
+    let config = FramesConfig { arenas, cpus, cpu_nodes };
     let memory = Memory::for_config(&config);
     let frames = memory.manager(&config, NoFaults);
-    release(&frames, extent(base, pages));
-    let threads: Threads = Threads::default();
+    arenas.iter().for_each(|arena| release(&frames, arena.extent));
     run_as(0);
-    test(&frames, &threads);
+    test(&frames, &Threads::default());
+}
+
+/// One arena, on node 0.
+pub fn with_one_arena(base: u64, pages: u64, cpus: u32, test: impl FnOnce(&Frames<'_, Plain<NoFaults>>, &Threads)) {
+    with_arenas(&[arena(base, pages, 0)], cpus, &[], test);
 }
