@@ -4,7 +4,8 @@ mod support;
 
 use hugemm_paging::{Aarch64, X86_64, X86_64La57};
 use proptest::prelude::*;
-use support::ops::{check, op};
+use support::ops::op;
+use support::oracle::check;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 2 } else { 192 }, failure_persistence: None, ..ProptestConfig::default() })]

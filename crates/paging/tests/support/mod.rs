@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub)]
 
 pub mod ops;
+pub mod oracle;
 
 use hugemm_base::inject::{Inject, NoFaults};
 use hugemm_base::{Extent, PAGE_SHIFT, Pfn, VirtAddr, VirtRange};
