@@ -339,7 +339,8 @@ pub enum TlbScope {
 ///
 /// * When [`invalidate`](TlbHw::invalidate) returns, the CPU holds no translation of the scope and addresses that was
 ///   derived from entries as they were before the call, and, if `what.tables` is set, no entry of a table cache.
-/// * When [`broadcast`](TlbHw::broadcast) returns a number, that is so on every CPU and under every tag.
+/// * When [`broadcast`](TlbHw::broadcast) has returned a number, and then [`sync`](TlbHw::sync) has returned on the same CPU, that is
+///   so on every CPU and under every tag.
 /// * After [`interrupt`](TlbHw::interrupt), each of the CPUs calls the shootdown's `serve` with a bounded delay once it
 ///   has interrupts on (a CPU that waits for a shootdown of its own does so by itself).
 /// * After [`load`](TlbHw::load) the CPU walks `root` and uses only translations tagged with `tag`, and, unless `keep`,
@@ -350,12 +351,15 @@ pub unsafe trait TlbHw {
     /// Invalidates on the calling CPU. Called with interrupts off.
     fn invalidate(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation);
 
-    /// Invalidates on all CPUs by instructions that reach them (INVLPGB, TLBI … IS), waits until that is done, and says how many
-    /// it took; `None` if there is no such instruction, and then nothing has happened. Interrupts are on; they may be off where
-    /// entries are broken before they are made (arm64).
+    /// Begins to invalidate on all CPUs by instructions that reach them (INVLPGB, TLBI … IS), and says how many it took; `None` if
+    /// there is no such instruction, and then nothing has happened. It is done when [`sync`](TlbHw::sync) returns. Interrupts are on;
+    /// they may be off where entries are broken before they are made (arm64).
     fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
         None
     }
+
+    /// Waits until all that the calling CPU has [broadcast](TlbHw::broadcast) is done (TLBSYNC, DSB ISH). Context: as there.
+    fn sync(&self, _cpu: CpuId) {}
 
     /// Interrupts CPU `first + n` for each set bit `n`. Does not wait. Where CPUs are simulated or stand still, `serve`
     /// does for the CPU it is given what its interrupt handler would do; hardware has no use for it.
@@ -382,6 +386,10 @@ unsafe impl<H: TlbHw> TlbHw for &H {
 
     fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
         (**self).broadcast(cpu, scope, what)
+    }
+
+    fn sync(&self, cpu: CpuId) {
+        (**self).sync(cpu);
     }
 
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

@@ -86,6 +86,10 @@ hardware!(true {
         Some(7)
     }
 
+    fn sync(&self, cpu: CpuId) {
+        self.0.borrow_mut().push(format!("sync {cpu}"));
+    }
+
     fn tags(&self) -> usize {
         6
     }
@@ -98,7 +102,9 @@ fn ask<H: TlbHw>(hw: H) -> (Option<u64>, usize, Vec<CpuId>) {
     hw.interrupt(here, CpuId(64), 0b101, &mut |cpu| served.push(cpu));
     hw.load(here, PhysAddr::new(0x5000), 3, true);
     hw.unload(here);
-    (hw.broadcast(here, TlbScope::Kernel, &Invalidation::ALL), hw.tags(), served)
+    let broadcast = hw.broadcast(here, TlbScope::Kernel, &Invalidation::ALL);
+    hw.sync(here);
+    (broadcast, hw.tags(), served)
 }
 
 #[test]
@@ -110,7 +116,7 @@ fn a_reference_to_hardware_is_that_hardware() {
     assert_eq!(*plain.0.borrow(), ASKED);
     assert_eq!(ask(&rich), (Some(7), 6, vec![CpuId(9)]));
     assert_eq!(rich.0.borrow()[..4], ASKED);
-    assert_eq!(rich.0.borrow()[4..], ["broadcast cpu2 Kernel true"]);
+    assert_eq!(rich.0.borrow()[4..], ["broadcast cpu2 Kernel true", "sync cpu2"]);
 }
 
 /// The platform lives in the first frame of its memory: nobody gets that one, neither to own nor to see.

@@ -138,7 +138,7 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
 
     fn broadcast(&self, cpu: CpuId, range: VirtRange) {
         let what = Invalidation { ranges: range.into(), stride: PageSize::Size4K, tables: true };
-        let done = self.shootdown.hw().broadcast(cpu, TlbScope::Kernel, &what);
+        let done = self.shootdown.broadcast(cpu, TlbScope::Kernel, &what);
         debug_assert!(done.is_some(), "a format that breaks, on hardware that does not broadcast");
     }
 

@@ -88,7 +88,8 @@ impl Broadcast {
         })
     }
 
-    /// Invalidates on all CPUs and waits for it. Returns how many instructions it took.
+    /// Begins to invalidate on all CPUs. Returns how many instructions it took. It is done when [`wait`](Broadcast::wait) has
+    /// returned on the same CPU.
     ///
     /// # Safety
     ///
@@ -102,9 +103,18 @@ impl Broadcast {
             unsafe { invalidate::invlpgb(operands) };
             instructions += 1;
         }
+        instructions
+    }
+
+    /// Waits until all that the calling CPU has begun to invalidate is done.
+    ///
+    /// # Safety
+    ///
+    /// As [`invalidate`](Broadcast::invalidate).
+    #[cfg(target_arch = "x86_64")]
+    pub unsafe fn wait(self) {
         // SAFETY: the caller's promise.
         unsafe { invalidate::tlbsync() };
-        instructions
     }
 }
 

@@ -99,7 +99,8 @@ pub unsafe fn here(tlbi: Tlbi, what: &Invalidation) {
     }
 }
 
-/// Invalidates on all CPUs of the inner-shareable domain, and waits for it. Returns how many instructions it took.
+/// Begins to invalidate on all CPUs of the inner-shareable domain. Returns how many instructions it took. It is done when
+/// [`wait`] has returned on the same CPU.
 ///
 /// # Safety
 ///
@@ -107,7 +108,7 @@ pub unsafe fn here(tlbi: Tlbi, what: &Invalidation) {
 #[cfg(target_arch = "aarch64")]
 pub unsafe fn everywhere(tlbi: Tlbi, what: &Invalidation) -> u64 {
     let mut instructions = 0;
-    // SAFETY: as in `here`, with barriers that reach as far as the invalidation.
+    // SAFETY: as in `here`, with a barrier that reaches as far as the invalidation.
     unsafe {
         asm!("dsb ishst", options(nostack, preserves_flags));
         for step in tlbi.plan(what) {
@@ -128,9 +129,15 @@ pub unsafe fn everywhere(tlbi: Tlbi, what: &Invalidation) -> u64 {
             }
             instructions += 1;
         }
-        asm!("dsb ish", "isb", options(nostack, preserves_flags));
     }
     instructions
+}
+
+/// Waits until all that the calling CPU has begun [`everywhere`] is done.
+#[cfg(target_arch = "aarch64")]
+pub fn wait() {
+    // SAFETY: barriers.
+    unsafe { asm!("dsb ish", "isb", options(nostack, preserves_flags)) };
 }
 
 /// INVLPGB, by its encoding, for assemblers that do not know it.

@@ -57,7 +57,9 @@ counts! {
     pages,
     /// Flushes done by instructions that reach all CPUs.
     broadcasts,
-    /// How many of those instructions.
+    /// Invalidations of pages on all CPUs that were begun without waiting for them; no flushes.
+    unawaited,
+    /// How many instructions both took.
     instructions,
     /// CPUs that were asked.
     targets,

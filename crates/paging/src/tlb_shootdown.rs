@@ -5,7 +5,7 @@ use crate::shootdown_counters::{ShootdownCounters, ShootdownCounts};
 use core::fmt;
 use hugemm_base::platform::{Cpu, CpuId};
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering, spin_loop};
-use hugemm_base::{CpuCx, Invalidation, TlbHw, TlbScope};
+use hugemm_base::{CpuCx, Invalidation, PageSize, TlbHw, TlbScope, VirtRange};
 
 /// CPUs that one word of a mask stands for.
 pub(crate) const WORD: usize = u64::BITS as usize;
@@ -299,7 +299,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 own.counters.flushes_range.add(1);
                 own.counters.pages.add(request.what.ranges.touched(request.what.stride));
             }
-            let everywhere = if request.unload { None } else { self.hw.broadcast(me, request.scope, &request.what) };
+            let everywhere = if request.unload { None } else { self.broadcast(me, request.scope, &request.what) };
             match everywhere {
                 Some(instructions) => {
                     own.counters.broadcasts.add(1);
@@ -309,6 +309,36 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             }
         });
         core::mem::forget(whole);
+    }
+
+    /// Invalidates on all CPUs, and waits until that is done, by instructions that reach them: how many. `None`, and nothing has
+    /// happened, if there are none. `cpu` is the calling one. For whoever meets an entry that is broken and has to be made
+    /// ([`PageFormat::BREAK_BEFORE_MAKE`](crate::PageFormat::BREAK_BEFORE_MAKE)); others flush. Any context; counts nothing.
+    pub fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+        let instructions = self.hw.broadcast(cpu, scope, what)?;
+        self.hw.sync(cpu);
+        Some(instructions)
+    }
+
+    /// Has all CPUs let go of what they keep of user pages, leaves of `stride`, and waits for nobody: some time later they have.
+    /// False, and nothing has happened, where hardware does not [broadcast](TlbHw::broadcast). For hints only, such as that a page's
+    /// accessed bit was cleared: there is no receipt. [`sync`](TlbShootdown::sync) waits for all that this CPU has asked for. Any context.
+    pub fn invalidate_nosync<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange, stride: PageSize) -> bool {
+        let what = Invalidation { ranges: range.into(), stride, tables: false };
+        cx.staying(|| {
+            let me = cx.platform().current();
+            let instructions = self.hw.broadcast(me, TlbScope::Space, &what);
+            let counters = &self.cpus[me.0 as usize].counters;
+            counters.unawaited.add(u64::from(instructions.is_some()));
+            counters.instructions.add(instructions.unwrap_or(0));
+            instructions.is_some()
+        })
+    }
+
+    /// Waits until what the calling CPU has begun by [`invalidate_nosync`](TlbShootdown::invalidate_nosync) is done on all CPUs. Any
+    /// context; nothing where hardware does not broadcast.
+    pub fn sync<P: Cpu>(&self, cx: &CpuCx<'_, P>) {
+        cx.staying(|| self.hw.sync(cx.platform().current()));
     }
 
     fn shoot_by_interrupt<P: Cpu>(

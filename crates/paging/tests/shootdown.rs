@@ -316,15 +316,25 @@ fn a_deferred_batch_asks_each_cpu_once_for_all_spaces() {
 }
 
 /// Hardware with a broadcast instruction.
-struct Everywhere(Cell<u64>);
+#[derive(Default)]
+struct Everywhere {
+    /// Begun and not waited for.
+    begun: Cell<u64>,
+    waits: Cell<u64>,
+}
 
 // SAFETY: no CPU holds any translation.
 unsafe impl TlbHw for Everywhere {
     fn invalidate(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) {}
 
     fn broadcast(&self, _cpu: CpuId, _scope: TlbScope, _what: &Invalidation) -> Option<u64> {
-        self.0.set(self.0.get() + 1);
+        self.begun.set(self.begun.get() + 1);
         Some(3)
+    }
+
+    fn sync(&self, _cpu: CpuId) {
+        self.begun.set(0);
+        self.waits.set(self.waits.get() + 1);
     }
 
     fn interrupt(&self, _cpu: CpuId, _first: CpuId, _cpus: u64, _serve: &mut dyn FnMut(CpuId)) {
@@ -339,14 +349,38 @@ unsafe impl TlbHw for Everywhere {
 #[test]
 fn a_broadcast_interrupts_nobody() {
     let parts = Parts::new(4);
-    let shootdown = parts.shootdown(Everywhere(Cell::new(0)));
+    let shootdown = parts.shootdown(Everywhere::default());
     let (space, cpu) = (parts.space(&shootdown), Player::new(0));
     for number in (0..4).rev() {
         cpu.number.set(number);
         cpu.run(|cx| space.switch_in(&shootdown, cx));
     }
     let counts = cpu.run(|cx| change(&shootdown, cx, &space, 5, &ShootdownPolicy::BATCHED));
-    assert_eq!((counts.broadcasts, counts.instructions, counts.targets, shootdown.hw().0.get()), (1, 3, 0, 1));
+    assert_eq!((counts.broadcasts, counts.instructions, counts.targets), (1, 3, 0));
+    assert_eq!((shootdown.hw().begun.get(), shootdown.hw().waits.get()), (0, 1));
+}
+
+/// Hints are begun one after the other and waited for once; where nothing broadcasts they do not happen.
+#[test]
+fn hints_are_waited_for_together() {
+    let (parts, cpu) = (Parts::new(4), Player::new(0));
+    let pages = || (0..5).map(|page| range(page << 36, 1));
+    cpu.run(|cx| {
+        let shootdown = parts.shootdown(Everywhere::default());
+        assert!(pages().all(|page| shootdown.invalidate_nosync(cx, page, PageSize::Size4K)));
+        let counts = shootdown.counts();
+        assert_eq!((counts.unawaited, counts.instructions, counts.broadcasts, counts.flushes()), (5, 15, 0, 0));
+        assert_eq!((shootdown.hw().begun.get(), shootdown.hw().waits.get()), (5, 0));
+        shootdown.sync(cx);
+        assert_eq!((shootdown.hw().begun.get(), shootdown.hw().waits.get()), (0, 1));
+    });
+    cpu.run(|cx| {
+        let shootdown = parts.shootdown(Counting);
+        let before = shootdown.counts();
+        assert!(pages().all(|page| !shootdown.invalidate_nosync(cx, page, PageSize::Size4K)));
+        shootdown.sync(cx);
+        assert_eq!(shootdown.counts(), before);
+    });
 }
 
 #[test]

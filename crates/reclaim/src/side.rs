@@ -171,21 +171,27 @@ impl<'s, 'v, 'a, 'm, S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Side<
     fn age_pages(&self, cx: &mut Cx<'_, S>, folios: &[Folio], looks: &mut [Look], way: Ageing) {
         let counts = self.pager.counts();
         for (folio, look) in folios.iter().zip(looks) {
+            let stride = PageSize::largest_within(folio.order);
             let found = self.vm.age_page(cx, folio.pfn, folio.order, |cx, tlb, page| {
                 if way == Ageing::NoFlush {
                     return;
                 }
+                self.pager.steps().enter(Step::AgeFlush);
                 if way == Ageing::NoSync {
                     counts.age_flushes.add(1);
+                    self.vm.shootdown().invalidate_nosync(cx, page, stride);
                 } else {
-                    self.pager.steps().enter(Step::AgeFlush);
                     let mut batch = ShootdownBatch::new(tlb);
-                    batch.changed(page, PageSize::largest_within(folio.order));
+                    batch.changed(page, stride);
                     let _ = batch.flush(self.vm.shootdown(), cx, &ShootdownPolicy::PER_PAGE);
-                    self.pager.steps().enter(Step::Age);
                 }
+                self.pager.steps().enter(Step::Age);
             });
             *look = self.judge(&found);
+        }
+        if way == Ageing::NoSync {
+            self.pager.steps().enter(Step::AgeFlush);
+            self.vm.shootdown().sync(cx);
         }
     }
 

@@ -5,11 +5,11 @@ use hugemm_base::counters::Counter;
 /// How accessed bits are read: values of one policy, so that the old ways can be measured beside the one to use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Ageing {
-    /// A page at a time, and a flush of each mapping that was young, waited for: what arm64 and, for 2 MiB, x86-64 do in
-    /// Linux.
+    /// A page at a time, and a flush of each mapping that was young, waited for: what x86-64 does in Linux for 2 MiB.
     Flush,
-    /// The same with invalidations that nobody waits for, as arm64 can. They are counted and not executed: x86-64 has none
-    /// that is not an interrupt.
+    /// The same with invalidations that are begun one by one and waited for together, at the end of a batch: arm64 in Linux waits
+    /// for none. Where hardware does not [broadcast](hugemm_base::TlbHw::broadcast), which is so on x86-64 without INVLPGB, they are
+    /// counted and not executed.
     NoSync,
     /// A page at a time, no flush: patch series "Don't flush TLB after checking PTE young".
     NoFlush,

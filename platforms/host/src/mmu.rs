@@ -12,7 +12,7 @@
 //! * It keeps entries of upper levels too, those of the kernel's half under the tag of every space that walked them, and
 //!   walks from any of them.
 //! * It invalidates exactly what x86-64's instructions for a request do, page by page at the stride it is told; arm64's do so
-//!   under every tag, and by broadcast.
+//!   under every tag, and by broadcast, which reaches nobody before it is waited for.
 //! * A store that it refuses drops the translation, unless it is told to [keep](Mmu::keep_refusals) it.
 //! * It walks speculatively, lazy CPUs included, and sets accessed bits, and dirty bits on stores, by locked updates.
 //!
@@ -43,7 +43,7 @@ pub use oracle::Violation;
 
 use crate::cpu::{BASE_FRAME, Host};
 use crate::model::StoreModel;
-use hugemm_base::{Counters, CpuCx, CpuId, Extent, PhysAddr, VirtAddr};
+use hugemm_base::{Counters, CpuCx, CpuId, Extent, Invalidation, PhysAddr, TlbScope, VirtAddr};
 use oracle::Oracle;
 use std::cell::Cell;
 use std::fmt;
@@ -90,6 +90,8 @@ struct SimCpu {
     player: AtomicU64,
     /// How often interrupts have been turned off.
     pins: AtomicU64,
+    /// What it has broadcast and not waited for.
+    begun: Mutex<Vec<(TlbScope, Invalidation)>>,
     counters: Counters,
 }
 
@@ -146,6 +148,7 @@ impl<'h, 'm> Mmu<'h, 'm> {
             tlb: Mutex::new(CpuTlb::new(seed ^ u64::from(number) << 32)),
             player: AtomicU64::new(0),
             pins: AtomicU64::new(0),
+            begun: Mutex::new(Vec::new()),
             counters: Counters::default(),
         };
         Mmu {

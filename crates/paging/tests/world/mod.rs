@@ -66,6 +66,10 @@ unsafe impl TlbHw for Hw<'_> {
         if self.deaf.is_none() { self.mmu.broadcast(cpu, scope, what) } else { None }
     }
 
+    fn sync(&self, cpu: CpuId) {
+        self.mmu.sync(cpu);
+    }
+
     fn interrupt(&self, cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         self.mmu.interrupt(cpu, first, cpus, serve);
     }

@@ -3,14 +3,17 @@
 use crate::rig::{Handle, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::rules::{AT, SIZE, SIZES, filled};
 use hugemm_base::{CpuId, Never, PageSize, VirtAddr};
-use hugemm_paging::{Lookup, ShootdownBatch, ShootdownPolicy};
+use hugemm_paging::{Lookup, ShootdownBatch, ShootdownCounts, ShootdownPolicy};
 use hugemm_reclaim::{Ageing, LruPolicy, ShrinkBudget};
 use hugemm_vm::{Backing, VmaKind};
+use std::sync::atomic::Ordering;
 
-/// Whatever the way, the same pages are found young; only the flushing ways flush.
+/// Whatever the way, the same pages are found young; only the flushing ways flush, and of these one waits once for all that it has
+/// begun, on hardware that broadcasts; elsewhere it only counts.
 #[test]
 fn ageing_flushes_nothing_at_any_leaf_size() {
-    for (page, way) in SIZES.into_iter().flat_map(|page| Ageing::ALL.map(|way| (page, way))) {
+    let ways = Ageing::ALL.map(|way| (way, false)).into_iter().chain([(Ageing::NoSync, true)]);
+    for (page, (way, broadcasts)) in SIZES.into_iter().flat_map(|page| ways.clone().map(move |way| (page, way))) {
         with_rig(SIZE, 5, &no_faults(), |rig| {
             rig.mmu.as_cpu(CpuId(0), |cx| {
                 let object = rig.vm.create_shared(cx, 4 * page.pages(), page, false).expect("an object");
@@ -32,6 +35,9 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
                 let pager = rig.vm.pager();
                 pager.set_ageing(way);
                 let flushed = rig.vm.shootdown().counts();
+                let hardware = rig.vm.shootdown().hw();
+                hardware.broadcasts.store(broadcasts, Ordering::Relaxed);
+                hardware.syncs.store(0, Ordering::Relaxed);
                 let budget = ShrinkBudget { free: u64::MAX, scan: 4 * page.pages() };
                 let progress = pager.shrink(&rig.vm, cx, NODE, budget, &Never);
                 assert_eq!(progress.freed, 0, "all are young");
@@ -41,8 +47,13 @@ fn ageing_flushes_nothing_at_any_leaf_size() {
                     Ageing::Flush | Ageing::NoSync => assert_eq!(flushes, 12),
                     Ageing::NoFlush | Ageing::Batch => assert_eq!(flushes, 0),
                 }
-                if way != Ageing::Flush {
-                    assert_eq!(rig.vm.shootdown().counts(), flushed, "no TLB was touched");
+                hardware.broadcasts.store(false, Ordering::Relaxed);
+                let did = rig.vm.shootdown().counts().since(flushed);
+                if broadcasts {
+                    let expected = ShootdownCounts { unawaited: 12, instructions: 12, ..ShootdownCounts::default() };
+                    assert_eq!((did, hardware.syncs.load(Ordering::Relaxed)), (expected, 1));
+                } else if way != Ageing::Flush {
+                    assert_eq!(did, ShootdownCounts::default(), "no TLB was touched");
                 }
                 for space in spaces {
                     rig.vm.destroy(cx, space).expect("destroyed");

@@ -71,14 +71,21 @@ unsafe impl TlbHw for Mmu<'_, '_> {
         what.on_x86_64(scope, self.tags > 1).for_each(|step| tlb.execute(step, scope, what.tables, every_tag));
     }
 
-    fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+    fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
         if self.walks == Tables::X86_64 {
             return None;
         }
-        self.meanwhile();
-        (0..self.cpus.len() as u32).for_each(|cpu| self.invalidate(CpuId(cpu), scope, what));
+        lock(&self.cpus[cpu.0 as usize].begun).push((scope, *what));
         self.meanwhile();
         Some(1)
+    }
+
+    fn sync(&self, cpu: CpuId) {
+        let begun = std::mem::take(&mut *lock(&self.cpus[cpu.0 as usize].begun));
+        for (scope, what) in begun {
+            (0..self.cpus.len() as u32).for_each(|cpu| self.invalidate(CpuId(cpu), scope, &what));
+        }
+        self.meanwhile();
     }
 
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {

@@ -68,6 +68,10 @@ unsafe impl TlbHw for Hardware {
         Some(unsafe { everywhere(what) })
     }
 
+    fn sync(&self, _cpu: CpuId) {
+        mmu::wait_for_broadcasts();
+    }
+
     fn interrupt(&self, _cpu: CpuId, first: CpuId, cpus: u64, serve: &mut dyn FnMut(CpuId)) {
         let mut rest = cpus;
         let unflushed = percpu::own().unflushed.load(Ordering::Relaxed);

@@ -2,9 +2,11 @@
 
 use super::processes::{self, ProcessPlan};
 use super::{Cx, Failure};
-use crate::output::{progress, record};
+use crate::output::{note, progress, record};
 use hugemm_base::PAGE_BYTES;
 use hugemm_kernel::percpu;
+use hugemm_kernel::tlb::BROADCASTS;
+use hugemm_reclaim::Ageing;
 use hugemm_workloads::age::AgeFigures;
 use hugemm_workloads::request::Age;
 
@@ -37,6 +39,9 @@ pub fn run(cx: Cx<'_>, args: &Age) -> Result<(), Failure> {
                 report(&plan, &processes::run(cx, &plan)?);
             }
         }
+    }
+    if !BROADCASTS && args.young.iter().any(|young| young == Ageing::NoSync) {
+        note(format_args!("Invalidations of nosync are counted here and not executed."));
     }
     Ok(())
 }

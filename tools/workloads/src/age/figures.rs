@@ -111,6 +111,7 @@ record! {
         lru.activated: u64,
         swap.loads: u64,
         shootdowns.interrupts: u64,
+        shootdowns.instructions: u64,
         aged: u64,
         around: u64,
         young: u64,
@@ -130,7 +131,7 @@ const fn count(name: &'static str, of: fn(&AgeFigures) -> f64) -> Metric<AgeFigu
 }
 
 /// All metrics of `hugemm bench age`.
-pub const METRICS: [Metric<AgeFigures>; 17] = [
+pub const METRICS: [Metric<AgeFigures>; 18] = [
     Metric::new("bench.age.loops", "1/s", AgeFigures::loops).column("loops/s").better(Better::Higher),
     count("bench.age.touched", |it| it.touched.pages as f64),
     count("bench.age.faults", |it| it.touched.faults as f64),
@@ -145,6 +146,7 @@ pub const METRICS: [Metric<AgeFigures>; 17] = [
     count("bench.age.flushes_by_ageing", |it| it.age_flushes as f64).column("flush: age").at_most("age.flushes", 0.0),
     count("bench.age.flushes_by_unmapping", |it| it.unmap_flushes as f64).column("unmap"),
     count("bench.age.ipis", |it| it.shootdowns.interrupts as f64).column("IPIs"),
+    count("bench.age.broadcasts", |it| it.shootdowns.instructions as f64).column("broadcasts"),
     Metric::new("bench.age.ageing_flush_share", "percent", AgeFigures::age_flush_share)
         .column("age flush")
         .better(Better::Lower)

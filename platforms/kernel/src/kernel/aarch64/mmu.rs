@@ -122,12 +122,17 @@ pub(super) fn drop_everything() {
     unsafe { asm!("dsb nshst", "tlbi vmalle1", "dsb nsh", "isb", options(nostack, preserves_flags)) };
 }
 
-/// Invalidates on all CPUs and waits for it, by the instructions' inner shareable forms. Every CPU has to be this kernel's.
+/// Begins to invalidate on all CPUs, by the instructions' inner shareable forms. Every CPU has to be this kernel's.
 pub(crate) const BROADCAST: Option<unsafe fn(&Invalidation) -> u64> = Some(broadcast);
 
 unsafe fn broadcast(what: &Invalidation) -> u64 {
     // SAFETY: EL1; every CPU has them; the caller's promise.
     unsafe { invalidate::everywhere(tlbi(), what) }
+}
+
+/// Waits until what this CPU has begun to invalidate everywhere is done.
+pub(crate) fn wait_for_broadcasts() {
+    invalidate::wait();
 }
 
 /// What TTBR0 holds: a root and an ASID.
