@@ -1,8 +1,8 @@
 //! Size classes: which piece of which block a compressed page goes to.
 //!
 //! A class cuts blocks of 1 or 4 frames into equal pieces, at most 64 to a block, so that one word says which are free.
-//! Up to half a page, single frames waste little; above, four contiguous frames hold 5, 6, 7, 9 or 10 pieces where four
-//! single frames would hold 4 or 8. Where no such block is to be had, the next class of single frames does.
+//! Up to a quarter of a page, single frames waste little; above, four contiguous frames hold 5, 6, 7, 9 to 11 or 13 to 15 pieces where
+//! four single frames would hold 4, 8, 12 or 16. Where no such block is to be had, the next class of single frames does.
 
 use hugemm_base::Order;
 
@@ -25,7 +25,7 @@ const fn class(piece: u32, order: u32) -> ClassSpec {
 }
 
 /// How many classes there are.
-pub(crate) const CLASSES: usize = 20;
+pub(crate) const CLASSES: usize = 24;
 
 /// Every class, smallest piece first. Neighbours differ by at most a third.
 pub(crate) const TABLE: [ClassSpec; CLASSES] = [
@@ -42,7 +42,11 @@ pub(crate) const TABLE: [ClassSpec; CLASSES] = [
     class(680, 0),
     class(816, 0),
     class(1024, 0),
+    class(1088, 2),
+    class(1168, 2),
+    class(1256, 2),
     class(1360, 0),
+    class(1488, 2),
     class(1632, 2),
     class(1816, 2),
     class(2048, 0),
@@ -120,6 +124,16 @@ mod tests {
                 // Kept whole then.
                 None => assert!(class.piece > 2048),
             }
+        }
+    }
+
+    /// What a page takes beyond its bytes: an eighth of its frames at most, from a quarter of a page to a half.
+    #[test]
+    fn little_is_wasted_where_most_pages_are() {
+        for bytes in 1024 - HEADER..=2048 - HEADER {
+            let class = TABLE[class_for(bytes).expect("below half a page")];
+            let (frames, used) = (4096 << class.order, class.pieces * (bytes + HEADER) as u32);
+            assert!(used * 8 >= frames * 7, "{bytes}: {class:?}");
         }
     }
 }
