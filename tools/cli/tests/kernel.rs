@@ -99,7 +99,7 @@ fn ageing_by_the_run_flushes_nothing_on_real_page_tables() {
     }
 }
 
-/// The "100 random cycles with injected ENOMEM": enough memory for pages of 1 GiB to be had, and demoted.
+/// A hundred random steps with allocations that fail, and enough memory for pages of 1 GiB to be had, and demoted.
 #[test]
 #[ignore = "needs QEMU: make test-kernel"]
 fn descriptors_survive_100_resizes_whose_allocations_fail() {
@@ -109,6 +109,8 @@ fn descriptors_survive_100_resizes_whose_allocations_fail() {
     assert!(value("selftest.resizes") >= 100.0);
     assert!(value("selftest.faults") > 1000.0, "{}", value("selftest.faults"));
     assert!(value("selftest.demoted") > 0.0, "no page of 1 GiB became pages of 2 MiB");
+    assert!(value("selftest.dissolved") > 0.0, "no page left by itself");
+    assert!(value("selftest.surplus") > 0.0, "no surplus page came and went");
 }
 
 #[test]

@@ -242,6 +242,8 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     sample("selftest.seals", seals as f64, "ranges", &[]);
     sample("selftest.resizes", pooled.resizes as f64, "resizes", &[]);
     sample("selftest.demoted", pooled.demoted as f64, "pages", &[]);
+    sample("selftest.dissolved", pooled.dissolved as f64, "pages", &[]);
+    sample("selftest.surplus", pooled.surplus as f64, "pages", &[]);
     sample("selftest.faults", pooled.faults as f64, "allocations", &[]);
     if vmemmap::BREAKS {
         sample("selftest.descriptor_faults", vmemmap::faults() as f64, "faults", &[]);

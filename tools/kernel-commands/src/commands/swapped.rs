@@ -102,9 +102,9 @@ pub fn with<R>(
     terms: &Terms,
     f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let mut clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
+    let clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
     let rest = Rest::hold(cx, terms)?;
-    let result = on_ration(cx, terms, &mut clocks, f);
+    let result = on_ration(cx, terms, &clocks, f);
     rest.free(cx);
     clocks.free(cx);
     result

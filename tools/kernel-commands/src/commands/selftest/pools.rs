@@ -1,5 +1,6 @@
-//! Huge page pools grow, shrink and are demoted at random, beyond what memory has and with allocations that fail, while the
-//! other CPUs look at descriptors of frames that are not theirs, and write into those of frames that are.
+//! Huge page pools grow, shrink and are demoted at random, by single pages and by surplus pages too, beyond what memory has and
+//! with allocations that fail, while the other CPUs look at descriptors of frames that are not theirs, and write into those of
+//! frames that are.
 //!
 //! After each step every descriptor that somebody owns keeps what is written into it, as every CPU sees it, and no frame is
 //! missing. In the end the pools are empty and every descriptor has a frame of its own again. A store into a shared tail
@@ -32,10 +33,14 @@ type Pool<'m> = HugePool<'m, IrqLock>;
 /// What a round did.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
-    /// Steps: pools resized, or a page demoted.
+    /// Steps: pools resized, or a page demoted, dissolved or lent.
     pub resizes: u64,
     /// Pages of 1 GiB that became pages of 2 MiB.
     pub demoted: u64,
+    /// Pages that left by themselves.
+    pub dissolved: u64,
+    /// Pages that were lent as surplus, and went again.
+    pub surplus: u64,
     /// Allocations that were made to fail.
     pub faults: u64,
 }
@@ -46,6 +51,8 @@ impl Tally {
         Tally {
             resizes: self.resizes + other.resizes,
             demoted: self.demoted + other.demoted,
+            dissolved: self.dissolved + other.dissolved,
+            surplus: self.surplus + other.surplus,
             faults: self.faults + other.faults,
         }
     }
@@ -136,6 +143,10 @@ enum Step {
     Huge(u64),
     Gigantic(u64),
     Demote,
+    /// The page of the pool with this number.
+    Dissolve(u64),
+    /// More pages than are free, beyond the pool's size.
+    Overcommit(u64),
 }
 
 /// One random step, some of whose allocations fail.
@@ -144,9 +155,11 @@ fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Rando
     let optimizer = any_optimizer(random);
     // More than there are, so that memory also runs out by itself now and then; mostly fewer.
     let most = memory::managed_bytes() / PageSize::Size2M.bytes() + 16;
-    let step = match random.below(5) {
+    let step = match random.below(9) {
         0 => Step::Gigantic(random.below(4)),
-        1 => Step::Demote,
+        1 | 2 => Step::Demote,
+        3 => Step::Dissolve(random.below(huge.counts(cx).counts.total.max(1))),
+        4 => Step::Overcommit((1 + random.below(most)) >> random.below(5)),
         _ => Step::Huge(random.below(most) >> random.below(5)),
     };
     let share = [0, 16, 128, 224, u8::MAX][random.below(5) as usize];
@@ -154,22 +167,58 @@ fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Rando
         // With heads' frames out of the way there are whole blocks to be swapped.
         Step::Huge(_) if random.below(4) == 0 => _ = huge.set_size(cx, &optimizer, 0, Nodes::All, &Never)?,
         Step::Demote => _ = gigantic.set_size(cx, &optimizer, 1, Nodes::All, &Never)?,
-        Step::Huge(_) | Step::Gigantic(_) => {}
+        _ => {}
     }
     // From the start, or when the pages have been had and their descriptors' turn has come: one fails, or some, or all.
-    let more = if let Step::Huge(pages) = step { pages.saturating_sub(huge.counts(cx).counts.total) } else { 0 };
+    let more = match step {
+        Step::Huge(pages) => pages.saturating_sub(huge.counts(cx).counts.total),
+        Step::Overcommit(pages) => pages,
+        _ => 0,
+    };
     let first = random.below(2) * more + random.below(64 + more / 16);
     let plan = FaultPlan::random(first, share, random.word());
-    let demoted = memory::with_faults(&plan, || match step {
-        Step::Huge(pages) => huge.set_size(cx, &optimizer, pages, Nodes::All, &Never).map(|_| 0),
-        Step::Gigantic(pages) => gigantic.set_size(cx, &optimizer, pages, Nodes::All, &Never).map(|_| 0),
-        Step::Demote => match gigantic.demote(cx, &optimizer, huge, Nodes::All, 1) {
-            Ok(report) => Ok(report.left),
-            Err(PoolError::NothingToDemote) => Ok(0),
-            Err(error) => Err(error),
-        },
+    let mut tally = Tally { resizes: 1, ..Tally::default() };
+    memory::with_faults(&plan, || {
+        match step {
+            Step::Huge(pages) => _ = huge.set_size(cx, &optimizer, pages, Nodes::All, &Never)?,
+            Step::Gigantic(pages) => _ = gigantic.set_size(cx, &optimizer, pages, Nodes::All, &Never)?,
+            Step::Demote => match gigantic.demote(cx, &optimizer, huge, Nodes::All, 1) {
+                Ok(report) => tally.demoted = report.left,
+                Err(PoolError::NothingToDemote) => {}
+                Err(error) => return Err(error),
+            },
+            Step::Dissolve(number) => {
+                let page = huge.pages().nth(number as usize);
+                match page.map(|(page, _)| huge.dissolve(cx, &optimizer, page)) {
+                    Some(Ok(report)) => tally.dissolved = report.left,
+                    None | Some(Err(PoolError::OutOfMemory)) => {}
+                    Some(Err(error)) => return Err(error),
+                }
+            }
+            Step::Overcommit(pages) => tally.surplus = overcommit(cx, huge, &optimizer, pages)?,
+        }
+        Ok(())
     })?;
-    Ok(Tally { resizes: 1, demoted, faults: plan.failed() })
+    Ok(Tally { faults: plan.failed(), ..tally })
+}
+
+/// Promises `surplus` pages more than are free, and takes the promise back; how many surplus pages came and went.
+fn overcommit(cx: Cx<'_>, pool: &Pool<'_>, optimizer: &KernelOptimizer, surplus: u64) -> Result<u64, PoolError> {
+    pool.set_overcommit(cx, surplus);
+    let pages = pool.counts(cx).counts.free + surplus;
+    let lent = match pool.reserve_or_overcommit(cx, optimizer, pages) {
+        Ok(()) => {
+            let lent = pool.counts(cx).counts.surplus;
+            if pool.unreserve(cx, pages)? {
+                pool.tidy(cx, optimizer)?;
+            }
+            lent
+        }
+        Err(PoolError::OutOfMemory | PoolError::Exhausted) => 0,
+        Err(error) => return Err(error),
+    };
+    pool.set_overcommit(cx, 0);
+    Ok(lent)
 }
 
 /// Optimization on, in one of its ways, or now and then off.
