@@ -55,15 +55,13 @@ pub struct Features {
     /// Bit `p as u8` for each member.
     bits: u32,
     identity: Option<CpuIdentity>,
-    /// Bytes that one `dc zva` zeroes; 0 if it may not be used.
-    zva_block: u16,
 }
 
 impl Features {
     /// Only the primitive that needs nothing of the CPU: [`Primitive::Portable`].
     #[must_use]
     pub const fn none() -> Self {
-        Self { bits: bit(Primitive::Portable), identity: None, zva_block: 0 }
+        Self { bits: bit(Primitive::Portable), identity: None }
     }
 
     /// Asks the CPU that runs this.
@@ -115,21 +113,6 @@ impl Features {
     pub const fn identity(&self) -> Option<CpuIdentity> {
         self.identity
     }
-
-    /// Bytes that one `dc zva` zeroes on this CPU; `None` if there is none or it is prohibited.
-    #[must_use]
-    pub const fn dc_zva_block(&self) -> Option<usize> {
-        if self.zva_block == 0 { None } else { Some(self.zva_block as usize) }
-    }
-
-    /// Size in bytes of the last-level cache that this CPU shares, as CPUID tells it; `None` if it does not.
-    ///
-    /// A hint only: hypervisors pass on the whole socket's cache to a guest that gets a share of it, and the size at
-    /// which streaming stores begin to win has been seen at an eighth of it. Traps as [`Features::detect`] does.
-    #[must_use]
-    pub fn llc_bytes() -> Option<u64> {
-        arch::llc_bytes()
-    }
 }
 
 const fn bit(p: Primitive) -> u32 {
@@ -165,9 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_no_bytes_is_no_block() {
-        let blocks = [0, 16, 2048].map(|zva_block| Features { zva_block, ..Features::none() }.dc_zva_block());
-        assert_eq!(blocks, [None, Some(16), Some(2048)]);
+    fn none_has_no_identity() {
         assert_eq!(Features::none().identity(), None);
     }
 

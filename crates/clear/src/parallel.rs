@@ -201,11 +201,6 @@ impl<'a> ParallelClear<'a> {
         }
         Outcome::Partly(Partly { lanes: self.lanes.iter() })
     }
-
-    /// The frames.
-    pub fn extent(&self) -> Extent {
-        self.whole
-    }
 }
 
 #[cfg(all(test, loom))]

@@ -67,11 +67,6 @@ impl<S: Setup, M: AsRef<[AtomicU64]>> UnhookedPage<'_, S, M> {
         self.head
     }
 
-    /// Its size.
-    pub fn order(&self) -> Order {
-        self.order
-    }
-
     pub(crate) fn object(&self) -> &Object<S> {
         // SAFETY: the reference keeps it.
         unsafe { self.object.as_ref() }

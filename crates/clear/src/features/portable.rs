@@ -5,7 +5,3 @@ use super::Features;
 pub(super) fn detect() -> Features {
     Features::none()
 }
-
-pub(super) fn llc_bytes() -> Option<u64> {
-    None
-}

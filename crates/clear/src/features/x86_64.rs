@@ -1,6 +1,6 @@
 //! By CPUID and XCR0.
 
-use raw_cpuid::{CacheType, CpuId, CpuIdReader, CpuIdReaderNative};
+use raw_cpuid::{CpuId, CpuIdReader, CpuIdReaderNative};
 
 use super::{CpuIdentity, Features, Vendor, bit};
 use crate::primitive::Primitive;
@@ -12,10 +12,6 @@ const XCR0_AVX512: u32 = 0xE6;
 
 pub(super) fn detect() -> Features {
     from_cpuid(CpuIdReaderNative, xcr0)
-}
-
-pub(super) fn llc_bytes() -> Option<u64> {
-    llc_from_cpuid(CpuIdReaderNative)
 }
 
 /// Reads the low half of XCR0, where all that is asked about stands. Only to be called where CPUID reports OSXSAVE.
@@ -63,7 +59,7 @@ fn from_cpuid<R: CpuIdReader>(read: R, xcr0: impl FnOnce() -> u32) -> Features {
         bits |= bit(Primitive::Clzero);
     }
 
-    Features { bits, identity: identity(&cpuid), zva_block: 0 }
+    Features { bits, identity: identity(&cpuid) }
 }
 
 fn identity<R: CpuIdReader>(cpuid: &CpuId<R>) -> Option<CpuIdentity> {
@@ -80,25 +76,6 @@ fn identity<R: CpuIdReader>(cpuid: &CpuId<R>) -> Option<CpuIdentity> {
         model: u16::from(info.model_id()),
         stepping: info.stepping_id(),
     })
-}
-
-fn llc_from_cpuid<R: CpuIdReader>(read: R) -> Option<u64> {
-    let cpuid = CpuId::with_cpuid_reader(read);
-    let deepest = cpuid
-        .get_cache_parameters()
-        .into_iter()
-        .flatten()
-        .take(16) // a broken hypervisor may never say that there are no more
-        .filter(|c| matches!(c.cache_type(), CacheType::Data | CacheType::Unified))
-        .max_by_key(|c| c.level());
-    if let Some(c) = deepest {
-        return [c.associativity(), c.physical_line_partitions(), c.coherency_line_size(), c.sets()]
-            .into_iter()
-            .try_fold(1u64, |n, factor| n.checked_mul(factor as u64));
-    }
-    // AMD's older way, in units of 512 KiB (AMD APM vol. 3, Fn8000_0006_EDX).
-    let l3 = cpuid.get_l2_l3_cache_and_tlb_info()?.l3cache_size();
-    (l3 != 0).then(|| u64::from(l3) << 19)
 }
 
 #[cfg(test)]
@@ -256,7 +233,6 @@ mod tests {
         assert_eq!([Primitive::Avx2Store, Primitive::Avx2Stream].map(|p| here.contains(p)), [vector; 2]);
         assert_eq!(here.contains(Primitive::Avx512Stream), std::is_x86_feature_detected!("avx512f"));
         assert_eq!(here.contains(Primitive::RepStosb), std::is_x86_feature_detected!("ermsb"));
-        assert_eq!(Features::llc_bytes(), llc_from_cpuid(CpuIdReaderNative));
     }
 
     #[test]
@@ -264,13 +240,5 @@ mod tests {
         let maker = |vendor| from_cpuid(Fake { vendor, ..MILAN }, || XCR0_AVX).identity().map(|cpu| cpu.vendor);
         assert_eq!(maker(b"HygonGenuine"), Some(Vendor::Hygon));
         assert_eq!(maker(b"CentaurHauls"), Some(Vendor::Other));
-    }
-
-    #[test]
-    fn last_level_cache() {
-        assert_eq!(llc_from_cpuid(CASCADE_LAKE), Some(16 * 64 * 32768));
-        // AMD without the topology leaf: the older leaf.
-        assert_eq!(llc_from_cpuid(MILAN), Some(32 << 20));
-        assert_eq!(llc_from_cpuid(|_: u32, _: u32| CpuIdResult { eax: 0, ebx: 0, ecx: 0, edx: 0 }), None);
     }
 }
