@@ -60,6 +60,87 @@ impl CpuCounter {
     }
 }
 
+/// What frames are in use for: a small number that whoever takes frames chooses, and repeats when they are given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameUse(u8);
+
+impl FrameUse {
+    /// Page tables.
+    pub const TABLES: FrameUse = FrameUse(0);
+    /// Small objects of the manager of address spaces and others that have slabs.
+    pub const SLABS: FrameUse = FrameUse(1);
+    /// A kernel's heap.
+    pub const HEAP: FrameUse = FrameUse(2);
+    /// Pages in swap in memory, and its own data.
+    pub const SWAP: FrameUse = FrameUse(3);
+    /// Frames behind descriptors, and the tables that map those.
+    pub const DESCRIPTORS: FrameUse = FrameUse(4);
+
+    /// How many there can be.
+    const COUNT: usize = 16;
+
+    /// How many of them are the caller's own.
+    const OWN: u8 = 8;
+
+    /// One of the caller's own, by a number below 8.
+    pub const fn own(number: u8) -> Option<FrameUse> {
+        if number < FrameUse::OWN { Some(FrameUse(FrameUse::COUNT as u8 - FrameUse::OWN + number)) } else { None }
+    }
+}
+
+/// One CPU's counts of frames by use: those that it has taken, less those that it has given back. Only the sum over all CPUs says
+/// how many are in use.
+#[derive(Debug, Default)]
+pub struct FrameUses([CpuCounter; FrameUse::COUNT]);
+
+impl FrameUses {
+    /// All zero, for statics.
+    pub const fn new() -> Self {
+        FrameUses([const { CpuCounter(AtomicU64::new(0)) }; FrameUse::COUNT])
+    }
+
+    /// Counts `pages` frames as taken for a use; below zero, as given back. By the CPU that this belongs to, pinned.
+    #[inline]
+    pub fn add(&self, of: FrameUse, pages: i64) {
+        self.0[of.0 as usize].add(pages as u64);
+    }
+
+    /// Reads every count.
+    pub fn snapshot(&self) -> FramesInUse {
+        FramesInUse(core::array::from_fn(|of| self.0[of].get()))
+    }
+}
+
+/// Frames in use by use, at one moment: exact while nobody takes or gives back frames.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FramesInUse([u64; FrameUse::COUNT]);
+
+impl FramesInUse {
+    /// How many there are of a use. Below zero: more were given back under that name than were taken, and those of another
+    /// use seem to be lost.
+    #[inline]
+    pub const fn of(&self, of: FrameUse) -> i64 {
+        self.0[of.0 as usize] as i64
+    }
+
+    /// The sum of two CPUs' counts.
+    #[must_use]
+    pub fn plus(self, other: FramesInUse) -> FramesInUse {
+        FramesInUse(core::array::from_fn(|of| self.0[of].wrapping_add(other.0[of])))
+    }
+
+    /// How many more there are than there were.
+    #[must_use]
+    pub fn since(self, earlier: FramesInUse) -> FramesInUse {
+        FramesInUse(core::array::from_fn(|of| self.0[of].wrapping_sub(earlier.0[of])))
+    }
+
+    /// All uses together.
+    pub fn all(&self) -> i64 {
+        self.0.iter().fold(0, |sum: u64, pages| sum.wrapping_add(*pages)) as i64
+    }
+}
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// One CPU's counters. 128-byte aligned, so that two CPUs' counters never share a line or an adjacent-line
@@ -68,38 +149,44 @@ macro_rules! counters {
         #[repr(align(128))]
         pub struct Counters {
             $($(#[$doc])* pub $name: CpuCounter,)*
+            /// Frames in use by use.
+            pub frames: FrameUses,
         }
 
         /// The values of one or several [`Counters`] at one moment.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct CounterSnapshot {
             $($(#[$doc])* pub $name: u64,)*
+            /// Frames in use by use.
+            pub frames: FramesInUse,
         }
 
         impl Counters {
             /// All zero, for statics.
             pub const fn new() -> Self {
-                Counters { $($name: CpuCounter(AtomicU64::new(0)),)* }
+                Counters { $($name: CpuCounter(AtomicU64::new(0)),)* frames: FrameUses::new() }
             }
 
             /// Reads every counter. Not atomic across counters.
             pub fn snapshot(&self) -> CounterSnapshot {
-                CounterSnapshot { $($name: self.$name.get(),)* }
+                CounterSnapshot { $($name: self.$name.get(),)* frames: self.frames.snapshot() }
             }
         }
 
         impl CounterSnapshot {
             /// The sum of two CPUs' values.
             pub fn plus(self, other: CounterSnapshot) -> CounterSnapshot {
-                CounterSnapshot { $($name: self.$name.wrapping_add(other.$name),)* }
+                let frames = self.frames.plus(other.frames);
+                CounterSnapshot { $($name: self.$name.wrapping_add(other.$name),)* frames }
             }
 
             /// What was counted since `earlier`.
             pub fn since(self, earlier: CounterSnapshot) -> CounterSnapshot {
-                CounterSnapshot { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+                let frames = self.frames.since(earlier.frames);
+                CounterSnapshot { $($name: self.$name.wrapping_sub(earlier.$name),)* frames }
             }
 
-            /// Every counter's name and value, in declaration order.
+            /// Every count of events: its name and value, in declaration order.
             pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
@@ -144,6 +231,22 @@ mod tests {
         let sum = a.snapshot().since(before).plus(b.snapshot());
         let named: Vec<_> = sum.iter().filter(|(_, value)| *value != 0).collect();
         assert_eq!(named, [("units", 4), ("fences", 1)]);
+    }
+
+    /// What one CPU has taken and another has given back is in use no more, and uses are apart.
+    #[test]
+    fn frames_by_use_add_up_over_cpus() {
+        let (a, b) = (Counters::new(), Counters::default());
+        let own = FrameUse::own(0).expect("one of eight");
+        assert_eq!((FrameUse::own(7), FrameUse::own(8)), (Some(FrameUse(15)), None));
+        a.frames.add(FrameUse::TABLES, 5);
+        let before = a.snapshot();
+        a.frames.add(own, 3);
+        b.frames.add(FrameUse::TABLES, -4);
+        let sum = a.snapshot().plus(b.snapshot());
+        assert_eq!((sum.frames.of(FrameUse::TABLES), sum.frames.of(own), sum.frames.all()), (1, 3, 4));
+        let since = sum.since(before).frames;
+        assert_eq!((since.of(FrameUse::TABLES), since.of(own), since.all()), (-4, 3, -1));
     }
 
     #[test]

@@ -99,6 +99,7 @@
 //! ```
 
 use crate::cancel::Cancel;
+use crate::counters::FrameUse;
 use crate::platform::{Cpu, CpuId, PreemptModel};
 use core::fmt;
 use core::marker::PhantomData;
@@ -154,6 +155,13 @@ impl<'p, P: Cpu> CpuCx<'p, P> {
             self.platform.counters().cancellations.add(1);
         }
         yes
+    }
+
+    /// Counts `pages` frames as taken for a use, or, below zero, as given back: for those who take and give back frames by other
+    /// ways than block by block. Pins; one add to a line of the CPU's own. Any context but NMI.
+    #[inline]
+    pub fn count_frames(&self, of: FrameUse, pages: i64) {
+        self.pinned(|_| self.platform.counters().frames.add(of, pages));
     }
 
     /// Moves the task to another CPU; false if the platform cannot.

@@ -65,7 +65,7 @@ pub use addr::{PAGE_BYTES, PAGE_SHIFT, Pfn, PhysAddr, VirtAddr};
 pub use cancel::{Cancel, CancelFlag, Never};
 pub use chain::{ExtentChain, ExtentLinks};
 pub use content::{Clearing, Dirty, Ram, Sweep, Zeroed};
-pub use counters::{CounterSnapshot, Counters};
+pub use counters::{CounterSnapshot, Counters, FrameUse, FrameUses, FramesInUse};
 pub use cpu::{CpuCx, CpuPin, VectorCx};
 pub use extent::{Extent, ExtentError};
 pub use pending::{Barrier, Pending};

@@ -63,6 +63,7 @@
 //! | `hwpoison.rs` | poisoned frames |
 //! | `slab.rs` | small objects of one size |
 //! | `stats.rs` | numbers |
+//! | `uses.rs` | counts by use |
 //!
 //! # Who owns a frame
 //!
@@ -108,6 +109,7 @@ mod rows;
 mod slab;
 mod stats;
 mod takers;
+mod uses;
 
 pub use alloc_contig::{AllocContigError, FAULT_CLAIM, Migrate, NoMigration};
 pub use arena::ArenaSpec;

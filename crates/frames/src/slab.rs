@@ -16,7 +16,7 @@ use core::mem::{align_of, size_of};
 use core::ptr::{NonNull, null_mut};
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::{Cpu, PhysMap, Window};
-use hugemm_base::{CpuCx, Order, PAGE_BYTES, Pfn};
+use hugemm_base::{CpuCx, FrameUse, Order, PAGE_BYTES, Pfn};
 
 const FRAME: usize = PAGE_BYTES as usize;
 const HEADER: usize = 64;
@@ -134,7 +134,7 @@ impl<L: RawLock> Slab<L> {
         cx: &CpuCx<'_, P>,
         map: &impl PhysMap,
     ) -> Result<(), AllocError> {
-        let block = frames.alloc(cx, AllocRequest::order(Order::ZERO))?;
+        let block = frames.alloc_for(cx, FrameUse::SLABS, AllocRequest::order(Order::ZERO))?;
         let (pfn, extent) = (block.pfn(), block.extent());
         let mut spare = Spare { frames, cx, block: Some(block) };
         let window = map.open(extent, None).ok_or(AllocError::OutOfMemory)?;
@@ -274,7 +274,8 @@ impl<L: RawLock> Slab<L> {
         // SAFETY: opened by `alloc` and closed here once; the frame was allocated as an unmovable block of order 0.
         unsafe {
             map.close(Window { ptr: header.cast(), pages: 1 });
-            frames.free(cx, Frozen::assume_owned(pfn, Order::ZERO, crate::Mobility::Unmovable));
+            let block = Frozen::assume_owned(pfn, Order::ZERO, crate::Mobility::Unmovable);
+            frames.free_for(cx, FrameUse::SLABS, block);
         }
     }
 
@@ -299,7 +300,7 @@ struct Spare<'a, 'm, 'p, E: Env, P: Cpu> {
 impl<E: Env, P: Cpu> Drop for Spare<'_, '_, '_, E, P> {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            self.frames.free(self.cx, block);
+            self.frames.free_for(self.cx, FrameUse::SLABS, block);
         }
     }
 }

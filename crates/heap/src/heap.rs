@@ -10,7 +10,7 @@ use core::ptr::NonNull;
 use hugemm_base::counters::Counter;
 use hugemm_base::platform::{Cpu, LinearMap, Window};
 use hugemm_base::sync::{AtomicU64, Ordering};
-use hugemm_base::{CpuCx, CpuPin, Extent, Order, PAGE_BYTES, PAGE_SHIFT, Pfn};
+use hugemm_base::{CpuCx, CpuPin, Extent, FrameUse, Order, PAGE_BYTES, PAGE_SHIFT, Pfn};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Frozen, Mobility};
 
 /// Why there is no memory.
@@ -97,12 +97,12 @@ impl<'m, E: Env> Heap<'m, E> {
         let bytes = (cpus as usize).checked_mul(size_of::<PerCpu>()).filter(|bytes| *bytes > 0);
         let pages = (bytes.ok_or(HeapError::TooLarge)? as u64).div_ceil(PAGE_BYTES);
         let order = Order::new(pages.next_power_of_two().trailing_zeros()).map_err(|_| HeapError::TooLarge)?;
-        let block = frames.alloc(cx, AllocRequest::order(order))?;
+        let block = frames.alloc_for(cx, FrameUse::HEAP, AllocRequest::order(order))?;
         let window = cx.platform().open(block.extent(), None);
         let Some(window) = window.filter(|window| window.pages >= pages) else {
             // SAFETY: just opened, and nobody has used it.
             window.into_iter().for_each(|window| unsafe { cx.platform().close(window) });
-            frames.free(cx, block);
+            frames.free_for(cx, FrameUse::HEAP, block);
             return Err(HeapError::NotMapped);
         };
         let offset = window.ptr.addr().wrapping_sub(block.extent().start().get() as usize);
@@ -372,6 +372,7 @@ impl<'m, E: Env> Heap<'m, E> {
         if let Some(own) = self.own(pin) {
             own.took(extent.pages());
         }
+        cx.count_frames(FrameUse::HEAP, extent.pages() as i64);
         // Known by its address from here on.
         let extent = block.into_dirty().into_extent();
         // SAFETY: just taken.
@@ -394,7 +395,7 @@ impl<'m, E: Env> Heap<'m, E> {
         unsafe {
             misuse::tag(self.frames, pfn, 0);
             cx.platform().close(Window { ptr, pages: order.pages() });
-            self.frames.free(cx, Frozen::assume_owned(pfn, order, Mobility::Unmovable));
+            self.frames.free_for(cx, FrameUse::HEAP, Frozen::assume_owned(pfn, order, Mobility::Unmovable));
         }
     }
 

@@ -57,7 +57,7 @@ use crate::tail::{self, Tail};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::{
-    CpuCx, Dirty, Extent, ExtentChain, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
+    CpuCx, Dirty, Extent, ExtentChain, FrameUse, NodeId, Order, PageSize, Pending, Pfn, TlbFlush, VirtAddr, VirtRange,
 };
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Placement};
 
@@ -241,7 +241,8 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
     }
 
     fn alloc<P: Cpu>(&self, cx: &CpuCx<'_, P>, order: Order, node: NodeId) -> Result<Extent, AllocError> {
-        let extent = self.frames.alloc(cx, self.request(order, node))?.into_dirty().into_extent();
+        let block = self.frames.alloc_for(cx, FrameUse::DESCRIPTORS, self.request(order, node))?;
+        let extent = block.into_dirty().into_extent();
         self.map.taken(extent);
         Ok(extent)
     }
@@ -249,6 +250,7 @@ impl<'m, E: Env, V: DescriptorMap> VmemmapOptimizer<'m, E, V> {
     /// Frees frames that nothing maps.
     pub(crate) fn free<P: Cpu>(&self, cx: &CpuCx<'_, P>, extent: Extent) -> u64 {
         self.map.freed(extent);
+        cx.count_frames(FrameUse::DESCRIPTORS, -(extent.pages() as i64));
         // SAFETY: the callers own the frames: they were allocated here and never mapped, or came off a chain that a flush
         // released.
         self.frames.free_extent(cx, unsafe { Dirty::assume_owned(extent) })

@@ -4,7 +4,7 @@ use crate::memory::{FAULT_TABLE, NoTable, TableContent, TableMemory};
 use core::fmt;
 use core::ptr::NonNull;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, Pfn, PhysMap};
+use hugemm_base::{CpuCx, Extent, FrameUse, Order, PAGE_BYTES, Pfn, PhysMap};
 use hugemm_frames::{AllocRequest, Env, Frames, Frozen, Mobility};
 
 /// Tables from a manager's single frames, for the calling task. Frames that are known to be zero go where a table has to
@@ -49,12 +49,12 @@ unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for FrameTables<'_, '_, '_, P,
         }
         let mut request = AllocRequest::order(Order::ZERO);
         request.prefer_zeroed = content == TableContent::Zero;
-        let frame = self.frames.alloc(self.cx, request).map_err(|_| NoTable)?;
+        let frame = self.frames.alloc_for(self.cx, FrameUse::TABLES, request).map_err(|_| NoTable)?;
         if content == TableContent::Zero && frame.is_zero() {
             self.cx.platform().counters().clears_skipped.add(1);
         } else if content == TableContent::Zero {
             let Some(bytes) = reach(self.cx.platform(), frame.pfn()) else {
-                self.frames.free(self.cx, frame);
+                self.frames.free_for(self.cx, FrameUse::TABLES, frame);
                 return Err(NoTable);
             };
             // By plain stores: a table is about to be used.
@@ -67,7 +67,8 @@ unsafe impl<P: Cpu + PhysMap, E: Env> TableMemory for FrameTables<'_, '_, '_, P,
     #[inline]
     unsafe fn free(&mut self, table: Pfn) {
         // SAFETY: `alloc` took it as a single unmovable frame and gave its handle up; the caller gives it back once.
-        self.frames.free(self.cx, unsafe { Frozen::assume_owned(table, Order::ZERO, Mobility::Unmovable) });
+        let table = unsafe { Frozen::assume_owned(table, Order::ZERO, Mobility::Unmovable) };
+        self.frames.free_for(self.cx, FrameUse::TABLES, table);
     }
 
     #[inline]

@@ -51,7 +51,7 @@ use hugemm_base::counters::Counter;
 use hugemm_base::lock::{PinnedLock, RawLock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::sync::{AtomicU64, AtomicWord, Ordering};
-use hugemm_base::{CpuCx, Extent, Order, PAGE_BYTES, Pfn, PhysMap};
+use hugemm_base::{CpuCx, Extent, FrameUse, Order, PAGE_BYTES, Pfn, PhysMap};
 use hugemm_frames::{AllocError, AllocRequest, Env, Frames, Frozen, Mobility};
 use scratch::Scratch;
 use slot::Place;
@@ -129,6 +129,7 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     ) -> Result<Self, StoreError> {
         let own = Scratch::<C>::frames(cpus).filter(|own| *own <= limit).ok_or(StoreError::Full)?;
         let scratch = Scratch::new(frames, cx, &compressor, cpus).map_err(|_: AllocError| StoreError::NoMemory)?;
+        cx.count_frames(FrameUse::SWAP, own as i64);
         Ok(Compressed {
             frames,
             compressor,
@@ -156,6 +157,8 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
         if self.held(cx) != 0 {
             return Err(self);
         }
+        // Relaxed: as in `charge`; nothing but working memory is left.
+        cx.count_frames(FrameUse::SWAP, -(self.used.load(Ordering::Relaxed) as i64));
         self.scratch.close(self.frames, cx);
         Ok(())
     }
@@ -173,18 +176,22 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
         whole + self.usage(cx).map(|class| class.used).sum::<u64>()
     }
 
-    /// Charges frames against the limit.
-    fn charge(&self, pages: u64) -> Result<(), StoreError> {
+    /// Charges frames against the limit, and counts them as swap's: they may have been the page's own.
+    fn charge<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) -> Result<(), StoreError> {
         // Relaxed: counts, which order nothing; the read-modify-write never lets the sum pass the limit.
         let limit = self.limit.load(Ordering::Relaxed);
         let within = |used: u64| used.checked_add(pages).filter(|sum| *sum <= limit);
         match self.used.transition(Ordering::Relaxed, Ordering::Relaxed, within) {
-            Ok(_) => Ok(()),
+            Ok(_) => {
+                cx.count_frames(FrameUse::SWAP, pages as i64);
+                Ok(())
+            }
             Err(_) => Err(StoreError::Full),
         }
     }
 
-    fn uncharge(&self, pages: u64) {
+    fn uncharge<P: Cpu>(&self, cx: &CpuCx<'_, P>, pages: u64) {
+        cx.count_frames(FrameUse::SWAP, -(pages as i64));
         // Relaxed: as in `charge`.
         self.used.fetch_sub(pages, Ordering::Relaxed);
     }
@@ -211,7 +218,7 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
 
     /// A frame or block for data: from the manager, or the page's own frame where that has none. The limit is charged.
     fn block<P: Cpu>(&self, cx: &CpuCx<'_, P>, class: u64, order: Order, own: Own) -> Result<New, StoreError> {
-        self.charge(order.pages())?;
+        self.charge(cx, order.pages())?;
         let new = match (self.frames.alloc(cx, AllocRequest::order(order)), own) {
             (Ok(block), _) => {
                 let (pfn, mobility) = (block.pfn(), block.mobility());
@@ -220,7 +227,7 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
             }
             (Err(_), Some((pfn, mobility))) if order == Order::ZERO => New { pfn, order, mobility, is_own: true },
             (Err(_), _) => {
-                self.uncharge(order.pages());
+                self.uncharge(cx, order.pages());
                 return Err(StoreError::NoMemory);
             }
         };
@@ -231,7 +238,7 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     /// Undoes [`block`](Self::block) for a block that nothing is in. The page's own frame stays its owner's.
     fn forget<P: Cpu>(&self, cx: &CpuCx<'_, P>, new: New) {
         match new.is_own {
-            true => self.uncharge(new.order.pages()),
+            true => self.uncharge(cx, new.order.pages()),
             false => self.release(cx, new.pfn, new.order, new.mobility),
         }
     }
@@ -239,7 +246,7 @@ impl<'f, 'm, E: Env, C: Compressor, L: RawLock> Compressed<'f, 'm, E, C, L> {
     /// Gives a block back that nothing is in.
     fn release<P: Cpu>(&self, cx: &CpuCx<'_, P>, block: Pfn, order: Order, mobility: Mobility) {
         self.frames.set_word(block, TAG, 0);
-        self.uncharge(order.pages());
+        self.uncharge(cx, order.pages());
         // SAFETY: the store owned the block, which is on no list, and no slot is in it any more.
         self.frames.free(cx, unsafe { Frozen::assume_owned(block, order, mobility) });
     }

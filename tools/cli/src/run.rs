@@ -226,6 +226,8 @@ pub fn rows(log: &Log, sides: &[Side], setting: &RunConditions, accounting: &Acc
             if *side != Side::Kernel {
                 rows.push(label(Row::single("run.flushes", figures.flushes as f64, "flushes")));
                 rows.push(label(Row::single("run.interrupts", figures.interrupts as f64, setting.ipis)));
+                let used = |(of, frames)| label(Row::single("run.used", frames as f64, "frames")).label("use", of);
+                rows.extend(figures.used.each().map(used));
             }
             if phase == RunPhase::Pressure && *side != Side::Kernel {
                 let counts = figures.reclaimed;

@@ -38,6 +38,7 @@ fn a_run_adds_up_by_extent_and_page_by_page() {
     let value =
         |metric: &str, phase: &str| of(&rows(&document, metric), "extent", phase)["value"].as_f64().expect("a number");
     let moved = |phase: &str| value("run.time", phase) * 1e6 * value("run.bandwidth", phase);
+    let made_large = (value("run.time", "fill pool") * 1e6 / value("run.each", "fill pool")).round();
     let made = (moved("prefault VM") + moved("pin VM")) / f64::from(2 << 20) + moved("4 KiB guests") / 4096.0;
     let destroyed = value("run.time", "destroy") * 1e6 / value("run.each", "destroy");
     assert!((made - destroyed).abs() / made < 1e-6, "{made} pages were made and {destroyed} destroyed");
@@ -46,6 +47,23 @@ fn a_run_adds_up_by_extent_and_page_by_page() {
     assert_eq!(rows(&document, "run.poisoned")[0]["value"], 2.0);
     assert_eq!(rows(&document, "run.refused_machines")[0]["value"], 1.0);
     assert!(rows(&document, "run.failed_accesses")[0]["value"].as_f64().expect("a number") >= 1.0);
+    // What frames are used for follows what was made of them: a pool, its descriptors given back, tables of 4 KiB guests.
+    let used = rows(&document, "run.used");
+    let used = |of: &str, phase: &str| {
+        let all = used.iter().filter(|row| row["side"] == "extent" && row["phase"] == phase && row["use"] == of);
+        all.map(|row| row["value"].as_f64().expect("a number")).sum::<f64>()
+    };
+    assert_eq!(used("pages", "fill pool"), made_large * 512.0);
+    let small = (moved("4 KiB guests") / 4096.0).round();
+    assert_eq!(used("pages", "4 KiB guests"), made_large * 512.0 + small);
+    assert!(used("tables", "fill pool") == 0.0 && used("tables", "4 KiB guests") >= small / 512.0);
+    assert!(used("slabs", "4 KiB guests") > 0.0 && used("swap", "failures") > 0.0);
+    // But for what all pages share, and stays.
+    let given = used("descriptors", "shrink pool") - used("descriptors", "fill pool");
+    assert!((given - value("run.saved", "fill pool") * 256.0).abs() <= 4.0, "{given}");
+    for of in ["tables", "pages"] {
+        assert_eq!(used(of, "shrink pool"), 0.0, "{of}");
+    }
     let saved = rows(&document, "run.saved");
     assert!(of(&saved, "extent", "fill pool")["value"].as_f64().expect("a number") > 0.0);
 }

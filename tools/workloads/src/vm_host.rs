@@ -12,7 +12,7 @@ mod walk;
 
 use crate::record::record;
 use crate::vm_create::{CreateMethod, Creation};
-use accounting::{Accounting, Mismatch};
+use accounting::{Accounting, Mismatch, Start};
 use core::fmt;
 use guest::{Guest, Spread};
 use hugemm_base::{Clock, CounterSnapshot, Never, PAGE_SHIFT, PageSize, Pfn, VirtAddr};
@@ -116,6 +116,8 @@ pub struct PhaseFigures {
     pub saved: i64,
     /// What reclaim did.
     pub reclaimed: SwapCounts,
+    /// Frames in use when it was over.
+    pub used: FramesUsed,
 }
 
 impl PhaseFigures {
@@ -142,6 +144,34 @@ record! {
         reclaimed.loaded: u64,
         reclaimed.aged: u64,
         reclaimed.age_flushes: u64,
+        used.tables: i64,
+        used.slabs: i64,
+        used.swap: i64,
+        used.descriptors: i64,
+        used.pages: i64,
+    }
+}
+
+/// Frames in use by use, more than when the run began; below zero, fewer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FramesUsed {
+    /// Page tables.
+    pub tables: i64,
+    /// Areas, spaces and other small objects of the manager of address spaces.
+    pub slabs: i64,
+    /// Swap.
+    pub swap: i64,
+    /// Frames behind descriptors, and their tables.
+    pub descriptors: i64,
+    /// Pages of the pool and of guests: whatever was taken without saying for what.
+    pub pages: i64,
+}
+
+impl FramesUsed {
+    /// Each use, by its name.
+    pub const fn each(&self) -> [(&'static str, i64); 5] {
+        let FramesUsed { tables, slabs, swap, descriptors, pages } = *self;
+        [("tables", tables), ("slabs", slabs), ("swap", swap), ("descriptors", descriptors), ("pages", pages)]
     }
 }
 
@@ -311,6 +341,12 @@ struct Cast<'v, S: Setup> {
     guests: [Guest<'v, S>; GUESTS],
 }
 
+/// Who is told of phases, and what there was when the run began.
+struct Told<'t, F> {
+    start: Start,
+    tell: &'t mut F,
+}
+
 impl<'v, 'm, S, V> HostRun<'v, 'm, '_, '_, S, V>
 where
     S: Setup,
@@ -326,6 +362,7 @@ where
         tell: &mut impl FnMut(RunPhase, &PhaseFigures),
     ) -> Result<Accounting, HostRunError> {
         let mut accounting = Accounting::open(cx, self, site);
+        let tell = &mut Told { start: accounting.start(), tell };
         self.phase(cx, site, RunPhase::Fill, tell, |cx, _, figures| self.fill(cx, &mut accounting, figures))?;
         let prefaulted = self.machine(cx, site, tell, RunPhase::Prefault, self.sizes.pool / 2)?;
         let pinned = self.machine(cx, site, tell, RunPhase::Pin, self.sizes.pool / 4)?;
@@ -379,7 +416,7 @@ where
         cx: &mut Cx<'c, S>,
         site: &mut P,
         phase: RunPhase,
-        tell: &mut impl FnMut(RunPhase, &PhaseFigures),
+        tell: &mut Told<'_, impl FnMut(RunPhase, &PhaseFigures)>,
         run: impl FnOnce(&mut Cx<'c, S>, &mut P, &mut PhaseFigures) -> Result<T, HostRunError>,
     ) -> Result<T, HostRunError> {
         let (mut figures, before, reclaimed) = (PhaseFigures::default(), site.barriers(), site.reclaimed(cx));
@@ -396,7 +433,8 @@ where
         if let (Some(before), Some(after)) = (reclaimed, site.reclaimed(cx)) {
             figures.reclaimed = after.since(before);
         }
-        tell(phase, &figures);
+        figures.used = tell.start.used(self.vm.frames().stats(cx), site.counters().frames);
+        (tell.tell)(phase, &figures);
         Ok(result)
     }
 
@@ -417,7 +455,7 @@ where
         &self,
         cx: &mut Cx<'c, S>,
         site: &mut impl Site<'c, 'v, 'm, S>,
-        tell: &mut impl FnMut(RunPhase, &PhaseFigures),
+        tell: &mut Told<'_, impl FnMut(RunPhase, &PhaseFigures)>,
         phase: RunPhase,
         pages: u64,
     ) -> Result<AddressSpaceRef<'v, S>, HostRunError> {

@@ -19,6 +19,7 @@ mod shortage;
 mod slabs;
 #[path = "../support/mod.rs"]
 mod support;
+mod uses;
 mod zero;
 
 use hugemm_base::platform::Cpu;

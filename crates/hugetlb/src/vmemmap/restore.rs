@@ -5,7 +5,7 @@ use crate::group::each;
 use crate::mapping::{DescriptorLeaf, DescriptorMap, Mapped, Table};
 use crate::tail;
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn};
+use hugemm_base::{CpuCx, Extent, FrameUse, NodeId, Order, Pfn};
 use hugemm_frames::Env;
 
 /// Where restoring gets frames from.
@@ -126,6 +126,7 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
                 let (rest, end) = page.split_at(page.pages() - order.pages());
                 **page = rest;
                 self.map.taken(end);
+                cx.count_frames(FrameUse::DESCRIPTORS, end.pages() as i64);
                 Some(end)
             }
             Source::Donor(_) => None,
@@ -142,7 +143,10 @@ impl<E: Env, V: DescriptorMap> VmemmapOptimizer<'_, E, V> {
             }
             // A donor gives from its end, last first; what does not fit there any more is only lost to the donor.
             Source::Donor(page) => match page.join(extent) {
-                Some(longer) => **page = longer,
+                Some(longer) => {
+                    **page = longer;
+                    cx.count_frames(FrameUse::DESCRIPTORS, -(extent.pages() as i64));
+                }
                 None => {
                     self.free(cx, extent);
                 }

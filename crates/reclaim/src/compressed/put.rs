@@ -58,7 +58,7 @@ impl<E: Env, C: Compressor, L: RawLock> Compressed<'_, '_, E, C, L> {
     ) -> Result<Kept, StoreError> {
         let (frame, is_own) = match own {
             Some((frame, mobility)) => {
-                self.charge(1)?;
+                self.charge(cx, 1)?;
                 self.frames.set_word(frame, TAG, self.tag(WHOLE, mobility));
                 (frame, true)
             }

@@ -4,8 +4,8 @@ use super::{Log, Measured, RunConditions, Side};
 use crate::frames::area::figure;
 use crate::table;
 use hugemm_workloads::size::Size;
-use hugemm_workloads::vm_host::RunPhase;
 use hugemm_workloads::vm_host::accounting::Accounting;
+use hugemm_workloads::vm_host::{FramesUsed, RunPhase};
 
 /// Prints everything.
 pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides: &[Side]) {
@@ -68,6 +68,7 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides:
             ours.stored, ours.loaded, ours.aged, ours.age_flushes, old.aged, old.age_flushes
         );
     }
+    uses(log);
     println!("\nAccounting, after every run: {} checks, all of them right", accounting.checks);
     println!(
         "  {} frames: all are back, but for {} that went bad and {} that vmemmap optimization keeps for the next time",
@@ -81,6 +82,20 @@ pub fn print(log: &Log, accounting: &Accounting, setting: &RunConditions, sides:
         accounting.refused_machines
     );
     println!("\n{}", wrap(&verdict(log)));
+}
+
+/// What frames are in use for when each phase is over.
+fn uses(log: &Log) {
+    let mut heads = vec!["frames in use"];
+    heads.extend(FramesUsed::default().each().map(|(of, _)| of));
+    let mut lines = table::new(heads);
+    for phase in RunPhase::ALL {
+        let Some(measured) = log.get(Side::Extent, phase) else { continue };
+        let mut cells = vec![phase.name().to_owned()];
+        cells.extend(measured.figures.used.each().map(|(_, frames)| frames.to_string()));
+        lines.add_row(cells);
+    }
+    table::print("By use, when each phase is over, more than before the run (below zero: fewer); by extent", &lines);
 }
 
 fn millis(measured: &Measured) -> String {

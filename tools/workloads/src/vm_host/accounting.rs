@@ -1,10 +1,11 @@
 //! Whether everything adds up at the end of the run.
 
 use super::guest::Guest;
-use super::{HostRun, Site};
+use super::{FramesUsed, HostRun, Site};
 use crate::record::record;
 use core::fmt;
-use hugemm_base::{Clock, CounterSnapshot, PAGE_SHIFT};
+use hugemm_base::{Clock, CounterSnapshot, FrameUse, FramesInUse, PAGE_SHIFT};
+use hugemm_frames::NodeStats;
 use hugemm_hugetlb::{DescriptorMap, ResizeReport};
 use hugemm_vm::{AddressSpace, Cx, Setup};
 
@@ -53,8 +54,7 @@ pub struct Accounting {
     pub refused_machines: u64,
     /// Checks that were made.
     pub checks: u64,
-    /// Frames that had gone bad before.
-    refused: u64,
+    start: Start,
     /// By all spaces' own counts.
     failed: u64,
     wasted: u64,
@@ -76,7 +76,35 @@ record! {
     }
 }
 
+/// What there was when the run began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Start {
+    available: u64,
+    /// Frames that had gone bad before.
+    refused: u64,
+    uses: FramesInUse,
+}
+
+impl Start {
+    /// What is in use, more than then.
+    pub(crate) fn used(&self, now: NodeStats, uses: FramesInUse) -> FramesUsed {
+        let uses = uses.since(self.uses);
+        let taken = self.available as i64 - now.available() as i64 - (now.refused - self.refused) as i64;
+        FramesUsed {
+            tables: uses.of(FrameUse::TABLES),
+            slabs: uses.of(FrameUse::SLABS),
+            swap: uses.of(FrameUse::SWAP),
+            descriptors: uses.of(FrameUse::DESCRIPTORS),
+            pages: taken - uses.all(),
+        }
+    }
+}
+
 impl Accounting {
+    pub(crate) fn start(&self) -> Start {
+        self.start
+    }
+
     pub(crate) fn open<'c, 'v, 'm, S, V>(
         cx: &mut Cx<'c, S>,
         run: &HostRun<'v, 'm, '_, '_, S, V>,
@@ -87,10 +115,11 @@ impl Accounting {
         V: DescriptorMap,
     {
         let stats = run.vm.frames().stats(cx);
-        let (frames, refused) = (stats.available() + site.swap_frames(cx), stats.refused);
+        let (frames, counters) = (stats.available() + site.swap_frames(cx), site.counters());
+        let start = Start { available: stats.available(), refused: stats.refused, uses: counters.frames };
         // Shared frames stay for ever: what an earlier run has made is not this one's.
         let kept = -(run.optimizer.shared_frames() as i64);
-        Accounting { frames, refused, kept, counters: site.counters(), ..Accounting::default() }
+        Accounting { frames, start, kept, counters, ..Accounting::default() }
     }
 
     /// Adds a resize; returns the bytes of descriptors that it gave back, less those that it took.
@@ -136,10 +165,19 @@ impl Accounting {
         self.check("pages promised by the pool", 0, pool.reserved)?;
         self.check("pools whose bits and counts agree", 1, u64::from(run.pool.is_consistent(cx)))?;
         self.check("pages whose descriptors are not restored", 0, run.pool.lean_pages())?;
-        let bad = frames.refused - self.refused;
+        let bad = frames.refused - self.start.refused;
         self.check("frames that are out for good", self.poisoned, bad)?;
         let back = frames.available() + bad + site.swap_frames(cx);
         self.check("frames, free or bad or kept by optimizer", self.frames, back.saturating_add_signed(self.kept))?;
+        let used = self.start.used(frames, site.counters().frames);
+        for (what, expected, found) in [
+            ("frames of page tables", 0, used.tables),
+            ("frames of small objects", 0, used.slabs),
+            ("frames of descriptors, more than before", self.kept, used.descriptors),
+            ("frames of pages", 0, used.pages),
+        ] {
+            self.check(what, expected as u64, found as u64)?;
+        }
         self.check("accesses that spaces count as failed", self.failed_accesses, self.failed)?;
         // Known-zero pages are not cleared again, and those that were cleared in vain are counted.
         let least = self.given.saturating_sub(page(counters.clears_skipped * 512));
