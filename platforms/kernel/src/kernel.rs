@@ -9,6 +9,7 @@
 //! | `layout.rs` | what is where in virtual memory |
 //! | `tables.rs` | the kernel's half of all address spaces |
 //! | `memory.rs` | frames and descriptors come up |
+//! | `heap.rs` | the program's global allocator |
 //! | `vmemmap.rs` | the descriptor area, as huge page pools give parts of it back |
 //! | `vm.rs` | address spaces of `hugemm-vm` on this machine |
 //! | `page_fault.rs` | who serves a CPU's page faults; accesses that may fail |
@@ -44,6 +45,7 @@ pub mod arch;
 pub mod clock;
 pub mod console;
 mod fault;
+pub mod heap;
 pub mod irq_lock;
 pub mod layout;
 mod machine;
@@ -122,6 +124,7 @@ extern "C" fn kernel_run() -> ! {
     // SAFETY: the boot CPU's only task and its only context.
     let mut cx = unsafe { CpuCx::new(&KERNEL) };
     memory::init(&cx, &machine.map, machine.free.clone(), ids.len() as u32);
+    heap::init(&cx, ids.len() as u32);
     tlb::kernel_half().online(tlb::shootdown(), &cx);
     vmemmap::init(&cx, &machine.map);
     controller::start_timer();

@@ -17,10 +17,12 @@ mod trial;
 mod vm_create;
 
 use crate::output;
+use ::alloc::vec::Vec;
 use core::fmt;
 use hugemm_clear::{CalibrateError, ProfileError};
-use hugemm_frames::AllocError;
+use hugemm_frames::{AllocError, Frozen};
 use hugemm_hugetlb::PoolError;
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::{BootInfo, Cx, ExitCode};
 use hugemm_paging::PagingError;
 use hugemm_vm::VmError;
@@ -127,6 +129,25 @@ fn run(cx: Cx<'_>, request: &Request) -> Result<(), Failure> {
     }
 }
 
+/// `count` values, each made by `make`.
+fn vec_of<T>(count: usize, make: impl FnMut() -> T) -> Result<Vec<T>, Failure> {
+    let mut all = vec_for(count)?;
+    all.resize_with(count, make);
+    Ok(all)
+}
+
+/// An empty vector with room for `most` values: it takes no memory while memory is used up.
+fn vec_for<T>(most: usize) -> Result<Vec<T>, Failure> {
+    let mut all = Vec::new();
+    all.try_reserve_exact(most).map_err(|_| Failure::Memory)?;
+    Ok(all)
+}
+
+/// Gives blocks back.
+fn free_all(cx: Cx<'_>, blocks: impl IntoIterator<Item = Frozen>) {
+    blocks.into_iter().for_each(|block| frames().free(cx, block));
+}
+
 /// 1, 2, 4, … and all CPUs.
 fn cpu_counts(cpus: u32) -> impl Iterator<Item = u32> {
     let mut next = Some(1);
@@ -138,10 +159,10 @@ fn cpu_counts(cpus: u32) -> impl Iterator<Item = u32> {
 }
 
 /// Takes about `bytes` of memory in a row, in whole 2 MiB: as much as the largest free block has, at most.
-fn region(cx: Cx<'_>, bytes: u64) -> Result<hugemm_frames::Frozen, AllocError> {
+fn region(cx: Cx<'_>, bytes: u64) -> Result<Frozen, AllocError> {
     use hugemm_base::Order;
     use hugemm_frames::AllocRequest;
     let pages = (bytes / hugemm_base::PAGE_BYTES).max(512);
     let order = Order::largest_within(pages).unwrap_or(Order::ZERO);
-    hugemm_kernel::memory::frames().alloc(cx, AllocRequest::order(order))
+    frames().alloc(cx, AllocRequest::order(order))
 }

@@ -3,6 +3,9 @@
 #![allow(unreachable_pub, reason = "in a binary, `pub` says what a module offers to the others")]
 
 #[cfg(target_os = "none")]
+extern crate alloc;
+
+#[cfg(target_os = "none")]
 mod commands;
 #[cfg(target_os = "none")]
 mod output;

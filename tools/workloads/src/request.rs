@@ -172,6 +172,8 @@ named! {
         All = "all",
         /// Blocks are taken, passed on, divided and freed.
         Frames = "frames",
+        /// Memory of the heap is taken, passed on and freed.
+        Heap = "heap",
         /// Pages are touched and unmapped.
         Translations = "translations",
         /// Pages become read-only and writable.

@@ -6,12 +6,11 @@ use super::platform::Kernel;
 use super::tlb::{self, Hardware};
 use super::{layout, percpu, tables};
 use crate::memory_map::{MOST, MemoryMap};
-use core::ops::{Deref, DerefMut};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::inject::{FaultPlan, FaultPoint, Inject};
 use hugemm_base::{CpuCx, Dirty, Extent, NodeId, Order, PAGE_BYTES, PageSize, Pfn};
-use hugemm_frames::{AllocError, AllocRequest, ArenaSpec, Env, Frames, FramesConfig, Frozen};
+use hugemm_frames::{ArenaSpec, Env, Frames, FramesConfig};
 use hugemm_paging::{TlbCpu, TlbShootdown};
 
 /// The allocator's surroundings in this kernel: locks that spin with interrupts off.
@@ -116,68 +115,5 @@ fn carve<T>(free: &mut MemoryMap, count: u64, mut make: impl FnMut() -> T) -> &'
             first.add(index).write(make());
         }
         core::slice::from_raw_parts(first, count as usize)
-    }
-}
-
-/// Memory for a command's own data: a block, seen as a slice. Given back by [`Scratch::free`].
-pub struct Scratch<T> {
-    block: Frozen,
-    first: NonNull<T>,
-    count: usize,
-}
-
-// SAFETY: it owns its values, as a `Vec` does.
-unsafe impl<T: Send> Send for Scratch<T> {}
-// SAFETY: as above.
-unsafe impl<T: Sync> Sync for Scratch<T> {}
-
-impl<T> Deref for Scratch<T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        // SAFETY: `new` has written that many values into the block, which is there until `free` takes this.
-        unsafe { core::slice::from_raw_parts(self.first.as_ptr(), self.count) }
-    }
-}
-
-impl<T> DerefMut for Scratch<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and nobody else leads there.
-        unsafe { core::slice::from_raw_parts_mut(self.first.as_ptr(), self.count) }
-    }
-}
-
-impl<T> Scratch<T> {
-    /// `count` values made by `make`.
-    pub fn new(
-        cx: &CpuCx<'static, Kernel>,
-        count: usize,
-        mut make: impl FnMut() -> T,
-    ) -> Result<Scratch<T>, AllocError> {
-        let bytes = (count * size_of::<T>()) as u64;
-        let order = bytes.div_ceil(PAGE_BYTES).next_power_of_two().trailing_zeros();
-        let order = Order::new(order).map_err(|_| AllocError::OutOfMemory)?;
-        let block = frames().alloc(cx, AllocRequest::order(order))?;
-        let first = NonNull::new(layout::direct(block.extent().start().get()).cast::<T>());
-        let first = first.ok_or(AllocError::OutOfMemory)?;
-        for index in 0..count {
-            // SAFETY: the block is ours, large enough and page-aligned.
-            unsafe { first.add(index).write(make()) };
-        }
-        Ok(Scratch { block, first, count })
-    }
-
-    /// Gives the memory back.
-    pub fn free(self, cx: &CpuCx<'static, Kernel>) {
-        frames().free(cx, self.block);
-    }
-}
-
-impl Scratch<Option<Frozen>> {
-    /// Gives back the blocks that it lists; the list stays, empty.
-    pub fn free_blocks(&mut self, cx: &CpuCx<'static, Kernel>) {
-        for block in self.iter_mut().filter_map(Option::take) {
-            frames().free(cx, block);
-        }
     }
 }

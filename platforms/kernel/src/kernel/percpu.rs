@@ -3,8 +3,8 @@
 use super::arch;
 use crate::MAX_CPUS;
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
-use hugemm_base::Counters;
 use hugemm_base::inject::FaultPlan;
+use hugemm_base::{CounterSnapshot, Counters};
 
 /// One CPU's own data. Unless a field says otherwise its CPU writes and others may read.
 #[repr(C, align(128))]
@@ -99,6 +99,11 @@ pub fn count() -> u32 {
 /// Says how many CPUs run. The boot CPU only.
 pub(crate) fn set_count(count: u32) {
     COUNT.store(count, Ordering::Relaxed);
+}
+
+/// The sum of all CPUs' counters. O(CPUs).
+pub fn counters() -> CounterSnapshot {
+    (0..count()).fold(CounterSnapshot::default(), |sum, cpu| sum.plus(of(cpu).counters.snapshot()))
 }
 
 /// Notes progress, for the watchdog.

@@ -3,7 +3,9 @@
 use super::arch::interrupts;
 use super::{clock, layout, percpu};
 use core::sync::atomic::Ordering;
-use hugemm_base::{Clock, Counters, Cpu, CpuId, Extent, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window};
+use hugemm_base::{
+    Clock, Counters, Cpu, CpuId, Extent, LinearMap, NodeId, PhysMap, PreemptModel, Topology, VirtAddr, Window,
+};
 
 /// The kernel as a platform: tasks run to completion on their CPU, interrupts only count and invalidate.
 #[derive(Debug)]
@@ -77,6 +79,9 @@ unsafe impl PhysMap for Kernel {
         (!extent.is_empty()).then(|| Window { ptr: layout::direct(extent.start().get()), pages: extent.pages() })
     }
 }
+
+// SAFETY: the direct map is one offset from all physical addresses.
+unsafe impl LinearMap for Kernel {}
 
 impl Clock for Kernel {
     fn now_ns(&self) -> u64 {

@@ -12,7 +12,7 @@ use super::{layout, percpu, tables};
 use crate::memory_map::{MOST, MemoryMap};
 use core::sync::atomic::Ordering;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{CpuCx, CpuId, Dirty, Extent, NodeId, PageSize, Pfn, VirtAddr};
+use hugemm_base::{CpuCx, CpuId, Dirty, Extent, FrameUse, NodeId, PageSize, Pfn, VirtAddr};
 use hugemm_hugetlb::{
     DescriptorLeaf, DescriptorMap, ENTRIES, Mapped, OptimizerPolicy, PagedMap, PoolArena, Tail, VmemmapOptimizer,
 };
@@ -105,7 +105,7 @@ fn own(cx: &CpuCx<'static, Kernel>, block: Extent) {
     let claimed = frames().alloc_contig_range(cx, block);
     let claimed = claimed.unwrap_or_else(|error| panic!("the descriptors' own frames cannot be claimed: {error}"));
     // Theirs until the optimizer frees them.
-    let _ = claimed.into_extent();
+    cx.count_frames(FrameUse::DESCRIPTORS, claimed.into_extent().pages() as i64);
 }
 
 /// For a fault at an address where nothing is mapped: whether it is a descriptor on its way to another frame, so that the access

@@ -1,9 +1,9 @@
 //! Blocks divided into pages and freed, as ranges and page by page: the loop of "Optimize free_contig_range()".
 
-use super::{Cx, Failure};
+use super::{Cx, Failure, vec_of};
 use crate::output::{progress, record};
 use hugemm_base::{Extent, Order};
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, platform::Kernel};
 use hugemm_workloads::alloc_free::ranges::{self, DividedBlocks, FreeMethod};
 use hugemm_workloads::alloc_free::{CountedPages, FrozenBlocks, Source};
@@ -43,7 +43,7 @@ fn side<S: Source<Kernel>>(
     let n = n.unwrap_or((PAGES >> order.get()).max(4));
     let fit = (frames().managed() >> order.get()) / 2;
     let held = HELD.min(n).min(fit.max(1));
-    let mut extents = Scratch::new(cx, held as usize, Extent::default)?;
+    let mut extents = vec_of(held as usize, Extent::default)?;
     let ways = if run.is_multiple_of(2) {
         [FreeMethod::Range, FreeMethod::EachPage]
     } else {
@@ -70,7 +70,6 @@ fn side<S: Source<Kernel>>(
             spent.lock_rounds = (frames().stats(cx).lock_rounds - before) as f64 / n as f64;
         }
     }
-    extents.free(cx);
     record(&spent, &[("side", (&name).into()), ("order", order.get().into()), ("n", n.into())]);
     Ok(())
 }

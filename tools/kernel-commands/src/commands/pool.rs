@@ -2,12 +2,11 @@
 //!
 //! The boot CPU works; the others are idle, and every flush has to reach them.
 
-use super::{Cx, Failure};
+use super::{Cx, Failure, vec_of};
 use crate::output::{note, progress, record};
 use hugemm_base::PageSize;
 use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
-use hugemm_kernel::memory::Scratch;
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
 use hugemm_kernel::{percpu, tlb};
 use hugemm_workloads::pool::{Cycle, Timed, resize};
@@ -52,13 +51,12 @@ pub fn with_empty<T>(
 ) -> Result<T, Failure> {
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
-    let mut groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, size), Group::default)?;
+    let mut groups = vec_of(HugePool::<IrqLock>::groups(areas, size), Group::default)?;
     let mut nodes = [HugePageCounts::default()];
     let result = {
         let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut groups, &mut nodes)?;
         f(cx, &pool)
     };
-    groups.free(cx);
     result
 }
 

@@ -4,14 +4,14 @@
 
 use super::selftest::Finding;
 use super::swapped::{Clocked, Store, Swapped};
-use super::{Cx, Failure, pool, region};
+use super::{Cx, Failure, pool, region, vec_of};
 use crate::output::note;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Never, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{Clearer, Features, Profile, calibrate};
 use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
 use hugemm_kernel::irq_lock::IrqLock;
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::{layout, percpu, smp, vm, vmemmap};
 use hugemm_lz4::Lz4;
 use hugemm_paging::ShootdownPolicy;
@@ -135,7 +135,7 @@ fn run<'m, 'a>(
     // Each worker's pins; none is more than one page.
     let each = (fill.bytes / fill.page.bytes()).div_ceil(workers.into()) as usize;
     let each = if fill.how == CreateMethod::Pin { each } else { 1 };
-    let mut pins = Scratch::new(cx, each * workers as usize, || None::<Pinned<'_>>)?;
+    let mut pins = vec_of(each * workers as usize, || None::<Pinned<'_>>)?;
     let (took, start) = (
         Lock::<SpinLock, _>::new(Ok(Created { bytes: fill.bytes, ..Created::default() })),
         smp::Rendezvous::new(workers),
@@ -164,7 +164,6 @@ fn run<'m, 'a>(
     for run in pins.iter_mut().filter_map(Option::take) {
         manager.unpin(cx, space, run).map_err(|(error, _)| error)?;
     }
-    pins.free(cx);
     let took = *took.lock();
     Ok(took?)
 }

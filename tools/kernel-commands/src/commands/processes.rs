@@ -4,13 +4,13 @@
 //! accesses are loads and stores by the MMU; what they find is checked.
 
 use super::swapped::{self, OurSpaces, Store, SwapVm, Terms};
-use super::{Cx, Failure};
+use super::{Cx, Failure, vec_of};
 use core::cell::Cell;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuCx, Never, NodeId, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_kernel::arch::interrupts;
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::page_fault;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
@@ -80,7 +80,7 @@ pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
     let own =
         if plan.forks { (plan.shared / u64::from(4 * plan.procs)).next_multiple_of(plan.page.bytes()) } else { 0 };
     let record = (plan.shared + 2 * own) / PAGE_BYTES;
-    let mut records = Scratch::new(cx, (record * u64::from(plan.procs)) as usize, || 0_u32)?;
+    let mut records = vec_of((record * u64::from(plan.procs)) as usize, || 0_u32)?;
     let terms = Terms {
         page: plan.page,
         frames: plan.frames,
@@ -96,7 +96,6 @@ pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
         figures.shootdowns = shootdown().counts().since(before);
         Ok(figures)
     });
-    records.free(cx);
     result
 }
 

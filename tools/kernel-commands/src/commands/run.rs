@@ -5,14 +5,14 @@
 use super::populate::calibrated;
 use super::selftest::Finding;
 use super::swapped::{Clocked, Store, Swapped};
-use super::{Cx, Failure};
+use super::{Cx, Failure, vec_of};
 use crate::output::{progress, record};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{CounterSnapshot, CpuCx, Never, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features};
 use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, OptimizerPolicy};
 use hugemm_kernel::irq_lock::IrqLock;
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::vm::{KernelVm, OnKernel};
@@ -84,7 +84,7 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     let Ways { name, granularity, clearer, optimizer, ageing } = *ways;
     let (mut areas, count) = vmemmap::areas();
     let areas = &mut areas[..count];
-    let mut groups = Scratch::new(cx, HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
+    let mut groups = vec_of(HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
     let sizes = HostSizes::of(frames().available(cx).saturating_sub(OWN)).ok_or(Failure::Memory)?;
     let mut nodes = [HugePageCounts::default()];
     let result = {
@@ -101,17 +101,15 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
             vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool))
         }?;
         let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
-        let mut pins = Scratch::new(cx, sizes.pool as usize, || None)?;
+        let mut pins = vec_of(sizes.pool as usize, || None)?;
         let mut site = Here { vm: &vm, store: &store, pins: &mut pins, kept: 0 };
         let done = run.run(cx, &mut site, tell).map_err(Failure::from);
-        pins.free(cx);
         drop(vm);
         match (store.close(cx), done) {
             (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
             (_, done) => done,
         }
     };
-    groups.free(cx);
     let accounting = result?;
     if name == "extent" {
         record(&accounting, &[]);
@@ -195,8 +193,7 @@ impl<'v, 'a, 'm> Site<'static, 'v, 'm, OurSpaces<'a>> for Here<'_, 'v, 'a, 'm> {
     }
 
     fn counters(&self) -> CounterSnapshot {
-        let each = (0..percpu::count()).map(|cpu| percpu::of(cpu).counters.snapshot());
-        each.fold(CounterSnapshot::default(), CounterSnapshot::plus)
+        percpu::counters()
     }
 
     fn reclaimed(&self, cx: &CpuCx<'static, Kernel>) -> Option<SwapCounts> {

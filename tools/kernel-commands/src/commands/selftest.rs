@@ -5,16 +5,18 @@ mod address_spaces;
 mod convoy;
 mod descriptors;
 mod frames_stress;
+mod heap_stress;
 mod pools;
 mod pressure;
 mod rights;
 mod translations;
 
-use super::{Cx, Failure};
+use super::swapped::HELD_BACK;
+use super::{Cx, Failure, free_all, vec_for, vec_of};
 use crate::output::{note, progress, sample};
 use core::fmt;
-use hugemm_base::{Clock, PageSize};
-use hugemm_kernel::{tables, tlb, vmemmap};
+use hugemm_base::{Clock, FrameUse, FramesInUse, PageSize};
+use hugemm_kernel::{percpu, tables, tlb, vmemmap};
 use hugemm_reclaim::Ageing;
 use hugemm_workloads::alloc_free::stress::Broken;
 use hugemm_workloads::request::{Part, Plant, Selftest};
@@ -24,7 +26,7 @@ const SLICE_LEAST: u64 = 100_000_000;
 const SLICE_MOST: u64 = 2_000_000_000;
 
 /// How many parts there are.
-const PARTS: u64 = 8;
+const PARTS: u64 = 9;
 
 /// What the self-test found.
 #[derive(Debug)]
@@ -46,6 +48,17 @@ pub enum Finding {
     },
     /// A store went through that should not have, or was forgotten.
     Rights(rights::Broken),
+    /// Memory of the heap does not contain what its owner wrote.
+    Heap {
+        /// Where.
+        at: usize,
+        /// What was written.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Who looked.
+        cpu: u32,
+    },
     /// The convoy's lock did not exclude.
     Convoy {
         /// How often it was taken.
@@ -95,6 +108,15 @@ pub enum Finding {
         /// How long it took.
         seconds: f64,
     },
+    /// What is in use for something is not what there should be.
+    Use {
+        /// For what.
+        of: &'static str,
+        /// Frames that there should be.
+        expected: i64,
+        /// Frames that are counted.
+        found: i64,
+    },
     /// Frames are missing at the end.
     Lost {
         /// How many there should be.
@@ -118,6 +140,9 @@ impl fmt::Display for Finding {
             }
             Finding::Content { at, expected, found, cpu } => {
                 write!(f, "self-test, address spaces: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
+            }
+            Finding::Heap { at, expected, found, cpu } => {
+                write!(f, "self-test, heap: cpu{cpu} found {found:#x} at {at:#x}, not {expected:#x}")
             }
             Finding::Rights(broken) => write!(f, "self-test, rights: {broken}"),
             Finding::Convoy { expected, found } => {
@@ -144,6 +169,9 @@ impl fmt::Display for Finding {
                     ageing.name()
                 )
             }
+            Finding::Use { of, expected, found } => {
+                write!(f, "self-test: {found} frames are counted as in use for {of} at the end instead of {expected}")
+            }
             Finding::Lost { expected, found } => {
                 write!(f, "self-test: {found} frames are free or descriptors' at the end instead of {expected}")
             }
@@ -163,7 +191,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
     let (mut steps, mut zeroed) = (0, 0);
     let mut pressed = pressure::Tally::default();
     let before = tlb::shootdown().counts();
-    let mut plugged = frames_stress::plugged(cx)?;
+    let mut plugged = frames_stress::plugged()?;
     // A planted bug has the time to itself.
     let only = if args.plant == Plant::None { args.only } else { args.plant.part() };
     // It divides leaves of live tables by one store.
@@ -193,10 +221,14 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             break;
         }
         let free = frames_stress::free_pages(cx) + vmemmap::audit().frames;
+        let uses = percpu::counters().frames;
         let slice = ((of - spent.min(of)) / PARTS).clamp(SLICE_LEAST, most);
         let clock = cx.platform();
         if runs(Part::Frames) {
             frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice, &mut plugged)?;
+        }
+        if runs(Part::Heap) {
+            heap_stress::round(cx, seed, clock.now_ns() + slice)?;
         }
         if runs(Part::Rights) {
             seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;
@@ -227,6 +259,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         if found != free {
             return Err(Finding::Lost { expected: free, found }.into());
         }
+        check_uses(uses)?;
         (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
@@ -252,4 +285,22 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
         sample("selftest.shootdowns", count as f64, "counted", &[("what", (&name).into())]);
     }
     Ok(())
+}
+
+/// Each use has as many frames as before the round; descriptors may have more or fewer, and as many as they are seen to have.
+fn check_uses(before: FramesInUse) -> Result<(), Finding> {
+    let now = percpu::counters().frames;
+    let uses = [
+        ("page tables", FrameUse::TABLES),
+        ("small objects", FrameUse::SLABS),
+        ("the heap", FrameUse::HEAP),
+        ("swap", FrameUse::SWAP),
+        ("memory held back", HELD_BACK),
+    ];
+    let kept = uses.map(|(name, of)| (name, before.of(of), now.of(of)));
+    let seen = ("descriptors", vmemmap::audit().frames as i64, now.of(FrameUse::DESCRIPTORS));
+    match kept.into_iter().chain([seen]).find(|(_, expected, found)| expected != found) {
+        Some((of, expected, found)) => Err(Finding::Use { of, expected, found }),
+        None => Ok(()),
+    }
 }

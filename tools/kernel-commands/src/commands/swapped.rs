@@ -1,14 +1,15 @@
 //! Address spaces whose idle pages go to compressed swap, on as much of this machine's memory as is left to them.
 
 use super::selftest::Finding;
-use super::{Cx, Failure};
+use super::{Cx, Failure, vec_for, vec_of};
+use ::alloc::vec::Vec;
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicU64, Ordering};
 use hugemm_base::lock::SpinLock;
-use hugemm_base::{Order, PageSize};
+use hugemm_base::{FrameUse, Order, PageSize};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
-use hugemm_frames::{AllocError, AllocRequest, Frozen};
-use hugemm_kernel::memory::{KernelEnv, Scratch, frames};
+use hugemm_frames::Frozen;
+use hugemm_kernel::memory::{KernelEnv, frames};
 use hugemm_kernel::vm::{self, KernelVm, OnKernel, Paging};
 use hugemm_kernel::{clock, percpu, smp, tlb};
 use hugemm_lz4::Lz4;
@@ -102,11 +103,10 @@ pub fn with<R>(
     terms: &Terms,
     f: impl for<'a> FnOnce(Cx<'_>, &SwapVm<'a>, &Store) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let clocks = Scratch::new(cx, percpu::count() as usize, CpuClock::default)?;
-    let rest = Rest::hold(cx, terms)?;
+    let clocks = vec_of(percpu::count() as usize, CpuClock::default)?;
+    let rest = hold_back(cx, terms)?;
     let result = on_ration(cx, terms, &clocks, f);
-    rest.free(cx);
-    clocks.free(cx);
+    free_held(cx, rest);
     result
 }
 
@@ -134,48 +134,39 @@ fn on_ration<R>(
     }
 }
 
-/// The memory that others may not have.
-struct Rest(Scratch<Option<Frozen>>);
+/// What memory is held back for, so that there is less.
+pub const HELD_BACK: FrameUse = FrameUse::own(0).expect("one of eight");
 
-impl Rest {
-    /// Holds back what is free except the frames that pages may have. For pages of 4 KiB, blocks of 2 MiB first, then
-    /// smaller ones, because after a long time much may be free in pieces, and who had those would never be short. For
-    /// larger pages, the pieces first: with nothing but pieces no page would ever be had, and nothing be short either.
-    fn hold(cx: Cx<'_>, terms: &Terms) -> Result<Rest, AllocError> {
-        smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
-        let largest = PageSize::Size2M.order();
-        let free = frames().stats(cx);
-        let pieces: u64 = free.blocks.iter().take(largest.get() as usize).sum();
-        // One more of each order, for a block that has to be divided.
-        let most = free.available() / largest.pages() + pieces + u64::from(largest.get()) + 1;
-        let mut held = Scratch::new(cx, most as usize, || None)?;
-        let mut places = held.iter_mut();
-        let mut hold = |order: Order, most: u64| {
-            for _ in 0..most {
-                if frames().available(cx) < terms.frames + order.pages() {
-                    break;
-                }
-                percpu::beat();
-                let Ok(block) = frames().alloc(cx, AllocRequest::order(order)) else { break };
-                match places.next() {
-                    Some(place) => *place = Some(block),
-                    None => {
-                        frames().free(cx, block);
-                        break;
-                    }
-                }
+/// Gives back what was held back.
+pub fn free_held(cx: Cx<'_>, blocks: Vec<Frozen>) {
+    blocks.into_iter().for_each(|block| frames().free_for(cx, HELD_BACK, block));
+}
+
+/// Holds back what is free except the frames that pages may have. For pages of 4 KiB, blocks of 2 MiB first, then
+/// smaller ones, because after a long time much may be free in pieces, and who had those would never be short. For
+/// larger pages, the pieces first: with nothing but pieces no page would ever be had, and nothing be short either.
+fn hold_back(cx: Cx<'_>, terms: &Terms) -> Result<Vec<Frozen>, Failure> {
+    smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
+    let largest = PageSize::Size2M.order();
+    let free = frames().stats(cx);
+    let pieces: u64 = free.blocks.iter().take(largest.get() as usize).sum();
+    // One more of each order, for a block that has to be divided.
+    let most = free.available() / largest.pages() + pieces + u64::from(largest.get()) + 1;
+    let mut held = vec_for(most as usize)?;
+    let mut hold = |order: Order, most: u64| {
+        for _ in 0..most {
+            if held.len() == held.capacity() || frames().available(cx) < terms.frames + order.pages() {
+                break;
             }
-        };
-        let orders = || (0..=largest.get()).rev().filter_map(|order| Order::new(order).ok());
-        if terms.page != PageSize::Size4K {
-            orders().skip(1).for_each(|order| hold(order, free.blocks[order.get() as usize]));
+            percpu::beat();
+            let Ok(block) = frames().alloc_for(cx, HELD_BACK, order) else { break };
+            held.push(block);
         }
-        orders().for_each(|order| hold(order, u64::MAX));
-        Ok(Rest(held))
+    };
+    let orders = || (0..=largest.get()).rev().filter_map(|order| Order::new(order).ok());
+    if terms.page != PageSize::Size4K {
+        orders().skip(1).for_each(|order| hold(order, free.blocks[order.get() as usize]));
     }
-
-    fn free(mut self, cx: Cx<'_>) {
-        self.0.free_blocks(cx);
-        self.0.free(cx);
-    }
+    orders().for_each(|order| hold(order, u64::MAX));
+    Ok(held)
 }

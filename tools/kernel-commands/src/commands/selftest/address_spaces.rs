@@ -5,12 +5,11 @@
 //! that a page which it has unmapped is zero again. In the common area, which is shared memory, each CPU has a word of its
 //! own in every page. A child of a fork has to show its maker's plot as it was, and must not be seen by the parent.
 
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, vec_of};
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Never, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
-use hugemm_kernel::memory::Scratch;
 use hugemm_kernel::page_fault::{load, store};
 use hugemm_kernel::vm::{self, OnKernel};
 use hugemm_kernel::{percpu, smp};
@@ -73,7 +72,7 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
     let cpus = percpu::count();
-    let mut known = Scratch::new(cx, cpus as usize, || Known {
+    let mut known = vec_of(cpus as usize, || Known {
         small: [0; SMALL_PAGES as usize],
         huge: [0; HUGE_PAGES as usize],
         common: [0; SMALL_PAGES as usize],
@@ -114,7 +113,6 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(u64, u64), Failure> {
     };
     manager.destroy(cx, space).map_err(|(error, _)| error)?;
     manager.trim(cx);
-    known.free(cx);
     result
 }
 

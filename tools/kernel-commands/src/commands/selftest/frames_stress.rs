@@ -1,13 +1,13 @@
 //! All CPUs take, pass on and free blocks of all orders; a bitmap beside the allocator knows every frame's owner.
 
-use super::{Cx, Failure, Finding};
-use core::mem::ManuallyDrop;
+use super::{Cx, Failure, Finding, vec_of};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Extent, Order, PageSize, Pfn};
 use hugemm_frames::{AllocRequest, Mobility};
-use hugemm_kernel::memory::{self, KernelEnv, Scratch, frames};
+use hugemm_kernel::heap::heap;
+use hugemm_kernel::memory::{self, KernelEnv, frames};
 use hugemm_kernel::{percpu, smp};
 use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership, Plugged};
 use hugemm_workloads::random::Random;
@@ -20,22 +20,28 @@ const HELD: usize = 64;
 /// Places through which blocks go from one CPU to another.
 const EXCHANGE: usize = 16;
 
+/// Memory for what the allocator keeps.
+#[repr(align(4096))]
+#[allow(dead_code, reason = "room for others")]
+struct Page([u8; 4096]);
+
 /// Memory that comes and goes in each round: 2 MiB beyond all there is, of which nothing but numbers is used.
-pub fn plugged(cx: Cx<'_>) -> Result<Plugged, Failure> {
+pub fn plugged() -> Result<Plugged, Failure> {
     let first = memory::end().number().next_multiple_of(PageSize::Size2M.pages());
     let extent = Extent::new(Pfn::new(first), PageSize::Size2M.pages()).unwrap_or_default();
-    // A part of it is the allocator's for good; all of it stays with this.
-    let mut room = ManuallyDrop::new(Scratch::new(cx, Plugged::bytes::<KernelEnv>(extent), || 0_u8)?);
+    // Some of it is the allocator's for good.
+    let room = vec_of(Plugged::bytes::<KernelEnv>(extent).div_ceil(size_of::<Page>()), || Page([0; 4096]))?.leak();
+    let room = NonNull::slice_from_raw_parts(NonNull::from(&mut *room).cast(), size_of_val(room));
     // SAFETY: no memory is there, so no manager has those frames; the room is never given back.
-    Ok(unsafe { Plugged::new(extent, NonNull::from(&mut room[..])) })
+    Ok(unsafe { Plugged::new(extent, room) })
 }
 
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, plugged: &mut Plugged) -> Result<(), Failure> {
     let cpus = percpu::count();
     let area = Extent::new(Pfn::new(0), plugged.end().number()).unwrap_or_default();
-    let words = Scratch::new(cx, (area.pages() / 64) as usize, || AtomicU64::new(0))?;
-    let exchange = Scratch::new(cx, EXCHANGE, || AtomicU64::new(0))?;
+    let words = vec_of((area.pages() / 64) as usize, || AtomicU64::new(0))?;
+    let exchange = vec_of(EXCHANGE, || AtomicU64::new(0))?;
     let found: Lock<SpinLock, Option<Broken>> = Lock::new(None);
     let turning = Lock::<SpinLock, _>::new(plugged);
     let stop = AtomicBool::new(false);
@@ -79,15 +85,15 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, plugged: &mut Plug
         free_pages(cx);
         stress::unplug(cx, frames(), &mut turning.lock()).map_err(Finding::Frames)?;
     }
-    for scratch in [words, exchange] {
-        scratch.free(cx);
-    }
     Ok(())
 }
 
 /// Free frames, those in all CPUs' caches included.
 pub fn free_pages(cx: Cx<'_>) -> u64 {
-    smp::on_cpus(cx, percpu::count(), &|cx, _| frames().drain(cx));
+    smp::on_cpus(cx, percpu::count(), &|cx, _| {
+        heap().into_iter().for_each(|heap| heap.trim(cx));
+        frames().drain(cx);
+    });
     frames().available(cx)
 }
 

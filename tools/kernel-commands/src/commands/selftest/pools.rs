@@ -9,7 +9,7 @@
 mod intact;
 
 use super::descriptors::stamp;
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, vec_of};
 use core::hint::black_box;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::inject::FaultPlan;
@@ -17,7 +17,7 @@ use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Never, PageSize, Pfn};
 use hugemm_hugetlb::{FlushPolicy, Group, HugePageCounts, HugePool, Nodes, OptimizerPolicy, PoolError};
 use hugemm_kernel::irq_lock::IrqLock;
-use hugemm_kernel::memory::{self, Scratch, frames};
+use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::vmemmap::{self, KernelOptimizer};
 use hugemm_kernel::{percpu, smp};
 use hugemm_workloads::random::Random;
@@ -62,8 +62,8 @@ impl Tally {
 pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Failure> {
     let ((mut areas, count), (mut gigantic_areas, _)) = (vmemmap::areas(), vmemmap::areas());
     let (areas, gigantic_areas) = (&mut areas[..count], &mut gigantic_areas[..count]);
-    let mut groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size2M), Group::default)?;
-    let mut gigantic_groups = Scratch::new(cx, Pool::groups(areas, PageSize::Size1G), Group::default)?;
+    let mut groups = vec_of(Pool::groups(areas, PageSize::Size2M), Group::default)?;
+    let mut gigantic_groups = vec_of(Pool::groups(areas, PageSize::Size1G), Group::default)?;
     let (mut counts, mut gigantic_counts) = ([HugePageCounts::default()], [HugePageCounts::default()]);
     let huge = Pool::new(PageSize::Size2M, areas, &mut groups, &mut counts)?;
     let gigantic = Pool::new(PageSize::Size1G, gigantic_areas, &mut gigantic_groups, &mut gigantic_counts)?;
@@ -81,8 +81,6 @@ pub fn round(cx: Cx<'_>, seed: u64, until: u64, least: u64) -> Result<Tally, Fai
     }
     intact.check(cx, [&huge, &gigantic])?;
     intact.free(cx);
-    groups.free(cx);
-    gigantic_groups.free(cx);
     match vmemmap::audit().lean {
         Some(at) => Err(Finding::Lean { at: at.get() }.into()),
         None => Ok(tally),

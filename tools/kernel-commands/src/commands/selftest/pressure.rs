@@ -2,10 +2,12 @@
 //! fork, and unmap and map anew, while pages go to compressed swap and come back. Every touch checks what is in the page.
 
 use super::super::processes::{self, ProcessPlan};
-use super::{Cx, Failure, Finding};
+use super::super::swapped::{HELD_BACK, free_held};
+use super::{Cx, Failure, Finding, vec_for};
+use ::alloc::vec::Vec;
 use hugemm_base::{Clock, Order, PAGE_BYTES, PageSize};
-use hugemm_frames::{AllocError, AllocRequest, Frozen};
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_frames::Frozen;
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::percpu;
 use hugemm_reclaim::{Ageing, LruPolicy};
 use hugemm_workloads::request::Plant;
@@ -79,10 +81,10 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         let plan =
             ProcessPlan { page, policy, ageing, procs, frames, swap, shared, time, least, hot, forks, unflushed, seed };
         // Every other round of small pages begins with more memory in pieces than they may have.
-        let pieces = (page == PageSize::Size4K && seed & 1 == 1).then(|| Pieces::make(cx, 4 * frames)).transpose()?;
+        let pieces = (page == PageSize::Size4K && seed & 1 == 1).then(|| pieces(cx, 4 * frames)).transpose()?;
         let figures = processes::run(cx, &plan);
         if let Some(pieces) = pieces {
-            pieces.free(cx);
+            free_held(cx, pieces);
         }
         let figures = figures?;
         if figures.swap.loads < least {
@@ -108,27 +110,16 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
     Ok(tally)
 }
 
-/// Memory of which every other block of 32 KiB is free.
-struct Pieces(Scratch<Option<Frozen>>);
-
-impl Pieces {
-    /// Of so many frames, or of half of those that are free.
-    fn make(cx: Cx<'_>, pages: u64) -> Result<Pieces, AllocError> {
-        let Ok(order) = Order::new(PIECE) else { return Err(AllocError::OutOfMemory) };
-        let count = pages.min(frames().available(cx) / 2) / order.pages();
-        let mut held = Scratch::new(cx, count as usize, || None)?;
-        for place in held.iter_mut() {
-            percpu::beat();
-            *place = frames().alloc(cx, AllocRequest::order(order)).ok();
-        }
-        for block in held.iter_mut().step_by(2).filter_map(Option::take) {
-            frames().free(cx, block);
-        }
-        Ok(Pieces(held))
+/// Every other block of 32 KiB of so many frames, or of half of those that are free; what lies between is free.
+fn pieces(cx: Cx<'_>, pages: u64) -> Result<Vec<Frozen>, Failure> {
+    let Ok(order) = Order::new(PIECE) else { return Err(Failure::Memory) };
+    let count = pages.min(frames().available(cx) / 2) / order.pages();
+    let (mut between, mut held) = (vec_for(count as usize)?, vec_for(count as usize)?);
+    for index in 0..count {
+        percpu::beat();
+        let Ok(block) = frames().alloc_for(cx, HELD_BACK, order) else { break };
+        if index % 2 == 0 { between.push(block) } else { held.push(block) }
     }
-
-    fn free(mut self, cx: Cx<'_>) {
-        self.0.free_blocks(cx);
-        self.0.free(cx);
-    }
+    free_held(cx, between);
+    Ok(held)
 }

@@ -5,7 +5,7 @@
 //! last time is known to have been written. Then it gives the right back, to one page first and then to all, while the
 //! others wait in their page faults.
 
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, vec_of};
 use crate::space::rights::Way;
 use crate::space::{BareSpace, Pages};
 use core::fmt;
@@ -13,7 +13,7 @@ use core::ptr;
 use core::sync::atomic::{AtomicBool, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::PagingError;
 use hugemm_workloads::random::Random;
@@ -84,7 +84,7 @@ fn span(at: u64, bytes: u64) -> Result<VirtRange, PagingError> {
 
 /// One round on all CPUs, until `until` at the latest; returns how often the right to store was taken away.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Failure> {
-    let mut runs = Scratch::new(cx, PAGES as usize, Extent::default)?;
+    let mut runs = vec_of(PAGES as usize, Extent::default)?;
     let space = BareSpace::new(cx, Some(&Counters))?;
     let stop = AtomicBool::new(false);
     let outcome: Lock<SpinLock, _> = Lock::new(None);
@@ -111,7 +111,6 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<u64, Fai
         // SAFETY: the space that had them is gone, and each was shown once.
         frames().free_extent(cx, unsafe { Dirty::assume_owned(*run) });
     }
-    runs.free(cx);
     outcome.lock().take().unwrap_or(Ok(0))
 }
 

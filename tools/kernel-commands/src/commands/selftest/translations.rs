@@ -6,14 +6,14 @@
 //! there when it is looked at again; then they are freed and come back under other addresses. So a read through a
 //! translation that is gone finds the wrong words, and a write through one breaks the pattern.
 
-use super::{Cx, Failure, Finding};
+use super::{Cx, Failure, Finding, vec_of};
 use crate::space::{BareSpace, Pages};
 use core::cell::RefCell;
 use core::ptr;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Clock, CpuCx, Dirty, Extent, PAGE_BYTES, PageSize, VirtAddr, VirtRange};
-use hugemm_kernel::memory::{Scratch, frames};
+use hugemm_kernel::memory::frames;
 use hugemm_kernel::{layout, percpu, platform::Kernel, smp, tlb};
 use hugemm_paging::{PagingError, Run};
 use hugemm_workloads::random::Random;
@@ -107,7 +107,7 @@ impl Round<'_> {
 /// One round on all CPUs, until `until` at the latest.
 pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, Failure> {
     let cpus = percpu::count();
-    let mut runs = Scratch::new(cx, RUNS * cpus as usize, Extent::default)?;
+    let mut runs = vec_of(RUNS * cpus as usize, Extent::default)?;
     let round = Round {
         space: BareSpace::new(cx, Some(&Checked))?,
         plant,
@@ -141,7 +141,6 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64) -> Result<Tally, F
         list.borrow_mut().give_back(cx);
     }
     space.free(cx, |_| ());
-    runs.free(cx);
     // Relaxed: the CPUs have finished.
     Ok(Tally { unmaps: unmaps.load(Ordering::Relaxed), resized: resized.load(Ordering::Relaxed) })
 }

@@ -1,13 +1,15 @@
 //! Whether every descriptor that somebody owns is memory of its own, on every CPU, and no frame is missing.
 
+use super::super::{free_all, vec_for};
 use super::{Cx, Failure, Finding, Pool};
 use crate::commands::selftest::descriptors::WORD;
 use crate::commands::selftest::frames_stress::free_pages;
+use ::alloc::vec::Vec;
 use core::ops::Range;
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Order, PageSize, Pfn};
-use hugemm_frames::{AllocError, AllocRequest, Frozen};
-use hugemm_kernel::memory::{self, Scratch, frames};
+use hugemm_frames::{AllocRequest, Frozen};
+use hugemm_kernel::memory::{self, frames};
 use hugemm_kernel::{percpu, smp, vmemmap};
 use hugemm_workloads::random::Random;
 
@@ -23,9 +25,9 @@ const ONE: Range<usize> = WORD..WORD + 1;
 /// What is looked at.
 pub struct Intact {
     /// Blocks of others: what is in their descriptors was written once.
-    others: Scratch<Option<Frozen>>,
+    others: Vec<Frozen>,
     /// Places for all free memory.
-    free: Scratch<Option<Frozen>>,
+    free: Vec<Frozen>,
     /// Frames that are free, or descriptors', with the pools empty.
     frames: u64,
 }
@@ -55,17 +57,17 @@ fn huge_order() -> Order {
 
 impl Intact {
     /// With blocks of several orders in use, scattered; the pools are empty.
-    pub fn new(cx: Cx<'_>) -> Result<Intact, AllocError> {
+    pub fn new(cx: Cx<'_>) -> Result<Intact, Failure> {
         let most = memory::managed_bytes() / PageSize::Size2M.bytes();
-        let free = Scratch::new(cx, most as usize + SINGLES, || None)?;
-        let mut others = Scratch::new(cx, OTHERS, || None)?;
-        for (index, place) in others.iter_mut().enumerate() {
+        let free = vec_for(most as usize + SINGLES)?;
+        let mut others = vec_for(OTHERS)?;
+        for index in 0..OTHERS {
             let order = Order::new([0, 9, 3, 0, 5, 1, 9, 2][index % 8]).unwrap_or(Order::ZERO);
             let block = frames().alloc(cx, AllocRequest::order(order))?;
             // Another one between this and the next.
             let gap = frames().alloc(cx, AllocRequest::order(order))?;
             write(block.pfn().number(), ALL);
-            *place = Some(block);
+            others.push(block);
             frames().free(cx, gap);
         }
         let frames = free_pages(cx) + vmemmap::audit().frames;
@@ -74,10 +76,7 @@ impl Intact {
 
     /// Looks at one of the others' descriptors, as `cpu`, at any time.
     pub fn look(&self, cpu: u32, random: &mut Random) -> Result<(), Finding> {
-        match &self.others[random.below(OTHERS as u64) as usize] {
-            Some(block) => read(cpu, block.pfn().number(), ALL),
-            None => Ok(()),
-        }
+        read(cpu, self.others[random.below(OTHERS as u64) as usize].pfn().number(), ALL)
     }
 
     /// Looks at everything, while nobody resizes.
@@ -88,21 +87,20 @@ impl Intact {
             return Err(Finding::Lost { expected: self.frames, found }.into());
         }
         let mut order = huge_order();
-        for place in self.free.iter_mut() {
-            let mut block = frames().alloc(cx, AllocRequest::order(order));
-            if block.is_err() {
-                order = Order::ZERO;
-                block = frames().alloc(cx, AllocRequest::order(order));
-            }
-            *place = block.ok();
+        while self.free.len() < self.free.capacity() {
             percpu::beat();
+            match frames().alloc(cx, AllocRequest::order(order)) {
+                Ok(block) => self.free.push(block),
+                Err(_) if order == Order::ZERO => break,
+                Err(_) => order = Order::ZERO,
+            }
         }
         let owned = |each: &mut dyn FnMut(u64) -> Result<(), Finding>| {
             let pages = pools.into_iter().flat_map(|pool| {
                 // Of a lean page the head's is all that anybody owns.
                 pool.pages().map(|(pfn, lean)| (pfn, if lean { 1 } else { pool.size().pages() }))
             });
-            let free = self.free.iter().flatten().map(|block| (block.pfn(), block.extent().pages()));
+            let free = self.free.iter().map(|block| (block.pfn(), block.extent().pages()));
             for (base, pages) in pages.chain(free) {
                 percpu::beat();
                 (base.number()..base.number() + pages).try_for_each(&mut *each)?;
@@ -114,16 +112,15 @@ impl Intact {
             Ok(())
         })?;
         let wrong: Lock<SpinLock, Option<Finding>> = Lock::new(None);
-        let others = &*self.others;
+        let others = &self.others[..];
         // By every CPU: one that missed a flush finds something else.
         smp::on_cpus(cx, percpu::count(), &|_, cpu| {
-            let mut others = others.iter().flatten();
-            let found = others.try_for_each(|block| read(cpu, block.pfn().number(), ALL));
+            let found = others.iter().try_for_each(|block| read(cpu, block.pfn().number(), ALL));
             if let Err(finding) = found.and_then(|()| owned(&mut |frame| read(cpu, frame, ONE))) {
                 *wrong.lock() = Some(finding);
             }
         });
-        self.free.free_blocks(cx);
+        free_all(cx, self.free.drain(..));
         // Whatever is left in caches, out of the middle of free memory, would keep pages of 1 GiB from being had.
         frames().drain(cx);
         match wrong.lock().take() {
@@ -133,9 +130,7 @@ impl Intact {
     }
 
     /// Gives everything back.
-    pub fn free(mut self, cx: Cx<'_>) {
-        self.others.free_blocks(cx);
-        self.others.free(cx);
-        self.free.free(cx);
+    pub fn free(self, cx: Cx<'_>) {
+        free_all(cx, self.others);
     }
 }

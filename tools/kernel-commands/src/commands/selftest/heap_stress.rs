@@ -1,0 +1,71 @@
+//! All CPUs use the global allocator, interrupts on: what one takes another frees, every word is known.
+
+use super::{Cx, Failure, Finding};
+use ::alloc::vec::Vec;
+use core::sync::atomic::{AtomicBool, Ordering};
+use hugemm_base::Clock;
+use hugemm_base::lock::{Lock, SpinLock};
+use hugemm_kernel::{percpu, smp};
+use hugemm_workloads::random::Random;
+
+/// Steps of each CPU in a round, at most.
+const STEPS: u64 = 20_000;
+/// Places through which memory goes from one CPU to another.
+const EXCHANGE: usize = 64;
+
+/// Words that follow from where they are.
+#[derive(Default)]
+struct Words(Vec<u64>);
+
+impl Words {
+    fn word(&self, index: usize) -> u64 {
+        !(self.0.as_ptr().addr() as u64).wrapping_add(index as u64)
+    }
+
+    /// Of a slab mostly, of a block of frames sometimes; none if there is no memory.
+    fn new(random: &mut Random) -> Self {
+        let most = if random.below(64) == 0 { 1 << 15 } else { 1 << random.below(10) };
+        let (mut words, count) = (Words::default(), random.below(most) as usize + 1);
+        if words.0.try_reserve_exact(count).is_ok() {
+            (0..count).for_each(|index| words.0.push(words.word(index)));
+        }
+        words
+    }
+
+    fn check(&self, cpu: u32) -> Result<(), Finding> {
+        for (index, found) in self.0.iter().enumerate() {
+            let expected = self.word(index);
+            if *found != expected {
+                let at = core::ptr::from_ref(found).addr();
+                return Err(Finding::Heap { at, expected, found: *found, cpu });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One round on all CPUs, until `until` at the latest.
+pub fn round(cx: Cx<'_>, seed: u64, until: u64) -> Result<(), Failure> {
+    let exchange: [Lock<SpinLock, Words>; EXCHANGE] = core::array::from_fn(|_| Lock::new(Words::default()));
+    let (found, stop) = (Lock::<SpinLock, Option<Finding>>::new(None), AtomicBool::new(false));
+    smp::on_cpus(cx, percpu::count(), &|cx, cpu| {
+        let mut random = Random::new(seed ^ u64::from(cpu) << 32);
+        for _ in 0..STEPS {
+            // Relaxed: only to end sooner.
+            if stop.load(Ordering::Relaxed) || cx.platform().now_ns() >= until {
+                return;
+            }
+            percpu::beat();
+            let new = Words::new(&mut random);
+            let old = core::mem::replace(&mut *exchange[random.below(EXCHANGE as u64) as usize].lock(), new);
+            if let Err(finding) = old.check(cpu) {
+                stop.store(true, Ordering::Relaxed);
+                found.lock().get_or_insert(finding);
+            }
+        }
+    });
+    match found.lock().take() {
+        Some(finding) => Err(finding.into()),
+        None => Ok(()),
+    }
+}
