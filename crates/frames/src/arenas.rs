@@ -430,13 +430,13 @@ impl<'m> Leaver<'m> {
         &self.kept.arena
     }
 
-    /// It goes. What was kept about it is the caller's.
+    /// It goes. What was kept about it is the caller's. `lists` are its node's: their lock is held.
     ///
     /// # Safety
     ///
-    /// As [`Frames::remove`](crate::Frames::remove); the caller holds its node's lock, and nobody else has changed the list since it was
-    /// found.
-    pub(crate) unsafe fn leave(self) -> &'m Kept<'m> {
+    /// As [`Frames::remove`](crate::Frames::remove); nobody else has changed the list since it was found.
+    pub(crate) unsafe fn leave(self, lists: &mut FreeLists) -> &'m Kept<'m> {
+        debug_assert_eq!(lists.node, self.arena().node);
         self.slot.vacate();
         self.kept
     }
@@ -515,9 +515,9 @@ mod loom_tests {
         /// What was kept about the arena is somebody else's at once.
         fn remove(&self, base: u64) {
             let _one = self.changes.lock().unwrap();
-            let _lists = self.node.lock().unwrap();
+            let mut lists = self.node.lock().unwrap();
             // SAFETY: the models look for no frame of it; both locks are held.
-            let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave() };
+            let kept = unsafe { self.arenas.exactly(spec(base).extent).expect("there").leave(&mut lists) };
             self.piece_at(kept.memory().as_ptr().cast()).all.with_mut(|_| ());
         }
 
@@ -612,7 +612,7 @@ mod loom_tests {
         });
     }
 
-    /// Nobody who allocates has an arena that goes. Fails if it leaves without the node's lock.
+    /// Nobody who allocates has an arena that goes: it leaves under the node's lock.
     #[test]
     fn an_arena_goes_when_nobody_allocates_from_it() {
         explore(|| {

@@ -238,14 +238,14 @@ impl<'m, E: Env> Frames<'m, E> {
             // SAFETY: the lock is held.
             let leaver = unsafe { self.arenas.exactly(extent) }.ok_or(RemoveError::NotAdded)?;
             let arena = leaver.arena();
-            let remove = |_: &mut FreeLists| {
+            let remove = |lists: &mut FreeLists| {
                 if let Some(pfn) = self.next_refused(arena, extent) {
                     return Err(RemoveError::HwPoisoned(pfn));
                 }
                 // Relaxed: statistics.
                 self.managed.fetch_sub(arena.released.load(Ordering::Relaxed), Ordering::Relaxed);
-                // SAFETY: the caller's promise; both locks are held.
-                Ok(unsafe { leaver.leave() })
+                // SAFETY: the caller's promise; the list's lock is held too.
+                Ok(unsafe { leaver.leave(lists) })
             };
             self.with_node(pin, arena.node, remove).unwrap_or(Err(RemoveError::NotAdded))
         });

@@ -222,6 +222,10 @@ pub fn publish_if_empty(slot: &impl AtomicWord, entry: u64) -> Result<(), u64> {
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
+    use crate::page_table::Editing;
+    use crate::protect::Edit;
+    use crate::write_protect::{NO_WRITE, restrict};
+    use crate::x86_64::X86_64;
     use loom::sync::Arc;
     use loom::thread;
 
@@ -323,7 +327,6 @@ mod loom_tests {
     /// Fails without the fence between loads and stores.
     #[test]
     fn a_flipped_entry_is_seen_filled() {
-        use crate::x86_64::X86_64;
         const FLIPPED: u64 = 1 << 1;
         loom::model(|| {
             let upper: Arc<[AtomicU64; 4 * LINE]> = Arc::new(core::array::from_fn(|_| AtomicU64::new(0)));
@@ -344,6 +347,28 @@ mod loom_tests {
             lower.store(7, Ordering::Relaxed);
             assert_eq!(publish_if_empty(&upper[0], PRESENT), Ok(()));
             flip.join().expect("the other");
+            walker.join().expect("the walker");
+        });
+    }
+
+    /// The same where one entry is restricted. Fails if the restricted entry is stored relaxed.
+    #[test]
+    fn a_table_that_is_restricted_is_seen_filled() {
+        loom::model(|| {
+            let tables = Tables::new();
+            let (restricted, walked) = (tables.clone(), tables.clone());
+            let restrict = thread::spawn(move || {
+                let mut edit = Edit::handing_down(NO_WRITE, Editing::LIVE);
+                restrict::<X86_64>(restricted.upper(), 0, 1, &mut edit);
+            });
+            let walker = thread::spawn(move || {
+                if walked.upper().get(0) != 0 {
+                    assert_eq!(walked.lower_leaf(0).load(Ordering::Relaxed), 7);
+                }
+            });
+            tables.lower(0).set(0, 7);
+            assert_eq!(tables.upper().publish_if_empty(0, X86_64::table(Pfn::new(1))), Ok(()));
+            restrict.join().expect("the other");
             walker.join().expect("the walker");
         });
     }

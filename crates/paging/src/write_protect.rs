@@ -69,7 +69,7 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 }
 
 /// What is taken from leaves.
-const NO_WRITE: Change = Change { set: Flags::NONE, clear: Flags::WRITE };
+pub(crate) const NO_WRITE: Change = Change { set: Flags::NONE, clear: Flags::WRITE };
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
     /// Returns how many tables became read-only; leaves are counted by `edit`.
@@ -138,7 +138,7 @@ impl<F: PageFormat, M: TableMemory> Tree<F, M> {
 /// Lets nothing below one entry of `level` be written; also below a detached one, whose leaves are still to be shown.
 ///
 /// Nobody else makes anything here writable or read-only: they would have to hand down what is being handed down.
-fn restrict<F: PageFormat>(table: Table, index: usize, level: u32, edit: &mut Edit) {
+pub(crate) fn restrict<F: PageFormat>(table: Table, index: usize, level: u32, edit: &mut Edit) {
     let seen = table.get(index);
     match kind::<F>(seen, level) {
         Kind::Leaf => edit.leaf::<F>(table, index, level, seen),

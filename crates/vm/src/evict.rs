@@ -77,28 +77,28 @@ impl<S: Setup> Vm<'_, S> {
             return Err(VmError::OtherKind.into());
         }
         let slots = self.frames().alloc(cx, AllocRequest::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
-        if places > FEW_REFERENCES
-            && let Err(error) = self.widen(cx, slots.pfn())
-        {
-            self.frames().free(cx, slots);
-            return Err(error.into());
-        }
-        for page in 0..SLOTS {
-            let error = match store(cx, block, page) {
-                Ok(slot) if self.set_slot(cx, &slots, page, slot) => continue,
-                Ok(slot) => {
-                    // SAFETY: `store`'s answer, which nobody has been told.
-                    unsafe { self.pager().free(cx, slot) };
-                    VmError::Unreachable.into()
-                }
-                Err(error) => error,
-            };
-            for slot in (0..page).filter_map(|page| self.get_slot(cx, &slots, page)) {
-                // SAFETY: as above, of earlier pages; the frame that has them is freed.
-                unsafe { self.pager().free(cx, slot) };
+        let ready = if places > FEW_REFERENCES { self.widen(cx, slots.pfn()) } else { Ok(()) };
+        let mut table = match ready.and_then(|()| self.slots(cx, slots.pfn()).ok_or(VmError::Unreachable)) {
+            Ok(table) => table,
+            Err(error) => {
+                self.frames().free(cx, slots);
+                return Err(error.into());
             }
-            self.frames().free(cx, slots);
-            return Err(error);
+        };
+        // SAFETY: within the frame, which nobody else knows yet.
+        let table = unsafe { table.as_mut() };
+        for page in 0..table.len() {
+            match store(cx, block, page as u64) {
+                Ok(slot) => table[page] = slot,
+                Err(error) => {
+                    for slot in &table[..page] {
+                        // SAFETY: `store`'s answers, which nobody has been told.
+                        unsafe { self.pager().free(cx, *slot) };
+                    }
+                    self.frames().free(cx, slots);
+                    return Err(error);
+                }
+            }
         }
         // The word is the reference from here on.
         let frame = self.frames().count(slots).map_err(|_| VmError::Unreachable)?.into_pfn();

@@ -163,7 +163,7 @@ impl<S: Setup> Vm<'_, S> {
                 self.put_object(cx, object);
                 served
             }
-            Found::SwapEntry(word) => self.refault_private(cx, site, at, access, word),
+            Found::SwapEntry(word) => self.refault_private(cx, site, at, word),
             Found::ReadOnly => self.write_to_shared_page(cx, space, &area, at),
             Found::Meanwhile => Ok(Served::Meanwhile),
             Found::Busy => {
@@ -237,10 +237,6 @@ impl<S: Setup> Vm<'_, S> {
         let extent = match self.new_page(cx, &want, owner, &Never, phases) {
             Ok(Some(extent)) => extent,
             Ok(None) => return Ok(Served::Meanwhile),
-            // Another CPU that has entered this page meanwhile had what was missing.
-            Err(VmError::NoPool) if self.lookup(cx, space, page.start()) != Lookup::Absent => {
-                return Ok(Served::Meanwhile);
-            }
             Err(error) => return Err(error),
         };
         phases.enter(Phase::Map);
@@ -274,7 +270,7 @@ impl<S: Setup> Vm<'_, S> {
         // A folded group has one age, and counts as written: for pages that nobody ages one by one.
         let folds = S::Format::CONTIGUOUS != 0 && !(S::Pager::ACTIVE && !area.kind.pooled && !area.kind.locked);
         let written = if folds && flags.contains(Flags::WRITE) { Flags::DIRTY } else { Flags::NONE };
-        let how = Mapping { flags: flags | written, largest: area.kind.page };
+        let how = Mapping { flags: flags.with(written), largest: area.kind.page };
         self.try_map(cx, |task| {
             let areas = space.areas().shared();
             if !areas.admit(area, span) {

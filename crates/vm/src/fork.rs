@@ -164,7 +164,7 @@ impl<S: Setup> Vm<'_, S> {
         changed: &mut impl FnMut(Stale),
     ) -> Result<(), VmError> {
         let (mut from, end) = (area.range.first_page(), area.range.end_page());
-        let part = PART * area.kind.page.pages();
+        let part = PART << area.kind.page.order().get();
         while from < end {
             // Parts end at multiples of their size, so that they are whole tables where the area is.
             let to = end.min((from + 1).next_multiple_of(part));
@@ -202,11 +202,7 @@ impl<S: Setup> Vm<'_, S> {
             return Ok(to);
         }
         let span = pages(from, to).ok_or(unreachable)?;
-        match self.unfold(task, parent, &mut table, span) {
-            // As what is just moving.
-            Err(PagingError::Busy { .. }) => return Ok(from),
-            unfolded => unfolded.map_err(VmError::Paging)?,
-        }
+        // No folded group reaches over its ends, which are the area's, a part's, or at a page that is alone because it moves.
         // Under the lock under which references are taken: what is put back between the two would be writable and shared.
         changed(table.write_protect(span).map_err(VmError::Paging)?);
         let mut done = Ok(());
@@ -240,7 +236,7 @@ impl<S: Setup> Vm<'_, S> {
         let entered = child.table().shared(self.tables(task)).enter_owner(at, size, share);
         entered.map_err(|error| {
             self.drop_away(&task.borrow(), share);
-            if error == PagingError::NoTable { VmError::NoMemory } else { VmError::Paging(error) }
+            in_child(error)
         })
     }
 
@@ -284,11 +280,7 @@ impl<S: Setup> Vm<'_, S> {
         how: Mapping,
     ) -> Result<(), VmError> {
         let Some(span) = pages(page, page + extent.pages()) else { return Err(VmError::Unreachable) };
-        match child.table().shared(self.tables(task)).map(span, [extent], how) {
-            Ok(()) => Ok(()),
-            Err(PagingError::NoTable) => Err(VmError::NoMemory),
-            Err(error) => Err(VmError::Paging(error)),
-        }
+        child.table().shared(self.tables(task)).map(span, [extent], how).map_err(in_child)
     }
 
     /// The same where some pages may be pinned: those are copied.
@@ -302,8 +294,9 @@ impl<S: Setup> Vm<'_, S> {
     ) -> Result<(), VmError> {
         let kind = area.kind;
         let size = kind.page.pages();
-        for page in (area.range.first_page()..area.range.end_page()).step_by(size as usize) {
-            if page.is_multiple_of(PART * size) {
+        let pages_of_area = (area.range.first_page()..area.range.end_page()).step_by(size as usize);
+        for (index, page) in (1_u64..).zip(pages_of_area) {
+            if index.is_multiple_of(PART) {
                 self.breathe(cx);
             }
             let task = &RefCell::new(&mut *cx);
@@ -382,6 +375,14 @@ impl<S: Setup> Vm<'_, S> {
             self.drop_pages(&mut task.borrow_mut(), copy, kind.page, kind.pooled);
         }
         entered
+    }
+}
+
+/// Why nothing is entered in the child.
+fn in_child(error: PagingError) -> VmError {
+    match error {
+        PagingError::NoTable => VmError::NoMemory,
+        error => VmError::Paging(error),
     }
 }
 

@@ -178,3 +178,20 @@ impl<S: Setup> Registry<S> {
         object.get_live().then(|| NonNull::from(object))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::setup::DefaultSetup;
+    use hugemm_threads::{Memory, Threads};
+
+    /// Whoever finds an object in the registry may have it for as long as somebody has it, and not after.
+    #[test]
+    fn an_object_on_its_way_out_is_not_found() {
+        let object: Object<DefaultSetup<Threads<Memory>>> = Object::new(1, None);
+        object.get();
+        assert!(object.get_live());
+        assert_eq!([object.put(), object.put(), object.put()], [false, false, true]);
+        assert!(!object.get_live());
+    }
+}

@@ -215,9 +215,9 @@ impl<S: Setup> Vm<'_, S> {
         let needs = area.kind.flags() & Flags::WRITE;
         let table = space.table().shared(self.tables(&task));
         let walked = table.walk(span, Flags::HARDWARE, |run| {
-            if error.is_some() || !run.flags.contains(needs) || found.count == BATCH {
-                return;
-            }
+            // A span has no more runs than there is room for.
+            let room = found.runs.get_mut(found.count).filter(|_| run.flags.contains(needs));
+            let Some(place) = room else { return };
             let mut taken = 0;
             for (head, _) in run.extent.chunks(area.kind.page.order()) {
                 if let Err(lack) = self.get_page(&mut task.borrow_mut(), head) {
@@ -227,7 +227,7 @@ impl<S: Setup> Vm<'_, S> {
                 taken += area.kind.page.pages();
             }
             let (extent, _) = run.extent.split_at(taken);
-            found.runs[found.count] = Some(Run { extent, ..run });
+            *place = Some(Run { extent, ..run });
             found.count += 1;
             found.pages += taken;
         });

@@ -25,7 +25,6 @@ impl<S: Setup> Vm<'_, S> {
         cx: &mut Cx<'_, S>,
         site: Site<'_, S, impl Phases>,
         at: VirtAddr,
-        access: Access,
         word: u64,
     ) -> Result<Served, VmError> {
         let Site { space, area, .. } = site;
@@ -40,7 +39,8 @@ impl<S: Setup> Vm<'_, S> {
         let entered = brought.map(|extent| {
             let areas = space.areas().shared();
             let there = areas.admit(area, page);
-            let flags = fresh_flags(area, access) | Flags::DIRTY;
+            // Nobody else has its content any more, so it is as if written.
+            let flags = fresh_flags(area, Access::Write);
             let entered = there && self.enter_back(cx, space.table(), page.start(), word, extent, want, flags);
             drop(areas);
             if entered {
@@ -107,7 +107,7 @@ impl<S: Setup> Vm<'_, S> {
 
     /// A page with the content that `held` stands for.
     fn page_from(&self, cx: &mut Cx<'_, S>, held: u64, want: &Want, owner: Owner) -> Result<Extent, VmError> {
-        let mut block = self.block_for_copy(cx, &Want { pooled: false, ..*want }, false)?;
+        let mut block = self.block_for_copy(cx, want, false)?;
         if let Err(error) = self.load_away(cx, held, &mut block) {
             self.frames().free(cx, block);
             return Err(error);

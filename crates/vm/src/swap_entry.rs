@@ -89,11 +89,10 @@ impl<S: Setup> Vm<'_, S> {
             SwapEntry::Slots(frame) => {
                 // SAFETY: the entry's word was a reference to the frame of slots, and the entry is gone.
                 if let Ok(Some(block)) = self.frames().put_frozen(unsafe { FolioRef::from_pfn(frame) }) {
-                    for page in 0..SLOTS {
-                        if let Some(slot) = self.slot(cx, frame, page) {
-                            // SAFETY: the frame held it, of which that was the last reference.
-                            unsafe { self.pager().free(cx, slot) };
-                        }
+                    // SAFETY: filled with slots before anybody could see it, and nobody else's any more.
+                    for slot in self.slots(cx, frame).iter().flat_map(|slots| unsafe { slots.as_ref() }) {
+                        // SAFETY: the frame held it, of which that was the last reference.
+                        unsafe { self.pager().free(cx, *slot) };
                     }
                     self.frames().free(cx, block);
                 }
@@ -108,37 +107,22 @@ impl<S: Setup> Vm<'_, S> {
             SwapEntry::Moving { .. } => Err(VmError::InUse),
             // SAFETY: the caller holds the word, hence its slots, here and below.
             SwapEntry::Slot(slot) => unsafe { self.pager().load(cx, slot, into, 0) }.map_err(lost),
-            SwapEntry::Slots(frame) => (0..SLOTS).try_for_each(|page| {
-                let slot = self.slot(cx, frame, page).ok_or(VmError::Unreachable)?;
-                // SAFETY: as above.
-                unsafe { self.pager().load(cx, slot, into, page) }.map_err(lost)
-            }),
+            SwapEntry::Slots(frame) => {
+                let slots = self.slots(cx, frame).ok_or(VmError::Unreachable)?;
+                // SAFETY: filled before anybody could see it, and unchanged since; the caller holds it.
+                (0..).zip(unsafe { slots.as_ref() }).try_for_each(|(page, slot)| {
+                    // SAFETY: as above.
+                    unsafe { self.pager().load(cx, *slot, into, page) }.map_err(lost)
+                })
+            }
         }
     }
 
-    fn slots(&self, cx: &Cx<'_, S>, frame: Pfn) -> Option<NonNull<u64>> {
+    /// Where the slots of a frame are.
+    pub(crate) fn slots(&self, cx: &Cx<'_, S>, frame: Pfn) -> Option<NonNull<[u64; SLOTS as usize]>> {
         // The direct map's windows stay valid without being closed.
         let window = cx.platform().open(Extent::new(frame, 1).ok()?, None)?;
         NonNull::new(window.ptr.cast())
-    }
-
-    fn slot(&self, cx: &Cx<'_, S>, frame: Pfn, page: u64) -> Option<u64> {
-        // SAFETY: a frame that was filled with 512 slots before anybody could see it and has not changed since; whoever
-        // asks has a reference to it, or just dropped the last.
-        self.slots(cx, frame).map(|slots| unsafe { slots.add(page as usize).read() })
-    }
-
-    /// Writes a slot into a frame that nobody else knows yet; false if it cannot be reached.
-    pub(crate) fn set_slot(&self, cx: &Cx<'_, S>, frame: &Frozen, page: u64, slot: u64) -> bool {
-        let Some(slots) = self.slots(cx, frame.pfn()).filter(|_| page < SLOTS) else { return false };
-        // SAFETY: within the frame, which the caller owns.
-        unsafe { slots.add(page as usize).write(slot) };
-        true
-    }
-
-    /// The slot that [`set_slot`](Vm::set_slot) wrote.
-    pub(crate) fn get_slot(&self, cx: &Cx<'_, S>, frame: &Frozen, page: u64) -> Option<u64> {
-        self.slot(cx, frame.pfn(), page)
     }
 }
 

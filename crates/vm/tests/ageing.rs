@@ -7,7 +7,7 @@ mod support;
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, CpuId, Order, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Recency, SharedRef, VmaKind};
+use hugemm_vm::{AgeRun, Backing, Neighbours, Notifier, Recency, SharedRef, VmError, VmaKind};
 use std::cell::RefCell;
 use std::sync::Arc;
 use support::{Cx, Follower, Handle, Model, Rig, at_flush, bounds, no_faults, span, with_rig};
@@ -134,8 +134,7 @@ fn areas_say_what_their_use_means() {
                 assert_eq!(age(rig, cx, &space, &[1, 2], None), [expected; 2]);
                 let head = frame(rig, cx, &space, 1);
                 let found = rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| panic!("no use of it counts"));
-                assert!(!found.young);
-                assert_eq!(found.users, 0);
+                assert_eq!(found, expected);
                 assert!((0..4).all(|page| is_young(rig, cx, &space, page)));
                 rig.vm.destroy(cx, space).expect("destroyed");
             }
@@ -266,6 +265,12 @@ fn spaces_that_end_do_not_count() {
                 let object = rig.vm.create_shared(cx, 4, PageSize::Size4K, false).expect("an object");
                 let ends = filled(rig, cx, KIND, Some(&object), 4);
                 let stays = shared.then(|| filled(rig, cx, KIND, Some(&object), 4));
+                let beside = [0, 2].map(|offset| {
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let pages = span(AT, if offset == 0 { 0x1000 } else { 0x2000 });
+                    rig.vm.map(cx, &space, pages, KIND, Backing::Shared(&object, offset)).expect("an area");
+                    space
+                });
                 let number = ends.find_vma(VirtAddr::new(AT)).expect("an area").object;
                 let head = frame(rig, cx, &ends, 1);
                 // A CPU is still on its tables, and has to be asked.
@@ -282,15 +287,83 @@ fn spaces_that_end_do_not_count() {
                             &mut found,
                             None,
                         );
-                        assert_eq!(found, [if shared { USED } else { KEPT }]);
+                        let expected = if shared { USED } else { KEPT };
+                        assert_eq!(found, [expected]);
+                        if shared {
+                            use_pages(rig, cx, stays.as_ref().expect("one"), 1..2);
+                        }
+                        assert_eq!(rig.vm.age_page(cx, head, Order::ZERO, |_, _, _| ()), expected);
                     });
                 };
                 at_flush(&meanwhile, || rig.vm.destroy(cx, ends).expect("destroyed"));
-                if let Some(space) = stays {
+                for space in stays.into_iter().chain(beside) {
                     rig.vm.destroy(cx, space).expect("destroyed");
                 }
                 rig.vm.close(cx, object).expect("its own");
             }
+        });
+    });
+}
+
+/// A space that could not be destroyed, because a CPU uses it, counts again.
+#[test]
+fn a_space_that_does_not_end_counts() {
+    with_rig(16, 2, 68, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            rig.mmu.as_cpu(CpuId(1), |cx| rig.enter(cx, &space));
+            let (error, space) = rig.vm.destroy(cx, space).expect_err("in use");
+            assert_eq!(error, VmError::InUse);
+            rig.mmu.as_cpu(CpuId(1), |cx| rig.leave(cx, &space));
+            rig.vm.map(cx, &space, span(AT, 0x1000), KIND, Backing::Private).expect("an area");
+            use_pages(rig, cx, &space, 0..1);
+            assert_eq!(age(rig, cx, &space, &[0], None), [USED]);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Pages of 2 MiB, shown from the middle of their object on, by a space that a guest follows.
+#[test]
+fn large_pages_are_aged_by_their_place_in_the_object() {
+    const SIZE: PageSize = PageSize::Size2M;
+    with_rig(32, 1, 69, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let pages = SIZE.pages();
+            let object = rig.vm.create_shared(cx, 200 * pages, SIZE, false).expect("an object");
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            // Offsets 66 to 71, of the stretch that begins with 64.
+            let (kind, backing) = (VmaKind::private(SIZE), Backing::Shared(&object, 66 * pages));
+            rig.vm.map(cx, &space, span(AT, 6 * SIZE.bytes()), kind, backing).expect("an area");
+            let at = |page: u64| VirtAddr::new(AT + (page - 66) * SIZE.bytes());
+            rig.enter(cx, &space);
+            (66..72).for_each(|page| rig.store(cx, &space, at(page).get(), page).expect("memory"));
+            rig.leave(cx, &space);
+            let guest = Guest(at(68).get());
+            let follower = rig.vm.follow(cx, &space, Follower(Arc::new(guest))).expect("memory");
+            let run = [66, 68, 71].map(|page| match rig.vm.lookup(cx, &space, at(page)) {
+                Lookup::Mapped(leaf) => (page * pages, leaf.frame),
+                found => panic!("{found:?}"),
+            });
+            let object_number = space.find_vma(at(66)).expect("an area").object;
+            for expected in [[Recency { users: 2, ..USED }, USED, USED], [USED, OLD, OLD]] {
+                let mut found = [OLD; 3];
+                let wants = |_: Pfn| panic!("of large pages no others are looked at");
+                let mut take = |_: &Cx<'_, '_>, _: &[Pfn]| panic!("none are wanted");
+                let neighbours = Some(Neighbours { wants: &wants, take: &mut take });
+                let run = AgeRun { object: object_number, pages: &run, order: SIZE.order() };
+                rig.vm.age(cx, &run, &mut found, neighbours);
+                assert_eq!(found, expected);
+            }
+            let young = (66..72).filter(|page| {
+                let found = rig.vm.lookup(cx, &space, at(*page));
+                matches!(found, Lookup::Mapped(leaf) if leaf.flags.contains(Flags::ACCESSED))
+            });
+            assert_eq!(young.collect::<Vec<_>>(), [67, 69, 70]);
+            // SAFETY: the follower is this space's.
+            let _ = unsafe { rig.vm.unfollow(cx, &space, follower) };
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
         });
     });
 }

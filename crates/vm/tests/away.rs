@@ -4,8 +4,8 @@
 
 mod support;
 
-use hugemm_base::{CpuId, Never, PageSize, Pfn, VirtAddr};
-use hugemm_frames::{FolioRef, Frozen};
+use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind};
 use support::{Cx, Metered, Model, Rig, bounds, no_faults, span, with_format};
@@ -157,4 +157,34 @@ fn an_object_ends_with_what_it_has_away() {
             assert_eq!(rig.vm.pager().used(), 0);
         });
     });
+}
+
+/// A fork that has no memory for its tables says so, and the child has no share of what is away.
+#[test]
+fn a_fork_without_memory_shares_nothing_that_is_away() {
+    let mut done = [0, 0];
+    for room in 0..12 {
+        with_rig(8, 58, |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind::private(PageSize::Size4K);
+                rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+                rig.vm.fault(cx, &space, VirtAddr::new(AT), Access::Write).expect("memory");
+                page_out(rig, cx, &space, AT);
+                let request = AllocRequest::order(Order::ZERO);
+                let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, request).ok());
+                let mut held: Vec<Frozen> = all.collect();
+                held.drain(..room).for_each(|block| rig.vm.frames().free(cx, block));
+                let child = rig.vm.fork(cx, &space);
+                done[usize::from(child.is_ok())] += 1;
+                held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+                match child {
+                    Ok(child) => rig.vm.destroy(cx, child).expect("nobody uses it"),
+                    Err(error) => assert_eq!(error, VmError::NoMemory, "{room} frames"),
+                }
+                rig.vm.destroy(cx, space).expect("nobody uses it");
+            });
+        });
+    }
+    assert!(done.iter().all(|forks| *forks > 3), "{done:?}");
 }

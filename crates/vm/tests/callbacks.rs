@@ -210,3 +210,53 @@ fn what_no_visitor_was_given_is_not_pinned() {
         }
     });
 }
+
+/// Memory runs out for a page that another task enters meanwhile with the last frame: it is there, so nothing is wanting. A
+/// fault meets a task that fills the range, and the other way round.
+#[test]
+fn a_page_that_another_has_entered_wants_no_memory() {
+    fn fill<'h>(rig: &Away<'h>, cx: &mut Cx<'_, 'h>, space: &Space<'h>) {
+        rig.vm.prefault(space, span(AT + 0x1000, 0x1000), None).work(cx, &Never).expect("memory");
+    }
+    for (work, other) in [(touch as Work, fill as Work), (fill, touch)] {
+        with_space(|rig, cx, space| {
+            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let mut held: Vec<Frozen> = all.collect();
+            let spare = Cell::new(held.pop());
+            rig.calling_back(
+                |cx| {
+                    rig.vm.frames().free(cx, spare.take().expect("one"));
+                    other(rig, cx, space);
+                },
+                || work(rig, cx, space),
+            );
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+        });
+    }
+}
+
+/// A page that is being copied stays what it is, though all whom it belongs to unmap it meanwhile: the copy has a reference of
+/// its own.
+#[test]
+fn a_page_that_is_copied_stays_for_that_long() {
+    with_space(|rig, cx, space| {
+        let child = rig.vm.fork(cx, space).expect("forked");
+        let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("not mapped") };
+        rig.vm.pager().helps.store(true, Ordering::Relaxed);
+        let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+        let mut held: Vec<Frozen> = all.collect();
+        let spare = Cell::new(held.pop());
+        rig.calling_back(
+            |cx| {
+                rig.vm.frames().free(cx, spare.take().expect("one"));
+                unmap(rig, cx, space);
+                unmap(rig, cx, &child);
+                assert_eq!(rig.vm.frames().references(leaf.frame), 1);
+            },
+            || assert_eq!(rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Write), Ok(Served::Meanwhile)),
+        );
+        assert_eq!(rig.vm.frames().references(leaf.frame), 0, "it went with that");
+        held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+        rig.vm.destroy(cx, child).expect("nobody uses it");
+    });
+}

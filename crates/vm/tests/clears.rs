@@ -4,10 +4,11 @@
 
 mod support;
 
-use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
+use hugemm_base::{Cancel, Cpu, CpuId, Never, PageSize, VirtAddr};
 use hugemm_clear::{ClearPolicy, Clearer, Features, Profile};
 use hugemm_paging::Lookup;
 use hugemm_vm::{Backing, Parts, Vm, VmError, VmaKind};
+use std::cell::Cell;
 use support::{Model, bounds, no_faults, parts, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -87,4 +88,81 @@ fn the_whole_request_decides_how_pages_are_cleared() {
             vm.trim(cx);
         });
     });
+}
+
+/// A request that is no part of a larger one is cleared by its own size, in a space and in an object.
+#[test]
+fn a_request_is_as_large_as_it_is() {
+    with_rig(64, 1, 73, &no_faults(), |rig| {
+        let features = Features::detect();
+        let policy =
+            ClearPolicy { threshold: Some(4 << 20), ..ClearPolicy::new(Profile::uncalibrated(&features, None)) };
+        let clearer = Clearer::new(features, policy).expect("detected");
+        let parts = Parts { clearer, ..parts(rig.vm.frames(), rig.vm.shootdown()) };
+        // SAFETY: as the rig's; the machine has what it detects.
+        let vm: Vm<'_, Model<'_>> = unsafe { Vm::new(parts) }.expect("small");
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let size = PageSize::Size2M;
+            for pages in [1, 2] {
+                let space = vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, pages * size.bytes());
+                vm.map(cx, &space, area, VmaKind::private(size), Backing::Private).expect("an area");
+                let object = vm.create_shared(cx, area.pages(), size, false).expect("an object");
+                let before = cx.platform().counters().snapshot();
+                vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+                vm.prefault_shared(&object, 0, area.pages()).work(cx, &Never).expect("memory");
+                let cleared = cx.platform().counters().snapshot().since(before);
+                let expected = if pages == 1 { (4 << 20, 0) } else { (0, 8 << 20) };
+                assert_eq!((cleared.bytes_cached, cleared.bytes_bulk), expected, "{pages} pages");
+                vm.close(cx, object).expect("its own");
+                vm.destroy(cx, space).expect("destroyed");
+            }
+            vm.trim(cx);
+        });
+    });
+}
+
+/// Is asked to stop at one look, and not before and after.
+struct At(Cell<u64>);
+
+impl Cancel for At {
+    fn requested(&self) -> bool {
+        self.0.set(self.0.get().wrapping_sub(1));
+        self.0.get() == 0
+    }
+}
+
+/// Clearing that is stopped in the middle of a page leaves no page and no frame behind, of the pool or not: another request fills
+/// what is missing.
+#[test]
+fn a_page_whose_clearing_is_stopped_goes_back() {
+    for (page, pooled) in [(PageSize::Size4K, false), (PageSize::Size2M, false), (PageSize::Size2M, true)] {
+        let mut stopped = 0;
+        for look in 1..12 {
+            with_rig(32, 1, 74, &no_faults(), |rig| {
+                rig.mmu.as_cpu(CpuId(0), |cx| {
+                    rig.fill_pool(cx, 3);
+                    let space = rig.vm.create(cx, bounds()).expect("a space");
+                    let kind = VmaKind { pooled, ..VmaKind::private(page) };
+                    let area = span(AT, 4 << 20);
+                    rig.vm.map(cx, &space, area, kind, Backing::Private).expect("an area");
+                    let used = rig.used(cx);
+                    let filling = rig.vm.prefault(&space, area, None);
+                    match filling.work(cx, &At(Cell::new(look))) {
+                        Ok(()) => assert_eq!(filling.done(), area.pages()),
+                        Err(error) => {
+                            assert_eq!(error, VmError::Cancelled);
+                            stopped += 1;
+                            let tables = rig.used(cx) - used - if pooled { 0 } else { filling.done() };
+                            assert!(tables <= 4, "{tables} frames more, at look {look}");
+                        }
+                    }
+                    rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+                    rig.vm.destroy(cx, space).expect("destroyed");
+                    assert_eq!(rig.pool_available(cx), 3);
+                });
+            });
+        }
+        assert!(stopped > 2, "{stopped}");
+    }
 }

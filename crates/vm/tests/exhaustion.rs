@@ -7,6 +7,7 @@ mod support;
 use hugemm_base::inject::{FaultPlan, every_fault};
 use hugemm_base::{CpuId, Never, Order, PageSize, VirtAddr};
 use hugemm_frames::AllocRequest;
+use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Served, VmError, VmaKind};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -54,8 +55,13 @@ fn scenario(rig: &Rig<'_>) {
             let _ = rig.vm.map(cx, &space, span(3 * AT, 1 << 20), small, Backing::Shared(object, 0));
             let _ = rig.vm.prefault_shared(object, 0, 16).work(cx, &Never);
         }
+        // From a pool, which may have got none: what it promised is taken back.
+        rig.try_fill_pool(cx, 1);
+        let pooled = rig.vm.create_shared(cx, 512, PageSize::Size2M, true);
+        let of_pool = rig.vm.map(cx, &space, span(4 * AT, 2 << 20), large.pooled(), Backing::Private);
+        assert!(pooled.is_err() || of_pool.is_err(), "one page, promised twice");
         rig.enter(cx, &space);
-        for (index, at) in [AT, AT + 0x5000, 2 * AT, 3 * AT, 3 * AT + 0x2_0000].into_iter().enumerate() {
+        for (index, at) in [AT, AT + 0x5000, 2 * AT, 3 * AT, 3 * AT + 0x2_0000, 4 * AT].into_iter().enumerate() {
             store(rig, cx, &space, &mut known, at, index as u64 + 1);
         }
         let _ = rig.vm.prefault(&space, span(AT + 0x1_0000, 0x2_0000), None).work(cx, &Never);
@@ -90,7 +96,7 @@ fn scenario(rig: &Rig<'_>) {
             rig.vm.destroy(cx, child).expect("destroying takes no memory");
         }
         rig.vm.destroy(cx, space).expect("destroying takes no memory");
-        if let Ok(object) = object {
+        for object in [object, pooled].into_iter().flatten() {
             rig.vm.close(cx, object).expect("its own");
         }
     });
@@ -216,6 +222,41 @@ fn what_the_pager_needs_is_taken_last() {
             pager.helps.store(true, Ordering::Relaxed);
             fault(AT + 0x2000, 3);
             rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// A page that is pinned so often that its references want counters of their own, for which there is no memory: none of the run
+/// is pinned, and the page before it has lost nothing.
+#[test]
+fn a_run_is_pinned_as_a_whole_or_not_at_all() {
+    with_rig(8, 1, 24, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, 0x3000);
+            rig.vm.map(cx, &space, area, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("memory");
+            let mut pins = Vec::new();
+            let second = span(AT + 0x1000, 0x1000);
+            for _ in 0..14 {
+                rig.vm.pin(cx, &space, second, None, &Never, |pin| pins.push(pin)).expect("few references");
+            }
+            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+            let held: Vec<_> = all.collect();
+            let error =
+                rig.vm.pin(cx, &space, area, None, &Never, |_| panic!("not all of them")).expect_err("no memory");
+            assert_eq!((error.pinned, error.cause), (0, VmError::NoMemory));
+            let references = [0, 1, 2].map(|page| {
+                let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
+                let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+                rig.vm.frames().references(leaf.frame)
+            });
+            assert_eq!(references, [1, 15, 1]);
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            for pin in pins {
+                rig.vm.unpin(cx, &space, pin).expect("its own");
+            }
+            rig.vm.destroy(cx, space).expect("nothing is pinned");
         });
     });
 }

@@ -4,9 +4,11 @@
 
 mod support;
 
-use hugemm_base::{Cpu, CpuId, Never, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Cancel, Cpu, CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use hugemm_frames::AllocRequest;
 use hugemm_paging::{Flags, Lookup};
-use hugemm_vm::{Backing, Pinned, VmaKind, ZeroTurn, ZeroWorker};
+use hugemm_vm::{Backing, Owner, Phase, Pinned, Protection, VmError, VmaKind, ZeroTurn, ZeroWorker};
+use std::cell::Cell;
 use support::{Cx, Handle, Rig, bounds, no_faults, span, with_rig};
 
 const AT: u64 = 0x4000_0000;
@@ -172,6 +174,174 @@ fn unmapped_pages_are_freed_by_runs() {
             let rounds = rig.vm.frames().stats(cx).lock_rounds - before;
             assert!(rounds <= 9, "{rounds}");
             rig.vm.destroy(cx, space).expect("nobody uses it");
+        });
+    });
+}
+
+/// Does something whenever it is asked.
+struct Asked<F>(F);
+
+impl<F: Fn()> Cancel for Asked<F> {
+    fn requested(&self) -> bool {
+        self.0();
+        false
+    }
+}
+
+/// Pages that a fork makes read-only between being filled and being pinned are made the space's own first: what a device writes
+/// is what the space reads, and not what the child does.
+#[test]
+fn what_is_pinned_is_the_spaces_own() {
+    with_rig(16, 2, 65, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, 0x4000);
+            rig.vm.map(cx, &space, area, SMALL, Backing::Private).expect("an area");
+            let child = Cell::new(None);
+            // Once, when all are there.
+            let forks = Asked(|| {
+                rig.mmu.as_cpu(CpuId(1), |cx| {
+                    let last = rig.vm.lookup(cx, &space, VirtAddr::new(AT + 0x3000));
+                    let forked = child.take();
+                    let forks = forked.is_none() && matches!(last, Lookup::Mapped(_));
+                    child.set(if forks { Some(rig.vm.fork(cx, &space).expect("forked")) } else { forked });
+                });
+            });
+            let mut pins = Vec::new();
+            assert_eq!(rig.vm.pin(cx, &space, area, None, &forks, |pin| pins.push(pin)), Ok(4));
+            let child = child.take().expect("forked");
+            for pin in pins {
+                for (page, (frame, _)) in (0..).zip(pin.extent().chunks(SMALL.page.order())) {
+                    let at = VirtAddr::new(pin.at().get() + (page << 12));
+                    let [own, childs] = [&space, &child].map(|space| match rig.vm.lookup(cx, space, at) {
+                        Lookup::Mapped(leaf) => (leaf.frame, leaf.flags.contains(Flags::WRITE)),
+                        found => panic!("{found:?}"),
+                    });
+                    assert!(own == (frame, true) && childs.0 != frame, "{at}");
+                }
+                rig.vm.unpin(cx, &space, pin).expect("its own");
+            }
+            rig.vm.destroy(cx, child).expect("destroyed");
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Filling copies nothing that is there, shared by a fork or not to be written; neither does pinning what may only be read.
+#[test]
+fn what_is_there_is_filled() {
+    with_rig(16, 1, 66, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let (area, read_only) = (span(AT, 0x4000), span(2 * AT, 0x4000));
+            rig.vm.map(cx, &space, area, SMALL, Backing::Private).expect("an area");
+            rig.vm.map(cx, &space, read_only, SMALL.allowing(Protection::USER), Backing::Private).expect("an area");
+            for range in [area, read_only] {
+                rig.vm.prefault(&space, range, None).work(cx, &Never).expect("memory");
+            }
+            let child = rig.vm.fork(cx, &space).expect("forked");
+            for range in [area, read_only] {
+                rig.vm.prefault(&space, range, None).work(cx, &Never).expect("all is there");
+            }
+            let mut pins = Vec::new();
+            assert_eq!(rig.vm.pin(cx, &space, read_only, None, &Never, |pin| pins.push(pin)), Ok(4));
+            assert_eq!(space.counters().copied.get(), 0);
+            pins.into_iter().for_each(|pin| rig.vm.unpin(cx, &space, pin).expect("its own"));
+            rig.vm.destroy(cx, child).expect("destroyed");
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// No two free frames adjoin: pages are entered one by one all the same, many under one lock.
+#[test]
+fn strewn_frames_fill_a_range() {
+    with_rig(8, 1, 67, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, 100 << 12);
+            rig.vm.map(cx, &space, area, SMALL, Backing::Private).expect("an area");
+            let request = AllocRequest::order(Order::ZERO);
+            let mut held: Vec<_> = core::iter::from_fn(|| rig.vm.frames().alloc(cx, request).ok()).collect();
+            held.sort_unstable_by_key(|block| block.pfn());
+            for index in (0..200).rev().step_by(2) {
+                rig.vm.frames().free(cx, held.remove(index));
+            }
+            // For its tables.
+            held.drain(150..170).for_each(|block| rig.vm.frames().free(cx, block));
+            rig.vm.prefault(&space, area, None).work(cx, &Never).expect("enough");
+            assert_eq!(mapped(rig, cx, &space, area.bytes()).len(), 100);
+            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Runs of frames lie as runs of addresses do, so that they could become large pages; each page says where it belongs.
+#[test]
+fn frames_lie_as_addresses_do() {
+    with_rig(32, 1, 68, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = rig.vm.map(cx, &space, span(AT, 8 << 20), SMALL, Backing::Private).expect("an area");
+            rig.vm.prefault(&space, span(AT + (200 << 12), (2048 - 200) << 12), None).work(cx, &Never).expect("memory");
+            for page in 200..2048 {
+                let found = rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
+                let Lookup::Mapped(leaf) = found else { panic!("{found:?}") };
+                assert!(page < 512 || leaf.frame.number() % 512 == page % 512, "page {page}");
+                assert_eq!(rig.vm.owner(leaf.frame), Some(Owner { object: area.object, offset: page }));
+            }
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// An area that goes, shrinks or becomes another while its pages are being made gets none of them.
+#[test]
+fn an_area_that_has_changed_is_not_filled() {
+    for change in 0..3 {
+        with_rig(16, 2, 69, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, 0x10_0000);
+                rig.vm.map(cx, &space, area, SMALL, Backing::Private).expect("an area");
+                let changed = Cell::new(false);
+                let meanwhile = |phase| {
+                    if phase == Phase::Map && !changed.replace(true) {
+                        rig.mmu.as_cpu(CpuId(1), |cx| {
+                            let gone = if change == 1 { span(AT + 0x8_0000, 0x8_0000) } else { area };
+                            rig.vm.unmap(cx, &space, gone).expect("unmapped");
+                            if change == 2 {
+                                let kind = SMALL.allowing(Protection::USER);
+                                rig.vm.map(cx, &space, area, kind, Backing::Private).expect("another");
+                            }
+                        });
+                    }
+                };
+                let filling = rig.vm.prefault(&space, area, None);
+                let error = filling.work_observed(cx, &Never, &meanwhile).expect_err("it is not what it was");
+                let first = if change == 1 { 128 } else { 0 };
+                assert_eq!(error, VmError::NoArea { at: VirtAddr::new(AT + (first << 12)) });
+                assert_eq!(mapped(rig, cx, &space, area.bytes()).len() as u64, first);
+                rig.vm.destroy(cx, space).expect("destroyed");
+            });
+        });
+    }
+}
+
+/// Large pages are entered by sixteen.
+#[test]
+fn large_pages_are_filled_by_batches() {
+    with_rig(64, 1, 78, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let area = span(AT, 8 * LARGE.page.bytes());
+            rig.vm.map(cx, &space, area, LARGE, Backing::Private).expect("an area");
+            let entered = Cell::new(0);
+            let note = |phase| entered.set(entered.get() + u32::from(phase == Phase::Map));
+            rig.vm.prefault(&space, area, None).work_observed(cx, &Never, &note).expect("memory");
+            assert_eq!(entered.get(), 1);
+            rig.vm.destroy(cx, space).expect("destroyed");
         });
     });
 }

@@ -15,7 +15,7 @@ const AT: u64 = 0x4000_0000;
 const PAGES: u64 = 64;
 
 /// Pages that hardware would find to be of a folded group.
-fn folded(rig: &Rig<'_, Aarch64>, space: &AddressSpace<Model<'_, Aarch64, false>>) -> u64 {
+fn folded<'h, const AWAY: bool>(rig: &Rig<'h, Aarch64, AWAY>, space: &AddressSpace<Model<'h, Aarch64, AWAY>>) -> u64 {
     let entry = |page: u64| {
         let mut table = hugemm_base::Pfn::containing(space.root());
         for level in (0..4).rev() {
@@ -67,6 +67,23 @@ fn take_away<'h>(rig: &Rig<'h, Aarch64>, cx: &mut Cx<'_, 'h>) {
     assert_eq!(folded(rig, &space), PAGES - 16);
     rig.vm.put_back(cx, page);
     rig.vm.destroy(cx, space).expect("nobody uses it");
+}
+
+/// A pager ages pages one by one, so what it may take is not folded; a locked area is.
+#[test]
+fn what_is_aged_page_by_page_is_not_folded() {
+    with_format::<Aarch64, true>(32, 1, 1, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            for locked in [false, true] {
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let (all, kind) = (span(AT, PAGES * 4096), VmaKind { locked, ..VmaKind::private(PageSize::Size4K) });
+                rig.vm.map(cx, &space, all, kind, Backing::Private).expect("an area");
+                rig.vm.prefault(&space, all, None).work(cx, &Never).expect("memory");
+                assert_eq!(folded(rig, &space), if locked { PAGES } else { 0 });
+                rig.vm.destroy(cx, space).expect("nobody uses it");
+            }
+        });
+    });
 }
 
 #[test]

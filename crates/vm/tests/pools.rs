@@ -64,12 +64,16 @@ fn pages_come_from_the_pool_and_its_nodes() {
     let mut groups: Vec<Group> = (0..groups).map(|_| Group::default()).collect();
     let mut nodes = [HugePageCounts::default(); 2];
     let pool: HugePool<'_> = HugePool::new(SIZE, &mut areas, &mut groups, &mut nodes).expect("large enough");
+    let (mut none, mut none_of_it): ([PoolArena; 0], [Group; 0]) = ([], []);
+    let mut no_pages = [HugePageCounts::default(); 2];
     let slots = [TlbCpu::default()];
     let inboxes: Vec<AtomicU64> = (0..TlbShootdown::<Counting>::inbox_words(1)).map(|_| AtomicU64::new(0)).collect();
     // SAFETY: no CPU translates by any of the tables.
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }.expect("enough words");
     let parts = Parts::new(&frames, &shootdown, Clearer::uncalibrated());
-    let parts = Parts { pools: Pools::default().with(&pool), ..parts };
+    let gigantic: HugePool<'_> =
+        HugePool::new(PageSize::Size1G, &mut none, &mut none_of_it, &mut no_pages).expect("nothing");
+    let parts = Parts { pools: Pools::default().with(&pool).with(&gigantic), ..parts };
     // SAFETY: the host's memory is one mapping; all contexts are the host's.
     let vm: Vm<'_, DefaultSetup<Host<'_>, Counting, Plain>> = unsafe { Vm::new(parts) }.expect("small objects");
     let tested = host.run_on(CpuId(0), |cx| {
@@ -89,7 +93,7 @@ fn pages_come_from_the_pool_and_its_nodes() {
             gigantic,
             Backing::Private,
         );
-        assert_eq!(none, Err(VmError::NoPool), "there is no such pool");
+        assert_eq!(none, Err(VmError::NoPool), "there is no such page");
         vm.map(cx, &space, span(AT, 2), kind.from(Placement::Only(NodeId(1))), Backing::Private).expect("two of six");
         vm.map(cx, &space, span(2 * AT, 2), kind.from(Placement::Prefer(NodeId(1))), Backing::Private)
             .expect("two of four");

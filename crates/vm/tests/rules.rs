@@ -5,6 +5,7 @@
 mod support;
 
 use hugemm_base::{Cpu, CpuId, Never, PageSize, VirtAddr};
+use hugemm_hugetlb::Nodes;
 use hugemm_paging::Lookup;
 use hugemm_vm::{Access, Backing, Phase, Protection, Served, VmError, VmaKind};
 use support::{bounds, no_faults, span, with_rig};
@@ -286,7 +287,13 @@ fn pinned_pages_stay_where_they_are() {
                 let count = rig.vm.pin(cx, &parent, span(AT, 4 << 20), None, &Never, |run| pinned.push(run));
                 assert_eq!(count, Ok(1024));
                 assert_eq!(pinned.iter().map(|run| run.extent().pages()).sum::<u64>(), 1024);
+                rig.store(cx, &parent, AT + (6 << 20), 5).expect("a page");
                 let late = rig.vm.fork(cx, &parent).expect("forked");
+                let frame = |cx: &mut _, space: &_| rig.vm.lookup(cx, space, VirtAddr::new(AT + (6 << 20)));
+                let [Lookup::Mapped(own), Lookup::Mapped(childs)] = [frame(cx, &parent), frame(cx, &late)] else {
+                    panic!("mapped")
+                };
+                assert_eq!(own.frame, childs.frame, "what is not pinned is shared");
                 // The device.
                 let first = rig.mmu.host().address(pinned[0].extent().base()).expect("memory");
                 // SAFETY: the first word of a pinned page, which is nobody else's.
@@ -525,4 +532,112 @@ fn a_promised_page_whose_area_has_gone_goes_back() {
             });
         });
     }
+}
+
+/// A promise that cannot be kept, because the page went bad, is an error for whoever comes last, and not a wait: at a fault, when
+/// a range is filled, and when an object is.
+#[test]
+fn a_promise_that_poison_broke_is_an_error() {
+    for way in 0..3 {
+        with_rig(16, 1, 19, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                rig.fill_pool(cx, 2);
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let kind = VmaKind::private(PageSize::Size2M).pooled();
+                let area = span(AT, 4 << 20);
+                let object = (way == 2).then(|| rig.vm.create_shared(cx, 1024, kind.page, true).expect("promised"));
+                let backing = object.as_ref().map_or(Backing::Private, |object| Backing::Shared(object, 0));
+                rig.vm.map(cx, &space, area, kind, backing).expect("promised");
+                let bad = rig.pool.take(cx, Nodes::All, true).expect("promised");
+                let frame = bad.extent().base();
+                rig.pool.put(cx, bad, true).expect("its own");
+                rig.pool.note_hwpoison(cx, frame).expect("its own");
+                let (filled, done) = match &object {
+                    _ if way == 0 => {
+                        assert_eq!(rig.vm.fault(cx, &space, area.start(), Access::Write), Ok(Served::Mapped));
+                        let second = VirtAddr::new(AT + kind.page.bytes());
+                        (rig.vm.fault(cx, &space, second, Access::Write).map(|_| ()), 512)
+                    }
+                    None => {
+                        let filling = rig.vm.prefault(&space, area, None);
+                        (filling.work(cx, &Never), filling.done())
+                    }
+                    Some(object) => {
+                        let filling = rig.vm.prefault_shared(object, 0, 1024);
+                        (filling.work(cx, &Never), filling.done())
+                    }
+                };
+                assert_eq!((filled, done), (Err(VmError::NoPool), 512));
+                rig.vm.destroy(cx, space).expect("destroyed");
+                object.into_iter().for_each(|object| rig.vm.close(cx, object).expect("its own"));
+            });
+        });
+    }
+}
+
+/// What an area is backed by says the mapping, whatever the kind said that was asked for: it may be that of another area.
+#[test]
+fn a_kind_says_what_an_area_is_backed_by() {
+    with_rig(16, 1, 20, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            rig.fill_pool(cx, 2);
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let asked = VmaKind { shared: true, reserved: true, ..VmaKind::private(PageSize::Size2M) };
+            let area = span(AT, 2 << 20);
+            let private = rig.vm.map(cx, &space, area, asked, Backing::Private).expect("an area").kind;
+            assert_eq!((private.shared, private.reserved), (false, false));
+            let object = rig.vm.create_shared(cx, 512, PageSize::Size2M, true).expect("promised");
+            let (area, asked) = (span(2 * AT, 2 << 20), asked.pooled());
+            let shared = rig.vm.map(cx, &space, area, asked, Backing::Shared(&object, 0)).expect("an area").kind;
+            assert_eq!((shared.shared, shared.reserved), (true, false));
+            assert_eq!(rig.vm.fault(cx, &space, area.start(), Access::Write), Ok(Served::Mapped));
+            assert_eq!(rig.pool.counts(cx).reserved, 0, "the promise is kept");
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// Two areas that adjoin show pages of an object that adjoin: each page is at one place.
+#[test]
+fn a_page_is_where_its_area_is() {
+    with_rig(8, 1, 21, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+            let kind = VmaKind::private(PageSize::Size4K);
+            for offset in [0, 4] {
+                let part = span(AT + (offset << 12), 0x4000);
+                rig.vm.map(cx, &space, part, kind, Backing::Shared(&object, offset)).expect("an area");
+            }
+            rig.vm.prefault(&space, span(AT, 0x8000), None).work(cx, &Never).expect("memory");
+            for page in 0..8 {
+                let at = VirtAddr::new(AT + (page << 12));
+                let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, at) else { panic!("mapped") };
+                assert_eq!(rig.vm.walk_mappings(cx, leaf.frame, |_, place| assert_eq!(place.at, at)), 1);
+            }
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
+/// An area of small pages takes tables over that are there: nobody is flushed.
+#[test]
+fn an_area_is_made_without_a_flush() {
+    with_rig(8, 1, 22, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let kind = VmaKind::private(PageSize::Size4K);
+            rig.vm.map(cx, &space, span(AT, 0x1000), kind, Backing::Private).expect("an area");
+            rig.enter(cx, &space);
+            rig.store(cx, &space, AT, 1).expect("a page");
+            rig.vm.unmap(cx, &space, span(AT, 0x1000)).expect("unmapped");
+            let before = rig.vm.shootdown().counts();
+            rig.vm.map(cx, &space, span(AT, 2 << 20), kind, Backing::Private).expect("an area");
+            assert_eq!(rig.vm.shootdown().counts().since(before).flushes(), 0);
+            rig.leave(cx, &space);
+            rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
 }

@@ -6,9 +6,10 @@
 mod support;
 
 use hugemm_base::platform::Cpu;
-use hugemm_base::{CpuCx, CpuId, PageSize, Pfn, VirtAddr, VirtRange};
+use hugemm_base::{CpuCx, CpuId, Never, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_paging::Lookup;
-use hugemm_vm::{AddressSpace, Backing, Notifier, VmError, VmaKind};
+use hugemm_vm::{Access, AddressSpace, Backing, Notifier, Phase, VmError, VmaKind};
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -169,7 +170,11 @@ fn whoever_takes_pages_away_is_told() {
             let order: Vec<u64> = order.collect();
             use_pages(rig, cx, &space, PageSize::Size4K, &order);
             use_pages(rig, cx, &space, PageSize::Size2M, &[2]);
+            let before = rig.vm.pager().drops();
             assert_eq!(look(rig, cx, &space, 0..1536).last(), Some(&(1024..1536)), "it is shown");
+            // Of frames that adjoin in either order; pages that lie apart may have frames that adjoin too.
+            let drops = rig.vm.pager().drops() - before;
+            assert!(drops < 80, "{drops} for {} pages", order.len());
             let mut expected: Vec<Pfn> = order.iter().map(|page| frame(rig, cx, &space, AT + (page << 12))).collect();
             let mut told = rig.vm.pager().used_pages();
             expected.sort_unstable();
@@ -182,6 +187,34 @@ fn whoever_takes_pages_away_is_told() {
             assert_eq!(look(rig, cx, &space, 0..1536), []);
             assert_eq!(rig.vm.pager().used_pages(), [], "nobody is told of nothing");
             rig.vm.destroy(cx, space).expect("destroyed");
+        });
+    });
+}
+
+/// Whoever takes pages away is told of a page before it is mapped: from then on others may unmap it, and drop its last reference.
+#[test]
+fn a_page_is_known_before_it_is_mapped() {
+    with_rig(8, 85, |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let object = rig.vm.create_shared(cx, 8, PageSize::Size4K, false).expect("an object");
+            let kind = VmaKind::private(PageSize::Size4K);
+            for (at, backing) in [(AT, Backing::Private), (2 * AT, Backing::Shared(&object, 0))] {
+                rig.vm.map(cx, &space, span(at, 0x8000), kind, backing).expect("an area");
+            }
+            let told = Cell::new(Vec::new());
+            let note = |phase| {
+                if phase == Phase::Map {
+                    told.set([told.take(), vec![rig.vm.pager().known()]].concat());
+                }
+            };
+            for at in [AT, 2 * AT].map(VirtAddr::new) {
+                rig.vm.fault_observed(cx, &space, at, Access::Write, &note).expect("memory");
+            }
+            rig.vm.prefault(&space, span(AT + 0x1000, 0x3000), None).work_observed(cx, &Never, &note).expect("memory");
+            assert_eq!(told.take(), [1, 2, 5]);
+            rig.vm.destroy(cx, space).expect("nobody uses it");
+            rig.vm.close(cx, object).expect("its own");
         });
     });
 }

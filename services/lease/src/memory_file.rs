@@ -367,4 +367,20 @@ mod tests {
         }
         assert_eq!(copy_seals(sealed.as_fd(), leased.as_fd()), Err(Errno::PERM), "one is missing, and cannot be had");
     }
+
+    /// What is lent says so by its mode, and whose it is: nobody else opens it by a path, and no daemon takes it for a ready one.
+    #[test]
+    fn a_lent_file_has_an_owner() {
+        let file = MemoryFile::new(Page::Transparent, Page::Transparent.bytes()).expect("a file");
+        let found = || {
+            let found = rustix::fs::fstat(&file).expect("a file");
+            (Mode::from_raw_mode(found.st_mode), found.st_uid, found.st_gid)
+        };
+        let (uid, gid) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
+        assert_eq!(found(), (Mode::empty(), uid, gid), "ready");
+        // Root may give it to anybody.
+        let (uid, gid) = if uid == 0 { (65534, 65533) } else { (uid, gid) };
+        file.make_lent(uid, gid).expect("its own");
+        assert_eq!(found(), (Mode::RUSR | Mode::WUSR, uid, gid));
+    }
 }

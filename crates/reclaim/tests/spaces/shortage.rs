@@ -1,6 +1,6 @@
 //! Too little memory: full swap, failing allocations, overcommitment, pieces, nodes.
 
-use crate::rig::{Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
+use crate::rig::{Cx, Handle, Model, NODE, Rig, Size, bounds, no_faults, span, with_rig};
 use crate::rules::{AT, SIZE, SIZES, expect, filled};
 use hugemm_base::inject::every_fault;
 use hugemm_base::{CpuId, Extent, Never, NodeId, Order, PageSize, Pfn, Shortfall, VirtAddr};
@@ -437,4 +437,58 @@ fn a_strangers_lru_is_left_alone() {
             assert_eq!(theirs.stats(cx).folios, 0);
         });
     });
+}
+
+/// Gathering gives up after eight blocks that cannot be emptied, and takes the one after seven.
+#[test]
+fn few_blocks_are_tried() {
+    const ORDER: Order = PageSize::Size2M.order();
+    for (movable, gathered) in [(7, true), (8, false)] {
+        with_rig(Size { mib: 32, ..SIZE }, 26, &no_faults(), |rig| {
+            rig.mmu.as_cpu(CpuId(0), |cx| {
+                let frames = rig.vm.frames();
+                let space = rig.vm.create(cx, bounds()).expect("a space");
+                let area = span(AT, 2 << 20);
+                rig.vm.map(cx, &space, area, VmaKind::private(PageSize::Size4K), Backing::Private).expect("an area");
+                let fault = |cx: &mut _, page: u64| {
+                    let at = VirtAddr::new(AT + (page << 12));
+                    rig.vm.fault(cx, &space, at, hugemm_vm::Access::Write).expect("memory");
+                    let Lookup::Mapped(leaf) = rig.vm.lookup(cx, &space, at) else { panic!("mapped") };
+                    leaf.frame
+                };
+                // Its table.
+                fault(cx, 511);
+                rig.vm.unmap(cx, &space, span(AT + (511 << 12), 0x1000)).expect("its own");
+                let all = |cx: &Cx<'_, '_>, order| {
+                    core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(order)).ok()).collect()
+                };
+                let blocks: Vec<Frozen> = all(cx, ORDER);
+                let few: Vec<Frozen> = all(cx, Order::ZERO);
+                assert!(blocks.len() > 9, "{}", blocks.len());
+                // In each of nine blocks one page of the space. Of one the other frames are free.
+                let mut kept = Vec::new();
+                for (page, block) in (0..).zip(blocks) {
+                    let extent = block.extent();
+                    let mut rest = frames.split(block, Order::ZERO).expect("its own");
+                    if page < 9 {
+                        frames.free(cx, rest.pop().expect("one"));
+                        assert!(extent.contains(fault(cx, page)));
+                    }
+                    kept.push(rest);
+                }
+                let mut emptied = kept.remove(movable);
+                while let Some(frame) = emptied.pop() {
+                    frames.free(cx, frame);
+                }
+                few.into_iter().for_each(|block| frames.free(cx, block));
+                assert_eq!(rig.vm.pager().gather(&rig.vm, cx, NODE), gathered, "block {movable}");
+                for mut run in kept {
+                    while let Some(frame) = run.pop() {
+                        frames.free(cx, frame);
+                    }
+                }
+                rig.vm.destroy(cx, space).expect("nobody uses it");
+            });
+        });
+    }
 }

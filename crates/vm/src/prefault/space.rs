@@ -62,13 +62,13 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let to = (from + PIECE).min(self.end);
         let mut at = from;
         while at < to {
-            let area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
+            let mut area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
             let (begins, ends) = (area.range.first_page(), area.range.end_page());
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
             let first = begins.max(self.first / size.pages() * size.pages());
             let last = ends.min(self.end.next_multiple_of(size.pages()));
-            let (mut next, end) = self.own_part(from, first, last, size);
+            let (mut next, mut end) = self.own_part(from, first, last, size);
             while next < end {
                 if cancel.requested() {
                     return Err(VmError::Cancelled);
@@ -76,17 +76,19 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let site = Site { space, area: &area, phases };
                 let filled = self.fill_some(cx, site, next, end, cancel)?;
                 if filled == 0 {
-                    // Somebody is at the same page, or has taken the area away.
+                    // Somebody is at the same page, or has taken the area or its end away.
                     self.vm.breathe(cx);
                     let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
+                    area = there;
+                    end = end.min(area.range.end_page());
                 }
                 self.done.fetch_add(filled, Ordering::Relaxed);
                 next += filled;
             }
-            at = ends;
+            at = area.range.end_page();
         }
         Ok(())
     }
@@ -105,7 +107,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         let at = VirtAddr::new(from << PAGE_SHIFT);
         // Pages of an object are entered one by one: there is no use in looking further.
         let looked = if area.kind.shared { from + size } else { end };
-        match self.vm.absent(cx, space, from, looked, size) {
+        match self.vm.absent(cx, space, from, looked, area.kind.page) {
             Absent::Mapped(leaf) => {
                 if self.writable && area.kind.flags().contains(Flags::WRITE) && !leaf.contains(Flags::WRITE) {
                     self.vm.fault(cx, space, at, Access::Write)?;
@@ -165,9 +167,7 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             let want = self.want(area, VirtAddr::new(at << PAGE_SHIFT));
             let owner = Owner { object: area.object, offset: area.offset_of(at) };
             let block = if size == PageSize::Size4K && !area.kind.pooled {
-                // Not past the 2 MiB that the addresses lie in, so that runs of frames lie as runs of addresses do.
-                let room = (end - at).min(512 - at % 512);
-                let most = Order::largest_within(room).unwrap_or(Order::ZERO);
+                let most = Order::largest_within(end - at).unwrap_or(Order::ZERO);
                 self.vm.new_small_pages(cx, &want, most, owner, cancel, phases)
             } else {
                 match self.vm.new_page(cx, &want, owner, cancel, phases) {
@@ -188,9 +188,8 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         }
         if batch.count == 0 {
             // Another CPU that has entered this page meanwhile had what was missing.
-            let there = lack == Some(VmError::NoPool)
-                && self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT)) != Lookup::Absent;
-            return if there { Ok(0) } else { Err(lack.unwrap_or(VmError::NoMemory)) };
+            let there = self.vm.lookup(cx, space, VirtAddr::new(from << PAGE_SHIFT));
+            return if there == Lookup::Absent { Err(lack.unwrap_or(VmError::NoMemory)) } else { Ok(0) };
         }
         phases.enter(Phase::Map);
         let entered = match pages(from, from + batch.pages) {
@@ -207,11 +206,8 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
             if want.reserved {
                 self.vm.entered(cx, want.page, batch.pages / size.pages());
             }
-            return match lack {
-                // What could be had is mapped; the next round meets the lack again, or finds it gone.
-                Some(VmError::Cancelled) => Err(VmError::Cancelled),
-                _ => Ok(batch.pages),
-            };
+            // What could be had is mapped; the next round meets the lack again, or finds it gone.
+            return Ok(batch.pages);
         }
         for block in batch.blocks() {
             self.vm.return_pages(cx, *block, &want);
@@ -234,18 +230,17 @@ enum Absent {
 }
 
 impl<S: Setup> Vm<'_, S> {
-    /// Looks from page `from` on, whole pages of `size` 4 KiB pages: one walk for a batch of them at most.
-    fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: u64) -> Absent {
+    /// Looks from page `from` on, as far as one table goes: so runs of frames lie as runs of addresses do.
+    fn absent(&self, cx: &mut Cx<'_, S>, space: &AddressSpace<S>, from: u64, end: u64, size: PageSize) -> Absent {
         if space.areas().shared().forking {
             return Absent::Busy;
         }
         let task = RefCell::new(cx);
         let table = space.table().shared(self.tables(&task));
-        // What one batch takes.
-        let enough = if size == 1 { 512 } else { BATCH as u64 * size };
-        let absent = pages(from, end.min(from + enough)).and_then(|span| table.absent(span).ok()).unwrap_or(0);
+        let reach = (from + 1).next_multiple_of(512 << size.order().get());
+        let absent = pages(from, end.min(reach)).and_then(|span| table.absent(span).ok()).unwrap_or(0);
         match table.lookup(VirtAddr::new(from << PAGE_SHIFT)) {
-            Lookup::Absent => Absent::Pages((absent & !(size - 1)).max(size)),
+            Lookup::Absent => Absent::Pages(absent.max(size.pages())),
             Lookup::Mapped(leaf) => Absent::Mapped(leaf.flags),
             Lookup::Busy => Absent::Busy,
             Lookup::Owner(_) => Absent::SwapEntry,

@@ -354,10 +354,16 @@ impl<'h, F: PageFormat, const AWAY: bool> Rig<'h, F, AWAY> {
         assert!(CALLED.take().is_none(), "nobody was called back");
     }
 
+    /// Makes the pool's pages so many, if there is memory.
+    pub fn try_fill_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
+        // Bad pages leave.
+        self.pool.tidy(cx, self.optimizer).expect("nobody else resizes");
+        self.pool.set_size(cx, self.optimizer, pages, Nodes::All, &Never).expect("nobody else resizes");
+    }
+
     /// Makes the pool's pages so many.
     pub fn fill_pool(&self, cx: &mut Cx<'_, 'h>, pages: u64) {
-        let resized = self.pool.set_size(cx, self.optimizer, pages, Nodes::All, &Never);
-        resized.expect("nobody else resizes");
+        self.try_fill_pool(cx, pages);
         assert_eq!(self.pool.counts(cx).counts.total, pages);
     }
 

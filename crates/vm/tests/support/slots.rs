@@ -7,7 +7,7 @@ use hugemm_frames::{FolioRun, Frames, Frozen, Plain};
 use hugemm_host::mmu::Mmu;
 use hugemm_paging::PageFormat;
 use hugemm_vm::{LostPage, Pager, Vm};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -29,6 +29,10 @@ struct State {
     /// What they hold, and how often each is held.
     slots: BTreeMap<u64, (Box<Page>, u64)>,
     next: u64,
+    /// Pages that it was told of when they became somebody's.
+    known: BTreeSet<Pfn>,
+    /// Runs of references that were dropped.
+    drops: u64,
     /// Pages that it was told of as used.
     used: Vec<Pfn>,
     /// Reschedule points when one was last given back, how many have been since, and the most that were between two.
@@ -56,6 +60,16 @@ impl<const AWAY: bool> Slots<AWAY> {
         std::mem::take(&mut self.state().used)
     }
 
+    /// How many pages it has been told of.
+    pub fn known(&self) -> usize {
+        self.state().known.len()
+    }
+
+    /// How many runs of references were dropped so far.
+    pub fn drops(&self) -> u64 {
+        self.state().drops
+    }
+
     /// The most that were given back between two reschedule points since somebody asked.
     pub fn most_between_reschedules(&self) -> u64 {
         let mut state = self.state();
@@ -80,10 +94,17 @@ impl<const AWAY: bool> Slots<AWAY> {
 unsafe impl<'h, F: PageFormat, const AWAY: bool> Pager<Model<'h, F, AWAY>> for Slots<AWAY> {
     const ACTIVE: bool = AWAY;
 
-    unsafe fn lru_add(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, _: Extent, _: Order) {}
+    unsafe fn lru_add(&self, _: &Frames<'_, Plain<&'h FaultPlan>>, _: &Cx<'_, 'h>, pages: Extent, order: Order) {
+        if AWAY {
+            self.state().known.extend(pages.chunks(order).map(|(head, _)| head));
+        }
+    }
 
     unsafe fn drop_references(&self, frames: &Frames<'_, Plain<&'h FaultPlan>>, cx: &Cx<'_, 'h>, mut pages: FolioRun) {
+        let mut state = self.state();
+        state.drops += 1;
         while let Some(folio) = pages.pop() {
+            assert!(state.known.contains(&folio.pfn()), "nobody told of {}", folio.pfn());
             let _ = frames.put(cx, folio);
         }
     }
