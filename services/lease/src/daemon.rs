@@ -58,6 +58,8 @@ struct State {
     leases_ever: u64,
     /// When filling was put off last, for [`REST`].
     put_off: Option<Instant>,
+    /// By how much no file grows, and until when.
+    short: Option<(u64, Instant)>,
     counts: Counts,
     times: LeaseTimes,
 }
@@ -86,6 +88,11 @@ const STARVES: Duration = Duration::from_secs(2);
 /// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
 pub(crate) const REST: Duration = Duration::from_millis(100);
 
+/// After a file was taken out and could not grow, none is tried for as much again for that long, and for so many times what the try took:
+/// whoever asks on and on keeps a ready file from others for a tenth of the time at most.
+const GROW_AGAIN: Duration = Duration::from_millis(100);
+const GROW_AGAIN_TIMES: u32 = 9;
+
 impl Lease {
     fn about(&self, lease: u64) -> Lent {
         let seconds = self.since.elapsed().as_secs();
@@ -99,6 +106,11 @@ impl State {
         let leased = self.leases.values().filter(|lease| lease.uid == uid).map(|lease| lease.bytes);
         let kept = self.kept.iter().filter(|((owner, _), kept)| *owner == uid && kept.lease.is_none());
         leased.chain(kept.map(|(_, kept)| kept.memory.bytes())).sum()
+    }
+
+    /// By how much no file is to grow at present.
+    fn growth(&self) -> u64 {
+        self.short.filter(|(_, until)| Instant::now() < *until).map_or(u64::MAX, |(bytes, _)| bytes)
     }
 
     fn lengths(&self) -> Vec<u64> {
@@ -267,11 +279,17 @@ impl Daemon {
 
     /// A file of the length, marked as lent, and how many bytes of it were filled just now.
     fn take(&self, asker: Asker, bytes: u64) -> Result<(MemoryFile, u64), Refused> {
+        let short = |had, why: &str| {
+            let message = format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
+            Err(refused(RefusedKind::Empty, message))
+        };
         loop {
+            let began = Instant::now();
             let mut file = {
                 let mut state = self.state();
-                let index = match choose(&state.lengths(), bytes) {
+                let index = match choose(&state.lengths(), bytes, state.growth()) {
                     Choice::Exact(index) | Choice::Cut(index) | Choice::Grow(index) => index,
+                    Choice::Short(had) => return short(had, "it could not grow just now; ask again in a while"),
                     Choice::Empty => {
                         let why = state.waiting().unwrap_or_else(|| "it is being filled".to_owned());
                         return Err(refused(RefusedKind::Empty, format!("nothing is ready: {why}")));
@@ -300,14 +318,19 @@ impl Daemon {
                     self.log("poisoned", json!({ "bytes": file.bytes() }));
                 }
                 Err(why) => {
-                    if file.resize(had).is_ok() {
+                    let whole = file.resize(had).is_ok();
+                    if whole {
                         service::store(&file);
-                        self.state().ready.push(file);
                     }
+                    let mut state = self.state();
+                    if bytes > had {
+                        let until = Instant::now() + GROW_AGAIN.max(began.elapsed() * GROW_AGAIN_TIMES);
+                        let less = state.growth().min(bytes - had);
+                        state.short = Some((less, until));
+                    }
+                    state.ready.extend(whole.then_some(file));
                     self.changed.notify_all();
-                    let message =
-                        format!("{bytes} bytes are not to be had: the longest ready file has {had}, and {why}");
-                    return Err(refused(RefusedKind::Empty, message));
+                    return short(had, &why.to_string());
                 }
             }
         }
@@ -676,6 +699,29 @@ mod tests {
         };
         assert!(!leased_again(REST), "filling has its turn first");
         assert!(leased_again(2 * REST));
+    }
+
+    /// Who asks again and again for more than can be had does not keep what is ready from others.
+    #[test]
+    fn a_file_that_cannot_grow_stays_ready() {
+        let page = Page::Transparent;
+        let (shapes, policy) = (Shapes(vec![page.bytes()]), LendingPolicy::closed(0));
+        let daemon = Daemon::new(PoolConfig { page, node: None, shapes, size: u64::MAX, policy });
+        let file = MemoryFile::new(page, page.bytes()).expect("a file");
+        let lease = |bytes| {
+            let wish = Wish { bytes, page: None, node: None, keep: None };
+            daemon.lease(Asker { uid: 0, gid: 0 }, 7, &wish)
+        };
+        daemon.fill_ended(Some(file));
+        let refusal = |bytes| lease(bytes).expect_err("too long").message;
+        // The kernel refuses at once.
+        let long = 1 << 63;
+        assert!(refusal(long).contains("ftruncate"), "tried");
+        assert!(refusal(long).contains("just now") && refusal(long + page.bytes()).contains("just now"), "not again");
+        assert_eq!(daemon.state().growth(), long - page.bytes(), "less may be had");
+        daemon.state().short = Some((page.bytes(), Instant::now()));
+        assert!(refusal(long).contains("ftruncate"), "tried again, later");
+        assert!(lease(page.bytes()).is_ok(), "nobody else waits");
     }
 
     /// A thread at idle priority that gets no CPU says nothing; its daemon does.

@@ -9,17 +9,23 @@ pub enum Choice {
     Cut(usize),
     /// All are shorter; this is the longest, and the rest has to be filled while the asker waits.
     Grow(usize),
+    /// All are shorter, the longest by so much that it cannot be had.
+    Short(u64),
     /// Nothing is ready.
     Empty,
 }
 
-/// Which of the `ready` files, by their lengths, serves a request for `bytes`.
-pub fn choose(ready: &[u64], bytes: u64) -> Choice {
+/// Which of the `ready` files, by their lengths, serves a request for `bytes`, if one may grow by less than `growth`.
+pub fn choose(ready: &[u64], bytes: u64, growth: u64) -> Choice {
     let numbered = || ready.iter().copied().enumerate();
     match numbered().filter(|&(_, have)| have >= bytes).min_by_key(|&(_, have)| have) {
         Some((index, have)) if have == bytes => Choice::Exact(index),
         Some((index, _)) => Choice::Cut(index),
-        None => numbered().max_by_key(|&(_, have)| have).map_or(Choice::Empty, |(index, _)| Choice::Grow(index)),
+        None => match numbered().max_by_key(|&(_, have)| have) {
+            Some((index, have)) if bytes - have < growth => Choice::Grow(index),
+            Some((_, have)) => Choice::Short(have),
+            None => Choice::Empty,
+        },
     }
 }
 
@@ -108,10 +114,11 @@ mod tests {
 
     #[test]
     fn the_shortest_file_that_is_long_enough_serves() {
-        assert_eq!(choose(&[8, 4, 16], 4), Choice::Exact(1));
-        assert_eq!(choose(&[8, 4, 16], 5), Choice::Cut(0));
-        assert_eq!(choose(&[8, 4, 16], 17), Choice::Grow(2));
-        assert_eq!(choose(&[], 1), Choice::Empty);
+        assert_eq!(choose(&[8, 4, 16], 4, 0), Choice::Exact(1));
+        assert_eq!(choose(&[8, 4, 16], 5, 0), Choice::Cut(0));
+        assert_eq!(choose(&[8, 4, 16], 17, 2), Choice::Grow(2));
+        assert_eq!(choose(&[8, 4, 16], 18, 2), Choice::Short(16));
+        assert_eq!(choose(&[], 1, 2), Choice::Empty);
     }
 
     #[test]
