@@ -38,8 +38,6 @@ enum Way {
     Threads,
     /// Leased; QEMU is told nothing, and replaced its file is.
     Wrapper,
-    /// The same right after filling, which leaves the caches without QEMU: for every other way it has just said its version.
-    Cold,
     /// Leased; QEMU is given a path of a process that holds it. Filled it is already, so `prealloc` is left out.
     Path,
     /// Leased; QEMU inherits the descriptor, and fills nothing either.
@@ -51,17 +49,8 @@ enum Way {
 }
 
 /// In the order in which the daemon's file is filled least often.
-const WAYS: [Way; 9] = [
-    Way::Off,
-    Way::OneThread,
-    Way::Threads,
-    Way::Empty,
-    Way::Wrapper,
-    Way::Cold,
-    Way::Path,
-    Way::Descriptor,
-    Way::Kept,
-];
+const WAYS: [Way; 8] =
+    [Way::Off, Way::OneThread, Way::Threads, Way::Empty, Way::Wrapper, Way::Path, Way::Descriptor, Way::Kept];
 
 impl Way {
     /// In the table and the JSON.
@@ -71,7 +60,6 @@ impl Way {
             Way::OneThread => "prealloc=on, 1 thread",
             Way::Threads => "prealloc=on, threads",
             Way::Wrapper => "leased, wrapper",
-            Way::Cold => "leased, wrapper, cold caches",
             Way::Path => "leased, path",
             Way::Descriptor => "leased, descriptor",
             Way::Kept => "kept, second start",
@@ -153,14 +141,14 @@ pub fn run(args: &BenchLease) -> Result<()> {
             let row = row.label("size", bytes).label("memory", way.name());
             rows.push(if *way == Way::Threads { row.label("threads", threads) } else { row });
         }
-        if machine.topology.cpus.len() > 1 {
-            bar.set_message(format!("{size}, a neighbour"));
-            slowed = Some(bench.neighbour(&machine)?);
-        }
         let counts = bench.status()?.counts;
         filled.filled_bytes += counts.filled_bytes;
         filled.fill_ns += counts.fill_ns;
         filled.fill_cpu_ns += counts.fill_cpu_ns;
+        if machine.topology.cpus.len() > 1 {
+            bar.set_message(format!("{size}, a neighbour"));
+            slowed = Some(bench.neighbour(&machine)?);
+        }
     }
     bar.finish_and_clear();
     if filled.filled_bytes == 0 {
@@ -174,6 +162,7 @@ pub fn run(args: &BenchLease) -> Result<()> {
     let gib = filled.filled_bytes as f64 / (1u64 << 30) as f64;
     let (cpu, bandwidth) =
         (filled.fill_cpu_ns as f64 / 1e9 / gib, filled.filled_bytes as f64 / filled.fill_ns.max(1) as f64);
+    rows.push(Row::single("bench.lease.filled", gib, "GiB"));
     rows.push(Row::single("bench.lease.fill_cpu_per_gib", cpu, "s"));
     rows.push(Row::single("bench.lease.fill_bandwidth", bandwidth, "GB/s"));
     if let Some(slowed) = &slowed {
@@ -221,7 +210,9 @@ impl<'a> Bench<'a> {
             .stderr(Stdio::null())
             .spawn()
             .context("the lease daemon cannot be started")?;
-        Ok(Bench { args, bytes, threads, daemon, dir })
+        let bench = Bench { args, bytes, threads, daemon, dir };
+        bench.wait_until("the daemon answers", || Ok(bench.status().is_ok()))?;
+        Ok(bench)
     }
 
     fn socket(&self) -> PathBuf {
@@ -241,7 +232,6 @@ impl<'a> Bench<'a> {
 
     /// Has all memory back in the kernel's pool, for a machine that takes its own.
     fn drain(&self) -> Result<()> {
-        self.wait_until("the daemon answers", || Ok(self.status().is_ok()))?;
         self.ask(&Request::Drain {})?;
         self.wait_until("pages are free", || {
             let status = HugetlbPool::new().status(PageSize::Size2M, None)?;
@@ -315,23 +305,22 @@ impl<'a> Bench<'a> {
         command.args(words).args(["-m", &format!("{}M", self.bytes >> 20), "-qmp", "stdio", "-object", &memory]);
     }
 
-    /// One start.
+    /// One start. Filling leaves the caches without QEMU, so it comes before every way's, whether that has use for it or not.
     fn once(&self, way: Way) -> Result<Duration> {
+        let before = self.fill()?;
         let time = match way {
             Way::Off | Way::OneThread | Way::Threads | Way::Empty => {
                 self.drain()?;
                 self.start_machine(way)?
             }
-            Way::Wrapper | Way::Cold | Way::Path | Way::Descriptor => {
-                let before = self.fill()?;
+            Way::Wrapper | Way::Path | Way::Descriptor => {
                 let time = self.start_machine(way)?;
-                if matches!(way, Way::Wrapper | Way::Cold) {
+                if way == Way::Wrapper {
                     self.check_placed(before.counts.placed + 1)?;
                 }
                 time
             }
             Way::Kept => {
-                let before = self.fill()?;
                 self.start_machine(way)?;
                 self.wait_until("the first machine is over", || Ok(self.status()?.leases.is_empty()))?;
                 let time = self.start_machine(way)?;
@@ -354,10 +343,6 @@ impl<'a> Bench<'a> {
     fn start_machine(&self, way: Way) -> Result<Duration> {
         const OWN: &str = "memory-backend-memfd,hugetlb=on,hugetlbsize=2M";
         let qemu = &self.args.qemu;
-        if way != Way::Cold {
-            // Filling has just gone through the caches, or has not: the program is in them again.
-            Command::new(qemu).arg("--version").output().context("QEMU does not say its version any more")?;
-        }
         let from = Instant::now();
         let mut holder = None;
         let mut command;
@@ -371,7 +356,7 @@ impl<'a> Bench<'a> {
                 };
                 self.qemu(&mut command, &format!("{OWN},{prealloc}"));
             }
-            Way::Wrapper | Way::Cold => {
+            Way::Wrapper => {
                 command = self.lease(&["--require", "--"])?;
                 self.qemu(command.arg(qemu), &format!("{OWN},prealloc=on"));
             }
