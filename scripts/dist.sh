@@ -1,6 +1,6 @@
 #!/bin/sh
-# What is handed to others: a static binary, manual pages, the systemd units, and a Debian package of all that, below target/dist.
-# The binary needs no C library, so the package depends on nothing.
+# What is handed to others: a static binary, the library for `--mode preload`, manual pages, the systemd units, and a Debian package of
+# all that, below target/dist. The binary needs no C library, so the package depends on nothing; the library is for programs that have one.
 set -eu
 cd "$(dirname "$0")/.."
 arch=${ARCH:-$(uname -m)}
@@ -15,12 +15,24 @@ version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 
 CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld ${CARGO:-cargo} build --release --locked --target "$target" -p hugemm-cli
 binary=${CARGO_TARGET_DIR:-target}/$target/release/hugemm
+# A library is of the C library that the programs have.
+native=$arch-unknown-linux-gnu
+library=
+if [ "$arch" = "$(uname -m)" ] && scripts/need.sh target "$native"; then
+    ${CARGO:-cargo} build --release --locked --target "$native" -p hugemm-lease-preload
+    library=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_preload.so
+else
+    echo "skipped: the library for --mode preload (it is built on $arch alone)"
+fi
 
 dist=target/dist
 root=$dist/root
 rm -rf "$root"
 mkdir -p "$root/usr/bin" "$root/usr/share/man/man1" "$root/lib/systemd/system" "$root/etc/hugemm" "$root/usr/share/doc/hugemm" "$root/DEBIAN"
 install -m 755 "$binary" "$root/usr/bin/hugemm"
+if [ -n "$library" ]; then
+    install -D -m 644 -t "$root/usr/lib/hugemm" "$library"
+fi
 install -m 644 services/lease/systemd/hugemm-lease.socket services/lease/systemd/hugemm-lease.service "$root/lib/systemd/system/"
 install -m 644 docs/lease.md LICENSE-MIT LICENSE-APACHE "$root/usr/share/doc/hugemm/"
 cat > "$root/etc/hugemm/lease.conf" <<'CONF'
@@ -59,6 +71,10 @@ if command -v dpkg-deb > /dev/null; then
         # Words of the unit's own line.
         # shellcheck disable=SC2086
         chroot "$fresh" $start --help > /dev/null
+        if [ -n "$library" ]; then
+            # ld.so says what it cannot load, and goes on.
+            test -z "$(LD_PRELOAD="$fresh/usr/lib/hugemm/libhugemm_lease_preload.so" true 2>&1)"
+        fi
         # A static binary has another C library than the tests.
         timeout 5 "$fresh/usr/bin/hugemm" pool serve --page thp --size 2MB --socket "$fresh/socket" | grep -q "leases at"
         if command -v systemd-analyze > /dev/null; then

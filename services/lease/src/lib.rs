@@ -14,7 +14,9 @@
 //! | [`daemon`], [`status`] | taking, lending, keeping, ending; how things stand |
 //! | [`wire`], [`server`], [`client`] | the socket |
 //! | [`service`], [`metrics`], `log` | what a service manager, a scraper and a journal are told |
+//! | `own_file` | which file of a program a leased one may take the place of |
 //! | [`seccomp`], [`supervisor`] | a stock program gets the leased file in the place of its own |
+//! | [`preload`] | the same for programs that load a library, where no filter can be had |
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_debug_implementations)]
 
@@ -26,7 +28,9 @@ pub mod kept;
 mod log;
 pub mod memory_file;
 pub mod metrics;
+mod own_file;
 pub mod policy;
+pub mod preload;
 pub mod seccomp;
 pub mod server;
 pub mod service;

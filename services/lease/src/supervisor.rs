@@ -8,7 +8,8 @@
 //! killed, a call that waits and later calls of that one length fail with ENOSYS; nothing else changes.
 
 use crate::client::{Connection, Lease};
-use crate::memory_file::{Page, copy_seals, page_of};
+use crate::memory_file::{Page, copy_seals};
+use crate::own_file::OwnFile;
 use crate::seccomp::{self, Call, CallAnswer, FilterError};
 use crate::wire::Seen;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -190,10 +191,11 @@ impl Supervisor {
     /// Replaces the call's descriptor, if it is of the kind that is waited for.
     fn place(&mut self, call: &Call) -> Option<()> {
         let leased = self.file.as_ref()?;
-        let found = Found::look(call)?;
-        let fresh = found.page == self.page && found.is_fresh && found.is_writable;
+        // A thread in a namespace that cannot be seen from here has the number 0.
+        let process = (call.thread != 0).then(|| call.thread.to_string())?;
+        let found = OwnFile::look(&process, call.fd)?;
         // All that was read is of the process that waits.
-        if !fresh || !seccomp::is_valid(self.listener.as_fd(), call) {
+        if !found.is_replaceable(self.page) || !seccomp::is_valid(self.listener.as_fd(), call) {
             return None;
         }
         copy_seals(found.file.as_fd(), leased.as_fd()).ok()?;
@@ -232,44 +234,6 @@ fn is_private(maps: &[u8], inode: u64) -> Option<bool> {
         let rights = words.nth(1)?;
         (words.nth(2)? == inode.as_bytes()).then(|| rights.last() == Some(&b'p'))
     })
-}
-
-/// What a call's descriptor is.
-struct Found {
-    /// The file, opened once more.
-    file: OwnedFd,
-    /// Where it was found, and which it is.
-    path: String,
-    identity: (u64, u64),
-    page: Page,
-    /// No name, no length, no pages: nobody else can have it, and nothing is in it.
-    is_fresh: bool,
-    is_writable: bool,
-    close_on_exec: bool,
-}
-
-impl Found {
-    fn look(call: &Call) -> Option<Self> {
-        if call.thread == 0 {
-            return None;
-        }
-        let path = format!("/proc/{}/fd/{}", call.thread, call.fd);
-        let file = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty()).ok()?;
-        let page = page_of(file.as_fd())?;
-        let stat = rustix::fs::fstat(&file).ok()?;
-        let is_fresh = stat.st_nlink == 0 && stat.st_size == 0 && stat.st_blocks == 0;
-        let info = fs::read_to_string(format!("/proc/{}/fdinfo/{}", call.thread, call.fd)).ok()?;
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
-        let flags = i32::from_str_radix(flags.trim(), 8).ok()?;
-        let is_writable = flags & libc::O_ACCMODE != libc::O_RDONLY;
-        let close_on_exec = flags & libc::O_CLOEXEC != 0;
-        Some(Found { file, path, identity: (stat.st_dev, stat.st_ino), page, is_fresh, is_writable, close_on_exec })
-    }
-
-    /// Whether the call's descriptor is this file yet.
-    fn is_still_there(&self) -> bool {
-        rustix::fs::stat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity)
-    }
 }
 
 /// What of a program's arguments keeps it from gaining anything, if that can be seen: a line for its user.

@@ -7,8 +7,9 @@ pub mod pool;
 mod scrub;
 
 use anyhow::{Context, Result, anyhow, bail};
-use args::Lease;
+use args::{Lease, Mode};
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
+use hugemm_lease::preload::{self, Offer};
 use hugemm_lease::supervisor::{attach, private_by_arguments};
 use hugemm_lease::wire::Wish;
 use hugemm_workloads::size::Size;
@@ -21,7 +22,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// What becomes the memory's path in a command's arguments.
@@ -40,6 +41,9 @@ pub fn run(args: &Lease) -> Result<()> {
         // Before anything is taken for it.
         find(program).map_err(|cause| NotStarted { program: program.clone(), cause })?;
     }
+    if args.mode == Mode::Preload && (args.command.is_empty() || is_given(args)) {
+        bail!("--mode is for programs that make their memory themselves; leave it out");
+    }
     if args.command.is_empty() {
         return hold(args);
     }
@@ -49,7 +53,7 @@ pub fn run(args: &Lease) -> Result<()> {
         Err(error) if args.require || is_given(args) => Err(error),
         Err(error) => {
             eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
-            Err(exec(&args.command))
+            Err(exec(&args.command, []))
         }
     }
 }
@@ -86,7 +90,17 @@ fn start_on(args: &Lease, lease: Leased) -> Result<()> {
     if is_given(args) {
         let number = inherit(&lease.file, args.fd)?;
         let command: Vec<_> = args.command.iter().map(|word| with_number(word, number)).collect();
-        return Err(exec(&command));
+        return Err(exec(&command, []));
+    }
+    if args.mode == Mode::Preload {
+        return match offer(lease) {
+            Ok((environment, _socket)) => Err(exec(&args.command, environment)),
+            Err(error) if args.require => Err(error),
+            Err(error) => {
+                eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
+                Err(exec(&args.command, []))
+            }
+        };
     }
     match attach(lease) {
         Ok(attached) if attached.no_new_privs => {
@@ -94,9 +108,11 @@ fn start_on(args: &Lease, lease: Leased) -> Result<()> {
         }
         Ok(_) => {}
         Err(error) if args.require => return Err(error.into()),
-        Err(error) => eprintln!("hugemm lease: {error}; {} is started without", name(&args.command)),
+        Err(error) => {
+            eprintln!("hugemm lease: {error}; {} is started without; see --mode preload", name(&args.command));
+        }
     }
-    Err(exec(&args.command))
+    Err(exec(&args.command, []))
 }
 
 /// Whether the command is given the memory, instead of making what becomes the memory itself.
@@ -122,10 +138,38 @@ fn inherit(file: &OwnedFd, number: Option<i32>) -> Result<i32> {
     }
 }
 
+/// The library that offers a lease to the program it is loaded into.
+const LIBRARY: &str = "libhugemm_lease_preload.so";
+
+/// Has the lease wait for the command's first file of its length, and says by which variables the command finds it. The descriptor is
+/// to be open until `exec`.
+fn offer(lease: Leased) -> Result<([(&'static str, OsString); 2], OwnedFd)> {
+    let (offer, socket) = Offer::new(lease.file, lease.about.bytes, lease.about.page).context("no socket")?;
+    let mut libraries = library()?.into_os_string();
+    if let Some(others) = std::env::var_os(PRELOAD).filter(|others| !others.is_empty()) {
+        libraries.push(":");
+        libraries.push(others);
+    }
+    Ok(([(PRELOAD, libraries), (preload::VARIABLE, offer.variable()?.into())], socket))
+}
+
+/// What ld.so(8) loads before a program's own libraries.
+const PRELOAD: &str = "LD_PRELOAD";
+
+/// Where the library is: beside this program, as cargo builds it, or where the package puts it.
+fn library() -> Result<PathBuf> {
+    let own = std::env::current_exe().context("this program's path is not known")?;
+    let places = [own.with_file_name(LIBRARY), own.with_file_name("../lib/hugemm").join(LIBRARY)];
+    let missing = || {
+        anyhow!("no {LIBRARY} at {}; build it with: cargo build --release -p hugemm-lease-preload", places[1].display())
+    };
+    places.iter().find(|place| place.exists()).cloned().ok_or_else(missing)
+}
+
 /// Becomes the command; returns why that is not possible.
-fn exec(command: &[OsString]) -> anyhow::Error {
+fn exec<'a>(command: &[OsString], environment: impl IntoIterator<Item = (&'a str, OsString)>) -> anyhow::Error {
     let Some((program, arguments)) = command.split_first() else { return anyhow!("no command") };
-    let cause = Command::new(program).args(arguments).exec();
+    let cause = Command::new(program).args(arguments).envs(environment).exec();
     NotStarted { program: program.clone(), cause }.into()
 }
 

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Output};
 use support::lease::{Daemon, pool};
-use support::{Scratch, document, hugemm, misused, rows};
+use support::{Scratch, document, hugemm, misused, refused, rows};
 
 /// Runs a command of the shell on the memory that is kept as `cache`.
 fn on_kept(daemon: &Daemon, options: &[&str], command: &str) -> Output {
@@ -91,6 +91,29 @@ fn figures_are_fetched_from_a_socket() {
     }
     assert!(fetch("GET /other HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
     assert!(fetch("POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
+}
+
+/// Where the library is not, its user is told so, and which way out there is; nothing is lost.
+#[test]
+fn preloading_without_the_library_is_said() {
+    let Some(_pool) = pool(8) else { return };
+    let daemon = Daemon::start("leased-preload", 8, &[]);
+    let (alone, socket) = (daemon.scratch.path("hugemm"), daemon.scratch.path("socket"));
+    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &alone).expect("copied");
+    let run = |options: &[&str]| {
+        let words = ["lease", "8MB", "--mode", "preload", "--socket", &socket];
+        let output =
+            Command::new(&alone).args(words).args(options).args(["--", "echo", "hello"]).output().expect("it starts");
+        let line = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(line.lines().count() == 1 && line.contains("cargo build --release -p hugemm-lease-preload"), "{line}");
+        daemon.wait_for("\"leases\":[]");
+        daemon.wait_for("\"ready\":[8388608]");
+        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    assert_eq!(run(&[]), (true, "hello\n".to_owned()), "without a lease");
+    assert_eq!(run(&["--require"]), (false, String::new()));
+    misused(&["lease", "8MB", "--mode", "preload", "--fd", "3", "--", "true"], "--mode");
+    refused(&["lease", "8MB", "--mode", "preload", "--", "true", "@LEASE@"], &["leave it out"]);
 }
 
 /// Every way is measured, and checked to be what it says: the bench ends with an error where QEMU did not get the lease.

@@ -1,7 +1,7 @@
 //! Options of `hugemm pool` and `hugemm lease`.
 
 use crate::args::{Calibration, Common, Warmup};
-use clap::{Args, Subcommand, ValueHint};
+use clap::{Args, Subcommand, ValueEnum, ValueHint};
 use hugemm_lease::memory_file::Page;
 use hugemm_workloads::options::runs;
 use hugemm_workloads::size::Size;
@@ -48,6 +48,9 @@ pub struct Lease {
     /// Fail where nothing can be leased, instead of running COMMAND without.
     #[arg(long)]
     pub require: bool,
+    /// How a program that makes its memory itself gets the lease.
+    #[arg(long, value_enum, default_value_t = Mode::Filter, conflicts_with_all = ["fd", "path", "json"])]
+    pub mode: Mode,
     /// COMMAND inherits the memory as this descriptor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=1023), requires = "command")]
     pub fd: Option<i32>,
@@ -63,6 +66,15 @@ pub struct Lease {
     /// What to run.
     #[arg(last = true, value_name = "COMMAND")]
     pub command: Vec<OsString>,
+}
+
+/// How a program's own file is seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// A seccomp filter reports it.
+    Filter,
+    /// A library that is loaded before the program; not into static or setuid ones.
+    Preload,
 }
 
 /// `hugemm pool`
