@@ -46,15 +46,7 @@ fn figures(nanos: u64, large: u64, small: u64) -> PhaseFigures {
     PhaseFigures { nanos, bytes, pages: large + small, ..PhaseFigures::default() }
 }
 
-/// The second of two passes. What came back last is handed out first, so it finds memory that has been touched before; what
-/// the pool gave back has not, and in a virtual machine its first touch is the hypervisor's work.
-fn touched(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
-    populate(bytes, page, backing, threads)?;
-    interrupt::check()?;
-    populate(bytes, page, backing, threads)
-}
-
 /// One request for each thread's share; the time of the slowest.
-fn populate(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
+fn touched(bytes: u64, page: PageSize, backing: RegionBacking, threads: u32) -> Result<Took> {
     kernel_side::together(bytes, page, backing, Function::Populate, threads, &|_| 0)
 }
