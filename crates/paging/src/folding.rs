@@ -20,11 +20,12 @@
 //! * A group becomes present, or is hidden, one entry after another: those that are present agree, the others are invalid. A CPU
 //!   that goes by a present one for all of the group reaches what the call maps, or what is not reused before the flush; one that
 //!   goes by an invalid one faults, and the access is tried again. An abort for entries that conflict needs two that are cached, and
-//!   invalid ones are not. Linux's huge pages of contiguous entries come and go in the same way.
+//!   invalid ones are not. Linux's huge pages of contiguous entries come and go in the same way. The model MMU's CPUs, as threads
+//!   beside the edits, keep either.
 //! * `WRITE` changes: all are present, of two kinds, and accesses by either are right until the flush. A CPU that reports a conflict
 //!   here would need a break. Linux takes it from contiguous small pages in place, too, but from huge pages by a break.
 //!
-//! No arm64 CPU has run either. What is said here of CPUs is how the rules are understood; the model MMU looks between calls only.
+//! No arm64 CPU has run either. What is said here of CPUs is how the rules are understood; the model MMU does not look into the second.
 //!
 //! So whoever asks for the age of single pages should not fold them.
 
@@ -98,13 +99,14 @@ impl<F: PageFormat, L: RawEditLock, M: TableMemory> Exclusive<'_, F, L, M> {
 }
 
 impl<F: PageFormat, M: TableMemory> Tree<F, M> {
-    /// First page and pages of the folded group in which `page` is not the first.
+    /// First page and pages of the folded group in which `page`, an end of a range, is not the first. Behind the last page of this
+    /// table nothing is read: a group that reaches over it has a leaf before it.
     #[inline]
     fn group_over(&self, page: u64) -> Option<(u64, u64)> {
-        if F::CONTIGUOUS == 0 || !self.translates(page) {
+        if F::CONTIGUOUS == 0 {
             return None;
         }
-        let End { entry, level, .. } = self.descend(page);
+        let End { entry, level, .. } = self.descend(if self.translates(page) { page } else { page - 1 });
         let pages = GROUP as u64 * level::pages(level);
         let inside = kind::<F>(entry, level) == Kind::Leaf && is_folded::<F>(entry) && !page.is_multiple_of(pages);
         inside.then_some((page - page % pages, pages))

@@ -137,6 +137,9 @@ mod tests {
             plan(RANGES, what(&[(0, 1 << 21)], PageSize::Size4K)),
             [TlbiStep::Range(1 << 46 | 3 << 44 | 31 << 39)]
         );
+        // 8 GiB is the most that one takes.
+        let more = [TlbiStep::Range(1 << 46 | 3 << 44 | 31 << 39), TlbiStep::Range(1 << 46 | 3 << 44 | 1 << 21)];
+        assert_eq!(plan(RANGES, what(&[(0, (1 << 21) + (1 << 16))], PageSize::Size4K)), more);
     }
 
     proptest! {

@@ -78,6 +78,8 @@ pub struct Mmu<'h, 'm> {
     walks: Tables,
     kernel_root: AtomicU64,
     keeps_refusals: AtomicBool,
+    sees_edits: AtomicBool,
+    fills: AtomicU64,
     oracle: Oracle,
     stores: StoreModel,
     random: Mutex<Random>,
@@ -158,6 +160,8 @@ impl<'h, 'm> Mmu<'h, 'm> {
             walks: Tables::X86_64,
             kernel_root: AtomicU64::new(0),
             keeps_refusals: AtomicBool::new(false),
+            sees_edits: AtomicBool::new(false),
+            fills: AtomicU64::new(0),
             oracle: Oracle::new(host.frames()),
             stores: StoreModel::new(cpus.max(1) as usize, seed),
             random: Mutex::new(Random::new(seed)),
@@ -192,6 +196,17 @@ impl<'h, 'm> Mmu<'h, 'm> {
     /// the fault, as x86-64 does.
     pub fn keep_refusals(&self) {
         self.keeps_refusals.store(true, Ordering::Relaxed);
+    }
+
+    /// From here on CPUs walk beside edits: of a folded group that comes or goes they may find some leaves absent, and keep all of it.
+    /// Those that are present agree even then.
+    pub fn see_edits(&self) {
+        self.sees_edits.store(true, Ordering::Relaxed);
+    }
+
+    /// How many translations CPUs have read from the tables.
+    pub fn fills(&self) -> u64 {
+        self.fills.load(Ordering::Relaxed)
     }
 
     /// Plays CPU `cpu` for the time of `f`. Waits while another thread plays it.

@@ -224,3 +224,22 @@ fn a_group_has_one_age() {
         age(0, 48);
     }
 }
+
+/// A group that reaches over the last page that a table is given is not changed in part either.
+#[test]
+fn a_group_that_reaches_over_the_bounds_stays() {
+    let heap = Heap::new(NoFaults);
+    let table = table::<Aarch64, _>(&heap);
+    table.shared(&heap).map_folded(span(0, 64), [extent(0x1000, 64)], SMALL).expect("free");
+    // SAFETY: one heap, and the whole table is left alone meanwhile.
+    let part = unsafe { PageTable::<Aarch64>::adopt(table.root(), span(0, 40)) }.expect("a part");
+    let no_write = Change { set: Flags::NONE, clear: Flags::WRITE };
+    let over = PagingError::Folded { at: at(40) };
+    assert_eq!(part.exclusive(&heap).detach(span(0, 40), Editing::LIVE).expect_err("a part of a group"), over);
+    assert_eq!(part.exclusive(&heap).write_protect(span(16, 24)), Err(over));
+    assert_eq!(part.shared(&heap).protect(span(32, 8), no_write), Err(over));
+    assert_eq!(part.exclusive(&heap).folded(span(16, 24)), Some(span(32, 16)));
+    assert_eq!(part.exclusive(&heap).folded(span(0, 32)), None);
+    let _ = part.exclusive(&heap).write_protect(span(0, 32)).expect("whole groups");
+    assert!(leaf(&table, &heap, 39).flags.contains(Flags::WRITE));
+}

@@ -19,17 +19,29 @@ struct Shared<'w, F: PageFormat>(&'w World<F>);
 // (cells) is left alone.
 unsafe impl<F: PageFormat> Sync for Shared<'_, F> {}
 
+/// Stops the others at its end.
+struct Stops<'s>(&'s AtomicBool);
+
+impl Drop for Stops<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
 impl<F: PageFormat> World<F> {
-    /// One CPU maps, ages and unmaps pages while the others store to them.
+    /// One CPU maps, ages and unmaps pages, folded ones in turns with single ones where the format has those, while the others store
+    /// to them.
     pub fn race(&self, manager: CpuId, users: [CpuId; 2]) {
+        self.mmu.see_edits();
         let (shared, stop) = (Shared(self), AtomicBool::new(false));
         std::thread::scope(|scope| {
             for cpu in users {
                 let (shared, stop) = (&shared, &stop);
                 scope.spawn(move || shared.use_pages(cpu, stop));
             }
+            // Also when it fails: the others would go on for ever.
+            let _stops = Stops(&stop);
             shared.manage(manager);
-            stop.store(true, Ordering::SeqCst);
         });
     }
 }
@@ -59,9 +71,22 @@ impl<F: PageFormat> Shared<'_, F> {
         let how = Mapping { flags: Flags::WRITE | Flags::USER, largest: PageSize::Size4K };
         let mut written = 0;
         world.mmu.as_cpu(cpu, |cx| {
-            for _ in 0..ROUNDS {
-                let frames = std::iter::from_fn(|| world.pool.take());
-                space.table.shared(&world.pool).map(span, frames.take(PAGES as usize), how).expect("room");
+            // On a busy machine the others may not have had a turn by then.
+            for round in 0..50 * ROUNDS {
+                if round >= ROUNDS && written > 0 {
+                    break;
+                }
+                let fold = F::CONTIGUOUS != 0 && round % 2 == 0;
+                if fold {
+                    let group = world.pool.take_group().expect("frames in a row");
+                    let written = Mapping { flags: how.flags | Flags::DIRTY, ..how };
+                    space.table.shared(&world.pool).map_folded(span, [group], written).expect("room");
+                } else {
+                    let frames = std::iter::from_fn(|| world.pool.take());
+                    space.table.shared(&world.pool).map(span, frames.take(PAGES as usize), how).expect("room");
+                }
+                let part = VirtRange::new(at(3), PAGE_BYTES).expect("a page");
+                assert_eq!(space.table.exclusive(&world.pool).folded(part).is_some(), fold);
                 for _ in 0..20 {
                     space.table.shared(&world.pool).test_and_clear_young(span, |_| ()).expect("mapped");
                     space.table.exclusive(&world.pool).test_and_clear_young(span, |_| ()).expect("mapped");

@@ -100,7 +100,8 @@ impl Mmu<'_, '_> {
             && entry.compare_exchange(value, noted, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Whether the leaf `value` at `at` is one of a whole group: all are present and say the same, but for what hardware notes.
+    /// Whether the leaf `value` at `at` is one of a whole group: all are present, but beside [edits](Mmu::see_edits), and say the same,
+    /// but for what hardware notes.
     fn is_group(&self, table: Pfn, at: VirtAddr, level: u32, value: u64) -> bool {
         let group = at.get() & !(reach(level) * GROUP - 1);
         let first = value.wrapping_sub((at.get() & !(reach(level) - 1)) - group);
@@ -110,6 +111,7 @@ impl Mmu<'_, '_> {
                 let entry = self.entry(table, VirtAddr::new(group + place * reach(level)), level);
                 let seen = entry.map_or(0, |entry| entry.load(Ordering::Acquire));
                 self.walks.noted_apart(seen) == self.walks.noted_apart(first + place * reach(level))
+                    || !Tables::is_present(seen) && self.sees_edits.load(Ordering::Relaxed)
             })
     }
 
@@ -215,6 +217,7 @@ impl Mmu<'_, '_> {
                     self.oracle.report(Violation::Conflict { cpu, at });
                 }
                 tlb.insert(translation);
+                self.fills.fetch_add(1, Ordering::Relaxed);
                 return Ok(translation);
             }
             table = below;
