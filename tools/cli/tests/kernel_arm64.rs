@@ -134,6 +134,21 @@ fn workloads_run() {
     }
 }
 
+/// The same flushes by broadcast and by interrupts.
+#[test]
+#[ignore = "needs QEMU: make test-arm"]
+fn a_broadcast_stands_beside_interrupts() {
+    let args = ["--cpus", "2", "--memory", "512MB", "--json", "--", "bench", "shootdown", "--pages", "8", "-r", "1"];
+    let document = document(&[&BOOT[..], &args].concat());
+    let (flushes, ipis) = (rows(&document, "bench.shootdown.flushes"), rows(&document, "bench.shootdown.ipis"));
+    assert_eq!((flushes.len(), ipis.len()), (2 * 2 * 2 * 2, 2 * 2 * 2 * 2), "{document}");
+    for (flushes, ipis) in flushes.iter().zip(ipis) {
+        let number = |row: &serde_json::Value, name: &str| row[name].as_f64().expect("a number");
+        let per_flush = if flushes["interrupts"] == "sent" { number(flushes, "cpus") - 1.0 } else { 0.0 };
+        assert_eq!(number(ipis, "value"), per_flush * number(flushes, "value"), "{ipis}");
+    }
+}
+
 /// A TLBI for each mapping that was young, beside those of unmapping; none where ageing flushes nothing.
 #[test]
 #[ignore = "needs QEMU: make test-arm"]

@@ -29,6 +29,19 @@ pub unsafe fn miss_one(plant: bool) {
     MISS_ONE.store(plant, Ordering::Relaxed);
 }
 
+/// Whether flushes interrupt CPUs although an instruction would reach them.
+static BY_INTERRUPT: AtomicBool = AtomicBool::new(false);
+
+/// Has flushes interrupt other CPUs, each of which invalidates its own TLB, instead of broadcasting; or ends that. For comparison.
+///
+/// # Safety
+///
+/// Meanwhile no huge page pool is resized: descriptors that are broken are made by a broadcast.
+pub unsafe fn interrupt_instead(instead: bool) {
+    // Relaxed: either way is a flush.
+    BY_INTERRUPT.store(instead, Ordering::Relaxed);
+}
+
 /// Plants the bug that the calling CPU's flushes reach nobody, not even itself, or takes it back.
 ///
 /// # Safety
@@ -55,6 +68,9 @@ unsafe impl TlbHw for Hardware {
 
     fn broadcast(&self, _cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
         let everywhere = mmu::BROADCAST?;
+        if BY_INTERRUPT.load(Ordering::Relaxed) {
+            return None;
+        }
         percpu::beat();
         if percpu::own().unflushed.load(Ordering::Relaxed) {
             return Some(0);

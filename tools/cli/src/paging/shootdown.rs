@@ -367,19 +367,24 @@ fn line(operation: &str, pages: u64, cpus: u64, figures: &[Figures; 2], timed: b
 pub fn of_guest(transcript: &Transcript) -> Results {
     let lines: Vec<Line<Shot>> = results::of_guest(transcript);
     let mut results = Results::default();
-    let mut timed = table::new(HEADS.into_iter().chain(TIMES).chain(COUNTED));
+    let [operation, pages, cpus] = HEADS;
+    let mut timed = table::new([operation, pages, cpus, "by"].into_iter().chain(TIMES).chain(COUNTED));
     let (batched, each): (Vec<_>, Vec<_>) = lines.into_iter().partition(|line| line.label("policy") == POLICIES[0].0);
     let mut each = each.into_iter().peekable();
     for shots in batched {
         let (operation, pages, cpus) = (shots.label("operation"), shots.number("pages"), shots.number("cpus"));
+        let by = shots.label("interrupts");
         let same = |line: &Line<Shot>| {
             (line.label("operation"), line.number("pages"), line.number("cpus")) == (operation.clone(), pages, cpus)
+                && line.label("interrupts") == by
         };
         let per_page = each.next_if(same).unwrap_or_else(|| Line::new([]));
         let figures = [shots, per_page].map(|shots| Figures { shots, taken: None, left_out: None });
-        timed.add_row(line(&operation, pages, cpus, &figures, true));
+        let mut cells = line(&operation, pages, cpus, &figures, true);
+        cells.insert(HEADS.len(), if by == "sent" { "interrupt" } else { "broadcast" }.to_owned());
+        timed.add_row(cells);
         results.rows.extend(figures.iter().flat_map(Figures::rows));
     }
-    results.tables.push(("Time, flushes and interrupts (IPIs) per operation; real interrupts".to_owned(), timed));
+    results.tables.push(("Time, flushes and interrupts (IPIs) per operation".to_owned(), timed));
     results
 }

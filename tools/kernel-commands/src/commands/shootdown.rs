@@ -1,6 +1,8 @@
 //! What it costs to take ranges of 4 KiB pages away from all CPUs: unmap and write-protect, as one batch and page by page.
 //!
 //! The boot CPU works; the others have the space loaded and stand in it, so that each flush has to reach every one of them.
+//! Where an instruction invalidates on all CPUs (arm64), the same is measured with it and with interrupts.
+//!
 //! The working CPU uses 512 other pages before and after: translating them anew is what a flush of everything costs besides.
 
 use super::{Cx, Failure, cpu_counts, region};
@@ -10,6 +12,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::{Extent, PAGE_BYTES, PageSize, Pfn, VirtAddr, VirtRange};
 use hugemm_kernel::memory::frames;
+use hugemm_kernel::tlb::{BROADCASTS, interrupt_instead};
 use hugemm_kernel::{percpu, smp};
 use hugemm_paging::{PagingError, ShootdownPolicy};
 use hugemm_workloads::request::Shootdown;
@@ -30,6 +33,8 @@ struct Cell {
     operation: Operation,
     name: &'static str,
     policy: ShootdownPolicy,
+    /// Whether other CPUs are interrupted, where an instruction would reach them too.
+    interrupts: bool,
 }
 
 /// Runs the command.
@@ -47,8 +52,10 @@ pub fn run(cx: Cx<'_>, args: &Shootdown) -> Result<(), Failure> {
         for pages in args.pages.iter() {
             progress(done, of, "shootdown");
             done += 1;
-            for operation in Operation::ALL {
-                let cell = |(name, policy)| Cell { cpus, pages, operation, name, policy };
+            let ways: &[bool] = if BROADCASTS { &[false, true] } else { &[true] };
+            for (operation, &interrupts) in Operation::ALL.iter().flat_map(|it| ways.iter().map(move |way| (*it, way)))
+            {
+                let cell = |(name, policy)| Cell { cpus, pages, operation, name, policy, interrupts };
                 let mut policies = &POLICIES[..];
                 if pages > PROBE {
                     let probe = Cell { pages: PROBE, ..cell(POLICIES[1]) };
@@ -82,6 +89,8 @@ fn measure(cx: Cx<'_>, space: &BareSpace<'_>, frame: Pfn, cell: Cell) -> Result<
     let span = VirtRange::new(at, cell.pages * PAGE_BYTES).map_err(|_| PagingError::OutOfBounds { at })?;
     let (ready, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     let result: Lock<SpinLock, _> = Lock::new(Err(PagingError::NotMapped { at }));
+    // SAFETY: there is no pool.
+    unsafe { interrupt_instead(cell.interrupts) };
     smp::on_cpus(cx, cell.cpus, &|cx, cpu| {
         space.with(cx, |cx| {
             if cpu != 0 {
@@ -100,6 +109,8 @@ fn measure(cx: Cx<'_>, space: &BareSpace<'_>, frame: Pfn, cell: Cell) -> Result<
             stop.store(true, Ordering::Release);
         });
     });
+    // SAFETY: as above.
+    unsafe { interrupt_instead(false) };
     *result.lock()
 }
 
@@ -119,7 +130,7 @@ fn report(cell: Cell, shot: Shot) {
         ("pages", cell.pages.into()),
         ("cpus", cell.cpus.into()),
         ("policy", (&cell.name).into()),
-        ("interrupts", (&"sent").into()),
+        ("interrupts", (if cell.interrupts { &"sent" } else { &"none" }).into()),
     ];
     record(&shot, &labels);
 }
