@@ -1,6 +1,6 @@
 //! `hugemm bench stress`: all orders up to 10 from one shared area on several CPUs, with an ownership bitmap beside the
 //! allocator. Meanwhile every CPU claims ranges of 2 MiB, which are isolated for as long, frames are poisoned one after
-//! the other, and 2 MiB are plugged in and unplugged. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
+//! the other, and three pieces of 2 MiB that adjoin are plugged in and unplugged. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
 
 use crate::args::Kind;
 use crate::document::Row;
@@ -9,14 +9,14 @@ use crate::frames::args::Stress;
 use crate::machine::Machine;
 use crate::{environment_text, progress, table};
 use anyhow::{Result, bail};
+use hugemm_base::lock::Lock;
 use hugemm_base::{Clock, CpuId, Extent, Order, PageSize};
 use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt;
-use hugemm_workloads::alloc_free::stress::{self, Ownership, Plugged, Stressed};
+use hugemm_workloads::alloc_free::stress::{self, Ownership, PIECES, Pieces, Plugged, Stressed};
 use hugemm_workloads::random::Random;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// Steps between looks at the clock, and between claims.
 const STEPS: u64 = 8192;
@@ -35,11 +35,16 @@ pub fn run(args: &Stress) -> Result<()> {
     let plan = AreaPlan::new(&machine, args.size, threads, Order::new(stress::LARGEST)?)?;
     let mut environment = Environment::read()?;
     let mut memory = plan.memory(&machine)?;
-    let wide = Extent::new(plan.extent.base(), plan.extent.pages() + PageSize::Size2M.pages())?;
+    let wide = Extent::new(plan.extent.base(), plan.extent.pages() + PIECES as u64 * PageSize::Size2M.pages())?;
     let (_, beyond) = wide.split_at(plan.extent.pages());
     let mut room = machine.memory(PageSize::Size2M.bytes(), PageSize::Size2M, Kind::Thp)?;
-    // SAFETY: the frames are numbers beyond the area's, and the memory stays longer than the manager.
-    let plugged = unsafe { Plugged::new(beyond, NonNull::from(room.as_mut_slice())) };
+    let mut rooms = room.as_mut_slice().chunks_exact_mut((PageSize::Size2M.bytes() / 4) as usize);
+    let pieces: Pieces = std::array::from_fn(|piece| {
+        let (_, from) = beyond.split_at(piece as u64 * PageSize::Size2M.pages());
+        let room = NonNull::from(rooms.next().unwrap_or_default());
+        // SAFETY: the frames are numbers beyond the area's, and the memory stays longer than the manager.
+        Lock::new(unsafe { Plugged::new(from.split_at(PageSize::Size2M.pages()).0, room) })
+    });
     environment.note_region("metadata", &memory);
     let area = plan.area(&machine, &mut memory)?;
     let words: Vec<AtomicU64> = (0..wide.pages() / 64).map(|_| AtomicU64::new(0)).collect();
@@ -47,8 +52,7 @@ pub fn run(args: &Stress) -> Result<()> {
         bail!("{} is no multiple of 256KB; give one that is", args.size)
     };
     let places: Vec<AtomicU64> = (0..area.extent.pages() / PAGES_PER_POISON).map(|_| AtomicU64::new(0)).collect();
-    let ownership = ownership.with_poison(&places).with_plugged(&plugged);
-    let plugged = Mutex::new(plugged);
+    let ownership = ownership.with_poison(&places).with_plugged(beyond.base());
     let claims = AtomicU64::new(0);
     let exchange: Vec<AtomicU64> = (0..PLACES).map(|_| AtomicU64::new(0)).collect();
     // So many in each hand that all of it is in use at times: a block is 186 pages on average, and half the hand full.
@@ -82,10 +86,7 @@ pub fn run(args: &Stress) -> Result<()> {
                 sum.failed += more.failed;
                 let claimed = stress::claim(cx, &area.frames, &ownership, &mut random)?;
                 claims.fetch_add(claimed.into(), Ordering::Relaxed);
-                match plugged.try_lock() {
-                    Ok(mut plugged) => stress::plug(cx, &area.frames, &mut plugged),
-                    Err(_) => Ok(()),
-                }
+                stress::replug(cx, &area.frames, &ownership, &pieces, &mut random)
             };
             if let Err(broken) = turn() {
                 stop.store(true, Ordering::Relaxed);
@@ -105,11 +106,10 @@ pub fn run(args: &Stress) -> Result<()> {
     interrupt::check()?;
     // A poisoned frame that is in a cache is found when it leaves that.
     area.host.run_on_each((0..threads).map(CpuId), |cx| area.frames.drain(cx))?;
-    let mut plugged = plugged.into_inner().unwrap_or_else(PoisonError::into_inner);
-    let (left, refused) = area.host.run_on(CpuId(0), |cx| {
-        let gone = stress::unplug(cx, &area.frames, &mut plugged);
+    let (left, refused, unplugged) = area.host.run_on(CpuId(0), |cx| {
+        let gone = stress::unplug(cx, &area.frames, &pieces);
         let stats = area.frames.stats(cx);
-        gone.map(|()| (stats.available(), stats.refused))
+        gone.map(|times| (stats.available(), stats.refused, times))
     })??;
     let poisoned = ownership.poisoned() as u64;
     if refused != poisoned {
@@ -119,7 +119,7 @@ pub fn run(args: &Stress) -> Result<()> {
     if left != sound {
         bail!("{} frames of {} were lost or invented: free are {left}", sound.abs_diff(left), args.size);
     }
-    let hazards = Hazards { poisoned, claims: claims.into_inner(), unplugged: plugged.unplugged };
+    let hazards = Hazards { poisoned, claims: claims.into_inner(), unplugged };
     report(args, &machine, environment, threads, &sums, hazards)
 }
 
@@ -160,7 +160,7 @@ fn report(
         environment_text::print(&environment);
         table::print(&format!("Blocks taken from {} by {threads} CPUs in {} s", args.size, args.seconds), &lines);
         println!(
-            "\n  {all} blocks, {claims} claims of 2 MiB, {poisoned} frames poisoned, 2 MiB unplugged {unplugged} times, {failed} \
+            "\n  {all} blocks, {claims} claims of 2 MiB, {poisoned} frames poisoned, pieces of 2 MiB unplugged {unplugged} times, {failed} \
              requests that found nothing; no frame was handed out twice or poisoned, none was lost"
         );
     }

@@ -1,11 +1,12 @@
 //! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
-//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed, and a
-//! piece of memory may come and go.
+//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed, and
+//! pieces of memory may come and go.
 
 use crate::random::Random;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU64, Ordering};
+use hugemm_base::lock::{Lock, SpinLock};
 use hugemm_base::platform::Cpu;
 use hugemm_base::{CpuCx, Extent, NodeId, Order, Pfn};
 use hugemm_frames::{
@@ -75,9 +76,9 @@ impl<'a> Ownership<'a> {
         (words.len() as u64 * 64 == area.pages()).then_some(Ownership { area, stays: area, words, poisoned: &[] })
     }
 
-    /// The last frames of the area are a [`Plugged`]'s.
-    pub fn with_plugged(self, plugged: &Plugged) -> Self {
-        let stays = self.area.slice(0, plugged.extent.base().number().saturating_sub(self.area.base().number()));
+    /// The last frames of the area, from `first` on, come and go.
+    pub fn with_plugged(self, first: Pfn) -> Self {
+        let stays = self.area.slice(0, first.number().saturating_sub(self.area.base().number()));
         Ownership { stays, ..self }
     }
 
@@ -259,6 +260,12 @@ pub fn claim<P: Cpu, E: Env>(
     }
 }
 
+/// So many adjoin each other.
+pub const PIECES: usize = 3;
+
+/// Pieces that adjoin, one after another.
+pub type Pieces = [Lock<SpinLock, Plugged>; PIECES];
+
 /// A piece of memory that is plugged in and unplugged again and again.
 #[derive(Debug)]
 pub struct Plugged {
@@ -266,7 +273,7 @@ pub struct Plugged {
     memory: NonNull<[u8]>,
     there: bool,
     /// How often it was unplugged.
-    pub unplugged: u64,
+    unplugged: u64,
 }
 
 // SAFETY: the memory is nobody else's, by the contract of `new`.
@@ -279,16 +286,11 @@ impl Plugged {
         Frames::<E>::added_bytes(&Self::spec(extent)).map_or(0, |layout| layout.size() + 4096)
     }
 
-    /// One past its last frame.
-    pub fn end(&self) -> Pfn {
-        self.extent.end()
-    }
-
     /// One that is not there yet: whole 2 MiB, aligned.
     ///
     /// # Safety
     ///
-    /// The frames are no manager's, and nobody but [`plug`] asks about their numbers. The memory is nobody else's as long as the manager
+    /// The frames are no manager's, and nobody but [`replug`] asks about their numbers. The memory is nobody else's as long as the manager
     /// is used that this is plugged into, always the same.
     pub unsafe fn new(extent: Extent, memory: NonNull<[u8]>) -> Self {
         Plugged { extent, memory, there: false, unplugged: 0 }
@@ -299,12 +301,46 @@ impl Plugged {
     }
 }
 
-/// Plugs the memory in if it is not there, and unplugs it if none of it is in use. Waits for other CPUs.
-pub fn plug<P: Cpu, E: Env>(
+/// Plugs one of the pieces in or unplugs it, if nobody else is at it; then claims two that adjoin, if nothing of them is in use, and frees
+/// both in one call: each may be unplugged as soon as it is free, and plugged in behind the others. Waits for other CPUs.
+pub fn replug<P: Cpu, E: Env>(
     cx: &mut CpuCx<'_, P>,
     frames: &Frames<'_, E>,
-    plugged: &mut Plugged,
+    ownership: &Ownership<'_>,
+    pieces: &Pieces,
+    random: &mut Random,
 ) -> Result<(), Broken> {
+    if let Some(mut piece) = pieces[random.below(PIECES as u64) as usize].try_lock() {
+        plug(cx, frames, &mut piece)?;
+    }
+    let first = random.below(PIECES as u64 - 1) as usize;
+    let mut own = |piece: &Plugged| {
+        piece.there.then(|| frames.alloc_contig_pages(cx, piece.extent, &mut NoMigration).ok()).flatten()
+    };
+    let (a, b) = {
+        let (Some(a), Some(b)) = (pieces[first].try_lock(), pieces[first + 1].try_lock()) else { return Ok(()) };
+        let Some(first) = own(&a) else { return Ok(()) };
+        (first, own(&b))
+    };
+    let joined = match b {
+        Some(b) => a.join(b),
+        None => Ok(a),
+    };
+    let both = match joined {
+        Ok(both) => both,
+        Err((a, b)) => {
+            frames.free_extent(cx, b);
+            a
+        }
+    };
+    let extent = both.extent();
+    ownership.take(extent, Order::ZERO)?;
+    ownership.give(extent);
+    if frames.free_extent(cx, both) == extent.pages() { Ok(()) } else { Err(Broken::NotFreed(extent)) }
+}
+
+/// Plugs the memory in if it is not there, and unplugs it if none of it is in use. Waits for other CPUs.
+fn plug<P: Cpu, E: Env>(cx: &mut CpuCx<'_, P>, frames: &Frames<'_, E>, plugged: &mut Plugged) -> Result<(), Broken> {
     let Plugged { extent, memory, .. } = *plugged;
     if !plugged.there {
         let bytes = memory.len();
@@ -325,16 +361,20 @@ pub fn plug<P: Cpu, E: Env>(
     Ok(())
 }
 
-/// Unplugs it for good. When no CPU is in [`run`], nor has anything cached.
-pub fn unplug<P: Cpu, E: Env>(
-    cx: &mut CpuCx<'_, P>,
-    frames: &Frames<'_, E>,
-    plugged: &mut Plugged,
-) -> Result<(), Broken> {
-    if plugged.there {
-        plug(cx, frames, plugged)?;
+/// Unplugs all of them for good; how often they were unplugged. When no CPU is in [`run`], nor has anything cached.
+pub fn unplug<P: Cpu, E: Env>(cx: &mut CpuCx<'_, P>, frames: &Frames<'_, E>, pieces: &Pieces) -> Result<u64, Broken> {
+    let mut times = 0;
+    for piece in pieces {
+        let mut piece = piece.lock();
+        if piece.there {
+            plug(cx, frames, &mut piece)?;
+        }
+        if piece.there {
+            return Err(Broken::NotFreed(piece.extent));
+        }
+        times += piece.unplugged;
     }
-    if plugged.there { Err(Broken::NotFreed(plugged.extent)) } else { Ok(()) }
+    Ok(times)
 }
 
 /// Frees what is on its way between CPUs. When no CPU is in [`run`].

@@ -9,7 +9,7 @@ use hugemm_frames::{AllocRequest, Mobility};
 use hugemm_kernel::heap::heap;
 use hugemm_kernel::memory::{self, KernelEnv, frames};
 use hugemm_kernel::{percpu, smp};
-use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership, Plugged};
+use hugemm_workloads::alloc_free::stress::{self, Broken, Ownership, PIECES, Pieces, Plugged};
 use hugemm_workloads::random::Random;
 use hugemm_workloads::request::Plant;
 
@@ -25,28 +25,39 @@ const EXCHANGE: usize = 16;
 #[allow(dead_code, reason = "room for others")]
 struct Page([u8; 4096]);
 
-/// Memory that comes and goes in each round: 2 MiB beyond all there is, of which nothing but numbers is used.
-pub fn plugged() -> Result<Plugged, Failure> {
-    let first = memory::end().number().next_multiple_of(PageSize::Size2M.pages());
-    let extent = Extent::new(Pfn::new(first), PageSize::Size2M.pages()).unwrap_or_default();
+/// The first frame beyond all there is.
+fn beyond() -> Pfn {
+    Pfn::new(memory::end().number().next_multiple_of(PageSize::Size2M.pages()))
+}
+
+/// Memory that comes and goes in each round: pieces of 2 MiB beyond all there is, of which nothing but numbers is used.
+pub fn pieces() -> Result<Pieces, Failure> {
+    let [a, b, c] = [0, 1, 2].map(piece);
+    Ok([a?, b?, c?])
+}
+
+fn piece(number: u64) -> Result<Lock<SpinLock, Plugged>, Failure> {
+    let pages = PageSize::Size2M.pages();
+    let extent = Extent::new(Pfn::new(beyond().number() + number * pages), pages).unwrap_or_default();
     // Some of it is the allocator's for good.
     let room = vec_of(Plugged::bytes::<KernelEnv>(extent).div_ceil(size_of::<Page>()), || Page([0; 4096]))?.leak();
     let room = NonNull::slice_from_raw_parts(NonNull::from(&mut *room).cast(), size_of_val(room));
     // SAFETY: no memory is there, so no manager has those frames; the room is never given back.
-    Ok(unsafe { Plugged::new(extent, room) })
+    Ok(Lock::new(unsafe { Plugged::new(extent, room) }))
 }
 
-/// One round on all CPUs, until `until` at the latest.
-pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, plugged: &mut Plugged) -> Result<(), Failure> {
+/// One round on all CPUs, until `until` at the latest; how often pieces have been unplugged in all rounds.
+pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, pieces: &Pieces) -> Result<u64, Failure> {
+    let mut unplugged = 0;
     let cpus = percpu::count();
-    let area = Extent::new(Pfn::new(0), plugged.end().number()).unwrap_or_default();
+    let wide = beyond().number() + PIECES as u64 * PageSize::Size2M.pages();
+    let area = Extent::new(Pfn::new(0), wide).unwrap_or_default();
     let words = vec_of((area.pages() / 64) as usize, || AtomicU64::new(0))?;
     let exchange = vec_of(EXCHANGE, || AtomicU64::new(0))?;
     let found: Lock<SpinLock, Option<Broken>> = Lock::new(None);
-    let turning = Lock::<SpinLock, _>::new(plugged);
     let stop = AtomicBool::new(false);
     if let Some(ownership) = Ownership::new(area, &words) {
-        let ownership = ownership.with_plugged(&turning.lock());
+        let ownership = ownership.with_plugged(beyond());
         smp::on_cpus(cx, cpus, &|cx, cpu| {
             let mut random = Random::new(seed ^ u64::from(cpu) << 32);
             let mut own = [0; HELD];
@@ -65,11 +76,7 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, plugged: &mut Plug
                 }
                 let mut done =
                     stress::run(cx, frames(), &ownership, &exchange, &mut own, steps, &mut random).map(|_| ());
-                if done.is_ok()
-                    && let Some(mut plugged) = turning.try_lock()
-                {
-                    done = stress::plug(cx, frames(), &mut plugged);
-                }
+                done = done.and_then(|()| stress::replug(cx, frames(), &ownership, pieces, &mut random));
                 if let Err(broken) = done {
                     stop.store(true, Ordering::Relaxed);
                     found.lock().get_or_insert(broken);
@@ -83,9 +90,9 @@ pub fn round(cx: Cx<'_>, seed: u64, plant: Plant, until: u64, plugged: &mut Plug
         }
         stress::finish(cx, frames(), &ownership, &exchange, &mut Random::new(seed)).map_err(Finding::Frames)?;
         free_pages(cx);
-        stress::unplug(cx, frames(), &mut turning.lock()).map_err(Finding::Frames)?;
+        unplugged = stress::unplug(cx, frames(), pieces).map_err(Finding::Frames)?;
     }
-    Ok(())
+    Ok(unplugged)
 }
 
 /// Free frames, those in all CPUs' caches included.
