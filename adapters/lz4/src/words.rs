@@ -30,9 +30,9 @@ const HEAD: usize = 2 + 8 * GROUPS;
 /// Words of the dictionary.
 const PLACES: usize = 64;
 
-/// By a value's kind, bytes that it takes, and the bits that it brings. The kinds from 4 on are a whole word.
-const BYTES: [u8; 8] = [1, 2, 3, 5, 8, 8, 8, 8];
-const BROUGHT: [u64; 8] = [0, 0xff, 0xffff, 0xffff_ffff, !0, !0, !0, !0];
+/// By the kind of what differs from a word of the dictionary, bytes that it takes, and the bits that it brings.
+const BYTES: [u8; 4] = [1, 2, 3, 5];
+const BROUGHT: [u64; 4] = [0, 0xff, 0xffff, 0xffff_ffff];
 
 /// Where the dictionary has a word.
 fn place(word: u64) -> usize {
@@ -62,13 +62,19 @@ pub(crate) fn compress(page: &PageBytes, into: &mut [u8]) -> Option<usize> {
             let place = place(word);
             let differs = known[place] ^ word;
             known[place] = word;
-            // Sums, because nobody foresees which it is.
-            let kind = [0, 8, 16, 32].iter().map(|low| usize::from(differs >> low != 0)).sum::<usize>();
-            let value = if kind == 4 { word } else { word << 32 >> 24 | (kind << 6 | place) as u64 };
-            *values.get_mut(at..)?.first_chunk_mut()? = value.to_le_bytes();
+            let into = values.get_mut(at..)?.first_chunk_mut()?;
             end = at + 8;
+            if differs >> 32 != 0 {
+                *into = word.to_le_bytes();
+                at += 8;
+                tags |= 3 << 62;
+                continue;
+            }
+            // Sums, because nobody foresees which it is.
+            let kind = [0, 8, 16].iter().map(|low| usize::from(differs >> low != 0)).sum::<usize>();
+            *into = (word << 32 >> 24 | (kind << 6 | place) as u64).to_le_bytes();
             at += usize::from(BYTES[kind]);
-            tags |= (2 | kind as u64 >> 2) << 62;
+            tags |= 2 << 62;
         }
         *all = tags;
     }
@@ -105,11 +111,16 @@ pub(crate) fn decompress(from: &[u8], page: &mut PageBytes) -> Result<(), Corrup
                 _ => {
                     let value =
                         u64::from_le_bytes(*values.get(at..).and_then(|rest| rest.first_chunk()).ok_or(Corrupt)?);
-                    let kind = ((tag & 1) << 2 | value >> 6 & 3) as usize;
-                    at += usize::from(BYTES[kind]);
-                    // What it brings is behind the byte that says where, if there is one.
-                    let (brought, bits) = (value >> (8 * (3 - tag)), BROUGHT[kind]);
-                    last = known[value as usize % PLACES] & !bits | brought & bits;
+                    last = if tag == 3 {
+                        at += 8;
+                        value
+                    } else {
+                        let kind = (value >> 6 & 3) as usize;
+                        at += usize::from(BYTES[kind]);
+                        // What it brings is behind the byte that says where.
+                        let bits = BROUGHT[kind];
+                        known[value as usize % PLACES] & !bits | value >> 8 & bits
+                    };
                     known[place(last)] = last;
                     last
                 }
