@@ -143,16 +143,9 @@ impl<'f, 'm, E: Env, L: RawLock> Lru<'f, 'm, E, L> {
         })
     }
 
-    /// Puts folios on that are not: head and order of each. For their owner, who holds references to them. One lock
-    /// round per [`BATCH`].
-    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, folios: &[(Pfn, Order)]) {
-        for some in folios.chunks(BATCH) {
-            self.locked(cx, |lists| {
-                for (pfn, order) in some {
-                    lists.insert(self.frames, *pfn, *order);
-                }
-            });
-        }
+    /// Puts folios of `order` on that are not: at most [`BATCH`]. For their owner, who holds references to them. One lock round.
+    pub(crate) fn insert<P: Cpu>(&self, cx: &CpuCx<'_, P>, heads: impl Iterator<Item = Pfn>, order: Order) {
+        self.locked(cx, |lists| heads.for_each(|head| lists.insert(self.frames, head, order)));
     }
 
     /// Drops references to folios, with `put`, which says what it gets when the reference was the last: then the folio is

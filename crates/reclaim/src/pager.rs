@@ -119,13 +119,7 @@ unsafe impl<S: Setup, W: Swap<S::Platform>, L: RawLock, O: Steps> Pager<S> for R
                 // A descriptor is anything until then, and a run that ends may reach over to another node.
                 return heads.for_each(|head| frames.set_word(head, STATE, 0));
             };
-            let mut folios = [(Pfn::new(0), order); BATCH];
-            let mut count = 0;
-            for (folio, head) in folios.iter_mut().zip(heads) {
-                folio.0 = head;
-                count += 1;
-            }
-            lru.insert(cx, &folios[..count]);
+            lru.insert(cx, heads, order);
         });
     }
 
