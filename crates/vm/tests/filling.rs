@@ -329,6 +329,35 @@ fn an_area_that_has_changed_is_not_filled() {
     }
 }
 
+/// An area that is mapped anew while it is filled, on the same pages and longer, is filled to its new end; each page counts once.
+#[test]
+fn an_area_that_has_grown_is_filled() {
+    with_rig(16, 2, 79, &no_faults(), |rig| {
+        rig.mmu.as_cpu(CpuId(0), |cx| {
+            let space = rig.vm.create(cx, bounds()).expect("a space");
+            let (kind, area) = (SMALL, span(AT, 32 << 12));
+            let object = rig.vm.create_shared(cx, 32, PageSize::Size4K, false).expect("an object");
+            rig.vm.map(cx, &space, span(AT, 8 << 12), kind, Backing::Shared(&object, 0)).expect("an area");
+            let changed = Cell::new(false);
+            let meanwhile = |phase| {
+                if phase == Phase::Map && !changed.replace(true) {
+                    rig.mmu.as_cpu(CpuId(1), |cx| {
+                        rig.vm.unmap(cx, &space, span(AT, 8 << 12)).expect("unmapped");
+                        rig.vm.map(cx, &space, area, kind, Backing::Shared(&object, 0)).expect("longer");
+                    });
+                }
+            };
+            let filling = rig.vm.prefault(&space, area, None);
+            filling.work_observed(cx, &Never, &meanwhile).expect("memory");
+            let found = |page: u64| rig.vm.lookup(cx, &space, VirtAddr::new(AT + (page << 12)));
+            assert_eq!((0..32).map(found).filter(|found| matches!(found, Lookup::Mapped(_))).count(), 32);
+            assert_eq!(filling.done(), 32);
+            rig.vm.destroy(cx, space).expect("destroyed");
+            rig.vm.close(cx, object).expect("its own");
+        });
+    });
+}
+
 /// Large pages are entered by sixteen.
 #[test]
 fn large_pages_are_filled_by_batches() {

@@ -64,11 +64,10 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
         while at < to {
             let mut area = space.find_vma(VirtAddr::new(at << PAGE_SHIFT))?;
             let size = area.kind.page;
-            let (begins, ends) = (area.range.first_page(), area.range.end_page());
             // A page that begins before the request is filled with it; one that begins in an earlier piece is that one's.
-            let first = begins.max(self.first / size.pages() * size.pages());
-            let last = ends.min(self.end.next_multiple_of(size.pages()));
-            let (mut next, mut end) = self.own_part(from, first, last, size);
+            let first = area.range.first_page().max(self.first / size.pages() * size.pages());
+            let last = |area: &VmaInfo| area.range.end_page().min(self.end.next_multiple_of(size.pages()));
+            let (mut next, mut end) = self.own_part(from, first, last(&area), size);
             while next < end {
                 if cancel.requested() {
                     return Err(VmError::Cancelled);
@@ -76,14 +75,14 @@ impl<S: Setup> Prefault<'_, '_, '_, S> {
                 let site = Site { space, area: &area, phases };
                 let filled = self.fill_some(cx, site, next, end, cancel)?;
                 if filled == 0 {
-                    // Somebody is at the same page, or has taken the area or its end away.
+                    // Somebody is at the same page, or the area has gone or ends elsewhere now.
                     self.vm.breathe(cx);
                     let there = space.find_vma(VirtAddr::new(next << PAGE_SHIFT))?;
                     if !there.same_at(&area, next) {
                         return Err(VmError::NoArea { at: VirtAddr::new(next << PAGE_SHIFT) });
                     }
                     area = there;
-                    end = end.min(area.range.end_page());
+                    (_, end) = self.own_part(from, first, last(&area), size);
                 }
                 self.done.fetch_add(filled, Ordering::Relaxed);
                 next += filled;
