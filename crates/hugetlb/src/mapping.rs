@@ -95,9 +95,13 @@ pub unsafe trait DescriptorMap {
         self.helpers().is_some()
     }
 
-    /// Flushes a range on every CPU by an instruction that `cpu`, the calling one, executes. In any context. Only where the map
+    /// Flushes a range on every CPU by an instruction that `cpu` executes, and waits for it. In any context. Only where the map
     /// [breaks](DescriptorMap::breaks).
-    fn broadcast(&self, _cpu: CpuId, _range: VirtRange) {}
+    ///
+    /// # Safety
+    ///
+    /// `cpu` is the calling CPU, and the caller stays on it until this returns.
+    unsafe fn broadcast(&self, _cpu: CpuId, _range: VirtRange) {}
 
     /// What one flush speaks for.
     fn domain(&self) -> &FlushDomain<Self::Kind, Self::Held>;
@@ -168,9 +172,14 @@ pub unsafe trait DescriptorMap {
     /// For the handler of a translation fault at `at`: whether the access is to be tried again. False: nothing is mapped there,
     /// and nothing is about to be.
     ///
-    /// `cpu` is the calling one, which [`broadcast`](DescriptorMap::broadcast) is told. In any context, also with locks held and interrupts
-    /// off, and for accesses of the resize itself: it waits for nobody. At most two tables and one broadcast.
-    fn help(&self, cpu: CpuId, at: VirtAddr) -> bool {
+    /// In any context, also with locks held and interrupts off, and for accesses of the resize itself: it waits for nobody. At most two
+    /// tables and one broadcast.
+    ///
+    /// # Safety
+    ///
+    /// `cpu` is the calling CPU, and the caller stays on it until this returns: the entry is made by whoever has waited for the
+    /// [broadcast](DescriptorMap::broadcast), which another CPU cannot do for it.
+    unsafe fn help(&self, cpu: CpuId, at: VirtAddr) -> bool {
         let block = at.align_down(PageSize::Size2M.bytes());
         let page = at.align_down(PAGE_BYTES);
         let (Some(slot), Some(helpers)) = (self.slot(block), self.helpers()) else { return false };
@@ -180,7 +189,8 @@ pub unsafe trait DescriptorMap {
         let entry = slot.load(Ordering::Acquire);
         let flush = |at, size: PageSize| {
             if let Ok(range) = VirtRange::new(at, size.bytes()) {
-                self.broadcast(cpu, range);
+                // SAFETY: the caller's promise.
+                unsafe { self.broadcast(cpu, range) };
             }
         };
         if Broken::of(entry).is_some() {

@@ -136,9 +136,10 @@ unsafe impl<F: PageFormat, X: PhysMap, H: TlbHw, M: AsRef<[AtomicU64]>> Descript
         F::BREAK_BEFORE_MAKE.then_some(&self.helpers)
     }
 
-    fn broadcast(&self, cpu: CpuId, range: VirtRange) {
+    unsafe fn broadcast(&self, cpu: CpuId, range: VirtRange) {
         let what = Invalidation { ranges: range.into(), stride: PageSize::Size4K, tables: true };
-        let done = self.shootdown.broadcast(cpu, TlbScope::Kernel, &what);
+        // SAFETY: the caller's promise.
+        let done = unsafe { self.shootdown.broadcast(cpu, TlbScope::Kernel, &what) };
         debug_assert!(done.is_some(), "a format that breaks, on hardware that does not broadcast");
     }
 

@@ -212,7 +212,7 @@ unsafe impl<H: WalkCache, Q: Quarantine<ExtentChain>> DescriptorMap for SoftMap<
         self.hw.breaks().then_some(&self.helpers)
     }
 
-    fn broadcast(&self, _cpu: CpuId, range: VirtRange) {
+    unsafe fn broadcast(&self, _cpu: CpuId, range: VirtRange) {
         self.hw.flush(range);
     }
 

@@ -88,13 +88,14 @@ impl Broadcast {
         })
     }
 
-    /// Begins to invalidate on all CPUs. Returns how many instructions it took. It is done when [`wait`](Broadcast::wait) has
-    /// returned on the same CPU.
+    /// Begins to invalidate on all CPUs: what [`TlbHw::broadcast`](hugemm_base::TlbHw::broadcast) of a kernel on such CPUs calls. Returns how
+    /// many instructions it took.
     ///
     /// # Safety
     ///
-    /// Privileged: faults outside the kernel. The CPU has the instruction (`self` came from its CPUID), and the platform
-    /// has one guest or host address space identifier for all of its CPUs.
+    /// * Privileged: faults outside the kernel. The CPU has the instruction (`self` came from its CPUID), and the platform
+    ///   has one guest or host address space identifier for all of its CPUs.
+    /// * Nothing relies on it before [`wait`](Broadcast::wait) has returned on the CPU that called this. Another CPU's does not wait for it.
     #[cfg(target_arch = "x86_64")]
     pub unsafe fn invalidate(self, scope: TlbScope, what: &Invalidation) -> u64 {
         let mut instructions = 0;
@@ -106,11 +107,11 @@ impl Broadcast {
         instructions
     }
 
-    /// Waits until all that the calling CPU has begun to invalidate is done.
+    /// Waits until all that the calling CPU has begun to invalidate is done: [`TlbHw::sync`](hugemm_base::TlbHw::sync).
     ///
     /// # Safety
     ///
-    /// As [`invalidate`](Broadcast::invalidate).
+    /// Privileged, and the CPU has the instruction, as for [`invalidate`](Broadcast::invalidate).
     #[cfg(target_arch = "x86_64")]
     pub unsafe fn wait(self) {
         // SAFETY: the caller's promise.

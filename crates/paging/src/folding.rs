@@ -10,7 +10,8 @@
 //!   [`write_protect`](crate::write_protect) refuse a range that a group reaches over, and what takes
 //!   a single leaf refuses a folded one. Who needs a part *unfolds*: detaches the group
 //!   ([`folded`](Exclusive::folded) says which), flushes, and [attaches](Exclusive::attach) it, which marks nothing. Under one
-//!   exclusive guard nobody meets the group in between. [`split`](Exclusive::split), where it may be done in place, does that itself. Accessed bits may be set in a part: they are no TLB's.
+//!   exclusive guard nobody meets the group in between. [`split`](Exclusive::split), where it may be done in place, does that itself.
+//!   Accessed bits may be set in a part: they are no TLB's.
 //! * Hardware may note an access or a store to one of the leaves in any other. So a group is accessed if one of its leaves is, and
 //!   ages as a whole ([`young`](crate::young)); and a writable leaf is only folded when it is dirty, and stays so.
 //!

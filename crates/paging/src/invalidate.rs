@@ -99,12 +99,12 @@ pub unsafe fn here(tlbi: Tlbi, what: &Invalidation) {
     }
 }
 
-/// Begins to invalidate on all CPUs of the inner-shareable domain. Returns how many instructions it took. It is done when
-/// [`wait`] has returned on the same CPU.
+/// Begins to invalidate on all CPUs of the inner-shareable domain. Returns how many instructions it took.
 ///
 /// # Safety
 ///
-/// At EL1; every CPU has what `tlbi` says.
+/// At EL1; every CPU has what `tlbi` says. Nothing relies on it before [`wait`] has returned on the CPU that called this: another
+/// CPU's does not wait for it.
 #[cfg(target_arch = "aarch64")]
 pub unsafe fn everywhere(tlbi: Tlbi, what: &Invalidation) -> u64 {
     let mut instructions = 0;

@@ -299,7 +299,9 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
                 own.counters.flushes_range.add(1);
                 own.counters.pages.add(request.what.ranges.touched(request.what.stride));
             }
-            let everywhere = if request.unload { None } else { self.broadcast(me, request.scope, &request.what) };
+            // SAFETY: the caller's CPU, on which this stays.
+            let broadcast = || unsafe { self.broadcast(me, request.scope, &request.what) };
+            let everywhere = if request.unload { None } else { broadcast() };
             match everywhere {
                 Some(instructions) => {
                     own.counters.broadcasts.add(1);
@@ -312,18 +314,23 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
     }
 
     /// Invalidates on all CPUs, and waits until that is done, by instructions that reach them: how many. `None`, and nothing has
-    /// happened, if there are none. `cpu` is the calling one. For whoever meets an entry that is broken and has to be made
+    /// happened, if there are none. For whoever meets an entry that is broken and has to be made
     /// ([`PageFormat::BREAK_BEFORE_MAKE`](crate::PageFormat::BREAK_BEFORE_MAKE)); others flush. Any context; counts nothing.
-    pub fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
+    ///
+    /// # Safety
+    ///
+    /// `cpu` is the calling CPU, and the caller stays on it until this returns: a CPU waits for what it has begun itself, and for
+    /// nothing else.
+    pub unsafe fn broadcast(&self, cpu: CpuId, scope: TlbScope, what: &Invalidation) -> Option<u64> {
         let instructions = self.hw.broadcast(cpu, scope, what)?;
         self.hw.sync(cpu);
         Some(instructions)
     }
 
     /// Has all CPUs let go of what they keep of user pages, leaves of `stride`, and waits for nobody: some time later they have.
-    /// False, and nothing has happened, where hardware does not [broadcast](TlbHw::broadcast). For hints only, such as that a page's
+    /// Nothing happens where hardware does not [broadcast](TlbHw::broadcast). For hints only, such as that a page's
     /// accessed bit was cleared: there is no receipt. [`sync`](TlbShootdown::sync) waits for all that this CPU has asked for. Any context.
-    pub fn invalidate_nosync<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange, stride: PageSize) -> bool {
+    pub fn invalidate_nosync<P: Cpu>(&self, cx: &CpuCx<'_, P>, range: VirtRange, stride: PageSize) {
         let what = Invalidation { ranges: range.into(), stride, tables: false };
         cx.staying(|| {
             let me = cx.platform().current();
@@ -331,8 +338,7 @@ impl<'m, H: TlbHw> TlbShootdown<'m, H> {
             let counters = &self.cpus[me.0 as usize].counters;
             counters.unawaited.add(u64::from(instructions.is_some()));
             counters.instructions.add(instructions.unwrap_or(0));
-            instructions.is_some()
-        })
+        });
     }
 
     /// Waits until what the calling CPU has begun by [`invalidate_nosync`](TlbShootdown::invalidate_nosync) is done on all CPUs. Any

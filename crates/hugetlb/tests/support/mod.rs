@@ -201,7 +201,8 @@ unsafe impl<I: Inject> Env for Soft<'_, I> {
 fn or_help<T>(map: &Map<'_>, at: VirtAddr, access: impl Fn() -> Option<T>) -> Option<T> {
     loop {
         let found = access();
-        if found.is_some() || !map.help(CpuId(this_cpu() as u32), at) {
+        // SAFETY: threads play the CPUs, and stay them.
+        if found.is_some() || !unsafe { map.help(CpuId(this_cpu() as u32), at) } {
             return found;
         }
         map.hw().helped.fetch_add(1, Ordering::Relaxed);

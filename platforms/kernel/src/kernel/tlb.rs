@@ -80,7 +80,7 @@ unsafe impl TlbHw for Hardware {
             interrupts::without(|| unsafe { mmu::invalidate(scope, what) });
             return Some(1);
         }
-        // SAFETY: every CPU of the machine is this kernel's.
+        // SAFETY: every CPU of the machine is this kernel's; whoever relies on it calls `sync` first, by the trait's contract.
         Some(unsafe { everywhere(what) })
     }
 

@@ -115,7 +115,8 @@ pub(crate) fn arrives(at: u64) -> bool {
     else {
         return false;
     };
-    let arrives = vmemmap.map.help(CpuId(percpu::current()), VirtAddr::new(at));
+    // SAFETY: this CPU; the kernel preempts nobody.
+    let arrives = unsafe { vmemmap.map.help(CpuId(percpu::current()), VirtAddr::new(at)) };
     // Relaxed: a statistic.
     FAULTS.fetch_add(u64::from(arrives), Ordering::Relaxed);
     arrives
