@@ -1,6 +1,6 @@
 #!/bin/sh
 # What is handed to others: a static binary, the library for `--mode preload`, manual pages, the systemd units, and a Debian package of
-# all that, below target/dist. The binary needs no C library, so the package depends on nothing; the library is for programs that have one.
+# all that, below target/dist. The binary needs no C library; the library is of the C library that the programs have.
 set -eu
 cd "$(dirname "$0")/.."
 arch=${ARCH:-$(uname -m)}
@@ -15,12 +15,13 @@ version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
 
 CARGO_TARGET_AARCH64_UNKNOWN_LINUX_MUSL_LINKER=rust-lld ${CARGO:-cargo} build --release --locked --target "$target" -p hugemm-cli
 binary=${CARGO_TARGET_DIR:-target}/$target/release/hugemm
-# A library is of the C library that the programs have.
 native=$arch-unknown-linux-gnu
 library=
+depends=
 if [ "$arch" = "$(uname -m)" ] && scripts/need.sh target "$native"; then
     ${CARGO:-cargo} build --release --locked --target "$native" -p hugemm-lease-preload
     library=${CARGO_TARGET_DIR:-target}/$native/release/libhugemm_lease_preload.so
+    depends="Depends: libc6 (>= 2.34), libgcc-s1"
 else
     echo "skipped: the library for --mode preload (it is built on $arch alone)"
 fi
@@ -49,7 +50,8 @@ Architecture: $deb
 Maintainer: hugemm developers <https://github.com/hugemm/hugemm>
 Section: admin
 Priority: optional
-Recommends: qemu-system-x86
+${depends:+$depends
+}Recommends: qemu-system-x86
 Installed-Size: $(du -sk --exclude=DEBIAN "$root" | cut -f1)
 Description: huge pages that are ready before a virtual machine asks for them
  A daemon fills files of huge pages in the background and lends each to one
@@ -60,11 +62,14 @@ echo /etc/hugemm/lease.conf > "$root/DEBIAN/conffiles"
 cp "$binary" "$dist/hugemm-$version-$arch"
 if command -v dpkg-deb > /dev/null; then
     dpkg-deb --root-owner-group --build "$root" "$dist/hugemm_${version}_$deb.deb" > /dev/null
-    # It installs where nothing else is, and what its unit starts is there and starts.
+    # It installs where nothing else is but what it names, and what its unit starts is there and starts.
     fresh=$(mktemp -d)
     trap 'rm -rf "$fresh"' EXIT
     mkdir -p "$fresh/var/lib/dpkg/info" "$fresh/var/lib/dpkg/updates"
-    : > "$fresh/var/lib/dpkg/status"
+    for package in libc6 libgcc-s1; do
+        : > "$fresh/var/lib/dpkg/info/$package.list"
+        printf 'Package: %s\nStatus: install ok installed\nArchitecture: %s\nMaintainer: nobody\nVersion: 2.34\nDescription: named\n\n' "$package" "$deb"
+    done > "$fresh/var/lib/dpkg/status"
     if [ "$(id -u)" = 0 ] && [ "$arch" = "$(uname -m)" ]; then
         dpkg --root="$fresh" --install "$dist/hugemm_${version}_$deb.deb" > /dev/null
         start=$(sed -n 's/^ExecStart=\([^$]*\).*/\1/p' "$fresh/lib/systemd/system/hugemm-lease.service")
@@ -72,8 +77,8 @@ if command -v dpkg-deb > /dev/null; then
         # shellcheck disable=SC2086
         chroot "$fresh" $start --help > /dev/null
         if [ -n "$library" ]; then
-            # ld.so says what it cannot load, and goes on.
-            test -z "$(LD_PRELOAD="$fresh/usr/lib/hugemm/libhugemm_lease_preload.so" true 2>&1)"
+            # A program, not the shell's own `true`. Nothing is said only if the library was loaded, with all that it needs.
+            test -z "$(LD_PRELOAD="$fresh/usr/lib/hugemm/libhugemm_lease_preload.so" /bin/true 2>&1)"
         fi
         # A static binary has another C library than the tests.
         timeout 5 "$fresh/usr/bin/hugemm" pool serve --page thp --size 2MB --socket "$fresh/socket" | grep -q "leases at"

@@ -10,12 +10,11 @@ use crate::memory_file::{Page, copy_seals};
 use crate::own_file::OwnFile;
 use crate::wire;
 use rustix::fs::fstat;
-use rustix::io::{DupFlags, FdFlags, dup3, fcntl_setfd};
+use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 use std::io;
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 /// The variable of the environment in which the library finds its [`Offer`].
 pub const VARIABLE: &str = "HUGEMM_LEASE_PRELOAD";
@@ -62,27 +61,32 @@ impl Offer {
     /// Replaces the descriptor `fd` of this process, which is about to get `bytes`, if it is of the kind that is waited for, and nobody was
     /// faster. False: nothing has changed, but that a file whose seals cannot be copied is nobody's any more.
     ///
-    /// May allocate, opens and reads files; so not for signal handlers.
+    /// Another length than the offer's costs a comparison and nothing else. With that length it allocates, opens and reads files; so not
+    /// in signal handlers.
     pub fn take(&self, fd: RawFd, bytes: u64) -> bool {
         bytes == self.bytes && self.replace(fd).is_some()
     }
 
     fn replace(&self, fd: RawFd) -> Option<()> {
         let own = OwnFile::look("self", u32::try_from(fd).ok()?).filter(|own| own.is_replaceable(self.page))?;
-        // SAFETY: whatever has that number now, it is asked which it is, and not used unless it is the one meant; the program may close
-        // it meanwhile, as it may any.
-        let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
-        if fstat(socket).ok()?.st_ino != self.inode {
+        // Of our own, for the program may close its own meanwhile.
+        // SAFETY: any number may be asked for: the kernel says whether it is open.
+        let copy = unsafe { libc::fcntl(self.socket, libc::F_DUPFD_CLOEXEC, 0) };
+        if copy < 0 {
+            return None;
+        }
+        // SAFETY: made just now, so nobody else has it.
+        let socket = unsafe { OwnedFd::from_raw_fd(copy) };
+        if fstat(&socket).ok()?.st_ino != self.inode {
             return None;
         }
         // The other end is closed: an empty socket is at its end, and nothing waits.
-        let (_, leased) = wire::receive::<()>(socket).ok()??;
+        let (_, leased) = wire::receive::<()>(socket.as_fd()).ok()??;
         let leased = leased?;
         copy_seals(own.file.as_fd(), leased.as_fd()).ok()?;
-        let flags = if own.close_on_exec { DupFlags::CLOEXEC } else { DupFlags::empty() };
-        // SAFETY: the program's own descriptor, whose file is another from here on; it is not closed here.
-        let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(fd) });
-        dup3(&leased, &mut place, flags).ok()
+        let flags = if own.close_on_exec { libc::O_CLOEXEC } else { 0 };
+        // SAFETY: as the program that asked for its length is to have it: the same number, another file.
+        (unsafe { libc::dup3(leased.as_raw_fd(), fd, flags) } == fd).then_some(())
     }
 }
 
@@ -91,6 +95,8 @@ mod tests {
     use super::*;
     use crate::memory_file::MemoryFile;
     use rustix::fs::MemfdFlags;
+    use rustix::io::{DupFlags, dup3};
+    use std::mem::ManuallyDrop;
 
     const PAGE: Page = Page::Transparent;
     const BYTES: u64 = 4 << 20;
@@ -126,6 +132,15 @@ mod tests {
         assert!(rustix::io::fcntl_getfd(&first).expect("open").contains(FdFlags::CLOEXEC), "as its own was");
         assert!(!take(&second, BYTES), "it is lent once");
         assert_ne!(inode(&second), inode_of_leased);
+    }
+
+    /// What is no descriptor, and what is not open.
+    #[test]
+    fn a_number_that_is_no_socket_is_passed_over() {
+        for socket in [-1, RawFd::MIN, RawFd::MAX] {
+            let offer = Offer { socket, inode: 1, bytes: BYTES, page: PAGE };
+            assert!(!offer.take(own().as_raw_fd(), BYTES), "{socket}");
+        }
     }
 
     /// A program that closes what it does not know, and has something else under that number.
