@@ -282,8 +282,8 @@ unsafe impl Send for Plugged {}
 impl Plugged {
     /// Bytes that the manager needs to keep about such a piece, aligned to 4096; 0 if it cannot be one.
     pub fn bytes<E: Env>(extent: Extent) -> usize {
-        // 4 KiB of the first time stay with the manager.
-        Frames::<E>::added_bytes(&Self::spec(extent)).map_or(0, |layout| layout.size() + 4096)
+        // 4 KiB stay with the manager each time when one more piece is there than ever before, and all of those may be of one piece.
+        Frames::<E>::added_bytes(&Self::spec(extent)).map_or(0, |layout| layout.size() + PIECES * 4096)
     }
 
     /// One that is not there yet: whole 2 MiB, aligned.
