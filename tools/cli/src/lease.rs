@@ -11,7 +11,7 @@ use args::{Lease, Mode};
 use hugemm_lease::client::{Connection, Lease as Leased, default_socket};
 use hugemm_lease::preload::{self, Offer};
 use hugemm_lease::supervisor::{attach, private_by_arguments};
-use hugemm_lease::wire::Wish;
+use hugemm_lease::wire::{Request, Wish};
 use hugemm_workloads::size::Size;
 use rustix::fs::{Access, SealFlags, access};
 use rustix::io::{Errno, FdFlags, fcntl_getfd, fcntl_setfd};
@@ -31,7 +31,8 @@ const LEASE: &str = "@LEASE@";
 /// Runs the command. Called in a process with one thread; returns only if nothing was started.
 pub fn run(args: &Lease) -> Result<()> {
     if args.command.is_empty() && !args.path && !args.json {
-        bail!("nothing to do with the memory; name a command behind --, or ask for --path or --json");
+        let others = if args.mode == Mode::Preload { "" } else { ", or ask for --path or --json" };
+        bail!("nothing to do with the memory; name a command behind --{others}");
     }
     if args.page.is_some_and(|page| !args.size.0.is_multiple_of(page.bytes())) {
         let page = args.page.map_or(String::new(), |page| page.to_string());
@@ -47,8 +48,9 @@ pub fn run(args: &Lease) -> Result<()> {
     if args.command.is_empty() {
         return hold(args);
     }
-    match lease(args) {
-        Ok(lease) => start_on(args, lease),
+    // What can be missing is looked for before memory is taken that nobody would use.
+    match libraries(args).and_then(|libraries| Ok((lease(args)?, libraries))) {
+        Ok((lease, libraries)) => start_on(args, lease, libraries),
         // A command that is to be given the memory has no other.
         Err(error) if args.require || is_given(args) => Err(error),
         Err(error) => {
@@ -79,7 +81,8 @@ fn lease(args: &Lease) -> Result<Leased> {
     Ok(lease)
 }
 
-fn start_on(args: &Lease, lease: Leased) -> Result<()> {
+/// Starts the command; `libraries` are for the one that is to be loaded.
+fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<()> {
     if lease.about.filled_late > 0 {
         let late = Size(lease.about.filled_late).rounded();
         eprintln!("hugemm lease: {late} had to be filled just now; announce this size with --shape");
@@ -92,8 +95,8 @@ fn start_on(args: &Lease, lease: Leased) -> Result<()> {
         let command: Vec<_> = args.command.iter().map(|word| with_number(word, number)).collect();
         return Err(exec(&command, []));
     }
-    if args.mode == Mode::Preload {
-        return match offer(lease) {
+    if let Some(libraries) = libraries {
+        return match offer(lease, libraries) {
             Ok((environment, _socket)) => Err(exec(&args.command, environment)),
             Err(error) if args.require => Err(error),
             Err(error) => {
@@ -142,15 +145,33 @@ fn inherit(file: &OwnedFd, number: Option<i32>) -> Result<i32> {
 const LIBRARY: &str = "libhugemm_lease_preload.so";
 
 /// Has the lease wait for the command's first file of its length, and says by which variables the command finds it. The descriptor is
-/// to be open until `exec`.
-fn offer(lease: Leased) -> Result<([(&'static str, OsString); 2], OwnedFd)> {
-    let (offer, socket) = Offer::new(lease.file, lease.about.bytes, lease.about.page).context("no socket")?;
+/// to be open until `exec`. An error ends the lease.
+fn offer(lease: Leased, libraries: OsString) -> Result<([(&'static str, OsString); 2], OwnedFd)> {
+    let Leased { about, file, connection } = lease;
+    let offered = Offer::new(file, about.bytes, about.page).and_then(|(offer, socket)| Ok((offer.variable()?, socket)));
+    match offered {
+        Ok((offer, socket)) => Ok(([(PRELOAD, libraries), (preload::VARIABLE, offer.into())], socket)),
+        Err(error) => {
+            let _ = connection.ask(&Request::End {});
+            Err(error).context("no socket for the lease")
+        }
+    }
+}
+
+/// What is loaded before the command, which is what was to be loaded anyway behind our own. `None` where no library is wanted.
+fn libraries(args: &Lease) -> Result<Option<OsString>> {
+    if args.mode != Mode::Preload {
+        return Ok(None);
+    }
     let mut libraries = library()?.into_os_string();
+    if libraries.as_bytes().iter().any(|byte| b" :".contains(byte)) {
+        bail!("{} cannot be preloaded: ld.so splits paths at spaces and colons; move it", libraries.display());
+    }
     if let Some(others) = std::env::var_os(PRELOAD).filter(|others| !others.is_empty()) {
         libraries.push(":");
         libraries.push(others);
     }
-    Ok(([(PRELOAD, libraries), (preload::VARIABLE, offer.variable()?.into())], socket))
+    Ok(Some(libraries))
 }
 
 /// What ld.so(8) loads before a program's own libraries.

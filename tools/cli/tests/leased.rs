@@ -93,27 +93,70 @@ fn figures_are_fetched_from_a_socket() {
     assert!(fetch("POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
 }
 
-/// Where the library is not, its user is told so, and which way out there is; nothing is lost.
+/// The command, alone in a directory, and what it says and prints in the mode with a library.
+fn preloading<'a>(
+    daemon: &'a Daemon,
+    directory: &str,
+) -> (String, impl Fn(&[&str], &[&str]) -> (bool, String, String) + 'a) {
+    let directory = daemon.scratch.path(directory);
+    std::fs::create_dir(&directory).expect("a directory");
+    let alone = format!("{directory}/hugemm");
+    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &alone).expect("copied");
+    let run = move |options: &[&str], command: &[&str]| {
+        let socket = daemon.scratch.path("socket");
+        let words = ["lease", "8MB", "--mode", "preload", "--socket", &socket];
+        let mut program = Command::new(&alone);
+        program.args(words).args(options).arg("--").args(command).env("LD_PRELOAD", "libc.so.6");
+        let output = program.output().expect("it starts");
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
+        (output.status.success(), text(output.stdout), text(output.stderr))
+    };
+    (format!("{directory}/libhugemm_lease_preload.so"), run)
+}
+
+/// Where the library is not, or cannot be loaded, its user is told so, and which way out there is; no memory is taken for a command
+/// that runs without, however long it runs.
 #[test]
 fn preloading_without_the_library_is_said() {
     let Some(_pool) = pool(8) else { return };
     let daemon = Daemon::start("leased-preload", 8, &[]);
-    let (alone, socket) = (daemon.scratch.path("hugemm"), daemon.scratch.path("socket"));
-    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &alone).expect("copied");
-    let run = |options: &[&str]| {
-        let words = ["lease", "8MB", "--mode", "preload", "--socket", &socket];
-        let output =
-            Command::new(&alone).args(words).args(options).args(["--", "echo", "hello"]).output().expect("it starts");
-        let line = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(line.lines().count() == 1 && line.contains("cargo build --release -p hugemm-lease-preload"), "{line}");
-        daemon.wait_for("\"leases\":[]");
-        daemon.wait_for("\"ready\":[8388608]");
-        (output.status.success(), String::from_utf8_lossy(&output.stdout).into_owned())
-    };
-    assert_eq!(run(&[]), (true, "hello\n".to_owned()), "without a lease");
-    assert_eq!(run(&["--require"]), (false, String::new()));
+    let socket = daemon.scratch.path("socket");
+    let status = [env!("CARGO_BIN_EXE_hugemm"), "pool", "status", "--json", "--socket", &socket];
+    let (_, missing) = preloading(&daemon, "alone");
+    let (library, split) = preloading(&daemon, "two words");
+    std::fs::write(library, "").expect("a file");
+    let runs: [(&dyn Fn(&[&str], &[&str]) -> _, &str); 2] =
+        [(&missing, "cargo build --release -p hugemm-lease-preload"), (&split, "spaces and colons")];
+    for (run, why) in runs {
+        let (started, said, line) = run(&[], &status);
+        assert!(line.lines().count() == 1 && line.contains(why), "{line}");
+        assert!(started && said.contains("\"leases\":[]") && said.contains("\"ready\":[8388608]"), "{said}");
+        let (started, said, line) = run(&["--require"], &["echo", "hello"]);
+        assert!(!started && said.is_empty() && line.contains(why), "{said}{line}");
+    }
     misused(&["lease", "8MB", "--mode", "preload", "--fd", "3", "--", "true"], "--mode");
     refused(&["lease", "8MB", "--mode", "preload", "--", "true", "@LEASE@"], &["leave it out"]);
+    refused(&["lease", "8MB", "--mode", "preload"], &["name a command behind --"]);
+}
+
+/// The command finds the library before those that were to be loaded anyway, and the lease in a socket that it has.
+#[test]
+fn a_preloaded_command_is_told_where_its_lease_waits() {
+    let Some(_pool) = pool(8) else { return };
+    let daemon = Daemon::start("leased-preloaded", 8, &[]);
+    let (library, run) = preloading(&daemon, "beside");
+    // Not one that can be loaded: ld.so says so, and goes on.
+    std::fs::write(&library, "").expect("a file");
+    let say = "echo $LD_PRELOAD; echo $HUGEMM_LEASE_PRELOAD; ls -l /proc/$$/fd";
+    let (started, said, line) = run(&["--require"], &["sh", "-c", say]);
+    assert!(started, "{line}");
+    let mut lines = said.lines();
+    assert_eq!(lines.next(), Some(format!("{library}:libc.so.6").as_str()));
+    let offer: serde_json::Value = serde_json::from_str(lines.next().expect("an offer")).expect("JSON");
+    assert_eq!(offer["bytes"], 8 << 20);
+    let socket = format!(" {} -> socket:[{}]", offer["socket"], offer["inode"]);
+    assert!(said.contains(&socket), "{socket} in {said}");
+    daemon.wait_for("\"leases\":[]");
 }
 
 /// Every way is measured, and checked to be what it says: the bench ends with an error where QEMU did not get the lease.
