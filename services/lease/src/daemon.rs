@@ -88,8 +88,9 @@ const STARVES: Duration = Duration::from_secs(2);
 /// caches. Then filling has its turn for as long, whoever leases meanwhile: many small leases put it off half of the time at most.
 pub(crate) const REST: Duration = Duration::from_millis(100);
 
-/// After a file was taken out and could not grow, none is tried for as much again for that long, and for so many times what the try took:
-/// whoever asks on and on keeps a ready file from others for a tenth of the time at most.
+/// After a file was taken out and could not grow, none is tried for half as much again for that long, and for so many times what the try
+/// took, or until a lease comes back. Whoever asks on and on, for less each time, so keeps a ready file from others for a fifth of the
+/// time at most: the tries of one pause take twice as long as its first.
 const GROW_AGAIN: Duration = Duration::from_millis(100);
 const GROW_AGAIN_TIMES: u32 = 9;
 
@@ -325,7 +326,9 @@ impl Daemon {
                     let mut state = self.state();
                     if bytes > had {
                         let until = Instant::now() + GROW_AGAIN.max(began.elapsed() * GROW_AGAIN_TIMES);
-                        let less = state.growth().min(bytes - had);
+                        // A short try does not end the pause after a long one.
+                        let until = state.short.map_or(until, |(_, before)| before.max(until));
+                        let less = state.growth().min((bytes - had) / 2);
                         state.short = Some((less, until));
                     }
                     state.ready.extend(whole.then_some(file));
@@ -428,6 +431,8 @@ impl Daemon {
     /// kept.
     pub fn end(&self, lease: u64) {
         if let Some(ended) = self.remove(lease) {
+            // There may be pages to grow by.
+            self.state().short = None;
             self.log("ended", ended.about(lease));
         }
     }
@@ -718,10 +723,20 @@ mod tests {
         let long = 1 << 63;
         assert!(refusal(long).contains("ftruncate"), "tried");
         assert!(refusal(long).contains("just now") && refusal(long + page.bytes()).contains("just now"), "not again");
-        assert_eq!(daemon.state().growth(), long - page.bytes(), "less may be had");
+        assert!(refusal(long - page.bytes()).contains("just now"), "nor for a page less");
+        assert_eq!(daemon.state().growth(), (long - page.bytes()) / 2, "much less may be had");
         daemon.state().short = Some((page.bytes(), Instant::now()));
         assert!(refusal(long).contains("ftruncate"), "tried again, later");
-        assert!(lease(page.bytes()).is_ok(), "nobody else waits");
+        // As after a try that took long, of more than twice as much.
+        let until = Instant::now() + Duration::from_secs(60);
+        daemon.state().short = Some((long, until));
+        assert!(refusal(long).contains("ftruncate"), "less than that");
+        assert_eq!(daemon.state().short.map(|(_, until)| until), Some(until), "a short try ends no long pause");
+        let (leased, file) = lease(page.bytes()).expect("nobody else waits");
+        drop(file);
+        assert!(daemon.state().growth() < long);
+        daemon.end(leased.lease);
+        assert_eq!(daemon.state().growth(), u64::MAX, "its memory is there again");
     }
 
     /// A thread at idle priority that gets no CPU says nothing; its daemon does.
