@@ -116,7 +116,7 @@ pub fn ready(arch: Arch, accel: Accel, memory: Size) -> Result<()> {
 }
 
 /// Why QEMU cannot be started.
-pub fn not_started(arch: Arch, error: std::io::Error) -> anyhow::Error {
+fn not_started(arch: Arch, error: std::io::Error) -> anyhow::Error {
     let (program, [debian, fedora]) = arch.qemu();
     match error.kind() {
         ErrorKind::NotFound => anyhow!(

@@ -93,26 +93,25 @@ fn figures_are_fetched_from_a_socket() {
     assert!(fetch("POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
 }
 
-/// The command, alone in a directory, and what it says and prints in the mode with a library.
-fn preloading<'a>(
-    daemon: &'a Daemon,
-    directory: &str,
-) -> (String, impl Fn(&[&str], &[&str]) -> (bool, String, String) + 'a) {
+/// `hugemm`, alone in a directory.
+fn alone(daemon: &Daemon, directory: &str) -> String {
     let directory = daemon.scratch.path(directory);
     std::fs::create_dir(&directory).expect("a directory");
-    let alone = format!("{directory}/hugemm");
-    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), &alone).expect("copied");
-    let run = move |options: &[&str], command: &[&str]| {
-        let socket = daemon.scratch.path("socket");
-        let words = ["lease", "8MB", "--mode", "preload", "--socket", &socket];
-        let mut program = Command::new(&alone);
-        program.args(words).args(options).arg("--").args(command).env("LD_PRELOAD", "libc.so.6");
-        let output = program.output().expect("it starts");
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
-        (output.status.success(), text(output.stdout), text(output.stderr))
-    };
-    (format!("{directory}/libhugemm_lease_preload.so"), run)
+    std::fs::copy(env!("CARGO_BIN_EXE_hugemm"), format!("{directory}/hugemm")).expect("copied");
+    directory
 }
+
+/// Runs a command in the mode with a library by the `hugemm` of that directory: whether it succeeds, what it prints, what is said.
+fn preload(daemon: &Daemon, directory: &str, options: &[&str], command: &[&str]) -> (bool, String, String) {
+    let socket = daemon.scratch.path("socket");
+    let mut program = Command::new(format!("{directory}/hugemm"));
+    program.args(["lease", "8MB", "--mode", "preload", "--socket", &socket]).args(options).arg("--").args(command);
+    let output = program.env("LD_PRELOAD", "libc.so.6").output().expect("it starts");
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
+    (output.status.success(), text(output.stdout), text(output.stderr))
+}
+
+const LIBRARY: &str = "libhugemm_lease_preload.so";
 
 /// Where the library is not, or cannot be loaded, its user is told so, and which way out there is; no memory is taken for a command
 /// that runs without, however long it runs.
@@ -122,16 +121,13 @@ fn preloading_without_the_library_is_said() {
     let daemon = Daemon::start("leased-preload", 8, &[]);
     let socket = daemon.scratch.path("socket");
     let status = [env!("CARGO_BIN_EXE_hugemm"), "pool", "status", "--json", "--socket", &socket];
-    let (_, missing) = preloading(&daemon, "alone");
-    let (library, split) = preloading(&daemon, "two words");
-    std::fs::write(library, "").expect("a file");
-    let runs: [(&dyn Fn(&[&str], &[&str]) -> _, &str); 2] =
-        [(&missing, "cargo build --release -p hugemm-lease-preload"), (&split, "spaces and colons")];
-    for (run, why) in runs {
-        let (started, said, line) = run(&[], &status);
+    let (missing, split) = (alone(&daemon, "alone"), alone(&daemon, "two words"));
+    std::fs::write(format!("{split}/{LIBRARY}"), "").expect("a file");
+    for (directory, why) in [(missing, "cargo build --release -p hugemm-lease-preload"), (split, "spaces and colons")] {
+        let (started, said, line) = preload(&daemon, &directory, &[], &status);
         assert!(line.lines().count() == 1 && line.contains(why), "{line}");
         assert!(started && said.contains("\"leases\":[]") && said.contains("\"ready\":[8388608]"), "{said}");
-        let (started, said, line) = run(&["--require"], &["echo", "hello"]);
+        let (started, said, line) = preload(&daemon, &directory, &["--require"], &["echo", "hello"]);
         assert!(!started && said.is_empty() && line.contains(why), "{said}{line}");
     }
     misused(&["lease", "8MB", "--mode", "preload", "--fd", "3", "--", "true"], "--mode");
@@ -144,11 +140,12 @@ fn preloading_without_the_library_is_said() {
 fn a_preloaded_command_is_told_where_its_lease_waits() {
     let Some(_pool) = pool(8) else { return };
     let daemon = Daemon::start("leased-preloaded", 8, &[]);
-    let (library, run) = preloading(&daemon, "beside");
+    let directory = alone(&daemon, "beside");
+    let library = format!("{directory}/{LIBRARY}");
     // Not one that can be loaded: ld.so says so, and goes on.
     std::fs::write(&library, "").expect("a file");
     let say = "echo $LD_PRELOAD; echo $HUGEMM_LEASE_PRELOAD; ls -l /proc/$$/fd";
-    let (started, said, line) = run(&["--require"], &["sh", "-c", say]);
+    let (started, said, line) = preload(&daemon, &directory, &["--require"], &["sh", "-c", say]);
     assert!(started, "{line}");
     let mut lines = said.lines();
     assert_eq!(lines.next(), Some(format!("{library}:libc.so.6").as_str()));
@@ -157,6 +154,22 @@ fn a_preloaded_command_is_told_where_its_lease_waits() {
     let socket = format!(" {} -> socket:[{}]", offer["socket"], offer["inode"]);
     assert!(said.contains(&socket), "{socket} in {said}");
     daemon.wait_for("\"leases\":[]");
+}
+
+/// What is wrong is named, and what is wanted; no directories are made for what is likely a slip.
+#[test]
+fn words_that_cannot_be_meant_are_refused_by_name() {
+    for words in [&["lease", "8MB", "--node", "x", "--", "true"][..], &["pool", "forget", "a", "--user", "x"]] {
+        misused(words, "'x' is no number");
+    }
+    refused(&["bench", "lease", "--qemu", "/nosuch"], &["/nosuch", "--qemu"]);
+    let scratch = Scratch::new("leased-slip");
+    let socket = scratch.path("nosuch/deeper/socket");
+    let words = ["10", env!("CARGO_BIN_EXE_hugemm"), "pool", "serve", "--page", "thp", "--size", "2MB", "--socket"];
+    let output = Command::new("timeout").args(words).arg(&socket).output().expect("it starts");
+    let line = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && line.contains("cannot be made"), "{line}");
+    assert!(!std::path::Path::new(&scratch.path("nosuch")).exists());
 }
 
 /// Every way is measured, and checked to be what it says: the bench ends with an error where QEMU did not get the lease.
@@ -175,16 +188,16 @@ fn stock_qemu_starts_in_every_way() {
     let words = ["bench", "lease", "--sizes", "32MB", "--runs", "1", "--warmup", "0", "--qemu", &qemu, "--json"];
     let document = document(&words);
     let told = std::fs::read_to_string(&log).expect("QEMU was started");
-    // Kept memory takes two starts, and one before all asks for the version.
-    assert_eq!(told.lines().count(), 10, "{told}");
+    // Kept memory takes two starts, `prealloc=off` on warm caches too, and one before all asks for the version.
+    assert_eq!(told.lines().count(), 12, "{told}");
+    assert_eq!(told.lines().filter(|words| words.contains("prealloc=off")).count(), 3, "{told}");
     let times = rows(&document, "bench.lease.exec_to_ready");
-    assert_eq!(times.len(), 8);
+    assert_eq!(times.len(), 9);
     assert!(times.iter().all(|row| row["value"].as_f64().is_some_and(|ms| ms > 0.0) && row["size"] == 32 << 20));
     for goal in ["wrapper", "path", "descriptor"] {
         assert_eq!(rows(&document, &format!("lease.{goal}_vs_prealloc_off"))[0]["goal"], 1.2);
     }
-    // Before every start, so that none is on warmer caches than another.
     let filled = rows(&document, "bench.lease.filled")[0]["value"].as_f64();
-    assert!(filled >= Some(8.0 / 32.0), "{filled:?} GiB, for 8 starts of 32 MiB");
+    assert!(filled >= Some(9.0 / 32.0), "{filled:?} GiB, for 9 ways of 32 MiB");
     assert!(rows(&document, "bench.lease.fill_cpu_per_gib")[0]["value"].as_f64().is_some_and(|seconds| seconds > 0.0));
 }

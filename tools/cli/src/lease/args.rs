@@ -32,7 +32,7 @@ pub struct Lease {
     #[arg(long, value_name = "PAGE", value_parser = page)]
     pub page: Option<Page>,
     /// From which NUMA node [default: wherever the daemon's are].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number)]
     pub node: Option<u32>,
     /// Keep the memory, with its bytes, under this name when the program ends, for this user to lease again.
     #[arg(long, value_name = "NAME", requires = "secret")]
@@ -103,7 +103,7 @@ pub struct ForgetKept {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub secret: Option<PathBuf>,
     /// Whose it is, by number; for root and the daemon's user [default: this user].
-    #[arg(long, value_name = "UID")]
+    #[arg(long, value_name = "UID", value_parser = number)]
     pub user: Option<u32>,
     /// Where the daemon listens.
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
@@ -123,7 +123,7 @@ pub struct Serve {
     #[arg(long, value_name = "SIZE[xN],…", value_delimiter = ',')]
     pub shape: Vec<Shape>,
     /// From one NUMA node [default: from any].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number)]
     pub node: Option<u32>,
     /// Most bytes filled in a second [default: no bound].
     #[arg(long, value_name = "SIZE")]
@@ -174,6 +174,11 @@ pub struct Ask {
     pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub common: Common,
+}
+
+/// Of a node or a user.
+fn number(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| format!("'{text}' is no number; write one, such as 0"))
 }
 
 fn page(text: &str) -> Result<Page, String> {

@@ -142,8 +142,9 @@ fn serve(args: &Serve) -> Result<()> {
 }
 
 fn listen(path: &Path, open: bool) -> Result<Listener> {
-    if let Some(directory) = path.parent() {
-        fs::create_dir_all(directory)
+    // Only the last: a missing one above it is likelier a slip.
+    if let Some(directory) = path.parent().filter(|directory| !directory.exists() && *directory != Path::new("")) {
+        fs::create_dir(directory)
             .with_context(|| format!("{} cannot be made; choose another place with --socket", directory.display()))?;
     }
     Listener::bind(path, open)
