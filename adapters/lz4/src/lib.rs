@@ -1,9 +1,11 @@
 //! The compressor of hugemm's swap in memory: pages of words by a dictionary, all others as LZ4 blocks.
 //!
-//! `words.rs` takes a third of LZ4's instructions on data of programs, and gives up where it would need more than half of a page: then
-//! LZ4, which finds what is alike anywhere, is worth its time. The first byte says which it was.
+//! `words.rs` takes about 0.4 of LZ4's time for the pages of programs that it takes at all (docs/reclaim.md), and gives up
+//! where it would need more than half of a page: then LZ4, which finds what is alike anywhere, is worth its time, and the try was in
+//! vain. The first byte says which it was.
 //!
-//! The LZ4 block format, one block per page, is [`lz4_flex`]'s without its safe mode, which makes it slower by a tenth to a third. Its decoder checks every length and distance that a block names (`checked-decode`): damaged input is an error or a wrong page,
+//! The LZ4 block format, one block per page, is [`lz4_flex`]'s without its safe mode, which makes it slower by a tenth to a third. Its
+//! decoder checks every length and distance that a block names (`checked-decode`): damaged input is an error or a wrong page,
 //! never an access outside the buffers. What its encoder reads and writes follows from positions in the page and in a table that it clears
 //! itself, and from no length that the page says; that the output has room for the worst it checks first. The match table (4096 positions of
 //! 16 bits, cleared for every page) lives in the working memory that the store keeps per CPU, so that compressing takes little stack and no

@@ -48,7 +48,8 @@ impl From<AllocError> for HeapError {
 /// What a heap holds and has seen, over all CPUs, at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeapStats {
-    /// Pages taken from the manager, for slabs and as blocks.
+    /// Pages taken from the manager, for slabs and as blocks. [`FrameUse::HEAP`] counts those of all heaps of a platform together, and
+    /// what they have for themselves.
     pub pages: u64,
     /// Allocations that failed.
     pub failed: u64,

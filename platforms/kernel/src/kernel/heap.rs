@@ -1,4 +1,5 @@
-//! The kernel's heap, which is the program's global allocator: `Box`, `Vec` and the rest of `alloc` from [`memory::init`] on.
+//! The kernel's heap, which is the program's global allocator: `Box`, `Vec` and the rest of `alloc` from [`memory::init`] on. A program on this
+//! kernel cannot bring another one.
 
 use super::memory::{KernelEnv, frames};
 use super::platform::{KERNEL, Kernel};
