@@ -13,8 +13,8 @@ use crate::swap_entry::{FEW_REFERENCES, SLOTS, SwapEntry};
 use crate::unhook::{UnhookedPage, offset_at};
 use crate::vm::Vm;
 use hugemm_base::sync::AtomicU64;
-use hugemm_base::{Order, VirtAddr};
-use hugemm_frames::{AllocRequest, Frozen};
+use hugemm_base::{FrameUse, Order, VirtAddr};
+use hugemm_frames::Frozen;
 use hugemm_paging::OwnerNext;
 
 impl<S: Setup> Vm<'_, S> {
@@ -76,12 +76,12 @@ impl<S: Setup> Vm<'_, S> {
         if block.extent().pages() != SLOTS {
             return Err(VmError::OtherKind.into());
         }
-        let slots = self.frames().alloc(cx, AllocRequest::order(Order::ZERO)).map_err(|_| VmError::NoMemory)?;
+        let slots = self.frames().alloc_for(cx, FrameUse::SWAP, Order::ZERO).map_err(|_| VmError::NoMemory)?;
         let ready = if places > FEW_REFERENCES { self.widen(cx, slots.pfn()) } else { Ok(()) };
         let mut table = match ready.and_then(|()| self.slots(cx, slots.pfn()).ok_or(VmError::Unreachable)) {
             Ok(table) => table,
             Err(error) => {
-                self.frames().free(cx, slots);
+                self.frames().free_for(cx, FrameUse::SWAP, slots);
                 return Err(error.into());
             }
         };
@@ -95,7 +95,7 @@ impl<S: Setup> Vm<'_, S> {
                         // SAFETY: `store`'s answers, which nobody has been told.
                         unsafe { self.pager().free(cx, *slot) };
                     }
-                    self.frames().free(cx, slots);
+                    self.frames().free_for(cx, FrameUse::SWAP, slots);
                     return Err(error);
                 }
             }

@@ -13,7 +13,7 @@ use crate::pager::{Pager, SLOT_BITS};
 use crate::setup::{Cx, Setup};
 use crate::vm::Vm;
 use core::ptr::NonNull;
-use hugemm_base::{Extent, PAGE_SHIFT, Pfn, PhysMap};
+use hugemm_base::{Extent, FrameUse, PAGE_SHIFT, Pfn, PhysMap};
 use hugemm_frames::{FolioRef, Frozen};
 use hugemm_paging::Flags;
 
@@ -94,7 +94,7 @@ impl<S: Setup> Vm<'_, S> {
                         // SAFETY: the frame held it, of which that was the last reference.
                         unsafe { self.pager().free(cx, *slot) };
                     }
-                    self.frames().free(cx, block);
+                    self.frames().free_for(cx, FrameUse::SWAP, block);
                 }
             }
         }

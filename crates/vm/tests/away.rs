@@ -4,7 +4,7 @@
 
 mod support;
 
-use hugemm_base::{CpuId, Never, Order, PageSize, Pfn, VirtAddr};
+use hugemm_base::{Cpu, CpuId, FrameUse, Never, Order, PageSize, Pfn, VirtAddr};
 use hugemm_frames::{AllocRequest, FolioRef, Frozen};
 use hugemm_paging::{DeferredUnmap, Lookup};
 use hugemm_vm::{Access, AddressSpace, Backing, Pager, UnhookedPage, VmError, VmaKind};
@@ -87,6 +87,10 @@ fn content_goes_with_its_address() {
                 }
                 (0..pages).for_each(|index| page_out(rig, cx, &space, at(index)));
                 assert_eq!(rig.vm.pager().used() as u64, pages * page.pages());
+                // A large page's slots stand in a frame, which is swap's.
+                let of_swap = |cx: &Cx<'_, '_>| cx.platform().counters().snapshot().frames.of(FrameUse::SWAP);
+                let each = i64::from(page == PageSize::Size2M);
+                assert_eq!(of_swap(cx), each * pages as i64);
                 // From within a table to within another, a whole one between.
                 let unmapped = rig.vm.unmap(cx, &space, span(at(1), (pages - 3) * page.bytes())).expect("unmapped");
                 assert_eq!((unmapped.areas, unmapped.pages), (1, 0), "none of it was mapped");
@@ -98,6 +102,7 @@ fn content_goes_with_its_address() {
                         if index == 0 { 2 } else { pages - 1 - index } * page.pages()
                     );
                 }
+                assert_eq!(of_swap(cx), 0);
                 let gone = VirtAddr::new(at(1));
                 assert_eq!(rig.load(cx, &space, at(1)), Err(VmError::NoArea { at: gone }));
                 rig.leave(cx, &space);

@@ -124,6 +124,7 @@ fn the_selftest_finds_planted_bugs() {
         ("lost-dirty", "taken for clean"),
         // Handed out twice, or too many at the end.
         ("double-free", "self-test"),
+        ("double-alloc", "heap"),
     ] {
         breaks(2, &[], &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }

@@ -177,6 +177,7 @@ fn the_selftest_finds_planted_bugs() {
         ("unflushed-protect", "was stored to after it had become read-only"),
         ("lost-dirty", "taken for clean"),
         ("double-free", "self-test"),
+        ("double-alloc", "heap"),
     ] {
         breaks("2", &format!("selftest --seconds 30 --plant {plant}"), &["self-test", finding], "");
     }

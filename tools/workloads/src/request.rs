@@ -147,6 +147,8 @@ named! {
         LostDirty = "lost-dirty",
         /// A frame is handed out twice.
         DoubleFree = "double-free",
+        /// Memory of the heap is handed out twice.
+        DoubleAlloc = "double-alloc",
         /// Pages go to swap, and their frames are freed, without the flush before.
         UnflushedSwap = "unflushed-swap",
     }
@@ -160,6 +162,7 @@ impl Plant {
             Plant::FreeBeforeFlush | Plant::MissedCpu | Plant::LazyCpu => Part::Translations,
             Plant::UnflushedProtect | Plant::LostDirty => Part::Rights,
             Plant::DoubleFree => Part::Frames,
+            Plant::DoubleAlloc => Part::Heap,
             Plant::UnflushedSwap => Part::Pressure,
         }
     }

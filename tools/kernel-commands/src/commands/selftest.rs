@@ -228,7 +228,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             unplugged = frames_stress::round(cx, seed, args.plant, clock.now_ns() + slice, &pieces)?;
         }
         if runs(Part::Heap) {
-            heap_stress::round(cx, seed, clock.now_ns() + slice)?;
+            heap_stress::round(cx, seed, args.plant, clock.now_ns() + slice)?;
         }
         if runs(Part::Rights) {
             seals += rights::round(cx, seed, args.plant, clock.now_ns() + slice)?;

@@ -15,14 +15,14 @@ pub struct Mismatch {
     /// What was counted or read.
     pub what: &'static str,
     /// What it should be.
-    pub expected: u64,
+    pub expected: i128,
     /// What it is.
-    pub found: u64,
+    pub found: i128,
 }
 
 impl Mismatch {
-    pub(crate) const fn new(what: &'static str, expected: u64, found: u64) -> Self {
-        Mismatch { what, expected, found }
+    pub(crate) fn new(what: &'static str, expected: impl Into<i128>, found: impl Into<i128>) -> Self {
+        Mismatch { what, expected: expected.into(), found: found.into() }
     }
 }
 
@@ -82,6 +82,8 @@ pub(crate) struct Start {
     available: u64,
     /// Frames that had gone bad before.
     refused: u64,
+    /// Swap's.
+    swap: u64,
     uses: FramesInUse,
 }
 
@@ -115,8 +117,9 @@ impl Accounting {
         V: DescriptorMap,
     {
         let stats = run.vm.frames().stats(cx);
-        let (frames, counters) = (stats.available() + site.swap_frames(cx), site.counters());
-        let start = Start { available: stats.available(), refused: stats.refused, uses: counters.frames };
+        let (swap, counters) = (site.swap_frames(cx), site.counters());
+        let frames = stats.available() + swap;
+        let start = Start { available: stats.available(), refused: stats.refused, swap, uses: counters.frames };
         // Shared frames stay for ever: what an earlier run has made is not this one's.
         let kept = -(run.optimizer.shared_frames() as i64);
         Accounting { frames, start, kept, counters, ..Accounting::default() }
@@ -167,16 +170,18 @@ impl Accounting {
         self.check("pages whose descriptors are not restored", 0, run.pool.lean_pages())?;
         let bad = frames.refused - self.start.refused;
         self.check("frames that are out for good", self.poisoned, bad)?;
-        let back = frames.available() + bad + site.swap_frames(cx);
+        let swap = site.swap_frames(cx);
+        let back = frames.available() + bad + swap;
         self.check("frames, free or bad or kept by optimizer", self.frames, back.saturating_add_signed(self.kept))?;
         let used = self.start.used(frames, site.counters().frames);
         for (what, expected, found) in [
             ("frames of page tables", 0, used.tables),
             ("frames of small objects", 0, used.slabs),
             ("frames of descriptors, more than before", self.kept, used.descriptors),
-            ("frames of pages", 0, used.pages),
+            // What is left is nobody's by then: all frames are back, and each use has its own.
+            ("frames of swap, more than before", swap as i64 - self.start.swap as i64, used.swap),
         ] {
-            self.check(what, expected as u64, found as u64)?;
+            self.check(what, expected, found)?;
         }
         self.check("accesses that spaces count as failed", self.failed_accesses, self.failed)?;
         // Known-zero pages are not cleared again, and those that were cleared in vain are counted.
@@ -187,7 +192,12 @@ impl Accounting {
         self.check("store fences that were forgotten", 0, counters.fences_on_drop)
     }
 
-    pub(crate) fn check(&mut self, what: &'static str, expected: u64, found: u64) -> Result<(), Mismatch> {
+    pub(crate) fn check<T: Into<i128> + PartialEq>(
+        &mut self,
+        what: &'static str,
+        expected: T,
+        found: T,
+    ) -> Result<(), Mismatch> {
         self.checks += 1;
         if expected == found { Ok(()) } else { Err(Mismatch::new(what, expected, found)) }
     }
