@@ -383,7 +383,7 @@ fn odd_commands_are_answered_in_one_line() {
     serve(&["--size", "900T", "--socket", &socket], &["more than this machine's memory", "--size"]);
     serve(&["--size", "8M", "--cpus", "60000", "--socket", &socket], &["--cpus"]);
     serve(&["--size", "8M", "--socket", &file], &["no socket", "--socket"]);
-    serve(&["--size", "8M", "--socket", "/dev/null/x"], &["/dev/null cannot be made", "--socket"]);
+    serve(&["--size", "8M", "--socket", "/dev/null/x"], &["cannot listen at /dev/null/x", "--socket"]);
     assert!(!fs::exists(&socket).expect("looked at"), "nothing is left of a daemon that did not start");
     refused(&["pool", "status", "--socket", "/nonexistent"], &["no lease daemon at /nonexistent", "pool serve"]);
     refused(&["pool", "status", "--socket", &"x".repeat(200)], &["name too long", "--socket"]);
