@@ -211,6 +211,25 @@ fn what_no_visitor_was_given_is_not_pinned() {
     });
 }
 
+/// Does `work` while no frame is free, and `then`, which has one, where a callback first says that it was called.
+fn with_last_frame_called_back<'h>(
+    rig: &Away<'h>,
+    cx: &mut Cx<'_, 'h>,
+    then: impl Fn(&mut Cx<'_, 'h>),
+    work: impl FnOnce(&mut Cx<'_, 'h>),
+) {
+    let frames = rig.vm.frames();
+    let all = core::iter::from_fn(|| frames.alloc(cx, AllocRequest::order(Order::ZERO)).ok());
+    let mut held: Vec<Frozen> = all.collect();
+    let spare = Cell::new(held.pop());
+    let with_spare = |cx: &mut Cx<'_, 'h>| {
+        frames.free(cx, spare.take().expect("one"));
+        then(cx);
+    };
+    rig.calling_back(with_spare, || work(cx));
+    held.into_iter().for_each(|block| frames.free(cx, block));
+}
+
 /// Memory runs out for a page that another task enters meanwhile with the last frame: it is there, so nothing is wanting. A
 /// fault meets a task that fills the range, and the other way round.
 #[test]
@@ -220,17 +239,7 @@ fn a_page_that_another_has_entered_wants_no_memory() {
     }
     for (work, other) in [(touch as Work, fill as Work), (fill, touch)] {
         with_space(|rig, cx, space| {
-            let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
-            let mut held: Vec<Frozen> = all.collect();
-            let spare = Cell::new(held.pop());
-            rig.calling_back(
-                |cx| {
-                    rig.vm.frames().free(cx, spare.take().expect("one"));
-                    other(rig, cx, space);
-                },
-                || work(rig, cx, space),
-            );
-            held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
+            with_last_frame_called_back(rig, cx, |cx| other(rig, cx, space), |cx| work(rig, cx, space));
         });
     }
 }
@@ -243,20 +252,17 @@ fn a_page_that_is_copied_stays_for_that_long() {
         let child = rig.vm.fork(cx, space).expect("forked");
         let Lookup::Mapped(leaf) = rig.vm.lookup(cx, space, VirtAddr::new(AT)) else { panic!("not mapped") };
         rig.vm.pager().helps.store(true, Ordering::Relaxed);
-        let all = core::iter::from_fn(|| rig.vm.frames().alloc(cx, AllocRequest::order(Order::ZERO)).ok());
-        let mut held: Vec<Frozen> = all.collect();
-        let spare = Cell::new(held.pop());
-        rig.calling_back(
+        with_last_frame_called_back(
+            rig,
+            cx,
             |cx| {
-                rig.vm.frames().free(cx, spare.take().expect("one"));
                 unmap(rig, cx, space);
                 unmap(rig, cx, &child);
                 assert_eq!(rig.vm.frames().references(leaf.frame), 1);
             },
-            || assert_eq!(rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Write), Ok(Served::Meanwhile)),
+            |cx| assert_eq!(rig.vm.fault(cx, space, VirtAddr::new(AT), Access::Write), Ok(Served::Meanwhile)),
         );
         assert_eq!(rig.vm.frames().references(leaf.frame), 0, "it went with that");
-        held.into_iter().for_each(|block| rig.vm.frames().free(cx, block));
         rig.vm.destroy(cx, child).expect("nobody uses it");
     });
 }

@@ -25,7 +25,8 @@ fn every_type() {
         both {
             Pfn, PhysAddr, VirtAddr, CancelFlag, Never, Extent, ExtentError, Chunks, Order, PageSize, SizeError, VirtRange,
             VirtRangeError, RangeSet, Invalidation, X86Flush, TlbScope, PreemptModel, Sweep, Shortfall,
-            NoPressure, FaultPoint, NoFaults, FaultPlan, Counter, CpuCounter, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse, FencePoint, Owed,
+            NoPressure, FaultPoint, NoFaults, FaultPlan, FencePoint, Owed,
+            Counter, CpuCounter, Counters, CounterSnapshot, FrameUse, FrameUses, FramesInUse,
             // Frames are anybody's who is given them.
             Dirty, Clearing, Zeroed, Ram, ExtentChain,
             Spin, SpinLock, Lock<SpinLock, Cell<u8>>, PinnedLock<SpinLock, Cell<u8>>,

@@ -42,7 +42,7 @@ pub fn run(args: &Lease) -> Result<()> {
         // Before anything is taken for it.
         find(program).map_err(|cause| NotStarted { program: program.clone(), cause })?;
     }
-    if args.mode == Mode::Preload && (args.command.is_empty() || is_given(args)) {
+    if args.mode == Mode::Preload && is_given(args) {
         bail!("--mode is for programs that make their memory themselves; leave it out");
     }
     if args.command.is_empty() {
@@ -53,10 +53,7 @@ pub fn run(args: &Lease) -> Result<()> {
         Ok((lease, libraries)) => start_on(args, lease, libraries),
         // A command that is to be given the memory has no other.
         Err(error) if args.require || is_given(args) => Err(error),
-        Err(error) => {
-            eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
-            Err(exec(&args.command, []))
-        }
+        Err(error) => Err(start_without(args, &error)),
     }
 }
 
@@ -99,10 +96,7 @@ fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<
         return match offer(lease, libraries) {
             Ok((environment, _socket)) => Err(exec(&args.command, environment)),
             Err(error) if args.require => Err(error),
-            Err(error) => {
-                eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
-                Err(exec(&args.command, []))
-            }
+            Err(error) => Err(start_without(args, &error)),
         };
     }
     match attach(lease) {
@@ -116,6 +110,12 @@ fn start_on(args: &Lease, lease: Leased, libraries: Option<OsString>) -> Result<
         }
     }
     Err(exec(&args.command, []))
+}
+
+/// Starts the command although there is no memory for it; returns why that is not possible.
+fn start_without(args: &Lease, error: &anyhow::Error) -> anyhow::Error {
+    eprintln!("hugemm lease: {error:#}; {} is started without", name(&args.command));
+    exec(&args.command, [])
 }
 
 /// Whether the command is given the memory, instead of making what becomes the memory itself.

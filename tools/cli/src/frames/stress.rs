@@ -1,6 +1,7 @@
 //! `hugemm bench stress`: all orders up to 10 from one shared area on several CPUs, with an ownership bitmap beside the
 //! allocator. Meanwhile every CPU claims ranges of 2 MiB, which are isolated for as long, frames are poisoned one after
-//! the other, and three pieces of 2 MiB that adjoin are plugged in and unplugged. Fails if a frame is ever handed out twice or after it was poisoned, is not taken back, or is lost.
+//! the other, and three pieces of 2 MiB that adjoin are plugged in and unplugged. Fails if a frame is ever handed out twice
+//! or after it was poisoned, is not taken back, or is lost.
 
 use crate::args::Kind;
 use crate::document::Row;

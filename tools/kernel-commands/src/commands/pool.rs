@@ -53,11 +53,8 @@ pub fn with_empty<T>(
     let areas = &mut areas[..count];
     let mut groups = vec_of(HugePool::<IrqLock>::groups(areas, size), Group::default)?;
     let mut nodes = [HugePageCounts::default()];
-    let result = {
-        let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut groups, &mut nodes)?;
-        f(cx, &pool)
-    };
-    result
+    let pool: HugePool<'_, IrqLock> = HugePool::new(size, areas, &mut groups, &mut nodes)?;
+    f(cx, &pool)
 }
 
 fn all_sides(cx: Cx<'_>, args: &Pool, pool: &HugePool<'_, IrqLock>) -> Result<(), Failure> {

@@ -91,12 +91,11 @@ pub fn run(cx: Cx<'_>, plan: &ProcessPlan) -> Result<AgeFigures, Failure> {
         unflushed: plan.unflushed,
     };
     let before = shootdown().counts();
-    let result = swapped::with(cx, &terms, |cx, vm, store| {
+    swapped::with(cx, &terms, |cx, vm, store| {
         let mut figures = run_processes(cx, vm, store, plan, own, &mut records)?;
         figures.shootdowns = shootdown().counts().since(before);
         Ok(figures)
-    });
-    result
+    })
 }
 
 /// From the first space to the last one's end.

@@ -87,30 +87,26 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     let mut groups = vec_of(HugePool::<IrqLock>::groups(areas, PageSize::Size2M), Group::default)?;
     let sizes = HostSizes::of(frames().available(cx).saturating_sub(OWN)).ok_or(Failure::Memory)?;
     let mut nodes = [HugePageCounts::default()];
-    let result = {
-        let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut groups, &mut nodes)?;
-        // SAFETY: commands run one after the other and have one optimizer each.
-        let optimizer = unsafe { vmemmap::optimizer(optimizer) };
-        // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
-        let store = Store::new(frames(), cx, Lz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
-        let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
-        let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::default());
-        pager.set_ageing(ageing);
-        // SAFETY: the clearer is made from what `Features::detect` finds.
-        let vm = unsafe {
-            vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool))
-        }?;
-        let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
-        let mut pins = vec_of(sizes.pool as usize, || None)?;
-        let mut site = Here { vm: &vm, store: &store, pins: &mut pins, kept: 0 };
-        let done = run.run(cx, &mut site, tell).map_err(Failure::from);
-        drop(vm);
-        match (store.close(cx), done) {
-            (Err(store), Ok(_)) => Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
-            (_, done) => done,
-        }
+    let pool: HugePool<'_, IrqLock> = HugePool::new(PageSize::Size2M, areas, &mut groups, &mut nodes)?;
+    // SAFETY: commands run one after the other and have one optimizer each.
+    let optimizer = unsafe { vmemmap::optimizer(optimizer) };
+    // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
+    let store = Store::new(frames(), cx, Lz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
+    let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
+    let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::default());
+    pager.set_ageing(ageing);
+    // SAFETY: the clearer is made from what `Features::detect` finds.
+    let vm =
+        unsafe { vm::manager::<Swapped<'_>>(clearer, ShootdownPolicy::BATCHED, pager, Pools::default().with(&pool)) }?;
+    let run = HostRun { vm: &vm, pool: &pool, optimizer: &optimizer, granularity, sizes };
+    let mut pins = vec_of(sizes.pool as usize, || None)?;
+    let mut site = Here { vm: &vm, store: &store, pins: &mut pins, kept: 0 };
+    let done = run.run(cx, &mut site, tell).map_err(Failure::from);
+    drop(vm);
+    let accounting = match (store.close(cx), done) {
+        (Err(store), Ok(_)) => return Err(Finding::InSwap { pages: store.stats(cx).pages }.into()),
+        (_, done) => done?,
     };
-    let accounting = result?;
     if name == "extent" {
         record(&accounting, &[]);
     }

@@ -255,11 +255,12 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
             pooled = pooled.plus(pools::round(cx, seed, clock.now_ns() + slice, least)?);
         }
         // Blocks of descriptors that pools have left divided keep a table each.
-        let found = frames_stress::free_pages(cx) + vmemmap::audit().frames;
+        let descriptors = vmemmap::audit().frames;
+        let found = frames_stress::free_pages(cx) + descriptors;
         if found != free {
             return Err(Finding::Lost { expected: free, found }.into());
         }
-        check_uses(uses)?;
+        check_uses(uses, descriptors)?;
         (rounds, seed) = (rounds + 1, seed.wrapping_mul(31).wrapping_add(7));
     }
     sample("selftest.rounds", rounds as f64, "rounds", &[]);
@@ -288,7 +289,7 @@ pub fn run(cx: Cx<'_>, args: &Selftest) -> Result<(), Failure> {
 }
 
 /// Each use has as many frames as before the round; descriptors may have more or fewer, and as many as they are seen to have.
-fn check_uses(before: FramesInUse) -> Result<(), Finding> {
+fn check_uses(before: FramesInUse, descriptors: u64) -> Result<(), Finding> {
     let now = percpu::counters().frames;
     let uses = [
         ("page tables", FrameUse::TABLES),
@@ -298,7 +299,7 @@ fn check_uses(before: FramesInUse) -> Result<(), Finding> {
         ("memory held back", HELD_BACK),
     ];
     let kept = uses.map(|(name, of)| (name, before.of(of), now.of(of)));
-    let seen = ("descriptors", vmemmap::audit().frames as i64, now.of(FrameUse::DESCRIPTORS));
+    let seen = ("descriptors", descriptors as i64, now.of(FrameUse::DESCRIPTORS));
     match kept.into_iter().chain([seen]).find(|(_, expected, found)| expected != found) {
         Some((of, expected, found)) => Err(Finding::Use { of, expected, found }),
         None => Ok(()),

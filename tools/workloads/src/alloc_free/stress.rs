@@ -1,7 +1,7 @@
 //! Whether anything is ever handed out twice: blocks of all orders up to 10, from one area, by several CPUs at once,
 //! each frame's owner kept in a bitmap beside the allocator. Parts of blocks are freed as pages, as ranges and by
-//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and aligned ranges isolated and claimed, and
-//! pieces of memory may come and go.
+//! another CPU than the one that took them. Some are asked for below a frame. Meanwhile frames may be poisoned, and
+//! aligned ranges isolated and claimed, and pieces of memory may come and go.
 
 use crate::random::Random;
 use core::ptr::NonNull;

@@ -39,7 +39,7 @@ pub struct Tally {
     pub demoted: u64,
     /// Pages that left by themselves.
     pub dissolved: u64,
-    /// Pages that were lent as surplus, and went again.
+    /// Pages that were lent as surplus.
     pub surplus: u64,
     /// Allocations that were made to fail.
     pub faults: u64,
@@ -200,7 +200,7 @@ fn step<'m>(cx: Cx<'_>, huge: &Pool<'m>, gigantic: &Pool<'m>, random: &mut Rando
     Ok(Tally { faults: plan.failed(), ..tally })
 }
 
-/// Promises `surplus` pages more than are free, and takes the promise back; how many surplus pages came and went.
+/// Promises `surplus` pages more than are free, and takes the promise back; how many surplus pages came.
 fn overcommit(cx: Cx<'_>, pool: &Pool<'_>, optimizer: &KernelOptimizer, surplus: u64) -> Result<u64, PoolError> {
     pool.set_overcommit(cx, surplus);
     let pages = pool.counts(cx).counts.free + surplus;
