@@ -4,4 +4,4 @@
 #[path = "../../crates/reclaim/tests/support/mod.rs"]
 mod support;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| support::ops::run(data, hugemm_lz4::Lz4));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| support::ops::run(data, hugemm_lz4::WordsOrLz4));

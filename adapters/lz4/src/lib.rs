@@ -25,9 +25,9 @@ const AS_LZ4: u8 = 1;
 
 /// The compressor. Stateless.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Lz4;
+pub struct WordsOrLz4;
 
-impl Compressor for Lz4 {
+impl Compressor for WordsOrLz4 {
     type Scratch = CompressTable;
 
     const WORST: usize = 1 + get_maximum_output_size(size_of::<PageBytes>());

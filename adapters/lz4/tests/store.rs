@@ -7,7 +7,7 @@ mod support;
 use hugemm_base::Order;
 use hugemm_base::inject::NoFaults;
 use hugemm_frames::AllocRequest;
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_reclaim::{Compressed, Compressor, Swap};
 use proptest::prelude::*;
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ proptest! {
 
     #[test]
     fn random_operations_agree_with_the_model(data in proptest::collection::vec(any::<u8>(), 0..if cfg!(miri) { 60 } else { 1000 })) {
-        support::ops::run(&data, Lz4);
+        support::ops::run(&data, WordsOrLz4);
     }
 
     #[test]
@@ -27,16 +27,16 @@ proptest! {
         let mut page = [0; 4096];
         Content { random, seed }.write(&mut page);
         let mut place = MaybeUninit::uninit();
-        let scratch = Lz4.init(&mut place);
-        let mut into = [0; Lz4::WORST];
-        match Lz4.compress(scratch, &page, &mut into) {
+        let scratch = WordsOrLz4.init(&mut place);
+        let mut into = [0; WordsOrLz4::WORST];
+        match WordsOrLz4.compress(scratch, &page, &mut into) {
             Some(len) => {
                 prop_assert!(len < 4096);
                 let mut back = [1; 4096];
-                Lz4.decompress(&into[..len], &mut back).expect("what was compressed");
+                WordsOrLz4.decompress(&into[..len], &mut back).expect("what was compressed");
                 prop_assert!(back == page);
                 // Cut short, it is an error: a block that ends early does not fill a page.
-                prop_assert!(Lz4.decompress(&into[..len - 1], &mut back).is_err());
+                prop_assert!(WordsOrLz4.decompress(&into[..len - 1], &mut back).is_err());
             }
             None => prop_assert!(random > 3900, "{random} random bytes were not made smaller"),
         }
@@ -45,7 +45,7 @@ proptest! {
     #[test]
     fn whatever_is_decompressed_stays_in_its_bounds(data in proptest::collection::vec(any::<u8>(), 0..5000)) {
         let mut guarded = [[0xee; 4096]; 3];
-        let _ = Lz4.decompress(&data, &mut guarded[1]);
+        let _ = WordsOrLz4.decompress(&data, &mut guarded[1]);
         prop_assert!(guarded[0] == [0xee; 4096] && guarded[2] == [0xee; 4096]);
     }
 }
@@ -55,14 +55,14 @@ proptest! {
 fn damaged_blocks_do_not_panic() {
     let mut page = [0; 4096];
     Content { random: 300, seed: 5 }.write(&mut page);
-    let (mut place, mut into, mut back) = (MaybeUninit::uninit(), [0; Lz4::WORST], [0; 4096]);
-    let scratch = Lz4.init(&mut place);
-    let len = Lz4.compress(scratch, &page, &mut into).expect("compresses");
+    let (mut place, mut into, mut back) = (MaybeUninit::uninit(), [0; WordsOrLz4::WORST], [0; 4096]);
+    let scratch = WordsOrLz4.init(&mut place);
+    let len = WordsOrLz4.compress(scratch, &page, &mut into).expect("compresses");
     let mut errors = 0;
     for at in 0..len {
         for flip in [1, 0x10, 0x80, 0xff] {
             into[at] ^= flip;
-            errors += u32::from(Lz4.decompress(&into[..len], &mut back).is_err());
+            errors += u32::from(WordsOrLz4.decompress(&into[..len], &mut back).is_err());
             into[at] ^= flip;
         }
     }
@@ -78,7 +78,8 @@ fn throughput() {
     run_as(0);
     with_frames(&machine, NoFaults, |frames| {
         let cx = machine.cx();
-        let store: Compressed<'_, '_, _, Lz4> = Compressed::new(frames, &cx, Lz4, CPUS, 4096).expect("memory for work");
+        let store: Compressed<'_, '_, _, WordsOrLz4> =
+            Compressed::new(frames, &cx, WordsOrLz4, CPUS, 4096).expect("memory for work");
         let alloc = || frames.alloc(&cx, AllocRequest::order(Order::ZERO)).expect("memory");
         println!("  random bytes   stored bytes   store MB/s   load MB/s   frames per 1000 pages");
         for random in [0_u16, 100, 400, 1000, 1500, 2000, 2500, 4096] {

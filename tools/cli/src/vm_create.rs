@@ -27,7 +27,7 @@ use hugemm_inspect::environment::Environment;
 use hugemm_inspect::interrupt::{self, UserStops};
 use hugemm_inspect::memory::RegionBacking;
 use hugemm_inspect::pool::HugetlbPool;
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, LruPolicy, Reclaim, Watermarks};
 use hugemm_vm::{Backing as From, Parts, Pinned, Pools, Setup, Vm, VmaKind};
@@ -43,7 +43,7 @@ use std::sync::{Barrier, Mutex, PoisonError};
 const AT: VirtAddr = VirtAddr::new(1 << 40);
 
 /// Swap in memory.
-type Store<'e> = Compressed<'e, 'e, Plain, Lz4>;
+type Store<'e> = Compressed<'e, 'e, Plain, WordsOrLz4>;
 
 /// Address spaces on the host: nobody translates by them, so TLBs only count.
 struct OnHost<'h, 'r, 'e>(PhantomData<(&'h (), &'r &'e ())>);
@@ -256,7 +256,8 @@ impl Side<'_, '_, '_> {
         // SAFETY: this view only; no CPU translates by any of the tables.
         let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, Counting) }?;
         let lrus = [Lru::new(self.frames, LruPolicy::Generations)];
-        let store = self.host.run_on(CpuId(0), |cx| Compressed::new(self.frames, cx, Lz4, line.workers, SWAP))?;
+        let store =
+            self.host.run_on(CpuId(0), |cx| Compressed::new(self.frames, cx, WordsOrLz4, line.workers, SWAP))?;
         let store: Store<'_> = store.context("no memory for the compressor; use a smaller --size")?;
         let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(self.host.frames().pages()), ());
         let parts = Parts {

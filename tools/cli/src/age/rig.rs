@@ -12,7 +12,7 @@ use hugemm_frames::{ArenaSpec, Frames, FramesConfig, Plain};
 use hugemm_host::cpu::{CpuPlace, Host};
 use hugemm_host::crew::{Crew, Serving};
 use hugemm_inspect::ipi::MembarrierIpi;
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::{EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Compressed, Lru, Reclaim, Step};
 use hugemm_vm::{AddressSpaceRef, Backing, Cx, Parts, Setup, SharedRef, Vm, VmaKind};
@@ -29,7 +29,7 @@ pub const NODE: NodeId = NodeId(0);
 /// Address spaces that processes on this machine use.
 pub struct OnHost<'h>(PhantomData<&'h ()>);
 
-type Store<'h> = Compressed<'h, 'h, Plain, Lz4>;
+type Store<'h> = Compressed<'h, 'h, Plain, WordsOrLz4>;
 type Pages<'h> = Reclaim<'h, 'h, OnHost<'h>, Store<'h>, hugemm_base::lock::SpinLock, Clocked>;
 
 impl<'h> Setup for OnHost<'h> {
@@ -84,7 +84,7 @@ pub fn on_machine<R>(
     let shootdown = unsafe { TlbShootdown::new(&slots, &inboxes, &mmu) }?;
     let lrus = [Lru::new(&frames, config.policy)];
     let store = host
-        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, Lz4, config.cpus, config.swap >> 12))?
+        .run_on(CpuId(0), |cx| Compressed::new(&frames, cx, WordsOrLz4, config.cpus, config.swap >> 12))?
         .context("no memory for the compressor; give --swap more")?;
     let store = ManuallyDrop::new(store);
     let pager: Pages<'_> = Reclaim::new(&lrus, &*store, marks(host.frames().pages(), config.page), Clocked::default());

@@ -11,7 +11,7 @@ use hugemm_host::cpu::Host;
 use hugemm_hugetlb::{FlushPolicy, OptimizerPolicy, VmemmapOptimizer};
 use hugemm_inspect::interrupt::UserStops;
 use hugemm_inspect::memory::Region;
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::{Counting, EditLock, TlbCpu, TlbShootdown, X86_64};
 use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Cx, Parts, Pinned, Pools, Setup, Vm, VmError};
@@ -42,7 +42,7 @@ pub struct SideSetup {
 }
 
 /// Swap in memory.
-type Store<'e> = Compressed<'e, 'e, Soft<'e>, Lz4>;
+type Store<'e> = Compressed<'e, 'e, Soft<'e>, WordsOrLz4>;
 
 /// Who takes pages away and brings them back.
 type Pages<'r, 'e, S> = Reclaim<'r, 'e, S, Store<'e>>;
@@ -109,7 +109,7 @@ fn on_ground(
     let lrus = [Lru::new(ground.frames, LruPolicy::TwoList)];
     // What is stored compresses to about a tenth, so that this is enough for the pressure, and not for the greed after it.
     let limit = setting.sizes.greedy / 8;
-    let store = host.run_on(CpuId(0), |cx| Compressed::new(ground.frames, cx, Lz4, setting.workers, limit))?;
+    let store = host.run_on(CpuId(0), |cx| Compressed::new(ground.frames, cx, WordsOrLz4, setting.workers, limit))?;
     let store: Store<'_> = store.context("no memory for the compressor; use a larger --size")?;
     let accounting = ground.with_pool(PageSize::Size2M, |pool| {
         let marks = Watermarks::for_node(setting.sizes.greedy);

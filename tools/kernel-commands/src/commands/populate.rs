@@ -13,7 +13,7 @@ use hugemm_hugetlb::{HugePool, Nodes, OptimizerPolicy};
 use hugemm_kernel::irq_lock::IrqLock;
 use hugemm_kernel::memory::frames;
 use hugemm_kernel::{layout, percpu, smp, vm, vmemmap};
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{Backing, Pinned, Pools, VmError, VmaKind};
@@ -88,7 +88,7 @@ impl Fill {
 
 /// Makes an address space with one area, fills it, and ends it; how long filling took.
 pub fn pass(cx: Cx<'_>, clearer: Clearer, pools: Pools<'_, IrqLock>, fill: &Fill) -> Result<Created, Failure> {
-    let store = Store::new(frames(), cx, Lz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
+    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), SWAP).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), LruPolicy::Generations)];
     let marks = Watermarks::for_node(frames().available(cx));
     let pager = Reclaim::new(&lrus, &store, marks, Clocked::default());

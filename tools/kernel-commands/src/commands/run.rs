@@ -17,7 +17,7 @@ use hugemm_kernel::platform::Kernel;
 use hugemm_kernel::tlb::shootdown;
 use hugemm_kernel::vm::{KernelVm, OnKernel};
 use hugemm_kernel::{percpu, smp, vm, vmemmap};
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Ageing, Lru, LruPolicy, Reclaim, Swap, Watermarks};
 use hugemm_vm::{AddressSpaceRef, Pinned, Pools, VmError};
@@ -91,7 +91,7 @@ fn once(cx: Cx<'_>, ways: &Ways, tell: &mut impl FnMut(RunPhase, &PhaseFigures))
     // SAFETY: commands run one after the other and have one optimizer each.
     let optimizer = unsafe { vmemmap::optimizer(optimizer) };
     // What is stored compresses to about a tenth: enough for the pressure, and not for the greed after it.
-    let store = Store::new(frames(), cx, Lz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
+    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), sizes.greedy / 8).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), LruPolicy::TwoList)];
     let pager = Reclaim::new(&lrus, &store, Watermarks::for_node(sizes.greedy), Clocked::default());
     pager.set_ageing(ageing);

@@ -12,7 +12,7 @@ use hugemm_frames::Frozen;
 use hugemm_kernel::memory::{KernelEnv, frames};
 use hugemm_kernel::vm::{self, KernelVm, OnKernel, Paging};
 use hugemm_kernel::{clock, percpu, smp, tlb};
-use hugemm_lz4::Lz4;
+use hugemm_lz4::WordsOrLz4;
 use hugemm_paging::ShootdownPolicy;
 use hugemm_reclaim::{Ageing, Compressed, Lru, LruPolicy, Reclaim, Step, Steps, Swap, Watermarks};
 use hugemm_vm::Pools;
@@ -26,7 +26,7 @@ impl<'a> Paging for Swapped<'a> {
 }
 
 /// Swap in memory.
-pub type Store = Compressed<'static, 'static, KernelEnv, Lz4>;
+pub type Store = Compressed<'static, 'static, KernelEnv, WordsOrLz4>;
 
 /// The types of such address spaces.
 pub type OurSpaces<'a> = OnKernel<Swapped<'a>>;
@@ -119,7 +119,7 @@ fn on_ration<R>(
 ) -> Result<R, Failure> {
     let features = Features::detect();
     let clearer = Clearer::new(features, ClearPolicy::new(Profile::uncalibrated(&features, None)))?;
-    let store = Store::new(frames(), cx, Lz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
+    let store = Store::new(frames(), cx, WordsOrLz4, percpu::count(), terms.swap).map_err(|_| Failure::Memory)?;
     let lrus = [Lru::new(frames(), terms.policy)];
     let pager = Reclaim::new(&lrus, &store, terms.marks, Clocked { cpus: clocks, unflushed: terms.unflushed });
     pager.set_ageing(terms.ageing);
